@@ -17,7 +17,6 @@ from heddle.lab.explore.choices import SLOTS, published_designs
 from heddle.lab.explore.page import explorer_page
 from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
 from heddle.lab.pages.conversion import conversion_page
-from heddle.lab.pages.report import report_page
 from heddle.lab.pages.runs import runs_page
 from heddle.lab.runs import RunSummary
 from heddle.laws.harness import model_under_test
@@ -28,6 +27,7 @@ from heddle.numerics.rotary import inverse_frequencies, sinusoidal_embedding
 from heddle.parts.positions.alibi import AlibiConfig
 from heddle.parts.positions.relative_bias import buckets_by_offset
 from tests import cases
+from tests.analysis.comparison.plain import plain_report
 from tests.analysis.comparison.reports import make_report
 from tests.analysis.conversion.conversions import single, sweep
 from tests.analysis.explorer.random_choices import TEXT, random_designs
@@ -35,6 +35,8 @@ from tests.analysis.ladder.test_ladder import command, folder, workers
 from tests.browser.browser import LOCAL, Browser
 from tests.browser.hostile_addresses import MARK, PLACES, VALUES, addresses, at
 from tools.site.build import Site
+
+report_page = plain_report.report_page
 
 __all__ = ["folder", "workers"]  # fixtures
 CHOICES = 400

@@ -5,12 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from heddle.lab.compare.abilities import length_changes, result_summary
-from heddle.lab.compare.pairs import field_effects, pair_report
 from heddle.lab.compare.probes import RECALL_PROBES
-from heddle.lab.compare.statistics import mean_bits_per_byte
-from heddle.lab.compare.verdict import verdict_sentences
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
+from tests.analysis.comparison.plain import plain_abilities, plain_pairs, plain_statistics, plain_verdict
+
+length_result = plain_abilities.length_result
+field_effects = plain_pairs.field_effects
+length_changes = plain_abilities.length_changes
+mean_bits_per_byte = plain_statistics.mean_bits_per_byte
+pair_report = plain_pairs.pair_report
+verdict_sentences = plain_verdict.verdict_sentences
 
 CONTEXTS = [1024 * 2**power for power in range(8)]
 SAMPLE = (
@@ -109,7 +113,7 @@ def length_results(index: int, final: float) -> list[dict[str, Any]]:
         bits = (final + slope * power + text) * sizes
         result = ExtrapolationResult(2**power, list(zip(bits.tolist(), sizes.tolist(), strict=True)), None)
         refused = ExtrapolationResult(2**power, [], "embedding.position: position 1023 is beyond the 512 learned ones")
-        rows.append(result_summary(refused if index % 4 == 3 and power > 1 else result))
+        rows.append(length_result(refused if index % 4 == 3 and power > 1 else result))
     return rows
 
 

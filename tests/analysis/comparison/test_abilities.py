@@ -7,21 +7,18 @@ import pytest
 from rich.console import Console
 
 from heddle.errors import ConfigError
-from heddle.lab.compare.abilities import (
-    TaskChoice,
-    choose_tasks,
-    describe_results,
-    keeps_every_token,
-    left_out_sentences,
-    summarize_abilities,
-)
+from heddle.lab.compare.abilities import TaskChoice, choose_tasks, describe_results, keeps_every_token
 from heddle.lab.compare.probes import RECALL_PROBES, select_probes
-from heddle.lab.compare.terminal import print_report
 from heddle.model.config import ModelConfig
 from heddle.training.evaluation.scores import EarlyStop
 from tests import small
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_abilities, plain_terminal
 from tests.laws.planting import assigned, condition
+
+left_out_sentences = plain_abilities.left_out_sentences
+print_report = plain_terminal.print_report
+summarize_abilities = plain_abilities.summarize_abilities
 
 LONG_TRAINING = 1e9  # tokens: every task is affordable
 
@@ -115,7 +112,9 @@ def report_of(is_auto: bool = True) -> dict[str, Any]:
         {"name": name, "recall": {probe: {"accuracy": value} for probe, value in measured.items()}}
         for name, measured in results.items()
     ]
-    return {"designs": designs} | summarize_abilities(choices, designs, is_auto)
+    recall = {design["name"]: design["recall"] for design in designs}
+    drawn, left_out = summarize_abilities(choices, recall, is_auto)
+    return {"designs": designs, "recall": drawn, "recall_left_out": left_out}
 
 
 def test_the_report_has_what_is_drawn_and_why_the_rest_is_not() -> None:
@@ -132,8 +131,9 @@ def test_the_report_has_what_is_drawn_and_why_the_rest_is_not() -> None:
     assert list(report_of(is_auto=False)["recall"]) == ["mqar", "parity"]
     # what is not finished is not judged
     report["designs"][0]["recall"] = {}
-    unfinished = summarize_abilities([TaskChoice("parity", {})], report["designs"], is_auto=True)
-    assert (list(unfinished["recall"]), unfinished["recall_left_out"]) == (["parity"], [])
+    recall = {design["name"]: design["recall"] for design in report["designs"]}
+    drawn, left_out = summarize_abilities([TaskChoice("parity", {})], recall, is_auto=True)
+    assert (list(drawn), left_out) == (["parity"], [])
 
 
 def test_several_tasks_may_be_named() -> None:

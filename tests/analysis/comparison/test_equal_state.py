@@ -16,12 +16,14 @@ from heddle.lab.compare.equal_size import (
     with_state_factor,
 )
 from heddle.lab.compare.plan import DesignEntry
-from heddle.lab.compare.tables import equal_size_table
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_tables
 from tests.model.test_overrides import GATED, design, mixer
+
+equal_size_table = plain_tables.equal_size_table
 
 CONTEXT = 240
 

@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 
-from heddle.lab.compare.abilities import length_changes, result_summary
-from heddle.lab.compare.statistics import TEXT_SPANS, paired_difference, seed_half_width
+from heddle.lab.compare.statistics import TEXT_SPANS, seed_half_width
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
+from tests.analysis.comparison.plain import plain_abilities, plain_statistics
+
+length_result = plain_abilities.length_result
+length_changes = plain_abilities.length_changes
+paired_difference = plain_statistics.paired_difference
 
 
 def runs(values: dict[int, list[list[float]]], size: int = 1000) -> list[dict[str, Any]]:
@@ -15,7 +19,7 @@ def runs(values: dict[int, list[list[float]]], size: int = 1000) -> list[dict[st
     finished = []
     for seed in range(len(values[1])):
         results = [
-            result_summary(ExtrapolationResult(multiple, [(value * size, size) for value in every[seed]], None))
+            length_result(ExtrapolationResult(multiple, [(value * size, size) for value in every[seed]], None))
             for multiple, every in values.items()
         ]
         finished.append({"seed": seed, "status": "done", "bits_per_byte": 2.0, "extrapolation": results})
@@ -72,7 +76,7 @@ def test_what_is_missing_is_counted_and_left_out() -> None:
     assert "gave no number: seed 1" in two["change"]["method"]
     assert (four["bits_per_byte"], four["not_finite"], four["change"]["mean"]) == (None, 2, None)
     refused = [
-        {**run, "extrapolation": [*run["extrapolation"][:1], result_summary(ExtrapolationResult(2, [], "why"))]}
+        {**run, "extrapolation": [*run["extrapolation"][:1], length_result(ExtrapolationResult(2, [], "why"))]}
         for run in measured[:2]
     ]
     row = length_changes(refused, [1, 2])[1]

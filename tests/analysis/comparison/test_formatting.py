@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from heddle.lab.compare import tables
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_tables
+
+tables = plain_tables
 
 
 @pytest.mark.parametrize(

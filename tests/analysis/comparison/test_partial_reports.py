@@ -7,14 +7,17 @@ import pytest
 
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
 from heddle.lab.compare.report import Results, comparison_report, design_facts
+from heddle.lab.compare.results import ProbeResult, Run, plain
 from heddle.lab.compare.tasks import Comparison
-from heddle.lab.compare.terminal import print_report
-from heddle.lab.pages.report import report_page
 from heddle.lab.workers import Workers
 from heddle.runtime import set_up_runtime
 from tests import small
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_report, plain_terminal, typed
 from tests.html_page import Page
+
+print_report = plain_terminal.print_report
+report_page = plain_report.report_page
 
 NAMES = ("full", "local")
 SPEEDS = {"train": [(32, [900.0, 950.0])], "prefill": [(32, [4e4])], "decode": [(32, [300.0, 310.0])]}
@@ -48,11 +51,11 @@ class Running:
 
     def finish(self, name: str, seed: int) -> None:
         """Add the result of a training."""
-        self.results.add_run(name, self.runs[name][seed])
+        self.results.add_run(name, typed(Run, self.runs[name][seed]))
 
     def report(self) -> dict[str, Any]:
         """The report as it is now; its page and its tables can be made."""
-        report = comparison_report(self.comparison, self.results)
+        report: dict[str, Any] = plain(comparison_report(self.comparison, self.results))
         print_report(report)
         page = Page(report_page(report)).text()
         for words in ("None", "NaN", "nan"):
@@ -123,7 +126,7 @@ def test_each_stage_says_what_is_finished(tmp_path: Path) -> None:
     assert [design["train_tokens_per_second"] for design in report["designs"]] == [None, None]
     for name in NAMES:
         running.results.speeds[name].append(SPEEDS)
-        running.results.recall[name]["mqar"] = reports.recall(0, 0)
+        running.results.recall[name]["mqar"] = typed(ProbeResult, reports.recall(0, 0))
     report = running.report()
     assert [stage["finished"] for stage in report["progress"]["stages"]] == [4, 2, 2]
     assert report["designs"][0]["train_tokens_per_second"] == 925.0

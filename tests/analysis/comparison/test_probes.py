@@ -64,7 +64,7 @@ def test_every_probe_can_be_trained(name: str) -> None:
     loss = accumulate_gradients(build(copy), probe.task_stream.batch(0, 0, 2), (0, 0)).loss
     assert 0 < float(loss) < 20
     assert settings.sequence_length == probe.task_stream.task.length
-    assert probe.summary()["train_tokens"] == settings.steps * settings.tokens_per_step
+    assert probe.summary().train_tokens == settings.steps * settings.tokens_per_step
 
 
 def test_choices() -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from heddle.lab.compare.power import Spending, StoppingRule, anytime_level
+from heddle.lab.compare.results import Run
 from heddle.lab.compare.schedule import UntilResolved
-from heddle.lab.compare.statistics import Run, seed_statistics
+from heddle.lab.compare.statistics import seed_statistics
 from tests.analysis.comparison import simulation
+from tests.analysis.comparison.plain import typed
 from tests.analysis.comparison.simulation import draw, run_until_resolved, stopped_miss_rate
 from tests.analysis.comparison.test_statistics import finished_run
 
@@ -92,8 +94,9 @@ def test_all_seeds_may_be_used() -> None:
     assert decision.reason == "All 100 seeds are used; not decided from a: b."
 
 
-def text_run(seed: int, loss: float, seconds: float) -> dict[str, Any]:
-    return finished_run(seed, np.full(8, loss)) | {"seconds": seconds}
+def text_run(seed: int, loss: float, seconds: float) -> Run:
+    run: Run = typed(Run, finished_run(seed, np.full(8, loss)) | {"seconds": seconds})
+    return run
 
 
 class World:
@@ -136,7 +139,7 @@ def test_a_schedule_buys_until_its_budget_and_says_why_it_stops() -> None:
     # the loser is dropped after the first seeds, or soon
     assert sum(name == "c" for batch in batches for name, _ in batch) <= 5
     assert plan.reason is not None
-    total = sum(run["seconds"] for run in world.results.values())
+    total = sum(run.seconds_in_all for run in world.results.values())
     assert total <= 60.0
 
 

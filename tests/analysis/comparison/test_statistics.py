@@ -1,5 +1,6 @@
 """The intervals of a comparison: known values, coverage by simulation, and planted bugs."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,14 +8,13 @@ import pytest
 
 from heddle.errors import DataError
 from heddle.lab.compare import statistics
-from heddle.lab.compare.statistics import (
-    mean_bits_per_byte,
-    paired_difference,
-    run_seconds,
-    t_quantile,
-    text_half_width,
-)
+from heddle.lab.compare.results import Run
+from heddle.lab.compare.statistics import t_quantile, text_half_width
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_statistics
+
+mean_bits_per_byte = plain_statistics.mean_bits_per_byte
+paired_difference = plain_statistics.paired_difference
 
 # Student's t as printed in tables: (two-sided level, degrees of freedom, quantile)
 TABLE = [
@@ -202,6 +202,7 @@ def test_nothing_finished_gives_nulls() -> None:
 
 
 def test_the_time_of_a_run_is_that_of_its_process_where_it_is_known() -> None:
-    assert run_seconds({"wall_seconds": 9.0, "seconds": 4.0}) == 9.0
-    assert run_seconds({"seconds": 4.0}) == 4.0
-    assert run_seconds({"status": "diverged", "seconds": None}) == 0.0
+    run = Run(seed=0, status="done", bits_per_byte=2.0, seconds=4.0)
+    assert replace(run, wall_seconds=9.0).seconds_in_all == 9.0
+    assert run.seconds_in_all == 4.0
+    assert replace(run, status="diverged", seconds=None).seconds_in_all == 0.0

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from heddle.lab.compare.terminal import print_report
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_terminal
+
+print_report = plain_terminal.print_report
 
 
 def printed(report: dict[str, Any], width: int) -> str:

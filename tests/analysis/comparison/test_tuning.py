@@ -14,6 +14,7 @@ from heddle.data.corpus import prepare_corpus
 from heddle.data.token_file import split_held_out
 from heddle.lab import workers as processes
 from heddle.lab.compare import run as report_writer
+from heddle.lab.compare.results import plain
 from heddle.lab.compare.tasks import run_result
 from heddle.lab.compare.worker import perform_task
 from heddle.signals import Interrupted
@@ -59,7 +60,7 @@ class Workers:
         tokens = settings["steps"] * settings["batch_size"] * settings["sequence_length"]
         numbers = {"bits_per_byte": loss, "train_tokens": tokens, "seconds": 1.0, "skipped_steps": 0}
         windows = [[loss * 100 + random.Random(index).gauss(0, 1), 100] for index in range(20)]
-        empty = run_result(settings["seed"], {"status": "failed", "message": "invented"})
+        empty = plain(run_result(settings["seed"], {"status": "failed", "message": "invented"}))
         return (
             empty | numbers | {"status": "done", "windows": windows, "peak_memory_bytes": 1, "curve": [[tokens, loss]]}
         )

@@ -4,13 +4,18 @@ from typing import Any
 
 import pytest
 
-from heddle.lab.compare.text_profile import profile_rows, recall_in_text
 from heddle.lab.pages import report as report_module
-from heddle.lab.pages.report import report_page, summary_table
-from heddle.lab.pages.sections import ability_tables, profile_cards
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_report, plain_sections, plain_text_profile
 from tests.analysis.comparison.test_text_profile import make_run
 from tests.html_page import Page
+
+ability_tables = plain_sections.ability_tables
+profile_cards = plain_sections.profile_cards
+profile_rows = plain_text_profile.profile_rows
+recall_in_text = plain_text_profile.recall_in_text
+report_page = plain_report.report_page
+summary_table = plain_report.summary_table
 
 
 @pytest.fixture(autouse=True)

@@ -9,15 +9,18 @@ import plotly.graph_objects
 import pytest
 from rich.console import Console
 
-from heddle.lab.compare.tables import equal_size_table
-from heddle.lab.compare.terminal import print_report
 from heddle.lab.pages import report as report_module
-from heddle.lab.pages.figures.comparison import effect_figures
 from heddle.lab.pages.render import render, static
-from heddle.lab.pages.report import report_context, report_page
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_figures, plain_report, plain_tables, plain_terminal
 from tests.analysis.comparison.test_effects import varied
 from tests.html_page import Page
+
+effect_figures = plain_figures.effect_figures
+equal_size_table = plain_tables.equal_size_table
+print_report = plain_terminal.print_report
+report_context = plain_report.report_context
+report_page = plain_report.report_page
 
 
 @pytest.fixture(autouse=True)

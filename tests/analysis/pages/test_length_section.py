@@ -9,21 +9,25 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
-from heddle.lab.compare.abilities import result_summary
-from heddle.lab.compare.verdict import length_verdict
 from heddle.lab.pages import report as report_module
-from heddle.lab.pages.figures.comparison import length_figure
 from heddle.lab.pages.render import render, static
-from heddle.lab.pages.report import report_context, report_page, write_report
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_abilities, plain_figures, plain_report, plain_verdict
 from tests.html_page import Page
+
+length_result = plain_abilities.length_result
+length_figure = plain_figures.length_figure
+length_verdict = plain_verdict.length_verdict
+report_context = plain_report.report_context
+report_page = plain_report.report_page
+write_report = plain_report.write_report
 
 
 def with_lost_numbers(report: dict[str, Any]) -> dict[str, Any]:
     """The first design gives no finite number at 8 ×."""
     for run in report["designs"][0]["runs"]:
-        run["extrapolation"][-1] = result_summary(ExtrapolationResult(8, [(math.nan, 100)] * 6, None))
+        run["extrapolation"][-1] = length_result(ExtrapolationResult(8, [(math.nan, 100)] * 6, None))
     return reports.finish(report)
 
 

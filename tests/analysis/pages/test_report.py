@@ -13,11 +13,16 @@ from plotly.offline import get_plotlyjs
 from heddle.errors import MachineError
 from heddle.lab.pages import render as render_module
 from heddle.lab.pages import report as report_module
-from heddle.lab.pages.figures.comparison import mean_curve, overview_figures
 from heddle.lab.pages.render import DASH_ARRAYS, MARKER_SHAPES, DesignStyle, design_styles, static
-from heddle.lab.pages.report import name_parts, report_page, write_report
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_figures, plain_report
 from tests.html_page import Page
+
+mean_curve = plain_figures.mean_curve
+name_parts = plain_report.name_parts
+overview_figures = plain_figures.overview_figures
+report_page = plain_report.report_page
+write_report = plain_report.write_report
 
 MAKERS = [reports.make_report, reports.single, reports.crowd, reports.hollow]
 ATTACK = '<script>alert("1")</script>'
@@ -156,8 +161,7 @@ def test_a_diverged_run_ends_with_a_cross_and_stays_out_of_the_mean() -> None:
 
 
 def test_designs_can_be_distinguished_without_color() -> None:
-    report = {"designs": [{"name": str(number)} for number in range(24)], "baseline": "3"}
-    styles = design_styles(report)
+    styles = design_styles([str(number) for number in range(24)], "3")
     assert styles["3"] == DesignStyle("series-0", "solid", "circle")
     assert len({(style.dash, style.marker) for style in styles.values()}) == 24
     assert len({(style.color, style.dash) for style in styles.values()}) == 24

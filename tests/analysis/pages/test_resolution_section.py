@@ -1,9 +1,11 @@
 """The section on what is not resolved: a row for each open pair, and none where nothing is open."""
 
-from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.pages.render import render
-from heddle.lab.pages.report import report_context
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_report, plain_verdict
+
+report_context = plain_report.report_context
+resolution_table = plain_verdict.resolution_table
 
 
 def page(report: dict[str, object]) -> str:

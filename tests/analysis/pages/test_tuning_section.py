@@ -8,13 +8,18 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
-from heddle.lab.compare.tuning import needs_shared_run, shared_value_matters, tuning_report
+from heddle.lab.compare.tuning import needs_shared_run
 from heddle.lab.pages import report as report_module
-from heddle.lab.pages.figures.comparison import tuning_figures
-from heddle.lab.pages.report import report_page, tuning_section
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.plain import plain_figures, plain_report, plain_tuning
 from tests.analysis.comparison.tunings import make_tuning, with_tuning
 from tests.html_page import Page
+
+report_page = plain_report.report_page
+shared_value_matters = plain_tuning.shared_value_matters
+tuning_figures = plain_figures.tuning_figures
+tuning_report = plain_tuning.tuning_report
+tuning_section = plain_report.tuning_section
 
 NAMES = [*reports.TINY]
 

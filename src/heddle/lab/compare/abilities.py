@@ -15,13 +15,23 @@ that all designs solve, or none, is told in one line and is not drawn.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from heddle.config import DesignError
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
 from heddle.lab.compare.probes import AUTO, RECALL_PROBES, RecallProbe
-from heddle.lab.compare.statistics import TEXT_SPANS, Run, finished_runs, paired_difference
+from heddle.lab.compare.results import (
+    ExtrapolationFacts,
+    LeftOutProbe,
+    LengthChange,
+    LengthResult,
+    ProbeResult,
+    ProbeSummary,
+    Report,
+    Run,
+    ScoredRun,
+)
+from heddle.lab.compare.statistics import TEXT_SPANS, finished_runs, loss_of, paired_difference
 from heddle.lab.compare.tables import format_percent, join_names
 from heddle.model.config import ModelConfig
 from heddle.model.size import state_bytes
@@ -139,34 +149,34 @@ def _range_text(low: float, high: float) -> str:
 
 
 def summarize_abilities(
-    choices: Sequence[TaskChoice], designs: Sequence[Mapping[str, Any]], is_auto: bool
-) -> dict[str, Any]:
-    """What the report says of recall: `recall`, the probes that are drawn, and `recall_left_out`, those that are not.
+    choices: Sequence[TaskChoice], results: Mapping[str, Mapping[str, ProbeResult]], is_auto: bool
+) -> tuple[dict[str, ProbeSummary], list[LeftOutProbe]]:
+    """The recall probes that are drawn, and those that are not.
 
-    designs: of the report; their `recall` has the result of every probe that was trained. With `is_auto` a probe that
+    results: by design and probe, of every probe that was trained. With `is_auto` a probe that
     does not tell the designs apart is not drawn.
     """
-    drawn: dict[str, Any] = {}
+    drawn: dict[str, ProbeSummary] = {}
     left_out = []
     for choice in choices:
         summary = RECALL_PROBES[choice.probe].summary()
-        results = {design["name"]: design["recall"].get(choice.probe) for design in designs}
-        accuracies = {name: None if result is None else result["accuracy"] for name, result in results.items()}
-        unfinished = any(result is None for result in results.values())
-        reason = choice.reason or (describe_results(accuracies, summary["chance"]) if is_auto else "")
+        of_probe = {name: of_design.get(choice.probe) for name, of_design in results.items()}
+        accuracies = {name: None if result is None else result.accuracy for name, result in of_probe.items()}
+        unfinished = any(result is None for result in of_probe.values())
+        reason = choice.reason or (describe_results(accuracies, summary.chance) if is_auto else "")
         if choice.reason or (reason and not unfinished):
             trained = {} if choice.reason else accuracies
-            left_out.append({"name": choice.probe, "title": summary["title"], "reason": reason, "accuracies": trained})
+            left_out.append(LeftOutProbe(name=choice.probe, title=summary.title, reason=reason, accuracies=trained))
         else:
             drawn[choice.probe] = summary
-    return {"recall": drawn, "recall_left_out": left_out}
+    return drawn, left_out
 
 
-def left_out_sentences(report: Mapping[str, Any]) -> list[str]:
+def left_out_sentences(report: Report) -> list[str]:
     """A sentence for each reason why tasks are not drawn: "Not tested: MQAR, Copying: every design keeps …"."""
     titles: dict[tuple[str, bool], list[str]] = {}
-    for row in report.get("recall_left_out", ()):
-        titles.setdefault((row["reason"], bool(row["accuracies"])), []).append(row["title"])
+    for row in report.recall_left_out:
+        titles.setdefault((row.reason, bool(row.accuracies)), []).append(row.title)
     return [
         f"{join_names(names, 8)}: {'tested, not drawn' if was_tested else 'not tested'}, because {reason}."
         for (reason, was_tested), names in titles.items()
@@ -176,19 +186,19 @@ def left_out_sentences(report: Mapping[str, Any]) -> list[str]:
 # Length extrapolation of a design: mean loss at each multiple of the trained length, and its paired change.
 
 
-def result_summary(result: ExtrapolationResult) -> dict[str, Any]:
-    """The result at one multiple as plain data, which becomes part of a run."""
-    return {
-        "multiple": result.multiple,
-        "status": "done" if result.refusal is None else "refused",
-        "message": result.refusal,
-        "bits_per_byte": ratio_of_sums(result.scores) if result.scores else None,
-        "windows": result.scores,
-    }
+def length_result(result: ExtrapolationResult) -> LengthResult:
+    """The result at one multiple, as a part of a run."""
+    return LengthResult(
+        multiple=result.multiple,
+        status="done" if result.refusal is None else "refused",
+        message=result.refusal,
+        bits_per_byte=ratio_of_sums(result.scores) if result.scores else None,
+        windows=result.scores,
+    )
 
 
-def plan_summary(plan: ExtrapolationPlan, corpus: Corpus | None) -> dict[str, Any]:
-    """What was read, as plain data for the report.
+def extrapolation_facts(plan: ExtrapolationPlan, corpus: Corpus | None) -> ExtrapolationFacts:
+    """What was read.
 
     corpus: None until it is prepared. `multiples` is empty where nothing was read; `note` says why less was read than
     was asked for.
@@ -197,46 +207,48 @@ def plan_summary(plan: ExtrapolationPlan, corpus: Corpus | None) -> dict[str, An
     if corpus is not None:
         targets = [corpus.validation.read(start + 1, start + plan.span_length + 1) for start in plan.starts]
         size = sum(int(corpus.tokenizer.byte_lengths[tokens].sum()) for tokens in targets)
-    return {
-        "sequence_length": plan.sequence_length,
-        "multiples": list(plan.multiples),
-        "spans": len(plan.starts),
-        "documents": plan.document_count,
-        "tokens": len(plan.starts) * plan.span_length,
-        "bytes": size,
-        "note": plan.note,
-    }
+    return ExtrapolationFacts(
+        sequence_length=plan.sequence_length,
+        multiples=list(plan.multiples),
+        spans=len(plan.starts),
+        documents=plan.document_count,
+        tokens=len(plan.starts) * plan.span_length,
+        bytes=size,
+        note=plan.note,
+    )
 
 
-def length_changes(runs: Sequence[Run], multiples: Sequence[int]) -> list[dict[str, Any]]:
-    """A design at each multiple: mean bits per byte of its finite seeds, and the change from 1 ×, paired by seed.
-
-    not_finite: seeds without a finite number. refusal: why the design has no number at this multiple.
-    """
+def length_changes(runs: Sequence[Run], multiples: Sequence[int]) -> list[LengthChange]:
+    """A design at each multiple."""
     finished = finished_runs(runs)
     trained_length = _runs_at(finished, 1)
     rows = []
     for multiple in multiples:
         at_multiple = _runs_at(finished, multiple)
-        values = [float(run["bits_per_byte"]) for run in finished_runs(at_multiple)]
-        refusals = [run["message"] for run in at_multiple if run["status"] == "refused"]
+        values = [loss_of(run) for run in finished_runs(at_multiple)]
+        refusals = [run.message for run in at_multiple if run.status == "refused"]
         rows.append(
-            {
-                "multiple": multiple,
-                "bits_per_byte": sum(values) / len(values) if values else None,
-                "change": paired_difference(at_multiple, trained_length, TEXT_SPANS) if multiple > 1 else None,
-                "not_finite": len(at_multiple) - len(values) - len(refusals),
-                "refusal": refusals[0] if refusals else None,
-            }
+            LengthChange(
+                multiple=multiple,
+                bits_per_byte=sum(values) / len(values) if values else None,
+                change=paired_difference(at_multiple, trained_length, TEXT_SPANS) if multiple > 1 else None,
+                not_finite=len(at_multiple) - len(values) - len(refusals),
+                refusal=refusals[0] if refusals else None,
+            )
         )
     return rows
 
 
-def _runs_at(runs: Sequence[Run], multiple: int) -> list[dict[str, Any]]:
+def _runs_at(runs: Sequence[Run], multiple: int) -> list[ScoredRun]:
     """The results at one multiple in the form of runs."""
+    results = [(run.seed, result) for run in runs for result in run.extrapolation if result.multiple == multiple]
     return [
-        {**result, "seed": run["seed"]}
-        for run in runs
-        for result in run["extrapolation"]
-        if result["multiple"] == multiple
+        ScoredRun(
+            seed=seed,
+            status=result.status,
+            message=result.message,
+            bits_per_byte=result.bits_per_byte,
+            windows=result.windows,
+        )
+        for seed, result in results
     ]

@@ -25,6 +25,7 @@ from heddle.lab.compare.plan import (
     tuned_paths,
 )
 from heddle.lab.compare.probes import select_probes
+from heddle.lab.compare.results import Report, finite, parse, plain
 from heddle.lab.compare.run import compare as run_comparison
 from heddle.lab.compare.settings import DEFAULT_TUNING_BUDGET, CompareSettings
 from heddle.lab.compare.tasks import choose_workers
@@ -90,11 +91,11 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         command = settings.command_line("compare")
         report = run_comparison(plan, settings.out, runtime, command, workers=workers, live=live)
     if settings.json:
-        print_text(json.dumps(report, indent=2))
+        print_text(json.dumps(plain(finite(report)), indent=2))
     else:
         print_report(_terminal_safe(report))
         print_text(f"report: {settings.out / 'report.html'}")
-    return ComparedDesigns(settings.out, report)
+    return ComparedDesigns(settings.out, plain(report))
 
 
 def comparison_plan(settings: CompareSettings, runtime: Runtime) -> ComparisonPlan:
@@ -193,12 +194,16 @@ def _budget(settings: CompareSettings) -> tuple[str, float]:
     return kind, value
 
 
-def _terminal_safe(data: Any) -> Any:
-    """The same data, in which every text may be shown on a terminal: designs are named after files."""
+def _terminal_safe(report: Report) -> Report:
+    """The same report with every text safe to print."""
+    return parse(Report, _safe(plain(report)))
+
+
+def _safe(data: Any) -> Any:
     if isinstance(data, dict):
-        return {key: _terminal_safe(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_terminal_safe(value) for value in data]
+        return {_safe(key): _safe(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_safe(value) for value in data]
     return terminal_safe(data) if isinstance(data, str) else data
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -10,12 +10,25 @@ import numpy as np
 
 from heddle.lab.compare.plan import short_titles
 from heddle.lab.compare.power import anytime_level, need_for, round_widths_below, smallest_resolvable
+from heddle.lab.compare.results import (
+    BaselineRow,
+    Design,
+    Difference,
+    Effects,
+    Interaction,
+    InteractionCell,
+    NeededRuns,
+    PairReport,
+    PairRow,
+    ScoredRun,
+    VariedField,
+    VariedValue,
+)
 from heddle.lab.compare.statistics import (
     ALPHA,
     VALIDATION_WINDOWS,
     Level,
     PairStatistics,
-    Run,
     describe_method,
     describe_unpaired,
     finished_runs,
@@ -24,10 +37,9 @@ from heddle.lab.compare.statistics import (
     pair_statistics,
     paired_difference,
     pooling_weight,
-    run_seconds,
     t_quantile,
 )
-from heddle.lab.compare.tables import Design, mean_loss
+from heddle.lab.compare.tables import mean_loss
 
 NO_PAIR = "No seed was finished by both designs, so there is no difference to give."
 
@@ -52,14 +64,8 @@ class Judging:
         return anytime_level if self.is_anytime else fixed_level
 
 
-def pair_report(runs: Mapping[str, Sequence[Run]], baseline: str, judging: Judging | None = None) -> dict[str, Any]:
-    """{"leader": name or None, "pairs": a row for each pair, "differences": those to the baseline}, from the runs.
-
-    A row has mean, low, high (95 % for all pairs at once), resolved, pairs (seeds that both sides finished), method,
-    and in `final` whether it may be judged. Where it is not resolved, also `tie_within`, the largest difference that
-    its interval allows, `resolvable`, the smallest that had been resolved with probability 0.8, and `needs` of narrower
-    intervals: half_width, seeds, seconds and text_factor. Pairs are in the order of the designs' losses.
-    """
+def pair_report(runs: Mapping[str, Sequence[ScoredRun]], baseline: str, judging: Judging | None = None) -> PairReport:
+    """All pairs of designs, with intervals of 95 % for all at once, in the order of the designs' losses."""
     judging = judging or Judging()
     statistics = pair_statistics(runs)
     effects = statistics.effects
@@ -67,57 +73,57 @@ def pair_report(runs: Mapping[str, Sequence[Run]], baseline: str, judging: Judgi
     names = statistics.names
 
     def row(design: int, reference: int) -> dict[str, Any]:
-        return _pair_row(statistics, design, reference, runs, judging)
+        return vars(_difference(statistics, design, reference, runs, judging))
 
     reference = names.index(baseline)
-    return {
-        "leader": None if statistics.leader is None else names[statistics.leader],
-        "pairs": [
-            {"design": names[design], "reference": names[other], **row(design, other)}
+    return PairReport(
+        leader=None if statistics.leader is None else names[statistics.leader],
+        pairs=[
+            PairRow(design=names[design], reference=names[other], **row(design, other))
             for position, design in enumerate(order)
             for other in order[position + 1 :]
         ],
-        "differences": [
-            {"design": name, "baseline": baseline, **row(design, reference)}
+        differences=[
+            BaselineRow(design=name, baseline=baseline, **row(design, reference))
             for design, name in enumerate(names)
             if design != reference
         ],
-    }
+    )
 
 
-def _pair_row(
-    statistics: PairStatistics, design: int, reference: int, runs: Mapping[str, Sequence[Run]], judging: Judging
-) -> dict[str, Any]:
+def _difference(
+    statistics: PairStatistics, design: int, reference: int, runs: Mapping[str, Sequence[ScoredRun]], judging: Judging
+) -> Difference:
     seeds = int(statistics.seeds[design, reference])
     if not seeds:
-        empty = {"mean": None, "low": None, "high": None, "resolved": False, "pairs": 0, "final": judging.is_final}
-        return empty | {"method": NO_PAIR}
+        return Difference(mean=None, final=judging.is_final, method=NO_PAIR)
     mean = float(statistics.mean[design, reference])
     half = statistics.half_width(design, reference, judging.level)
     has_interval = not math.isnan(half)
     resolved = has_interval and half < abs(mean) and judging.is_final
-    row = {
-        "mean": mean,
-        "low": mean - half if has_interval else None,
-        "high": mean + half if has_interval else None,
-        "resolved": resolved,
-        "pairs": seeds,
-        "final": judging.is_final,
-        "method": _method(statistics, design, reference, runs, judging),
-    }
+    row = Difference(
+        mean=mean,
+        low=mean - half if has_interval else None,
+        high=mean + half if has_interval else None,
+        resolved=resolved,
+        pairs=seeds,
+        final=judging.is_final,
+        method=_method(statistics, design, reference, runs, judging),
+    )
     if resolved or not has_interval:
         return row
     seconds = [_mean_seconds(runs[statistics.names[index]]) for index in (design, reference)]
-    return row | {
-        "tie_within": abs(mean) + half,
-        "resolvable": smallest_resolvable(statistics, design, reference, judging.level),
-        "needs": _needs(statistics, design, reference, half, judging, sum(seconds) / judging.workers),
-    }
+    return replace(
+        row,
+        tie_within=abs(mean) + half,
+        resolvable=smallest_resolvable(statistics, design, reference, judging.level),
+        needs=_needs(statistics, design, reference, half, judging, sum(seconds) / judging.workers),
+    )
 
 
 def _needs(
     statistics: PairStatistics, design: int, reference: int, half: float, judging: Judging, seconds: float
-) -> list[dict[str, Any]]:
+) -> list[NeededRuns]:
     """The needs of narrower intervals, of a comparison that grows in place. seconds: of one run of both designs."""
     widths = round_widths_below(half)
     if judging.half_width is not None and judging.half_width < half:
@@ -127,17 +133,17 @@ def _needs(
         need = need_for(statistics, design, reference, width, anytime_level)
         if need is not None:
             more = None if need.seeds is None else max(0, need.seeds - int(statistics.seeds[design, reference]))
-            rows.append(need._asdict() | {"seconds": None if more is None else more * seconds})
+            rows.append(NeededRuns(**need._asdict(), seconds=None if more is None else more * seconds))
     return rows
 
 
-def _mean_seconds(runs: Sequence[Run]) -> float:
+def _mean_seconds(runs: Sequence[ScoredRun]) -> float:
     """The mean time of a design's runs."""
-    return sum(map(run_seconds, runs)) / len(runs) if runs else 0.0
+    return sum(run.seconds_in_all for run in runs) / len(runs) if runs else 0.0
 
 
 def _method(
-    statistics: PairStatistics, design: int, reference: int, runs: Mapping[str, Sequence[Run]], judging: Judging
+    statistics: PairStatistics, design: int, reference: int, runs: Mapping[str, Sequence[ScoredRun]], judging: Judging
 ) -> str:
     """How the interval was computed, as sentences."""
     names, seeds = statistics.names, int(statistics.seeds[design, reference])
@@ -145,19 +151,19 @@ def _method(
     method = describe_method(seeds, has_text, VALIDATION_WINDOWS, len(names))
     if judging.is_anytime and seeds > 1:
         method += " It holds at whatever number of seeds the comparison stops."
-    sides = [{run["seed"] for run in runs[names[index]]} for index in (design, reference)]
+    sides = [{run.seed for run in runs[names[index]]} for index in (design, reference)]
     finished = {
-        run["seed"]
+        run.seed
         for run in runs[names[design]]
         for other in runs[names[reference]]
-        if run["seed"] == other["seed"] and _has_number(run) and _has_number(other)
+        if run.seed == other.seed and _has_number(run) and _has_number(other)
     }
     # seeds that only one side was given are no failure
     return method + describe_unpaired(sorted((sides[0] & sides[1]) - finished))
 
 
-def _has_number(run: Run) -> bool:
-    return run["status"] == "done" and run["bits_per_byte"] is not None and math.isfinite(run["bits_per_byte"])
+def _has_number(run: ScoredRun) -> bool:
+    return run.status == "done" and run.bits_per_byte is not None and math.isfinite(run.bits_per_byte)
 
 
 # Effects of varied fields on bits per byte: means over the other fields, paired differences, and interactions.
@@ -174,7 +180,7 @@ def _has_number(run: Run) -> bool:
 # at once: Student's t at the level 1 − 0.95^(1/rows) (Šidák 1967), with a spread estimated as in `simultaneous`.
 
 
-FieldLabels = dict[str, str]  # the value of each varied field, as its label
+FieldLabels = Mapping[str, str]  # the value of each varied field, as its label
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,7 @@ class _Rows:
     judging: Judging
     statistics: PairStatistics
     count: int
-    differences: dict[str, Any] | None
+    differences: dict[str, Difference] | None
 
     def half_width(self, contrast: PairStatistics, parts: float) -> float | None:
         """Half of the interval of a contrast between sums of designs; None where there is none.
@@ -208,56 +214,52 @@ class _Rows:
         return math.nan if math.isnan(degrees) else t_quantile((1 - alpha) ** (1 / self.count), degrees)
 
 
-def field_effects(designs: Sequence[Design], baseline: str, judging: Judging | None = None) -> dict[str, Any]:
-    """{"fields": [...], "interactions": [...]} from the designs' `varied_fields` and `runs`, as plain data.
-
-    A field has its path, title, the baseline's value and its values. A value has its label, its number (or None), the
-    names of its designs, their mean bits per byte, and the paired difference to the baseline's value (None for that
-    one). An interaction has two fields and a cell for each pair of values, with its mean and the interaction (None
-    where one of the values is the baseline's). Both lists are empty where nothing was varied.
-    """
-    paths = list(dict.fromkeys(path for design in designs for path in design["varied_fields"]))
+def field_effects(designs: Sequence[Design], baseline: str, judging: Judging | None = None) -> Effects:
+    """The effects from the designs' `varied_fields` and `runs`."""
+    paths = list(dict.fromkeys(path for design in designs for path in design.varied_fields))
     title_of = short_titles(paths)
-    base = next(design["varied_fields"] for design in designs if design["name"] == baseline)
-    labels_of = {path: list(dict.fromkeys(design["varied_fields"][path] for design in designs)) for path in paths}
+    base = next(design.varied_fields for design in designs if design.name == baseline)
+    labels_of = {path: list(dict.fromkeys(design.varied_fields[path] for design in designs)) for path in paths}
     varied = [path for path in paths if len(labels_of[path]) > 1]
     if not varied:
-        return {"fields": [], "interactions": []}
+        return Effects()
     rows = _all_rows(designs, baseline, {path: labels_of[path] for path in varied}, judging or Judging())
     fields = [
-        {
-            "path": path,
-            "title": title_of[path],
-            "baseline": base[path],
-            "values": [_value_effect(rows, path, label) for label in labels_of[path]],
-        }
+        VariedField(
+            path=path,
+            title=title_of[path],
+            baseline=base[path],
+            values=[_value_effect(rows, path, label) for label in labels_of[path]],
+        )
         for path in varied
     ]
     interactions = [
-        {
-            "paths": list(pair),
-            "titles": [title_of[path] for path in pair],
-            "cells": [
+        Interaction(
+            paths=list(pair),
+            titles=[title_of[path] for path in pair],
+            cells=[
                 _interaction_cell(rows, dict(zip(pair, labels, strict=True)))
                 for labels in product(*(labels_of[path] for path in pair))
             ],
-        }
+        )
         for pair in combinations(varied, 2)
     ]
-    return {"fields": fields, "interactions": interactions}
+    return Effects(fields=fields, interactions=interactions)
 
 
 def _all_rows(designs: Sequence[Design], baseline: str, labels_of: dict[str, list[str]], judging: Judging) -> _Rows:
     changes = [len(labels) - 1 for labels in labels_of.values()]
     count = sum(changes) + sum(first * second for first, second in combinations(changes, 2))
-    runs = {design["name"]: design["runs"] for design in designs}
+    runs = {design.name: design.runs for design in designs}
     differences = None
     if len(changes) == 1:
-        rows = pair_report(runs, baseline, judging)["differences"]
+        names, statistics = list(runs), pair_statistics(runs)
         differences = {
-            row["design"]: {key: row[key] for key in row if key not in ("design", "baseline")} for row in rows
+            name: _difference(statistics, index, names.index(baseline), runs, judging)
+            for index, name in enumerate(names)
+            if name != baseline
         }
-    base = next(design["varied_fields"] for design in designs if design["name"] == baseline)
+    base = next(design.varied_fields for design in designs if design.name == baseline)
     return _Rows(designs, base, judging, pair_statistics(runs), count, differences)
 
 
@@ -270,25 +272,25 @@ def parse_number(label: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _value_effect(rows: _Rows, path: str, label: str) -> dict[str, Any]:
+def _value_effect(rows: _Rows, path: str, label: str) -> VariedValue:
     with_value = _with_labels(rows.designs, {path: label})
     reference = _with_labels(rows.designs, {path: rows.base[path]})
     difference = None
     if label != rows.base[path]:
         if rows.differences is not None and len(with_value) == 1:
-            difference = rows.differences[with_value[0]["name"]]
+            difference = rows.differences[with_value[0].name]
         else:
             difference = _contrast(rows, [with_value], [reference])
-    return {
-        "label": label,
-        "number": parse_number(label),
-        "designs": [design["name"] for design in with_value],
-        "mean": _mean(with_value),
-        "difference": difference,
-    }
+    return VariedValue(
+        label=label,
+        number=parse_number(label),
+        designs=[design.name for design in with_value],
+        mean=_mean(with_value),
+        difference=difference,
+    )
 
 
-def _interaction_cell(rows: _Rows, labels: FieldLabels) -> dict[str, Any]:
+def _interaction_cell(rows: _Rows, labels: FieldLabels) -> InteractionCell:
     (first, first_label), (second, second_label) = labels.items()
     designs, base = rows.designs, rows.base
     both = _with_labels(designs, labels)
@@ -298,12 +300,12 @@ def _interaction_cell(rows: _Rows, labels: FieldLabels) -> dict[str, Any]:
         first_alone = _with_labels(designs, {first: first_label, second: base[second]})
         second_alone = _with_labels(designs, {first: base[first], second: second_label})
         interaction = _contrast(rows, [both, neither], [first_alone, second_alone])
-    return {"values": [first_label, second_label], "mean": _mean(both), "interaction": interaction}
+    return InteractionCell(values=(first_label, second_label), mean=_mean(both), interaction=interaction)
 
 
 def _with_labels(designs: Sequence[Design], labels: FieldLabels) -> list[Design]:
     """The designs with these values; the other fields come in the same order for every choice of values."""
-    return [design for design in designs if labels.items() <= design["varied_fields"].items()]
+    return [design for design in designs if labels.items() <= design.varied_fields.items()]
 
 
 def _mean(designs: Sequence[Design]) -> float | None:
@@ -311,18 +313,16 @@ def _mean(designs: Sequence[Design]) -> float | None:
     return float(np.mean(means)) if means else None
 
 
-def _contrast(rows: _Rows, plus: Sequence[Sequence[Design]], minus: Sequence[Sequence[Design]]) -> dict[str, Any]:
+def _contrast(rows: _Rows, plus: Sequence[Sequence[Design]], minus: Sequence[Sequence[Design]]) -> Difference:
     """The paired difference between two sums of groups of designs, averaged over the other fields.
 
     The designs at one index of all groups are equal in the other fields; without one of their runs the seed is left
     out for that index.
     """
-    groups = [
-        [{run["seed"]: run for run in finished_runs(design["runs"])} for design in group] for group in (*plus, *minus)
-    ]
-    seeds = sorted({run["seed"] for group in (*plus, *minus) for design in group for run in design["runs"]})
-    plus_runs: list[Run] = []
-    minus_runs: list[Run] = []
+    groups = [[{run.seed: run for run in finished_runs(design.runs)} for design in group] for group in (*plus, *minus)]
+    seeds = sorted({run.seed for group in (*plus, *minus) for design in group for run in design.runs})
+    plus_runs: list[ScoredRun] = []
+    minus_runs: list[ScoredRun] = []
     count, missing = len(groups[0]), 0
     for seed in seeds:
         complete = [index for index, runs in enumerate(zip(*groups, strict=True)) if all(seed in run for run in runs)]
@@ -332,38 +332,38 @@ def _contrast(rows: _Rows, plus: Sequence[Sequence[Design]], minus: Sequence[Seq
             plus_runs.append(_sum_as_run(seed, averages[: len(plus)]))
             minus_runs.append(_sum_as_run(seed, averages[len(plus) :]))
     difference = paired_difference(plus_runs, minus_runs)
-    method = difference["method"]
+    method = difference.method
     if rows.count > 1:
         method += f" It holds for all {rows.count} rows of the varied fields at once."
-    if difference["mean"] is not None:
+    if difference.mean is not None:
         half = rows.half_width(
             pair_statistics({"plus": plus_runs, "minus": minus_runs}), (len(plus) + len(minus)) / count
         )
-        mean = difference["mean"]
-        difference |= {
-            "low": None if half is None else mean - half,
-            "high": None if half is None else mean + half,
-            "resolved": half is not None and half < abs(mean) and rows.judging.is_final,
-        }
-    difference |= {"final": rows.judging.is_final}
+        mean = difference.mean
+        difference = replace(
+            difference,
+            low=None if half is None else mean - half,
+            high=None if half is None else mean + half,
+            resolved=half is not None and half < abs(mean) and rows.judging.is_final,
+        )
     if count > 1:
         method += f" Averaged over {count} choices of the other fields."
     if missing:
         method += f" Left out, because a design did not finish: {missing} of {count * len(seeds)} pairs."
-    return difference | {"method": method}
+    return replace(difference, final=rows.judging.is_final, method=method)
 
 
-def _average(runs: Sequence[Run]) -> tuple[float, Any]:
+def _average(runs: Sequence[ScoredRun]) -> tuple[float, Any]:
     """Bits per byte and the table of validation windows, averaged over runs of one seed; None without tables."""
-    tables = [run["windows"] for run in runs]
+    tables = [run.windows for run in runs]
     table = np.mean(np.asarray(tables, dtype=np.float64), axis=0) if all(tables) else None
-    return float(np.mean([run["bits_per_byte"] for run in runs])), table
+    return float(np.mean([run.bits_per_byte for run in runs])), table
 
 
-def _sum_as_run(seed: int, averages: Sequence[tuple[float, Any]]) -> Run:
+def _sum_as_run(seed: int, averages: Sequence[tuple[float, Any]]) -> ScoredRun:
     """The sum of averages in the form of a run; each window keeps its bytes."""
     tables = [table for _, table in averages]
     windows: list[Any] = []
     if all(table is not None for table in tables):
         windows = np.stack([sum(table[:, 0] for table in tables), tables[0][:, 1]], axis=1).tolist()
-    return {"seed": seed, "status": "done", "bits_per_byte": sum(bits for bits, _ in averages), "windows": windows}
+    return ScoredRun(seed=seed, status="done", bits_per_byte=sum(bits for bits, _ in averages), windows=windows)

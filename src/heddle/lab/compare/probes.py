@@ -7,10 +7,11 @@ alike.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from heddle.data.recall import TaskStream, parse_recall
 from heddle.errors import ConfigError, choices_hint
+from heddle.lab.compare.results import ProbeSummary
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.loop import INTERIM_EVALUATION_TOKENS
@@ -111,19 +112,19 @@ class RecallProbe:
             initialization=config.initialization.replace(std=config.width**-0.5),
         )
 
-    def summary(self) -> dict[str, Any]:
-        """The probe as plain data for the report."""
+    def summary(self) -> ProbeSummary:
+        """What the report says of the probe."""
         stream = self.task_stream
-        return {
-            "title": self.title,
-            "source": stream.argument,
-            "question": self.question,
-            "chance": stream.task.chance_accuracy,
-            "sequence_length": stream.task.length,
-            "steps": self.steps,
-            "batch_size": self.batch_size,
-            "train_tokens": self.steps * self.batch_size * stream.task.length,
-        }
+        return ProbeSummary(
+            title=self.title,
+            source=stream.argument,
+            question=self.question,
+            chance=stream.task.chance_accuracy,
+            sequence_length=stream.task.length,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            train_tokens=self.steps * self.batch_size * stream.task.length,
+        )
 
 
 RECALL_PROBES = {

@@ -1,23 +1,39 @@
 """The report of a comparison as plain data: whole at the end, and partial after each task on the way."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from statistics import median_high
-from typing import Any, NamedTuple
 
 import torch
 
 from heddle import __version__
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
-from heddle.lab.compare.abilities import TaskChoice, length_changes, plan_summary, summarize_abilities
+from heddle.lab.compare.abilities import TaskChoice, extrapolation_facts, length_changes, summarize_abilities
 from heddle.lab.compare.equal_size import parse_state_context
 from heddle.lab.compare.pairs import Judging, field_effects, pair_report
 from heddle.lab.compare.plan import DesignEntry, plan_warnings
 from heddle.lab.compare.probes import AUTO
+from heddle.lab.compare.results import (
+    Budget,
+    DataFacts,
+    Design,
+    DesignFacts,
+    MeanLoss,
+    ProbeResult,
+    ProfileGroups,
+    Progress,
+    Report,
+    Run,
+    Stage,
+    TextRecallFacts,
+    TuningReport,
+    Widths,
+    WorkerFacts,
+)
 from heddle.lab.compare.speed import Samples, summarize_speeds
-from heddle.lab.compare.statistics import Run, mean_bits_per_byte
+from heddle.lab.compare.statistics import mean_bits_per_byte
 from heddle.lab.compare.tasks import Comparison
 from heddle.lab.compare.text_profile import describe_text_recall, profile_rows, recall_in_text
 from heddle.lab.compare.tuning import Tuning, tuning_report
@@ -26,14 +42,6 @@ from heddle.model.config import ModelConfig, describe
 from heddle.model.size import Size, kernel_choices, size, state_bytes
 
 # What a running comparison has so far, and what is still to come.
-
-
-class Stage(NamedTuple):
-    """A part of a comparison: how many of its tasks are finished, of how many planned so far."""
-
-    title: str
-    finished: int
-    planned: int
 
 
 @dataclass
@@ -51,34 +59,34 @@ class Results:
     names: Sequence[str]
     speed_rounds: int
     probes: int
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    runs: dict[str, list[dict[str, Any]]] = field(init=False)
+    facts: dict[str, DesignFacts] = field(default_factory=dict)
+    runs: dict[str, list[Run]] = field(init=False)
     speeds: dict[str, list[dict[str, Samples]]] = field(init=False)
-    recall: dict[str, dict[str, Any]] = field(init=False)
+    recall: dict[str, dict[str, ProbeResult]] = field(init=False)
     pending: list[tuple[str, int]] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
     task_choices: list[TaskChoice] = field(default_factory=list)
-    loss_groups: dict[str, Any] | None = None
+    loss_groups: ProfileGroups | None = None
     is_complete: bool = False
     stop_reason: str | None = None
     is_anytime: bool = False
     tuning: Tuning | None = None
-    shared_runs: dict[str, list[dict[str, Any]]] | None = None
+    shared_runs: dict[str, list[Run]] | None = None
 
     def __post_init__(self) -> None:
         self.runs = {name: [] for name in self.names}
         self.speeds = {name: [] for name in self.names}
         self.recall = {name: {} for name in self.names}
 
-    def add_run(self, name: str, run: dict[str, Any]) -> None:
+    def add_run(self, name: str, run: Run) -> None:
         """Add a finished run; the runs of a design are in the order of their seeds."""
-        self.runs[name] = sorted([*self.runs[name], run], key=lambda run: run["seed"])
-        self.pending = [pair for pair in self.pending if pair != (name, run["seed"])]
+        self.runs[name] = sorted([*self.runs[name], run], key=lambda run: run.seed)
+        self.pending = [pair for pair in self.pending if pair != (name, run.seed)]
 
     def comparable_runs(self, name: str) -> list[Run]:
         """The runs of a design on seeds for which no design's run is still to come: a mean of other seeds misleads."""
         unfinished = {seed for _, seed in self.pending}
-        return [run for run in self.runs[name] if run["seed"] not in unfinished]
+        return [run for run in self.runs[name] if run.seed not in unfinished]
 
     @property
     def finished_runs(self) -> int:
@@ -102,7 +110,7 @@ STATE_CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1k … 128k
 SHARED_OPERATIONS = ("linear", "rms_norm")  # of every layer, not of its mixer
 
 
-def comparison_report(comparison: Comparison, results: Results) -> dict[str, Any]:
+def comparison_report(comparison: Comparison, results: Results) -> Report:
     """The report from what is finished. Numbers that are still to come are None, and its verdict says "so far".
 
     While runs are to come, designs are compared on the seeds that all of them have finished.
@@ -110,66 +118,64 @@ def comparison_report(comparison: Comparison, results: Results) -> dict[str, Any
     plan, corpus, workers = comparison.plan, comparison.corpus, comparison.workers
     baseline = plan.baseline or plan.entries[0].name
     comparable = {name: results.comparable_runs(name) for name in results.names}
-    designs = [_design_report(name, results, comparison.extrapolation.multiples) for name in results.names]
+    multiples = comparison.extrapolation.multiples
+    designs = [_design(name, comparable, baseline, results, multiples) for name in results.names]
     judging = Judging(results.is_anytime, not results.pending, plan.until_resolved, workers.total)
-    report: dict[str, Any] = {
-        "heddle": __version__,
-        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": comparison.command,
-        "hardware": comparison.runtime.describe() | {"torch": torch.__version__},
-        "workers": {"count": workers.total, "threads": workers.threads or comparison.runtime.threads},
-        "data": data_report(plan.data, corpus),
-        "budget": {
-            "kind": plan.budget_kind,
-            "value": plan.budget_value,
-            "batch_size": plan.batch_size,
-            "sequence_length": plan.sequence_length,
-            "seeds": list(plan.seeds),
-        },
-        "progress": {
-            "is_complete": results.is_complete,
-            "stages": [stage._asdict() for stage in results.stages()],
-            "stop_reason": results.stop_reason,
-        },
-        "warnings": _warnings(comparison, results, designs),
-        "baseline": baseline,
-        **summarize_abilities(results.task_choices, designs, AUTO in plan.recall_probes),
-        "text_recall": None,
-        "loss_profile": results.loss_groups,
-        "extrapolation": plan_summary(comparison.extrapolation, corpus),
-        "designs": designs,
-        **pair_report(comparable, baseline, judging),
-        "effects": field_effects(designs, baseline, judging),
-        "equal_size": plan.equal_size,
-        "tuning": _tuning(results),
-    }
-    report["verdict"] = _verdict(report, results)
-    _add_text_profile(report, comparison, comparable)
-    for design in designs:  # so far these were the comparable ones
-        design["runs"] = results.runs[design["name"]]
-    return report
+    pairs = pair_report(comparable, baseline, judging)
+    drawn, left_out = summarize_abilities(results.task_choices, results.recall, AUTO in plan.recall_probes)
+    report = Report(
+        heddle=__version__,
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        command=comparison.command,
+        hardware=comparison.runtime.describe() | {"torch": torch.__version__},
+        workers=WorkerFacts(count=workers.total, threads=workers.threads or comparison.runtime.threads),
+        data=data_facts(plan.data, corpus),
+        budget=Budget(
+            kind=plan.budget_kind,
+            value=plan.budget_value,
+            batch_size=plan.batch_size,
+            sequence_length=plan.sequence_length,
+            seeds=list(plan.seeds),
+        ),
+        progress=Progress(
+            is_complete=results.is_complete,
+            stages=[stage._asdict() for stage in results.stages()],
+            stop_reason=results.stop_reason,
+        ),
+        warnings=_warnings(comparison, results, designs),
+        baseline=baseline,
+        recall=drawn,
+        recall_left_out=left_out,
+        text_recall=_text_recall(comparison),
+        loss_profile=results.loss_groups,
+        extrapolation=extrapolation_facts(comparison.extrapolation, corpus),
+        designs=designs,
+        leader=pairs.leader,
+        pairs=pairs.pairs,
+        differences=pairs.differences,
+        effects=field_effects(designs, baseline, judging),
+        equal_size=plan.equal_size,
+        tuning=_tuning(results),
+    )
+    all_runs = [replace(design, runs=results.runs[design.name]) for design in designs]  # so far the comparable ones
+    return replace(report, verdict=_verdict(report, results), designs=all_runs)
 
 
-def _add_text_profile(report: dict[str, Any], comparison: Comparison, runs: Mapping[str, Sequence[Run]]) -> None:
-    """Add where the loss lies and what is recalled of the text."""
-    corpus, length = comparison.corpus, comparison.plan.sequence_length
-    if corpus is not None and comparison.text_recall_rows:
-        report["text_recall"] = describe_text_recall(corpus, length, comparison.text_recall_rows)
-    for design in report["designs"]:
-        name = design["name"]
-        pair = (runs[name], runs[report["baseline"]])
-        design["loss_profile"] = {group: profile_rows(*pair, group) for group in ("positions", "frequencies")}
-        design["text_recall"] = recall_in_text(*pair)
+def _text_recall(comparison: Comparison) -> TextRecallFacts | None:
+    """What is read to see what is recalled of the text."""
+    if comparison.corpus is None or not comparison.text_recall_rows:
+        return None
+    return describe_text_recall(comparison.corpus, comparison.plan.sequence_length, comparison.text_recall_rows)
 
 
-def _tuning(results: Results) -> dict[str, Any] | None:
+def _tuning(results: Results) -> TuningReport | None:
     """What tuning says, once it is over."""
     if results.tuning is None or results.tuning.state.pending:
         return None
     return tuning_report(results.tuning, results.runs, results.shared_runs)
 
 
-def _verdict(report: dict[str, Any], results: Results) -> list[str]:
+def _verdict(report: Report, results: Results) -> list[str]:
     """The sentences of the verdict; while runs are to come, the first says how many and on what it rests."""
     if not results.pending:
         return verdict_sentences(report)
@@ -183,23 +189,22 @@ def _verdict(report: dict[str, Any], results: Results) -> list[str]:
     return [f"So far ({count}): {first}", *others]
 
 
-def data_report(names: Sequence[str], corpus: Corpus | None) -> dict[str, Any]:
+def data_facts(names: Sequence[str], corpus: Corpus | None) -> DataFacts:
     """The text of a comparison; None for its numbers while it is prepared."""
     if corpus is None:
-        numbers = ("hash", "train_bytes", "train_tokens", "validation_bytes", "vocab_size", "report")
-        return {"name": ", ".join(names), **dict.fromkeys(numbers)}
-    return {
-        "name": corpus.name,
-        "hash": corpus.hash,
-        "train_bytes": sum(source["train"]["bytes"] for source in corpus.report["sources"]),
-        "train_tokens": sum(len(file) for file in corpus.train),
-        "validation_bytes": corpus.report["validation"]["bytes"],
-        "vocab_size": corpus.tokenizer.vocab_size,
-        "report": corpus.report,
-    }
+        return DataFacts(name=", ".join(names))
+    return DataFacts(
+        name=corpus.name,
+        hash=corpus.hash,
+        train_bytes=sum(source["train"]["bytes"] for source in corpus.report["sources"]),
+        train_tokens=sum(len(file) for file in corpus.train),
+        validation_bytes=corpus.report["validation"]["bytes"],
+        vocab_size=corpus.tokenizer.vocab_size,
+        report=corpus.report,
+    )
 
 
-def _warnings(comparison: Comparison, results: Results, designs: Sequence[dict[str, Any]]) -> list[str]:
+def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design]) -> list[str]:
     """Caveats from the tokens that are trained on, or will be."""
     plan, corpus = comparison.plan, comparison.corpus
     tokens_per_step = plan.batch_size * plan.sequence_length
@@ -207,14 +212,14 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[dict[s
     for name in results.names:
         planned = results.steps.get(name, 0) * tokens_per_step
         is_done = results.runs[name] and not results.pending
-        trained = max((run["train_tokens"] or 0 for run in results.runs[name]), default=0)
+        trained = max((run.train_tokens or 0 for run in results.runs[name]), default=0)
         trained_tokens[name] = trained if is_done else planned
-    parameters = {design["name"]: design["parameters"] for design in designs}
+    parameters = {design.name: design.parameters for design in designs}
     available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
     return plan_warnings(plan, parameters, trained_tokens, available)
 
 
-def design_facts(comparison: Comparison, entry: DesignEntry) -> dict[str, Any]:
+def design_facts(comparison: Comparison, entry: DesignEntry) -> DesignFacts:
     """What a design is and costs, as far as it needs no training; with the vocabulary as it is known now."""
     plan, config = comparison.plan, comparison.config(entry)
     try:
@@ -224,48 +229,53 @@ def design_facts(comparison: Comparison, entry: DesignEntry) -> dict[str, Any]:
     dtype = torch.float32 if plan.precision == "fp32" else torch.bfloat16
     equal_context = parse_state_context(plan.equal_size or "", plan.sequence_length)
     mixers = [layer.mixer for _, layer in config.expand() if layer.mixer is not None]
-    return {
-        "name": entry.name,
-        "source": entry.source,
-        "varied_fields": dict(entry.varied_fields),
-        "width": {"original": entry.original_width or config.width, "trained": config.width},
-        "scaled_fields": list(entry.scaled_fields),
-        "equal_state_bytes": None if equal_context is None else state_bytes(config, equal_context, dtype=dtype),
-        "summary": summarize_design(config, model_size),
-        "parameters": model_size.parameters,
-        "active_parameters": model_size.active_parameters,
-        "flops_per_token": model_size.flops_per_token,
-        "windows": sorted({window for mixer in mixers for window in mixer.windows}),
-        "kernels": _kernels(config, plan.sequence_length, dtype, comparison.runtime.device),
-        "state_bytes": [(context, state_bytes(config, context, dtype=dtype)) for context in STATE_CONTEXTS],
-    }
+    return DesignFacts(
+        name=entry.name,
+        source=entry.source,
+        varied_fields=dict(entry.varied_fields),
+        width=Widths(original=entry.original_width or config.width, trained=config.width),
+        scaled_fields=list(entry.scaled_fields),
+        equal_state_bytes=None if equal_context is None else state_bytes(config, equal_context, dtype=dtype),
+        summary=summarize_design(config, model_size),
+        parameters=model_size.parameters,
+        active_parameters=model_size.active_parameters,
+        flops_per_token=model_size.flops_per_token,
+        windows=sorted({window for mixer in mixers for window in mixer.windows}),
+        kernels=_kernels(config, plan.sequence_length, dtype, comparison.runtime.device),
+        state_bytes=[(context, state_bytes(config, context, dtype=dtype)) for context in STATE_CONTEXTS],
+    )
 
 
-def _design_report(name: str, results: Results, multiples: Sequence[int]) -> dict[str, Any]:
-    """The facts of a design and what is measured so far; its "runs" are the comparable ones."""
-    runs, comparable = results.runs[name], results.comparable_runs(name)
-    finished = [run for run in runs if run["status"] == "done"]
+def _design(
+    name: str, comparable: Mapping[str, Sequence[Run]], baseline: str, results: Results, multiples: Sequence[int]
+) -> Design:
+    """The facts of a design and what is measured so far; its runs are the comparable ones."""
+    runs, own, reference = results.runs[name], comparable[name], comparable[baseline]
+    memory = [run.peak_memory_bytes for run in runs if run.status == "done" and run.peak_memory_bytes is not None]
     speeds = summarize_speeds(results.speeds[name])
     training_speed = next(iter(speeds["train"]), None)
-    return results.facts[name] | {
-        "runs": comparable,
-        "bits_per_byte": _mean_so_far(runs, comparable, sum(1 for pair in results.pending if pair[0] == name)),
-        "train_tokens_per_second": None if training_speed is None else training_speed[1],
-        "train_speed_range": None if training_speed is None else training_speed[2:],
-        "peak_memory_bytes": median_high([run["peak_memory_bytes"] for run in finished]) if finished else None,
-        "prefill": speeds["prefill"],
-        "decode": speeds["decode"],
-        "recall": results.recall[name],
-        "extrapolation": length_changes(comparable, multiples),
-    }
+    return Design(
+        **vars(results.facts[name]),
+        runs=own,
+        bits_per_byte=_mean_so_far(runs, own, sum(1 for pair in results.pending if pair[0] == name)),
+        train_tokens_per_second=None if training_speed is None else training_speed[1],
+        train_speed_range=None if training_speed is None else training_speed[2:],
+        peak_memory_bytes=median_high(memory) if memory else None,
+        prefill=speeds["prefill"],
+        decode=speeds["decode"],
+        recall=results.recall[name],
+        extrapolation=length_changes(own, multiples),
+        loss_profile={group: profile_rows(own, reference, group) for group in ("positions", "frequencies")},
+        text_recall=recall_in_text(own, reference),
+    )
 
 
-def _mean_so_far(runs: Sequence[Run], comparable: Sequence[Run], pending: int) -> dict[str, Any]:
+def _mean_so_far(runs: Sequence[Run], comparable: Sequence[Run], pending: int) -> MeanLoss:
     """The mean of the comparable runs, or of all while there are none; its basis says how many are to come."""
     mean = mean_bits_per_byte(comparable or runs)
     if not pending:
         return mean
-    return mean | {"basis": f"{mean['basis']}, {pending} to come" if runs else f"{pending} runs to come"}
+    return replace(mean, basis=f"{mean.basis}, {pending} to come" if runs else f"{pending} runs to come")
 
 
 def _kernels(config: ModelConfig, length: int, dtype: torch.dtype, device: str) -> dict[str, dict[str, list[str]]]:

@@ -17,6 +17,7 @@ from heddle.data.samples import check_token_count
 from heddle.errors import CheckpointError, HeddleError
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
 from heddle.lab.compare.report import Results, comparison_report, design_facts
+from heddle.lab.compare.results import Report, Run, plain
 from heddle.lab.compare.schedule import Schedule, check_plan, choose_schedule, saved_runs
 from heddle.lab.compare.tables import format_bits
 from heddle.lab.compare.tasks import (
@@ -76,19 +77,19 @@ class ReportWriter:
             length = self.comparison.plan.sequence_length
             self.results.loss_groups = describe_profile(self.comparison.corpus, length)
 
-    def write(self) -> dict[str, Any]:
+    def write(self) -> Report:
         """Write the report, show it, and return it."""
         is_shared = self.comparison.workers.share is not None
         with wait_for_lock(self.comparison.out / REPORT_FILES[0]) if is_shared else nullcontext():
             return self._write()
 
-    def _write(self) -> dict[str, Any]:
+    def _write(self) -> Report:
         started = time.monotonic()
         report = comparison_report(self.comparison, self.results)
         write_report(report, self.comparison.out)
         if self.live is not None:
             self.live.publish(
-                lambda revision: report_page(report, revision), lambda: report_json(report), report["progress"]
+                lambda revision: report_page(report, revision), lambda: report_json(report), plain(report.progress)
             )
         self.written_at = time.monotonic()
         self.seconds = self.written_at - started
@@ -134,7 +135,7 @@ def compare(
     *,
     workers: Workers | None = None,
     live: LivePage | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """Run what is not done yet of a plan in the folder `out`; return the report, which is rewritten on the way.
 
     command: what the user called, for the report. workers: where the runs take place; None: as `choose_workers` does.
@@ -262,13 +263,13 @@ def _train_at_shared_values(writer: ReportWriter) -> None:
     comparison, results, tuning = writer.comparison, writer.results, writer.results.tuning
     if tuning is None:
         return
-    shared_runs: dict[str, list[dict[str, Any]]] = {}
+    shared_runs: dict[str, list[Run]] = {}
     if shared_value_matters(tuning, results.runs):
         entries = [entry for entry in comparison.plan.entries if needs_shared_run(tuning, entry.name)]
         shared_runs = {name: [] if any(name == entry.name for entry in entries) else list(runs)
                        for name, runs in results.runs.items()}  # fmt: skip
         tasks = {
-            shared_task(comparison, tuning, entry, run["seed"]): (entry.name, run["seed"])
+            shared_task(comparison, tuning, entry, run.seed): (entry.name, run.seed)
             for entry in entries
             for run in results.runs[entry.name]
         }

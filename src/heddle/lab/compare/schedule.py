@@ -9,7 +9,8 @@ from heddle.errors import CheckpointError
 from heddle.lab.compare.plan import ComparisonPlan
 from heddle.lab.compare.power import MAX_SEEDS, Spending, StoppingRule
 from heddle.lab.compare.probes import GONE
-from heddle.lab.compare.statistics import Run, pair_statistics, run_seconds
+from heddle.lab.compare.results import ScoredRun
+from heddle.lab.compare.statistics import pair_statistics
 from heddle.runtime import kind_of_device
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import first_difference, to_plain_json
@@ -34,10 +35,10 @@ class UntilResolved:
     saved: Collection[tuple[str, int]] = ()
     reason: str | None = field(default=None, init=False)
 
-    def next_runs(self, runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, int]]:
+    def next_runs(self, runs: Mapping[str, Sequence[ScoredRun]]) -> list[tuple[str, int]]:
         """Return the next (design, seed) pairs that have no run; empty once it stops, and `reason` says why."""
         self.reason = None
-        results = {(name, run["seed"]): run for name, of_design in runs.items() for run in of_design}
+        results = {(name, run.seed): run for name, of_design in runs.items() for run in of_design}
         batch = [(name, seed) for seed in self.first_seeds for name in self.names]
         used: list[tuple[str, int]] = []
         while True:
@@ -63,8 +64,8 @@ class UntilResolved:
                 seed += 1
         return pairs
 
-    def _spending(self, by_design: Mapping[str, Sequence[Run]]) -> Spending:
-        seconds = [[run_seconds(run) / self.workers for run in runs] for runs in by_design.values()]
+    def _spending(self, by_design: Mapping[str, Sequence[ScoredRun]]) -> Spending:
+        seconds = [[run.seconds_in_all / self.workers for run in runs] for runs in by_design.values()]
         means = [sum(of_design) / len(of_design) for of_design in seconds]
         return Spending([len(runs) for runs in by_design.values()], means, sum(map(sum, seconds)))
 
@@ -76,7 +77,7 @@ class Schedule(Protocol):
     def reason(self) -> str | None:
         """Return why it stopped, as a sentence for the report; None where every planned run was done."""
 
-    def next_runs(self, runs: Mapping[str, Sequence[Run]]) -> Sequence[tuple[str, int]]:
+    def next_runs(self, runs: Mapping[str, Sequence[ScoredRun]]) -> Sequence[tuple[str, int]]:
         """Return the next (design, seed) pairs in the order in which they start; empty: no more.
 
         runs: all runs so far by design, those that failed too. A pair that is among them must not be returned again.
@@ -91,9 +92,9 @@ class FixedSeeds:
     seeds: tuple[int, ...]
     reason: str | None = None
 
-    def next_runs(self, runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, int]]:
+    def next_runs(self, runs: Mapping[str, Sequence[ScoredRun]]) -> list[tuple[str, int]]:
         """Return all pairs that have no run."""
-        tried = {(name, run["seed"]) for name, of_design in runs.items() for run in of_design}
+        tried = {(name, run.seed) for name, of_design in runs.items() for run in of_design}
         return [(name, seed) for seed in self.seeds for name in self.names if (name, seed) not in tried]
 
 

@@ -11,19 +11,19 @@ text part exists, and the result's `method` says so.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from heddle.errors import DataError
+from heddle.lab.compare.results import Difference, Interval, MeanLoss, ScoredRun
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 BOOTSTRAP_SEED = 20_240_607
-Run = Mapping[str, Any]
 Windows = npt.NDArray[np.float64]
 
 
@@ -92,19 +92,26 @@ def resampled_ratios(bits: Windows, sizes: Windows, block_length: int | None = N
     return ResampledRatios(ratios, math.sqrt(blocks / (blocks - 1)), blocks - 1)
 
 
-def finished_runs(runs: Sequence[Run]) -> list[Run]:
+R = TypeVar("R", bound=ScoredRun)
+
+
+def loss_of(run: ScoredRun) -> float:
+    """The bits per byte of a finished run."""
+    assert run.bits_per_byte is not None
+    return float(run.bits_per_byte)
+
+
+def finished_runs(runs: Sequence[R]) -> list[R]:
     """The runs that finished with a finite number."""
-    scored = [run for run in runs if run["status"] == "done" and run["bits_per_byte"] is not None]
-    return [run for run in scored if math.isfinite(run["bits_per_byte"])]
+    return [
+        run
+        for run in runs
+        if run.status == "done" and run.bits_per_byte is not None and math.isfinite(run.bits_per_byte)
+    ]
 
 
-def run_seconds(run: Run) -> float:
-    """The time of a run from the start of its last process to its end, or of its steps; 0 where it has neither."""
-    return float(run.get("wall_seconds") or run.get("seconds") or 0.0)
-
-
-def mean_bits_per_byte(runs: Sequence[Run]) -> dict[str, Any]:
-    """Mean bits per byte of a design's finished runs: mean, low, high (95 %), and in `basis` what they rest on.
+def mean_bits_per_byte(runs: Sequence[ScoredRun]) -> MeanLoss:
+    """Mean bits per byte of a design's finished runs, and in `basis` what it rests on.
 
     With two seeds or more the interval covers the luck of training on this validation text, with one seed the choice
     of text. All are None where nothing finished. Designs share the text, so compare them by `paired_difference`, not
@@ -113,42 +120,40 @@ def mean_bits_per_byte(runs: Sequence[Run]) -> dict[str, Any]:
     finished = finished_runs(runs)
     missing = f", {len(runs) - len(finished)} of {len(runs)} did not finish" if len(finished) < len(runs) else ""
     if not finished:
-        return {"mean": None, "low": None, "high": None, "basis": f"no finished run{missing}"}
-    values = [float(run["bits_per_byte"]) for run in finished]
+        return MeanLoss(mean=None, basis=f"no finished run{missing}")
+    values = [loss_of(run) for run in finished]
     mean = float(np.mean(values))
     if len(values) > 1:
-        return _interval(mean, seed_half_width(values)) | {"basis": f"{len(values)} seeds{missing}"}
+        return _interval(MeanLoss(mean=mean, basis=f"{len(values)} seeds{missing}"), seed_half_width(values))
     windows = run_windows(finished[0])
     half = None if windows is None else text_half_width(windows[:, 0], windows[:, 1])
     basis = "1 seed, no interval" if half is None else "1 seed, text only"
-    return _interval(mean, half) | {"basis": basis + missing}
+    return _interval(MeanLoss(mean=mean, basis=basis + missing), half)
 
 
 def paired_difference(
-    design_runs: Sequence[Run], baseline_runs: Sequence[Run], sampling: TextSampling = VALIDATION_WINDOWS
-) -> dict[str, Any]:
+    design_runs: Sequence[ScoredRun], baseline_runs: Sequence[ScoredRun], sampling: TextSampling = VALIDATION_WINDOWS
+) -> Difference:
     """Bits per byte of a design minus those of the baseline, seed by seed: below 0 the design is better.
 
-    Returns mean, low, high (95 %), resolved (whether the interval excludes 0), pairs (seeds that both sides finished),
-    and the method in words. Without a pair the numbers are None. sampling: what text the runs' windows are.
-    Raises DataError where the two runs of a pair were measured on different text.
+    Without a pair the numbers are None. sampling: what text the runs' windows are. Raises DataError where the two runs
+    of a pair were measured on different text.
     """
-    design_by_seed = {run["seed"]: run for run in finished_runs(design_runs)}
-    baseline_by_seed = {run["seed"]: run for run in finished_runs(baseline_runs)}
-    seeds = [run["seed"] for run in design_runs if run["seed"] in design_by_seed and run["seed"] in baseline_by_seed]
-    all_seeds = sorted({run["seed"] for run in (*design_runs, *baseline_runs)})
+    design_by_seed = {run.seed: run for run in finished_runs(design_runs)}
+    baseline_by_seed = {run.seed: run for run in finished_runs(baseline_runs)}
+    seeds = [run.seed for run in design_runs if run.seed in design_by_seed and run.seed in baseline_by_seed]
+    all_seeds = sorted({run.seed for run in (*design_runs, *baseline_runs)})
     if not seeds:
-        numbers = {"mean": None, "low": None, "high": None, "resolved": False, "pairs": 0}
-        return numbers | {"method": "No seed was finished by both designs, so there is no difference to give."}
+        return Difference(mean=None, method="No seed was finished by both designs, so there is no difference to give.")
     pairs = [(design_by_seed[seed], baseline_by_seed[seed]) for seed in seeds]
-    differences = [float(run["bits_per_byte"]) - float(reference["bits_per_byte"]) for run, reference in pairs]
+    differences = [loss_of(run) - loss_of(reference) for run, reference in pairs]
     text = _text_half_width_of_pairs(pairs, sampling)
     half = math.hypot(seed_half_width(differences), text or 0.0) if len(pairs) > 1 else text
-    interval = _interval(float(np.mean(differences)), half)
-    resolved = half is not None and not interval["low"] <= 0 <= interval["high"]
+    mean = float(np.mean(differences))
+    resolved = half is not None and not mean - half <= 0 <= mean + half
     method = describe_method(len(pairs), text is not None, sampling)
     method += describe_unpaired([seed for seed in all_seeds if seed not in seeds])
-    return interval | {"resolved": resolved, "pairs": len(pairs), "method": method}
+    return _interval(Difference(mean=mean, resolved=resolved, pairs=len(pairs), method=method), half)
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float]:
@@ -162,19 +167,23 @@ def ranges_overlap(first: Sequence[float] | None, second: Sequence[float] | None
     return first is None or second is None or (first[0] <= second[1] and second[0] <= first[1])
 
 
-def _interval(mean: float, half: float | None) -> dict[str, Any]:
-    if half is None:
-        return {"mean": mean, "low": None, "high": None}
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+I = TypeVar("I", bound=Interval)
 
 
-def run_windows(run: Run) -> Windows | None:
+def _interval(interval: I, half: float | None) -> I:
+    """The same with its ends."""
+    if half is None or interval.mean is None:
+        return interval
+    return replace(interval, low=interval.mean - half, high=interval.mean + half)
+
+
+def run_windows(run: ScoredRun) -> Windows | None:
     """[windows, 2]: bits and bytes of each validation window, or None where the run has none."""
-    table = np.asarray(run.get("windows") or [], dtype=np.float64)
+    table = np.asarray(run.windows or [], dtype=np.float64)
     return table if table.ndim == 2 and len(table) and np.isfinite(table).all() else None
 
 
-def _text_half_width_of_pairs(pairs: Sequence[tuple[Run, Run]], sampling: TextSampling) -> float | None:
+def _text_half_width_of_pairs(pairs: Sequence[tuple[ScoredRun, ScoredRun]], sampling: TextSampling) -> float | None:
     """The half-width that the choice of text gives to the difference averaged over the seeds."""
     tables = []
     for run, reference in pairs:
@@ -183,7 +192,7 @@ def _text_half_width_of_pairs(pairs: Sequence[tuple[Run, Run]], sampling: TextSa
             return None
         if windows.shape != reference_windows.shape or not np.array_equal(windows[:, 1], reference_windows[:, 1]):
             raise DataError(
-                f"The runs of seed {run['seed']} were measured on different validation windows; "
+                f"The runs of seed {run.seed} were measured on different validation windows; "
                 "measure both designs on the same data."
             )
         tables.append(np.stack([windows[:, 0] - reference_windows[:, 0], windows[:, 1]]))
@@ -386,18 +395,20 @@ class PairStatistics:
         return text if np.isnan(seed) else float(np.hypot(seed, np.nan_to_num(text)))
 
 
-def pair_statistics(runs: Mapping[str, Sequence[Run]], sampling: TextSampling = VALIDATION_WINDOWS) -> PairStatistics:
+def pair_statistics(
+    runs: Mapping[str, Sequence[ScoredRun]], sampling: TextSampling = VALIDATION_WINDOWS
+) -> PairStatistics:
     """The statistics of all pairs of designs from their runs, paired by seed.
 
     Raises DataError where runs of one seed were measured on different text.
     """
-    by_seed = {name: {run["seed"]: run for run in finished_runs(of_design)} for name, of_design in runs.items()}
+    by_seed = {name: {run.seed: run for run in finished_runs(of_design)} for name, of_design in runs.items()}
     seeds = sorted({seed for of_design in by_seed.values() for seed in of_design})
     losses = np.full((len(by_seed), len(seeds)), np.nan)
     for row, of_design in enumerate(by_seed.values()):
         for column, seed in enumerate(seeds):
             if seed in of_design:
-                losses[row, column] = of_design[seed]["bits_per_byte"]
+                losses[row, column] = loss_of(of_design[seed])
     text_error, text_degrees = _text_errors(list(by_seed.values()), sampling)
     return seed_statistics(tuple(by_seed), losses, text_error, text_degrees)
 
@@ -480,7 +491,7 @@ def _pooled_degrees(losses: FloatArray) -> float:
     return float(cells.sum() - cells.any(1).sum() - cells.shape[1] + 1)
 
 
-def _text_errors(by_seed: Sequence[Mapping[int, Run]], sampling: TextSampling) -> tuple[FloatArray, float]:
+def _text_errors(by_seed: Sequence[Mapping[int, ScoredRun]], sampling: TextSampling) -> tuple[FloatArray, float]:
     """([designs, designs] standard errors over the choice of text, degrees of freedom); nan without enough text."""
     designs, degrees = len(by_seed), float("nan")
     errors = np.full((designs, designs), np.nan)
@@ -512,7 +523,7 @@ def _text_errors(by_seed: Sequence[Mapping[int, Run]], sampling: TextSampling) -
     return errors, degrees
 
 
-def _mean_windows(runs: Sequence[Run]) -> FloatArray | None:
+def _mean_windows(runs: Sequence[ScoredRun]) -> FloatArray | None:
     """[2, windows]: mean bits and bytes of each window over runs; None where a run has no windows."""
     tables = [run_windows(run) for run in runs]
     present = [table for table in tables if table is not None]

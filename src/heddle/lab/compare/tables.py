@@ -5,6 +5,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from heddle.lab.compare.results import (
+    BaselineRow,
+    Budget,
+    Design,
+    Difference,
+    Interval,
+    LengthChange,
+    PairRow,
+    ProbeSummary,
+    Report,
+    VariedField,
+)
+
 # Format the numbers of a comparison as text: units, percent, signs, intervals, lists of names.
 
 
@@ -34,11 +47,11 @@ def format_bytes(value: float | None) -> str:
     return format_number(value, "B")
 
 
-def format_budget(budget: Mapping[str, Any]) -> str:
+def format_budget(budget: Budget) -> str:
     """The budget of a run: "500 k tokens", "60 seconds", "1.00 P FLOPs"."""
-    if budget["kind"] == "seconds":
-        return f"{budget['value']:g} seconds"
-    return f"{format_number(budget['value'])} {'FLOPs' if budget['kind'] == 'flops' else budget['kind']}"
+    if budget.kind == "seconds":
+        return f"{budget.value:g} seconds"
+    return f"{format_number(budget.value)} {'FLOPs' if budget.kind == 'flops' else budget.kind}"
 
 
 def format_context(context: int) -> str:
@@ -58,18 +71,18 @@ def format_percent(value: float | None) -> str:
     return f"{100 * value:.0f} %" if value >= 0.0995 else f"{100 * value:.1f} %"
 
 
-def half_width(interval: Mapping[str, Any] | None) -> float | None:
+def half_width(interval: Interval | None) -> float | None:
     """Half of high − low, or None where there is no interval."""
-    if interval is None or interval["low"] is None or interval["high"] is None:
+    if interval is None or interval.low is None or interval.high is None:
         return None
-    return float(interval["high"] - interval["low"]) / 2
+    return float(interval.high - interval.low) / 2
 
 
-def format_difference(difference: Mapping[str, Any] | None) -> str:
+def format_difference(difference: Interval | None) -> str:
     """A difference as "+0.012 ± 0.015", with enough decimals to show which of the two numbers is larger."""
-    if difference is None or difference["mean"] is None:
+    if difference is None or difference.mean is None:
         return NO_VALUE
-    mean, half = float(difference["mean"]), half_width(difference)
+    mean, half = float(difference.mean), half_width(difference)
     if half is None:
         return format_signed(mean, 3)
     digits = 3
@@ -103,7 +116,7 @@ def format_share(part: float, whole: float) -> str:
     return f"{100 * ratio:.0f} %" if ratio >= 0.01 else "under 1 %"
 
 
-def judgment(difference: Mapping[str, Any] | None) -> str:
+def judgment(difference: Difference | None) -> str:
     """What the interval of a difference supports: "better", "worse", "equal", "not resolved" or "not measured".
 
     "so far": the planned runs of a comparison are not all there, so nothing is judged.
@@ -111,14 +124,14 @@ def judgment(difference: Mapping[str, Any] | None) -> str:
     "equal": every pair of runs gave the same number. With a single pair of runs ", one seed" is added to "better" and
     "worse".
     """
-    if difference is None or difference["mean"] is None:
+    if difference is None or difference.mean is None:
         return "not measured"
-    if not difference.get("final", True):
+    if difference.final is False:
         return "so far"
-    if not difference["resolved"]:
-        return "equal" if difference["mean"] == 0 and half_width(difference) == 0 else "not resolved"
-    word = "better" if difference["mean"] < 0 else "worse"
-    return word + (", one seed" if difference["pairs"] == 1 else "")
+    if not difference.resolved:
+        return "equal" if difference.mean == 0 and half_width(difference) == 0 else "not resolved"
+    word = "better" if difference.mean < 0 else "worse"
+    return word + (", one seed" if difference.pairs == 1 else "")
 
 
 def join_names(names: Iterable[str], limit: int = 3) -> str:
@@ -133,8 +146,6 @@ def join_names(names: Iterable[str], limit: int = 3) -> str:
 
 
 PREFERRED_CONTEXT = 8192
-Report = Mapping[str, Any]
-Design = Mapping[str, Any]
 
 
 def value_at(series: Iterable[Sequence[Any]] | None, context: float | None) -> float | None:
@@ -147,18 +158,25 @@ def range_at(series: Iterable[Sequence[Any]] | None, context: float | None) -> t
     return next(((row[2], row[3]) for row in series or () if row[0] == context and len(row) > 2), None)
 
 
-def shared_context(designs: Iterable[Design], key: str) -> int | None:
-    """A context at which all designs with the series `key` were measured: 8192, or else the largest, or None."""
-    series_of_designs = [design[key] for design in designs if design[key]]
-    measured = [{row[0] for row in series if row[1] is not None} for series in series_of_designs]
+def series_of(design: Design, name: str) -> Sequence[Sequence[Any]]:
+    """A series over the context: "state_bytes", "prefill" or "decode"."""
+    series: Sequence[Sequence[Any]] = {
+        "state_bytes": design.state_bytes, "prefill": design.prefill, "decode": design.decode
+    }[name]  # fmt: skip
+    return series
+
+
+def shared_context(designs: Iterable[Design], name: str) -> int | None:
+    """A context at which all designs with a series were measured: 8192, or else the largest, or None."""
+    every_series = [series_of(design, name) for design in designs]
+    measured = [{row[0] for row in series if row[1] is not None} for series in every_series if series]
     common = set.intersection(*measured) if measured else set()
     return PREFERRED_CONTEXT if PREFERRED_CONTEXT in common else max(common, default=None)
 
 
 def mean_loss(design: Design) -> float | None:
     """The design's mean bits per byte, or None where no run finished."""
-    interval = design.get("bits_per_byte")
-    return None if interval is None else interval["mean"]
+    return None if design.bits_per_byte is None else design.bits_per_byte.mean
 
 
 def ranked_designs(report: Report) -> list[Design]:
@@ -169,43 +187,42 @@ def ranked_designs(report: Report) -> list[Design]:
 
     def key(design: Design) -> tuple[bool, float]:
         mean = mean_loss(design)
-        return design["name"] != report["leader"], math.inf if mean is None else mean
+        return design.name != report.leader, math.inf if mean is None else mean
 
-    return sorted(report["designs"], key=key)
+    return sorted(report.designs, key=key)
 
 
 def baseline_design(report: Report) -> Design:
     """The design that the others are compared with."""
-    design: Design = next(design for design in report["designs"] if design["name"] == report["baseline"])
-    return design
+    return next(design for design in report.designs if design.name == report.baseline)
 
 
-def difference_to_baseline(report: Report, name: str) -> Mapping[str, Any] | None:
+def difference_to_baseline(report: Report, name: str) -> BaselineRow | None:
     """The paired difference of a design to the baseline; None for the baseline itself."""
-    return next((row for row in report["differences"] if row["design"] == name), None)
+    return next((row for row in report.differences if row.design == name), None)
 
 
-def differences_to_leader(report: Report) -> list[Mapping[str, Any]]:
+def differences_to_leader(report: Report) -> list[PairRow]:
     """The rows of the pairs of the leader (their `design`) and another (their `reference`), nearest first."""
-    return [row for row in report["pairs"] if row["design"] == report["leader"]]
+    return [row for row in report.pairs if row.design == report.leader]
 
 
 def recall_accuracy(design: Design, probe: str) -> float | None:
     """The share of right answers of a recall probe, or None where it was not measured."""
-    result = design["recall"].get(probe)
-    return None if result is None else result["accuracy"]
+    result = design.recall.get(probe)
+    return None if result is None else result.accuracy
 
 
-def first_probe(report: Report) -> tuple[str, Mapping[str, Any]] | None:
+def first_probe(report: Report) -> tuple[str, ProbeSummary] | None:
     """(name, description) of the first recall probe, which stands for all in summaries; None where there is none."""
-    return next(iter(report["recall"].items()), None)
+    return next(iter(report.recall.items()), None)
 
 
-def missing_reason(row: Mapping[str, Any]) -> str:
+def missing_reason(row: LengthChange) -> str:
     """Why a design has no number at a multiple of the trained length: "refused", "not finite" or "not measured"."""
-    if row["refusal"] is not None:
+    if row.refusal is not None:
         return "refused"
-    return "not finite" if row["not_finite"] else "not measured"
+    return "not finite" if row.not_finite else "not measured"
 
 
 # of each kind of size: its key in a design's report, and its name in a sentence
@@ -256,14 +273,14 @@ class TextTable:
 
 def cost_columns(report: Report) -> list[CostColumn]:
     """What the designs cost: training speed, peak memory, state, decoding speed."""
-    designs = report["designs"]
-    training_speed = {design["name"]: design["train_tokens_per_second"] for design in designs}
-    peak_memory = {design["name"]: design["peak_memory_bytes"] for design in designs}
+    designs = report.designs
+    training_speed = {design.name: design.train_tokens_per_second for design in designs}
+    peak_memory = {design.name: design.peak_memory_bytes for design in designs}
     state_context, decode_context = shared_context(designs, "state_bytes"), shared_context(designs, "decode")
-    states = {design["name"]: value_at(design["state_bytes"], state_context) for design in designs}
-    decode_speed = {design["name"]: value_at(design["decode"], decode_context) for design in designs}
-    training_ranges = {design["name"]: design["train_speed_range"] for design in designs}
-    decode_ranges = {design["name"]: range_at(design["decode"], decode_context) for design in designs}
+    states = {design.name: value_at(design.state_bytes, state_context) for design in designs}
+    decode_speed = {design.name: value_at(design.decode, decode_context) for design in designs}
+    training_ranges = {design.name: design.train_speed_range for design in designs}
+    decode_ranges = {design.name: range_at(design.decode, decode_context) for design in designs}
     return [
         CostColumn("Training", None, format_rate, False, training_speed, training_ranges),
         CostColumn("Peak memory", None, format_bytes, True, peak_memory),
@@ -272,21 +289,21 @@ def cost_columns(report: Report) -> list[CostColumn]:
     ]
 
 
-def effect_table(field: Mapping[str, Any]) -> TextTable:
+def effect_table(field: VariedField) -> TextTable:
     """A row for each value of a varied field: its mean, its difference to the baseline's value, and the judgment."""
     rows = []
-    for value in field["values"]:
+    for value in field.values:
         difference = ["", "baseline"]
-        if value["difference"]:
-            difference = [format_difference(value["difference"]), judgment(value["difference"])]
-        rows.append([value["label"], format_bits(value["mean"]), *difference])
-    header = [field["title"], "bits per byte", f"difference to {field['baseline']}", ""]
-    return TextTable(header, rows, f"Bits per byte by {field['title']}")
+        if value.difference:
+            difference = [format_difference(value.difference), judgment(value.difference)]
+        rows.append([value.label, format_bits(value.mean), *difference])
+    header = [field.title, "bits per byte", f"difference to {field.baseline}", ""]
+    return TextTable(header, rows, f"Bits per byte by {field.title}")
 
 
 def equal_size_words(report: Report) -> str:
     """What all designs have alike, in words: "parameters"."""
-    kind, _, context = report["equal_size"].partition("@")
+    kind, _, context = (report.equal_size or "").partition("@")
     return f"state bytes at {context} tokens" if context else SIZE_WORDS[kind][1]
 
 
@@ -295,16 +312,21 @@ def equal_size_table(report: Report) -> TextTable:
 
     What changed is the width (before and after), or the fields that set the size of a state.
     """
-    baseline, is_state = baseline_design(report), "@" in report["equal_size"]
-    key = "equal_state_bytes" if is_state else SIZE_WORDS[report["equal_size"]][0]
+    kind, baseline = report.equal_size or "", baseline_design(report)
+    is_state = "@" in kind
+
+    def size(design: Design) -> float:
+        amount: float = getattr(design, "equal_state_bytes" if is_state else SIZE_WORDS[kind][0])
+        return amount
+
     rows = []
-    for design in report["designs"]:
-        original, trained = design["width"]["original"], design["width"]["trained"]
+    for design in report.designs:
+        original, trained = design.width.original, design.width.trained
         change = str(trained) if original == trained else f"{original} → {trained}"
         if is_state:
-            change = ", ".join(design["scaled_fields"]) or "nothing"
-        amount = (format_bytes if is_state else format_number)(design[key])
-        deviation = f"{format_signed(100 * (design[key] / baseline[key] - 1), 1)}%"
-        rows.append([design["name"], change, amount, "baseline" if design is baseline else deviation])
+            change = ", ".join(design.scaled_fields) or "nothing"
+        amount = (format_bytes if is_state else format_number)(size(design))
+        deviation = f"{format_signed(100 * (size(design) / size(baseline) - 1), 1)}%"
+        rows.append([design.name, change, amount, "baseline" if design.name == baseline.name else deviation])
     header = ["design", "changed" if is_state else "width", equal_size_words(report), "deviation"]
     return TextTable(header, rows, "States of equal size" if is_state else "Widths of equal size")

@@ -12,6 +12,8 @@ from heddle.errors import ConfigError, MachineError
 from heddle.lab.compare.abilities import TaskChoice, choose_tasks
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
 from heddle.lab.compare.probes import plan_evaluations
+from heddle.lab.compare.results import ProbeResult, Run, parse
+from heddle.lab.compare.speed import Samples
 from heddle.lab.workers import Task, Workers, default_workers, run_tasks
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -25,16 +27,7 @@ from heddle.training.settings import Settings
 SPEED_ROUNDS = 2
 CHECKPOINTS_PER_RUN = 4
 NO_EXTRAPOLATION = ExtrapolationPlan(sequence_length=1)
-RUN_NUMBERS = (
-    "bits_per_byte",
-    "train_tokens",
-    "seconds",
-    "train_tokens_per_second",
-    "train_speed_range",
-    "peak_memory_bytes",
-    "skipped_steps",
-    "experts",
-)
+PHASES = ("train", "prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -168,39 +161,27 @@ def recall_task(comparison: Comparison, entry: DesignEntry, probe: str) -> Task:
     return _task(comparison, entry, name, "recall", f"recall {probe}", probe=probe, is_optional=True)
 
 
-def run_result(seed: int, result: Mapping[str, Any]) -> dict[str, Any]:
+def run_result(seed: int, result: Mapping[str, Any]) -> Run:
     """The result of a training for the report; one that diverged or failed has None for its numbers."""
     if result["status"] == "done":
-        return dict(result)
+        return parse(Run, result)
     progress.print_status(f"warning: {result['message']}")
-    return {
-        "seed": seed,
-        "status": result["status"],
-        "message": result["message"],
-        **dict.fromkeys(RUN_NUMBERS),
-        "curve": [],
-        "windows": [],
-        "extrapolation": [],
-        "loss_profile": None,
-        "text_recall": None,
-        "sample": "",
-    }
+    return Run(seed=seed, status=result["status"], message=result["message"], bits_per_byte=None)
 
 
-def speed_result(result: Mapping[str, Any]) -> dict[str, Any]:
+def speed_result(result: Mapping[str, Any]) -> dict[str, Samples]:
     """The samples of one round; none where measuring failed."""
     if result["status"] == "done":
-        return dict(result)
+        return {phase: result[phase] for phase in PHASES}
     progress.print_status(f"warning: {result['message']}")
-    return {"train": [], "prefill": [], "decode": []}
+    return {phase: [] for phase in PHASES}
 
 
-def recall_result(result: Mapping[str, Any]) -> dict[str, Any]:
+def recall_result(result: Mapping[str, Any]) -> ProbeResult:
     """The result of a probe; one that failed has None for its numbers, and a message."""
-    if result["status"] == "done":
-        return dict(result)
-    progress.print_status(f"warning: {result['message']}")
-    return {**dict.fromkeys(("accuracy", "scored", "seconds", "steps")), "curve": [], **result}
+    if result["status"] != "done":
+        progress.print_status(f"warning: {result['message']}")
+    return parse(ProbeResult, result)
 
 
 def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, description: str, **choices: Any) -> Task:

@@ -6,10 +6,9 @@ from rich.table import Table
 from rich.text import Text
 
 from heddle.lab.compare.abilities import left_out_sentences
+from heddle.lab.compare.results import Design, Report
 from heddle.lab.compare.tables import (
     CostColumn,
-    Design,
-    Report,
     TextTable,
     cost_columns,
     difference_to_baseline,
@@ -48,24 +47,24 @@ def report_tables(report: Report) -> RenderableType:
     """All tables and sentences. Texts are never interpreted as rich's markup, whatever a design's name is."""
     parts: list[RenderableType] = [_design_table(report), Text()]
     # a single field's rows would repeat those of the designs
-    fields = report["effects"]["fields"]
+    fields = report.effects.fields
     for field in fields if len(fields) > 1 else []:
         parts += [_text_table(effect_table(field)), Text()]
-    if report["equal_size"]:
+    if report.equal_size:
         sizes = equal_size_table(report)
         titled = TextTable(["equal size: design", *sizes.header[1:]], sizes.rows)
         parts += [_text_table(titled), Text()]
     unresolved = resolution_table(report)
     if unresolved is not None:
         parts += [_text_table(unresolved), Text()]
-    parts += [Text(sentence) for sentence in report["verdict"]]
+    parts += [Text(sentence) for sentence in report.verdict]
     parts += [Text(sentence) for sentence in left_out_sentences(report)]
-    parts += [Text(sentence) for sentence in (report.get("tuning") or {}).get("sentences", ())]
-    if report["progress"]["stop_reason"]:
-        parts.append(Text(report["progress"]["stop_reason"]))
-    if report["warnings"]:
+    parts += [Text(sentence) for sentence in (report.tuning.sentences if report.tuning else ())]
+    if report.progress.stop_reason:
+        parts.append(Text(report.progress.stop_reason))
+    if report.warnings:
         parts.append(Text("\nCaveats:", style="bold yellow"))
-        parts += [Text(f"• {warning}") for warning in report["warnings"]]
+        parts += [Text(f"• {warning}") for warning in report.warnings]
     return Group(*parts)
 
 
@@ -86,30 +85,30 @@ def _design_table(report: Report) -> Table:
     """The designs, lowest bits per byte first."""
     table = _new_table()
     costs = cost_columns(report)
-    single = len(report["designs"]) == 1
+    single = len(report.designs) == 1
     probe = first_probe(report)
     table.add_column("\n\ndesign", overflow="fold", min_width=14)
     table.add_column("\nbits per\nbyte", justify="right", no_wrap=True)
     if not single:
-        baseline = Text(report["baseline"])
+        baseline = Text(report.baseline)
         baseline.truncate(16, overflow="ellipsis")
         table.add_column(Text("\ndifference to\n").append(baseline), no_wrap=True)
     if probe is not None:
-        table.add_column(Text(f"\nright\n{probe[1]['title']}"), justify="right", no_wrap=True)
+        table.add_column(Text(f"\nright\n{probe[1].title}"), justify="right", no_wrap=True)
     for column in costs:
         table.add_column(_cost_header(column), justify="right", no_wrap=True)
     for design in ranked_designs(report):
-        name = Text(design["name"], style="bold")
-        name.append(f"\n{format_number(design['parameters'])} parameters", style="not bold dim")
+        name = Text(design.name, style="bold")
+        name.append(f"\n{format_number(design.parameters)} parameters", style="not bold dim")
         loss = Text(format_bits(mean_loss(design)))
-        half = half_width(design["bits_per_byte"])
+        half = half_width(design.bits_per_byte)
         if half is not None:
             loss.append(f"\n±{half:.3f}", style="dim")
         cells = [] if single else [_difference_cell(report, design)]
         if probe is not None:
             cells.append(Text(format_percent(recall_accuracy(design, probe[0]))))
         # the header already has the unit of speeds
-        cells += [_cost_cell(column, design["name"]) for column in costs]
+        cells += [_cost_cell(column, design.name) for column in costs]
         table.add_row(name, loss, *cells)
     return table
 
@@ -132,9 +131,9 @@ def _cost_cell(column: CostColumn, name: str) -> Text:
 
 
 def _difference_cell(report: Report, design: Design) -> Text:
-    if design["name"] == report["baseline"]:
+    if design.name == report.baseline:
         return Text("baseline", style="dim")
-    difference = difference_to_baseline(report, design["name"])
+    difference = difference_to_baseline(report, design.name)
     word = judgment(difference)
     style = JUDGMENT_STYLES.get(word.partition(",")[0], "dim")
     return Text(f"{format_difference(difference)}\n").append(word, style=style)

@@ -4,19 +4,27 @@ Every number of a design is compared with the baseline's by `paired_difference`:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 
 from heddle.data.corpus import Corpus
-from heddle.lab.compare.statistics import TEXT_SPANS, Run, TextSampling, finished_runs, paired_difference
+from heddle.lab.compare.results import (
+    FrequencyGroup,
+    ProfileGroups,
+    ProfileRow,
+    RecallGain,
+    Run,
+    ScoredRun,
+    TextRecallFacts,
+    TextRecallRow,
+)
+from heddle.lab.compare.statistics import TEXT_SPANS, TextSampling, finished_runs, paired_difference
 from heddle.model.decoder import Decoder
 from heddle.training.evaluation.loss_profile import LossProfile, frequency_groups, position_edges, token_frequencies
 from heddle.training.evaluation.scores import FiniteScores, finite_ratio
-from heddle.training.evaluation.text_recall import NEEDLE_TOKENS, TextRecall, score_text_recall
+from heddle.training.evaluation.text_recall import NEEDLE_TOKENS, TextRecall, TextRecallScores, score_text_recall
 from heddle.training.settings import Settings
 
 TEXT_BLOCKS = TextSampling("a bootstrap over blocks of validation windows", 1)  # merged neighbors need no longer blocks
@@ -39,27 +47,27 @@ def text_recall_rows(corpus: Corpus, sequence_length: int, needles: int) -> Text
     return TextRecall(corpus, sequence_length, spans=2 * needles, needles=needles, depths=RECALL_DEPTHS)
 
 
-def describe_text_recall(corpus: Corpus, sequence_length: int, needles: int) -> dict[str, Any]:
-    """What is read, as plain data for the report. note: why nothing is, or ""."""
+def describe_text_recall(corpus: Corpus, sequence_length: int, needles: int) -> TextRecallFacts:
+    """What is read."""
     rows = text_recall_rows(corpus, sequence_length, needles)
-    return {
-        "row_length": rows.row_length,
-        "spans": rows.spans,
-        "needles": rows.needles,
-        "depths": list(rows.depths),
-        "span_length": rows.span_length,
-        "query_tokens": NEEDLE_TOKENS // 2,
-        "note": rows.note,
-    }
+    return TextRecallFacts(
+        row_length=rows.row_length,
+        spans=rows.spans,
+        needles=rows.needles,
+        depths=list(rows.depths),
+        span_length=rows.span_length,
+        query_tokens=NEEDLE_TOKENS // 2,
+        note=rows.note,
+    )
 
 
 def measure_text_recall(
     model: Decoder, corpus: Corpus, settings: Settings, needles: int, autocast: torch.dtype | None
-) -> dict[str, Any] | None:
-    """The scores of a trained model as plain data, which becomes part of a run; None where no needles were asked."""
+) -> TextRecallScores | None:
+    """The scores of a trained model; None where no needles were asked."""
     if not needles:
         return None
-    return asdict(score_text_recall(model, text_recall_rows(corpus, settings.sequence_length, needles), autocast))
+    return score_text_recall(model, text_recall_rows(corpus, settings.sequence_length, needles), autocast)
 
 
 def start_profile(corpus: Corpus, sequence_length: int) -> LossProfile:
@@ -67,11 +75,8 @@ def start_profile(corpus: Corpus, sequence_length: int) -> LossProfile:
     return LossProfile(position_edges(sequence_length), frequency_groups(token_frequencies(corpus)))
 
 
-def describe_profile(corpus: Corpus, sequence_length: int) -> dict[str, Any]:
-    """The groups of the profile as plain data: ranges of positions, and of each frequency group what is in it.
-
-    share: of the training text; tokens: how many different ones; examples: the most frequent of them, as text.
-    """
+def describe_profile(corpus: Corpus, sequence_length: int) -> ProfileGroups:
+    """The groups of the profile."""
     frequencies = token_frequencies(corpus)
     groups = frequency_groups(frequencies)
     edges = position_edges(sequence_length)
@@ -80,13 +85,13 @@ def describe_profile(corpus: Corpus, sequence_length: int) -> dict[str, Any]:
         members = np.flatnonzero(groups == group)
         members = members[np.argsort(-frequencies[members], kind="stable")]
         rows.append(
-            {
-                "share": float(frequencies[members].sum()),
-                "tokens": len(members),
-                "examples": [_token_text(corpus, int(token)) for token in members[:MAX_EXAMPLES]],
-            }
+            FrequencyGroup(
+                share=float(frequencies[members].sum()),
+                tokens=len(members),
+                examples=[_token_text(corpus, int(token)) for token in members[:MAX_EXAMPLES]],
+            )
         )
-    return {"positions": [list(ends) for ends in pairwise(edges)], "frequencies": rows}
+    return ProfileGroups(positions=list(pairwise(edges)), frequencies=rows)
 
 
 def _token_text(corpus: Corpus, token: int) -> str:
@@ -94,75 +99,69 @@ def _token_text(corpus: Corpus, token: int) -> str:
     return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣")
 
 
-def profile_rows(runs: Sequence[Run], baseline_runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
+def profile_rows(runs: Sequence[Run], baseline_runs: Sequence[Run], name: str) -> list[ProfileRow]:
     """A design in each group of the profile: bits_per_byte (mean of the seeds), and the difference to the baseline.
 
     name: "positions" or "frequencies".
     """
-    profiled = [run for run in finished_runs(runs) if run.get("loss_profile")]
-    count = len(profiled[0]["loss_profile"][name]) if profiled else 0
+    profiled = [run for run in finished_runs(runs) if run.loss_profile]
+    count = len((profiled[0].loss_profile or {})[name]) if profiled else 0
 
     def scored(group: int) -> Scored:
-        return lambda run: run["loss_profile"][name][group] if run.get("loss_profile") else None
+        return lambda run: run.loss_profile[name][group] if run.loss_profile else None
 
     return [_measured(runs, baseline_runs, scored(group), TEXT_BLOCKS) for group in range(count)]
 
 
-def recall_in_text(runs: Sequence[Run], baseline_runs: Sequence[Run]) -> dict[str, Any] | None:
-    """A design's recall in held-out text; None where no run measured it.
-
-    needle: the share of right tokens with and without (`control`) the needle, its `gain`, and the gain minus the
-    baseline's (`difference`). span: the same of bits per byte of the second and of the first occurrence.
-    """
-    if not any(run.get("text_recall") and run["text_recall"]["needles"] for run in finished_runs(runs)):
+def recall_in_text(runs: Sequence[Run], baseline_runs: Sequence[Run]) -> TextRecallRow | None:
+    """A design's recall in held-out text; None where no run measured it."""
+    if not any(run.text_recall and run.text_recall.needles for run in finished_runs(runs)):
         return None
     pairs: dict[str, tuple[Scored, Scored]] = {
         "needle": (_needle_answers, _control_answers),
         "needle_loss": (_needle_losses, _control_losses),
         "span": (_recalled("repeated_spans"), _recalled("first_spans")),
     }
-    rows: dict[str, Any] = {}
+    rows: dict[str, RecallGain] = {}
     for name, (scores, control) in pairs.items():
         gain = _gain(scores, control)
-        rows[name] = {
-            "value": _mean_ratio(runs, scores),
-            "control": _mean_ratio(runs, control),
-            "gain": paired_difference(_as_runs(runs, scores), _as_runs(runs, control), TEXT_SPANS),
-            "difference": paired_difference(_as_runs(runs, gain), _as_runs(baseline_runs, gain), TEXT_SPANS),
-        }
-    return rows
+        rows[name] = RecallGain(
+            value=_mean_ratio(runs, scores),
+            control=_mean_ratio(runs, control),
+            gain=paired_difference(_as_runs(runs, scores), _as_runs(runs, control), TEXT_SPANS),
+            difference=paired_difference(_as_runs(runs, gain), _as_runs(baseline_runs, gain), TEXT_SPANS),
+        )
+    return TextRecallRow(**rows)
 
 
-def _measured(
-    runs: Sequence[Run], baseline_runs: Sequence[Run], scored: Scored, sampling: TextSampling
-) -> dict[str, Any]:
+def _measured(runs: Sequence[Run], baseline_runs: Sequence[Run], scored: Scored, sampling: TextSampling) -> ProfileRow:
     difference = paired_difference(_as_runs(runs, scored), _as_runs(baseline_runs, scored), sampling)
-    return {"bits_per_byte": _mean_ratio(runs, scored), "difference": difference}
+    return ProfileRow(bits_per_byte=_mean_ratio(runs, scored), difference=difference)
 
 
 def _mean_ratio(runs: Sequence[Run], scored: Scored) -> float | None:
-    values = [run["bits_per_byte"] for run in _as_runs(runs, scored) if run["bits_per_byte"] is not None]
+    values = [run.bits_per_byte for run in _as_runs(runs, scored) if run.bits_per_byte is not None]
     return float(np.mean(values)) if values else None
 
 
-def _as_runs(runs: Sequence[Run], scored: Scored) -> list[dict[str, Any]]:
+def _as_runs(runs: Sequence[Run], scored: Scored) -> list[ScoredRun]:
     """Some scores of the finished runs in the form of runs, for the statistics; pieces without a token are left out."""
     rows = []
     for run in finished_runs(runs):
         scores = [(score, size) for score, size in scored(run) or () if size]
-        rows.append({"seed": run["seed"], "status": "done", "bits_per_byte": finite_ratio(scores), "windows": scores})
+        rows.append(ScoredRun(seed=run.seed, status="done", bits_per_byte=finite_ratio(scores), windows=scores))
     return rows
 
 
 def _recalled(name: str) -> Scored:
-    return lambda run: run["text_recall"][name] if run.get("text_recall") else None
+    return lambda run: getattr(run.text_recall, name) if run.text_recall else None
 
 
 def _over_depths(run: Run, name: str, hidden: bool) -> FiniteScores | None:
     """The scores of the rows with needles, averaged over the depths, or those of the rows without."""
-    if not run.get("text_recall"):
+    if not run.text_recall:
         return None
-    chosen = [needle[name] for needle in run["text_recall"]["needles"] if (needle["depth"] is not None) == hidden]
+    chosen = [getattr(needle, name) for needle in run.text_recall.needles if (needle.depth is not None) == hidden]
     rows: FiniteScores = []
     for row in zip(*chosen, strict=True):
         scores = [score for score, _ in row if score is not None]

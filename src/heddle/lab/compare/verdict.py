@@ -1,14 +1,11 @@
 """Sentences that follow from a report's numbers: the verdict, and what each design gains and costs."""
 
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 from heddle.lab.compare.power import MAX_SEEDS
+from heddle.lab.compare.results import Design, Difference, NeededRuns, Report
 from heddle.lab.compare.statistics import finished_runs, ranges_overlap
 from heddle.lab.compare.tables import (
-    Design,
-    Report,
     TextTable,
     baseline_design,
     difference_to_baseline,
@@ -30,6 +27,7 @@ from heddle.lab.compare.tables import (
     range_at,
     ranked_designs,
     recall_accuracy,
+    series_of,
     shared_context,
     value_at,
 )
@@ -38,66 +36,63 @@ from heddle.progress import format_duration
 # What a comparison did not resolve, in words: ties, what it could resolve, and what a narrower interval needs.
 
 
-Row = Mapping[str, Any]
-
-
 def resolution_sentences(report: Report) -> list[str]:
     """Ties with the leader and what would resolve them; empty where nothing is open."""
-    rows = [row for row in differences_to_leader(report) if _is_unresolved(row) and row["pairs"] > 1]
+    rows = [row for row in differences_to_leader(report) if _is_unresolved(row) and row.pairs > 1]
     sentences = []
     if rows:
         widest = max(rows, key=lambda row: half_width(row) or 0.0)
-        ties = f"A tie within ± {format_bound(rows[0]['tie_within'])}"
-        if len(report["designs"]) > 2:
-            names = join_names([f"{row['reference']} within ± {format_bound(row['tie_within'])}" for row in rows], 8)
-            ties = f"A tie with {report['leader']}: {names}"
-        power = f"a true difference of {format_bound(widest['resolvable'])} would be resolved four times in five"
+        ties = f"A tie within ± {format_bound(rows[0].tie_within or 0.0)}"
+        if len(report.designs) > 2:
+            names = join_names([f"{row.reference} within ± {format_bound(row.tie_within or 0.0)}" for row in rows], 8)
+            ties = f"A tie with {report.leader}: {names}"
+        power = f"a true difference of {format_bound(widest.resolvable or 0.0)} would be resolved four times in five"
         sentences.append(f"{ties}; {power}.")
-        sentences += [f"{need_words(need)}." for need in widest["needs"][:1]]
+        sentences += [f"{need_words(need)}." for need in (widest.needs or ())[:1]]
     return sentences
 
 
-def need_words(need: Mapping[str, Any]) -> str:
+def need_words(need: NeededRuns) -> str:
     """ "± 0.01 needs 2.1 times the held-out text, which is the larger part, and 9 seeds of each, 4 min more"."""
-    start = f"± {need['half_width']:g} needs"
-    if need["seeds"] is None:
+    start = f"± {need.half_width:g} needs"
+    if need.seeds is None:
         seeds = f"more than {MAX_SEEDS} seeds of each"
     else:
-        more = f", {format_duration(need['seconds'])} more" if need["seconds"] else ""
-        seeds = f"{need['seeds']} seeds of each{more}"
-    if need["text_factor"] == 1:
+        more = f", {format_duration(need.seconds)} more" if need.seconds else ""
+        seeds = f"{need.seeds} seeds of each{more}"
+    if need.text_factor == 1:
         return f"{start} {seeds}"
-    return f"{start} {need['text_factor']:.1f} times the held-out text, which is the larger part, and {seeds}"
+    return f"{start} {need.text_factor:.1f} times the held-out text, which is the larger part, and {seeds}"
 
 
-def _short_need(need: Mapping[str, Any]) -> str:
+def _short_need(need: NeededRuns) -> str:
     """ "± 0.01: 9 seeds, 4 min, 2.1 × text"."""
-    seeds = f"over {MAX_SEEDS} seeds" if need["seeds"] is None else f"{need['seeds']} seeds"
-    time = f", {format_duration(need['seconds'])}" if need["seconds"] else ""
-    text = "" if need["text_factor"] == 1 else f", {need['text_factor']:.1f} × text"
-    return f"± {need['half_width']:g}: {seeds}{time}{text}"
+    seeds = f"over {MAX_SEEDS} seeds" if need.seeds is None else f"{need.seeds} seeds"
+    time = f", {format_duration(need.seconds)}" if need.seconds else ""
+    text = "" if need.text_factor == 1 else f", {need.text_factor:.1f} × text"
+    return f"± {need.half_width:g}: {seeds}{time}{text}"
 
 
 def resolution_table(report: Report) -> TextTable | None:
     """A row for each unresolved pair with the leader or the baseline; None where there is none."""
     rows = [
         [
-            f"{row['design']} − {row['reference']}",
+            f"{row.design} − {row.reference}",
             format_difference(row),
-            f"± {format_bound(row['tie_within'])}",
-            format_bound(row["resolvable"]),
-            "; ".join(map(_short_need, row["needs"])) or "a second seed",
+            f"± {format_bound(row.tie_within or 0.0)}",
+            format_bound(row.resolvable or 0.0),
+            "; ".join(map(_short_need, row.needs or ())) or "a second seed",
         ]
-        for row in report["pairs"]
-        if _is_unresolved(row) and {report["leader"], report["baseline"]} & {row["design"], row["reference"]}
+        for row in report.pairs
+        if _is_unresolved(row) and {report.leader, report.baseline} & {row.design, row.reference}
     ]
     header = ["not resolved", "difference", "a tie within", "resolved from", "narrower"]
     return TextTable(header, rows, "What is not resolved, and what would resolve it") if rows else None
 
 
-def _is_unresolved(row: Row) -> bool:
+def _is_unresolved(row: Difference) -> bool:
     """Whether a pair was judged and is open; runs that gave the same numbers are not."""
-    return bool(row["final"] and not row["resolved"] and row.get("tie_within"))
+    return bool(row.final and not row.resolved and row.tie_within)
 
 
 SAME_SPEED = "no measured difference in {}: the measurements overlap"
@@ -125,18 +120,18 @@ def _lowest_loss(report: Report, ranking: list[Design]) -> str:
     best, *others = ranking
     loss = format_bits(mean_loss(best))
     if not others:
-        return f"{best['name']} reaches {loss} bits per byte; there is no second design to compare it with."
+        return f"{best.name} reaches {loss} bits per byte; there is no second design to compare it with."
     if all(mean_loss(design) == mean_loss(best) for design in others):
-        return f"{join_names([design['name'] for design in ranking], 8)} tie: each reaches {loss} bits per byte."
-    by_name = {row["reference"]: row for row in differences_to_leader(report)}
-    differences = {design["name"]: by_name[design["name"]] for design in others}
-    resolved = [name for name, row in differences.items() if row["resolved"] and row["mean"] < 0]
+        return f"{join_names([design.name for design in ranking], 8)} tie: each reaches {loss} bits per byte."
+    by_name = {row.reference: row for row in differences_to_leader(report)}
+    differences = {design.name: by_name[design.name] for design in others}
+    resolved = [name for name, row in differences.items() if row.resolved and (row.mean or 0.0) < 0]
     unresolved = [name for name in differences if name not in resolved]
-    start, word = f"{best['name']} has the lowest bits per byte, {loss}", "resolved"
-    if max(row["pairs"] for row in differences.values()) == 1:
+    start, word = f"{best.name} has the lowest bits per byte, {loss}", "resolved"
+    if max(row.pairs for row in differences.values()) == 1:
         # one seed says nothing about the luck of training, so the first sentence may not either
         start, word = f"{start}, on one seed", "resolved for the choice of text only"
-    if len(others) == 1 and differences[others[0]["name"]]["mean"] is not None:
+    if len(others) == 1 and differences[others[0].name].mean is not None:
         [(name, row)] = differences.items()
         if not resolved:
             return f"No lead is resolved: {_losses(ranking)} bits per byte, a difference of {format_difference(row)}."
@@ -145,20 +140,20 @@ def _lowest_loss(report: Report, ranking: list[Design]) -> str:
         return f"{start}, and the difference to each of the other {len(others)} is {word}."
     if not resolved:
         return f"No lead is resolved: {_losses(ranking)} bits per byte."
-    tied = [design for design in ranking if design is best or design["name"] in unresolved]
+    tied = [design for design in ranking if design is best or design.name in unresolved]
     return f"Lowest, and not resolved from each other: {_losses(tied)} bits per byte. {_leads(best, resolved, word)}"
 
 
 def _losses(designs: list[Design]) -> str:
-    return join_names([f"{design['name']} {format_bits(mean_loss(design))}" for design in designs], 8)
+    return join_names([f"{design.name} {format_bits(mean_loss(design))}" for design in designs], 8)
 
 
 def _leads(best: Design, behind: list[str], word: str) -> str:
-    return f"The lead of {best['name']} is {word} against {join_names(behind, 8)}."
+    return f"The lead of {best.name} is {word} against {join_names(behind, 8)}."
 
 
 def _single_seed_warning(ranking: list[Design]) -> list[str]:
-    if len(ranking) < 2 or max(len(finished_runs(design["runs"])) for design in ranking) > 1:
+    if len(ranking) < 2 or max(len(finished_runs(design.runs)) for design in ranking) > 1:
         return []
     return ["With one seed no interval covers the luck of training: another seed may change the order."]
 
@@ -166,9 +161,9 @@ def _single_seed_warning(ranking: list[Design]) -> list[str]:
 def _state_costs(report: Report, ranking: list[Design]) -> list[str]:
     """The loss that the smallest state costs, and the smallest state whose cost is not resolved."""
     context = shared_context(ranking, "state_bytes")
-    states = {design["name"]: value_at(design["state_bytes"], context) for design in ranking}
+    states = {design.name: value_at(design.state_bytes, context) for design in ranking}
     sizes = {name: size for name, size in states.items() if size is not None}
-    baseline = report["baseline"]
+    baseline = report.baseline
     if context is None or len(sizes) < 2 or not sizes.get(baseline):
         return []
     position, baseline_size = format_context(context), sizes[baseline]
@@ -206,42 +201,44 @@ def recall_verdict(report: Report) -> list[str]:
     if probe is None:
         return []
     probe_name, description = probe
-    accuracies = {design["name"]: recall_accuracy(design, probe_name) for design in report["designs"]}
+    accuracies = {design.name: recall_accuracy(design, probe_name) for design in report.designs}
     measured = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
     if not measured:
         return []
-    threshold = description["chance"] + SOLVED_SHARE * (1 - description["chance"])
+    threshold = description.chance + SOLVED_SHARE * (1 - description.chance)
     solved = [name for name, accuracy in measured.items() if accuracy >= threshold]
     unsolved = sorted((name for name in measured if name not in solved), key=lambda name: -measured[name])
-    chance = f"guessing gives {format_percent(description['chance'])}"
+    chance = f"guessing gives {format_percent(description.chance)}"
     if not unsolved:
         lowest = format_percent(min(measured.values()))
         at_least = "" if lowest == format_percent(1.0) else "at least "
         everyone = f"each design answers {at_least}{lowest}" if len(measured) > 1 else f"{solved[0]} answers {lowest}"
-        return [f"Recall ({description['title']}): {everyone} correctly; {chance}."]
+        return [f"Recall ({description.title}): {everyone} correctly; {chance}."]
     rest = join_names([f"{name} {format_percent(measured[name])}" for name in unsolved], 6)
     start = f"{join_names(solved, 6)} learned it" if solved else "no design learned it"
-    return [f"Recall ({description['title']}): {start} within the budget; {rest} ({chance})."]
+    return [f"Recall ({description.title}): {start} within the budget; {rest} ({chance})."]
 
 
 def length_verdict(report: Report) -> list[str]:
     """How bits per byte change at the longest length read; empty where no longer text was read."""
-    largest = max(report["extrapolation"]["multiples"], default=1)
+    largest = max(report.extrapolation.multiples, default=1)
     if largest == 1:
         return []
-    rows = {design["name"]: design["extrapolation"][-1] for design in report["designs"]}
+    rows = {design.name: design.extrapolation[-1] for design in report.designs}
+    changed = [(name, row.change) for name, row in rows.items() if row.change is not None]
     changes = sorted(
-        (row["change"]["mean"], name, row["change"]) for name, row in rows.items() if row["change"]["mean"] is not None
+        ((change.mean, name, change) for name, change in changed if change.mean is not None), key=lambda row: row[:2]
     )
     parts = [f"{name} {format_signed(mean)} ({judgment(change).partition(',')[0]})" for mean, name, change in changes]
-    parts += [f"{name} {missing_reason(row)}" for name, row in rows.items() if row["change"]["mean"] is None]
-    one_seed = ", on one seed" if max((change["pairs"] for _, _, change in changes), default=0) == 1 else ""
+    measured = {name for _, name, _ in changes}
+    parts += [f"{name} {missing_reason(row)}" for name, row in rows.items() if name not in measured]
+    one_seed = ", on one seed" if max((change.pairs for _, _, change in changes), default=0) == 1 else ""
     start = f"At {largest} × the trained length bits per byte change, on the same text"
     return [f"{start}{one_seed}: {join_names(parts, 8)}."]
 
 
 def _failures(report: Report) -> list[str]:
-    counts = {design["name"]: (len(finished_runs(design["runs"])), len(design["runs"])) for design in report["designs"]}
+    counts = {design.name: (len(finished_runs(design.runs)), len(design.runs)) for design in report.designs}
     none = [name for name, (finished, _) in counts.items() if not finished]
     some = [f"{name} on {finished} of {total}" for name, (finished, total) in counts.items() if 0 < finished < total]
     sentences = []
@@ -252,7 +249,7 @@ def _failures(report: Report) -> list[str]:
 
 def describe_state_growth(design: Design) -> str:
     """How the state grows with the context: with each token, up to a window, or not at all."""
-    points = [(context, size) for context, size in design["state_bytes"] or () if size is not None]
+    points = [(context, size) for context, size in design.state_bytes or () if size is not None]
     if len(points) < 3:
         return "Its state was not measured."
     slopes = [(b - a) / (y - x) for (x, a), (y, b) in pairwise(points)]
@@ -270,31 +267,31 @@ def describe_state_growth(design: Design) -> str:
 def compare_with_baseline(report: Report, design: Design) -> list[str]:
     """The design relative to the baseline: state, decoding, training, loss and recall. Empty for the baseline."""
     baseline = baseline_design(report)
-    if design is baseline:
+    if design.name == baseline.name:
         return []
     phrases: list[str] = []
     for title, key, has_range in (("state", "state_bytes", False), ("decoding speed", "decode", True)):
-        context = shared_context(report["designs"], key)
+        context = shared_context(report.designs, key)
         if context is not None:
-            ours, theirs = design[key], baseline[key]
+            ours, theirs = series_of(design, key), series_of(baseline, key)
             overlap = has_range and ranges_overlap(range_at(ours, context), range_at(theirs, context))
             title = f"{title} at {format_context(context)}"
             phrases += _ratio(title, value_at(ours, context), value_at(theirs, context), overlap)
-    speed = "train_tokens_per_second"
-    overlap = ranges_overlap(design["train_speed_range"], baseline["train_speed_range"])
-    phrases += _ratio("training speed", design[speed], baseline[speed], overlap)
-    phrases += _loss_difference(difference_to_baseline(report, design["name"]))
+    speeds = design.train_tokens_per_second, baseline.train_tokens_per_second
+    overlap = ranges_overlap(design.train_speed_range, baseline.train_speed_range)
+    phrases += _ratio("training speed", *speeds, overlap)
+    phrases += _loss_difference(difference_to_baseline(report, design.name))
     probe = first_probe(report)
     if probe is not None:
         value, reference = recall_accuracy(design, probe[0]), recall_accuracy(baseline, probe[0])
         if value is not None and reference is not None:
-            title = probe[1]["title"]
+            title = probe[1].title
             phrases.append(f"{format_percent(value)} right answers on {title}, against {format_percent(reference)}")
     return phrases
 
 
-def _loss_difference(difference: Mapping[str, Any] | None) -> list[str]:
-    if difference is None or difference["mean"] is None:
+def _loss_difference(difference: Difference | None) -> list[str]:
+    if difference is None or difference.mean is None:
         return []
     return [f"{format_difference(difference)} bits per byte: {judgment(difference)}"]
 

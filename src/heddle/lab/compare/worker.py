@@ -161,7 +161,8 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from heddle.generation.generate import sample_text
-    from heddle.lab.compare.abilities import result_summary
+    from heddle.lab.compare.abilities import length_result
+    from heddle.lab.compare.results import Run, plain
     from heddle.lab.compare.statistics import quartiles
     from heddle.lab.compare.text_profile import measure_text_recall, start_profile
     from heddle.storage.run_log import read_log
@@ -184,24 +185,26 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     extrapolation = evaluate_extrapolation(
         trained.model, corpus.validation, plan, corpus.tokenizer.byte_lengths, job.autocast
     )
-    return {
-        "seed": settings.seed,
-        "status": "done",
-        "bits_per_byte": trained.bits_per_byte,
-        "train_tokens": trained_tokens,
-        "seconds": sum(seconds),
-        "train_tokens_per_second": step_speed(settings.tokens_per_step, seconds),
-        "train_speed_range": quartiles(rates),
-        "peak_memory_bytes": job.ranks.largest(peak_memory),
-        "skipped_steps": trained.progress.skipped_steps,
-        "experts": recent_router_summary(log),
-        "curve": end_at(curve, trained.bits_per_byte) or [(trained_tokens, trained.bits_per_byte)],
-        "windows": trained.scores,
-        "loss_profile": profile.summary(),
-        "text_recall": measure_text_recall(trained.model, corpus, settings, task["text_recall_rows"], job.autocast),
-        "extrapolation": [result_summary(result) for result in extrapolation],
-        "sample": sample_text(trained.model, corpus.tokenizer, settings.sequence_length),
-    }
+    run = Run(
+        seed=settings.seed,
+        status="done",
+        bits_per_byte=trained.bits_per_byte,
+        train_tokens=trained_tokens,
+        seconds=sum(seconds),
+        train_tokens_per_second=step_speed(settings.tokens_per_step, seconds),
+        train_speed_range=quartiles(rates),
+        peak_memory_bytes=job.ranks.largest(peak_memory),
+        skipped_steps=trained.progress.skipped_steps,
+        experts=recent_router_summary(log),
+        curve=end_at(curve, trained.bits_per_byte) or [(trained_tokens, trained.bits_per_byte)],
+        windows=trained.scores,
+        loss_profile=profile.summary(),
+        text_recall=measure_text_recall(trained.model, corpus, settings, task["text_recall_rows"], job.autocast),
+        extrapolation=[length_result(result) for result in extrapolation],
+        sample=sample_text(trained.model, corpus.tokenizer, settings.sequence_length),
+    )
+    result: dict[str, Any] = plain(run)
+    return result
 
 
 def end_at(curve: Sequence[tuple[int, float]], final: float) -> list[tuple[int, float | None]]:
@@ -250,6 +253,7 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
     Like any run it saves, and continues after an interrupt.
     """
     from heddle.lab.compare.probes import RECALL_PROBES
+    from heddle.lab.compare.results import ProbeResult, plain
     from heddle.model.load_config import load_config
     from heddle.storage.run_log import read_log
     from heddle.training.job import TrainingJob
@@ -269,14 +273,16 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
     trained = train(job)
     log = read_log(job.out)
     curve = [(line["tokens"], line["validation_accuracy"]) for line in log if "validation_accuracy" in line]
-    return {
-        "status": "done",
-        "accuracy": trained.task_accuracy,
-        "steps": trained.progress.step,
-        "scored": sum(scored for _, scored in trained.scores),
-        "seconds": sum(line["seconds"] for line in log),
-        "curve": curve or [(trained.progress.step * job.settings.tokens_per_step, trained.task_accuracy)],
-    }
+    probe_result = ProbeResult(
+        status="done",
+        accuracy=trained.task_accuracy,
+        steps=trained.progress.step,
+        scored=sum(scored for _, scored in trained.scores),
+        seconds=sum(line["seconds"] for line in log),
+        curve=curve or [(trained.progress.step * job.settings.tokens_per_step, trained.task_accuracy)],
+    )
+    result: dict[str, Any] = plain(probe_result)
+    return result
 
 
 def _speed(task: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """What is measured of the models of a conversion, as plain data that is saved after each model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from heddle.lab.compare.results import Difference, ScoredRun
 from heddle.lab.compare.speed import Samples, summarize_speeds
 from heddle.lab.compare.statistics import TEXT_SPANS, VALIDATION_WINDOWS, TextSampling, paired_difference
 from heddle.lab.compare.tables import (
@@ -16,6 +17,7 @@ from heddle.lab.compare.tables import (
     format_difference,
     format_percent,
     format_share,
+    half_width,
     value_at,
 )
 from heddle.training.evaluation.scores import FiniteScores, finite_ratio
@@ -185,7 +187,6 @@ def decode_context(results: ConversionResults) -> int | None:
 
 
 ROUNDING = 1e-5  # bits per byte; a smaller change is one of float32
-Difference = Mapping[str, Any]  # mean, low, high, resolved
 FixedScores = tuple[tuple[float | None, int], ...]  # FiniteScores that can be cached
 
 
@@ -202,9 +203,9 @@ def _difference(scores: FixedScores, reference: FixedScores, sampling: TextSampl
     return paired_difference([_run([pair[0] for pair in pairs])], [_run([pair[1] for pair in pairs])], sampling)
 
 
-def _run(scores: Sequence[tuple[float | None, int]]) -> dict[str, Any]:
+def _run(scores: Sequence[tuple[float | None, int]]) -> ScoredRun:
     """The scores in the form of a run of a comparison."""
-    return {"seed": 0, "status": "done", "bits_per_byte": finite_ratio(scores), "windows": scores}
+    return ScoredRun(seed=0, status="done", bits_per_byte=finite_ratio(scores), windows=scores)
 
 
 def added_loss(results: ConversionResults, model: ModelResult) -> Difference:
@@ -214,19 +215,19 @@ def added_loss(results: ConversionResults, model: ModelResult) -> Difference:
 
 def added_share(results: ConversionResults, model: ModelResult) -> float | None:
     """The added loss as a share of the original's loss."""
-    return share_of(added_loss(results, model)["mean"], finite_ratio(results.original.windows))
+    return share_of(added_loss(results, model).mean, finite_ratio(results.original.windows))
 
 
 def describe_change(change: Difference) -> str:
     """What an interval supports: "worse", "better", "equal", "not resolved" or "not measured"."""
-    if change["mean"] is None:
+    if change.mean is None:
         return "not measured"
-    half = 0.0 if change["low"] is None else (change["high"] - change["low"]) / 2
-    if abs(change["mean"]) + half < ROUNDING:
+    half = half_width(change) or 0.0
+    if abs(change.mean) + half < ROUNDING:
         return "equal"
-    if not change["resolved"]:
+    if not change.resolved:
         return "not resolved"
-    return "better" if change["mean"] < 0 else "worse"
+    return "better" if change.mean < 0 else "worse"
 
 
 def converted_from(results: ConversionResults, healed: ModelResult) -> ModelResult | None:
@@ -245,9 +246,9 @@ def healed_share(results: ConversionResults, healed: ModelResult) -> float | Non
     if before is None:
         return None
     added, left = added_loss(results, before), added_loss(results, healed)
-    if describe_change(added) != "worse" or left["mean"] is None:
+    if describe_change(added) != "worse" or left.mean is None:
         return None
-    return 1 - float(left["mean"]) / float(added["mean"])
+    return 1 - left.mean / (added.mean or math.nan)
 
 
 def copying_gain(model: ModelResult) -> Difference:
@@ -270,9 +271,9 @@ def _gains(model: ModelResult) -> FiniteScores:
 def copying_share(results: ConversionResults, model: ModelResult) -> float | None:
     """What is left of the original's copying gain; None where the original gains nothing that is resolved."""
     original, own = copying_gain(results.original), copying_gain(model)
-    if not original["resolved"] or original["mean"] >= 0 or own["mean"] is None:
+    if not original.resolved or original.mean is None or original.mean >= 0 or own.mean is None:
         return None
-    return float(own["mean"]) / float(original["mean"])
+    return own.mean / original.mean
 
 
 def hidden_needles(model: ModelResult) -> Sequence[NeedleScores]:
@@ -311,12 +312,12 @@ TOLERANCE = 0.01  # of the original's loss; below it, the page says that a conve
 
 def conversion_verdict(results: ConversionResults) -> list[str]:
     """The first sentence answers the question of the page, the others qualify it."""
-    measured = [model for model in results.converted_models if added_loss(results, model)["mean"] is not None]
+    measured = [model for model in results.converted_models if added_loss(results, model).mean is not None]
     if not measured:
         return ["No converted model gave a finite loss."]
     designs = {(model.method, model.design_key) for model in measured}
     sentences = _describe_pair(results, measured) if len(designs) == 1 else _describe_sweep(results, measured)
-    if len(results.original.first_spans) and not copying_gain(results.original)["resolved"]:
+    if len(results.original.first_spans) and not copying_gain(results.original).resolved:
         sentences.append("The original hardly copies from its context, so recall says little here.")
     return sentences
 
@@ -324,9 +325,9 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
 def within_tolerance(results: ConversionResults, model: ModelResult) -> bool:
     """Whether the whole interval of the added loss is below TOLERANCE of the original's loss."""
     added, original = added_loss(results, model), finite_ratio(results.original.windows)
-    if added["mean"] is None or original is None:
+    if added.mean is None or original is None:
         return False
-    return bool((added["mean"] if added["high"] is None else added["high"]) <= TOLERANCE * original)
+    return bool((added.mean if added.high is None else added.high) <= TOLERANCE * original)
 
 
 def _describe_pair(results: ConversionResults, measured: list[ModelResult]) -> list[str]:
@@ -365,7 +366,7 @@ def _describe_sweep(results: ConversionResults, measured: list[ModelResult]) -> 
     tolerated = [model for model in best if within_tolerance(results, model)]
     limit = f"{100 * TOLERANCE:g} %"
     if not tolerated:
-        mildest = min(measured, key=lambda model: float(added_loss(results, model)["mean"]))
+        mildest = min(measured, key=lambda model: _added(results, model))
         cost = describe_cost(results, mildest)
         return [f"Every conversion here adds more than {limit} to the loss, or may. The mildest: {cost}."]
     smallest = tolerated[0]
@@ -378,10 +379,15 @@ def _describe_sweep(results: ConversionResults, measured: list[ModelResult]) -> 
     return [f"{first}: {describe_cost(results, smallest)}.", *limit_reached]
 
 
+def _added(results: ConversionResults, model: ModelResult) -> float:
+    mean = added_loss(results, model).mean
+    return math.inf if mean is None else mean
+
+
 def best_by_state(results: ConversionResults, models: list[ModelResult]) -> list[ModelResult]:
     """For each size of the state the model with the lowest loss, the smallest state first."""
     best: dict[float, ModelResult] = {}
-    for model in sorted(models, key=lambda model: float(added_loss(results, model)["mean"])):
+    for model in sorted(models, key=lambda model: _added(results, model)):
         size = state_per_token(results, model)
         if size is not None:
             best.setdefault(size, model)

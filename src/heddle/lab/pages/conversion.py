@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from heddle.lab.compare.results import Difference
 from heddle.lab.compare.tables import (
     NO_VALUE,
     TextTable,
@@ -27,7 +28,6 @@ from heddle.lab.conversion.results import (
     ORIGINAL,
     TOLERANCE,
     ConversionResults,
-    Difference,
     ModelResult,
     SpeedRows,
     added_loss,
@@ -107,7 +107,7 @@ def summary_rows(results: ConversionResults) -> list[ModelRow]:
     if len({(model.method, model.design_key) for model in converted}) > 1:
         converted = sorted(converted, key=order)
     changes = [added_loss(results, model) for model in converted]
-    ends = [abs(row[key]) for row in changes for key in ("mean", "low", "high") if row[key] is not None]
+    ends = [abs(end) for row in changes for end in row.known]
     scale = max(ends, default=0.0) * INTERVAL_MARGIN or 1.0
     return [_summary_row(results, model, scale) for model in (results.original, *converted)]
 
@@ -131,8 +131,9 @@ def _summary_row(results: ConversionResults, model: ModelResult, scale: float) -
 def _difference_cell(change: Difference, scale: float) -> DifferenceCell:
     word = describe_change(change)
     interval = None
-    if change["mean"] is not None:
-        mean, low, high = (None if change[k] is None else 50 + 50 * change[k] / scale for k in ("mean", "low", "high"))
+    if change.mean is not None:
+        ends = (change.mean, change.low, change.high)
+        mean, low, high = (None if end is None else 50 + 50 * end / scale for end in ends)
         interval = Interval(mean or 50.0, low, high, word in ("better", "worse"))
     look = word if word in ("better", "worse") else "unresolved"
     return DifferenceCell(format_difference(change), word, look, "", interval)
@@ -141,8 +142,8 @@ def _difference_cell(change: Difference, scale: float) -> DifferenceCell:
 def _recall_bars(results: ConversionResults, model: ModelResult) -> list[Bar]:
     if not model.needles:
         return []
-    gain, accuracy = copying_gain(model)["mean"], needle_accuracy(model)
-    largest = max((-(copying_gain(each)["mean"] or 0.0) for each in results.models), default=0.0)
+    gain, accuracy = copying_gain(model).mean, needle_accuracy(model)
+    largest = max((-(copying_gain(each).mean or 0.0) for each in results.models), default=0.0)
     percent = None if gain is None or largest <= 0 else max(0.0, -100 * gain / largest)
     copied = NO_VALUE if gain is None else f"{format_bits(-gain)}".replace("-", "−")
     return [
@@ -208,12 +209,12 @@ def position_table(results: ConversionResults) -> HeatMap:
         model.name: [difference(*pair) for pair in zip(model.positions, original.positions, strict=True)]
         for model in results.converted_models
     }
-    largest = max((abs(c["mean"]) for row in changes.values() for c in row if c["mean"] is not None), default=0.0)
+    largest = max((abs(each.mean) for row in changes.values() for each in row if each.mean is not None), default=0.0)
     rows = [(original.name, [HeatCell(format_bits(finite_ratio(scores)), 0) for scores in original.positions])]
     for name, row in changes.items():
         cells = []
         for change in row:
-            heat = max(0.0, change["mean"] or 0.0) / largest * HEAT if largest > 0 else 0.0
+            heat = max(0.0, change.mean or 0.0) / largest * HEAT if largest > 0 else 0.0
             cells.append(HeatCell(format_difference(change), heat, (describe_change(change),)))
         rows.append((name, cells))
     columns = [f"{first} to {end - 1}" for first, end in ranges]
@@ -272,7 +273,7 @@ def needle_table(results: ConversionResults) -> HeatMap:
             )
         gain = needle_gain(model)
         half = half_width(gain)
-        text = NO_VALUE if gain["mean"] is None else format_signed_percent(gain["mean"])
+        text = NO_VALUE if gain.mean is None else format_signed_percent(gain.mean)
         note = "" if half is None else f"± {100 * half:.1f} %"
         cells += [HeatCell(format_percent(chance_accuracy(model)), 0), HeatCell(text, 0, (note,))]
         rows.append((model.name, cells))
@@ -378,11 +379,11 @@ def _sweep_line(results: ConversionResults, name: str, models: Sequence[ModelRes
     values = []
     for model in models:
         size, added = state_per_token(results, model), added_loss(results, model)
-        if size and added["mean"] is not None:
+        if size and added.mean is not None:
             percent = format_signed_percent(added_share(results, model))
             change = "the original" if model.stage == ORIGINAL else f"{format_difference(added)} ({percent})"
             title = f"{model.name}: {change}, {format_bytes(size)} a token"
-            values.append(Value(size, added["mean"], added["low"], added["high"], title))
+            values.append(Value(size, added.mean, added.low, added.high, title))
     values.sort(key=lambda value: value.x)
     return Series(name, style, values, has_line=len(values) > 1, filled=models[0].stage != CONVERTED)
 
@@ -398,7 +399,7 @@ def position_chart(results: ConversionResults) -> Chart | None:
         for index, (scores, reference) in enumerate(zip(model.positions, results.original.positions, strict=True)):
             loss, change = finite_ratio(scores), difference(scores, reference)
             if loss is not None:
-                half = 0.0 if change["low"] is None else (change["high"] - change["low"]) / 2
+                half = half_width(change) or 0.0
                 title = f"{model.name}, positions {ranges[index][0]} to {ranges[index][1] - 1}: {format_bits(loss)}"
                 if model.stage != ORIGINAL:
                     title += f" ({format_difference(change)}, {describe_change(change)})"

@@ -38,7 +38,7 @@ def cost_chart(report: Mapping[str, Any]) -> Chart:
 
 def _ladder_chart(report: Mapping[str, Any], x_key: str, x_title: str, x_text: Callable[[float], str]) -> Chart:
     """Curves with bands, and the measured points with their intervals."""
-    styles = design_styles(report)
+    styles = design_styles([design["name"] for design in report["designs"]], report["baseline"])
     series = []
     for design in report["designs"]:
         name, style = design["name"], styles[design["name"]]
@@ -122,7 +122,7 @@ def ladder_page(report: Mapping[str, Any]) -> str:
         "ladder.html",
         report=report,
         title=f"heddle ladder: {', '.join(design['name'] for design in report['designs'])}",
-        styles=design_styles(report),
+        styles=design_styles([design["name"] for design in report["designs"]], report["baseline"]),
         ratios=ratios_text(report),
         run_count=sum(rung["seeds"] for design in report["designs"] for rung in design["rungs"]),
         charts=[size_chart(report), cost_chart(report)]

@@ -3,7 +3,7 @@
 import json
 import math
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heddle import __version__
+from heddle.lab.compare.results import Report
 from heddle.lab.compare.tables import format_budget, format_bytes, format_number, format_percent, join_names
 
 if TYPE_CHECKING:
@@ -129,12 +130,17 @@ class DesignStyle:
         return " ".join(points)
 
 
-def design_styles(report: Mapping[str, Any]) -> dict[str, DesignStyle]:
+def design_styles(names: Sequence[str], baseline: str) -> dict[str, DesignStyle]:
     """The style of each design by its name; the baseline always has the ink color, a solid line and circles."""
-    others = [design["name"] for design in report["designs"] if design["name"] != report["baseline"]]
-    styles = {report["baseline"]: DesignStyle("series-0", DASHES[0], MARKERS[0])}
+    others = [name for name in names if name != baseline]
+    styles = {baseline: DesignStyle("series-0", DASHES[0], MARKERS[0])}
     for index, name in enumerate(others):
         # 6 colors, 5 dashes and 8 markers change together: no two of 30 designs share both color and dash
         dash, marker = DASHES[(index + 1) % len(DASHES)], MARKERS[(index + 1) % len(MARKERS)]
         styles[name] = DesignStyle(f"series-{1 + index % COLOR_COUNT}", dash, marker)
     return styles
+
+
+def report_styles(report: Report) -> dict[str, DesignStyle]:
+    """The styles of a comparison's designs."""
+    return design_styles([design.name for design in report.designs], report.baseline)

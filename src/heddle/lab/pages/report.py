@@ -1,19 +1,16 @@
 """Write a comparison's report: report.json with every number, and report.html, a page that needs no network."""
 
 import json
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heddle.errors import MachineError
 from heddle.lab.compare.plan import format_value
+from heddle.lab.compare.results import Design, Report, TuningReport, finite, plain
 from heddle.lab.compare.tables import (
     CostColumn,
-    Design,
-    Report,
     TextTable,
     cost_columns,
     difference_to_baseline,
@@ -32,7 +29,7 @@ from heddle.lab.compare.tables import (
 from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.pages import sections
 from heddle.lab.pages.figures.comparison import effect_figures, length_figure, overview_figures, profile, tuning_figures
-from heddle.lab.pages.render import DesignStyle, design_styles, render
+from heddle.lab.pages.render import DesignStyle, render, report_styles
 from heddle.lab.pages.sections import ability_tables, profile_cards
 from heddle.storage.file_io import write_file
 
@@ -113,42 +110,42 @@ def summary_table(report: Report) -> SummaryTable:
     probe = first_probe(report)
     return SummaryTable(
         rows=[_row(report, design, columns, scale) for design in ranked_designs(report)],
-        baseline=report["baseline"],
-        compares=len(report["designs"]) > 1,
-        recall_title=None if probe is None else probe[1]["title"],
-        chance=None if probe is None else 100 * probe[1]["chance"],
+        baseline=report.baseline,
+        compares=len(report.designs) > 1,
+        recall_title=None if probe is None else probe[1].title,
+        chance=None if probe is None else 100 * probe[1].chance,
     )
 
 
 def _scale(report: Report) -> float:
     """The largest difference, with its interval, that the scale must show on both sides of 0."""
-    ends = [abs(row[key]) for row in report["differences"] for key in ("mean", "low", "high") if row[key] is not None]
+    ends = [abs(end) for row in report.differences for end in row.known]
     return max(ends, default=0.0) * INTERVAL_MARGIN or 1.0
 
 
 def _row(report: Report, design: Design, columns: list[CostColumn], scale: float) -> SummaryRow:
-    mean, half = mean_loss(design), half_width(design["bits_per_byte"])
-    is_baseline = design["name"] == report["baseline"]
+    mean, half = mean_loss(design), half_width(design.bits_per_byte)
+    is_baseline = design.name == report.baseline
     return SummaryRow(
-        name=design["name"],
-        style=design_styles(report)[design["name"]],
+        name=design.name,
+        style=report_styles(report)[design.name],
         size=parameters_text(design),
         loss=format_bits(mean),
         loss_interval="" if half is None else f"± {half:.3f}",
-        loss_basis=(design["bits_per_byte"] or {}).get("basis", ""),
-        difference=None if is_baseline else _difference(report, design["name"], scale),
+        loss_basis=design.bits_per_byte.basis if design.bits_per_byte else "",
+        difference=None if is_baseline else _difference(report, design.name, scale),
         baseline_point=Interval(50.0, None, None, True) if is_baseline and mean is not None else None,
         recall=_recall(report, design),
-        costs=[_cost(column, design["name"]) for column in columns],
+        costs=[_cost(column, design.name) for column in columns],
     )
 
 
 def parameters_text(design: Design) -> str:
     """ "1.31 M parameters", for a mixture of experts with the active ones: "9.00 M parameters, 1.31 M active"."""
-    text = f"{format_number(design['parameters'])} parameters"
-    if design["active_parameters"] in (None, design["parameters"]):
+    text = f"{format_number(design.parameters)} parameters"
+    if design.active_parameters in (None, design.parameters):
         return text
-    return f"{text}, {format_number(design['active_parameters'])} active"
+    return f"{text}, {format_number(design.active_parameters)} active"
 
 
 def _difference(report: Report, name: str, scale: float) -> DifferenceCell:
@@ -157,16 +154,16 @@ def _difference(report: Report, name: str, scale: float) -> DifferenceCell:
     # one seed gives no certain judgment, so it looks like an unresolved one
     look = word if word in ("better", "worse") else "unresolved"
     interval = None
-    if row is not None and row["mean"] is not None:
+    if row is not None and row.mean is not None:
         half = half_width(row)
-        low, high = (None, None) if not half else (row["mean"] - half, row["mean"] + half)
+        low, high = (None, None) if not half else (row.mean - half, row.mean + half)
         interval = Interval(
-            mean=_position(row["mean"], scale),
+            mean=_position(row.mean, scale),
             low=None if low is None else _position(low, scale),
             high=None if high is None else _position(high, scale),
             filled=look != "unresolved",
         )
-    return DifferenceCell(format_difference(row), word, look, "" if row is None else row["method"], interval)
+    return DifferenceCell(format_difference(row), word, look, "" if row is None else row.method, interval)
 
 
 def _position(value: float, scale: float) -> float:
@@ -179,7 +176,7 @@ def _recall(report: Report, design: Design) -> Bar | None:
         return None
     accuracy = recall_accuracy(design, probe[0])
     percent = None if accuracy is None else 100 * accuracy
-    return Bar(f"Recall, {probe[1]['title']}", format_percent(accuracy), percent)
+    return Bar(f"Recall, {probe[1].title}", format_percent(accuracy), percent)
 
 
 def _cost(column: CostColumn, name: str) -> Bar:
@@ -216,67 +213,66 @@ class TuningSection:
 
 def tuning_section(report: Report) -> TuningSection | None:
     """The section; None where nothing was tuned."""
-    tuning = report.get("tuning")
+    tuning = report.tuning
     if not tuning:
         return None
     figures = tuning_figures(report)
-    header = ["design", *(field["name"] for field in tuning["fields"]), "bits per byte of the trial"]
+    header = ["design", *(field.name for field in tuning.fields), "bits per byte of the trial"]
     rows = [
-        [design["name"], *map(format_value, design["best"]), format_bits(design["bits_per_byte"])]
-        for design in tuning["designs"]
+        [design.name, *map(format_value, design.best), format_bits(design.bits_per_byte)] for design in tuning.designs
     ]
-    noun = "combinations" if len(tuning["fields"]) > 1 else "values"
-    [tried] = tuning["rungs"]
-    length = "whole runs" if tried["fraction"] > 0.999 else f"{tried['fraction']:.0%} of a run"
+    noun = "combinations" if len(tuning.fields) > 1 else "values"
+    [tried] = tuning.rungs
+    length = "whole runs" if tried.fraction > 0.999 else f"{tried.fraction:.0%} of a run"
     return TuningSection(
         cards=[
             TuningCard(
                 name=f"tuning-{index}",
-                title=field["name"],
+                title=field.name,
                 note=_note(tuning, index),
                 is_measured=figures[f"tuning-{index}"] is not None,
                 table=_table(tuning, index),
             )
-            for index, field in enumerate(tuning["fields"])
+            for index, field in enumerate(tuning.fields)
         ],
-        sentences=tuning["sentences"],
+        sentences=list(tuning.sentences),
         choices=TextTable(header, rows, "The values chosen for each design"),
-        grid=f"{len(tried['candidates'])} {noun} on {length}",
+        grid=f"{len(tried.candidates)} {noun} on {length}",
     )
 
 
-def _note(tuning: Mapping[str, Any], index: int) -> str:
+def _note(tuning: TuningReport, index: int) -> str:
     """What the figure shows."""
-    field = tuning["fields"][index]
+    field = tuning.fields[index]
     note = "A ring is a design's choice."
-    if field["is_number"]:
+    if field.is_number:
         note += " The dotted line is the best shared value."
-    if len(tuning["fields"]) > 1:
+    if len(tuning.fields) > 1:
         note += " Each point is the best over the other fields."
     return note
 
 
-def _table(tuning: Mapping[str, Any], index: int) -> TextTable:
+def _table(tuning: TuningReport, index: int) -> TextTable:
     """The losses of the trials by design and value."""
-    field = tuning["fields"][index]
+    field = tuning.fields[index]
     rows = []
-    for design in tuning["designs"]:
-        losses = profile(design["trials"], index)
-        statuses = {trial["values"][index]: trial["status"] for trial in design["trials"]}
+    for design in tuning.designs:
+        losses = profile(design.trials, index)
+        statuses = {trial.values[index]: trial.status for trial in design.trials}
         cells = []
-        for value in field["values"]:
+        for value in field.values:
             status = statuses.get(value, "done")
             cells.append(format_bits(losses.get(value)) if value in losses or status == "done" else status)
-        rows.append([design["name"], *cells])
-    header = ["trials", *map(format_value, field["values"])]
-    return TextTable(header, rows, f"Bits per byte of the trials by {field['name']}")
+        rows.append([design.name, *cells])
+    header = ["trials", *map(format_value, field.values)]
+    return TextTable(header, rows, f"Bits per byte of the trials by {field.name}")
 
 
 WRITE_REMEDY = "free some space or choose another folder"
 LONG_VERDICT = 160  # characters; a longer first sentence is set in smaller type
 
 
-def write_report(report: dict[str, Any], folder: Path) -> Path:
+def write_report(report: Report, folder: Path) -> Path:
     """Write report.json and report.html into a folder, each completely or not at all; return the page's path.
 
     The same report gives the same bytes. Numbers that are not finite become null. Raises MachineError where the folder
@@ -293,16 +289,7 @@ def write_report(report: dict[str, Any], folder: Path) -> Path:
 
 def report_json(report: Report) -> str:
     """The text of report.json."""
-    return json.dumps(_finite(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """The same data with None for every number that JSON cannot express."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(plain(finite(report)), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def report_page(report: Report, revision: int | None = None) -> str:
@@ -310,7 +297,7 @@ def report_page(report: Report, revision: int | None = None) -> str:
 
     revision: of a page that `LivePage` serves, and that asks for newer ones; None for a file, which asks for nothing.
     """
-    return render("report.html", **report_context(_finite(report)), plotly=plotly_script(), revision=revision)
+    return render("report.html", **report_context(finite(report)), plotly=plotly_script(), revision=revision)
 
 
 def plotly_script() -> str:
@@ -323,12 +310,12 @@ def plotly_script() -> str:
 
 def report_context(report: Report) -> dict[str, Any]:
     """Everything that the templates show, as plain data: values are formatted, nothing is HTML."""
-    verdict = [name_parts(report, sentence) for sentence in report["verdict"] or ["Nothing was compared."]]
+    verdict = [name_parts(report, sentence) for sentence in report.verdict or ["Nothing was compared."]]
     figures = overview_figures(report)
     return {
         "report": report,
-        "title": "heddle compare: " + join_names(design["name"] for design in report["designs"]),
-        "styles": design_styles(report),
+        "title": "heddle compare: " + join_names(design.name for design in report.designs),
+        "styles": report_styles(report),
         "verdict": verdict,
         "is_long_verdict": sum(len(text) for text, _ in verdict[0]) > LONG_VERDICT,
         "summary": summary_table(report),
@@ -343,7 +330,7 @@ def report_context(report: Report) -> dict[str, Any]:
         "recall": sections.recall_rows(report),
         "abilities": ability_tables(report),
         "profile": profile_cards(report),
-        "experts": sections.expert_cards(report),
+        "experts": sections.expert_cards(sections.router_summaries(report)),
         "designs": sections.design_cards(report),
         "methods": sections.difference_methods(report),
         "figures": {**figures, **effect_figures(report), **tuning_figures(report), "lengths": length_figure(report)},
@@ -352,7 +339,7 @@ def report_context(report: Report) -> dict[str, Any]:
 
 def name_parts(report: Report, sentence: str) -> list[tuple[str, bool]]:
     """A sentence cut into (text, whether it is a design's name)."""
-    longest_first = sorted((design["name"] for design in report["designs"]), key=len, reverse=True)
+    longest_first = sorted((design.name for design in report.designs), key=len, reverse=True)
     # a name inside a longer word or name does not count
     pattern = r"(?<![\w-])(" + "|".join(re.escape(name) for name in longest_first) + r")(?![\w-])"
     return [(text, index % 2 == 1) for index, text in enumerate(re.split(pattern, sentence)) if text]

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from heddle.errors import ConfigError
 from heddle.lab.compare.tables import format_bytes, format_number
@@ -59,7 +58,7 @@ def curve_charts(runs: Sequence[RunSummary]) -> list[Chart]:
 def curve_chart(runs: Sequence[RunSummary]) -> Chart:
     """The metric of at most 24 runs over tokens."""
     shown = runs[:MAX_LINES]
-    styles = design_styles({"designs": [{"name": run.name} for run in shown], "baseline": shown[0].name})
+    styles = design_styles([run.name for run in shown], shown[0].name)
     series = [
         Series(run.name, styles[run.name], [Value(tokens, value) for tokens, value in run.curve], is_curve=True)
         for run in shown
@@ -123,7 +122,7 @@ def watch_page(runs: Sequence[WatchedRun], revision: int | None = None) -> str:
 def run_styles(runs: Sequence[WatchedRun]) -> dict[str, DesignStyle]:
     """The style of each run by its name."""
     names = [run.name for run in runs]
-    return design_styles({"designs": [{"name": name} for name in names], "baseline": names[0]}) if names else {}
+    return design_styles(names, names[0]) if names else {}
 
 
 def _metrics(runs: Sequence[WatchedRun]) -> list[str]:
@@ -176,7 +175,4 @@ def _after_the_start(series: Series, last: int) -> Series:
 
 
 def _experts(run: WatchedRun) -> list[tuple[str, list[ExpertLoads]]]:
-    if run.experts is None:
-        return []
-    last: dict[str, Any] = {"status": "done", "bits_per_byte": 0.0, "experts": run.experts}
-    return expert_cards({"designs": [{"name": run.name, "runs": [last]}]})
+    return [] if run.experts is None else expert_cards([(run.name, [run.experts])])

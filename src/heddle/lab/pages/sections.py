@@ -6,12 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from heddle.lab.compare.abilities import left_out_sentences
+from heddle.lab.compare.results import (
+    Design,
+    Difference,
+    Interaction,
+    InteractionCell,
+    LengthChange,
+    Report,
+    TextRecallFacts,
+)
 from heddle.lab.compare.statistics import finished_runs
 from heddle.lab.compare.tables import (
     NO_VALUE,
-    Design,
     Formatter,
-    Report,
     TextTable,
     difference_to_baseline,
     effect_table,
@@ -33,6 +40,7 @@ from heddle.lab.compare.tables import (
     range_at,
     ranked_designs,
     recall_accuracy,
+    series_of,
     shared_context,
     value_at,
 )
@@ -102,7 +110,7 @@ def overview_cards(report: Report, figures: Mapping[str, Figure | None]) -> list
 
 
 def _loss_table(report: Report) -> TextTable:
-    curves = {design["name"]: mean_curve(design) for design in report["designs"]}
+    curves = {design.name: mean_curve(design) for design in report.designs}
     longest: list[tuple[float, float]] = max(curves.values(), key=len)
     step = -(-len(longest) // MAX_CURVE_COLUMNS) or 1
     columns = [tokens for tokens, _ in longest[::-1][::step]][::-1]
@@ -111,10 +119,10 @@ def _loss_table(report: Report) -> TextTable:
 
 
 def _series_table(report: Report, key: str, title: str, format_value: Formatter) -> TextTable:
-    contexts = sorted({row[0] for design in report["designs"] for row in design[key] or ()})
+    contexts = sorted({row[0] for design in report.designs for row in series_of(design, key)})
     rows = [
-        [design["name"], *(_with_range(design[key], context, format_value) for context in contexts)]
-        for design in report["designs"]
+        [design.name, *(_with_range(series_of(design, key), context, format_value) for context in contexts)]
+        for design in report.designs
     ]
     return TextTable([title, *(format_context(context) for context in contexts)], rows)
 
@@ -126,14 +134,14 @@ def _with_range(series: Sequence[Sequence[Any]] | None, context: int, format_val
 
 
 def _tradeoff_table(report: Report) -> TextTable:
-    context = shared_context(report["designs"], "state_bytes")
+    context = shared_context(report.designs, "state_bytes")
     rows = []
     for design in ranked_designs(report):
-        difference = format_difference(difference_to_baseline(report, design["name"]))
-        state = format_bytes(value_at(design["state_bytes"], context))
-        rows.append([design["name"], format_bits(mean_loss(design)), difference, state])
+        difference = format_difference(difference_to_baseline(report, design.name))
+        state = format_bytes(value_at(design.state_bytes, context))
+        rows.append([design.name, format_bits(mean_loss(design)), difference, state])
     state_title = "state" if context is None else f"state at {format_context(context)}"
-    return TextTable(["design", "bits per byte", f"difference to {report['baseline']}", state_title], rows)
+    return TextTable(["design", "bits per byte", f"difference to {report.baseline}", state_title], rows)
 
 
 def effect_cards(report: Report) -> list[EffectCard]:
@@ -141,93 +149,91 @@ def effect_cards(report: Report) -> list[EffectCard]:
     return [
         EffectCard(
             name=f"effect-{index}",
-            title=field["title"],
-            baseline=field["baseline"],
-            designs_per_value=max(len(value["designs"]) for value in field["values"]),
-            is_measured=any(value["mean"] is not None for value in field["values"]),
+            title=field.title,
+            baseline=field.baseline,
+            designs_per_value=max(len(value.designs) for value in field.values),
+            is_measured=any(value.mean is not None for value in field.values),
             table=effect_table(field),
             # the values share a method where they were measured alike
-            methods=list(
-                dict.fromkeys(value["difference"]["method"] for value in field["values"] if value["difference"])
-            ),
+            methods=list(dict.fromkeys(value.difference.method for value in field.values if value.difference)),
         )
-        for index, field in enumerate(report["effects"]["fields"])
+        for index, field in enumerate(report.effects.fields)
     ]
 
 
 def interaction_tables(report: Report) -> list[HeatMap]:
     """A heat map for each pair of varied fields: the lower the loss, the stronger the color."""
-    return [_interaction_table(interaction) for interaction in report["effects"]["interactions"]]
+    return [_interaction_table(interaction) for interaction in report.effects.interactions]
 
 
-def _interaction_table(interaction: Mapping[str, Any]) -> HeatMap:
-    cells = {tuple(cell["values"]): cell for cell in interaction["cells"]}
+def _interaction_table(interaction: Interaction) -> HeatMap:
+    cells = {tuple(cell.values): cell for cell in interaction.cells}
     columns = list(dict.fromkeys(label for _, label in cells))
-    means = [cell["mean"] for cell in cells.values() if cell["mean"] is not None]
+    means = [cell.mean for cell in cells.values() if cell.mean is not None]
     rows = [
         (label, [_interaction_cell(cells[label, column], means) for column in columns])
         for label in dict.fromkeys(label for label, _ in cells)
     ]
-    return HeatMap(interaction["titles"], columns, rows)
+    return HeatMap(list(interaction.titles), columns, rows)
 
 
-def _interaction_cell(cell: Mapping[str, Any], means: Sequence[float]) -> HeatCell:
+def _interaction_cell(cell: InteractionCell, means: Sequence[float]) -> HeatCell:
     depth = 0.0
-    if cell["mean"] is not None and max(means) > min(means):
-        depth = (max(means) - cell["mean"]) / (max(means) - min(means))
+    if cell.mean is not None and max(means) > min(means):
+        depth = (max(means) - cell.mean) / (max(means) - min(means))
     notes: tuple[str, ...] = ()
-    interaction = cell["interaction"]
+    interaction = cell.interaction
     if interaction is not None:
-        word = "resolved" if interaction["resolved"] else "not resolved"
-        notes = (format_difference(interaction), word if interaction["mean"] is not None else "not measured")
-    return HeatCell(format_bits(cell["mean"]), INTERACTION_HEAT * depth, notes)
+        word = "resolved" if interaction.resolved else "not resolved"
+        notes = (format_difference(interaction), word if interaction.mean is not None else "not measured")
+    return HeatCell(format_bits(cell.mean), INTERACTION_HEAT * depth, notes)
 
 
 def equal_size(report: Report) -> tuple[str, TextTable] | None:
     """(what was made equal, in words; what was changed), or None where nothing was."""
-    return (equal_size_words(report), equal_size_table(report)) if report["equal_size"] else None
+    return (equal_size_words(report), equal_size_table(report)) if report.equal_size else None
 
 
 def length_rows(report: Report) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """Of each design its name, and for each multiple of the trained length (text, note, method of the interval)."""
     rows = []
-    for design in report["designs"]:
-        rows.append((design["name"], [_length_cell(row) for row in design["extrapolation"]]))
+    for design in report.designs:
+        rows.append((design.name, [_length_cell(row) for row in design.extrapolation]))
     return rows
 
 
-def _length_cell(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    change = row["change"]
-    if row["bits_per_byte"] is None:
+def _length_cell(row: LengthChange) -> tuple[str, str, str]:
+    change = row.change
+    if row.bits_per_byte is None:
         return missing_reason(row), "", ""
     if change is None:
-        return format_bits(row["bits_per_byte"]), "", ""
-    missing = f", {row['not_finite']} not finite" if row["not_finite"] else ""
-    return format_difference(change), f"{judgment(change)}{missing}", change["method"]
+        return format_bits(row.bits_per_byte), "", ""
+    missing = f", {row.not_finite} not finite" if row.not_finite else ""
+    return format_difference(change), f"{judgment(change)}{missing}", change.method
 
 
 def refusals(report: Report) -> list[tuple[str, int, str]]:
     """(design, multiple, reason) of the first length that a design refuses."""
     first = []
-    for design in report["designs"]:
-        row = next((row for row in design["extrapolation"] if row["refusal"] is not None), None)
+    for design in report.designs:
+        row = next((row for row in design.extrapolation if row.refusal is not None), None)
         if row is not None:
-            first.append((design["name"], row["multiple"], row["refusal"]))
+            first.append((design.name, row.multiple, row.refusal or ""))
     return first
 
 
 def recall_rows(report: Report) -> HeatMap:
     """Right answers by design and probe; the stronger the color, the further from guessing."""
-    probes = report["recall"]
+    probes = report.recall
     rows = []
-    for design in report["designs"]:
+    for design in report.designs:
         cells = []
         for name, probe in probes.items():
             accuracy = recall_accuracy(design, name)
-            above = 0.0 if accuracy is None else max(0.0, (accuracy - probe["chance"]) / (1 - probe["chance"]))
+            above = 0.0 if accuracy is None else max(0.0, (accuracy - probe.chance) / (1 - probe.chance))
             cells.append(HeatCell(format_percent(accuracy), RECALL_HEAT * above))
-        rows.append((design["name"], cells))
-    return HeatMap(["right answers"], [probe["title"] for probe in probes.values()], rows)
+        rows.append((design.name, cells))
+    return HeatMap(["right answers"], [probe.title for probe in probes.values()], rows)
 
 
 def design_cards(report: Report) -> list[dict[str, Any]]:
@@ -242,27 +248,25 @@ def design_cards(report: Report) -> list[dict[str, Any]]:
                 ["", "bits per byte", "tokens", "time"],
                 [
                     [
-                        f"seed {run['seed']}",
-                        format_bits(run["bits_per_byte"]) if run["status"] == "done" else run["status"],
-                        format_number(run["train_tokens"]),
-                        NO_VALUE if run["seconds"] is None else f"{run['seconds']:.1f} s",
+                        f"seed {run.seed}",
+                        format_bits(run.bits_per_byte) if run.status == "done" else run.status,
+                        format_number(run.train_tokens),
+                        NO_VALUE if run.seconds is None else f"{run.seconds:.1f} s",
                     ]
-                    for run in design["runs"]
+                    for run in design.runs
                 ],
             ),
-            "skipped": [
-                f"{run['skipped_steps']} in seed {run['seed']}" for run in design["runs"] if run["skipped_steps"]
-            ],
-            "sample": next((run["sample"] for run in finished_runs(design["runs"]) if run["sample"]), ""),
+            "skipped": [f"{run.skipped_steps} in seed {run.seed}" for run in design.runs if run.skipped_steps],
+            "sample": next((run.sample for run in finished_runs(design.runs) if run.sample), ""),
         }
-        for design in report["designs"]
+        for design in report.designs
     ]
 
 
 def kernel_sentences(design: Design) -> list[str]:
     """Of each phase the kernels of the mixers' operations: "Kernels in training: attention torch, delta chunked"."""
     phrases = []
-    for phase, operations in design["kernels"].items():
+    for phase, operations in design.kernels.items():
         names = [f"{operation} {' and '.join(kernels)}" for operation, kernels in operations.items()]
         phrases += [f"Kernels in {phase}: {', '.join(names)}"] if names else []
     return phrases
@@ -270,13 +274,10 @@ def kernel_sentences(design: Design) -> list[str]:
 
 def difference_methods(report: Report) -> list[tuple[str, str]]:
     """(designs, method) of each method by which differences were computed."""
-    is_partial = not report["progress"]["is_complete"]
-    differences = [row for row in report["differences"] if not is_partial or row["mean"] is not None]
-    methods = dict.fromkeys(row["method"] for row in differences)
-    return [
-        (join_names([row["design"] for row in differences if row["method"] == method], 12), method)
-        for method in methods
-    ]
+    is_partial = not report.progress.is_complete
+    differences = [row for row in report.differences if not is_partial or row.mean is not None]
+    methods = dict.fromkeys(row.method for row in differences)
+    return [(join_names([row.design for row in differences if row.method == method], 12), method) for method in methods]
 
 
 # The data of the report's sections on what designs can do and where their loss lies, without HTML.
@@ -291,7 +292,7 @@ class AbilityTables:
 
     left_out: list[str]
     text_table: TextTable | None
-    text: Mapping[str, Any] | None
+    text: TextRecallFacts | None
 
 
 @dataclass(frozen=True)
@@ -310,46 +311,46 @@ def ability_tables(report: Report) -> AbilityTables:
     return AbilityTables(
         left_out=left_out_sentences(report),
         text_table=text_recall_table(report),
-        text=report.get("text_recall"),
+        text=report.text_recall,
     )
 
 
 def text_recall_table(report: Report) -> TextTable | None:
     """Right tokens of the needles with and without them, and bits per byte of repeated spans; None if not measured."""
-    measured = [design for design in report["designs"] if design.get("text_recall")]
+    measured = [(design, design.text_recall) for design in report.designs if design.text_recall is not None]
     if not measured:
         return None
     rows = []
-    for design in measured:
-        needle, span = design["text_recall"]["needle"], design["text_recall"]["span"]
-        is_baseline = design["name"] == report["baseline"]
-        change = span["difference"]
+    for design, recall in measured:
+        needle, span = recall.needle, recall.span
+        is_baseline = design.name == report.baseline
+        change = span.difference
         words = "baseline" if is_baseline else f"{format_difference(change)}, {_more_or_less(change)}"
         rows.append(
             [
-                design["name"],
-                format_percent(needle["value"]),
-                format_percent(needle["control"]),
-                _percent_difference(needle["gain"]),
-                format_bits(span["control"]),
-                format_bits(span["value"]),
-                format_difference(span["gain"]),
+                design.name,
+                format_percent(needle.value),
+                format_percent(needle.control),
+                _percent_difference(needle.gain),
+                format_bits(span.control),
+                format_bits(span.value),
+                format_difference(span.gain),
                 words,
             ]
         )
     header = ["held-out text", "needle", "without it", "gain", "span, first", "again", "again − first"]
-    return TextTable([*header, f"to {report['baseline']}"], rows, "Recall in held-out text")
+    return TextTable([*header, f"to {report.baseline}"], rows, "Recall in held-out text")
 
 
-def _percent_difference(difference: Mapping[str, Any]) -> str:
+def _percent_difference(difference: Difference) -> str:
     """ "+12.0 ± 3.1 %", in percent of the tokens."""
-    if difference["mean"] is None:
+    if difference.mean is None:
         return NO_VALUE
     half = half_width(difference)
-    return f"{format_signed(100 * difference['mean'], 1)}{'' if half is None else f' ± {100 * half:.1f}'} %"
+    return f"{format_signed(100 * difference.mean, 1)}{'' if half is None else f' ± {100 * half:.1f}'} %"
 
 
-def _more_or_less(change: Mapping[str, Any]) -> str:
+def _more_or_less(change: Difference) -> str:
     """What the difference of two gains says: below 0 the second occurrence helps this design more."""
     word = judgment(change)
     return word.replace("better", "copies more").replace("worse", "copies less")
@@ -357,19 +358,19 @@ def _more_or_less(change: Mapping[str, Any]) -> str:
 
 def profile_cards(report: Report) -> list[ProfileCard]:
     """Loss by position and by token frequency; empty where nothing was measured."""
-    groups = report.get("loss_profile")
-    if not groups or not any((design.get("loss_profile") or {}).get("positions") for design in report["designs"]):
+    groups = report.loss_profile
+    if not groups or not any(design.profile("positions") for design in report.designs):
         return []
-    ranges = [f"{first}–{end - 1}" for first, end in groups["positions"]]
-    frequencies = [str(index + 1) for index in range(len(groups["frequencies"]))]
+    ranges = [f"{first}–{end - 1}" for first, end in groups.positions]
+    frequencies = [str(index + 1) for index in range(len(groups.frequencies))]
     rows = [
         [
             number,
-            format_percent(group["share"]),
-            str(group["tokens"]),
-            " ".join(group["examples"]),
+            format_percent(group.share),
+            str(group.tokens),
+            " ".join(group.examples),
         ]
-        for number, group in zip(frequencies, groups["frequencies"], strict=True)
+        for number, group in zip(frequencies, groups.frequencies, strict=True)
     ]
     return [
         ProfileCard(
@@ -393,24 +394,24 @@ def profile_cards(report: Report) -> list[ProfileCard]:
 def profile_map(report: Report, name: str, columns: Sequence[str]) -> HeatMap:
     """The baseline's loss in each group, and the others' differences to it; the stronger the color, the worse."""
     rows: list[tuple[str, list[HeatCell]]] = []
-    measured = [design for design in report["designs"] if (design.get("loss_profile") or {}).get(name)]
+    measured = [design for design in report.designs if design.profile(name)]
     means = [
-        abs(row["difference"]["mean"])
+        abs(row.difference.mean)
         for design in measured
-        for row in design["loss_profile"][name]
-        if row["difference"]["mean"] is not None
+        for row in design.profile(name)
+        if row.difference.mean is not None
     ]
     largest = max(means, default=0.0)
-    for design in sorted(measured, key=lambda design: design["name"] != report["baseline"]):
+    for design in sorted(measured, key=lambda design: design.name != report.baseline):
         cells = []
-        for row in design["loss_profile"][name]:
-            if design["name"] == report["baseline"]:
-                cells.append(HeatCell(format_bits(row["bits_per_byte"]), 0))
+        for row in design.profile(name):
+            if design.name == report.baseline:
+                cells.append(HeatCell(format_bits(row.bits_per_byte), 0))
                 continue
-            mean = row["difference"]["mean"] or 0.0
+            mean = row.difference.mean or 0.0
             heat = PROFILE_HEAT * max(0.0, mean) / largest if largest else 0.0
-            cells.append(HeatCell(format_difference(row["difference"]), heat, (judgment(row["difference"]),)))
-        rows.append((design["name"], cells))
+            cells.append(HeatCell(format_difference(row.difference), heat, (judgment(row.difference),)))
+        rows.append((design.name, cells))
     return HeatMap(["bits per byte"], list(columns), rows)
 
 
@@ -433,22 +434,29 @@ class ExpertLoads:
     dropped: str
 
 
-def expert_cards(report: Report) -> list[tuple[str, list[ExpertLoads]]]:
-    """(design, its layers) of every design with mixtures of experts, averaged over its finished seeds."""
+RouterSummary = Mapping[str, Mapping[str, Any]]  # of each router, by path
+
+
+def router_summaries(report: Report) -> list[tuple[str, list[RouterSummary]]]:
+    """(design, the routers of its finished runs) of every design."""
+    return [
+        (design.name, [run.experts for run in finished_runs(design.runs) if run.experts]) for design in report.designs
+    ]
+
+
+def expert_cards(designs: Sequence[tuple[str, Sequence[RouterSummary]]]) -> list[tuple[str, list[ExpertLoads]]]:
+    """(design, its layers) of every design with mixtures of experts, averaged over its summaries."""
     cards = []
-    for design in report["designs"]:
-        summaries = [run["experts"] for run in finished_runs(design["runs"]) if run.get("experts")]
+    for name, summaries in designs:
         if summaries:
             average = average_router_summaries([_sorted_by_load(summary) for summary in summaries])
             shares = {path: [load * len(layer["load"]) for load in layer["load"]] for path, layer in average.items()}
             highest = max(2.0, *(share for of_layer in shares.values() for share in of_layer))
-            cards.append(
-                (design["name"], [_expert_loads(path, average[path], shares[path], highest) for path in average])
-            )
+            cards.append((name, [_expert_loads(path, average[path], shares[path], highest) for path in average]))
     return cards
 
 
-def _sorted_by_load(summary: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _sorted_by_load(summary: RouterSummary) -> dict[str, dict[str, Any]]:
     """Loads in descending order: experts of different seeds correspond only by their rank."""
     return {path: {**layer, "load": sorted(layer["load"], reverse=True)} for path, layer in summary.items()}
 

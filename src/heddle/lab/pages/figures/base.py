@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from heddle.lab.compare.tables import Design, Report, format_context, format_number
-from heddle.lab.pages.render import design_styles
+from heddle.lab.compare.results import Design, Report
+from heddle.lab.compare.tables import format_context, format_number
+from heddle.lab.pages.render import report_styles
 
 MAX_CONTEXT_TICKS = 5
 Figure = dict[str, Any]
@@ -30,14 +31,14 @@ def plotly_text(text: str) -> str:
 
 def design_trace(report: Report, design: Design, points: Points, texts: list[str]) -> Figure:
     """A line with markers in the design's style. texts: for each point, shown under the pointer."""
-    style = design_styles(report)[design["name"]]
+    style = report_styles(report)[design.name]
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "x": [x for x, _ in points],
         "y": [y for _, y in points],
-        "name": plotly_text(design["name"]),
-        "meta": report["designs"].index(design),
+        "name": plotly_text(design.name),
+        "meta": report.designs.index(design),
         "line": {"color": style.color, "dash": style.dash, "width": 2.25},
         "marker": {"color": style.color, "symbol": style.marker, "size": 8},
         "text": texts,

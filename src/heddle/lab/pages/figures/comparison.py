@@ -1,16 +1,24 @@
 """The four figures of every comparison: learning curves, loss against state, state and speed over the context."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from heddle.lab.compare.plan import format_value
-from heddle.lab.compare.tables import (
+from heddle.lab.compare.results import (
+    BaselineRow,
     Design,
+    LengthChange,
     Report,
+    TrialResult,
+    TuningReport,
+    VariedField,
+    VariedValue,
+)
+from heddle.lab.compare.tables import (
     baseline_design,
     difference_to_baseline,
     format_bits,
@@ -22,6 +30,7 @@ from heddle.lab.compare.tables import (
     judgment,
     mean_loss,
     missing_reason,
+    series_of,
     shared_context,
     value_at,
 )
@@ -40,7 +49,7 @@ from heddle.lab.pages.figures.base import (
     range_bar,
 )
 from heddle.lab.pages.figures.svg import Chart, Scale, Series, Value, line_chart
-from heddle.lab.pages.render import design_styles
+from heddle.lab.pages.render import report_styles
 
 MAX_LABELED_DESIGNS = 8
 
@@ -58,7 +67,7 @@ def overview_figures(report: Report) -> dict[str, Figure | None]:
 
 def mean_curve(design: Design) -> Points:
     """[(tokens, bits per byte)] averaged over the finished seeds, over the range that all of them cover."""
-    curves = [finite_points(run["curve"]) for run in design["runs"] if run["status"] == "done"]
+    curves = [finite_points(run.curve) for run in design.runs if run.status == "done"]
     arrays = [np.array(curve) for curve in curves if curve]
     if not arrays:
         return []
@@ -71,20 +80,20 @@ def mean_curve(design: Design) -> Points:
 def _loss_figure(report: Report) -> Figure:
     """Thin lines for the runs, a cross where one diverged, thick lines for the means."""
     data: list[Figure] = []
-    for design in report["designs"]:
-        for run in design["runs"]:
-            points = finite_points(run["curve"])
+    for design in report.designs:
+        for run in design.runs:
+            points = finite_points(run.curve)
             if not points:
                 continue
             thin = design_trace(report, design, points, []) | {"mode": "lines", "opacity": 0.3, "hoverinfo": "skip"}
             thin["line"] = {"color": thin["line"]["color"], "width": 1}
             data.append(thin)
-            if run["status"] != "done":
-                end = design_trace(report, design, points[-1:], [f"seed {run['seed']} {run['status']} here"])
+            if run.status != "done":
+                end = design_trace(report, design, points[-1:], [f"seed {run.seed} {run.status} here"])
                 end["marker"] = {"color": end["marker"]["color"], "symbol": "x", "size": 10}
                 data.append(end | {"mode": "markers"})
     mean_curves = []
-    for design in report["designs"]:
+    for design in report.designs:
         points = mean_curve(design)
         if points:
             mean_curves.append(points)
@@ -105,8 +114,8 @@ def _late_range(curves: Sequence[Points]) -> list[float]:
 
 def _state_figure(report: Report) -> Figure:
     data = []
-    for design in report["designs"]:
-        points = [(x, y) for x, y in finite_points(design["state_bytes"]) if y > 0]
+    for design in report.designs:
+        points = [(x, y) for x, y in finite_points(design.state_bytes) if y > 0]
         texts = [f"{format_bytes(y)} at {format_context(int(x))}" for x, y in points]
         data += [design_trace(report, design, points, texts)] if points else []
     sizes = [y for trace in data for y in trace["y"]]
@@ -118,12 +127,12 @@ def _speed_figure(report: Report) -> Figure:
     """Decode above, prefill below. Bars are the ranges of the measurements."""
     data = []
     for key, y_axis in (("decode", "y"), ("prefill", "y2")):
-        for design in report["designs"]:
-            points = finite_points(design[key])
+        for design in report.designs:
+            points = finite_points(series_of(design, key))
             texts = [f"{format_number(y)} tokens/s, {key} at {format_context(int(x))}" for x, y in points]
             if points:
                 trace = design_trace(report, design, points, texts) | {"yaxis": y_axis}
-                data.append(trace | {"error_y": range_bar(design[key], trace["line"]["color"])})
+                data.append(trace | {"error_y": range_bar(series_of(design, key), trace["line"]["color"])})
     layout = base_layout(context_axis(x for trace in data for x in trace["x"]), {})
     scale = {"tickformat": "~s", "rangemode": "tozero", "nticks": 5}
     layout["yaxis"] = axis("decode, tokens/s") | scale | {"domain": [0.56, 1]}
@@ -134,14 +143,14 @@ def _speed_figure(report: Report) -> Figure:
 
 def _tradeoff_figure(report: Report) -> Figure:
     """Bits per byte over state. An error bar is the difference's interval; the dotted line is the baseline."""
-    context = shared_context(report["designs"], "state_bytes")
+    context = shared_context(report.designs, "state_bytes")
     baseline_loss = mean_loss(baseline_design(report))
     data = []
-    for design in report["designs"]:
-        size, loss = value_at(design["state_bytes"], context), mean_loss(design)
-        difference = difference_to_baseline(report, design["name"])
-        if difference is not None and difference["mean"] is not None and baseline_loss is not None:
-            loss = baseline_loss + difference["mean"]  # so that the bar crosses the line exactly where it is unresolved
+    for design in report.designs:
+        size, loss = value_at(design.state_bytes, context), mean_loss(design)
+        difference = difference_to_baseline(report, design.name)
+        if difference is not None and difference.mean is not None and baseline_loss is not None:
+            loss = baseline_loss + difference.mean  # so that the bar crosses the line exactly where it is unresolved
         if loss is None or not size:
             continue
         trace = design_trace(report, design, [(size, loss)], [_hover_text(loss, size, difference)])
@@ -171,7 +180,7 @@ def _range_with_margin(data: Sequence[Figure], baseline_loss: float | None) -> l
     return [min(values) - 0.18 * span, max(values) + 0.08 * span]
 
 
-def _hover_text(loss: float, size: float, difference: Mapping[str, Any] | None) -> str:
+def _hover_text(loss: float, size: float, difference: BaselineRow | None) -> str:
     text = f"{format_bits(loss)} bits per byte, {format_bytes(size)}"
     if difference is None:
         return text
@@ -211,42 +220,40 @@ def _design_labels(data: Sequence[Figure]) -> list[dict[str, Any]]:
 # The figures of varied fields: bits per byte over the values of each field.
 
 
-Field = Mapping[str, Any]
-VariedValue = Mapping[str, Any]
 LOG_AXIS_RATIO = 8  # of the largest number to the smallest; from there on their axis is logarithmic
 
 
 def effect_figures(report: Report) -> dict[str, Figure | None]:
     """A figure for each varied field, named effect-0, effect-1 …; None where nothing was measured."""
-    return {f"effect-{index}": _effect_figure(report, field) for index, field in enumerate(report["effects"]["fields"])}
+    return {f"effect-{index}": _effect_figure(report, field) for index, field in enumerate(report.effects.fields)}
 
 
-def centered_mean(field: Field, value: VariedValue) -> float | None:
+def centered_mean(field: VariedField, value: VariedValue) -> float | None:
     """Where a value is drawn: the baseline value's mean plus the paired difference, so that its interval fits."""
-    baseline_mean = next(candidate["mean"] for candidate in field["values"] if candidate["label"] == field["baseline"])
-    difference = value["difference"]
-    if baseline_mean is None or difference is None or difference["mean"] is None:
-        return None if value["mean"] is None else float(value["mean"])
-    return float(baseline_mean + difference["mean"])
+    baseline_mean = next(candidate.mean for candidate in field.values if candidate.label == field.baseline)
+    difference = value.difference
+    if baseline_mean is None or difference is None or difference.mean is None:
+        return None if value.mean is None else float(value.mean)
+    return float(baseline_mean + difference.mean)
 
 
-def _effect_figure(report: Report, field: Field) -> Figure | None:
+def _effect_figure(report: Report, field: VariedField) -> Figure | None:
     """Numbers are drawn along x with the loss above; other values are drawn as rows, with the loss along x."""
-    values = [value for value in field["values"] if centered_mean(field, value) is not None]
+    values = [value for value in field.values if centered_mean(field, value) is not None]
     if not values:
         return None
-    numeric = all(value["number"] is not None for value in values)
+    numeric = all(value.number is not None for value in values)
     if numeric:
-        values = sorted(values, key=lambda value: value["number"])
+        values = sorted(values, key=lambda value: value.number or 0.0)
     means = _coordinates(values, [centered_mean(field, value) for value in values], numeric)
     data: list[Figure] = []
     if numeric:
         line = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False}
         data.append(line | {"line": {"color": "soft", "width": 1.5}, **means})
-    averaged = any(len(value["designs"]) > 1 for value in values)
-    designs = {design["name"]: design for design in report["designs"]}
+    averaged = any(len(value.designs) > 1 for value in values)
+    designs = {design.name: design for design in report.designs}
     for value in values:
-        for design in (designs[name] for name in value["designs"]):
+        for design in (designs[name] for name in value.designs):
             loss = mean_loss(design)
             if loss is not None:
                 point = design_trace(report, design, [(0.0, loss)], [f"{format_bits(loss)} bits per byte"])
@@ -254,20 +261,20 @@ def _effect_figure(report: Report, field: Field) -> Figure | None:
                 data.append(point | {"mode": "markers"} | _coordinates([value], [loss], numeric))
     data.append(_mean_trace(values, numeric, averaged) | means)
     layout = base_layout(*_axes(field, values, numeric))
-    baseline = next((centered_mean(field, value) for value in values if value["label"] == field["baseline"]), None)
+    baseline = next((centered_mean(field, value) for value in values if value.label == field.baseline), None)
     layout["shapes"] = [] if baseline is None else [dotted_line(baseline, color="series-0", vertical=not numeric)]
     return {"data": data, "layout": layout}
 
 
 def _coordinates(values: Sequence[VariedValue], losses: Sequence[float | None], numeric: bool) -> dict[str, Any]:
     if numeric:
-        return {"x": [value["number"] for value in values], "y": list(losses)}
-    return {"x": list(losses), "y": [plotly_text(value["label"]) for value in values]}
+        return {"x": [value.number for value in values], "y": list(losses)}
+    return {"x": list(losses), "y": [plotly_text(value.label) for value in values]}
 
 
 def _mean_trace(values: Sequence[VariedValue], numeric: bool, averaged: bool) -> Figure:
     """The values' means as bars with their intervals; only the intervals where a value is a single design."""
-    halves = [half_width(value["difference"]) or 0.0 for value in values]
+    halves = [half_width(value.difference) or 0.0 for value in values]
     color = "series-0" if averaged else "clear"
     return {
         "type": "scatter",
@@ -279,45 +286,42 @@ def _mean_trace(values: Sequence[VariedValue], numeric: bool, averaged: bool) ->
             "line": {"color": color, "width": 3},
         },
         "error_y" if numeric else "error_x": error_bar(halves, "series-0"),
-        "customdata": [plotly_text(value["label"]) for value in values],
+        "customdata": [plotly_text(value.label) for value in values],
         "text": [_effect_hover_text(value) for value in values],
         "showlegend": False,
     }
 
 
 def _effect_hover_text(value: VariedValue) -> str:
-    text = f"{format_bits(value['mean'])} bits per byte"
-    if value["difference"] is None:
+    text = f"{format_bits(value.mean)} bits per byte"
+    if value.difference is None:
         return text
-    return f"{text}\n{format_difference(value['difference'])}, {judgment(value['difference'])}"
+    return f"{text}\n{format_difference(value.difference)}, {judgment(value.difference)}"
 
 
-def _axes(field: Field, values: Sequence[VariedValue], numeric: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _axes(field: VariedField, values: Sequence[VariedValue], numeric: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The x and the y axis."""
-    loss_axis, value_axis = axis("bits per byte"), axis(plotly_text(field["title"]))
+    loss_axis, value_axis = axis("bits per byte"), axis(plotly_text(field.title))
     if not numeric:
         return loss_axis, value_axis | {"type": "category", "autorange": "reversed"}
-    numbers = [value["number"] for value in values]
+    numbers = [value.number or 0.0 for value in values]
     is_wide = numbers[0] > 0 and numbers[-1] >= LOG_AXIS_RATIO * numbers[0]
-    ticks = {"tickvals": numbers, "ticktext": [plotly_text(value["label"]) for value in values]}
+    ticks = {"tickvals": numbers, "ticktext": [plotly_text(value.label) for value in values]}
     return value_axis | ticks | {"type": "log" if is_wide else "linear"}, loss_axis
 
 
 # The figure of length extrapolation: bits per byte over the length of the text that is read at once.
 
 
-Row = Mapping[str, Any]  # a design at one multiple of the trained length
-
-
 def length_figure(report: Report) -> Figure | None:
     """A line for each design, ended by a cross where it gives no further number; None where nothing was measured."""
-    trained_length, multiples = report["extrapolation"]["sequence_length"], report["extrapolation"]["multiples"]
+    trained_length, multiples = report.extrapolation.sequence_length, report.extrapolation.multiples
     data: list[Figure] = []
-    for design in report["designs"]:
-        rows = list(takewhile(lambda row: row["bits_per_byte"] is not None, design["extrapolation"]))
+    for design in report.designs:
+        rows = list(takewhile(lambda row: row.bits_per_byte is not None, design.extrapolation))
         if rows:
             data.append(_length_line(report, design, rows))
-            data += [_cross(data[-1], missing) for missing in design["extrapolation"][len(rows) :][:1]]
+            data += [_cross(data[-1], missing) for missing in design.extrapolation[len(rows) :][:1]]
     if not data:
         return None
     ticks = [trained_length * multiple for multiple in multiples]
@@ -347,31 +351,32 @@ def length_figure(report: Report) -> Figure | None:
     return {"data": data, "layout": layout}
 
 
-def _length_line(report: Report, design: Design, rows: list[Row]) -> Figure:
+def _length_line(report: Report, design: Design, rows: list[LengthChange]) -> Figure:
     """The mean at the trained length, then this mean plus the paired changes; so a failed seed moves no point."""
-    trained_length, first_mean = report["extrapolation"]["sequence_length"], rows[0]["bits_per_byte"]
-    points, texts, halves = [], [], []
+    trained_length, first_mean = report.extrapolation.sequence_length, rows[0].bits_per_byte or 0.0
+    points: Points = []
+    texts, halves = [], []
     for row in rows:
-        change, length = row["change"], row["multiple"] * trained_length
-        loss = row["bits_per_byte"] if change is None or change["mean"] is None else first_mean + change["mean"]
-        points.append((length, loss))
+        change, length = row.change, row.multiple * trained_length
+        loss = row.bits_per_byte if change is None or change.mean is None else first_mean + change.mean
+        points.append((length, loss or 0.0))
         texts.append(f"{format_bits(loss)} bits per byte, {length} tokens read at once{_change_text(row)}")
         halves.append(half_width(change) or 0.0)
     trace = design_trace(report, design, points, texts)
     return trace | {"error_y": error_bar(halves, trace["line"]["color"], width=4, thickness=1.5)}
 
 
-def _change_text(row: Row) -> str:
-    if row["change"] is None:
+def _change_text(row: LengthChange) -> str:
+    if row.change is None:
         return ""
-    missing = f", {row['not_finite']} seeds not finite" if row["not_finite"] else ""
-    return f"\n{format_difference(row['change'])}, {judgment(row['change'])}{missing}"
+    missing = f", {row.not_finite} seeds not finite" if row.not_finite else ""
+    return f"\n{format_difference(row.change)}, {judgment(row.change)}{missing}"
 
 
-def _cross(line: Figure, missing: Row) -> Figure:
+def _cross(line: Figure, missing: LengthChange) -> Figure:
     """A cross on a line's last point, which says why there is no next one."""
     marker = {"color": line["marker"]["color"], "symbol": "x", "size": 11}
-    text = f"at {missing['multiple']} × {missing_reason(missing)}"
+    text = f"at {missing.multiple} × {missing_reason(missing)}"
     cross = {key: value for key, value in line.items() if key != "error_y"}
     return cross | {"mode": "markers", "x": line["x"][-1:], "y": line["y"][-1:], "marker": marker, "text": [text]}
 
@@ -387,32 +392,30 @@ def profile_chart(report: Report, name: str, labels: Sequence[str], x_title: str
 
     name: "positions" or "frequencies". None where nothing was measured, or for too many designs.
     """
-    designs = [design for design in report["designs"] if (design.get("loss_profile") or {}).get(name)]
-    compares = len(report["designs"]) > 1
-    shown = [design for design in designs if not compares or design["name"] != report["baseline"]]
-    styles = design_styles(report)
-    series = [
-        Series(design["name"], styles[design["name"]], _values(design, name, labels, compares)) for design in shown
-    ]
+    designs = [design for design in report.designs if design.profile(name)]
+    compares = len(report.designs) > 1
+    shown = [design for design in designs if not compares or design.name != report.baseline]
+    styles = report_styles(report)
+    series = [Series(design.name, styles[design.name], _values(design, name, labels, compares)) for design in shown]
     series = [line for line in series if line.values]
     if not series or len(series) > MAX_LINES:
         return None
     x_scale = Scale(0, len(labels))
     ticks = [(100 * (index + 0.5) / len(labels), label) for index, label in enumerate(labels)]
-    dotted = [(0.0, report["baseline"])] if compares else []
-    y_title = f"bits per byte, difference to {report['baseline']}" if compares else "bits per byte"
+    dotted = [(0.0, report.baseline)] if compares else []
+    y_title = f"bits per byte, difference to {report.baseline}" if compares else "bits per byte"
     return line_chart(series, x_scale, ticks, (x_title, y_title), dotted=dotted)
 
 
 def _values(design: Design, name: str, labels: Sequence[str], compares: bool) -> list[Value]:
     values = []
-    for index, (row, label) in enumerate(zip(design["loss_profile"][name], labels, strict=True)):
-        loss, difference = row["bits_per_byte"], row["difference"]
-        title = f"{design['name']}, {label}: {format_bits(loss)} bits per byte"
-        if compares and difference["mean"] is not None:
+    for index, (row, label) in enumerate(zip(design.profile(name), labels, strict=True)):
+        loss, difference = row.bits_per_byte, row.difference
+        title = f"{design.name}, {label}: {format_bits(loss)} bits per byte"
+        if compares and difference.mean is not None:
             half = half_width(difference) or 0.0
             title += f", {format_difference(difference)}, {judgment(difference)}"
-            mean = difference["mean"]
+            mean = difference.mean
             values.append(Value(index + 0.5, mean, mean - half, mean + half, title))
         elif not compares and loss is not None:
             values.append(Value(index + 0.5, loss, title=title))
@@ -427,50 +430,50 @@ LOSS_SPAN = 4.0  # the axis ends at so many times the spread of the better half;
 
 def tuning_figures(report: Report) -> dict[str, Figure | None]:
     """A figure for each tuned field, named tuning-0, tuning-1 …; None where no trial finished."""
-    tuning = report.get("tuning")
-    fields = tuning["fields"] if tuning else []
-    return {f"tuning-{index}": _tuning_figure(report, index) for index in range(len(fields))}
+    tuning = report.tuning
+    if tuning is None:
+        return {}
+    return {f"tuning-{index}": _tuning_figure(report, tuning, index) for index in range(len(tuning.fields))}
 
 
-def profile(trials: Sequence[Mapping[str, Any]], axis_index: int) -> dict[Any, float]:
+def profile(trials: Sequence[TrialResult], axis_index: int) -> dict[Any, float]:
     """The lowest bits per byte for each value of a field, over the values of the other fields."""
     lowest: dict[Any, float] = {}
     for trial in trials:
-        loss, value = trial["bits_per_byte"], trial["values"][axis_index]
+        loss, value = trial.bits_per_byte, trial.values[axis_index]
         if loss is not None and loss < lowest.get(value, math.inf):
             lowest[value] = loss
     return lowest
 
 
-def _tuning_figure(report: Report, index: int) -> Figure | None:
+def _tuning_figure(report: Report, tuning: TuningReport, index: int) -> Figure | None:
     """A line for each design, and a ring around its choice."""
-    tuning = report["tuning"]
-    field = tuning["fields"][index]
-    is_log = field["is_number"] and min(field["values"]) > 0
-    tuned = {design["name"]: design for design in tuning["designs"]}
+    field = tuning.fields[index]
+    is_log = field.is_number and min(field.values) > 0
+    tuned = {design.name: design for design in tuning.designs}
     data: list[Figure] = []
-    for design in report["designs"]:
-        best = tuned[design["name"]]
-        losses = profile(best["trials"], index)
-        points = [(value, losses[value]) for value in field["values"] if value in losses]
+    for design in report.designs:
+        best = tuned[design.name]
+        losses = profile(best.trials, index)
+        points = [(value, losses[value]) for value in field.values if value in losses]
         if points:
             texts = [f"{format_bits(loss)} bits per byte at {format_value(value)}" for value, loss in points]
             data.append(design_trace(report, design, points, texts))
-        if best["bits_per_byte"] is not None:
-            ring = design_trace(report, design, [(best["best"][index], best["bits_per_byte"])], [best["text"]])
+        if best.bits_per_byte is not None:
+            ring = design_trace(report, design, [(best.best[index], best.bits_per_byte)], [best.text])
             ring["marker"] |= {"symbol": "circle-open", "size": 18, "line": {"width": 2}}
             data.append(ring | {"mode": "markers", "hoverinfo": "skip"})
     if not data:
         return None
     for trace in data:
-        trace["x"] = trace["x"] if field["is_number"] else [plotly_text(value) for value in trace["x"]]
-    layout = base_layout(axis(plotly_text(field["name"])), axis("bits per byte"))
-    labels = [plotly_text(format_value(value)) for value in field["values"]]
-    layout["xaxis"] |= {"type": "log" if is_log else "linear", "tickvals": field["values"], "ticktext": labels}
-    if not field["is_number"]:
-        layout["xaxis"] = axis(plotly_text(field["name"])) | {"type": "category", "showline": True}
+        trace["x"] = trace["x"] if field.is_number else [plotly_text(value) for value in trace["x"]]
+    layout = base_layout(axis(plotly_text(field.name)), axis("bits per byte"))
+    labels = [plotly_text(format_value(value)) for value in field.values]
+    layout["xaxis"] |= {"type": "log" if is_log else "linear", "tickvals": field.values, "ticktext": labels}
+    if not field.is_number:
+        layout["xaxis"] = axis(plotly_text(field.name)) | {"type": "category", "showline": True}
     else:
-        layout["shapes"] = [dotted_line(tuning["shared_values"]["values"][index], color="soft", vertical=True)]
+        layout["shapes"] = [dotted_line(tuning.shared_values.values[index], color="soft", vertical=True)]
     layout["yaxis"]["range"] = _loss_range([y for trace in data for y in trace["y"]])
     return {"data": data, "layout": layout}
 

@@ -1,0 +1,85 @@
+"""Functions of a comparison on plain data, as report.json has it: arguments become types, and results values again.
+
+Tests invent reports as plain data, change what they like in them, and leave out what does not matter.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType, NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from heddle.lab.compare import abilities, pairs, results, statistics, tables, terminal, text_profile, tuning, verdict
+from heddle.lab.conversion import results as conversion_results
+from heddle.lab.pages import report, sections
+from heddle.lab.pages.figures import comparison
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """Plain data as the type of an annotation; a field that is missing has its default, or None."""
+    if isinstance(kind, TypeVar):
+        kind = kind.__bound__
+    origin, arguments = get_origin(kind), get_args(kind)
+    if value is None or kind is None:
+        return value
+    if origin in (Union, UnionType):
+        return typed(next(each for each in arguments if each is not NoneType), value)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        if kind is results.ScoredRun:
+            kind = results.Run
+        hints, values = get_type_hints(kind), {}
+        for each in dataclasses.fields(kind):
+            if each.name in value or not has_default(each):
+                values[each.name] = typed(hints[each.name], value.get(each.name))
+        make: Any = kind
+        return make(**values)
+    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
+        return {key: typed(arguments[1], item) for key, item in value.items()}
+    if isinstance(value, list) and arguments:
+        return [typed(arguments[0], item) for item in value]
+    return value
+
+
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def written(value: Any) -> Any:
+    """The results of a comparison in a value as plain data; other types stay."""
+    if type(value).__module__ == results.__name__:
+        return results.plain(value)
+    if isinstance(value, dict) and all(type(item).__module__ == results.__name__ for item in value.values()):
+        return {key: written(item) for key, item in value.items()}
+    return type(value)(map(written, value)) if type(value) in (list, tuple) else value
+
+
+def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which takes and gives plain data."""
+    hints, signature = get_type_hints(function), inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        bound = signature.bind(*arguments, **options)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = typed(hints.get(name), value)
+        return written(function(*bound.args, **bound.kwargs))
+
+    return call
+
+
+class Plain:
+    """A module whose functions take and give plain data."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.module, name)
+        return on_plain(value) if inspect.isfunction(value) else value
+
+
+plain_abilities, plain_pairs, plain_statistics = Plain(abilities), Plain(pairs), Plain(statistics)
+plain_tables, plain_terminal, plain_text_profile = Plain(tables), Plain(terminal), Plain(text_profile)
+plain_tuning, plain_verdict, plain_report = Plain(tuning), Plain(verdict), Plain(report)
+plain_sections, plain_figures, plain_conversion = Plain(sections), Plain(comparison), Plain(conversion_results)
