@@ -12,8 +12,14 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from heddle.lab.compare import abilities, pairs, results, statistics, tables, terminal, text_profile, tuning, verdict
 from heddle.lab.conversion import results as conversion_results
+from heddle.lab.ladder import predictions
+from heddle.lab.ladder import report as ladder_report
+from heddle.lab.ladder import results as ladder_results
+from heddle.lab.pages import ladder as ladder_pages
 from heddle.lab.pages import report, sections
 from heddle.lab.pages.figures import comparison
+
+TYPES = (results.__name__, ladder_results.__name__)  # the modules of results
 
 
 def typed(kind: Any, value: Any) -> Any:
@@ -47,9 +53,9 @@ def has_default(field: dataclasses.Field[Any]) -> bool:
 
 def written(value: Any) -> Any:
     """The results of a comparison in a value as plain data; other types stay."""
-    if type(value).__module__ == results.__name__:
+    if type(value).__module__ in TYPES:
         return results.plain(value)
-    if isinstance(value, dict) and all(type(item).__module__ == results.__name__ for item in value.values()):
+    if isinstance(value, dict) and all(type(item).__module__ in TYPES for item in value.values()):
         return {key: written(item) for key, item in value.items()}
     return type(value)(map(written, value)) if type(value) in (list, tuple) else value
 
@@ -83,3 +89,8 @@ plain_abilities, plain_pairs, plain_statistics = Plain(abilities), Plain(pairs),
 plain_tables, plain_terminal, plain_text_profile = Plain(tables), Plain(terminal), Plain(text_profile)
 plain_tuning, plain_verdict, plain_report = Plain(tuning), Plain(verdict), Plain(report)
 plain_sections, plain_figures, plain_conversion = Plain(sections), Plain(comparison), Plain(conversion_results)
+plain_predictions, plain_ladder_report, plain_ladder_pages = (
+    Plain(predictions),
+    Plain(ladder_report),
+    Plain(ladder_pages),
+)

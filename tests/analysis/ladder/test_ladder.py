@@ -11,14 +11,16 @@ import pytest
 from heddle.cli.main import run_command
 from heddle.lab import workers as processes
 from heddle.lab.compare.worker import perform_task
-from heddle.lab.pages.ladder import ladder_page
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import parameter_counts
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
+from tests.analysis.comparison.plain import plain_ladder_pages
 from tests.html_page import Page
+
+ladder_page = plain_ladder_pages.ladder_page
 
 SIZES = "3000,6k,12k,24k"
 OPTIONS = ["--batch-size", "2", "--sequence-length", "16", "--tokens-per-parameter", "1", "--device", "cpu"]

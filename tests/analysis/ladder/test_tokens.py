@@ -11,15 +11,17 @@ import pytest
 from heddle.cli.main import run_command
 from heddle.lab import workers as processes
 from heddle.lab.compare.worker import perform_task
-from heddle.lab.ladder.report import _trunk_correlation
-from heddle.lab.pages.ladder import ladder_page
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import parameter_counts
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
+from tests.analysis.comparison.plain import plain_ladder_pages, plain_ladder_report
 from tests.html_page import Page
+
+_trunk_correlation = plain_ladder_report._trunk_correlation
+ladder_page = plain_ladder_pages.ladder_page
 
 OPTIONS = ["--sizes", "3000,6k,12k,24k", "--batch-size", "8", "--sequence-length", "16", "--device", "cpu"]
 OPTIONS += ["--threads", "1", "--quiet"]

@@ -160,7 +160,7 @@ class ScoredRun:
     status: str
     message: str | None = left_out()
     bits_per_byte: float | None
-    windows: Sequence[tuple[float | None, float]] = ()
+    windows: Sequence[tuple[float | None, int | float]] = ()
 
     @property
     def seconds_in_all(self) -> float:
@@ -176,7 +176,7 @@ class LengthResult:
     status: str
     message: str | None
     bits_per_byte: float | None
-    windows: Sequence[tuple[float | None, float]]
+    windows: Sequence[tuple[float | None, int | float]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,11 @@ from typing import Any
 
 from heddle.errors import ConfigError
 from heddle.lab.compare.plan import load_entries, shared_vocab_size, split_designs
+from heddle.lab.compare.results import plain
 from heddle.lab.compare.tables import TextTable, format_number
 from heddle.lab.ladder.plan import LadderPlan, SharedSettings
 from heddle.lab.ladder.report import best_size_table, cost_table, held_out_table, prediction_table, rung_table
+from heddle.lab.ladder.results import EstimatedRun, LadderEstimate, LadderReport
 from heddle.lab.ladder.run import Ladder, prepare_ladder, run_ladder, time_steps
 from heddle.lab.ladder.settings import LadderSettings, parse_ratios, parse_sizes
 from heddle.progress import format_duration, print_text
@@ -53,14 +55,15 @@ def _ladder(settings: LadderSettings) -> TrainedLadder:
         runtime = open_session(stack, settings)
         plan = _plan(settings, runtime)
         if settings.dry_run:
-            return TrainedLadder(settings.out, _estimate(prepare_ladder(plan, settings.out, runtime), settings.json))
+            estimate = _estimate(prepare_ladder(plan, settings.out, runtime), settings.json)
+            return TrainedLadder(settings.out, plain(estimate))
         report = run_ladder(plan, settings.out, runtime, settings.command_line("compare ladder"))
     if settings.json:
-        print_text(json.dumps(report, indent=2))
+        print_text(json.dumps(plain(report), indent=2))
     else:
         _print_report(report)
         print_text(f"report: {settings.out / 'ladder.html'}")
-    return TrainedLadder(settings.out, report)
+    return TrainedLadder(settings.out, plain(report))
 
 
 def _plan(settings: LadderSettings, runtime: Runtime) -> LadderPlan:
@@ -97,37 +100,37 @@ def _plan(settings: LadderSettings, runtime: Runtime) -> LadderPlan:
     )
 
 
-def _estimate(ladder: Ladder, as_json: bool) -> dict[str, Any]:
+def _estimate(ladder: Ladder, as_json: bool) -> LadderEstimate:
     """Print the sizes, tokens and seconds of each run, and of all; return them."""
     seconds, seeds = time_steps(ladder), ladder.plan.seeds
-    rows: list[dict[str, Any]] = [
-        {
-            "design": name,
-            "parameters": rung.parameters,
-            "width": rung.width,
-            "tokens": ladder.steps(rung, ratio) * ladder.plan.settings.tokens_per_step,
-            "learning_rate": ladder.learning_rate(name, rung),
-            "seconds": seconds[name][index] * ladder.new_steps(rung, ratio),
-        }
+    rows = [
+        EstimatedRun(
+            design=name,
+            parameters=rung.parameters,
+            width=rung.width,
+            tokens=ladder.steps(rung, ratio) * ladder.plan.settings.tokens_per_step,
+            learning_rate=ladder.learning_rate(name, rung),
+            seconds=seconds[name][index] * ladder.new_steps(rung, ratio),
+        )
         for name, rungs in ladder.rungs.items()
         for index, rung in enumerate(rungs)
         for ratio in ladder.ratios
     ]
     count = ladder.workers.count
-    total = seeds * sum(row["seconds"] for row in rows) / count
-    estimate = {"runs": rows, "seeds": seeds, "workers": count, "seconds": total}
+    total = seeds * sum(row.seconds for row in rows) / count
+    estimate = LadderEstimate(runs=rows, seeds=seeds, workers=count, seconds=total)
     if as_json:
-        print_text(json.dumps(estimate, indent=2))
+        print_text(json.dumps(plain(estimate), indent=2))
         return estimate
     header = ["design", "parameters", "width", "tokens", "rate", "seconds a run"]
     cells = [
         [
-            row["design"],
-            format_number(row["parameters"]),
-            str(row["width"]),
-            format_number(row["tokens"]),
-            f"{row['learning_rate']:.2g}",
-            f"{row['seconds']:.0f}",
+            row.design,
+            format_number(row.parameters),
+            str(row.width),
+            format_number(row.tokens),
+            f"{row.learning_rate:.2g}",
+            f"{row.seconds:.0f}",
         ]
         for row in rows
     ]
@@ -137,22 +140,22 @@ def _estimate(ladder: Ladder, as_json: bool) -> dict[str, Any]:
     return estimate
 
 
-def _print_report(report: dict[str, Any]) -> None:
-    for design in report["designs"]:
-        print_text(design["name"])
+def _print_report(report: LadderReport) -> None:
+    for design in report.designs:
+        print_text(design.name)
         _print_table(rung_table(design))
-    if report["predictions"]:
+    if report.predictions:
         _print_table(prediction_table(report))
-    if report["best_sizes"]:
+    if report.best_sizes:
         _print_table(best_size_table(report))
-    if report["equal_loss"]:
+    if report.equal_loss:
         _print_table(cost_table(report))
-    if report["held_out"]:
+    if report.held_out:
         _print_table(held_out_table(report))
-    for sentence in report["verdict"]:
+    for sentence in report.verdict:
         print_text(sentence)
     print_text("\nCaveats:")
-    for warning in report["warnings"]:
+    for warning in report.warnings:
         print_text(f"• {warning}")
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from heddle.errors import DataError
 from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, MIN_SIZES, Array, LadderFit, SizeLosses, fit_ladder
+from heddle.lab.ladder.results import BestSize, Crossing, EqualLoss, FormPrediction, HeldOut, Prediction
 
 CONFIDENCE = 0.95
 GRID_POINTS = 121  # sizes or costs, evenly in log
@@ -78,8 +79,8 @@ def interval(values: Array) -> tuple[float, float, float]:
 
 def predict_loss(
     fit: LadderFit, points: LadderPoints, name: str, size: float, tokens: float | None = None
-) -> dict[str, Any]:
-    """The loss of a design at a size: median, interval of the curve and of a measurement, and what each form says.
+) -> Prediction:
+    """The loss of a design at a size.
 
     tokens: of L(N, D); None: those of `points`. Beyond 30 times the largest size, or the most tokens, there is no
     number, and `reason` says so.
@@ -87,20 +88,27 @@ def predict_loss(
     tokens = points.tokens(size) if tokens is None else tokens
     reason = _too_far(points.losses[name], name, size, tokens)
     if reason is not None:
-        return {"size": size, "loss": None, "curve": None, "measurement": None, "forms": [], "reason": reason}
+        return Prediction(design=name, size=size, reason=reason)
     losses = fit.losses(name, size, tokens)
     loss, *curve = interval(losses)
     _, *measurement = interval(losses * np.exp(fit.noise[name]))
     forms = [
-        {
-            "form": form.form,
-            "loss": float(fit.loss_of(np.array(form.coefficients[name]), size, tokens)),
-            "weight": form.weight,
-        }
+        FormPrediction(
+            form=form.form,
+            loss=float(fit.loss_of(np.array(form.coefficients[name]), size, tokens)),
+            weight=form.weight,
+        )
         for form in fit.forms
         if name in form.coefficients
     ]
-    return {"size": size, "loss": loss, "curve": curve, "measurement": measurement, "forms": forms, "reason": None}
+    return Prediction(
+        design=name,
+        size=size,
+        loss=loss,
+        curve=(curve[0], curve[1]),
+        measurement=(measurement[0], measurement[1]),
+        forms=forms,
+    )
 
 
 def _too_far(losses: SizeLosses, name: str, size: float, tokens: float) -> str | None:
@@ -117,12 +125,8 @@ def _too_far(losses: SizeLosses, name: str, size: float, tokens: float) -> str |
 
 def cost_for_equal_loss(
     fit: LadderFit, points: LadderPoints, name: str, baseline: str, size: float
-) -> dict[str, Any] | None:
-    """The training FLOPs that a design needs for the baseline's loss at `size`, relative to the baseline's.
-
-    low, high: None where the interval has no end between the design's smallest size and 30 times its largest; `least`
-    and `most` are the ratios there. None where the baseline has no prediction at this size.
-    """
+) -> EqualLoss | None:
+    """What a design needs for the baseline's loss at `size`; None where the baseline has no prediction at this size."""
     if size > points.limit(baseline) * (1 + 1e-9):
         return None
     sizes = np.geomspace(min(points.losses[name].sizes), points.limit(name), GRID_POINTS)
@@ -134,17 +138,17 @@ def cost_for_equal_loss(
     ratios[table.min(axis=1) > goals] = math.inf
     middle, low, high = interval(ratios)
     ends = points.cost(name, sizes[[0, -1]]) / points.cost(baseline, size)
-    return {
-        "design": name,
-        "baseline": baseline,
-        "size": size,
-        "ratio": middle if 0 < middle < math.inf else None,
-        "low": low if low > 0 else None,
-        "high": high if high < math.inf else None,
-        "least": float(ends[0]),
-        "most": float(ends[1]),
-        "is_less": middle == 0,
-    }
+    return EqualLoss(
+        design=name,
+        baseline=baseline,
+        size=size,
+        ratio=middle if 0 < middle < math.inf else None,
+        low=low if low > 0 else None,
+        high=high if high < math.inf else None,
+        least=float(ends[0]),
+        most=float(ends[1]),
+        is_less=middle == 0,
+    )
 
 
 def _first_reached(sizes: Array, table: Array, goals: Array) -> Array:
@@ -157,18 +161,13 @@ def _first_reached(sizes: Array, table: Array, goals: Array) -> Array:
     return np.asarray(np.exp((1 - share) * np.log(sizes[index - 1]) + share * np.log(sizes[index])))
 
 
-def crossing(fit: LadderFit, points: LadderPoints, name: str, baseline: str) -> dict[str, Any]:
-    """At which training FLOPs the curves of two designs cross, if they do.
-
-    better, worse, crosses: shares of the draws in which the design is better (worse) at every cost, or becomes so at
-    one. cost, low, high: of the first crossing among the draws that cross; an end is None where so many draws have no
-    crossing that it may lie anywhere, or nowhere. costs: the range that is looked at.
-    """
+def crossing(fit: LadderFit, points: LadderPoints, name: str, baseline: str) -> Crossing:
+    """At which training FLOPs the curves of two designs cross, if they do."""
     first = max(float(points.cost(each, min(points.losses[each].sizes))) for each in (name, baseline))
     last = min(float(points.cost(each, points.limit(each))) for each in (name, baseline))
-    result: dict[str, Any] = {"design": name, "baseline": baseline, "costs": (first, last)}
+    result = Crossing(design=name, baseline=baseline, costs=(first, last))
     if first >= last:
-        return result | dict.fromkeys(("better", "worse", "crosses", "cost", "low", "high"))
+        return result
     costs = np.geomspace(first, last, GRID_POINTS)
 
     def losses_at(design: str, cost: float) -> Array:
@@ -179,14 +178,15 @@ def crossing(fit: LadderFit, points: LadderPoints, name: str, baseline: str) -> 
     crosses, crossed = _first_zero(costs, differences)
     is_bounded = float((~crosses).mean()) <= SMALL_SHARE
     middle, low, high = interval(crossed) if len(crossed) else (None, None, None)
-    return result | {
-        "better": float((~crosses & (differences[:, 0] < 0)).mean()),
-        "worse": float((~crosses & (differences[:, 0] >= 0)).mean()),
-        "crosses": float(crosses.mean()),
-        "cost": middle,
-        "low": low if is_bounded else None,
-        "high": high if is_bounded else None,
-    }
+    return replace(
+        result,
+        better=float((~crosses & (differences[:, 0] < 0)).mean()),
+        worse=float((~crosses & (differences[:, 0] >= 0)).mean()),
+        crosses=float(crosses.mean()),
+        cost=middle,
+        low=low if is_bounded else None,
+        high=high if is_bounded else None,
+    )
 
 
 def _first_zero(costs: Array, differences: Array) -> tuple[npt.NDArray[np.bool_], Array]:
@@ -199,7 +199,7 @@ def _first_zero(costs: Array, differences: Array) -> tuple[npt.NDArray[np.bool_]
     return crosses, np.asarray(np.exp((1 - share) * np.log(costs[index]) + share * np.log(costs[index + 1])))
 
 
-def hold_out(points: LadderPoints, share_irreducible: bool = True) -> list[dict[str, Any]]:
+def hold_out(points: LadderPoints, share_irreducible: bool = True) -> list[HeldOut]:
     """The self-test: each design's largest size predicted from all others, beside what was measured there.
 
     Of L(N, D), it is predicted at its most tokens, without the points of the most tokens of any size. within: whether
@@ -218,16 +218,10 @@ def hold_out(points: LadderPoints, share_irreducible: bool = True) -> list[dict[
         index = _largest(each)
         tokens = each.tokens[index] if each.tokens else None
         predicted = predict_loss(fit, rest, name, each.sizes[index], tokens)
-        if predicted["measurement"] is not None:
-            low, high = predicted["measurement"]
-            tests.append(
-                {
-                    "design": name,
-                    **predicted,
-                    "measured": each.losses[index],
-                    "within": low <= each.losses[index] <= high,
-                }
-            )
+        if predicted.measurement is not None:
+            low, high = predicted.measurement
+            measured = each.losses[index]
+            tests.append(HeldOut(**vars(predicted), measured=measured, within=low <= measured <= high))
     return tests
 
 
@@ -264,29 +258,23 @@ def _without_largest(losses: SizeLosses) -> SizeLosses:
 FLOPS_FACTOR = 6  # per parameter and token
 
 
-def best_size(fit: LadderFit, points: LadderPoints, name: str, flops: float) -> dict[str, Any]:
-    """The size of a design with the least loss for a budget, its interval, and the loss there.
-
-    Only sizes whose tokens per parameter were trained count, up to 30 times the largest size and the most tokens:
-    `least` and `most` are their ends. low, high: None where the interval has no end between them. size: None where the
-    best one lies outside, and then `is_less` says on which side; where there are no such sizes, `reason` says so.
-    """
+def best_size(fit: LadderFit, points: LadderPoints, name: str, flops: float) -> BestSize:
+    """The size of a design with the least loss for a budget, up to 30 times the largest size and the most tokens."""
     losses, product = points.losses[name], flops / FLOPS_FACTOR
     ratios = [tokens / size for size, tokens in zip(losses.sizes, losses.tokens, strict=True)]
     least = max(math.sqrt(product / max(ratios)), product / (MAX_EXTRAPOLATION * max(losses.tokens)))
     most = min(math.sqrt(product / min(ratios)), MAX_EXTRAPOLATION * max(losses.sizes))
-    keys = ("size", "low", "high", "tokens", "loss", "curve", "is_less", "reason")
-    result: dict[str, Any] = {"flops": flops, "least": least, "most": most} | dict.fromkeys(keys)
+    result = BestSize(design=name, flops=flops, least=least, most=most)
     if least >= most:
         reason = f"needs more than {MAX_EXTRAPOLATION} times the largest size or the most tokens of {name}"
-        return result | {"reason": f"{reason}, where nothing is predicted; train larger sizes"}
+        return replace(result, reason=f"{reason}, where nothing is predicted; train larger sizes")
     sizes = best_sizes(fit, name, flops)
     middle, low, high = interval(np.where(sizes < least, 0.0, np.where(sizes > most, math.inf, sizes)))
-    result |= {"low": low if low > 0 else None, "high": high if high < math.inf else None}
+    result = replace(result, low=low if low > 0 else None, high=high if high < math.inf else None)
     if not 0 < middle < math.inf:
-        return result | {"is_less": middle == 0}
+        return replace(result, is_less=middle == 0)
     loss, *curve = interval(fit.losses(name, middle, product / middle))
-    return result | {"size": middle, "tokens": product / middle, "loss": loss, "curve": curve}
+    return replace(result, size=middle, tokens=product / middle, loss=loss, curve=(curve[0], curve[1]))
 
 
 def best_sizes(fit: LadderFit, name: str, flops: float) -> Array:

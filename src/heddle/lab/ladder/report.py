@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from heddle import __version__
 from heddle.errors import ConfigError, DataError
 from heddle.lab.compare.statistics import t_quantile
 from heddle.lab.compare.tables import NO_VALUE, TextTable, format_bits, format_number, format_percent, join_names
-from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, LadderFit, SizeLosses
+from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, FormFit, LadderFit, SizeLosses
 from heddle.lab.ladder.plan import Rung, equal_rungs
 from heddle.lab.ladder.predictions import (
     CONFIDENCE,
@@ -27,6 +27,18 @@ from heddle.lab.ladder.predictions import (
     interval,
     predict_loss,
 )
+from heddle.lab.ladder.results import (
+    BestSize,
+    Crossing,
+    CurvePoint,
+    EqualLoss,
+    FitResult,
+    LadderData,
+    LadderDesign,
+    LadderReport,
+    LadderRun,
+    SizeResult,
+)
 
 if TYPE_CHECKING:
     from heddle.lab.ladder.run import Ladder
@@ -35,20 +47,19 @@ if TYPE_CHECKING:
 # What a ladder found, in sentences: the loss at the target, the cost of equal loss, crossings, and the self-test.
 
 
-Report = Mapping[str, Any]
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 MOST = 0.975  # of the draws: what they agree on counts as known
 
 
-def ladder_verdict(report: Report) -> list[str]:
+def ladder_verdict(report: LadderReport) -> list[str]:
     """The sentences of a report, the most important ones first."""
-    if report["fit"] is None:
-        return [f"Nothing is predicted: {report['reason']}."]
+    if report.fit is None:
+        return [f"Nothing is predicted: {report.reason}."]
     tests = list(_held_out(report))
-    sentences = [*_predictions(report), *map(best_size_sentence, report["best_sizes"])]
-    sentences += map(equal_loss_sentence, report["equal_loss"])
-    sentences += map(crossing_sentence, report["crossings"])
-    return [*sentences, *tests] if all(test["within"] for test in report["held_out"]) else [*tests, *sentences]
+    sentences = [*_predictions(report), *map(best_size_sentence, report.best_sizes)]
+    sentences += map(equal_loss_sentence, report.equal_loss)
+    sentences += map(crossing_sentence, report.crossings)
+    return [*sentences, *tests] if all(test.within for test in report.held_out) else [*tests, *sentences]
 
 
 def format_interval(interval: Any) -> str:
@@ -56,104 +67,105 @@ def format_interval(interval: Any) -> str:
     return " to ".join(map(format_bits, interval))
 
 
-def ratios_text(report: Report) -> str:
+def ratios_text(report: LadderReport) -> str:
     """The tokens per parameter of the runs: "5, 10 and 20"."""
-    ratios = report["settings"]["tokens_per_parameter"]
+    ratios = report.settings["tokens_per_parameter"]
     ratios = ratios if isinstance(ratios, list) else [ratios]
     return join_names(map(format_number, ratios), len(ratios))
 
 
-def _predictions(report: Report) -> Iterator[str]:
+def _predictions(report: LadderReport) -> Iterator[str]:
     """The loss of each design at the target, and which have none."""
-    target = format_number(report["target"])
-    predicted = [each for each in report["predictions"] if each["loss"] is not None]
+    target = format_number(report.target)
+    predicted = [each for each in report.predictions if each.loss is not None]
     if predicted:
         first, *rest = predicted
-        tokens = format_number(report["target_tokens"])
-        reached = f"{format_bits(first['loss'])} bits per byte ({format_interval(first['measurement'])})"
-        numbers = f"{first['design']} is predicted to reach {reached}"
+        tokens = format_number(report.target_tokens)
+        reached = f"{format_bits(first.loss)} bits per byte ({format_interval(first.measurement)})"
+        numbers = f"{first.design} is predicted to reach {reached}"
         numbers += "".join(
-            f", {each['design']} {format_bits(each['loss'])} ({format_interval(each['measurement'])})" for each in rest
+            f", {each.design} {format_bits(each.loss)} ({format_interval(each.measurement)})" for each in rest
         )
         yield f"At {target} parameters and {tokens} tokens {numbers}."
-    for reason in dict.fromkeys(each["reason"] for each in report["predictions"] if each["reason"]):
+    for reason in dict.fromkeys(each.reason for each in report.predictions if each.reason):
         yield f"The target of {target} parameters {reason}."
 
 
-def best_size_sentence(best: Mapping[str, Any]) -> str:
+def best_size_sentence(best: BestSize) -> str:
     """The size of a design with the least loss for the budget."""
-    budget, name = f"{_flops(best['flops'])} training FLOPs (6·N·D)", best["design"]
-    least, most = format_number(best["least"]), format_number(best["most"])
-    if best["reason"] is not None:
-        return f"A budget of {budget} {best['reason']}."
-    if best["low"] is None and best["high"] is None:
+    budget, name = f"{_flops(best.flops)} training FLOPs (6·N·D)", best.design
+    least, most = format_number(best.least), format_number(best.most)
+    if best.reason is not None:
+        return f"A budget of {budget} {best.reason}."
+    if best.low is None and best.high is None:
         return (
             f"The best size of {name} for {budget} is not resolved: it may be below {least} or above {most} parameters."
         )
-    if best["size"] is None:
-        side = f"below {least}" if best["is_less"] else f"above {most}"
-        end = best["high"] if best["is_less"] else best["low"]
+    if best.size is None:
+        side = f"below {least}" if best.is_less else f"above {most}"
+        end = best.high if best.is_less else best.low
         return (
             f"For {budget} {name} is best {side} parameters, where its tokens per parameter are none that were "
             f"trained, so no number is given; the 95 % interval ends at {format_number(end)}."
         )
-    low = f"under {least}" if best["low"] is None else format_number(best["low"])
-    high = f"over {most}" if best["high"] is None else format_number(best["high"])
-    ratio = format_number(best["tokens"] / best["size"])
+    low = f"under {least}" if best.low is None else format_number(best.low)
+    high = f"over {most}" if best.high is None else format_number(best.high)
+    ratio = format_number(best.tokens_per_parameter)
     return (
-        f"For {budget} {name} is best at {format_number(best['size'])} parameters ({low} to {high}) and "
-        f"{format_number(best['tokens'])} tokens, {ratio} per parameter: {format_bits(best['loss'])} bits per byte "
-        f"({format_interval(best['curve'])})."
+        f"For {budget} {name} is best at {format_number(best.size)} parameters ({low} to {high}) and "
+        f"{format_number(best.tokens)} tokens, {ratio} per parameter: {format_bits(best.loss)} bits per byte "
+        f"({format_interval(best.curve)})."
     )
 
 
-def equal_loss_sentence(equal: Mapping[str, Any]) -> str:
+def equal_loss_sentence(equal: EqualLoss) -> str:
     """What a design costs for the loss of the baseline at the target."""
-    name, baseline, size = equal["design"], equal["baseline"], format_number(equal["size"])
+    name, baseline, size = equal.design, equal.baseline, format_number(equal.size)
     goal = f"the loss of {baseline} at {size} parameters"
-    if equal["is_less"]:
-        return f"{name} has {goal} already at its smallest size, for {_ratio(equal['least'])} the FLOPs."
-    if equal["ratio"] is None:
-        most = _ratio(equal["most"])
+    if equal.is_less:
+        return f"{name} has {goal} already at its smallest size, for {_ratio(equal.least)} the FLOPs."
+    if equal.ratio is None:
+        most = _ratio(equal.most)
         return f"{name} may not reach {goal} at all: not with {most} the FLOPs, as far as anything is predicted."
-    low = f"under {_ratio(equal['least'])}" if equal["low"] is None else f"{equal['low']:.2f}"
-    if equal["high"] is None:
+    low = f"under {_ratio(equal.least)}" if equal.low is None else f"{equal.low:.2f}"
+    if equal.high is None:
         return (
-            f"For {goal} {name} needs {_ratio(equal['ratio'])} the FLOPs, {low} or more; there is no upper end, since "
-            f"it may need more than {_ratio(equal['most'])}."
+            f"For {goal} {name} needs {_ratio(equal.ratio)} the FLOPs, {low} or more; there is no upper end, since "
+            f"it may need more than {_ratio(equal.most)}."
         )
-    ends = f"{low} to {equal['high']:.2f}"
-    is_resolved = not (equal["low"] or 0.0) <= 1 <= equal["high"]
+    ends = f"{low} to {equal.high:.2f}"
+    is_resolved = not (equal.low or 0.0) <= 1 <= equal.high
     doubt = "" if is_resolved else ": which of the two is cheaper is not resolved"
-    return f"For {goal} {name} needs {_ratio(equal['ratio'])} the FLOPs ({ends}){doubt}."
+    return f"For {goal} {name} needs {_ratio(equal.ratio)} the FLOPs ({ends}){doubt}."
 
 
 def _ratio(value: float) -> str:
     return f"{value:.2f} ×" if value < 9.95 else f"{value:.0f} ×"
 
 
-def crossing_sentence(result: Mapping[str, Any]) -> str:
+def crossing_sentence(result: Crossing) -> str:
     """Whether, and where, the curves of two designs cross."""
-    name, baseline = result["design"], result["baseline"]
-    if result["better"] is None:
+    name, baseline = result.design, result.baseline
+    better, worse, crosses = result.better, result.worse, result.crosses
+    if better is None or worse is None or crosses is None:
         return f"{name} and {baseline} were trained at no common cost, so nothing is said of a crossing."
-    first, last = map(_flops, result["costs"])
+    first, last = map(_flops, result.costs)
     span = f"from {first} to {last} training FLOPs"
-    if result["better"] >= MOST:
+    if better >= MOST:
         return f"{name} is better than {baseline} at every cost {span}: no crossing."
-    if result["worse"] >= MOST:
+    if worse >= MOST:
         return f"{name} is worse than {baseline} at every cost {span}: no crossing."
-    if result["low"] is not None:
-        ends = " to ".join(_flops(result[end]) for end in ("low", "high"))
-        return f"The curves of {name} and {baseline} cross at {_flops(result['cost'])} training FLOPs ({ends})."
+    if result.cost is not None and result.low is not None and result.high is not None:
+        ends = f"{_flops(result.low)} to {_flops(result.high)}"
+        return f"The curves of {name} and {baseline} cross at {_flops(result.cost)} training FLOPs ({ends})."
     shares = [
-        f"{format_percent(result[key])} {words}"
-        for key, words in (
-            ("better", f"have {name} always better"),
-            ("worse", "have it always worse"),
-            ("crosses", "cross somewhere"),
+        f"{format_percent(share)} {words}"
+        for share, words in (
+            (better, f"have {name} always better"),
+            (worse, "have it always worse"),
+            (crosses, "cross somewhere"),
         )
-        if result[key] >= 0.005
+        if share >= 0.005
     ]
     return f"Whether {name} and {baseline} cross {span} is not resolved: of the possible curves {join_names(shares)}."
 
@@ -169,21 +181,21 @@ def format_power(exponent: int) -> str:
     return "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
-def _held_out(report: Report) -> Iterator[str]:
+def _held_out(report: LadderReport) -> Iterator[str]:
     """The self-test; where it failed, first that it did."""
-    tests = report["held_out"]
+    tests = report.held_out
     if not tests:
-        largest = "sizes and most tokens" if report["law"] == "L(N, D)" else "sizes"
+        largest = "sizes and most tokens" if report.law == "L(N, D)" else "sizes"
         yield f"The method could not be tested on these points: without the largest {largest}, too few are left."
         return
     parts = []
     for test in tests:
-        predicted = f"{format_bits(test['loss'])} ({format_interval(test['measurement'])})"
-        measured = f"{format_bits(test['measured'])}: {'within' if test['within'] else 'OUTSIDE'}"
-        parts.append(f"that of {test['design']} is predicted at {predicted} and measured at {measured}")
-    if not all(test["within"] for test in tests):
+        predicted = f"{format_bits(test.loss)} ({format_interval(test.measurement)})"
+        measured = f"{format_bits(test.measured)}: {'within' if test.within else 'OUTSIDE'}"
+        parts.append(f"that of {test.design} is predicted at {predicted} and measured at {measured}")
+    if not all(test.within for test in tests):
         yield "The self-test failed, so no prediction here is to be trusted: the points lie on no curve of these forms."
-    if report["law"] == "L(N, D)":
+    if report.law == "L(N, D)":
         yield f"Self-test, the largest size on its most tokens, from smaller ones and fewer alone: {'; '.join(parts)}."
     else:
         yield f"Self-test, the largest size from the smaller ones alone: {'; '.join(parts)}."
@@ -197,105 +209,107 @@ MAX_CORRELATION = 0.95
 Runs = Mapping[tuple[str, int, float, int], Mapping[str, Any]]  # by design, width, tokens per parameter and seed
 
 
-def ladder_report(ladder: "Ladder", results: Runs) -> dict[str, Any]:
+def ladder_report(ladder: "Ladder", results: Runs) -> LadderReport:
     """The report of a ladder whose runs have ended. Where nothing can be fitted, `reason` says why."""
     designs = [_design_report(ladder, name, results) for name in ladder.rungs]
-    plan, largest = ladder.plan, max(rung["parameters"] for design in designs for rung in design["rungs"])
+    plan, largest = ladder.plan, max(rung.parameters for design in designs for rung in design.rungs)
     target = plan.target or DEFAULT_TARGET * largest
     ratio = ladder.ratios[-1] if plan.target_tokens is None else plan.target_tokens / target
-    report: dict[str, Any] = {
-        "heddle": __version__,
-        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": ladder.command,
-        "hardware": ladder.runtime.describe() | {"torch": torch.__version__},
-        "data": {
-            "name": ladder.corpus.name,
-            "hash": ladder.corpus.hash,
-            "train_tokens": sum(len(file) for file in ladder.corpus.train),
-            "validation_bytes": ladder.corpus.report["validation"]["bytes"],
-            "vocab_size": ladder.corpus.tokenizer.vocab_size,
-        },
-        "settings": plan.settings.plain(),
-        "law": "L(N, D)" if plan.settings.shares_trunk else "L(N)",
-        "sizes": list(ladder.sizes),
-        "seeds": plan.seeds,
-        "share_irreducible": plan.share_irreducible,
-        "baseline": plan.entries[0].name,
-        "target": target,
-        "target_tokens": ratio * target,
-        "target_flops": plan.target_flops or FLOPS_FACTOR * target * ratio * target,
-        "tokens_per_parameter": ratio,
-        "warnings": [],
-        "designs": designs,
-        "reason": None,
-        "fit": None,
-        "predictions": [],
-        "best_sizes": [],
-        "equal_loss": [],
-        "crossings": [],
-        "held_out": [],
-        "curves": {},
-    }
-    _add_predictions(ladder, report)
-    report["warnings"] = _warnings(ladder, report)
-    report["verdict"] = ladder_verdict(report)
-    return report
+    deviation, degrees = _pooled_deviation(designs)
+    degrees //= len(ladder.ratios)  # branches of one trunk share its luck
+    report = LadderReport(
+        heddle=__version__,
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        command=ladder.command,
+        hardware=ladder.runtime.describe() | {"torch": torch.__version__},
+        data=LadderData(
+            name=ladder.corpus.name,
+            hash=ladder.corpus.hash,
+            train_tokens=sum(len(file) for file in ladder.corpus.train),
+            validation_bytes=ladder.corpus.report["validation"]["bytes"],
+            vocab_size=ladder.corpus.tokenizer.vocab_size,
+        ),
+        settings=plan.settings.plain(),
+        law="L(N, D)" if plan.settings.shares_trunk else "L(N)",
+        sizes=list(ladder.sizes),
+        seeds=plan.seeds,
+        share_irreducible=plan.share_irreducible,
+        baseline=plan.entries[0].name,
+        target=target,
+        target_tokens=ratio * target,
+        target_flops=plan.target_flops or FLOPS_FACTOR * target * ratio * target,
+        tokens_per_parameter=ratio,
+        designs=[
+            replace(design, rungs=[_with_interval(rung, deviation, degrees) for rung in design.rungs])
+            for design in designs
+        ],
+        curves={},
+    )
+    report = _with_predictions(ladder, report, deviation, degrees)
+    report = replace(report, warnings=_warnings(ladder, report))
+    return replace(report, verdict=ladder_verdict(report))
 
 
-def _design_report(ladder: "Ladder", name: str, results: Runs) -> dict[str, Any]:
+def _with_interval(rung: SizeResult, deviation: float, degrees: int) -> SizeResult:
+    """The result with the interval of its mean, from the deviation between seeds of all sizes."""
+    if not degrees or rung.loss is None:
+        return rung
+    half = t_quantile(CONFIDENCE, degrees) * deviation / math.sqrt(rung.seeds)
+    return replace(rung, interval=(rung.loss * math.exp(-half), rung.loss * math.exp(half)))
+
+
+def _design_report(ladder: "Ladder", name: str, results: Runs) -> LadderDesign:
     entry = next(entry for entry in ladder.plan.entries if entry.name == name)
     rungs = []
     for rung, ratio in itertools.product(ladder.rungs[name], ladder.ratios):
         runs = [_run_report(results[name, rung.width, ratio, seed], seed) for seed in range(ladder.plan.seeds)]
-        losses = [run["bits_per_byte"] for run in runs if run["bits_per_byte"] is not None]
+        losses = [run.bits_per_byte for run in runs if run.bits_per_byte is not None]
         tokens = ladder.steps(rung, ratio) * ladder.plan.settings.tokens_per_step
         rungs.append(
-            {
-                "width": rung.width,
-                "parameters": rung.parameters,
-                "flops_per_token": rung.flops_per_token,
-                "tokens": tokens,
-                "tokens_per_parameter": ratio,
-                "training_flops": TRAINING_FACTOR * rung.flops_per_token * tokens,
-                "learning_rate": ladder.learning_rate(name, rung),
-                "runs": runs,
-                "seeds": len(losses),
-                "loss": float(np.mean(losses)) if losses else None,
-                "interval": None,
-            }
+            SizeResult(
+                width=rung.width,
+                parameters=rung.parameters,
+                flops_per_token=rung.flops_per_token,
+                tokens=tokens,
+                tokens_per_parameter=ratio,
+                training_flops=TRAINING_FACTOR * rung.flops_per_token * tokens,
+                learning_rate=ladder.learning_rate(name, rung),
+                runs=runs,
+                seeds=len(losses),
+                loss=float(np.mean(losses)) if losses else None,
+            )
         )
-    return {"name": name, "source": entry.source, "width": ladder.scales[name].config.width, "rungs": rungs}
+    return LadderDesign(name=name, source=entry.source, width=ladder.scales[name].config.width, rungs=rungs)
 
 
-def _run_report(result: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _run_report(result: Mapping[str, Any], seed: int) -> LadderRun:
     loss = result.get("bits_per_byte") if result["status"] == "done" else None
-    is_finite = loss is not None and math.isfinite(loss)
-    return {
-        "seed": seed,
-        "status": result["status"],
-        "message": result.get("message"),
-        "bits_per_byte": loss if is_finite else None,
-        "seconds": result.get("seconds"),
-    }
+    return LadderRun(
+        seed=seed,
+        status=result["status"],
+        message=result.get("message"),
+        bits_per_byte=loss if loss is not None and math.isfinite(loss) else None,
+        seconds=result.get("seconds"),
+    )
 
 
-def _pooled_deviation(designs: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
+def _pooled_deviation(designs: Sequence[LadderDesign]) -> tuple[float, int]:
     """The standard deviation of log loss between seeds of one size, and its degrees of freedom; 0 and 0 without any."""
     squares, degrees = 0.0, 0
-    for rung in (rung for design in designs for rung in design["rungs"]):
-        logs = np.log([run["bits_per_byte"] for run in rung["runs"] if run["bits_per_byte"] is not None])
+    for rung in (rung for design in designs for rung in design.rungs):
+        logs = np.log([run.bits_per_byte for run in rung.runs if run.bits_per_byte is not None])
         if len(logs) > 1:
             squares += float(((logs - logs.mean()) ** 2).sum())
             degrees += len(logs) - 1
     return (math.sqrt(squares / degrees) if degrees else 0.0), degrees
 
 
-def _trunk_correlation(designs: Sequence[Mapping[str, Any]]) -> float:
+def _trunk_correlation(designs: Sequence[LadderDesign]) -> float:
     """Of the log losses of two branches of one trunk, over seeds: between pairs of branches, pooled over sizes."""
     squares, products = 0.0, 0.0
     for design in designs:
-        for _, rungs in itertools.groupby(design["rungs"], key=lambda rung: rung["width"]):
-            table = np.array([[run["bits_per_byte"] or math.nan for run in rung["runs"]] for rung in rungs])
+        for _, rungs in itertools.groupby(design.rungs, key=lambda rung: rung.width):
+            table = np.array([[run.bits_per_byte or math.nan for run in rung.runs] for rung in rungs])
             logs = np.log(table[:, ~np.isnan(table).any(axis=0)])  # [branches, seeds]
             if logs.shape[1] > 1:
                 covariance = np.cov(logs).reshape(len(logs), -1)
@@ -304,59 +318,54 @@ def _trunk_correlation(designs: Sequence[Mapping[str, Any]]) -> float:
     return min(max(products / squares, 0.0), MAX_CORRELATION) if squares else DEFAULT_CORRELATION
 
 
-def _ladder_points(ladder: "Ladder", report: Mapping[str, Any], deviation: float) -> LadderPoints:
-    losses = {design["name"]: _size_losses(design["rungs"], report["law"]) for design in report["designs"]}
+def _ladder_points(ladder: "Ladder", report: LadderReport, deviation: float) -> LadderPoints:
+    losses = {design.name: _size_losses(design.rungs, report.law) for design in report.designs}
     most_seeds = max([count for each in losses.values() for count in each.seeds], default=1)
-    ratio = report["tokens_per_parameter"]
+    ratio = report.tokens_per_parameter
     return LadderPoints(
         losses,
         {name: _costs(ladder, name, ratio) for name in losses},
         deviation / math.sqrt(most_seeds),
-        _trunk_correlation(report["designs"]) if ladder.plan.settings.shares_trunk else 0.0,
+        _trunk_correlation(report.designs) if ladder.plan.settings.shares_trunk else 0.0,
         ratio,
     )
 
 
-def _add_predictions(ladder: "Ladder", report: dict[str, Any]) -> None:
-    """Add the fit and what follows from it; the reason where there is none."""
-    designs, baseline, target = report["designs"], report["baseline"], report["target"]
-    deviation, degrees = _pooled_deviation(designs)
-    degrees //= len(ladder.ratios)  # branches of one trunk share its luck
-    for rung in (rung for design in designs for rung in design["rungs"]):
-        if degrees and rung["loss"] is not None:
-            half = t_quantile(CONFIDENCE, degrees) * deviation / math.sqrt(rung["seeds"])
-            rung["interval"] = (rung["loss"] * math.exp(-half), rung["loss"] * math.exp(half))
-    points, share_irreducible = _ladder_points(ladder, report, deviation), report["share_irreducible"]
-    losses = points.losses
+def _with_predictions(ladder: "Ladder", report: LadderReport, deviation: float, degrees: int) -> LadderReport:
+    """The report with the fit and what follows from it, or with the reason why there is none."""
+    points = _ladder_points(ladder, report, deviation)
+    names, baseline, target = list(points.losses), report.baseline, report.target
+    others = [name for name in names if name != baseline]
     try:
-        fit = points.fit(share_irreducible)
+        fit = points.fit(report.share_irreducible)
     except DataError as error:
-        report["reason"] = str(error)
-        return
-    report["fit"] = {
-        "center": fit.center,
-        "seed_deviation": deviation,
-        "seed_degrees_of_freedom": degrees,
-        "correlation": points.correlation,
-        "forms": [asdict(form) for form in fit.forms],
-        "parameters": {name: _law_parameters(fit, name) for name in losses},
-    }
-    report["predictions"] = [{"design": name, **predict_loss(fit, points, name, target)} for name in losses]
-    if fit.token_center is not None:
-        flops = report["target_flops"]
-        report["best_sizes"] = [{"design": name, **best_size(fit, points, name, flops)} for name in losses]
-    others = [name for name in losses if name != baseline]
+        return replace(report, reason=str(error))
     equal = [cost_for_equal_loss(fit, points, name, baseline, target) for name in others]
-    report["equal_loss"] = [each for each in equal if each is not None]
-    report["crossings"] = [crossing(fit, points, name, baseline) for name in others]
-    report["held_out"] = hold_out(points, share_irreducible)
-    report["curves"] = {name: _curve(fit, points, name) for name in losses}
+    has_best_size = fit.token_center is not None
+    return replace(
+        report,
+        fit=FitResult(
+            center=fit.center,
+            seed_deviation=deviation,
+            seed_degrees_of_freedom=degrees,
+            correlation=points.correlation,
+            forms=fit.forms,
+            parameters={name: _law_parameters(fit, name) for name in names},
+        ),
+        predictions=[predict_loss(fit, points, name, target) for name in names],
+        best_sizes=[best_size(fit, points, name, report.target_flops) for name in names] if has_best_size else [],
+        equal_loss=[each for each in equal if each is not None],
+        crossings=[crossing(fit, points, name, baseline) for name in others],
+        held_out=hold_out(points, report.share_irreducible),
+        curves={name: _curve(fit, points, name) for name in names},
+    )
 
 
-def _size_losses(rungs: Sequence[Mapping[str, Any]], law: str) -> SizeLosses:
-    measured = [rung for rung in rungs if rung["loss"] is not None]
-    keys = ("parameters", "loss", "seeds", "tokens")[: 4 if law == "L(N, D)" else 3]
-    return SizeLosses(*([rung[key] for rung in measured] for key in keys))
+def _size_losses(rungs: Sequence[SizeResult], law: str) -> SizeLosses:
+    measured = [rung for rung in rungs if rung.loss is not None]
+    tokens = [rung.tokens for rung in measured] if law == "L(N, D)" else []
+    losses = [rung.loss for rung in measured if rung.loss is not None]
+    return SizeLosses([rung.parameters for rung in measured], losses, [rung.seeds for rung in measured], tokens)
 
 
 def _costs(ladder: "Ladder", name: str, tokens_per_parameter: float) -> tuple[list[float], list[float]]:
@@ -377,7 +386,7 @@ def _cost(rung: Rung, tokens_per_parameter: float) -> float:
     return TRAINING_FACTOR * rung.flops_per_token * tokens_per_parameter * rung.parameters
 
 
-def _law_parameters(fit: LadderFit, name: str) -> dict[str, Any]:
+def _law_parameters(fit: LadderFit, name: str) -> dict[str, tuple[float, float, float] | None]:
     """E and γ of a design over the draws of the power law with E: median and 95 % interval; None without such draws.
 
     Of L(N, D): E, α, β, and the power of the budget that the best size is in proportion to, β / (α + β).
@@ -391,40 +400,40 @@ def _law_parameters(fit: LadderFit, name: str) -> dict[str, Any]:
     return {key: interval(each) if len(chosen) else None for key, each in values.items()}
 
 
-def _curve(fit: LadderFit, points: LadderPoints, name: str) -> list[dict[str, float]]:
+def _curve(fit: LadderFit, points: LadderPoints, name: str) -> list[CurvePoint]:
     """The curve of a design from its smallest size to the largest that is predicted."""
     rows = []
     for size in np.geomspace(min(points.losses[name].sizes), points.limit(name), CURVE_POINTS):
         loss, low, high = interval(fit.losses(name, float(size), points.tokens(float(size))))
         cost = float(points.cost(name, float(size)))
-        rows.append({"parameters": float(size), "training_flops": cost, "loss": loss, "low": low, "high": high})
+        rows.append(CurvePoint(parameters=float(size), training_flops=cost, loss=loss, low=low, high=high))
     return rows
 
 
-def _warnings(ladder: "Ladder", report: Mapping[str, Any]) -> list[str]:
+def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
     sentences = equal_rungs(ladder.rungs)
-    runs = [run for design in report["designs"] for rung in design["rungs"] for run in rung["runs"]]
-    failed = sum(run["bits_per_byte"] is None for run in runs)
+    runs = [run for design in report.designs for rung in design.rungs for run in rung.runs]
+    failed = sum(run.bits_per_byte is None for run in runs)
     if failed:
         sentences.append(f"{failed} of {len(runs)} runs gave no number; a mean without them may look too good.")
     if ladder.plan.seeds == 1:
         sentences.append("One seed: the luck of training is judged by how far the points lie from the curve alone.")
-    tokens = max(rung["tokens"] for design in report["designs"] for rung in design["rungs"])
-    if tokens > report["data"]["train_tokens"]:
+    tokens = max(rung.tokens for design in report.designs for rung in design.rungs)
+    if tokens > report.data.train_tokens:
         sentences.append(
-            f"The largest size read the text {tokens / report['data']['train_tokens']:.1f} times; repeated text "
+            f"The largest size read the text {tokens / report.data.train_tokens:.1f} times; repeated text "
             "teaches less than new text, so larger sizes look worse than they are."
         )
-    forms = (report["fit"] or {}).get("forms", [])
-    misfit = min((form["deviation"] for form in forms), default=0.0)
-    deviation = report["fit"]["seed_deviation"] / math.sqrt(ladder.plan.seeds) if forms else 0.0
+    fit = report.fit
+    misfit = 0.0 if fit is None else min((form.deviation for form in fit.forms), default=0.0)
+    deviation = 0.0 if fit is None else fit.seed_deviation / math.sqrt(ladder.plan.seeds)
     if deviation and misfit > 3 * deviation:
         sentences.append(
             f"The points lie {misfit / deviation:.0f} times as far from the curve as the luck of training explains: "
             "sizes differ in more than size, in how well the learning rate suits them, say."
         )
-    if report["law"] == "L(N, D)":
-        ratio = format_number(report["tokens_per_parameter"])
+    if report.law == "L(N, D)":
+        ratio = format_number(report.tokens_per_parameter)
         sentences.append(f"Costs of equal loss and crossings compare designs at {ratio} tokens per parameter.")
     exponent = ladder.plan.settings.rate_exponent
     sentences.append(
@@ -437,102 +446,101 @@ def _warnings(ladder: "Ladder", report: Mapping[str, Any]) -> list[str]:
 # Rows and columns that the terminal and the page of a ladder share: rungs, predictions, fits, the self-test.
 
 
-def rung_table(design: Mapping[str, Any]) -> TextTable:
+def rung_table(design: LadderDesign) -> TextTable:
     """A row for each size of a design."""
     rows = []
-    for rung in design["rungs"]:
-        half = None if rung["interval"] is None else (rung["interval"][1] - rung["interval"][0]) / 2
-        loss = format_bits(rung["loss"]) + ("" if half is None else f" ± {half:.3f}")
+    for rung in design.rungs:
+        half = None if rung.interval is None else (rung.interval[1] - rung.interval[0]) / 2
+        loss = format_bits(rung.loss) + ("" if half is None else f" ± {half:.3f}")
         rows.append(
             [
-                format_number(rung["parameters"]),
-                str(rung["width"]),
-                format_number(rung["tokens"]),
-                f"{rung['training_flops']:.2e}",
-                f"{rung['learning_rate']:.2g}",
-                f"{rung['seeds']} of {len(rung['runs'])}",
+                format_number(rung.parameters),
+                str(rung.width),
+                format_number(rung.tokens),
+                f"{rung.training_flops:.2e}",
+                f"{rung.learning_rate:.2g}",
+                f"{rung.seeds} of {len(rung.runs)}",
                 loss,
             ]
         )
     header = ["parameters", "width", "tokens", "training FLOPs", "rate", "seeds", "bits per byte"]
-    return TextTable(header, rows, f"Sizes of {design['name']}")
+    return TextTable(header, rows, f"Sizes of {design.name}")
 
 
-def prediction_table(report: Report) -> TextTable:
+def prediction_table(report: LadderReport) -> TextTable:
     """A row for each design: the loss at the target, its intervals, and what each form of the fit says."""
-    predictions = report["predictions"]
-    forms = list(dict.fromkeys(form["form"] for each in predictions for form in each["forms"]))
+    predictions = report.predictions
+    forms = list(dict.fromkeys(form.form for each in predictions for form in each.forms))
     rows = []
     for each in predictions:
-        by_form = {form["form"]: format_bits(form["loss"]) for form in each["forms"]}
-        intervals = [NO_VALUE if each[key] is None else format_interval(each[key]) for key in ("curve", "measurement")]
-        rows.append([each["design"], format_bits(each["loss"]), *intervals, *(by_form.get(f, NO_VALUE) for f in forms)])
+        by_form = {form.form: format_bits(form.loss) for form in each.forms}
+        intervals = [NO_VALUE if ends is None else format_interval(ends) for ends in (each.curve, each.measurement)]
+        rows.append([each.design, format_bits(each.loss), *intervals, *(by_form.get(f, NO_VALUE) for f in forms)])
     header = ["design", "predicted", "of the curve", "of a measurement", *forms]
-    tokens = f" and {format_number(report['target_tokens'])} tokens" if report["law"] == "L(N, D)" else ""
-    return TextTable(header, rows, f"Bits per byte at {format_number(report['target'])} parameters{tokens}")
+    tokens = f" and {format_number(report.target_tokens)} tokens" if report.law == "L(N, D)" else ""
+    return TextTable(header, rows, f"Bits per byte at {format_number(report.target)} parameters{tokens}")
 
 
-def best_size_table(report: Report) -> TextTable:
+def best_size_table(report: LadderReport) -> TextTable:
     """A row for each design: the size with the least loss for the budget, its tokens and its loss."""
     rows = []
-    for each in report["best_sizes"]:
-        low = f"under {format_number(each['least'])}" if each["low"] is None else format_number(each["low"])
-        high = f"over {format_number(each['most'])}" if each["high"] is None else format_number(each["high"])
-        ratio = None if each["size"] is None else each["tokens"] / each["size"]
-        numbers = [format_number(value) for value in (each["tokens"], ratio)]
-        ends = NO_VALUE if each["reason"] else f"{low} to {high}"
-        rows.append([each["design"], format_number(each["size"]), ends, *numbers, format_bits(each["loss"])])
+    for each in report.best_sizes:
+        low = f"under {format_number(each.least)}" if each.low is None else format_number(each.low)
+        high = f"over {format_number(each.most)}" if each.high is None else format_number(each.high)
+        numbers = [format_number(value) for value in (each.tokens, each.tokens_per_parameter)]
+        ends = NO_VALUE if each.reason else f"{low} to {high}"
+        rows.append([each.design, format_number(each.size), ends, *numbers, format_bits(each.loss)])
     header = ["design", "best size", "95 % interval", "tokens", "per parameter", "bits per byte"]
-    return TextTable(header, rows, f"The best size for {report['target_flops']:.2e} training FLOPs, 6·N·D")
+    return TextTable(header, rows, f"The best size for {report.target_flops:.2e} training FLOPs, 6·N·D")
 
 
-def cost_table(report: Report) -> TextTable:
+def cost_table(report: LadderReport) -> TextTable:
     """A row for each other design: the FLOPs for the loss of the baseline at the target."""
     rows = []
-    for each in report["equal_loss"]:
-        ends = ["no lower end" if each["low"] is None else f"{each['low']:.2f}"]
-        ends.append("no upper end" if each["high"] is None else f"{each['high']:.2f}")
-        ratio = NO_VALUE if each["ratio"] is None else f"{each['ratio']:.2f} ×"
-        rows.append([each["design"], ratio, " to ".join(ends)])
-    title = f"the FLOPs of {report['baseline']} for its loss at {format_number(report['target'])} parameters"
+    for each in report.equal_loss:
+        ends = ["no lower end" if each.low is None else f"{each.low:.2f}"]
+        ends.append("no upper end" if each.high is None else f"{each.high:.2f}")
+        ratio = NO_VALUE if each.ratio is None else f"{each.ratio:.2f} ×"
+        rows.append([each.design, ratio, " to ".join(ends)])
+    title = f"the FLOPs of {report.baseline} for its loss at {format_number(report.target)} parameters"
     return TextTable(["design", title, "95 % interval"], rows, "Cost of equal loss")
 
 
-def fit_table(fit: Mapping[str, Any]) -> TextTable:
+def fit_table(fit: FitResult) -> TextTable:
     """A row for each design: E and γ of the power law with E; of L(N, D) E, α, β and the power of the budget."""
-    rows = [[name, *map(_parameter, values.values())] for name, values in fit["parameters"].items()]
+    rows = [[name, *map(_parameter, values.values())] for name, values in fit.parameters.items()]
     names = ["γ"] if len(rows[0]) == 3 else ["α", "β", "best N grows with C to the power of"]
     return TextTable(["design", "E, bits per byte", *names], rows, "The power law with E")
 
 
-def form_table(fit: Mapping[str, Any]) -> TextTable:
+def form_table(fit: FitResult) -> TextTable:
     """A row for each form: its share of the draws, how far points lie from its curve, its degrees of freedom."""
     rows = []
-    for form in fit["forms"]:
-        deviation = f"{100 * form['deviation']:.2f} %"
-        name = form["form"] + _designs_of(form, fit)
-        rows.append([name, format_percent(form["weight"]), deviation, str(form["degrees_of_freedom"])])
+    for form in fit.forms:
+        deviation = f"{100 * form.deviation:.2f} %"
+        name = form.form + _designs_of(form, fit)
+        rows.append([name, format_percent(form.weight), deviation, str(form.degrees_of_freedom)])
     return TextTable(["form", "share", "points off the curve by", "degrees of freedom"], rows, "Forms of the fit")
 
 
-def _designs_of(form: Mapping[str, Any], fit: Mapping[str, Any]) -> str:
+def _designs_of(form: FormFit, fit: FitResult) -> str:
     """The design that a form was fitted to, where each has its own."""
-    names = list(form["coefficients"])
-    return "" if len(names) == len(fit["parameters"]) else f" ({', '.join(names)})"
+    names = list(form.coefficients)
+    return "" if len(names) == len(fit.parameters) else f" ({', '.join(names)})"
 
 
-def held_out_table(report: Report) -> TextTable:
+def held_out_table(report: LadderReport) -> TextTable:
     """A row for each design: its largest size, predicted from the smaller ones, and measured."""
     rows = [
         [
-            test["design"],
-            format_number(test["size"]),
-            format_bits(test["loss"]),
-            format_interval(test["measurement"]),
-            format_bits(test["measured"]),
-            "within" if test["within"] else "outside",
+            test.design,
+            format_number(test.size),
+            format_bits(test.loss),
+            format_interval(test.measurement),
+            format_bits(test.measured),
+            "within" if test.within else "outside",
         ]
-        for test in report["held_out"]
+        for test in report.held_out
     ]
     header = ["design", "largest size", "predicted", "95 % interval", "measured", ""]
     return TextTable(header, rows, "The largest size, predicted from the others")

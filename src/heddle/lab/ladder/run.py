@@ -12,6 +12,7 @@ from heddle import progress
 from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.samples import check_token_count
 from heddle.errors import CheckpointError, ConfigError, MachineError
+from heddle.lab.compare.results import plain
 from heddle.lab.compare.tables import format_bits
 from heddle.lab.ladder.plan import (
     MIN_SIZES,
@@ -26,6 +27,7 @@ from heddle.lab.ladder.plan import (
     save_plan,
 )
 from heddle.lab.ladder.report import ladder_report
+from heddle.lab.ladder.results import LadderReport
 from heddle.lab.pages.ladder import write_ladder_page
 from heddle.lab.workers import Result, Task, Workers, default_workers, run_tasks
 from heddle.runtime import Runtime
@@ -83,7 +85,7 @@ class Ladder:
         return self.plan.settings.training(1, 1, rung.width / self.scales[name].config.width, 0).learning_rate
 
 
-def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str) -> dict[str, Any]:
+def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str) -> LadderReport:
     """Run what is not done yet of a plan and of what was planned before in the folder `out`; return the report.
 
     Raises CheckpointError where the folder has other content, Interrupted after a signal, once the current runs have
@@ -98,7 +100,7 @@ def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str) -> d
         _check_text(out / DATA_FILE, ladder.corpus)
         save_plan(out / PLAN_FILE, ladder.plan, ladder.sizes)
         report = ladder_report(ladder, _run_all(ladder))
-        write_json_file(out / RESULTS_FILE, report)
+        write_json_file(out / RESULTS_FILE, plain(report))
         write_ladder_page(report, out)
         return report
 
