@@ -26,7 +26,11 @@ def fetch(
 
 
 def publish(live: LivePage, word: str, is_complete: bool = False) -> None:
-    live.publish(lambda revision: f"<p>{word} {revision}", lambda: json.dumps([word]), {"is_complete": is_complete})
+    live.publish(
+        lambda revision, scripts: f"<p>{word} {revision}{'' if scripts else ' again'}",
+        lambda: json.dumps([word]),
+        {"is_complete": is_complete},
+    )
 
 
 def test_it_serves_the_newest_version() -> None:
@@ -36,6 +40,7 @@ def test_it_serves_the_newest_version() -> None:
             publish(live, word)
             status, headers, page = fetch(live)
             assert (status, page) == (200, f"<p>{word} {revision}")
+            assert fetch(live, "/content")[2] == f"<p>{word} {revision} again"
             assert headers["Content-Type"] == "text/html; charset=utf-8"
             assert headers["Cache-Control"] == "no-store"
             assert json.loads(fetch(live, "/report.json")[2]) == [word]

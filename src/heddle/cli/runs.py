@@ -24,7 +24,7 @@ class RunsSettings(VerbSettings):
 
     folder: Annotated[Path, Argument("FOLDER", "A folder of runs. [runs]")] = Path("runs")
     sort: Annotated[str, Option("NAME", f"By {', '.join(_ORDERS)}.")] = "name"
-    plot: Annotated[Path | None, Option("FILE", "Write the curves of all runs: .html or .svg.")] = None
+    plot: Annotated[Path | None, Option("FILE", "Write a page with the curves of all runs: FILE.html.")] = None
     compare: Annotated[bool, Option("", "A column for each run, with every field in which they differ.")] = False
     prune: Annotated[int | None, Option("N", "Delete all but the N newest checkpoints of each run.")] = None
     yes: Annotated[bool, Option("", "Delete without asking.")] = False

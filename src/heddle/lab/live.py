@@ -44,9 +44,9 @@ class LivePage:
         self._lock = threading.Condition()
         self._revision = 0
         self._status: dict[str, Any] = {}
-        self._render: Callable[[int], str] = str
+        self._render: Callable[[int, bool], str] = lambda revision, scripts: ""
         self._data: Callable[[], str] = str
-        self._page: tuple[int, bytes] = (0, b"")
+        self._pages: dict[bool, tuple[int, bytes]] = {}  # with and without scripts: its revision, and the page
         self._asked_at = -OPEN_PAGE_SECONDS  # in time.monotonic() seconds; no page has asked yet
         self._fetched = 0  # the newest revision that a page has fetched
         try:
@@ -61,10 +61,11 @@ class LivePage:
         """The page's URL."""
         return f"http://{ADDRESS}:{self._server.server_port}/"
 
-    def publish(self, page: Callable[[int], str], data: Callable[[], str], status: Mapping[str, Any]) -> None:
+    def publish(self, page: Callable[[int, bool], str], data: Callable[[], str], status: Mapping[str, Any]) -> None:
         """Replace the page, its data as JSON, and its status of plain values.
 
-        page: called with the revision, a number that grows; it and `data` are called when somebody asks for them.
+        page: called with the revision, a number that grows, and with whether the page has its scripts, which a page
+        that takes over newer content has already. It and `data` are called when somebody asks for them.
         """
         with self._lock:
             self._revision += 1
@@ -99,12 +100,14 @@ class LivePage:
                 return _JSON, json.dumps(self._status).encode()
             if path == "/report.json":
                 return _JSON, self._data().encode()
-            if path == "/" and self._lock.wait_for(lambda: self._revision, timeout=FIRST_PAGE_SECONDS):
-                if self._page[0] != self._revision:
-                    self._page = (self._revision, self._render(self._revision).encode())
+            is_page = path in ("/", "/content")
+            if is_page and self._lock.wait_for(lambda: self._revision, timeout=FIRST_PAGE_SECONDS):
+                scripts = path == "/"
+                if self._pages.get(scripts, (0, b""))[0] != self._revision:
+                    self._pages[scripts] = self._revision, self._render(self._revision, scripts).encode()
                 self._fetched = self._revision
                 self._lock.notify_all()
-                return _HTML, self._page[1]
+                return _HTML, self._pages[scripts][1]
         return None
 
 

@@ -1,15 +1,26 @@
-"""The page of a conversion: one file, no network, no script, every number of the results in it."""
+"""The page of a conversion: one file, no network, every number of the results in it."""
 
+import json
 import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import plotly.graph_objects
 import pytest
 
 from heddle.lab.conversion.results import CONVERTED, ORIGINAL, ConversionResults, conversion_verdict
-from heddle.lab.pages.conversion import conversion_page, model_styles, page_context, sweep_chart, write_conversion_page
-from heddle.lab.pages.figures.svg import Scale, linear_ticks, symlog_ticks
+from heddle.lab.pages.conversion import (
+    conversion_page,
+    model_styles,
+    page_context,
+    stretched_axis,
+    sweep_figure,
+    write_conversion_page,
+)
+from heddle.lab.pages.figures.base import Figure
+from heddle.lab.pages.render import plotly_script
 from heddle.training.evaluation.scores import finite_ratio
 from tests.analysis.conversion.conversions import broken, model, results, single, sweep
 from tests.html_page import Page
@@ -19,14 +30,14 @@ MAKERS = [single, sweep, broken]
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_the_page_is_one_file_without_scripts(make: Callable[[], ConversionResults]) -> None:
+def test_the_page_is_one_file(make: Callable[[], ConversionResults]) -> None:
     text = conversion_page(make())
     page = Page(text)
-    assert page.scripts == []
     assert page.loads == []
-    assert not re.search(r"https?://|url\(|@import", text)
+    own = text.replace(plotly_script(), "")
+    assert not re.search(r"https?://|url\(|@import", own)
     assert text == conversion_page(make())
-    for tag in ("h1", "main", "table", "figure", "svg", "dl"):
+    for tag in ("h1", "main", "table", "figure", "dl"):
         assert tag in page.tags
 
 
@@ -59,36 +70,48 @@ def test_words_of_others_stay_words() -> None:
     whole.command = whole.source = ATTACK
     text = conversion_page(whole)
     assert ATTACK not in text
-    assert Page(text).scripts == []
+    assert len(Page(text).scripts) == len(Page(conversion_page(single())).scripts)
     assert ATTACK in Page(text).text()
 
 
 def test_the_sweep_is_drawn_where_its_numbers_are() -> None:
-    chart = sweep_chart(sweep())
-    assert chart is not None
-    original, *lines = chart.lines
-    assert [len(line.points) for line in lines] == [3] * 6
+    figure = sweep_figure(sweep())
+    assert figure is not None
+    original, *lines = figure["data"]
+    assert [len(line["x"]) for line in lines] == [3] * 6
+    low, high = figure["layout"]["yaxis"]["range"]
     for line in lines:
-        xs = [point.x for point in line.points]
-        assert xs == sorted(xs)
-        # a smaller state costs more: further to the left is higher, and y counts from above
-        assert [point.y for point in line.points] == sorted(point.y for point in line.points)
-        for point in line.points:
-            assert point.low is not None
-            assert point.high is not None
-            assert 0 <= point.high <= point.y <= point.low <= 100
-    assert original.points[0].x > max(point.x for line in lines for point in line.points)
-    zero, tolerance = (percent for percent, _ in chart.dotted)
-    assert original.points[0].y == pytest.approx(zero)
-    assert tolerance < zero
-    assert [line.filled for line in lines] == [False, True] * 3
+        assert line["x"] == sorted(line["x"])
+        # a smaller state costs more
+        assert line["y"] == sorted(line["y"], reverse=True)
+        for y, above, below in zip(line["y"], line["error_y"]["array"], line["error_y"]["arrayminus"], strict=True):
+            assert low <= y - below < y < y + above <= high
+    assert original["x"][0] > max(x for line in lines for x in line["x"])
+    zero, tolerance = (shape["y0"] for shape in figure["layout"]["shapes"])
+    assert original["y"][0] == zero == 0
+    assert tolerance > zero
+    assert [line["marker"]["symbol"].endswith("-open") for line in lines] == [True, False] * 3
+    plotly.graph_objects.Figure(painted(figure))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_figures_are_what_plotly_knows(make: Callable[[], ConversionResults]) -> None:
+    for figure in page_context(make())["figures"].values():
+        if figure is not None:
+            plotly.graph_objects.Figure(painted(figure))
+
+
+def painted(figure: Figure) -> Any:
+    """The figure with colors in place of the names of the page's."""
+    return json.loads(re.sub(r'("\w*color":\s*)"[\w-]+"', r'\1"#123456"', json.dumps(figure, allow_nan=False)))
 
 
 def test_many_models_have_tables_in_place_of_lines() -> None:
     context = page_context(sweep())
-    assert (context["positions"], context["layers"], context["decode"] is None) == (None, None, False)
+    figures = context["figures"]
+    assert (figures["positions"], figures["layers"], figures["decode"] is None) == (None, None, False)
     assert len(context["position_table"].rows) == len(sweep().models)
-    assert sweep_chart(single()) is None
+    assert sweep_figure(single()) is None
 
 
 def test_styles_tell_methods_and_stages_apart() -> None:
@@ -99,14 +122,13 @@ def test_styles_tell_methods_and_stages_apart() -> None:
     assert len({style.color for style in by_method.values()}) == 4
 
 
-def test_ticks_are_round_and_within_the_scale() -> None:
-    ticks = linear_ticks(Scale(0.13, 0.87))
-    assert [text for _, text in ticks] == ["0.2", "0.4", "0.6", "0.8"]
-    assert [round(percent, 1) for percent, _ in ticks] == [90.5, 63.5, 36.5, 9.5]
-    stretched = symlog_ticks(Scale(-0.01, 2.0))
-    assert "0" in [text for _, text in stretched]
-    distances = sorted(percent for percent, _ in stretched)
-    assert all(b - a >= 9 for a, b in pairwise(distances))
+def test_a_stretched_axis_has_round_ticks_apart_from_each_other() -> None:
+    axis = stretched_axis(-0.01, 2.0, 0.01)
+    low, high = axis["range"]
+    assert "0" in axis["ticktext"]
+    places = sorted(axis["tickvals"])
+    assert low <= places[0] < places[-1] <= high
+    assert all(b - a >= 0.09 * (high - low) for a, b in pairwise(places))
 
 
 def test_the_page_is_written_whole(tmp_path: Path) -> None:

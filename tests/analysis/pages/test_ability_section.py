@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from heddle.lab.pages import report as report_module
+from heddle.lab.pages import render as render_module
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import plain_report, plain_sections, plain_text_profile
 from tests.analysis.comparison.test_text_profile import make_run
@@ -12,6 +12,7 @@ from tests.html_page import Page
 
 ability_tables = plain_sections.ability_tables
 profile_cards = plain_sections.profile_cards
+profile_figures = plain_sections.profile_figures
 profile_rows = plain_text_profile.profile_rows
 recall_in_text = plain_text_profile.recall_in_text
 report_page = plain_report.report_page
@@ -21,7 +22,7 @@ summary_table = plain_report.summary_table
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves plotly's five megabytes out."""
-    monkeypatch.setattr(report_module, "plotly_script", lambda: "/* plotly */")
+    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
 
 
 def whole(designs: int = 4) -> dict[str, Any]:
@@ -106,10 +107,11 @@ def test_a_report_without_them_has_no_section() -> None:
 def test_one_design_has_no_differences() -> None:
     report = whole(designs=1)
     [position, frequency] = profile_cards(report)
-    assert position.chart is not None
-    assert position.chart.dotted == []
-    assert frequency.chart is not None
-    assert frequency.chart.y_title == "bits per byte"
+    assert position.is_drawn
+    assert frequency.is_drawn
+    figures = profile_figures(report)
+    assert [figure["layout"]["shapes"] for figure in figures.values()] == [[], []]
+    assert figures["profile-frequencies"]["layout"]["yaxis"]["title"]["text"] == "bits per byte"
     assert report_page(report)
 
 

@@ -9,7 +9,7 @@ import plotly.graph_objects
 import pytest
 from rich.console import Console
 
-from heddle.lab.pages import report as report_module
+from heddle.lab.pages import render as render_module
 from heddle.lab.pages.render import render, static
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import plain_figures, plain_report, plain_tables, plain_terminal
@@ -26,7 +26,7 @@ report_page = plain_report.report_page
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves plotly's five megabytes out."""
-    monkeypatch.setattr(report_module, "plotly_script", lambda: "/* plotly */")
+    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
 
 
 def named(labels: list[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from heddle.lab.pages import report as report_module
+from heddle.lab.pages import render as render_module
 from heddle.lab.pages.render import render
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import plain_report
@@ -78,7 +78,7 @@ def test_a_bar_is_as_high_as_its_share() -> None:
 
 
 def test_the_page_holds_it_in_colours_of_both_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_module, "plotly_script", lambda: "/* plotly */")
+    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
     text = report_page(sparse())
     parsed = Page(text)
     assert "<h2>Experts</h2>" in text

@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
-from heddle.lab.pages import report as report_module
+from heddle.lab.pages import render as render_module
 from heddle.lab.pages.render import render, static
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 from tests.analysis.comparison import reports
@@ -51,7 +51,7 @@ def without_longer_texts(report: dict[str, Any], note: str | None) -> dict[str, 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves plotly's five megabytes out where a test is not about them."""
-    monkeypatch.setattr(report_module, "plotly_script", lambda: "/* plotly */")
+    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
 
 
 @pytest.mark.usefixtures("light")

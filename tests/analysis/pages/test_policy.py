@@ -30,7 +30,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "watch": lambda: watch_page([]),
     "live watch": lambda: watch_page([], revision=1),
 }
-PROGRAMS = {"chat": 1, "explorer": 1, "report": 2, "live report": 3, "live watch": 1}
+PROGRAMS = {"chat": 1, "conversion": 2, "explorer": 1, "report": 2, "live report": 3, "live watch": 3}
 WRITES_MARKUP = re.compile(
     r"innerHTML\s*\+?=|outerHTML\s*\+?=|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|HTMLUnsafe"
     r"|new Markup\(|\beval\(|new Function|srcdoc|javascript:|\.src\s*="
@@ -53,7 +53,7 @@ def test_a_page_runs_its_own_scripts_only(name: str) -> None:
 
 
 def test_every_template_of_a_page_has_the_policy() -> None:
-    """A file that is no piece of a page extends the frame, or is the frame, or the picture of runs."""
+    """A file that is no piece of a page extends the frame, or is the frame."""
     pages = set()
     for file in (FOLDER / "templates").glob("*.html"):
         text = file.read_text(encoding="utf-8")

@@ -12,7 +12,6 @@ from plotly.offline import get_plotlyjs
 
 from heddle.errors import MachineError
 from heddle.lab.pages import render as render_module
-from heddle.lab.pages import report as report_module
 from heddle.lab.pages.render import DASH_ARRAYS, MARKER_SHAPES, DesignStyle, design_styles, static
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import plain_figures, plain_report
@@ -31,7 +30,7 @@ ATTACK = '<script>alert("1")</script>'
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves plotly's five megabytes out where a test is not about them."""
-    monkeypatch.setattr(report_module, "plotly_script", lambda: "/* plotly */")
+    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
 
 
 def test_the_page_holds_plotly_once_and_loads_nothing() -> None:

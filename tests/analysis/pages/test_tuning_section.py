@@ -9,7 +9,7 @@ import plotly.graph_objects
 import pytest
 
 from heddle.lab.compare.tuning import needs_shared_run
-from heddle.lab.pages import report as report_module
+from heddle.lab.pages import render as render_module
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import plain_figures, plain_report, plain_tuning
 from tests.analysis.comparison.tunings import make_tuning, with_tuning
@@ -27,7 +27,7 @@ NAMES = [*reports.TINY]
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves plotly's five megabytes out where a test is not about them."""
-    monkeypatch.setattr(report_module, "plotly_script", lambda: "/* plotly */")
+    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
 
 
 def test_a_shared_value_that_answers_otherwise() -> None:

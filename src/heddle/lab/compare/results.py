@@ -57,8 +57,10 @@ def finite(value: T) -> T:
         result = dataclasses.replace(value, **{name: finite(item) for name, item in values.items()})
     elif isinstance(value, Mapping):
         result = {key: finite(item) for key, item in value.items()}
-    elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        result = type(value)(finite(item) for item in value)
+    elif type(value) is list:
+        result = [finite(item) for item in value]
+    elif type(value) is tuple:
+        result = tuple(finite(item) for item in value)
     return result  # type: ignore[no-any-return]
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,8 @@ class ReportWriter:
         report = comparison_report(self.comparison, self.results)
         write_report(report, self.comparison.out)
         if self.live is not None:
-            self.live.publish(
-                lambda revision: report_page(report, revision), lambda: report_json(report), plain(report.progress)
-            )
+            page = partial(report_page, report)
+            self.live.publish(page, lambda: report_json(report), plain(report.progress))
         self.written_at = time.monotonic()
         self.seconds = self.written_at - started
         return report

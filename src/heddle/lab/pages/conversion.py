@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +50,9 @@ from heddle.lab.conversion.results import (
     state_per_token,
     state_share,
 )
-from heddle.lab.pages.figures.base import byte_axis
-from heddle.lab.pages.figures.svg import (
-    Chart,
-    Scale,
-    Series,
-    Value,
-    line_chart,
-    linear_ticks,
-    scaled_lines,
-    symlog_ticks,
-    value_range,
-)
-from heddle.lab.pages.render import COLOR_COUNT, DASHES, MARKERS, DesignStyle, render
+from heddle.lab.pages.figures.base import Figure, axis, byte_axis, context_axis
+from heddle.lab.pages.figures.lines import Series, Value, line_figure, log_range, named_axis, value_range
+from heddle.lab.pages.render import COLOR_COUNT, DASHES, MARKERS, DesignStyle, render_figures
 from heddle.lab.pages.report import INTERVAL_MARGIN, Bar, DifferenceCell, Interval
 from heddle.lab.pages.sections import HeatCell, HeatMap
 from heddle.storage.file_io import write_file
@@ -327,10 +317,11 @@ def _rate_with_range(series: SpeedRows, context: int) -> str:
 
 
 MAX_LINES = 7  # more lines are told by the table alone
+TICK_DISTANCE = 0.09  # of the axis
 LINEAR_LIMIT = 8  # an added loss of more than so many times the tolerance is drawn on a stretched scale
 
 
-def sweep_chart(results: ConversionResults) -> Chart | None:
+def sweep_figure(results: ConversionResults) -> Figure | None:
     """Added loss over state bytes a token, a line for each method and stage; None below two sizes of the state."""
     conversions = [model for model in results.converted_models if model.stage == CONVERTED]
     if len({state_per_token(results, model) for model in conversions} - {None}) < 2:
@@ -347,32 +338,52 @@ def sweep_chart(results: ConversionResults) -> Chart | None:
     return _sweep_axes(results, [each for each in series if each.values], tolerance)
 
 
-def _sweep_axes(results: ConversionResults, series: Sequence[Series], tolerance: float) -> Chart:
+def _sweep_axes(results: ConversionResults, series: Sequence[Series], tolerance: float) -> Figure:
     low, high = value_range(series, (0.0, 1.5 * tolerance))
-    y_scale = Scale(low, high)
-    if is_stretched := high > LINEAR_LIMIT * tolerance:
+    y_axis = axis("bits per byte added") | {"range": [low, high], "tickformat": "+~g"}
+    dotted = [(0.0, "the original’s loss"), (tolerance, f"+{100 * TOLERANCE:g} %")]
+    if high > LINEAR_LIMIT * tolerance:
         lowest = min(value.y if value.low is None else value.low for each in series for value in each.values)
-        y_scale = Scale(1.5 * min(lowest, -0.3 * tolerance), high, lambda value: math.asinh(value / tolerance))
-    axis = byte_axis("", [value.x for each in series for value in each.values])
-    x_scale = Scale(10 ** axis["range"][0], 10 ** axis["range"][1], math.log10)
+        series, dotted = _stretched(series, tolerance), [(_stretch(y, tolerance), text) for y, text in dotted]
+        y_axis = stretched_axis(1.5 * min(lowest, -0.3 * tolerance), high, tolerance)
     context = state_context(results)
     at_context = "" if context is None else f" (of {format_context(context)} tokens)"
-    return Chart(
-        label="Added bits per byte over state bytes a token",
-        x_title=f"state bytes a token{at_context}",
-        y_title="bits per byte added" + (", stretched around 0" if is_stretched else ""),
-        x_ticks=[(x_scale.percent(v), text) for v, text in zip(axis["tickvals"], axis["ticktext"], strict=True)],
-        y_ticks=symlog_ticks(y_scale) if is_stretched else linear_ticks(y_scale, _signed),
-        lines=scaled_lines(series, x_scale, y_scale),
-        dotted=[
-            (100 - y_scale.percent(0.0), "the original’s loss"),
-            (100 - y_scale.percent(tolerance), f"+{100 * TOLERANCE:g} %"),
-        ],
-    )
+    sizes = [value.x for each in series for value in each.values]
+    return line_figure(series, byte_axis(f"state bytes a token{at_context}", sizes), y_axis, dotted)
 
 
-def _signed(value: float) -> str:
-    return f"{value:g}".replace("-", "−")
+def _stretch(value: float, limit: float) -> float:
+    """Linear up to about a limit, and logarithmic beyond it."""
+    return math.asinh(value / limit)
+
+
+def _stretched(series: Sequence[Series], limit: float) -> list[Series]:
+    def moved(value: float | None) -> float | None:
+        return None if value is None else _stretch(value, limit)
+
+    return [
+        replace(
+            each,
+            values=[
+                replace(value, y=_stretch(value.y, limit), low=moved(value.low), high=moved(value.high))
+                for value in each.values
+            ],
+        )
+        for each in series
+    ]
+
+
+def stretched_axis(low: float, high: float, limit: float) -> dict[str, Any]:
+    """An axis that is stretched around 0, with ticks at 0 and at 1, 2, 5 times powers of ten, none too close."""
+    start, end = _stretch(low, limit), _stretch(high, limit)
+    sizes = [factor * 10.0**power for power in range(-6, 4) for factor in (1, 2, 5)]
+    ticks: dict[float, str] = {}
+    for value in [0.0, *sorted([*sizes, *(-size for size in sizes)], key=lambda size: -abs(size))]:
+        place = _stretch(value, limit)
+        if low <= value <= high and all(abs(place - other) >= TICK_DISTANCE * (end - start) for other in ticks):
+            ticks[place] = f"{value:g}".replace("-", "−")
+    numbers = {"range": [start, end], "tickvals": list(ticks), "ticktext": list(ticks.values())}
+    return axis("bits per byte added, stretched at 0") | numbers
 
 
 def _sweep_line(results: ConversionResults, name: str, models: Sequence[ModelResult], style: DesignStyle) -> Series:
@@ -388,7 +399,7 @@ def _sweep_line(results: ConversionResults, name: str, models: Sequence[ModelRes
     return Series(name, style, values, has_line=len(values) > 1, filled=models[0].stage != CONVERTED)
 
 
-def position_chart(results: ConversionResults) -> Chart | None:
+def position_figure(results: ConversionResults) -> Figure | None:
     """Bits per byte over the position; a bar is the interval of the difference to the original."""
     ranges = results.text.positions
     if len(results.models) > MAX_LINES:
@@ -407,13 +418,10 @@ def position_chart(results: ConversionResults) -> Chart | None:
         return rows
 
     labels = [f"{first}–{end - 1}" for first, end in ranges]
-    ticks = [(100 * (index + 0.5) / len(ranges), label) for index, label in enumerate(labels)]
-    return _model_chart(
-        results, values, Scale(0, len(ranges)), ticks, ("position of the token in its document", "bits per byte")
-    )
+    return _model_figure(results, values, named_axis("position of the token in its document", labels), "bits per byte")
 
 
-def layer_chart(results: ConversionResults) -> Chart | None:
+def layer_figure(results: ConversionResults) -> Figure | None:
     """The relative error of each mixer's output, and fainter that of the stream after each layer."""
     compared = [model for model in results.converted_models if model.layer_errors]
     if not compared or len(compared) > MAX_LINES:
@@ -430,20 +438,13 @@ def layer_chart(results: ConversionResults) -> Chart | None:
             name = model.name if title == "mixer" else ""
             series.append(Series(name, styles[model.name], values, filled=title == "mixer"))
     depth = max(len(model.layer_errors) for model in compared)
-    x_scale, y_scale = Scale(-0.5, depth - 0.5), Scale(0.0, value_range(series, (0.0,))[1])
-    step = -(-depth // 8)
-    return Chart(
-        label="Relative error by layer",
-        x_title="layer",
-        y_title="relative error",
-        x_ticks=[(x_scale.percent(layer), str(layer)) for layer in range(0, depth, step)],
-        y_ticks=linear_ticks(y_scale, lambda value: format_percent(value) if value else "0"),
-        lines=scaled_lines(series, x_scale, y_scale),
-        dotted=[],
-    )
+    layers = list(range(0, depth, -(-depth // 8)))
+    x_axis = axis("layer") | {"range": [-0.5, depth - 0.5], "tickvals": layers, "showgrid": False}
+    y_axis = axis("relative error") | {"range": [0.0, value_range(series, (0.0,))[1]], "tickformat": ".1~%"}
+    return line_figure(series, x_axis, y_axis)
 
 
-def decode_chart(results: ConversionResults) -> Chart | None:
+def decode_figure(results: ConversionResults) -> Figure | None:
     """Decoded tokens per second over the context; a bar is the range of the measurements. One line a design."""
     designs = {model.design_key: model for model in reversed(results.models)}
     shown = [model for model in results.models if designs[model.design_key] is model]
@@ -457,30 +458,27 @@ def decode_chart(results: ConversionResults) -> Chart | None:
             for context, speed, low, high in speeds_of(results, model, "decode")
         ]
 
-    x_scale = Scale(contexts[0] / 1.3, contexts[-1] * 1.3, math.log)
-    ticks = [(x_scale.percent(context), format_context(context)) for context in contexts]
-    return _model_chart(results, values, x_scale, ticks, ("context, tokens", "decoded tokens per second"), shown, 0.0)
+    x_axis = context_axis(contexts) | {"range": log_range(contexts[0] / 1.3, contexts[-1] * 1.3)}
+    return _model_figure(results, values, x_axis, "decoded tokens per second", shown, 0.0)
 
 
-def _model_chart(
+def _model_figure(
     results: ConversionResults,
     values: Callable[[ModelResult], list[Value]],
-    x_scale: Scale,
-    x_ticks: list[tuple[float, str]],
-    titles: tuple[str, str],
+    x_axis: dict[str, Any],
+    y_title: str,
     models: Sequence[ModelResult] | None = None,
     lowest: float | None = None,
-) -> Chart:
-    """A chart with a line for each model. lowest: where the axis begins; None: a little below the values."""
+) -> Figure:
+    """A figure with a line for each model. lowest: where the axis begins; None: a little below the values."""
     styles = model_styles(results)
     series = [
         Series(model.name, styles[model.name], values(model), filled=model.stage != CONVERTED)
         for model in models or results.models
     ]
     low, high = value_range(series)
-    y_scale = Scale(low if lowest is None else lowest, high)
-    y_text = None if lowest is None else format_number
-    return line_chart(series, x_scale, x_ticks, titles, y_scale=y_scale, y_text=y_text)
+    y_axis = axis(y_title) | {"range": [low if lowest is None else lowest, high]}
+    return line_figure(series, x_axis, y_axis | ({} if lowest is None else {"tickformat": "~s"}))
 
 
 PAGE_FILE = "convert.html"
@@ -495,7 +493,7 @@ def write_conversion_page(results: ConversionResults, folder: Path) -> Path:
 
 def conversion_page(results: ConversionResults) -> str:
     """The page as one HTML document; the same results give the same bytes."""
-    return render("conversion.html", **page_context(results))
+    return render_figures("conversion.html", **page_context(results))
 
 
 def page_context(results: ConversionResults) -> dict[str, Any]:
@@ -503,6 +501,12 @@ def page_context(results: ConversionResults) -> dict[str, Any]:
     conversions = [model for model in results.models if model.stage == CONVERTED]
     has_recall = bool(results.original.needles)
     return {
+        "figures": {
+            "sweep": sweep_figure(results),
+            "positions": position_figure(results),
+            "layers": layer_figure(results),
+            "decode": decode_figure(results),
+        },
         "results": results,
         "text": results.text,
         "title": f"heddle convert: {results.source or results.original.name}",
@@ -511,15 +515,11 @@ def page_context(results: ConversionResults) -> dict[str, Any]:
         "tolerance": f"{100 * TOLERANCE:g} %",
         "conversion_count": len(conversions),
         "summary": summary_rows(results),
-        "sweep": sweep_chart(results),
         "sweep_table": sweep_table(results),
-        "positions": position_chart(results),
         "position_table": position_table(results),
-        "layers": layer_chart(results),
         "layer_tables": layer_tables(results),
         "copying": copying_table(results) if has_recall else None,
         "needles": needle_table(results) if has_recall else None,
-        "decode": decode_chart(results),
         "costs": cost_tables(results),
         "speeds": speed_tables(results),
     }

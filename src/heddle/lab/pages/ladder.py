@@ -1,4 +1,4 @@
-"""Write a ladder's page, ladder.html: one file that needs no network and no script."""
+"""Write a ladder's page, ladder.html: one file that needs no network."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,8 +9,9 @@ from heddle.lab.compare.tables import format_bits, format_number
 from heddle.lab.ladder import report as tables
 from heddle.lab.ladder.report import format_power, ratios_text
 from heddle.lab.ladder.results import CurvePoint, LadderDesign, LadderReport, SizeResult
-from heddle.lab.pages.figures.svg import Chart, Scale, Series, Value, linear_ticks, scaled_lines, value_range
-from heddle.lab.pages.render import design_styles, render
+from heddle.lab.pages.figures.base import Figure, axis
+from heddle.lab.pages.figures.lines import Series, Value, line_figure, log_range, value_range
+from heddle.lab.pages.render import design_styles, render_figures
 from heddle.storage.file_io import write_file
 
 # The figures of a ladder: loss over size and over training FLOPs, both axes logarithmic, with curves and intervals.
@@ -21,27 +22,27 @@ MAX_TICKS = 6
 MAX_CURVES = 8  # more bands than that hide each other
 
 
-def size_chart(report: LadderReport) -> Chart:
+def size_figure(report: LadderReport) -> Figure:
     """Loss over parameters; of L(N, D), at the tokens per parameter at which designs are compared."""
     designs = [
         replace(design, rungs=[rung for rung in design.rungs if _is_near(rung, report.tokens_per_parameter)])
         for design in report.designs
     ]
     title = "parameters, all that act on a token"
-    return _ladder_chart(replace(report, designs=designs), lambda point: point.parameters, title, _size_text)
+    return _ladder_figure(replace(report, designs=designs), lambda point: point.parameters, title, _size_text)
 
 
-def cost_chart(report: LadderReport) -> Chart:
+def cost_figure(report: LadderReport) -> Figure:
     """Loss over training FLOPs."""
-    return _ladder_chart(report, lambda point: point.training_flops, "training FLOPs", _power_of_ten)
+    return _ladder_figure(report, lambda point: point.training_flops, "training FLOPs", _power_of_ten)
 
 
 Point = CurvePoint | SizeResult
 
 
-def _ladder_chart(
+def _ladder_figure(
     report: LadderReport, x_of: Callable[[Point], float], x_title: str, x_text: Callable[[float], str]
-) -> Chart:
+) -> Figure:
     """Curves with bands, and the measured points with their intervals."""
     styles = design_styles([design.name for design in report.designs], report.baseline)
     series = []
@@ -56,17 +57,13 @@ def _ladder_chart(
         series.append(Series(name, style, _measured(design, x_of), has_line=not curve))
     series = [each for each in series if each.values]
     xs = [value.x for each in series for value in each.values]
-    x_scale = Scale(min(xs, default=1.0) / SIZE_MARGIN, max(xs, default=10.0) * SIZE_MARGIN, math.log10)
-    y_scale = Scale(*_loss_range(series), math.log10)
-    return Chart(
-        label=f"Bits per byte over {x_title}",
-        x_title=f"{x_title}, logarithmic",
-        y_title="bits per byte, logarithmic",
-        x_ticks=[(x_scale.percent(tick), x_text(tick)) for tick in _log_ticks(x_scale)],
-        y_ticks=linear_ticks(y_scale),
-        lines=scaled_lines(series, x_scale, y_scale),
-        dotted=[],
-    )
+    low, high = min(xs, default=1.0) / SIZE_MARGIN, max(xs, default=10.0) * SIZE_MARGIN
+    ticks = _log_ticks(low, high)
+    x_axis = axis(f"{x_title}, logarithmic") | {
+        "type": "log", "range": log_range(low, high), "tickvals": ticks, "ticktext": list(map(x_text, ticks)),
+    }  # fmt: skip
+    y_axis = axis("bits per byte, logarithmic") | {"type": "log", "range": log_range(*_loss_range(series))}
+    return line_figure(series, x_axis, y_axis | {"tickformat": ".3~g", "nticks": 6})
 
 
 def _is_near(rung: SizeResult, ratio: float) -> bool:
@@ -90,12 +87,12 @@ def _loss_range(series: Sequence[Series]) -> tuple[float, float]:
     return max(low, 1e-3), high
 
 
-def _log_ticks(scale: Scale) -> list[float]:
-    """Numbers 1, 2 and 5 times powers of ten within the scale, or powers of ten alone where those are enough."""
-    first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Numbers 1, 2 and 5 times powers of ten between two, or powers of ten alone where those are enough."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for steps in ((1, 2, 5), (1,)):
         ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-        ticks = [tick for tick in ticks if scale.low <= tick <= scale.high]
+        ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) <= MAX_TICKS:
             return ticks
     return ticks[:: -(-len(ticks) // MAX_TICKS)]
@@ -123,14 +120,15 @@ def write_ladder_page(report: LadderReport, folder: Path) -> Path:
 def ladder_page(report: LadderReport) -> str:
     """The page as one HTML document; the same report gives the same bytes."""
     fit = report.fit
-    return render(
+    is_measured = any(_is_measured(each) for each in report.designs)
+    return render_figures(
         "ladder.html",
+        {"size": size_figure(report), "cost": cost_figure(report)} if is_measured else {},
         report=report,
         title=f"heddle ladder: {', '.join(design.name for design in report.designs)}",
         styles=design_styles([design.name for design in report.designs], report.baseline),
         ratios=ratios_text(report),
         run_count=sum(rung.seeds for design in report.designs for rung in design.rungs),
-        charts=[size_chart(report), cost_chart(report)] if any(_is_measured(each) for each in report.designs) else [],
         rungs=[(design.name, tables.rung_table(design)) for design in report.designs],
         predictions=tables.prediction_table(report) if report.predictions else None,
         best_sizes=tables.best_size_table(report) if report.best_sizes else None,

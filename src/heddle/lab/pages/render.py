@@ -3,7 +3,7 @@
 import json
 import math
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -34,6 +34,24 @@ def render(template: str, **context: Any) -> str:
     A page extends base.html, whose policy lets it run the scripts of its block `scripts` and nothing else.
     """
     return environment().get_template(template).render(**context)
+
+
+def render_figures(template: str, figures: Mapping[str, Any], scripts: bool = True, **context: Any) -> str:
+    """The text of a page with figures, which `figures.js` draws where the template has `plot(name, …)`.
+
+    figures: plotly's specifications by name; None where nothing was measured. scripts: False leaves plotly's 5 MB out,
+    for a page that has it and takes over the content of a newer version.
+    """
+    return render(template, figures=figures, plotly=plotly_script() if scripts else "", **context)
+
+
+@cache
+def plotly_script() -> str:
+    """The source of plotly, about 5 MB."""
+    from plotly.offline import get_plotlyjs
+
+    source: str = get_plotlyjs()
+    return source
 
 
 @cache

@@ -29,7 +29,7 @@ from heddle.lab.compare.tables import (
 from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.pages import sections
 from heddle.lab.pages.figures.comparison import effect_figures, length_figure, overview_figures, profile, tuning_figures
-from heddle.lab.pages.render import DesignStyle, render, report_styles
+from heddle.lab.pages.render import DesignStyle, render_figures, report_styles
 from heddle.lab.pages.sections import ability_tables, profile_cards
 from heddle.storage.file_io import write_file
 
@@ -292,20 +292,13 @@ def report_json(report: Report) -> str:
     return json.dumps(plain(finite(report)), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def report_page(report: Report, revision: int | None = None) -> str:
+def report_page(report: Report, revision: int | None = None, scripts: bool = True) -> str:
     """The report as one HTML document.
 
     revision: of a page that `LivePage` serves, and that asks for newer ones; None for a file, which asks for nothing.
+    scripts: as in `render_figures`.
     """
-    return render("report.html", **report_context(finite(report)), plotly=plotly_script(), revision=revision)
-
-
-def plotly_script() -> str:
-    """The source of plotly, about 5 MB."""
-    from plotly.offline import get_plotlyjs
-
-    source: str = get_plotlyjs()
-    return source
+    return render_figures("report.html", scripts=scripts, revision=revision, **report_context(finite(report)))
 
 
 def report_context(report: Report) -> dict[str, Any]:
@@ -333,7 +326,13 @@ def report_context(report: Report) -> dict[str, Any]:
         "experts": sections.expert_cards(sections.router_summaries(report)),
         "designs": sections.design_cards(report),
         "methods": sections.difference_methods(report),
-        "figures": {**figures, **effect_figures(report), **tuning_figures(report), "lengths": length_figure(report)},
+        "figures": {
+            **figures,
+            **effect_figures(report),
+            **tuning_figures(report),
+            "lengths": length_figure(report),
+            **sections.profile_figures(report),
+        },
     }
 
 

@@ -12,6 +12,7 @@ from heddle.lab.compare.results import (
     Interaction,
     InteractionCell,
     LengthChange,
+    ProfileGroups,
     Report,
     TextRecallFacts,
 )
@@ -46,8 +47,7 @@ from heddle.lab.compare.tables import (
 )
 from heddle.lab.compare.verdict import compare_with_baseline, describe_state_growth
 from heddle.lab.pages.figures.base import Figure
-from heddle.lab.pages.figures.comparison import mean_curve, profile_chart
-from heddle.lab.pages.figures.svg import Chart
+from heddle.lab.pages.figures.comparison import mean_curve, profile_figure
 from heddle.training.step import average_router_summaries
 
 MAX_CURVE_COLUMNS = 8
@@ -297,11 +297,12 @@ class AbilityTables:
 
 @dataclass(frozen=True)
 class ProfileCard:
-    """A figure of where the loss lies, and its numbers."""
+    """Where the loss lies. figure: its name; is_drawn: whether there is one."""
 
     title: str
     note: str
-    chart: Chart | None
+    figure: str
+    is_drawn: bool
     map: HeatMap
     groups: TextTable | None = None
 
@@ -356,13 +357,30 @@ def _more_or_less(change: Difference) -> str:
     return word.replace("better", "copies more").replace("worse", "copies less")
 
 
+def profile_labels(groups: ProfileGroups) -> tuple[list[str], list[str]]:
+    """The names of the groups by position and by frequency."""
+    positions = [f"{first}–{end - 1}" for first, end in groups.positions]
+    return positions, [str(index + 1) for index in range(len(groups.frequencies))]
+
+
+def profile_figures(report: Report) -> dict[str, Figure | None]:
+    """The figures of loss by position and by token frequency, by name."""
+    if report.loss_profile is None:
+        return {}
+    positions, frequencies = profile_labels(report.loss_profile)
+    ranks = "group of tokens, from frequent to rare"
+    return {
+        "profile-positions": profile_figure(report, "positions", positions, "position in the document"),
+        "profile-frequencies": profile_figure(report, "frequencies", frequencies, ranks),
+    }
+
+
 def profile_cards(report: Report) -> list[ProfileCard]:
     """Loss by position and by token frequency; empty where nothing was measured."""
     groups = report.loss_profile
     if not groups or not any(design.profile("positions") for design in report.designs):
         return []
-    ranges = [f"{first}–{end - 1}" for first, end in groups.positions]
-    frequencies = [str(index + 1) for index in range(len(groups.frequencies))]
+    figures, (ranges, frequencies) = profile_figures(report), profile_labels(groups)
     rows = [
         [
             number,
@@ -377,14 +395,16 @@ def profile_cards(report: Report) -> list[ProfileCard]:
             "Loss by position",
             "The position of a token in its document, within a window. A design that uses what it has read gains with "
             "the position.",
-            profile_chart(report, "positions", ranges, "position in the document"),
+            "profile-positions",
+            figures["profile-positions"] is not None,
             profile_map(report, "positions", ranges),
         ),
         ProfileCard(
             "Loss by frequency of the token",
             "Tokens are sorted by their count in the training text, the most frequent first, and cut into groups that "
             "each make up about a tenth of it.",
-            profile_chart(report, "frequencies", frequencies, "group of tokens, from frequent to rare"),
+            "profile-frequencies",
+            figures["profile-frequencies"] is not None,
             profile_map(report, "frequencies", frequencies),
             TextTable(["group", "share of the text", "tokens", "the most frequent"], rows, "Groups of tokens"),
         ),

@@ -48,7 +48,7 @@ from heddle.lab.pages.figures.base import (
     plotly_text,
     range_bar,
 )
-from heddle.lab.pages.figures.svg import Chart, Scale, Series, Value, line_chart
+from heddle.lab.pages.figures.lines import Series, Value, line_figure, named_axis
 from heddle.lab.pages.render import report_styles
 
 MAX_LABELED_DESIGNS = 8
@@ -387,7 +387,7 @@ def _cross(line: Figure, missing: LengthChange) -> Figure:
 MAX_LINES = 8  # more lines are told by the table alone
 
 
-def profile_chart(report: Report, name: str, labels: Sequence[str], x_title: str) -> Chart | None:
+def profile_figure(report: Report, name: str, labels: Sequence[str], x_title: str) -> Figure | None:
     """The difference to the baseline in each group, with its interval; with one design its bits per byte.
 
     name: "positions" or "frequencies". None where nothing was measured, or for too many designs.
@@ -400,11 +400,9 @@ def profile_chart(report: Report, name: str, labels: Sequence[str], x_title: str
     series = [line for line in series if line.values]
     if not series or len(series) > MAX_LINES:
         return None
-    x_scale = Scale(0, len(labels))
-    ticks = [(100 * (index + 0.5) / len(labels), label) for index, label in enumerate(labels)]
-    dotted = [(0.0, report.baseline)] if compares else []
     y_title = f"bits per byte, difference to {report.baseline}" if compares else "bits per byte"
-    return line_chart(series, x_scale, ticks, (x_title, y_title), dotted=dotted)
+    dotted = [(0.0, report.baseline)] if compares else []
+    return line_figure(series, named_axis(x_title, labels), axis(plotly_text(y_title)), dotted)
 
 
 def _values(design: Design, name: str, labels: Sequence[str], compares: bool) -> list[Value]:

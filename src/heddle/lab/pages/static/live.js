@@ -6,7 +6,7 @@
   let failures = 0;
 
   const replaceContent = async (revision) => {
-    const answer = await fetch("/", { cache: "no-store" });
+    const answer = await fetch("/content", { cache: "no-store" });
     const next = new DOMParser().parseFromString(await answer.text(), "text/html");
     const opened = [...document.querySelectorAll("details[open][id]")].map((details) => details.id);
     const focused = document.activeElement?.id;

@@ -16,8 +16,9 @@
     if (key.endsWith("color")) return cssColor(value);
     return key === "text" || key === "ticktext" ? value.replaceAll("\n", "<br>") : value;
   };
-  const hoverTemplate = (trace) =>
-    `<b>%{${trace.customdata ? "customdata" : "fullData.name"}}</b><br>%{text}<extra></extra>`;
+  // A text that names its line needs no title: its customdata is blank.
+  const hoverTemplate = (trace) => trace.customdata?.[0] === " " ? "%{text}<extra></extra>"
+    : `<b>%{${trace.customdata ? "customdata" : "fullData.name"}}</b><br>%{text}<extra></extra>`;
 
   const draw = () => {
     for (const [name, figure] of Object.entries(figures)) {

@@ -1,0 +1,128 @@
+"""Figures of lines: curves with bands, points with intervals, dotted lines across the plot."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heddle.lab.pages.figures.base import Figure, axis, base_layout, dotted_line, error_bar, plotly_text
+from heddle.lab.pages.render import DesignStyle
+
+BAND, BEHIND = 0.14, 0.4  # opacities
+
+
+@dataclass(frozen=True)
+class Value:
+    """A point with its interval, and the text under the pointer."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one line of a figure.
+
+    name: in the legend, "" for a line that is not listed. has_line: whether a line connects the points. filled:
+    whether the markers are. is_curve: whether it has no markers, and a band for its intervals. is_behind: whether it is
+    thin and pale, behind others.
+    """
+
+    name: str
+    style: DesignStyle
+    values: Sequence[Value]
+    has_line: bool = True
+    filled: bool = True
+    is_curve: bool = False
+    is_behind: bool = False
+
+
+def line_figure(
+    series: Iterable[Series], x_axis: dict[str, Any], y_axis: dict[str, Any], dotted: Sequence[tuple[float, str]] = ()
+) -> Figure:
+    """A figure of lines. dotted: (value of y, text) of lines across the plot."""
+    shown = [each for each in series if each.values]
+    data = [trace for each in shown if each.is_curve for trace in _band(each)] + [_trace(each) for each in shown]
+    layout = base_layout(x_axis, y_axis)
+    layout["shapes"] = [dotted_line(value, color="soft") for value, _ in dotted]
+    layout["annotations"] = [_rule_text(value, text, index == 0) for index, (value, text) in enumerate(dotted)]
+    if any(each.name for each in shown):
+        layout["showlegend"] = True
+        layout["legend"] = {"orientation": "h", "y": -0.22, "yanchor": "top", "font": {"color": "ink", "size": 12}}
+    return {"data": data, "layout": layout}
+
+
+def _trace(series: Series) -> Figure:
+    style, values = series.style, [value for value in series.values if math.isfinite(value.y)]
+    has_markers = not series.is_curve and not series.is_behind
+    trace: Figure = {
+        "type": "scatter",
+        "mode": "+".join(["lines"] * series.has_line + ["markers"] * has_markers) or "lines",
+        "x": [value.x for value in values],
+        "y": [value.y for value in values],
+        "name": plotly_text(series.name),
+        "showlegend": bool(series.name),
+        "line": {"color": style.color, "dash": style.dash, "width": 1 if series.is_behind else 2.25},
+        "marker": {"color": style.color, "symbol": style.marker + ("" if series.filled else "-open"), "size": 8},
+    }
+    if any(value.title for value in values):
+        trace["text"] = trace["hovertext"] = [plotly_text(value.title) for value in values]
+        trace["customdata"] = [" "] * len(values)  # the text names the line already
+    else:
+        trace["hoverinfo"] = "skip"
+    if series.is_behind:
+        trace |= {"opacity": BEHIND, "hoverinfo": "skip"}
+    elif not series.is_curve and any(value.high is not None for value in values):
+        above = [0.0 if value.high is None else max(0.0, value.high - value.y) for value in values]
+        below = [0.0 if value.low is None else max(0.0, value.y - value.low) for value in values]
+        trace["error_y"] = error_bar(above, style.color, 4, 1.5) | {"symmetric": False, "arrayminus": below}
+    return trace
+
+
+def _band(series: Series) -> list[Figure]:
+    """The area between the ends of a curve's intervals; none without them."""
+    ends = [(value.x, value.low, value.high) for value in series.values if value.low is not None]
+    if not ends:
+        return []
+    corners = [(x, low) for x, low, _ in ends] + [(x, high) for x, _, high in reversed(ends)]
+    return [
+        {
+            "type": "scatter",
+            "mode": "none",
+            "fill": "toself",
+            "fillcolor": series.style.color,
+            "opacity": BAND,
+            "x": [x for x, _ in corners],
+            "y": [y for _, y in corners],
+            "showlegend": False,
+            "hoverinfo": "skip",
+        }
+    ]
+
+
+def _rule_text(value: float, text: str, is_below: bool) -> dict[str, Any]:
+    place = {"xref": "paper", "x": 1, "xanchor": "right", "y": value, "yanchor": "top" if is_below else "bottom"}
+    return place | {"text": plotly_text(text), "showarrow": False, "font": {"color": "soft", "size": 12}}
+
+
+def value_range(series: Iterable[Series], include: Iterable[float] = (), margin: float = 0.06) -> tuple[float, float]:
+    """The lowest and the highest value with its interval, with a margin on both sides."""
+    ends = [end for each in series for value in each.values for end in (value.y, value.low, value.high)]
+    finite = [*include, *(end for end in ends if end is not None and math.isfinite(end))]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    room = margin * (high - low) or 0.05 * abs(high) or 1.0
+    return low - room, high + room
+
+
+def named_axis(title: str, labels: Sequence[str]) -> dict[str, Any]:
+    """An axis with a label at 0.5, 1.5, …"""
+    places = [index + 0.5 for index in range(len(labels))]
+    return axis(title) | {"range": [0, len(labels)], "tickvals": places, "ticktext": list(labels), "showgrid": False}
+
+
+def log_range(low: float, high: float) -> list[float]:
+    """The range of a logarithmic axis."""
+    return [math.log10(low), math.log10(high)]
