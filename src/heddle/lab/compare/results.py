@@ -57,10 +57,10 @@ def finite(value: T) -> T:
         result = dataclasses.replace(value, **{name: finite(item) for name, item in values.items()})
     elif isinstance(value, Mapping):
         result = {key: finite(item) for key, item in value.items()}
-    elif type(value) is list:
-        result = [finite(item) for item in value]
-    elif type(value) is tuple:
-        result = tuple(finite(item) for item in value)
+    elif type(result) is list:
+        result = [finite(item) for item in result]
+    elif type(result) is tuple:
+        result = tuple(map(finite, result))
     return result  # type: ignore[no-any-return]
 
 
