@@ -57,7 +57,7 @@ def test_a_watched_run_is_followed(browser: Browser, tmp_path: Path) -> None:
         log.close()
         browser.wait_for(f"{cells}[1].startsWith('1 of 40')")
         assert browser.run("document.activeElement.id") == "runs"
-        assert browser.run("document.querySelectorAll('polyline').length") >= 1
+        assert browser.run("document.querySelectorAll('.plot .trace').length") >= 1
         assert browser.errors == []
         process.send_signal(signal.SIGINT)
         process.wait(60)
