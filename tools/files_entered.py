@@ -128,7 +128,7 @@ def decode_files() -> list[str]:
 
 def outside_layers(files: list[str]) -> list[str]:
     """The files that are not the layers' own code."""
-    return [file for file in files if not file.startswith(("parts/", "numerics/", "torch_private"))]
+    return [file for file in files if not file.startswith(("parts/", "numerics/"))]
 
 
 def segment_id_files() -> tuple[list[str], list[str]]:
