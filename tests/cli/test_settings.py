@@ -1,9 +1,13 @@
 """Settings of verbs: what is written is read again, from the command line, a file and Python; all verbs hold to it."""
 
+import ast
+import dataclasses
+import inspect
 import json
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ import heddle
 from heddle.cli.command import VerbCommand
 from heddle.cli.main import COMMANDS, app, run_command
 from heddle.errors import ConfigError
-from heddle.settings import Argument, Setting, VerbSettings, settings_of
+from heddle.serving.limits import ServerLimits
+from heddle.settings import Argument, SessionSettings, Setting, VerbSettings, settings_of
 from heddle.training.settings import TrainSettings
 from tests import small
 
@@ -132,3 +137,48 @@ def test_a_run_of_settings_names_a_command_that_continues_it(tmp_path: Path) -> 
     assert words == ["heddle", "train", "--config", str(tmp_path / "a run")]
     assert heddle.train(config=words[-1]).report == report
     assert run_command(words[1:]) == 0
+
+
+PACKAGE = Path(heddle.__file__).parent
+READERS = ("settings", "self", "limits")  # what settings are called where they are read
+
+
+def read_fields(cls: type[VerbSettings]) -> set[str]:
+    """The fields of a verb's settings that some file reads, or hands on to a parameter of that name."""
+    found = set[str]()
+    for file in PACKAGE.rglob("*.py"):
+        source = file.read_text(encoding="utf-8")
+        if cls.__name__ not in source and not (issubclass(cls, ServerLimits) and "limits." in source):
+            continue
+        tree = ast.parse(source)
+        origins = {
+            alias.asname or alias.name: (node.module, alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in READERS:
+                found.add(node.attr)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "shared":
+                target = node.args[1]
+                assert isinstance(target, ast.Name)
+                module, name = origins.get(target.id, (module_name(file), target.id))
+                found |= set(inspect.signature(getattr(import_module(module), name)).parameters)
+    return found
+
+
+def module_name(file: Path) -> str:
+    return ".".join(("heddle", *file.relative_to(PACKAGE).with_suffix("").parts))
+
+
+SESSION = {field.name for field in dataclasses.fields(SessionSettings)}  # what `open_session` reads
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_every_option_of_a_verb_is_read(verb: str) -> None:
+    """One that a function takes by its name would be lost silently if the parameter were renamed."""
+    command = app.get_command(click.Context(app), verb)
+    assert isinstance(command, VerbCommand)
+    cls = command.settings
+    assert {field.name for field in dataclasses.fields(cls)} - SESSION - read_fields(cls) == set()
