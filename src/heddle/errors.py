@@ -57,6 +57,18 @@ class OtherRankFailed(HeddleError):
         self.exit_code = exit_code
 
 
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout
+
+
+def pip_install(extra: str, root: Path = ROOT) -> str:
+    """The command that installs an extra of heddle.
+
+    root: where a checkout has its pyproject.toml. Outside of a checkout, the package has a name.
+    """
+    is_checkout = (root / "pyproject.toml").is_file() and (root / "src" / "heddle").is_dir()
+    return f"pip install -e '{root}[{extra}]'" if is_checkout else f"pip install 'heddle-lm[{extra}]'"
+
+
 def choices_hint(value: str, choices: Iterable[str], prefix: str = "") -> str:
     """End a message about an unknown name: `did you mean 'heads'? choices: depth, heads`.
 

@@ -318,7 +318,7 @@ def test_the_command_that_a_sentence_prints_works(
 def test_every_extra_that_a_sentence_names_can_be_installed() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
-    named = {extra for source in sources for extra in re.findall(r"heddle-lm\[(\w+)\]", source)}
+    named = {extra for source in sources for extra in re.findall(r"""pip_install\(["'](\w+)["']\)""", source)}
     assert len(named) > 4
     assert named <= set(extras)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from heddle.cli.main import run_command
+from heddle.errors import pip_install
 from heddle.model import copies
 from heddle.model.copies import should_compile
 from heddle.storage.model import load
@@ -80,7 +81,7 @@ def test_what_has_no_deterministic_form_is_refused(
     [
         (["--tf32"], "tf32:"),
         (["--fp8"], "fp8: what is not multiplied in float8 is in bfloat16; set precision bf16 or bf16-params"),
-        (["--fp8", "--precision", "bf16"], "fp8: needs torchao; install heddle-lm[gpu], or leave fp8 out"),
+        (["--fp8", "--precision", "bf16"], f"fp8: needs torchao; {pip_install('gpu')}, or leave fp8 out"),
         (["--stochastic-rounding"], "stochastic_rounding:"),
         (["--device", "cuda:7"], "device cuda:7:"),
         (["--precision", "fp16"], "precision fp16:"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from heddle.cli.main import run_command
+from heddle.errors import pip_install
 from heddle.numerics import dispatch
 from heddle.storage.model import save
 from tests.serving.running import small_model
@@ -50,7 +51,7 @@ def test_a_missing_library_is_named(
 ) -> None:
     monkeypatch.setattr(dispatch, "optional_module", lambda name: None)
     assert run_command(["serve", str(folder)]) == 2
-    assert "pip install 'heddle-lm[serve]'" in capsys.readouterr().err
+    assert pip_install("serve") in capsys.readouterr().err
 
 
 def test_sigterm_lets_a_running_request_end_and_exits_with_0(folder: Path) -> None:

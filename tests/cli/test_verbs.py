@@ -13,6 +13,7 @@ import pytest
 
 from heddle import __version__
 from heddle.cli.main import COMMANDS, SUBCOMMANDS, VERBS, run_command
+from heddle.errors import pip_install
 from heddle.generation.generate import generate
 from heddle.model.copies import quantize_weights
 from heddle.model.load_config import load_config
@@ -351,3 +352,10 @@ def test_training_from_a_run(workspace: Path, tmp_path: Path, capsys: pytest.Cap
     assert run_file["design"]["residual"]["dropout"] == 0.1
     assert load(tmp_path / "l")[0].config.residual != load(workspace / "run")[0].config.residual
     call(capsys, "generate", tmp_path / "l", "--max-new-tokens", "2", "--device", "cpu")
+
+
+def test_an_extra_is_installed_from_where_heddle_lies(tmp_path: Path) -> None:
+    assert pip_install("hf", tmp_path) == "pip install 'heddle-lm[hf]'"
+    (tmp_path / "src" / "heddle").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    assert pip_install("hf", tmp_path) == f"pip install -e '{tmp_path}[hf]'"

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from heddle.data import documents
 from heddle.data.documents import UnreadableError, read_documents, text_suffix
 from heddle.data.sources import ContentCounts, ScannedSource, parse_source
-from heddle.errors import DataError
+from heddle.errors import DataError, pip_install
 from tests import small
 
 
@@ -119,6 +119,6 @@ def test_what_needs_pyarrow_is_said_and_in_a_folder_skipped(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     source: Any = scan(tmp_path)
     assert list(source.read()) == ["another"]
-    assert source.skipped_files[0].reason == "needs pyarrow to be read: pip install 'heddle-lm[data]'"
+    assert source.skipped_files[0].reason == f"needs pyarrow to be read: {pip_install('data')}"
     with pytest.raises(DataError, match=r"a\.txt\.zst.*pyarrow"):
         scan(tmp_path / "a.txt.zst")

@@ -239,5 +239,5 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
     write_lines(tmp_path / "b.jsonl", ["b"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert read(tmp_path / "b.jsonl") == ["b"]
-    with pytest.raises(DataError, match=r"a\.parquet.*pyarrow.*'heddle-lm\[data\]'"):
+    with pytest.raises(DataError, match=r"a\.parquet.*pyarrow.*\[data\]'"):
         read(tmp_path / "a.parquet")

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import CheckpointError, ConfigError, pip_install
 from heddle.progress import print_status, print_text
 from heddle.serving.limits import ServeSettings
 from heddle.session import dtype_of, open_session
@@ -116,4 +116,4 @@ def check_installed() -> None:
 
     for name in ("fastapi", "uvicorn"):
         if optional_module(name) is None:
-            raise ConfigError(f"serve: needs {name}; install it with pip install 'heddle-lm[serve]'")
+            raise ConfigError(f"serve: needs {name}; install it with {pip_install('serve')}")

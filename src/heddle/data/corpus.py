@@ -16,7 +16,7 @@ from heddle.data.cache import DataCache, json_sha256, report_damage
 from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.data.sources import ScannedSource, is_in_validation, parse_source
 from heddle.data.token_file import TokenFile, TokenFileWriter, write_token_file
-from heddle.errors import DataError
+from heddle.errors import DataError, pip_install
 from heddle.tokenization import DEFAULT_VOCAB_SIZE, fast_encoder
 from heddle.tokenization.backend import MAX_RUN_LENGTH
 from heddle.tokenization.tokenizer import MIN_VOCAB_SIZE, Tokenizer
@@ -185,7 +185,7 @@ class CorpusEncoder:
         total_bytes = sum(int(split.size(split_name).bytes * fraction) for split, fraction in samples)
         tokenizer = self._tokenizer
         if tokenizer.is_native and total_bytes >= _HINT_BYTES and not fast_encoder.is_installed():
-            progress.print_status("with gigatoken (pip install 'heddle-lm[data]'), text is encoded many times as fast")
+            progress.print_status(f"with gigatoken ({pip_install('data')}), text is encoded many times as fast")
         with (
             write_token_file(
                 path, vocab_size=tokenizer.vocab_size, eod_id=tokenizer.eod_id, tokenizer_hash=tokenizer.hash

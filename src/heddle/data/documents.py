@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from heddle.errors import describe_path
+from heddle.errors import describe_path, pip_install
 from heddle.progress import printable
 
 # Text files that may be compressed with gzip or zstd: read as a stream, and refused where they grow without bound.
@@ -66,7 +66,7 @@ def import_pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise UnreadableError("needs pyarrow to be read: pip install 'heddle-lm[data]'") from error
+        raise UnreadableError(f"needs pyarrow to be read: {pip_install('data')}") from error
     return pyarrow
 
 

@@ -27,7 +27,7 @@ from heddle.data.documents import (
     read_documents,
     text_suffix,
 )
-from heddle.errors import DataError, HeddleError, describe_path
+from heddle.errors import DataError, HeddleError, describe_path, pip_install
 from heddle.numerics.dispatch import optional_module
 from heddle.progress import printable
 from heddle.storage.file_io import replace_file
@@ -387,7 +387,7 @@ class _Stream:
     def __init__(self, dataset: HubDataset, receipt: _Receipt | None) -> None:
         library = optional_module("datasets")
         if library is None:
-            raise DataError(f"{dataset.display_name} needs datasets to be streamed: pip install 'heddle-lm[hub]'.")
+            raise DataError(f"{dataset.display_name} needs datasets to be streamed: {pip_install('hub')}.")
         from huggingface_hub import HfApi
 
         self._dataset = dataset

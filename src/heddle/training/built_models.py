@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from heddle.distributed.ranks import ONE_PROCESS
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, pip_install
 from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.parts.modules.linear import Linear
@@ -75,7 +75,7 @@ def _converter() -> Callable[..., Any]:
     try:
         convert: Callable[..., Any] = importlib.import_module("torchao.float8").convert_to_float8_training
     except ImportError:
-        raise ConfigError("fp8: needs torchao; install heddle-lm[gpu], or leave fp8 out") from None
+        raise ConfigError(f"fp8: needs torchao; {pip_install('gpu')}, or leave fp8 out") from None
     return convert
 
 

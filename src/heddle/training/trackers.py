@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from heddle.errors import ConfigError, choices_hint
+from heddle.errors import ConfigError, choices_hint, pip_install
 from heddle.progress import print_warning
 from heddle.training.job import TrainingJob
 
@@ -197,7 +197,7 @@ def check_trackers(names: Sequence[str]) -> tuple[str, ...]:
         if name in names[:index]:
             raise ConfigError(f"track {name}: is given twice; leave one out")
         if importlib.util.find_spec(TRACKERS[name].module) is None:
-            raise ConfigError(f"track {name}: its library is not installed; pip install 'heddle-lm[{name}]'")
+            raise ConfigError(f"track {name}: its library is not installed; {pip_install(name)}")
     return tuple(names)
 
 

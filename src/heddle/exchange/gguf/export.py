@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import CheckpointError, ConfigError, pip_install
 from heddle.exchange import design_parts
 from heddle.exchange.export import HFTensors
 from heddle.exchange.family import families
@@ -221,7 +221,7 @@ def check_package() -> None:
         import gguf  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "a GGUF is read and written with the package gguf, which is missing: pip install 'heddle-lm[gguf]'"
+            f"a GGUF is read and written with the package gguf, which is missing: {pip_install('gguf')}"
         ) from None
 
 

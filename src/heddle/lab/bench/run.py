@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from heddle.data.samples import Batch
-from heddle.errors import ConfigError, HeddleError, MachineError
+from heddle.errors import ConfigError, HeddleError, MachineError, pip_install
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.size import size
@@ -446,7 +446,7 @@ def check_peer(peer: str | None, designs: Mapping[str, ModelConfig]) -> None:
     if peer not in PEER_PROCESSES:
         raise ConfigError(f"--peer {peer}: unknown; the choice is transformers")
     if find_spec(peer) is None:
-        raise ConfigError("--peer transformers: is not installed; pip install 'heddle-lm[hf]'")
+        raise ConfigError(f"--peer transformers: is not installed; {pip_install('hf')}")
     from heddle.exchange.family_match import HEDDLE as OWN
     from heddle.exchange.family_match import best_match
 
