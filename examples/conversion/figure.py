@@ -4,7 +4,6 @@ python examples/conversion/figure.py figure.html
 """
 
 import json
-import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 
 from smaller_caches import DESIGNS, HERE, STATE_SHARES
 
-from heddle.lab.pages.figures.svg import Chart, Scale, Series, Value, scaled_lines, symlog_ticks, value_range
-from heddle.lab.pages.render import DesignStyle, environment
+from heddle.lab.pages.conversion import stretch, stretched, stretched_axis
+from heddle.lab.pages.figures.base import Figure, axis
+from heddle.lab.pages.figures.lines import Series, Value, line_figure, log_range, value_range
+from heddle.lab.pages.render import DesignStyle, environment, plotly_script
 
 COUNTS = (8, 4, 2)
 BUDGETS = [f"latent_attention,state_budget={share}%" for share in STATE_SHARES]
@@ -52,20 +53,15 @@ def lines(rows: Iterable[dict[str, Any]], design: str) -> list[Series]:
     return series
 
 
-def chart(rows: Iterable[dict[str, Any]], design: str) -> Chart:
-    """The chart of one design."""
+def chart(rows: Iterable[dict[str, Any]], design: str) -> Figure:
+    """The figure of one design."""
     series = lines(rows, design)
-    y_scale = Scale(-LINEAR / 2, value_range(series)[1], lambda value: math.asinh(value / LINEAR))
-    x_scale = Scale(0.1, 1.1, math.log2)
-    return Chart(
-        label=f"Added bits per byte over the state of {design}",
-        x_title="state, relative to the original’s",
-        y_title="bits per byte added, stretched around 0",
-        x_ticks=[(x_scale.percent(1 / divisor), f"1/{divisor}") for divisor in (2, 4, 8)],
-        y_ticks=symlog_ticks(y_scale),
-        lines=scaled_lines(series, x_scale, y_scale),
-        dotted=[(100 - y_scale.percent(0.0), "the original’s loss")],
-    )
+    shares = {f"1/{divisor}": 1 / divisor for divisor in (8, 4, 2)} | {"all": 1.0}
+    x_axis = axis("state, relative to the original’s") | {"type": "log", "range": log_range(0.1, 1.1)}
+    x_axis |= {"tickvals": list(shares.values()), "ticktext": list(shares), "showgrid": False}
+    y_axis = stretched_axis(-LINEAR / 2, 1.3 * value_range(series)[1], LINEAR)
+    dotted = [(stretch(0.0, LINEAR), "the original’s loss")]
+    return line_figure(stretched(series, LINEAR), x_axis, y_axis, dotted)
 
 
 def main() -> None:
@@ -73,8 +69,9 @@ def main() -> None:
     rows = json.loads((HERE / "results.json").read_text(encoding="utf-8"))
     titles = {"llama16": "Llama’s shape", "qwen16": "Qwen3’s shape: query-key norms"}
     template = environment().from_string((HERE / "figure.html").read_text(encoding="utf-8"))
-    charts = [(titles[design], chart(rows, design)) for design in DESIGNS]
-    Path(sys.argv[1]).write_text(template.render(charts=charts), encoding="utf-8")
+    figures = {design: chart(rows, design) for design in DESIGNS}
+    page = template.render(titles=titles, figures=figures, plotly=plotly_script(), title="Smaller caches")
+    Path(sys.argv[1]).write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write a conversion's page, convert.html: one file that needs no network and no script."""
+"""Write a conversion's page, convert.html: one file that needs no network."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -344,7 +344,7 @@ def _sweep_axes(results: ConversionResults, series: Sequence[Series], tolerance:
     dotted = [(0.0, "the original’s loss"), (tolerance, f"+{100 * TOLERANCE:g} %")]
     if high > LINEAR_LIMIT * tolerance:
         lowest = min(value.y if value.low is None else value.low for each in series for value in each.values)
-        series, dotted = _stretched(series, tolerance), [(_stretch(y, tolerance), text) for y, text in dotted]
+        series, dotted = stretched(series, tolerance), [(stretch(y, tolerance), text) for y, text in dotted]
         y_axis = stretched_axis(1.5 * min(lowest, -0.3 * tolerance), high, tolerance)
     context = state_context(results)
     at_context = "" if context is None else f" (of {format_context(context)} tokens)"
@@ -352,20 +352,22 @@ def _sweep_axes(results: ConversionResults, series: Sequence[Series], tolerance:
     return line_figure(series, byte_axis(f"state bytes a token{at_context}", sizes), y_axis, dotted)
 
 
-def _stretch(value: float, limit: float) -> float:
+def stretch(value: float, limit: float) -> float:
     """Linear up to about a limit, and logarithmic beyond it."""
     return math.asinh(value / limit)
 
 
-def _stretched(series: Sequence[Series], limit: float) -> list[Series]:
+def stretched(series: Sequence[Series], limit: float) -> list[Series]:
+    """The lines on a `stretched_axis` of the same limit."""
+
     def moved(value: float | None) -> float | None:
-        return None if value is None else _stretch(value, limit)
+        return None if value is None else stretch(value, limit)
 
     return [
         replace(
             each,
             values=[
-                replace(value, y=_stretch(value.y, limit), low=moved(value.low), high=moved(value.high))
+                replace(value, y=stretch(value.y, limit), low=moved(value.low), high=moved(value.high))
                 for value in each.values
             ],
         )
@@ -375,11 +377,11 @@ def _stretched(series: Sequence[Series], limit: float) -> list[Series]:
 
 def stretched_axis(low: float, high: float, limit: float) -> dict[str, Any]:
     """An axis that is stretched around 0, with ticks at 0 and at 1, 2, 5 times powers of ten, none too close."""
-    start, end = _stretch(low, limit), _stretch(high, limit)
+    start, end = stretch(low, limit), stretch(high, limit)
     sizes = [factor * 10.0**power for power in range(-6, 4) for factor in (1, 2, 5)]
     ticks: dict[float, str] = {}
     for value in [0.0, *sorted([*sizes, *(-size for size in sizes)], key=lambda size: -abs(size))]:
-        place = _stretch(value, limit)
+        place = stretch(value, limit)
         if low <= value <= high and all(abs(place - other) >= TICK_DISTANCE * (end - start) for other in ticks):
             ticks[place] = f"{value:g}".replace("-", "−")
     numbers = {"range": [start, end], "tickvals": list(ticks), "ticktext": list(ticks.values())}
