@@ -22,6 +22,7 @@ class ImportSettings(VerbSettings):
     dequantize: Annotated[str | None, Option("NAME", "Unpack quantized weights to fp32, bf16 or fp16. [refused]")] = (
         None
     )
+    tokenizer: Annotated[Path | None, Option("FILE", "A tokenizer.json in place of the checkpoint's tokenizer.")] = None
     allow_non_finite: Annotated[bool, Option("", "Accept weights that hold infinite numbers or NaN.")] = False
     quiet: Quiet = False
 
@@ -45,9 +46,9 @@ def import_(settings: ImportSettings) -> None:
         if folder.suffix == ".gguf":
             from heddle.exchange.gguf import load_gguf
 
-            imported = load_gguf(folder, dtype, settings.allow_non_finite)
+            imported = load_gguf(folder, dtype, settings.allow_non_finite, settings.tokenizer)
         else:
-            imported = load(folder, dequantize=dtype, allow_non_finite=settings.allow_non_finite)
+            imported = load(folder, None, dtype, settings.allow_non_finite, settings.tokenizer)
         save_imported(imported, out)
         parameters = sum(parameter.numel() for parameter in imported.model.parameters())
         model_type, layers = imported.preserved_config["model_type"], imported.model.config.depth

@@ -59,7 +59,7 @@ class ChatFormat:
         Raises UnreadableError for a bad template.
         """
         config = _read_tokenizer_config(tokenizer_files or {})
-        template = (tokenizer_files or {}).get(CHAT_TEMPLATE_FILE) or _select_template(config.get("chat_template"))
+        template = chat_template_text(tokenizer_files or {})
         self.tokenizer = tokenizer
         self.template = (
             DEFAULT_TEMPLATE.replace("END", tokenizer.special_tokens[tokenizer.eod_id])
@@ -128,6 +128,12 @@ class ChatFormat:
             documents=None,
             **self._special_tokens,
         )
+
+
+def chat_template_text(tokenizer_files: Mapping[str, str]) -> str | None:
+    """The Jinja text of the chat template in a tokenizer's files, content by name; None: there is none."""
+    config = _read_tokenizer_config(tokenizer_files)
+    return tokenizer_files.get(CHAT_TEMPLATE_FILE) or _select_template(config.get("chat_template"))
 
 
 def _read_tokenizer_config(tokenizer_files: Mapping[str, str]) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class Family:
     express is found by reading the result again and comparing the two designs.
     map_weights: adds the rules between the family's tensors and the model's parameters.
     ignored_tensors: prefixes of tensor names that heddle skips with a notice. {depth} stands for the number of layers,
-    * for anything. optional_prefix: a prefix of tensor names that older files leave out.
+    * for anything.
     priority: if several families match a design exactly, the one with the lowest number is taken.
     documents: text files that an export writes beside the weights, by name.
     """
@@ -188,7 +188,6 @@ class Family:
     write_config: Callable[[ModelConfig], dict[str, Any]]
     map_weights: Callable[[ModelConfig, WeightMap], None]
     ignored_tensors: tuple[str, ...] = ()
-    optional_prefix: str = ""
     priority: int = 100
     documents: Mapping[str, str] = field(default_factory=dict)
 
@@ -230,6 +229,6 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise ConfigError(
                 f"{source}: field '{field_name}' says the weights are quantized ({short_repr(method)});"
-                " ask for them dequantized, or import the unquantized model"
+                " unpack them with `--dequantize bf16`, or import the unquantized model"
             )
     return families()[model_type]

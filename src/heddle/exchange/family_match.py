@@ -70,9 +70,15 @@ class MatchReport:
         return lines
 
 
-def match_family(design: ModelConfig, family: Family) -> FamilyMatch:
-    """Compare a design with what a family can express."""
+def match_family(design: ModelConfig, family: Family, allow_base_class: bool = True) -> FamilyMatch:
+    """Compare a design with what a family can express.
+
+    allow_base_class: whether its class without a language head, which gives no logits, counts for a design whose head
+    is its embedding.
+    """
     config = family.write_config(design.resolved())
+    if not allow_base_class:
+        config.pop("architectures", None)
     try:
         return FamilyMatch(family, config, tuple(differences(design, design_from_config(config, family))))
     except HeddleError as error:
@@ -108,14 +114,15 @@ def design_from_config(
         raise DesignError(error.path, f"{error.reason} (as {source} makes it)") from error
 
 
-def rank_families(design: ModelConfig) -> list[FamilyMatch]:
+def rank_families(design: ModelConfig, preferred: str | None = None) -> list[FamilyMatch]:
     """Every family but heddle's own, the nearest first."""
-    return sorted(_matches(design), key=_total_weight)
+    return sorted(_matches(design, preferred), key=_total_weight)
 
 
-def _matches(design: ModelConfig) -> Iterator[FamilyMatch]:
-    """The match of every family but heddle's own, in order of priority."""
-    return (match_family(design, family) for name, family in families().items() if name != HEDDLE)
+def _matches(design: ModelConfig, preferred: str | None) -> Iterator[FamilyMatch]:
+    """The match of every family but heddle's own, in order of priority. A base class counts for `preferred` alone."""
+    items = families().items()
+    return (match_family(design, family, name == preferred) for name, family in items if name != HEDDLE)
 
 
 def _total_weight(match: FamilyMatch) -> int:
@@ -124,7 +131,7 @@ def _total_weight(match: FamilyMatch) -> int:
 
 def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch:
     """The family that an export takes: `preferred` if it matches exactly, else another that does, else heddle's own."""
-    exact = [match for match in rank_families(design) if not match.mismatches]
+    exact = [match for match in rank_families(design, preferred) if not match.mismatches]
     exact.sort(key=lambda match: match.family.model_type != preferred)
     return exact[0] if exact else match_family(design, families()[HEDDLE])
 
@@ -134,7 +141,7 @@ def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str
 
     The first is the family that an export takes if none is chosen, `preferred` if it fits; heddle's own loses nothing.
     """
-    matches = [match for match in _matches(design) if not match.mismatches]
+    matches = [match for match in _matches(design, preferred) if not match.mismatches]
     matches.sort(key=lambda match: match.family.model_type != preferred)
     fitting = {}
     for match in [*matches, match_family(design, families()[HEDDLE])]:
@@ -171,7 +178,7 @@ def match_report(design: ModelConfig, preferred: str | None = None) -> MatchRepo
     preferred: the family that the model was imported from, as in `best_match`.
     """
     matches = []
-    for match in sorted(_matches(design), key=lambda match: match.family.model_type != preferred):
+    for match in sorted(_matches(design, preferred), key=lambda match: match.family.model_type != preferred):
         if not match.mismatches:
             return MatchReport(match.family.architecture)
         matches.append(match)

@@ -1,7 +1,7 @@
 """Load a Hugging Face folder as a heddle model: read config.json field by field, then place the tensors one by one."""
 
 import hashlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -18,18 +18,29 @@ from heddle.exchange.family import Family, TensorRule, WeightMap, family_of, par
 from heddle.exchange.family_match import design_from_config, differences
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder
-from heddle.exchange.tokenizer_files import read_tokenizer_files
+from heddle.exchange.tokenizer_files import chosen_tokenizer, read_tokenizer_files
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import storage_dtype
 from heddle.progress import print_status
 from heddle.tokenization.tokenizer import Tokenizer
 
-HEAD_WEIGHT = "head.weight"
+EMBEDDING, HEAD_WEIGHT = "embed.weight", "head.weight"
 HF_HEAD_WEIGHTS = (
     "lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight", "decoder.weight",
 )  # fmt: skip
-IGNORED_TENSORS = ("*.rotary_emb.inv_freq",)  # buffers that older files of any family hold
+# Buffers that older files of any family hold: inverse frequencies and tables of RoPE, positions, causal masks.
+IGNORED_TENSORS = (
+    "*rotary_emb.*inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_cached", "*position_ids", "*token_type_ids",
+    "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias", "*.embed_positions",
+)  # fmt: skip
+# Names that wrappers put into those of tensors: torch.compile, data parallelism, FSDP, checkpointing.
+WRAPPERS = ("_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# Ends of names that are left where quantized weights were loaded and saved again.
+QUANTIZATION_LEFTOVERS = (
+    ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".input_scale", ".SCB",
+    ".weight_format", ".absmax", ".quant_map", ".nested_absmax", ".zero_point", ".weight_packed",
+)  # fmt: skip
 
 
 def load(
@@ -37,11 +48,13 @@ def load(
     dtype: torch.dtype | None = None,
     dequantize: torch.dtype | None = None,
     allow_non_finite: bool = False,
+    tokenizer_file: Path | None = None,
 ) -> ImportedModel:
     """Read a folder that transformers or `heddle export` wrote. dtype None keeps the dtype of each tensor.
 
     dequantize: the dtype of weights that are stored quantized, in a way of `dequantized_folder.py`; None: such a
-    folder is refused. allow_non_finite: whether weights may hold infinite numbers and NaN.
+    folder is refused. allow_non_finite: whether weights may hold infinite numbers and NaN. tokenizer_file: a
+    tokenizer.json in place of the folder's, read with the files beside it.
     Peak memory is the model plus one tensor. Raises CheckpointError and ConfigError with one sentence that names the
     file, tensor or field that is missing, altered, unknown or not supported.
     """
@@ -57,9 +70,19 @@ def load(
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 63 bits
         raise ConfigError(f"{source}: asks for tensors larger than any machine holds; restore the file") from error
     load_weights(model, family, checkpoint, dtype, allow_non_finite)
-    tokenizer, text_files = read_tokenizer_files(checkpoint, model.embed.weight.shape[0])
+    tokenizer, text_files = _tokenizer_of(checkpoint, model, tokenizer_file)
     model.imported_config = ConfigReader(checkpoint.config).preserved() | {"model_type": family.model_type}
     return ImportedModel(model.eval(), tokenizer, text_files)
+
+
+def _tokenizer_of(
+    checkpoint: SafetensorsFolder, model: Decoder, tokenizer_file: Path | None
+) -> tuple[Tokenizer | None, dict[str, str]]:
+    rows = model.embed.weight.shape[0]
+    if tokenizer_file is not None:
+        return chosen_tokenizer(tokenizer_file, rows)
+    folder = checkpoint.folder
+    return read_tokenizer_files(folder, rows, lambda path: checkpoint.read_text(path.name), checkpoint.config)
 
 
 def _print_notes(noted: list[str], family: Family, source: str) -> None:
@@ -88,6 +111,12 @@ def original_design(
     return design
 
 
+def _missing(name: str) -> str:
+    if name in HF_HEAD_WEIGHTS:
+        return f"tensor '{name}' is missing, as in base classes without a language head; import a model with one"
+    return f"tensor '{name}' is missing; download the weights again"
+
+
 def build_weight_map(family: Family, model: Decoder) -> WeightMap:
     """The rules between a model's parameters and a family's tensors."""
     weight_map = WeightMap({name: parameter.shape for name, parameter in model.named_parameters()})
@@ -104,8 +133,49 @@ class WeightSource(Protocol):
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (file, name, tensor in memory of its own) for every tensor."""
 
-    def tensor_specs(self) -> Container[str]:
+    def tensor_specs(self) -> Iterable[str]:
         """The names of the tensors."""
+
+
+class TensorNames:
+    """The names that a file's tensors have in a family's class, where wrappers, trainers or base classes changed them.
+
+    A base class lacks the first word of its names (`LlamaModel` has `layers.0…`, its causal language model
+    `model.layers.0…`); a trainer may put words before all of them. The embedding's name shows which. Raises
+    CheckpointError where several tensors may be the embedding.
+    """
+
+    def __init__(self, weight_map: WeightMap, stored_names: Iterable[str], source: str) -> None:
+        rules = weight_map.rules
+        embedding = next((name for name, rule in rules.items() if rule.parameters[0] == EMBEDDING), "")
+        base, _, rest = embedding.partition(".")
+        is_base = bool(rest) and sum(name.startswith(f"{base}.") for name in rules) > len(rules) // 2
+        self.base = f"{base}." if is_base else ""
+        self.dropped = ""
+        names = {_without_wrappers(name) for name in stored_names}
+        if embedding in names or embedding.removeprefix(self.base) in names:
+            self.added = "" if embedding in names else self.base
+            return
+        ends = (embedding, embedding.removeprefix(self.base))
+        found = {name: end for end in reversed(ends) for name in names if name.endswith(f".{end}")}
+        if len(found) > 1:
+            two = " and ".join(f"'{name}'" for name in sorted(found)[:2])
+            raise CheckpointError(f"{source}: holds several models ({two}); save the weights of one of them alone")
+        self.added = ""
+        for name, end in found.items():
+            self.dropped, self.added = name.removesuffix(end), "" if end == embedding else self.base
+
+    def __call__(self, stored_name: str) -> str:
+        """The name in the family's class."""
+        name = _without_wrappers(stored_name)
+        if self.dropped and not name.startswith(self.dropped):
+            return name
+        name = name.removeprefix(self.dropped)
+        return name if name.startswith(self.added) else self.added + name
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(word for word in name.split(".") if word not in WRAPPERS)
 
 
 def load_weights(
@@ -122,8 +192,9 @@ class _WeightLoader:
         self.model, self.family, self.checkpoint = model, family, checkpoint
         self.allow_non_finite = allow_non_finite
         self.weight_map = build_weight_map(family, model)
-        if self.weight_map.alternatives:
-            self.weight_map.use_alternatives(checkpoint.tensor_specs())
+        stored = list(checkpoint.tensor_specs())
+        self.names = TensorNames(self.weight_map, stored, str(checkpoint.folder))
+        self.weight_map.use_alternatives({self.names(name) for name in stored})
         self.missing = dict(self.weight_map.rules)
         self.parameters = dict(model.named_parameters())
         self.loaded: dict[str, Tensor] = {}
@@ -133,7 +204,8 @@ class _WeightLoader:
         ignored: set[str] = set()
         for file, name, tensor in self.checkpoint.tensors():
             source = f"{self.checkpoint.folder / file}: tensor '{name}'"
-            rule = self.missing.pop(name, None) or self.missing.pop(self.family.optional_prefix + name, None)
+            own_name, name = name, self.names(name)
+            rule = self.missing.pop(name, None)
             if rule is not None:
                 self._check_tensor(rule, tensor, source)
                 first = self.parameters[parameter_name(rule.parameters[0])]
@@ -142,10 +214,15 @@ class _WeightLoader:
                 ignored.add(prefix)
             elif self.model.config.head.tied and name in HF_HEAD_WEIGHTS:
                 self.loaded[HEAD_WEIGHT] = tensor
+            elif name in self.weight_map.rules:
+                raise CheckpointError(f"{source} is there twice; save the weights again")
+            elif own_name.endswith(QUANTIZATION_LEFTOVERS):
+                remedy = "save the weights dequantized, or restore the config that says how they are quantized"
+                raise CheckpointError(f"{source} is left of quantized weights; {remedy}")
             else:
                 raise CheckpointError(f"{source} belongs to no part of a {self.family.architecture} of this config")
         for name in self.missing:
-            raise CheckpointError(f"{self.checkpoint.folder}: tensor '{name}' is missing; download the weights again")
+            raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         self._check_tied_head()
         for prefix in sorted(ignored):
             print_status(f"ignored: tensors {prefix}…, which heddle does not build")
@@ -163,7 +240,7 @@ class _WeightLoader:
 
     def _check_tensor(self, rule: TensorRule, tensor: Tensor, source: str) -> None:
         if not tensor.is_floating_point() or tensor.element_size() == 1:
-            raise CheckpointError(f"{source} is of type {tensor.dtype}; heddle reads unquantized floating point")
+            raise CheckpointError(f"{source} is of type {tensor.dtype}; heddle reads unquantized weights")
         if tensor.shape != (shape := self.weight_map.hf_shape(rule)):
             raise CheckpointError(f"{source} has shape {list(tensor.shape)}, the config needs {list(shape)}")
         if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
@@ -177,7 +254,7 @@ class _WeightLoader:
         head = self.loaded.pop(HEAD_WEIGHT, None) if self.model.config.head.tied else None
         if head is None:
             return
-        embedding = self.loaded["embed.weight"]
+        embedding = self.loaded[EMBEDDING]
         if not torch.equal(head.to(embedding.dtype), embedding):
             raise ConfigError(
                 f"{self.checkpoint.folder / CONFIG_FILE}: field 'tie_word_embeddings' says that the head is the "
@@ -213,7 +290,10 @@ class LazyCheckpoint:
         self.design = original_design(self.checkpoint.config, self.family, source)
         self._model = build(self.design, device="meta")
         self._weight_map = build_weight_map(self.family, self._model)
-        self._stored = self.checkpoint.tensor_specs()
+        stored = self.checkpoint.tensor_specs()
+        names = TensorNames(self._weight_map, stored, str(folder))
+        self._names = {names(name): name for name in stored}  # by the family's
+        self._stored = {name: stored[own_name] for name, own_name in self._names.items()}
         self._weight_map.use_alternatives(self._stored)
         self._rules: dict[str, list[TensorRule]] = {}  # of each parameter
         for rule in self._weight_map.rules.values():
@@ -221,15 +301,10 @@ class LazyCheckpoint:
             for name in {parameter_name(ref) for ref in rule.parameters}:
                 self._rules.setdefault(name, []).append(rule)
 
-    def _stored_name(self, rule: TensorRule) -> str:
-        if rule.hf_name in self._stored:
-            return rule.hf_name
-        return rule.hf_name.removeprefix(self.family.optional_prefix)
-
     def _check(self, rule: TensorRule) -> None:
-        name = self._stored_name(rule)
+        name = rule.hf_name
         if name not in self._stored:
-            raise CheckpointError(f"{self.checkpoint.folder}: tensor '{name}' is missing; download the weights again")
+            raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         file, dtype, shape = self._stored[name]
         source = f"{self.checkpoint.folder / file}: tensor '{name}'"
         if not dtype.is_floating_point or dtype.itemsize == 1:
@@ -241,7 +316,7 @@ class LazyCheckpoint:
     def specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and shape of every parameter, by its name in heddle."""
         return {
-            name: (self._stored[self._stored_name(self._rules[name][0])][1], tuple(parameter.shape))
+            name: (self._stored[self._rules[name][0].hf_name][1], tuple(parameter.shape))
             for name, parameter in self._model.named_parameters()
         }
 
@@ -250,8 +325,7 @@ class LazyCheckpoint:
         dtype, shape = self.specs[name]
         whole: Tensor | None = None
         for rule in self._rules[name]:
-            stored_name = self._stored_name(rule)
-            value = self.checkpoint.tensor(self._stored[stored_name][0], stored_name)
+            value = self.checkpoint.tensor(self._stored[rule.hf_name][0], self._names[rule.hf_name])
             parts = rule.transform.split(value, self._weight_map.parameter_shapes(rule))
             for ref, part in zip(rule.parameters, parts, strict=True):
                 if ref == name:
@@ -277,4 +351,4 @@ class LazyCheckpoint:
 
     def read_tokenizer(self) -> tuple[Tokenizer | None, dict[str, str]]:
         """The tokenizer, or None, and the text of its other files."""
-        return read_tokenizer_files(self.checkpoint, self._model.embed.weight.shape[0])
+        return _tokenizer_of(self.checkpoint, self._model, None)

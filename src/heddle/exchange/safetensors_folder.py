@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError, no_folder_reason
-from heddle.progress import progress_bar
+from heddle.progress import printable, progress_bar
 from heddle.storage.file_io import READ_FLAGS_FOLLOWING_LINKS, open_regular_file, read_error, read_exactly
 from heddle.storage.folder import MAX_DOCUMENT_BYTES, read_folder
 from heddle.storage.manifest import MANIFEST_FILE, FileRecord, is_file_name, parse_json_object
@@ -81,6 +81,9 @@ SUFFIX_ALIASES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".
 INFINITY = {"__float__": "Infinity"}  # as newer versions of transformers write it
 MAX_JSON_LENGTH = 64 * 2**20  # characters
 MAX_JSON_DEPTH = 64  # levels of nested objects and arrays
+ADAPTER_FILE = "adapter_config.json"
+LFS_POINTER = b"version https://git-lfs"  # what stands in place of a file that was not downloaded
+IS_POINTER = "is a pointer of Git LFS, not the file; run `git lfs pull` in its folder, or download the file"
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
 
@@ -103,6 +106,10 @@ class SafetensorsFolder:
     def _open(self, folder: Path) -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name one that holds a {CONFIG_FILE}")
+        if (folder / ADAPTER_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
+            base = self._adapter_base()
+            remedy = "merge it into its model with peft's `merge_and_unload`, save that, and import it"
+            raise CheckpointError(f"{folder}: is an adapter{base}, not a model; {remedy}")
         if not (folder / CONFIG_FILE).is_file():
             raise CheckpointError(
                 f"{folder}: holds no {CONFIG_FILE}, so it is no model of transformers; name its folder"
@@ -118,6 +125,12 @@ class SafetensorsFolder:
         if has_text_model(self.config):
             self.config = text_model_config(self.config, str(folder / CONFIG_FILE))
             self.ignored_tensors = IMAGE_TENSORS
+
+    def _adapter_base(self) -> str:
+        base = parse_json(read_text_file(self.folder / ADAPTER_FILE), self.folder / ADAPTER_FILE).get(
+            "base_model_name_or_path"
+        )
+        return f" of {printable(base)[:120]}" if isinstance(base, str) else ""
 
     def read_text(self, name: str) -> str:
         """One of its text files. Raises CheckpointError for one that is too large or not UTF-8."""
@@ -167,23 +180,22 @@ class SafetensorsFolder:
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (file, tensor name, tensor in memory of its own) for every tensor, with a progress bar."""
-        files, index = self.tensor_files, self._index
-        missing = dict(index)
+        files = self.tensor_files
+        for file in files:
+            refuse_lfs_pointer(self.folder / file)
         with progress_bar("reading", self.total_bytes, "bytes") as progress:
             for file in files:
                 path, record = self.folder / file, self.records.get(file)
                 if self.records and record is None:
                     raise CheckpointError(f"{path}: is not in the {MANIFEST_FILE} beside it; remove one of the two")
                 for name, tensor in read_tensor_file(path, record, READ_FLAGS_FOLLOWING_LINKS):
-                    if index and missing.pop(name, None) != file:
-                        raise CheckpointError(f"{path}: holds '{name}', which {INDEX_FILE} does not say")
                     yield file, self._name(name), tensor
                     progress.advance(tensor.numel() * tensor.element_size())
-        for name, file in missing.items():
-            raise CheckpointError(f"{self.folder / file}: lacks tensor '{name}', which {INDEX_FILE} says it holds")
 
     def tensor_specs(self) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
         """The file, dtype and shape of every tensor, from the headers alone."""
+        for file in self.tensor_files:
+            refuse_lfs_pointer(self.folder / file)
         return {
             self._name(name): (file, dtype, shape)
             for file in self.tensor_files
@@ -208,6 +220,15 @@ class SafetensorsFolder:
         return read_tensor(self.folder / file, stored_name, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS)
 
 
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise CheckpointError for a pointer of Git LFS in place of a large file."""
+    with open_regular_file(path, READ_FLAGS_FOLLOWING_LINKS) as (descriptor, size):
+        start = bytearray(min(size, len(LFS_POINTER)))
+        read_exactly(descriptor, memoryview(start), path)
+    if start == LFS_POINTER:
+        raise CheckpointError(f"{path}: {IS_POINTER}")
+
+
 def read_text_file(path: Path) -> str:
     """A UTF-8 text file, links followed. Raises CheckpointError for one that is too large or not UTF-8."""
     with open_regular_file(path, READ_FLAGS_FOLLOWING_LINKS) as (descriptor, size):
@@ -215,6 +236,8 @@ def read_text_file(path: Path) -> str:
             raise CheckpointError(f"{path}: has {size} bytes, over {MAX_DOCUMENT_BYTES}; it should be a text")
         raw = bytearray(size)
         read_exactly(descriptor, memoryview(raw), path)
+    if raw.startswith(LFS_POINTER):
+        raise CheckpointError(f"{path}: {IS_POINTER}")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:

@@ -1,16 +1,16 @@
 """The tokenizer files of a Hugging Face folder: tokenizer, chat template and generation config, read and written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
-from heddle.errors import ConfigError, DataError
+from heddle.errors import ConfigError, DataError, describe_path
 from heddle.exchange.imported_checkpoint import ImportedModel
-from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder, parse_json, to_json
+from heddle.exchange.safetensors_folder import CONFIG_FILE, parse_json, read_text_file, to_json
 from heddle.progress import print_status
 from heddle.tokenization.backend import is_backend_error, read_backend
 from heddle.tokenization.tokenizer import COMPANION_FILES, TOKENIZER_FILE, BoundaryTokens, Tokenizer
@@ -24,14 +24,19 @@ UNREADABLE_TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def read_tokenizer_files(checkpoint: SafetensorsFolder, vocab_limit: int) -> tuple[Tokenizer | None, dict[str, str]]:
+def read_tokenizer_files(
+    folder: Path,
+    vocab_limit: int,
+    read_text: Callable[[Path], str] = read_text_file,
+    model_config: Mapping[str, Any] | None = None,
+) -> tuple[Tokenizer | None, dict[str, str]]:
     """The tokenizer of a folder, or None, and the text of the files that belong to it.
 
-    vocab_limit: the number of rows of the model's embedding. Raises ConfigError for a tokenizer with more tokens than
-    that, DataError for a damaged tokenizer, CheckpointError for another damaged file.
+    vocab_limit: the number of rows of the model's embedding. read_text: the text of a file. model_config: the model's
+    config.json, which may name tokens that end a text. Raises ConfigError for a tokenizer with more tokens than that,
+    DataError for a damaged tokenizer, CheckpointError for another damaged file.
     """
-    folder = checkpoint.folder
-    text_files = {name: checkpoint.read_text(name) for name in COMPANION_FILES if (folder / name).is_file()}
+    text_files = {name: read_text(folder / name) for name in COMPANION_FILES if (folder / name).is_file()}
     json_files = {name: parse_json(text, folder / name) for name, text in text_files.items() if name.endswith(".json")}
     path = folder / TOKENIZER_FILE
     if not path.is_file():
@@ -40,17 +45,29 @@ def read_tokenizer_files(checkpoint: SafetensorsFolder, vocab_limit: int) -> tup
             remedy = f"save the tokenizer as {TOKENIZER_FILE} with transformers"
             print_status(f"warning: {folder / unreadable}: is not read; {remedy}")
         return None, text_files
-    text = checkpoint.read_text(TOKENIZER_FILE)
+    text = read_text(path)
     tokenizer_config = json_files.get(TOKENIZER_CONFIG_FILE, {})
     tokenizer = _restore_native(text, tokenizer_config, text_files)
     if tokenizer is None:
         backend = read_backend(text, str(path))
-        eos_ids = _eos_ids(json_files | {CONFIG_FILE: checkpoint.config}, backend, folder)
+        eos_ids = _eos_ids(json_files | {CONFIG_FILE: model_config or {}}, backend, folder)
         boundaries = BoundaryTokens(_bos_ids(backend, tokenizer_config), eos_ids, text_files)
         tokenizer = Tokenizer(backend, str(path), text, boundaries)
     if tokenizer.vocab_size > vocab_limit:
         raise ConfigError(f"{path}: has {tokenizer.vocab_size} tokens, but the embedding only {vocab_limit} rows")
     return tokenizer, text_files
+
+
+def chosen_tokenizer(file: Path, vocab_limit: int) -> tuple[Tokenizer | None, dict[str, str]]:
+    """The tokenizer that a user names in place of a checkpoint's: a tokenizer.json, read with the files beside it.
+
+    Raises DataError for a file of another name, and as `read_tokenizer_files`.
+    """
+    if file.name != TOKENIZER_FILE:
+        raise DataError(f"--tokenizer {file}: should be a file {TOKENIZER_FILE}; name it")
+    if not file.is_file():
+        raise DataError(f"--tokenizer {file}: {describe_path(file)}; name a {TOKENIZER_FILE}")
+    return read_tokenizer_files(file.parent, vocab_limit)
 
 
 def _restore_native(text: str, tokenizer_config: Mapping[str, Any], text_files: Mapping[str, str]) -> Tokenizer | None:

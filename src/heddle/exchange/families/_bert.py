@@ -9,7 +9,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import WeightMap
-from heddle.model.config import ModelConfig
+from heddle.model.config import HeadConfig, ModelConfig
 from heddle.parts.positions.learned import LearnedConfig
 
 # Fields of the first files that no class reads: of the pooler and of other programs.
@@ -19,10 +19,11 @@ UNUSED_FIELDS = (
 )  # fmt: skip
 
 
-def read_config(config: ConfigReader, offset: int, transform: str | None = None) -> dict[str, Any]:
+def read_config(config: ConfigReader, base: str, offset: int, transform: str | None = None) -> dict[str, Any]:
     """The plain data of a design. transform: the activation of the head; None: that of the layers.
 
-    offset: how many rows of the table of positions no token reads. Raises ConfigError for relative positions.
+    base: the class without a language head; its head is the embedding alone, whose products no one trained. offset: how
+    many rows of the table of positions no token reads. Raises ConfigError for relative positions.
     """
     _common.check_width(config)
     config.expect("position_embedding_type", "absolute", None)
@@ -47,18 +48,19 @@ def read_config(config: ConfigReader, offset: int, transform: str | None = None)
         "position": {"kind": "learned", "length": length - offset, "offset": offset or None},
         "norm": True,
     }
-    head = {"tied": config.get("tie_word_embeddings", True), "bias": True, "transform": transform or activation}
+    tied = config.get("tie_word_embeddings", True)
+    head = {"tied": tied, "bias": True, "transform": transform or activation, "transform_bias": True}
     return _common.design_fields(
         config,
         {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-12)},
         [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
         embedding=embedding | dropout,
         residual={"kind": "post_norm"} | dropout,
-        head=head | {"transform_bias": True},
+        head={"tied": True} if _common.is_base_class(config, base) else head,
     )
 
 
-def write_config(design: ModelConfig) -> dict[str, Any]:
+def write_config(design: ModelConfig, base: str) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     mixer, feedforward, position = (
         design_parts.first_attention(design),
@@ -68,27 +70,32 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     length = _common.DEFAULT_MAX_POSITIONS
     if isinstance(position, LearnedConfig):
         length = position.length + (position.offset or 0)
-    return _common.write_common(design) | {
-        "max_position_embeddings": length,
-        "position_embedding_type": "absolute",
-        "type_vocab_size": design.embedding.token_types or 1,
-        "num_attention_heads": mixer.heads,
-        "attention_probs_dropout_prob": mixer.dropout,
-        "hidden_dropout_prob": design.residual.dropout,
-        "intermediate_size": feedforward.hidden,
-        "hidden_act": design_parts.HF_ACTIVATIONS[feedforward.activation],
-        "layer_norm_eps": design_parts.norm_eps(design),
-    }
+    return (
+        _common.write_common(design)
+        | _common.base_class(design, base)
+        | {
+            "max_position_embeddings": length,
+            "position_embedding_type": "absolute",
+            "type_vocab_size": design.embedding.token_types or 1,
+            "num_attention_heads": mixer.heads,
+            "attention_probs_dropout_prob": mixer.dropout,
+            "hidden_dropout_prob": design.residual.dropout,
+            "intermediate_size": feedforward.hidden,
+            "hidden_act": design_parts.HF_ACTIVATIONS[feedforward.activation],
+            "layer_norm_eps": design_parts.norm_eps(design),
+        }
+    )
 
 
 def map_encoder(design: ModelConfig, weights: WeightMap, hf: str) -> None:
-    """Embeddings and layers."""
-    weights.add_module(f"{hf}.embeddings.word_embeddings", "embed")
-    weights.add_module(f"{hf}.embeddings.position_embeddings", "embed.position")
-    weights.add_module(f"{hf}.embeddings.token_type_embeddings", "embed.token_types")
-    weights.add_module(f"{hf}.embeddings.LayerNorm", "embed.norm")
+    """Embeddings and layers. The class without a head has no `hf` before its names."""
+    hf = "" if design.head == HeadConfig() else f"{hf}."
+    weights.add_module(f"{hf}embeddings.word_embeddings", "embed")
+    weights.add_module(f"{hf}embeddings.position_embeddings", "embed.position")
+    weights.add_module(f"{hf}embeddings.token_type_embeddings", "embed.token_types")
+    weights.add_module(f"{hf}embeddings.LayerNorm", "embed.norm")
     for index in range(design.depth):
-        theirs, ours = f"{hf}.encoder.layer.{index}", f"layers.{index}"
+        theirs, ours = f"{hf}encoder.layer.{index}", f"layers.{index}"
         for name, role in (("self.query", "q"), ("self.key", "k"), ("self.value", "v"), ("output.dense", "out")):
             weights.add_module(f"{theirs}.attention.{name}", f"{ours}.mixer.{role}")
         weights.add_module(f"{theirs}.attention.output.LayerNorm", f"{ours}.residual.norms.mixer")

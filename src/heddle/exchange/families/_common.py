@@ -11,7 +11,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.family import WeightMap
 from heddle.exchange.rope import write_rope
-from heddle.model.config import ModelConfig
+from heddle.model.config import HeadConfig, ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 
 MapModule = Callable[[WeightMap, str, str], None]  # from the names of a module, `hf` and `heddle`
@@ -161,3 +161,13 @@ def map_weights(
         map_attention(weights, hf, heddle)
         map_feedforward(weights, f"{hf}.{feedforward}", f"{heddle}.feedforward")
         map_norms(weights, hf, heddle)
+
+
+def is_base_class(config: ConfigReader, name: str) -> bool:
+    """Whether a config.json is of an encoder without a language head, such as `BertModel`."""
+    return config.data.get("architectures") == [name]
+
+
+def base_class(design: ModelConfig, name: str) -> dict[str, Any]:
+    """The class of a design whose head is the embedding alone, for config.json; nothing for other designs."""
+    return {} if design.head != HeadConfig() else {"architectures": [name]}

@@ -12,15 +12,17 @@ from heddle.exchange.families import _bert
 from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
 
+BASE = "BertModel"  # without a language head
+
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same; the head has their activation."""
-    return _bert.read_config(config, offset=0)
+    return _bert.read_config(config, BASE, offset=0)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    return _bert.write_config(design)
+    return _bert.write_config(design, BASE)
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
@@ -38,7 +40,7 @@ FAMILY = Family(
     write_config,
     map_weights,
     ignored_tensors=(
-        "bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids", "cls.predictions.bias",
+        "bert.pooler.", "pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids", "cls.predictions.bias",
         "cls.predictions.decoder.bias",
     ),  # the last two are the same number twice; of a tied head the first is read, of another the second
 )  # fmt: skip

@@ -64,5 +64,4 @@ FAMILY = Family(
     write_config,
     map_weights,
     ignored_tensors=_gpt.MASK_BUFFERS,
-    optional_prefix="transformer.",
 )

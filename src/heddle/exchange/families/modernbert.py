@@ -12,9 +12,10 @@ from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
 from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import FULL, SLIDING, read_ropes_by_layer_type, write_ropes_by_layer_type
-from heddle.model.config import ModelConfig
+from heddle.model.config import HeadConfig, ModelConfig
 from heddle.parts.norms.layer import LayerNormConfig
 
+BASE = "ModernBertModel"  # without a language head
 FULL_THETA, LOCAL_THETA, LOCAL_ATTENTION = 160000.0, 10000.0, 128
 NORM_EPS = ("norm_eps", "layer_norm_eps")  # the second is written beside the first by some programs
 # Fields that no logits depend on: of classifiers, of a kernel, of first weights and of training.
@@ -33,18 +34,19 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     config.expect("rope_scaling", None)  # of all layers; newer files have a table for each type
     layer = {"mixer": _read_mixer(config), "feedforward": _read_feedforward(config)}
     mixers = [layer["mixer"] | own for own in _read_layers(config)]
+    head = {
+        "tied": config.get("tie_word_embeddings", True),
+        "bias": config.get("decoder_bias", True),
+        "transform": _common.read_activation(config, "classifier_activation", "gelu"),
+        "transform_bias": config.get("classifier_bias", False),
+    }
     return _common.design_fields(
         config,
         {"kind": "layer", "eps": config.get(NORM_EPS[0], 1e-5, NORM_EPS[1]), "bias": config.get("norm_bias", False)},
         _layer_types.merge_repeats([layer | {"mixer": mixer} for mixer in mixers]),
         embedding={"norm": True, "dropout": config.get("embedding_dropout", 0.0)},
         residual={"kind": "pre_norm", "first_norm": False},
-        head={
-            "tied": config.get("tie_word_embeddings", True),
-            "bias": config.get("decoder_bias", True),
-            "transform": _common.read_activation(config, "classifier_activation", "gelu"),
-            "transform_bias": config.get("classifier_bias", False),
-        },
+        head={"tied": True} if _common.is_base_class(config, BASE) else head,
     )
 
 
@@ -90,6 +92,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     return (
         _common.write_common(design)
         | ropes
+        | _common.base_class(design, BASE)
         | {
             "global_rope_theta": full.base,
             "local_rope_theta": sliding.base,
@@ -113,11 +116,12 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Queries, keys and values are one matrix, gate and up another."""
-    weights.add_module("model.embeddings.tok_embeddings", "embed")
-    weights.add_module("model.embeddings.norm", "embed.norm")
-    weights.add_module("model.final_norm", "final_norm.norm")
+    model = "" if design.head == HeadConfig() else "model."
+    weights.add_module(f"{model}embeddings.tok_embeddings", "embed")
+    weights.add_module(f"{model}embeddings.norm", "embed.norm")
+    weights.add_module(f"{model}final_norm", "final_norm.norm")
     for index in range(design.depth):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        hf, heddle = f"{model}layers.{index}", f"layers.{index}"
         weights.add_module(f"{hf}.attn_norm", f"{heddle}.residual.norms.mixer")
         weights.add_module(f"{hf}.mlp_norm", f"{heddle}.residual.norms.feedforward")
         weights.add_module(f"{hf}.attn.Wqkv", *(f"{heddle}.mixer.{role}" for role in "qkv"))

@@ -15,20 +15,22 @@ from heddle.parts.positions.learned import LearnedConfig
 
 PADDING_ID = 1  # if the field is absent
 
+BASE = "RobertaModel"  # without a language head
+
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same. Raises ConfigError for a padding id that is null, which the class cannot count from."""
     padding_id = config.get_nullable("pad_token_id", PADDING_ID)
     if type(padding_id) is not int or padding_id < 0:
         raise config.invalid("pad_token_id", "should be a whole number from 0 on, since positions are counted from it")
-    return _bert.read_config(config, offset=padding_id + 1, transform="gelu")
+    return _bert.read_config(config, BASE, offset=padding_id + 1, transform="gelu")
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     position = design.embedding.position
     offset = position.offset if isinstance(position, LearnedConfig) else None
-    return _bert.write_config(design) | {"pad_token_id": (offset or 1) - 1}
+    return _bert.write_config(design, BASE) | {"pad_token_id": (offset or 1) - 1}
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
@@ -46,6 +48,6 @@ FAMILY = Family(
     write_config,
     map_weights,
     ignored_tensors=(
-        "roberta.pooler.", "roberta.embeddings.position_ids", "lm_head.bias", "lm_head.decoder.bias",
+        "roberta.pooler.", "pooler.", "roberta.embeddings.position_ids", "lm_head.bias", "lm_head.decoder.bias",
     ),  # the last two as in BERT
 )  # fmt: skip

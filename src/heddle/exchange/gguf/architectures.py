@@ -193,7 +193,7 @@ Transform = Callable[[Tensor], Tensor]
 class GGUFTensor:
     """A tensor of a GGUF. It is made of the Hugging Face tensors `hf_names` (stacked if several) by `transform`.
 
-    restore: the inverse, of one of several.
+    restore: the inverse, of one of several. may_quantize: whether llama.cpp reads it quantized.
     """
 
     name: str
@@ -202,6 +202,7 @@ class GGUFTensor:
     hf_names: tuple[str, ...]
     transform: Transform
     restore: Transform
+    may_quantize: bool
 
     def build(self, tensors: HFTensors) -> Tensor:
         """Make the tensor, in memory of its own."""
@@ -233,7 +234,8 @@ def gguf_tensors(
         transform, restore = _transforms_of(name, config, graph)
         if is_expert and len(hf_names) == 1:
             transform = partial(torch.unsqueeze, dim=0)
-        yield GGUFTensor(name, shape, torch.float32 if is_float32 else dtype, hf_names, transform, restore)
+        own_dtype = torch.float32 if is_float32 else dtype
+        yield GGUFTensor(name, shape, own_dtype, hf_names, transform, restore, may_quantize=not is_float32)
 
 
 def _depth(config: dict[str, Any]) -> int:

@@ -6,6 +6,7 @@ Weights keep their values, except for rounding to the dtype asked for, and Gemma
 import errno
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +175,8 @@ MAGIC = b"GGUF"
 ROPE_FACTORS = "rope_freqs.weight"
 # dtype -> its number in a tensor's entry, and its number in `general.file_type`.
 GGML_TYPES = {torch.float32: (0, 0), torch.float16: (1, 1), torch.bfloat16: (30, 32)}
+Q8_0, Q8_0_FILE_TYPE = 8, 7  # blocks of 32 signed bytes with one scale, float16
+Q8_0_BLOCK, Q8_0_BYTES = 32, 34
 
 
 def export_gguf(
@@ -182,27 +185,27 @@ def export_gguf(
     tokenizer: Tokenizer | None = None,
     imported: ImportedModel | None = None,
     dtype: torch.dtype | None = None,
+    q8_0: bool = False,
 ) -> tuple[FamilyMatch, str]:
     """Write `file`. Returns the family that the design matches, and the name of llama.cpp's graph for it.
 
     imported: the import whose lengths are written, if not the model's own. dtype: of matrices, float32, float16 or
-    bfloat16; None is the model's own.
+    bfloat16; None is the model's own. q8_0: quantize matrices whose rows are multiples of 32 long to blocks of 8 bits,
+    as llama.cpp does; other matrices are float16.
     Raises ConfigError for an unsupported design or dtype or a missing package, DataError for a tokenizer that llama.cpp
     does not know, CheckpointError if `file` exists and is not a GGUF, MachineError if it cannot be written.
     """
     file = Path(file)
-    dtype = _matrix_dtype(model, dtype)
+    dtype = torch.float32 if q8_0 else _matrix_dtype(model, dtype)
     match, graph = match_architecture(model.config)
     check_package()
     tensors = HFTensors(match.family, model)
     keys = _model_keys(match.config, model, graph, (model if imported is None else imported.model).imported_config)
-    keys |= {"general.name": file.stem, "general.file_type": GGML_TYPES[dtype][1]}
-    tokenizer_fields = (
-        {"model": "none"} if tokenizer is None else tokenizer_keys(tokenizer, model.config.vocab_size or 0)
-    )
-    keys |= {f"tokenizer.ggml.{name}": value for name, value in tokenizer_fields.items()}
-    gguf_plan = list(gguf_tensors(tensors, match.config, graph, dtype))
-    _write(file, graph.name, keys, gguf_plan, tensors, _rope_factors(model))
+    keys |= {"general.name": file.stem, "general.file_type": Q8_0_FILE_TYPE if q8_0 else GGML_TYPES[dtype][1]}
+    rows = model.config.vocab_size or 0
+    keys |= {"tokenizer.ggml.model": "none"} if tokenizer is None else tokenizer_keys(tokenizer, rows)
+    plan = [_StoredTensor.of(spec, q8_0) for spec in gguf_tensors(tensors, match.config, graph, dtype)]
+    _write(file, graph.name, keys, plan, tensors, _rope_factors(model))
     return match, graph.name
 
 
@@ -291,11 +294,55 @@ def _rope_factors(model: Decoder) -> dict[str, torch.Tensor]:
     }
 
 
+@dataclass(frozen=True)
+class _StoredTensor:
+    """A tensor as the file stores it. ggml_type: the number of its type."""
+
+    spec: GGUFTensor
+    ggml_type: int
+
+    @classmethod
+    def of(cls, spec: GGUFTensor, q8_0: bool) -> "_StoredTensor":
+        if not q8_0 or not spec.may_quantize:
+            return cls(spec, GGML_TYPES[spec.dtype][0])
+        return cls(spec, GGML_TYPES[torch.float16][0] if spec.shape[-1] % Q8_0_BLOCK else Q8_0)
+
+    @property
+    def numpy_dtype(self) -> Any:
+        import numpy as np
+
+        return np.dtype({0: np.float32, Q8_0: np.uint8}.get(self.ggml_type, np.int16))
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the array that is written; rows of blocks are counted in bytes."""
+        *rows, columns = self.spec.shape
+        return (*rows, columns // Q8_0_BLOCK * Q8_0_BYTES if self.ggml_type == Q8_0 else columns)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.stored_shape) * int(self.numpy_dtype.itemsize)
+
+    def build(self, tensors: HFTensors) -> Any:
+        """The array that is written; numpy has no bfloat16, so that two bytes are an integer."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import quantize
+
+        tensor = self.spec.build(tensors)
+        assert tensor.shape == self.spec.shape, f"{self.spec.name}: {tensor.shape} is not {self.spec.shape}"
+        if self.ggml_type == Q8_0:
+            return quantize(tensor.numpy(), GGMLQuantizationType.Q8_0)
+        if self.numpy_dtype.itemsize == 2 and tensor.itemsize == 4:
+            tensor = tensor.to(torch.float16)
+        return (tensor.view(torch.int16) if tensor.itemsize == 2 else tensor).numpy()
+
+
 def _write(
     file: Path,
     graph_name: str,
     keys: dict[str, Any],
-    gguf_plan: list[GGUFTensor],
+    plan: list[_StoredTensor],
     tensors: HFTensors,
     extra_tensors: dict[str, torch.Tensor],
 ) -> None:
@@ -306,7 +353,7 @@ def _write(
     with lock_output(file), file_io.replace_file(file) as temporary:
         writer = GGUFWriter(temporary, graph_name)
         try:
-            _write_contents(writer, keys, gguf_plan, tensors, extra_tensors)
+            _write_contents(writer, keys, plan, tensors, extra_tensors)
         except OSError as error:
             if error.errno is None:  # numpy reports a short write without a number
                 raise OSError(errno.ENOSPC, str(error)) from error
@@ -331,7 +378,7 @@ def _check_target(file: Path) -> None:
 def _write_contents(
     writer: "GGUFWriter",
     keys: dict[str, Any],
-    gguf_plan: list[GGUFTensor],
+    plan: list[_StoredTensor],
     tensors: HFTensors,
     extra_tensors: dict[str, torch.Tensor],
 ) -> None:
@@ -342,30 +389,18 @@ def _write_contents(
     for name, tensor in extra_tensors.items():
         array = tensor.numpy()
         writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
-    for spec in gguf_plan:
-        size = math.prod(spec.shape) * spec.dtype.itemsize
-        ggml_type = GGMLQuantizationType(GGML_TYPES[spec.dtype][0])
-        writer.add_tensor_info(spec.name, spec.shape, _numpy_dtype(spec.dtype), size, ggml_type)
+    for stored in plan:
+        ggml_type = GGMLQuantizationType(stored.ggml_type)
+        writer.add_tensor_info(stored.spec.name, stored.stored_shape, stored.numpy_dtype, stored.bytes, ggml_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor in extra_tensors.values():
         writer.write_tensor_data(tensor.numpy())
-    with progress_bar(
-        "writing", sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in gguf_plan), "bytes"
-    ) as progress:
-        for spec in gguf_plan:
-            tensor_data = spec.build(tensors)
-            assert tensor_data.shape == spec.shape, f"{spec.name}: {tensor_data.shape} is not {spec.shape}"
-            bits = tensor_data.view(torch.int16) if tensor_data.itemsize == 2 else tensor_data  # numpy has no bfloat16
-            writer.write_tensor_data(bits.numpy())
-            progress.advance(bits.numel() * bits.itemsize)
-
-
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    import numpy as np
-
-    return np.dtype(np.float32 if dtype.itemsize == 4 else np.int16)
+    with progress_bar("writing", sum(stored.bytes for stored in plan), "bytes") as progress:
+        for stored in plan:
+            writer.write_tensor_data(stored.build(tensors))
+            progress.advance(stored.bytes)
 
 
 def _add_key(writer: "GGUFWriter", key: str, value: Any) -> None:

@@ -5,10 +5,10 @@ of rows, which are undone.
 """
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,17 +21,15 @@ from heddle.exchange.family import Family, families
 from heddle.exchange.family_match import design_from_config
 from heddle.exchange.gguf.architectures import ARCHITECTURES, Architecture, gguf_tensors
 from heddle.exchange.gguf.export import ROPE_FACTORS, check_package
+from heddle.exchange.gguf.file import StoredTensor, read_contents
 from heddle.exchange.gguf.tokenizer import read_tokenizer
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load_weights
+from heddle.exchange.tokenizer_files import chosen_tokenizer
 from heddle.model.decoder import Decoder, build
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.progress import format_amount, print_status, progress_bar
-
-if TYPE_CHECKING:
-    from gguf import ReaderTensor
-
 
 # The keys of a GGUF as the config.json of a family. Only the graphs that heddle writes are read.
 
@@ -317,8 +315,15 @@ ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, str, Shapes], dict[str, Any]]] = 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_gguf(file: str | Path, dequantize: torch.dtype | None = None, allow_non_finite: bool = False) -> ImportedModel:
+def load_gguf(
+    file: str | Path,
+    dequantize: torch.dtype | None = None,
+    allow_non_finite: bool = False,
+    tokenizer_file: Path | None = None,
+) -> ImportedModel:
     """Read a GGUF. All weights have one dtype: that of its embedding, or `dequantize`, which quantized ones need.
+
+    tokenizer_file: a tokenizer.json in place of the file's own tokenizer, read with the files beside it.
 
     Raises CheckpointError and ConfigError with one sentence that names the key or tensor that is missing, altered or
     not supported.
@@ -329,10 +334,15 @@ def load_gguf(file: str | Path, dequantize: torch.dtype | None = None, allow_non
     model = build(design_from_config(source.config, family, str(file)), device="meta")
     source.plan(family, model)
     load_weights(model, family, source, None, allow_non_finite)
-    tokenizer = read_tokenizer(source.keys, model.embed.weight.shape[0], str(file))
+    rows = model.embed.weight.shape[0]
+    if tokenizer_file is None:
+        tokenizer = read_tokenizer(source.keys, rows, str(file))
+        text_files = {} if tokenizer is None else dict(tokenizer.companion_files)
+    else:
+        tokenizer, text_files = chosen_tokenizer(tokenizer_file, rows)
     lengths = {"max_position_embeddings": source.config["max_position_embeddings"]}
     model.imported_config = lengths | {"model_type": family.model_type}
-    return ImportedModel(model.eval(), tokenizer)
+    return ImportedModel(model.eval(), tokenizer, text_files)
 
 
 class GGUFFile:
@@ -346,28 +356,31 @@ class GGUFFile:
         self.config = config_from_keys(self.keys, _shapes(self.tensors_by_name))
 
     def _read(self) -> None:
-        from gguf import GGUFReader
-
-        try:
-            reader = GGUFReader(self.file)
-            fields = {name: field.contents() for name, field in reader.fields.items()}
-        except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise CheckpointError(f"{self.file}: cannot be read as a GGUF ({reason}); download it again") from error
-        self.keys = Keys(fields, str(self.file))
-        self.tensors_by_name: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
+        contents = read_contents(self.file)
+        self.keys, self.tensors_by_name = Keys(contents.keys, str(self.file)), contents.tensors
+        self._check_kind()
         if ROPE_FACTORS in self.tensors_by_name:
-            self.keys.rope_factors = [float(x) for x in self.tensors_by_name[ROPE_FACTORS].data]
+            self.keys.rope_factors = self._values(self.tensors_by_name[ROPE_FACTORS]).flatten().tolist()
+
+    def _check_kind(self) -> None:
+        """Raises ConfigError for a file that is not a whole model."""
+        kind, parts = self.keys.get("general.type", "model"), self.keys.get("split.count", 1)
+        if kind != "model":
+            raise ConfigError(f"{self.file}: is {kind} ('general.type'), not a model; import the model's own GGUF")
+        if parts > 1:
+            part = self.keys.get("split.no", 0) + 1
+            remedy = "merge the parts with `llama-gguf-split --merge`"
+            raise ConfigError(f"{self.file}: is part {part} of {parts}; {remedy}")
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """That of all weights. Raises ConfigError if some are quantized and it was not asked for."""
-        types = {tensor.tensor_type.name for tensor in self.tensors_by_name.values()}
-        packed = sorted(types - FLOAT_DTYPES.keys())
+        packed = sorted({tensor.kind for tensor in self.tensors_by_name.values()} - FLOAT_DTYPES.keys())
         if self.dequantize is None and packed:
-            raise ConfigError(f"{self.file}: holds quantized weights ({', '.join(packed)}); ask for them dequantized")
+            remedy = "unpack them with `--dequantize bf16`"
+            raise ConfigError(f"{self.file}: holds quantized weights ({', '.join(packed)}); {remedy}")
         embedding = self.tensors_by_name.get("token_embd.weight")
-        return self.dequantize or FLOAT_DTYPES["F32" if embedding is None else embedding.tensor_type.name]
+        return self.dequantize or FLOAT_DTYPES["F32" if embedding is None else embedding.kind]
 
     def plan(self, family: Family, model: Decoder) -> None:
         """Find which tensors of the file make which of the family."""
@@ -375,19 +388,19 @@ class GGUFFile:
         tensors = HFTensors(family, model)
         self._plan = {spec.name: spec for spec in gguf_tensors(tensors, self.config, graph, self.dtype)}
 
-    def tensor_specs(self) -> Container[str]:
+    def tensor_specs(self) -> Iterable[str]:
         """The names of the family's tensors that the file holds."""
         return {name for spec in self._plan.values() for name in spec.hf_names}
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (file, the family's name, tensor) for every tensor; one that belongs to nothing has its own name."""
-        stored = sum(int(tensor.n_bytes) for tensor in self.tensors_by_name.values())
+        stored = sum(tensor.data.nbytes for tensor in self.tensors_by_name.values())
         numbers, packed = 0, set[str]()
         with progress_bar("reading", stored, "bytes") as progress:
             for name, tensor in self.tensors_by_name.items():
                 values = self._values(tensor)
                 numbers += values.numel()
-                packed |= {tensor.tensor_type.name} - FLOAT_DTYPES.keys()
+                packed |= {tensor.kind} - FLOAT_DTYPES.keys()
                 spec = self._plan.get(name)
                 if spec is None:
                     yield self.file.name, name, values
@@ -397,22 +410,23 @@ class GGUFFile:
                     has_shape = part.shape == spec.shape[len(spec.shape) - part.dim() :]
                     whole = spec.restore(part) if has_shape else part
                     yield self.file.name, hf_name, whole.to(self.dtype).contiguous()
-                progress.advance(int(tensor.n_bytes))
+                progress.advance(tensor.data.nbytes)
         if packed:
             sizes = [format_amount(size, "bytes") for size in (stored, numbers * self.dtype.itemsize)]
             dtype = str(self.dtype).removeprefix("torch.")
             print_status(f"dequantized: {', '.join(sorted(packed))}, {sizes[0]}, to {dtype}, {sizes[1]}")
 
-    def _values(self, tensor: "ReaderTensor") -> Tensor:
+    def _values(self, tensor: StoredTensor) -> Tensor:
         """The numbers of a tensor, float32."""
+        from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         try:
-            return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        except (RuntimeError, ValueError) as error:
-            kind = tensor.tensor_type.name
-            raise CheckpointError(f"{self.file}: tensor '{tensor.name}' of type {kind} cannot be unpacked") from error
+            return torch.from_numpy(dequantize(tensor.data, GGMLQuantizationType[tensor.kind]).copy())
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            reason = f"tensor '{tensor.name}' of type {tensor.kind} cannot be unpacked"
+            raise CheckpointError(f"{self.file}: {reason}") from error
 
 
-def _shapes(tensors: Mapping[str, "ReaderTensor"]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
+def _shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items()}

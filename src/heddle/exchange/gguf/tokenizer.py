@@ -1,63 +1,161 @@
-"""The tokenizer keys of a GGUF: tokens, their types, merges, and the name of the pre-tokenizer.
+"""The tokenizer keys of a GGUF, both ways: byte-level BPE (`gpt2`), and SentencePiece's BPE (`llama`).
 
-llama.cpp has a fixed list of named pre-tokenizers (rules that split a text into words). A tokenizer trained by heddle
-splits as GPT-2's does, except that it also cuts runs of more than 256 characters of the same kind.
+llama.cpp has a fixed list of named pre-tokenizers (rules that split a text into words) for byte-level BPE. A tokenizer
+trained by heddle splits as GPT-2's does, except that it also cuts runs of more than 256 characters of the same kind.
+SentencePiece's has no merges: the neighbors whose union has the highest score are joined first, so that its merges and
+their order follow from the scores. Bytes outside of the vocabulary are tokens such as <0xE2>.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
+from heddle.data.chat import CHAT_TEMPLATE_FILE, chat_template_text
 from heddle.errors import DataError
 from heddle.progress import print_status
 from heddle.tokenization.backend import MAX_RUN_LENGTH, read_backend
+from heddle.tokenization.token_bytes import SPIECE_UNDERLINE
 from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 
 if TYPE_CHECKING:
     from heddle.exchange.gguf.read import Keys
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+NO_SCORE = -1000.0  # of tokens that no merge makes, as in Gemma's files
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BPE_SPLIT = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = _CONTRACTIONS + _BPE_SPLIT % r"\p{N}{1,3}"
+_QWEN2_SPLIT = _CONTRACTIONS + _BPE_SPLIT % r"\p{N}"
 # Regular expression that splits a text -> llama.cpp's name of the pre-tokenizer.
-PRE_TOKENIZERS = {
-    _GPT2_SPLIT: "gpt-2",
-    _CONTRACTIONS + _BPE_SPLIT % r"\p{N}": "qwen2",
-    _CONTRACTIONS + _BPE_SPLIT % r"\p{N}{1,3}": "llama-bpe",
+PRE_TOKENIZERS = {_GPT2_SPLIT: "gpt-2", _QWEN2_SPLIT: "qwen2", _LLAMA3_SPLIT: "llama-bpe"}
+# llama.cpp's name -> the expressions that split a text, one after the other. Several names stand for the same.
+SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat"), (_GPT2_SPLIT,)),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "kormo"), (_QWEN2_SPLIT,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"), (_LLAMA3_SPLIT,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), (_LLAMA3_SPLIT,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", _GPT2_SPLIT)),
 }
-IGNORE_MERGES = {"llama-bpe"}  # a word that is a token becomes that token, without merges
+IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"}
+BEGINS_BY_DEFAULT = IGNORE_MERGES  # files without `add_bos_token` begin with it, as those of SentencePiece do
 
 
 def tokenizer_keys(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """The keys under `tokenizer.ggml.`. vocab_size: rows of the embedding; rows without a token are marked as unused.
+    """The keys under `tokenizer.`. vocab_size: rows of the embedding; rows without a token are marked as unused.
 
     Raises DataError for a kind of tokenizer that llama.cpp does not know.
     """
     data = json.loads(tokenizer.to_json())
     model = data["model"]
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        kind = "BPE that falls back to bytes" if model.get("byte_fallback") else model.get("type")
-        raise DataError(f"tokenizer: is {kind}; a GGUF is written with byte-level BPE only")
-    normalizer = (data.get("normalizer") or {}).get("type")
-    if normalizer not in (None, "NFC"):
-        raise DataError(f"tokenizer: its normalizer {normalizer} is none that llama.cpp applies; take one without")
-    tokens = {index: token for token, index in model["vocab"].items()}
+    if model.get("type") != "BPE":
+        raise DataError(f"tokenizer: is {model.get('type')}; a GGUF is written with BPE only")
+    tokens: dict[int, str] = {index: token for token, index in model["vocab"].items()}
     token_types = dict.fromkeys(tokens, NORMAL)
     for added in data.get("added_tokens", []):
         tokens[added["id"]] = added["content"]
         token_types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    keys: dict[str, Any] = {
-        "model": "gpt2",
-        "pre": _pre_tokenizer_name(data),
+    make_keys = _sentencepiece_keys if model.get("byte_fallback") else _byte_level_keys
+    keys = make_keys(data, tokens, token_types) | {
         "tokens": [tokens.get(index, f"[PAD{index}]") for index in range(vocab_size)],
         "token_type": [token_types.get(index, UNUSED) for index in range(vocab_size)],
-        "merges": merges,
     }
-    return keys | _special_token_keys(tokenizer)
+    if "scores" in keys:
+        keys["scores"] = [keys["scores"].get(index, NO_SCORE) for index in range(vocab_size)]
+    keys = {f"tokenizer.ggml.{name}": value for name, value in (keys | _special_token_keys(tokenizer)).items()}
+    template = chat_template_text(tokenizer.companion_files)
+    return keys | ({} if template is None else {"tokenizer.chat_template": template})
+
+
+def _merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
+    return [(first, second) for first, second in pairs]
+
+
+def _byte_level_keys(data: dict[str, Any], tokens: dict[int, str], token_types: dict[int, int]) -> dict[str, Any]:
+    normalizer = (data.get("normalizer") or {}).get("type")
+    if normalizer not in (None, "NFC"):
+        raise DataError(f"tokenizer: its normalizer {normalizer} is none that llama.cpp applies; take one without")
+    merges = [" ".join(pair) for pair in _merge_pairs(data["model"])]
+    return {"model": BYTE_LEVEL, "pre": _pre_tokenizer_name(data), "merges": merges}
+
+
+def _sentencepiece_keys(data: dict[str, Any], tokens: dict[int, str], token_types: dict[int, int]) -> dict[str, Any]:
+    """Scores in place of merges. `tokens` and `token_types` are changed where llama.cpp spells a token otherwise."""
+    prefix = _adds_space_prefix(data)
+    vocabulary = data["model"]["vocab"]
+    if not vocabulary.keys() >= set(BYTE_TOKENS):
+        raise DataError("tokenizer: falls back to bytes, but has no token for some; take another")
+    unknown = data["model"].get("unk_token")
+    for token, index in vocabulary.items():
+        if token in BYTE_TOKENS:
+            token_types[index] = BYTE
+        elif token == unknown and token_types[index] != CONTROL:
+            token_types[index] = UNKNOWN
+    for index, kind in token_types.items():
+        if kind == USER_DEFINED:
+            tokens[index] = tokens[index].replace(SPIECE_UNDERLINE, " ")
+    normal = {token: index for token, index in vocabulary.items() if token_types[index] == NORMAL}
+    merges = [
+        pair for pair in _merge_pairs(data["model"]) if "".join(pair) in normal
+    ]  # added tokens are split off first
+    ranks: dict[str, int] = {}
+    for pair in merges:
+        ranks.setdefault("".join(pair), len(ranks))
+    scores = {token: -float(ranks.get(token, len(ranks))) for token in normal}
+    # llama.cpp joins any two tokens whose union is one, by the score of the union alone.
+    in_order = [ranks["".join(pair)] for pair in merges]
+    if in_order != sorted(in_order) or sorted(_merges_of_scores(scores, vocabulary)) != sorted(merges):
+        raise DataError(
+            "tokenizer: its merges do not follow from scores of its tokens, as SentencePiece's; take another"
+        )
+    keys: dict[str, Any] = {
+        "model": SENTENCEPIECE,
+        "pre": "default",
+        "scores": {normal[token]: score for token, score in scores.items()},
+        "add_space_prefix": prefix,
+    }
+    return keys | ({"unknown_token_id": vocabulary[unknown]} if unknown in vocabulary else {})
+
+
+def _adds_space_prefix(data: dict[str, Any]) -> bool:
+    """Whether a text is read with a space before it. Raises DataError for steps that llama.cpp does not apply."""
+    step = data.get("normalizer") or {}
+    steps = step["normalizers"] if step.get("type") == "Sequence" else [step] * bool(step)
+    splits = data.get("pre_tokenizer") or {}
+    splits = splits["pretokenizers"] if splits.get("type") == "Sequence" else [splits] * bool(splits)
+    prefix, spaces = False, False
+    for step in steps:
+        is_replacement = step["type"] == "Replace" and step["pattern"] == {"String": " "}
+        spaces |= is_replacement and step["content"] == SPIECE_UNDERLINE
+        prefix |= step["type"] == "Prepend" and step["prepend"] == SPIECE_UNDERLINE
+    for split in splits:
+        if split["type"] == "Metaspace" and not split.get("split", True):
+            spaces, prefix = True, split["prepend_scheme"] != "never"
+    splits = [split for split in splits if not (spaces and split.get("pattern") == {"String": " "})]  # finds none
+    kinds = {step["type"] for step in (*steps, *splits)} - {"Prepend", "Replace", "Metaspace"}
+    if kinds or not spaces:
+        steps_text = ", ".join(sorted(kinds)) or "none"
+        raise DataError(f"tokenizer: its steps before BPE ({steps_text}) are none that llama.cpp applies; take another")
+    return prefix
+
+
+def _merges_of_scores(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """All pairs of tokens whose union is a token, the highest score of the union first."""
+
+    def pairs() -> Iterator[tuple[float, int, str, str]]:
+        for token, score in scores.items():
+            for middle in range(1, len(token)):
+                first, second = token[:middle], token[middle:]
+                if first in vocabulary and second in vocabulary:
+                    yield -score, -middle, first, second
+
+    return [(first, second) for _, _, first, second in sorted(pairs())]
 
 
 def _pre_tokenizer_name(data: dict[str, Any]) -> str:
@@ -87,40 +185,53 @@ def _special_token_keys(tokenizer: Tokenizer) -> dict[str, Any]:
         keys["bos_token_id"] = tokenizer.bos_ids[0]
     if eos_ids:
         keys["eos_token_id"] = eos_ids[0]
+    if len(eos_ids) > 1:  # llama.cpp has one place more: the token that ends a turn
+        keys["eot_token_id"] = eos_ids[1]
     return keys
 
 
 def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
-    """The byte-level BPE of a GGUF; None, and a sentence that says so, for another kind.
+    """The tokenizer of a GGUF; None, and a sentence that says so, for a kind that is not read.
 
     rows: of the embedding. Raises DataError for damaged keys.
     """
     kind, pre = (keys.get(f"tokenizer.ggml.{name}", "none") for name in ("model", "pre"))
-    patterns = {name: pattern for pattern, name in PRE_TOKENIZERS.items()}
-    if kind != "gpt2" or pre not in patterns:
+    is_read = kind == SENTENCEPIECE or (kind == BYTE_LEVEL and pre in SPLITS)
+    if not is_read:
         if kind != "none":
-            remedy = "give the model a tokenizer.json of its own"
+            remedy = "give one with `--tokenizer FILE`, the model's tokenizer.json"
             print_status(f"warning: {source}: its tokenizer ({kind}, {pre}) is not read; {remedy}")
         return None
-    lists = {name: keys.get(f"tokenizer.ggml.{name}", list[Any]()) for name in ("tokens", "token_type", "merges")}
-    tokens = lists["tokens"]
+    names = ("tokens", "token_type", "merges", "scores")
+    tokens, types, merges, scores = (keys.get(f"tokenizer.ggml.{name}", list[Any]()) for name in names)
     if len(tokens) > rows:
         raise DataError(f"{source}: has {len(tokens)} tokens, but the embedding only {rows} rows; download it again")
     try:
-        text = _bpe_json(tokens, lists["token_type"], lists["merges"], patterns[pre], pre in IGNORE_MERGES)
-        ids = {name: keys.get(f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos")}
-        begins = keys.get("tokenizer.ggml.add_bos_token", False) and ids["bos"] >= 0
-        ends = (ids["eos"],) if ids["eos"] >= 0 else ()
-        boundaries = BoundaryTokens((ids["bos"],) if begins else (), ends)
-        return Tokenizer(read_backend(text, source), source, text, boundaries)
+        kinds = list(zip(tokens, types or [NORMAL] * len(tokens), strict=True))
+        if kind == SENTENCEPIECE:
+            prefix = keys.get("tokenizer.ggml.add_space_prefix", True)
+            unknown = keys.get("tokenizer.ggml.unknown_token_id", -1)
+            text = _sentencepiece_json(kinds, scores, prefix, tokens[unknown] if unknown >= 0 else None)
+        else:
+            text = _bpe_json(kinds, merges, SPLITS[pre], pre in IGNORE_MERGES)
+        return Tokenizer(read_backend(text, source), source, text, _boundary_tokens(keys, kind, pre))
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise DataError(f"{source}: its tokenizer is damaged ({error}); download it again") from error
 
 
-def _bpe_json(tokens: list[str], types: list[int], merges: list[str], pattern: str, ignore_merges: bool) -> str:
-    """The tokenizer.json of a byte-level BPE."""
-    types = types or [NORMAL] * len(tokens)
-    kinds = list(zip(tokens, types, strict=True))
+def _boundary_tokens(keys: "Keys", kind: str, pre: str) -> BoundaryTokens:
+    """What begins and ends a text, and the chat template. A file that says nothing of BOS has it as in llama.cpp."""
+    names = ("bos", "eos", "eot", "eom")
+    bos, *ends = (keys.get(f"tokenizer.ggml.{name}_token_id", -1) for name in names)
+    begins = keys.get("tokenizer.ggml.add_bos_token", kind == SENTENCEPIECE or pre in BEGINS_BY_DEFAULT) and bos >= 0
+    template = keys.get("tokenizer.chat_template", "")
+    files = {CHAT_TEMPLATE_FILE: template} if template else {}
+    ends = list(dict.fromkeys(end for end in ends if end >= 0))
+    return BoundaryTokens((bos,) if begins else (), tuple(ends), files)
+
+
+def _bpe_json(kinds: list[tuple[str, int]], merges: list[str], splits: tuple[str, ...], ignore_merges: bool) -> str:
+    """The tokenizer.json of a byte-level BPE. kinds: (token, its type) of each id."""
     engine = Engine(
         models.BPE(
             {token: index for index, (token, kind) in enumerate(kinds) if kind in (NORMAL, CONTROL, USER_DEFINED)},
@@ -129,8 +240,27 @@ def _bpe_json(tokens: list[str], types: list[int], merges: list[str], pattern: s
         )
     )
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    engine.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytewise])
+    steps = [pre_tokenizers.Split(Regex(split), "isolated") for split in splits]
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytewise])
     engine.decoder = decoders.ByteLevel()
+    return _with_added_tokens(engine, kinds)
+
+
+def _sentencepiece_json(kinds: list[tuple[str, int]], scores: list[float], prefix: bool, unknown: str | None) -> str:
+    """The tokenizer.json of SentencePiece's BPE. prefix: whether a space stands before each text."""
+    vocabulary = {token: index for index, (token, kind) in enumerate(kinds) if kind != UNUSED}
+    scored = {token: score for (token, kind), score in zip(kinds, scores, strict=True) if kind == NORMAL}
+    merges = _merges_of_scores(scored, vocabulary)
+    falls_back = vocabulary.keys() >= set(BYTE_TOKENS)
+    engine = Engine(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=falls_back))
+    spaces = normalizers.Replace(" ", SPIECE_UNDERLINE)
+    engine.normalizer = normalizers.Sequence([*[normalizers.Prepend(SPIECE_UNDERLINE)] * prefix, spaces])
+    steps = [decoders.Replace(SPIECE_UNDERLINE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    engine.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
+    return _with_added_tokens(engine, kinds)
+
+
+def _with_added_tokens(engine: Engine, kinds: list[tuple[str, int]]) -> str:
     engine.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == CONTROL])
     engine.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
     text: str = engine.to_str()
