@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Engine
 
 import heddle
 from heddle.errors import CheckpointError, ConfigError, DataError, MachineError
@@ -20,7 +18,7 @@ from heddle.exchange.gguf import architectures, export_gguf
 from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf.architectures import ARCHITECTURES
 from heddle.exchange.gguf.export import match_architecture
-from heddle.exchange.gguf.tokenizer import IGNORE_MERGES, PRE_TOKENIZERS, tokenizer_keys
+from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
 from heddle.model.config import ModelConfig
@@ -232,35 +230,6 @@ def test_llama_cpp_cuts_texts_as_we_do(tmp_path: Path) -> None:
     answers = run(tmp_path / "model.gguf", [{"text": text, "spell": True} for text in texts])
     for text, answer in zip(texts, answers, strict=True):
         assert answer["prompt"] == [tokenizer().eod_id, *tokenizer().encode(text)], repr(text[:40])
-
-
-def other_tokenizer(pattern: str | None, ignores_merges: bool) -> Tokenizer:
-    """One that splits by a pattern, None: as `ByteLevel` does by itself."""
-    engine = Engine(models.BPE(ignore_merges=ignores_merges))
-    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    engine.pre_tokenizer = pre_tokenizers.Sequence([*split, bytewise])
-    engine.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=ROWS, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    engine.train_from_iterator(["12 123 1234 \n\n x\n\n y's Y'S (a) !!!\n if  x:\n\n\n" * 50], trainer)
-    return Tokenizer.from_json(engine.to_str())
-
-
-@pytest.mark.parametrize("pattern", [None, *PRE_TOKENIZERS], ids=["bytes", *PRE_TOKENIZERS.values()])
-def test_splits_that_llama_cpp_has_a_name_for(pattern: str | None, tmp_path: Path) -> None:
-    _, ours = model_pair("llama", "plain")
-    name = "gpt-2" if pattern is None else PRE_TOKENIZERS[pattern]
-    other = other_tokenizer(pattern, name in IGNORE_MERGES)
-    export_gguf(ours.model, tmp_path / "model.gguf", other)
-    fields = GGUFReader(tmp_path / "model.gguf").fields
-    assert fields["tokenizer.ggml.pre"].contents() == name
-    texts = [*TEXTS, "x's X'S I'VE 1234567 !!!\n\n\n  y\n \n(a)\t\t\tb  "]
-    answers = run(tmp_path / "model.gguf", [{"text": text, "spell": True} for text in texts])
-    for text, answer in zip(texts, answers, strict=True):
-        assert answer["prompt"] == [other.eod_id, *other.encode(text)], repr(text[:40])
 
 
 def test_llama_cpp_writes_the_same_text(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def export(settings: ExportSettings) -> None:
             print_text(f"{out}: llama.cpp runs it as {architecture}")
             return
         match = write(imported.model, out, imported.tokenizer, imported, family=family)
-        print_text(f"{out}: exports as: {match.family.architecture}")
+        print_text(f"{out}: exports as: {match.architecture}")
         if match.family.model_type == "heddle" and family is None:
             for line in match_report(imported.model.config).lines()[1:]:
                 print_text(f"  {line}")

@@ -106,7 +106,7 @@ def _with_family_length(match: FamilyMatch, model: Decoder, preserved: dict[str,
 def _full_config(match: FamilyMatch, model: Decoder, preserved: dict[str, Any]) -> dict[str, Any]:
     """config.json. It also stores the design itself, so that a later import gets it back exactly."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    header = {"architectures": [match.family.architecture], "model_type": match.family.model_type}
+    header = {"architectures": [match.architecture], "model_type": match.family.model_type}
     design = {"design": model.config.dump()}
     stored = design if "design" in match.config else {DESIGN_KEY: design}
     return dict(sorted((header | {"dtype": dtype, "torch_dtype": dtype} | match.config | preserved | stored).items()))

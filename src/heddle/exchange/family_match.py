@@ -51,6 +51,11 @@ class FamilyMatch:
     config: dict[str, Any]
     mismatches: tuple[Mismatch, ...]
 
+    @property
+    def architecture(self) -> str:
+        """The class of transformers that reads the config."""
+        return str(self.config.get("architectures", [self.family.architecture])[0])
+
 
 @dataclass(frozen=True)
 class MatchReport:
@@ -180,7 +185,7 @@ def match_report(design: ModelConfig, preferred: str | None = None) -> MatchRepo
     matches = []
     for match in sorted(_matches(design, preferred), key=lambda match: match.family.model_type != preferred):
         if not match.mismatches:
-            return MatchReport(match.family.architecture)
+            return MatchReport(match.architecture)
         matches.append(match)
     nearest = min(matches, key=_total_weight)
     reasons = tuple(f"{mismatch.path} is {_display(mismatch.actual)}" for mismatch in nearest.mismatches)

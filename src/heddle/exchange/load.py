@@ -147,6 +147,7 @@ class TensorNames:
 
     def __init__(self, weight_map: WeightMap, stored_names: Iterable[str], source: str) -> None:
         rules = weight_map.rules
+        self.known = {*rules, *weight_map.alternatives}
         embedding = next((name for name, rule in rules.items() if rule.parameters[0] == EMBEDDING), "")
         base, _, rest = embedding.partition(".")
         is_base = bool(rest) and sum(name.startswith(f"{base}.") for name in rules) > len(rules) // 2
@@ -171,7 +172,7 @@ class TensorNames:
         if self.dropped and not name.startswith(self.dropped):
             return name
         name = name.removeprefix(self.dropped)
-        return name if name.startswith(self.added) else self.added + name
+        return self.added + name if self.added + name in self.known else name
 
 
 def _without_wrappers(name: str) -> str:

@@ -32,9 +32,8 @@ _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 _BPE_SPLIT = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = _CONTRACTIONS + _BPE_SPLIT % r"\p{N}{1,3}"
 _QWEN2_SPLIT = _CONTRACTIONS + _BPE_SPLIT % r"\p{N}"
-# Regular expression that splits a text -> llama.cpp's name of the pre-tokenizer.
-PRE_TOKENIZERS = {_GPT2_SPLIT: "gpt-2", _QWEN2_SPLIT: "qwen2", _LLAMA3_SPLIT: "llama-bpe"}
-# llama.cpp's name -> the expressions that split a text, one after the other. Several names stand for the same.
+# llama.cpp's name of a pre-tokenizer -> the expressions that split a text, one after the other. Of several names for
+# the same, the first is written.
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat"), (_GPT2_SPLIT,)),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "kormo"), (_QWEN2_SPLIT,)),
@@ -164,16 +163,21 @@ def _pre_tokenizer_name(data: dict[str, Any]) -> str:
     steps = steps.get("pretokenizers", [steps])
     bytewise = next((step for step in steps if step.get("type") == "ByteLevel"), None)
     patterns = [step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split"]
+    patterns += [r"\p{N}"] * sum(step.get("type") == "Digits" and step["individual_digits"] for step in steps)
     if bytewise is not None and bytewise.get("use_regex", True):
         patterns.append(_GPT2_SPLIT)
-    plain = [pattern.replace(f"{{1,{MAX_RUN_LENGTH}}}", "+") for pattern in patterns]
-    name = PRE_TOKENIZERS.get(plain[0]) if len(plain) == 1 else None
-    if name is None or bytewise is None or bytewise.get("add_prefix_space"):
+    splits = tuple(pattern.replace(f"{{1,{MAX_RUN_LENGTH}}}", "+") for pattern in patterns)
+    names = [name for name, known in SPLITS.items() if known == splits]
+    if not names or bytewise is None or bytewise.get("add_prefix_space"):
         raise DataError(
             "tokenizer: splits texts in a way that llama.cpp has no name for; take one that splits as GPT-2"
         )
-    if bool(data["model"].get("ignore_merges")) != (name in IGNORE_MERGES):
-        raise DataError(f"tokenizer: splits as {name}, but its ignore_merges is not that of {name}; take another")
+    ignore_merges = bool(data["model"].get("ignore_merges"))
+    name = next((name for name in names if (name in IGNORE_MERGES) == ignore_merges), None)
+    if name is None:
+        raise DataError(
+            f"tokenizer: splits as {names[0]}, but its ignore_merges is not that of {names[0]}; take another"
+        )
     return name
 
 

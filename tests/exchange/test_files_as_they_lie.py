@@ -1,0 +1,174 @@
+"""Weights as they lie on disks: names that wrappers and base classes changed, buffers, leftovers, what is no model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange import load as loading
+from heddle.exchange.export import export
+from heddle.exchange.family import families
+from heddle.exchange.load import LazyCheckpoint, TensorNames, load
+from tests.exchange.cases import CASES, Fields
+from tests.exchange.hf_models import saved
+from tests.exchange.test_bad_input import copy, edit, index, refusal, rewrite, shard, theirs
+from tests.exchange.test_older_files import Tensors, rewritten
+from tests.laws.planting import Plant, result
+
+Renaming = Callable[[str], str]
+ENCODERS = {"bert": "BertModel", "roberta": "RobertaModel", "modernbert": "ModernBertModel"}
+
+
+def base_name(family: str) -> Renaming:
+    """What a base class calls a tensor of the whole model."""
+    prefix = saved(family, next(iter(CASES[family].variants)))[0].base_model_prefix + "."
+    return lambda name: name.removeprefix(prefix)
+
+
+def inside(word: str) -> Renaming:
+    """A word in the middle of a name, as wrappers of single layers put it."""
+    return lambda name: name.replace(".0.", f".0.{word}.", 1)
+
+
+RENAMINGS: dict[str, Callable[[str], Renaming]] = {
+    "torch.compile": lambda family: lambda name: "_orig_mod." + name,
+    "data parallel": lambda family: lambda name: "module._orig_mod." + name,
+    "checkpointing": lambda family: inside("_checkpoint_wrapped_module"),
+    "a trainer": lambda family: lambda name: "lightning.student." + name,
+    "a base class": base_name,
+    "a base class in a trainer": lambda family: lambda name: "net." + base_name(family)(name),
+}
+
+
+@pytest.mark.parametrize("family", [name for name in families() if name in CASES])
+@pytest.mark.parametrize("kind", RENAMINGS)
+def test_names_that_others_changed_are_found(family: str, kind: str, tmp_path: Path) -> None:
+    variant = next(iter(CASES[family].variants))
+    rename = RENAMINGS[kind](family)
+
+    def renamed(config: Fields, tensors: Tensors) -> Tensors:
+        return {rename(name): tensor for name, tensor in tensors.items()}
+
+    folder = rewritten(family, variant, tmp_path / "model", renamed)
+    want, got = load(saved(family, variant)[1]).model.state_dict(), load(folder).model.state_dict()
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    lazy = LazyCheckpoint(folder)
+    assert all(torch.equal(want[name], lazy.tensor(name)) for name in lazy.specs)
+
+
+def test_two_models_in_one_file_are_named(tmp_path: Path) -> None:
+    def doubled(config: Fields, tensors: Tensors) -> Tensors:
+        return {f"{who}.{name}": tensor.clone() for who in ("student", "teacher") for name, tensor in tensors.items()}
+
+    folder = rewritten("llama", "plain", tmp_path / "model", doubled)
+    with pytest.raises(CheckpointError, match=r"student.*teacher"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["rotary_emb.inv_freq", "rotary_emb.cos_cached", "attn.masked_bias", "position_ids"])
+def test_buffers_are_ignored(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    rewrite(shard(folder), lambda tensors: tensors.update({f"model.layers.0.self_attn.{name}": torch.arange(4.0)}))
+    load(folder)
+    assert "ignored: tensors" in capsys.readouterr().err
+
+
+def test_an_index_that_is_wrong_about_nothing_needed_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    index(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": shard(folder).name})
+    name = next(iter(load_file(shard(folder, 1))))
+    index(folder, **{name: shard(folder).name})  # it is in another one
+    want, got = load(theirs()).model.state_dict(), load(folder).model.state_dict()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 123456\n"
+
+
+@pytest.mark.parametrize("name", ["a shard", "config.json", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    file = shard(folder) if name == "a shard" else folder / name
+    file.write_bytes(POINTER)
+    assert f"{file}: is a pointer of Git LFS" in refusal(folder)
+
+
+def test_an_adapter_is_named_with_its_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "meta/llama"}))
+    save_file({"base_model.model.layers.0.q.lora_A.weight": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    text = refusal(tmp_path)
+    assert "adapter of meta/llama" in text
+    assert "merge_and_unload" in text
+
+
+def test_what_is_left_of_quantization_is_named(tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    rewrite(shard(folder), lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}))
+    assert "left of quantized weights" in refusal(folder)
+
+
+def test_quantized_weights_are_refused_with_the_option_that_reads_them(tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq"})
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(b"never read")
+    with pytest.raises(ConfigError, match="--dequantize bf16"):
+        load(folder)
+
+
+def test_a_missing_head_is_said_to_be_that_of_a_base_class(tmp_path: Path) -> None:
+    def headless(config: Fields, tensors: Tensors) -> Tensors:
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*base classes"):
+        load(rewritten("llama", "plain", tmp_path / "model", headless))
+
+
+def headless_encoder(family: str, folder: Path, prefix: str = "") -> tuple[torch.nn.Module, Path]:
+    """The base class of an encoder, without a head, in float64, and its folder with the buffer of positions."""
+    from transformers import AutoModel
+
+    model, _ = saved(family, next(iter(CASES[family].variants)))
+    torch.manual_seed(5)
+    base = AutoModel.from_config(model.config).eval()
+    base.save_pretrained(folder)
+    tensors = {prefix + name: tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors[prefix + "embeddings.position_ids"] = torch.arange(8)[None]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return base.double(), folder
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_an_encoder_without_a_head_has_their_hidden_states(family: str, tmp_path: Path) -> None:
+    for prefix in ("", "encoder."):
+        base, folder = headless_encoder(family, tmp_path / f"theirs-{prefix}", prefix)
+        ours = load(folder)
+        tokens = torch.randint(3, 90, (2, 17), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            want = base(tokens).last_hidden_state
+            got = ours.model.double()(tokens)[0]
+        assert float(want.std()) > 0.1
+        # ModernBERT's rotation is in float32 whatever its dtype.
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if family == "modernbert" else 1e-10)
+    match = export(ours.model.float(), tmp_path / "ours", imported=ours)
+    assert match.architecture == ENCODERS[family]
+    again = load_file(tmp_path / "ours/model.safetensors")
+    with torch.no_grad():
+        base.float().load_state_dict(again, strict=False)  # the pooler is left out
+        torch.testing.assert_close(base.double()(tokens).last_hidden_state, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [result(loading._without_wrappers, lambda name: name + "x"), result(TensorNames.__call__, lambda name: name[1:])],
+    ids=["wrappers", "names"],
+)
+def test_a_planted_bug_is_caught(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, CheckpointError)):
+        test_names_that_others_changed_are_found("llama", "torch.compile", tmp_path)
