@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from heddle.errors import ConfigError
-from heddle.progress import print_text
+from heddle.progress import print_status, print_text
 from heddle.session import open_session
 from heddle.settings import Argument, Option, Quiet, SessionSettings, VerbSettings
 
@@ -39,6 +39,7 @@ def import_(settings: ImportSettings) -> None:
         open_session(stack, SessionSettings(device="cpu", quiet=settings.quiet))
         import torch
 
+        from heddle.data.chat import chat_template_text
         from heddle.exchange.imported_checkpoint import save_imported
         from heddle.exchange.load import load
 
@@ -50,6 +51,22 @@ def import_(settings: ImportSettings) -> None:
         else:
             imported = load(folder, None, dtype, settings.allow_non_finite, settings.tokenizer)
         save_imported(imported, out)
+        if imported.tokenizer is not None and (template := chat_template_text(imported.text_files)) is not None:
+            _warn_of_unknown_names(template, str(folder))
         parameters = sum(parameter.numel() for parameter in imported.model.parameters())
         model_type, layers = imported.preserved_config["model_type"], imported.model.config.depth
         print_text(f"{out}: {model_type} of {parameters:,} parameters, {layers} layers")
+
+
+def _warn_of_unknown_names(template: str, source: str) -> None:
+    from heddle.data.chat_template import unknown_names
+    from heddle.data.documents import UnreadableError
+
+    try:
+        names = unknown_names(template)
+    except UnreadableError as error:
+        print_status(f"warning: {source}: its chat template {error}; conversations cannot be rendered")
+        return
+    if names:
+        listed = ", ".join(f"'{name}'" for name in names[:8])
+        print_status(f"warning: {source}: its chat template reads {listed}, which nothing sets: it is empty there")

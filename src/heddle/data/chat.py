@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from heddle.tokenization.tokenizer import Tokenizer
 
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
 ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT, "tool")
 DEFAULT_TEMPLATE = (
@@ -66,8 +67,14 @@ class ChatFormat:
             if template is None
             else template
         )
+        token_map = _read_tokenizer_config(tokenizer_files or {}, SPECIAL_TOKENS_FILE)
+        named = {
+            name: value for name, value in token_map.items() if re.search(rf"\b{re.escape(name)}\b", self.template)
+        }
         self._special_tokens = {
-            name: text for name in config if name.endswith("_token") and (text := _token_text(config[name]))
+            name: text
+            for name, token in (named | config).items()
+            if name.endswith("_token") and (text := _token_text(token))
         }
         self._special_tokens_pattern = re.compile("|".join(map(re.escape, tokenizer.special_tokens.values())))
         from heddle.data.chat_template import ChatTemplate  # Jinja is imported only for conversations
@@ -75,6 +82,15 @@ class ChatFormat:
         self._compiled_template = ChatTemplate(self.template)
         content = json.dumps([self.template, self._special_tokens, tokenizer.hash])
         self.hash = hashlib.sha256(content.encode()).hexdigest()
+
+    @cached_property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The special token that ends an answer in this template; empty where none does."""
+        try:
+            [answered] = self.encode([{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}])
+        except (UnreadableError, ValueError):
+            return ()
+        return (int(answered.tokens[answered.assistant_mask][-1]),)
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """The tokens up to where the assistant's next answer begins. Raises UnreadableError."""
@@ -136,9 +152,19 @@ def chat_template_text(tokenizer_files: Mapping[str, str]) -> str | None:
     return tokenizer_files.get(CHAT_TEMPLATE_FILE) or _select_template(config.get("chat_template"))
 
 
-def _read_tokenizer_config(tokenizer_files: Mapping[str, str]) -> dict[str, Any]:
+def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special token that ends an answer in the tokenizer's own chat template; empty without one that is read."""
+    if chat_template_text(tokenizer.companion_files) is None:
+        return ()
     try:
-        data = json.loads(tokenizer_files.get(TOKENIZER_CONFIG_FILE, "{}"))
+        return ChatFormat(tokenizer, tokenizer.companion_files).turn_end_ids
+    except UnreadableError:
+        return ()
+
+
+def _read_tokenizer_config(tokenizer_files: Mapping[str, str], name: str = TOKENIZER_CONFIG_FILE) -> dict[str, Any]:
+    try:
+        data = json.loads(tokenizer_files.get(name, "{}"))
     except (ValueError, RecursionError):
         data = {}
     return data if isinstance(data, dict) else {}

@@ -7,12 +7,14 @@ template has none of Python's loops, so a rendering ends after MAX_UNITS units, 
 import json
 import re
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from functools import wraps
 from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.environment import Template
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -25,6 +27,8 @@ UNIT_LENGTH = 128
 MAX_NUMBER = 100_000  # of an argument or a factor
 MAX_PRODUCT = 2**26  # of the lengths of two arguments: one may stand in every place of the other
 MAX_CHARACTERS = 2**17  # of a template; published ones have up to 30,000
+MAX_DATE_FORMAT = 200  # characters
+KNOWN_NAMES = ("messages", "add_generation_prompt", "tools", "documents")
 _WIDE_FORMAT = re.compile(r"[0-9]{5}|\*")
 
 
@@ -38,6 +42,8 @@ class ChatTemplate:
         if len(text) > MAX_CHARACTERS:
             raise UnreadableError(f"has {len(text):,} characters, and a chat template at most {MAX_CHARACTERS:,}")
         try:
+            self.parsed = self._environment.parse(text)
+            self.globals = frozenset(self._environment.globals)
             self._template: Template = self._environment.from_string(_Counted().visit(self._environment.parse(text)))
         except Exception as error:  # Python refuses what nests too deeply in several ways
             raise UnreadableError(f"cannot be read as Jinja ({_reason(error)})") from error
@@ -89,6 +95,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.work = 0
         self.concat = self._concatenate  # type: ignore[method-assign]  # called for all text that is put together
         self.globals["raise_exception"] = _refuse
+        self.globals["strftime_now"] = _strftime_now
         del self.globals["lipsum"]  # makes text without counting it
         self.filters["tojson"] = _to_json
         self.filters |= {name: self._bounded(function) for name, function in self.filters.items()}
@@ -169,5 +176,37 @@ def _refuse(reason: str) -> None:
     raise TemplateError(reason)
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers gives it to templates; Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    """The time, as transformers gives it to templates."""
+    if len(form) > MAX_DATE_FORMAT:
+        raise TemplateError("the form of a date is too long")
+    return datetime.now().strftime(form)
+
+
+def unknown_names(text: str) -> list[str]:
+    """Names that a template reads, and that nothing sets: they are empty when it is rendered.
+
+    A name that the template asks about (`is defined`, `default(…)`) is not among them. Raises UnreadableError.
+    """
+    template = ChatTemplate(text)
+    tree = template.parsed
+    asked = {
+        node.node.name
+        for kind in (nodes.Test, nodes.Filter)
+        for node in tree.find_all(kind)
+        if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
+    }
+    known = {*template.globals, *KNOWN_NAMES, *asked}
+    names = find_undeclared_variables(tree) - known
+    return sorted(name for name in names if not name.endswith("_token"))

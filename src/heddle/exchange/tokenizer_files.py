@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
+from heddle.data.chat import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, turn_end_ids
 from heddle.errors import ConfigError, DataError, describe_path
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.safetensors_folder import CONFIG_FILE, parse_json, read_text_file, to_json
@@ -15,10 +17,11 @@ from heddle.progress import print_status
 from heddle.tokenization.backend import is_backend_error, read_backend
 from heddle.tokenization.tokenizer import COMPANION_FILES, TOKENIZER_FILE, BoundaryTokens, Tokenizer
 
-TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_FILE = "tokenizer_config.json", "generation_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 UNLIMITED_LENGTH = int(1e30)  # model_max_length that transformers writes for a tokenizer without a maximum
 # The key of tokenizer_config.json under which an export stores the post-processor that it replaced.
 POST_PROCESSOR_KEY = "heddle"
+TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 UNREADABLE_TOKENIZER_FILES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json",
 )  # fmt: skip
@@ -50,8 +53,12 @@ def read_tokenizer_files(
     tokenizer = _restore_native(text, tokenizer_config, text_files)
     if tokenizer is None:
         backend = read_backend(text, str(path))
-        eos_ids = _eos_ids(json_files | {CONFIG_FILE: model_config or {}}, backend, folder)
-        boundaries = BoundaryTokens(_bos_ids(backend, tokenizer_config), eos_ids, text_files)
+        named = dict(json_files.get(SPECIAL_TOKENS_FILE, {}))
+        named |= {name: token for name, token in tokenizer_config.items() if token is not None}
+        if (with_added := _with_added_tokens(text, backend, named, folder)) != text:
+            text, backend = with_added, read_backend(with_added, str(path))
+        eos_ids = _eos_ids(json_files | {CONFIG_FILE: model_config or {}}, named, backend, folder)
+        boundaries = BoundaryTokens(_bos_ids(backend, named), eos_ids, text_files)
         tokenizer = Tokenizer(backend, str(path), text, boundaries)
     if tokenizer.vocab_size > vocab_limit:
         raise ConfigError(f"{path}: has {tokenizer.vocab_size} tokens, but the embedding only {vocab_limit} rows")
@@ -99,7 +106,7 @@ def _with_bos_post_processor(tokenizer: Tokenizer) -> tuple[str, dict[str, Any]]
     return backend.to_str(pretty=True), {"post_processor": replaced}
 
 
-def _bos_ids(backend: Backend, tokenizer_config: Mapping[str, Any]) -> tuple[int, ...]:
+def _bos_ids(backend: Backend, named: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids that begin each text: those of the file's post-processor, which is all that transformers 5 looks at.
 
     If it adds none, `add_bos_token` of tokenizer_config.json may ask for one, as in transformers 4.
@@ -114,15 +121,37 @@ def _bos_ids(backend: Backend, tokenizer_config: Mapping[str, Any]) -> tuple[int
         raise DataError(f"{TOKENIZER_FILE}: cannot encode a text ({error}); restore the file") from error
     count = next((i for i, special in enumerate(encoding.special_tokens_mask) if not special), 0)
     bos_ids = encoding.ids[:count]
-    bos_token = (
-        _token_text(tokenizer_config.get("bos_token")) if tokenizer_config.get("add_bos_token") is True else None
-    )
+    bos_token = _token_text(named.get("bos_token")) if named.get("add_bos_token") is True else None
     bos_id = backend.token_to_id(bos_token) if bos_token is not None and not bos_ids else None
     return tuple(bos_ids) if bos_id is None else (bos_id,)
 
 
-def _eos_ids(json_files: Mapping[str, Mapping[str, Any]], backend: Backend, folder: Path) -> tuple[int, ...]:
-    """The ids that end a text: those of generation_config.json, then config.json, then tokenizer_config.json."""
+def _with_added_tokens(text: str, backend: Backend, named: Mapping[str, Any], folder: Path) -> str:
+    """The tokenizer.json with the tokens that tokenizer_config.json adds, as transformers adds them.
+
+    Raises ConfigError for one that would have another id there.
+    """
+    added = named.get("added_tokens_decoder")
+    entries = added.items() if isinstance(added, dict) else ()
+    missing = [(key, entry) for key, entry in entries if backend.token_to_id(_token_text(entry) or "") is None]
+    for key, entry in sorted(missing, key=lambda pair: int(pair[0]) if pair[0].isdecimal() else -1):
+        content = _token_text(entry)
+        if content is None or not key.isdecimal() or int(key) != backend.get_vocab_size():
+            source = folder / TOKENIZER_CONFIG_FILE
+            raise ConfigError(
+                f"{source}: 'added_tokens_decoder' has token {key}, which {TOKENIZER_FILE} has no place for"
+            )
+        flags = {
+            name: entry[name] for name in ("lstrip", "rstrip", "single_word", "normalized", "special") if name in entry
+        }
+        backend.add_tokens([AddedToken(content, **flags)])
+    return backend.to_str() if missing else text
+
+
+def _eos_ids(
+    json_files: Mapping[str, Mapping[str, Any]], named: Mapping[str, Any], backend: Backend, folder: Path
+) -> tuple[int, ...]:
+    """The ids that end a text: those of generation_config.json, then config.json, then that of the `eos_token`."""
     eos_ids: list[int] = []
     for file in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         value = json_files.get(file, {}).get("eos_token_id")
@@ -131,7 +160,7 @@ def _eos_ids(json_files: Mapping[str, Mapping[str, Any]], backend: Backend, fold
                 raise ConfigError(f"{folder / file}: field 'eos_token_id' is {value!r}; it should be ids of tokens")
             if token < 2**32 and backend.id_to_token(token) is not None:
                 eos_ids.append(token)
-    eos_token = _token_text(json_files.get(TOKENIZER_CONFIG_FILE, {}).get("eos_token"))
+    eos_token = _token_text(named.get("eos_token"))
     eos_id = None if eos_token is None else backend.token_to_id(eos_token)
     return tuple(dict.fromkeys([*eos_ids, *([] if eos_id is None else [eos_id])]))
 
@@ -140,6 +169,18 @@ def _token_text(token: Any) -> str | None:
     """The text of a special token, which is stored as a string or as an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
+
+
+def _with_turn_ends(generation_config: str, turn_ends: tuple[int, ...]) -> str:
+    """A generation_config.json that also ends at the end of a turn; unchanged where it does, or is damaged."""
+    try:
+        fields = json.loads(generation_config)
+        ends = fields.get("eos_token_id")
+    except (ValueError, AttributeError, RecursionError):
+        return generation_config
+    ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
+    missing = [token for token in turn_ends if token not in ends]
+    return to_json(fields | {"eos_token_id": [*ends, *missing]}) if missing else generation_config
 
 
 def write_tokenizer_files(
@@ -167,16 +208,15 @@ def write_tokenizer_files(
         "model_max_length": UNLIMITED_LENGTH,
         "clean_up_tokenization_spaces": False,
     }
-    generation_config = token_ids | {"pad_token_id": eos_ids[0] if eos_ids else None}
     tokenizer_config: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if replaced is not None:
         tokenizer_config[POST_PROCESSOR_KEY] = replaced
     files = {
         TOKENIZER_FILE: text,
         TOKENIZER_CONFIG_FILE: to_json(tokenizer_config),
-        GENERATION_CONFIG_FILE: to_json(
-            {name: value for name, value in generation_config.items() if value is not None}
-        ),
+        GENERATION_CONFIG_FILE: to_json({name: value for name, value in token_ids.items() if value is not None}),
     }
+    files |= dict(tokenizer.companion_files)
+    files[GENERATION_CONFIG_FILE] = _with_turn_ends(files[GENERATION_CONFIG_FILE], turn_end_ids(tokenizer))
     is_unchanged = imported is not None and tokenizer is imported.tokenizer
-    return files | dict(tokenizer.companion_files), ({} if is_unchanged else token_ids | {"pad_token_id": None})
+    return files, ({} if is_unchanged else token_ids | {"pad_token_id": None})

@@ -187,9 +187,10 @@ class TokenReader:
     """Turns the tokens of a request into events."""
 
     def __init__(self, request: TextRequest, tokenizer: Tokenizer, deadline: float) -> None:
-        self._tokenizer, self._deadline, self._new_tokens = tokenizer, deadline, request.new_tokens
+        self._deadline, self._new_tokens = deadline, request.new_tokens
         self._stream, self._buffer = tokenizer.decode_stream(request.prompt_ids), StopStringBuffer(request.stop)
         self._count, self._scores = 0, list[TokenScore]()
+        self._end_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *request.stop_ids]))
         sampling = (request.temperature, request.top_k, request.top_p, request.seed)
         self.generation = GenerationRequest(
             prompt_ids=[request.prompt_ids],
@@ -198,14 +199,14 @@ class TokenReader:
             if request.alternatives is None
             else ScoringSampler(*sampling, alternatives=request.alternatives, scores=self._scores),
             vocab_limit=tokenizer.vocab_size,
-            eos_ids=tuple(tokenizer.eos_ids),
+            eos_ids=self._end_ids,
             unused_token_ids=tokenizer.unused_token_ids,
         )
 
     def read(self, token: int) -> Event:
         """The event of the next token; the last one has a finish_reason."""
         self._count += 1
-        is_end = token in self._tokenizer.eos_ids
+        is_end = token in self._end_ids
         text = "" if is_end else self._buffer.push(self._stream.push(token))
         is_stopped = is_end or self._buffer.stopped
         scores = tuple(self._scores)

@@ -57,6 +57,7 @@ class RequestError(Exception):
 class TextRequest:
     """A prompt and how to continue it. alternatives: how many tokens to score beside the chosen one; None: no score.
 
+    stop_ids: tokens that end the text beside the tokenizer's `eos_ids`: the end of a turn.
     include_usage: the numbers of tokens come at the end of a stream; continuous_usage: with each of its pieces, too.
     """
 
@@ -71,6 +72,7 @@ class TextRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     top_k: int | None = None
+    stop_ids: tuple[int, ...] = ()
 
 
 class RequestReader:
@@ -115,6 +117,7 @@ class RequestReader:
             top_k=int(_number(fields, "top_k", 0, (0, self.tokenizer.vocab_size), whole=True)) or None,
             seed=int(_number(fields, "seed", secrets.randbelow(2**31), (0, 2**62 - 1), whole=True)),
             stop=self._stop_strings(fields),
+            stop_ids=self.chat_format.turn_end_ids if kind == "chat" and self.chat_format is not None else (),
             alternatives=_chat_alternatives(fields) if kind == "chat" else _alternatives(fields),
             stream=_truth(fields, "stream"),
             include_usage=_truth(options, "include_usage"),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +98,10 @@ class Tokenizer:
         self.bos_ids = self._check_token_ids(boundary_tokens.bos_ids)
         self.eos_ids = list(dict.fromkeys([*self._check_token_ids(boundary_tokens.eos_ids), *self.bos_ids[:1]]))
         self.hash = hashlib.sha256(f"{self.bos_ids}{self.eos_ids}{json_text}".encode()).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state that is pickled and copied: without the fast encoder, which is made again where it is needed."""
+        return {name: value for name, value in self.__dict__.items() if name != "_fast_encoder"}
 
     @property
     def eod_id(self) -> int:

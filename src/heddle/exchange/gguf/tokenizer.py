@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Engine
 
-from heddle.data.chat import CHAT_TEMPLATE_FILE, chat_template_text
+from heddle.data.chat import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, chat_template_text, turn_end_ids
 from heddle.errors import DataError
 from heddle.progress import print_status
 from heddle.tokenization.backend import MAX_RUN_LENGTH, read_backend
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # in a GGUF
 NO_SCORE = -1000.0  # of tokens that no merge makes, as in Gemma's files
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -189,8 +190,9 @@ def _special_token_keys(tokenizer: Tokenizer) -> dict[str, Any]:
         keys["bos_token_id"] = tokenizer.bos_ids[0]
     if eos_ids:
         keys["eos_token_id"] = eos_ids[0]
-    if len(eos_ids) > 1:  # llama.cpp has one place more: the token that ends a turn
-        keys["eot_token_id"] = eos_ids[1]
+    turn_ends = [token for token in (*turn_end_ids(tokenizer), *eos_ids[1:]) if token not in eos_ids[:1]]
+    if turn_ends:  # llama.cpp has one place more
+        keys["eot_token_id"] = turn_ends[0]
     return keys
 
 
@@ -218,7 +220,9 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
             text = _sentencepiece_json(kinds, scores, prefix, tokens[unknown] if unknown >= 0 else None)
         else:
             text = _bpe_json(kinds, merges, SPLITS[pre], pre in IGNORE_MERGES)
-        return Tokenizer(read_backend(text, source), source, text, _boundary_tokens(keys, kind, pre))
+        boundaries = _boundary_tokens(keys, kind, pre)
+        text = _with_begin_token(text, [(token, tokens[token]) for token in boundaries.bos_ids])
+        return Tokenizer(read_backend(text, source), source, text, boundaries)
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise DataError(f"{source}: its tokenizer is damaged ({error}); download it again") from error
 
@@ -229,7 +233,12 @@ def _boundary_tokens(keys: "Keys", kind: str, pre: str) -> BoundaryTokens:
     bos, *ends = (keys.get(f"tokenizer.ggml.{name}_token_id", -1) for name in names)
     begins = keys.get("tokenizer.ggml.add_bos_token", kind == SENTENCEPIECE or pre in BEGINS_BY_DEFAULT) and bos >= 0
     template = keys.get("tokenizer.chat_template", "")
-    files = {CHAT_TEMPLATE_FILE: template} if template else {}
+    tokens = keys.get("tokenizer.ggml.tokens", list[str]())
+    ids = {name: keys.get(f"tokenizer.ggml.{key}_token_id", -1) for name, key in NAMED_TOKENS.items()}
+    named: dict[str, Any] = {name: tokens[token] for name, token in ids.items() if 0 <= token < len(tokens)}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | named
+    files = {TOKENIZER_CONFIG_FILE: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
+    files |= {CHAT_TEMPLATE_FILE: template} if template else {}
     ends = list(dict.fromkeys(end for end in ends if end >= 0))
     return BoundaryTokens((bos,) if begins else (), tuple(ends), files)
 
@@ -262,6 +271,19 @@ def _sentencepiece_json(kinds: list[tuple[str, int]], scores: list[float], prefi
     steps = [decoders.Replace(SPIECE_UNDERLINE, " "), decoders.ByteFallback(), decoders.Fuse()]
     engine.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
     return _with_added_tokens(engine, kinds)
+
+
+def _with_begin_token(text: str, begin: list[tuple[int, str]]) -> str:
+    """The tokenizer.json that begins each text with these tokens in transformers, too. begin: (id, token) of each."""
+    if not begin:
+        return text
+    engine = Engine.from_str(text)
+    [(index, token)] = begin
+    engine.post_processor = processors.TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, index)]
+    )
+    result: str = engine.to_str()
+    return result
 
 
 def _with_added_tokens(engine: Engine, kinds: list[tuple[str, int]]) -> str:
