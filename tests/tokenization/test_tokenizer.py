@@ -1,6 +1,8 @@
 """Tokenizers: every text round-trips, each token has known bytes, and lossy tokenizers are refused."""
 
+import copy
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -246,3 +248,12 @@ def test_words_are_counted_once_whatever_is_remembered(texts: list[str], remembe
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "_MAX_RUNS_SIZE", remembered)
         assert distinct_word_bytes(texts, 10**9) == sum(len(word.encode()) for word in words)
+
+
+def test_a_tokenizer_is_pickled_after_it_encoded(trained: Tokenizer) -> None:
+    """Workers that load data get a copy; the fast encoder of another library stays behind."""
+    text = "The weaver lifts the warp."
+    expected = trained.encode_documents([text])[0].tolist()
+    again = pickle.loads(pickle.dumps(trained))
+    assert again.encode_documents([text])[0].tolist() == expected
+    assert copy.deepcopy(trained).hash == trained.hash

@@ -1,0 +1,151 @@
+"""The token that ends a turn in a chat template ends an answer, in a server and in exports; and what templates get."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
+
+from heddle.data.chat import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, ChatFormat, turn_end_ids
+from heddle.data.chat_template import ChatTemplate, unknown_names
+from heddle.errors import ConfigError
+from heddle.exchange.export import export
+from heddle.exchange.tokenizer_files import read_tokenizer_files
+from heddle.serving.engine import TokenReader
+from heddle.serving.limits import ServerLimits
+from heddle.serving.requests import RequestReader
+from heddle.storage.model import load, save
+from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
+from tests.data import chats
+from tests.exchange.test_tokenizer_files import model
+from tests.laws.planting import Plant, result
+
+TEMPLATES = {"generation": (chats.GENERATION_TEMPLATE, "<|im_end|>"), "header": (chats.HEADER_TEMPLATE, "<|eot|>")}
+
+
+def tokenizer(template: str | None = None, **settings: Any) -> Tokenizer:
+    """An imported tokenizer whose files name `<|end|>` alone as what ends a text."""
+    backend = Backend.from_str(chats.train_tokenizer().to_json())
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in chats.SPECIAL_TOKENS])
+    files = {} if template is None else {CHAT_TEMPLATE_FILE: template}
+    files |= {TOKENIZER_CONFIG_FILE: json.dumps(settings)} if settings else {}
+    end = backend.token_to_id("<|end|>")
+    assert end is not None
+    boundaries = BoundaryTokens((), (end,), files)
+    return Tokenizer.from_json(backend.to_str(), boundary_tokens=boundaries)
+
+
+def token(name: str) -> int:
+    return next(index for index, text in tokenizer().special_tokens.items() if text == name)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_turn_ends_at_the_template_s_token(name: str) -> None:
+    template, end = TEMPLATES[name]
+    chat = tokenizer(template)
+    assert turn_end_ids(chat) == (token(end),)
+    assert token(end) not in chat.eos_ids
+    reader = RequestReader(chat, "m", ServerLimits())
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
+    request = reader.read("chat", json.dumps(body).encode())
+    events = [TokenReader(request, chat, float("inf")).read(index) for index in (5, token(end))]
+    assert [event.finish_reason for event in events] == [None, "stop"]
+    assert events[1].text == ""
+    text = reader.read("completions", json.dumps({"model": "m", "prompt": "hi"}).encode())
+    assert TokenReader(text, chat, float("inf")).read(token(end)).finish_reason is None
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}", "{% for %}"])
+def test_other_templates_end_no_turn(template: str | None) -> None:
+    assert turn_end_ids(tokenizer(template)) == ()
+
+
+def test_an_export_ends_turns_and_keeps_hash_and_separator(tmp_path: Path) -> None:
+    template, end = TEMPLATES["generation"]
+    chat = tokenizer(template)
+    assert chat.hash == tokenizer().hash
+    assert chat.eod_id == tokenizer().eod_id
+    save(model(), tmp_path / "ours", chat)
+    decoder, again = load(tmp_path / "ours")
+    export(decoder, tmp_path / "theirs", again)
+    ends = json.loads((tmp_path / "theirs/generation_config.json").read_text())
+    assert ends["eos_token_id"] == [token("<|end|>"), token(end)]
+    assert (
+        ends.get("pad_token_id") not in ends["eos_token_id"]
+    )  # or training would mask the end
+
+
+@pytest.mark.parametrize("where", [TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE])
+def test_special_tokens_are_read_where_transformers_reads_them(where: str, tmp_path: Path) -> None:
+    named = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
+    (tmp_path / where).write_text(json.dumps(named))
+    got, files = read_tokenizer_files(tmp_path, 2**20)
+    assert got is not None
+    assert got.eos_ids == [token("<|im_end|>")]
+    assert got.bos_ids == []  # named, and not added
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    template = "{{ bos_token }}|{{ messages[0].content }}|{{ eos_token }}"
+    rendered = theirs.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
+    ours = ChatFormat(got, files | {CHAT_TEMPLATE_FILE: template})
+    assert ours._render([{"role": "user", "content": "x"}], False) == rendered == "<s>|x|<|im_end|>"
+
+
+def test_tokens_that_the_config_adds_are_added(tmp_path: Path) -> None:
+    size = Backend.from_str(tokenizer().to_json()).get_vocab_size()
+    (tmp_path / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
+    added = {str(size + 1): {"content": "<b>", "special": False}, str(size): {"content": "<a>", "special": True}}
+    config = tmp_path / TOKENIZER_CONFIG_FILE
+    config.write_text(json.dumps({"added_tokens_decoder": added, "eos_token": "<a>"}))
+    got, _ = read_tokenizer_files(tmp_path, 2**20)
+    assert got is not None
+    assert got.eos_ids == [size]
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert got.encode("x<b>y<a>") == theirs("x<b>y<a>")["input_ids"]
+    config.write_text(json.dumps({"added_tokens_decoder": {str(size + 7): {"content": "<far>"}}}))
+    with pytest.raises(ConfigError, match=f"token {size + 7}"):
+        read_tokenizer_files(tmp_path, 2**20)
+
+
+CALLS = [
+    "{{ messages | tojson }}",
+    "{{ messages | tojson(indent=2) }}",
+    "{{ messages | tojson(ensure_ascii=True) }}",
+    "{{ messages | tojson(separators=(',', ':'), sort_keys=True) }}",
+    "{{ strftime_now('%Y-%m-%d') }}",
+]
+
+
+@pytest.mark.parametrize("template", CALLS)
+def test_templates_get_what_transformers_gives_them(template: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "é <b> 'x'"}]
+    want = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert ChatTemplate(template).render(messages=messages) == want
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        ("{{ messages }}{{ bos_token }}{{ tools }}{{ strftime_now('%Y') }}{{ raise_exception('x') }}", []),
+        ("{{ thinking_budget }}{{ messages }}", ["thinking_budget"]),
+        ("{% if enable_thinking is defined and enable_thinking %}x{% endif %}", []),
+        ("{{ date_string | default('today') }}", []),
+        ("{% if not day is defined %}{% set day = 'x' %}{% endif %}{{ day }}", []),
+        ("{% for x in messages %}{% set y = x %}{{ y }}{{ z }}{% endfor %}", ["z"]),
+        *[(template, []) for template, _ in TEMPLATES.values()],
+    ],
+)
+def test_names_that_nothing_sets_are_found(template: str, names: list[str]) -> None:
+    assert unknown_names(template) == names
+
+
+@pytest.mark.parametrize("plant", [result(turn_end_ids, lambda ids: ()), result(turn_end_ids, lambda ids: (0,))])
+def test_a_planted_bug_is_caught(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_an_export_ends_turns_and_keeps_hash_and_separator(tmp_path)
