@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import lzma
 import random
 import sys
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def test_a_folder_of_every_form(tmp_path: Path) -> None:
     (tmp_path / "d.warc").write_bytes(b"WARC/1.0\r\n\r\nfive")
     gzip_file(tmp_path / "e.warc.wet.gz", b"WARC/1.0\r\n\r\nsix")
     parquet.write_table(pyarrow.table({"body": ["unnamed"]}), tmp_path / "f.parquet")
-    gzip_file(tmp_path / "weights.gz", b"of no text")
+    gzip_file(tmp_path / "weights.gz", b"of no text\0")
     source = scan(tmp_path)
     texts = ["one text", "two texts", "three", "four"]
     assert list(source.read()) == texts
@@ -122,3 +123,36 @@ def test_what_needs_pyarrow_is_said_and_in_a_folder_skipped(tmp_path: Path, monk
     assert source.skipped_files[0].reason == f"needs pyarrow to be read: {pip_install('data')}"
     with pytest.raises(DataError, match=r"a\.txt\.zst.*pyarrow"):
         scan(tmp_path / "a.txt.zst")
+
+
+def test_a_parquet_that_stands_for_much_more_text_is_refused(tmp_path: Path) -> None:
+    """As rows that share one long text, and as pages that decompress to it."""
+    shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2000, pyarrow.int32()), ["a" * 10**6])
+    parquet.write_table(pyarrow.table({"text": shared}), tmp_path / "shared.parquet", compression="zstd")
+    rows = pyarrow.array(["a" * 10**6] * 100)
+    parquet.write_table(
+        pyarrow.table({"text": rows}), tmp_path / "pages.parquet", compression="zstd", use_dictionary=False
+    )
+    for name in ("shared", "pages"):
+        assert (tmp_path / f"{name}.parquet").stat().st_size < 10**5
+        with pytest.raises(DataError, match=rf"{name}.parquet.*more than 100 times"):
+            scan(tmp_path / f"{name}.parquet")
+
+
+def test_a_json_that_datasets_writes_is_of_a_bounded_size(tmp_path: Path) -> None:
+    with (tmp_path / "state.json").open("wb") as file:
+        file.truncate(5 * 2**30)
+    with pytest.raises(DataError, match=r"state\.json"):
+        scan(Path(f"hf:{tmp_path}"))
+
+
+def test_an_xz_file_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 2**30}]
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"warp", filters=filters))
+    with pytest.raises(UnreadableError, match="decompressed"):
+        list(read_documents(tmp_path / "a.txt.xz"))
+    (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"warp ") + lzma.compress(b"weft") + bytes(8))
+    assert list(read_documents(tmp_path / "b.txt.xz")) == ["warp weft"]
+    (tmp_path / "c.txt.xz").write_bytes(lzma.compress(b"warp" * 100)[:-9])
+    with pytest.raises(UnreadableError, match="cut short"):
+        list(read_documents(tmp_path / "c.txt.xz"))

@@ -1,6 +1,9 @@
 """Files become documents: the same text again, nothing over 64 KB, and a clear reason for what cannot be used."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heddle.data import documents
-from heddle.data.documents import MAX_DOCUMENT_BYTES, UnreadableError, read_documents, split_documents
+from heddle.data.documents import (
+    MAX_DOCUMENT_BYTES,
+    SkippedRecords,
+    UnreadableError,
+    read_documents,
+    split_documents,
+)
+from heddle.data.sources import parse_source
 
 
 def blocks(data: bytes, size: int) -> Iterator[bytes]:
@@ -145,29 +155,81 @@ def test_json_lines(tmp_path: Path) -> None:
     assert all(len(text.encode()) <= MAX_DOCUMENT_BYTES for text in read)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"{", r"UTF-8 JSON.*line 2"),
-        (b"\xff", r"UTF-8 JSON.*line 2"),
-        (b"[" * 200_000, r"UTF-8 JSON.*line 2"),
-        (b"1" * 5_000, r"UTF-8 JSON.*line 2"),
-        (b"[1]", r'"text".*line 2'),
-        (b'{"text": 3}', r'"text".*line 2'),
-        (b'{"body": "a"}', r'"text".*line 2'),
-        (b'{"text": "\\ud800"}', r"surrogate.*line 2"),
-    ],
-)
-def test_bad_json_lines_are_named(tmp_path: Path, line: bytes, reason: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(UnreadableError, match=reason):
+BROKEN = [
+    (b"{", "line 2"),
+    (b"\xff", "line 2"),
+    (b"[" * 200_000, "line 2"),
+    (b"1" * 5_000, "line 2"),
+    (b"[1]", "record 2"),
+    (b"null", "record 2"),
+    (b'{"text": null}', "record 2"),
+    (b'{"text": 3}', "record 2"),
+    (b'{"body": "a"}', "record 2"),
+    (b'{"text": "\\ud800"}', "surrogate"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BROKEN)
+def test_a_record_without_text_is_skipped_and_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    path, skipped = tmp_path / "a.jsonl", SkippedRecords()
+    path.write_bytes(b'{"text": "fine"}\n' + line + b'\n{"text": "after"}')
+    assert list(read_documents(path, skipped=skipped)) == ["fine", "after"]
+    assert skipped.count == 1
+    assert reason in skipped.reason
+    path.write_bytes(line)
+    with pytest.raises(UnreadableError):  # nothing else is there
         list(read_documents(path))
 
 
-def test_an_endless_json_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_json_line_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "MAX_JSON_LINE_BYTES", 1024 * 1024)
+    path, skipped = tmp_path / "a.jsonl", SkippedRecords()
+    path.write_bytes(b'{"text": "' + b"a" * 5_000_000 + b'"}\n{"text": "after"}\n')
+    assert list(read_documents(path, skipped=skipped)) == ["after"]
+    assert (skipped.count, "1 MB on line 1" in skipped.reason) == (1, True)
+
+
+RECORDS = ["one", "two\nlines", "a\u2028\u0085\x1db", "日本", "x" * 70_000]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "A.JSONLINES", "lines.json", "array.json", "indented.json"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz"])
+def test_records_under_every_usual_name(name: str, suffix: str, tmp_path: Path) -> None:
+    records = [{"id": 1, "text": text, "nested": {"a": [1, "]"]}} for text in RECORDS]
+    if name in ("array.json", "indented.json"):
+        content = json.dumps(records, indent=2 if name == "indented.json" else None, ensure_ascii=False)
+    else:
+        content = "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    compressors: dict[str, Callable[[bytes], bytes]] = {
+        "": bytes,
+        ".gz": gzip.compress,
+        ".bz2": bz2.compress,
+        ".xz": lzma.compress,
+    }
+    path = tmp_path / (name + suffix)
+    path.write_bytes(compressors[suffix](content.encode()))
+    assert "".join(read_documents(path)) == "".join(RECORDS)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40])
+def test_a_broken_array_keeps_what_was_read(cut: int, tmp_path: Path) -> None:
+    path, skipped = tmp_path / "a.json", SkippedRecords()
+    path.write_text(json.dumps([{"text": "first"}, {"text": "second"}, {"text": "x" * 50}])[:-cut])
+    read = list(read_documents(path, skipped=skipped))
+    assert read[:2] == ["first", "second"]
+    assert (skipped.count, "item" in skipped.reason) == (1, True)
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', '{\n "text": "a"\n}', "[1, 2]", '{"a": 1}\nx', "[]"])
+def test_other_json_is_text_like_any_source(content: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content)
+    assert list(read_documents(tmp_path / "a.json")) == [content]
+
+
+def test_other_fields_are_said_with_how_to_name_them(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "' + b"a" * 2_000_000 + b'"}')
-    with pytest.raises(UnreadableError, match=r"1 MB.*line 1"):
+    path.write_text('{"n": 1, "content": "a thread"}\n' * 3)
+    with pytest.raises(UnreadableError, match=r"content.*hf:.*text=content") as caught:
         list(read_documents(path))
+    argument = str(caught.value).split("name one with ")[1]
+    assert list(parse_source(argument)[0].scan(lambda _: None).read()) == ["a thread"] * 3

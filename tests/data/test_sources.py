@@ -1,5 +1,6 @@
 """Data arguments: what they may name, what is refused or skipped, and a hash of the content alone."""
 
+import gzip
 import os
 import shutil
 import sysconfig
@@ -79,10 +80,13 @@ def test_bad_files_in_a_folder_are_skipped_counted_and_listed(folder: Path) -> N
     (folder / "folder.txt").mkdir()
     os.mkfifo(folder / "pipe.txt")
     source = scan(folder)
-    assert list(source.read()) == ["first", "second", "third = 3", "fourth"]
+    assert list(source.read()) == ["first", "second", "good", "third = 3", "fourth"]
     names = [skipped.file for skipped in source.skipped_files]
-    assert names == ["bad.txt", "binary.txt", "broken.txt", "late.txt", "lines.jsonl", "loop.txt", "pipe.txt"]
+    assert names == ["bad.txt", "binary.txt", "broken.txt", "late.txt", "loop.txt", "pipe.txt"]
     assert (source.empty_files, source.ignored_files) == (2, 2)
+    [(name, records)] = source.skipped_records
+    assert (name, records.count) == ("lines.jsonl", 1)
+    assert "record 2" in records.reason
     assert source.hash == scan_without(folder, names).hash
 
 
@@ -195,3 +199,26 @@ def test_progress_counts_the_bytes(folder: Path) -> None:
 def test_one_document_in_twenty_is_for_validation() -> None:
     count = sum(sources.is_in_validation(number.to_bytes(4, "big").rjust(8, b"\1")[::-1]) for number in range(20_000))
     assert 900 < count < 1100
+
+
+def test_files_without_a_suffix_and_manual_pages_are_read_if_they_are_text(tmp_path: Path) -> None:
+    (tmp_path / "fortune").write_text("a thread\n%\n織機\n")
+    (tmp_path / "ls.1").write_text(".TH LS 1\n")
+    (tmp_path / "printf.3p.gz").write_bytes(gzip.compress(b".TH PRINTF 3\n"))
+    (tmp_path / "libx.so.1").write_bytes(b"\x7fELF\2\1\1\0")
+    (tmp_path / "legacy").write_bytes(b"caf\xe9 " * 100)
+    (tmp_path / "cut").write_bytes(("é" * 8000).encode()[:-1])
+    (tmp_path / "weights.bin").write_text("no suffix of text")
+    source = scan(tmp_path)
+    assert list(source.read()) == ["a thread\n%\n織機\n", ".TH LS 1\n", ".TH PRINTF 3\n"]
+    assert [skipped.file for skipped in source.skipped_files] == ["cut"]
+    assert source.ignored_files == 3
+
+
+def test_tables_and_pages_are_left_out_and_said_to_be(tmp_path: Path) -> None:
+    for name in ("a.csv", "b.CSV", "c.html", "d.tsv.gz", "e.txt"):
+        (tmp_path / name).write_text("text")
+    source = scan(tmp_path)
+    assert list(source.read()) == ["text"]
+    assert source.left_out == {".csv": 2, ".html": 1, ".tsv": 1}
+    assert list(scan(tmp_path / "a.csv").read()) == ["text"]  # named, it is read as it is

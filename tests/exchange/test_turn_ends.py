@@ -73,9 +73,7 @@ def test_an_export_ends_turns_and_keeps_hash_and_separator(tmp_path: Path) -> No
     export(decoder, tmp_path / "theirs", again)
     ends = json.loads((tmp_path / "theirs/generation_config.json").read_text())
     assert ends["eos_token_id"] == [token("<|end|>"), token(end)]
-    assert (
-        ends.get("pad_token_id") not in ends["eos_token_id"]
-    )  # or training would mask the end
+    assert ends.get("pad_token_id") not in ends["eos_token_id"]  # or training would mask the end
 
 
 @pytest.mark.parametrize("where", [TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE])

@@ -464,9 +464,20 @@ def _announce(corpus: Corpus, scanned: Sequence[ScannedSource]) -> None:
         f"vocabulary {corpus.tokenizer.vocab_size:,}"
     )
     for source in scanned:
-        if source.skipped_files:
-            names = ", ".join(skipped.file for skipped in source.skipped_files[:5])
-            more = f" and {len(source.skipped_files) - 5} more" if len(source.skipped_files) > 5 else ""
-            progress.print_status(
-                f"skipped {len(source.skipped_files)} unreadable or non-UTF-8 files of {source.name}: {names}{more}"
-            )
+        _announce_skipped(source)
+
+
+def _announce_skipped(source: ScannedSource) -> None:
+    """Say which files and records of a source are not in the corpus, and why."""
+    if source.skipped_files:
+        first = source.skipped_files[0]
+        more = len(source.skipped_files) - 1
+        others = f"; and {more} more" if more else ""
+        count = f"{len(source.skipped_files):,} file{'s' if more else ''}"
+        progress.print_status(f"skipped {count} of {source.name}: {first.file} {first.reason}{others}")
+    for name, records in source.skipped_records[:_MAX_LISTED_FILES]:
+        count = f"{records.count:,} record{'s' if records.count > 1 else ''}"
+        progress.print_status(f"skipped {count} of {name}, the first because it {records.reason}")
+    if source.left_out:
+        counts = ", ".join(f"{count} {suffix}" for suffix, count in source.left_out.items())
+        progress.print_status(f"left out of {source.name}: {counts} files; write their text to .txt or .jsonl files")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import gzip
 import io
 import json
+import lzma
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,15 +22,38 @@ from heddle.progress import printable
 # Text files that may be compressed with gzip or zstd: read as a stream, and refused where they grow without bound.
 
 
-COMPRESSED_SUFFIXES = (".gz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
 # What decompresses to more than this many bytes may be at most so many times as large as its compressed bytes.
 MAX_BYTES_OF_ANY_RATIO = 64 * 1024 * 1024
 MAX_RATIO = 100
+MAX_XZ_MEMORY = 256 * 1024 * 1024  # for the dictionary of an .xz file, which its header chooses
 _BLOCK_BYTES = 1024 * 1024
 
 
 class UnreadableError(Exception):
     """Why a file cannot be used. The text completes a sentence that begins with the file's name."""
+
+
+@dataclass
+class SkippedRecords:
+    """Records of a file that were left out: how many, and why the first one was."""
+
+    count: int = 0
+    reason: str = ""
+
+    def add(self, reason: str) -> None:
+        """Count one. reason: completes a sentence that begins with the file's name."""
+        self.reason = self.reason or reason
+        self.count += 1
+
+
+def check_ratio(size: int, path: Path) -> None:
+    """Raise UnreadableError where text of `size` bytes is too much for the file that it came from."""
+    if size > max(MAX_BYTES_OF_ANY_RATIO, MAX_RATIO * path.stat().st_size):
+        raise UnreadableError(
+            f"holds text of more than {MAX_RATIO} times its size: write it to a .jsonl file if it is right"
+        )
 
 
 def text_suffix(path: Path) -> str:
@@ -37,7 +64,7 @@ def text_suffix(path: Path) -> str:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading its text, decompressed if its name ends in `.gz` or `.zst`.
+    """Open a file for reading its text, decompressed if its name ends in `.gz`, `.zst`, `.bz2` or `.xz`.
 
     Raises UnreadableError, while it is read too: for what is no file, a damaged one, or one that grows without bound.
     """
@@ -48,8 +75,7 @@ def open_text(path: Path) -> Iterator[BinaryIO]:
             if suffix not in COMPRESSED_SUFFIXES:
                 yield file
                 return
-            stream = gzip.GzipFile(fileobj=file) if suffix == ".gz" else _zstd_stream(file)
-            yield io.BufferedReader(_Decompressed(stream, file), _BLOCK_BYTES)
+            yield io.BufferedReader(_Decompressed(_STREAMS[suffix](file), file), _BLOCK_BYTES)
     except OSError as error:
         raise UnreadableError(f"cannot be read ({error.strerror or error}): make it readable") from error
 
@@ -82,7 +108,7 @@ class _Decompressed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data: bytes = self._stream.read(len(buffer))
-        except (OSError, EOFError, zlib.error) as error:
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             reason = printable(str(error))[:120]
             raise UnreadableError(f"cannot be decompressed ({reason}): compress it again") from error
         self._count += len(data)
@@ -99,6 +125,34 @@ def _zstd_stream(file: BinaryIO) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
 
 
+class _XZStream:
+    """Reads an .xz file within a bound of memory, which `lzma.LZMAFile` has not."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._decoder = file, lzma.LZMADecompressor(memlimit=MAX_XZ_MEMORY)
+
+    def read(self, size: int) -> bytes:
+        data = b""
+        while True:
+            if self._decoder.eof:  # another stream may follow
+                data = self._decoder.unused_data or self._file.read(_BLOCK_BYTES)
+                if not data.strip(b"\0"):
+                    return b""
+                self._decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_MEMORY)
+            elif self._decoder.needs_input and not (data := self._file.read(_BLOCK_BYTES)):
+                raise EOFError("it is cut short")
+            if output := self._decoder.decompress(data, size):
+                return output
+            data = b""
+
+
+_STREAMS: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".zst": _zstd_stream,
+    ".bz2": bz2.BZ2File,
+    ".xz": _XZStream,
+}
+
 # A document is at most this many bytes of UTF-8.
 MAX_DOCUMENT_BYTES = 64 * 1024
 # One line of a .jsonl file is parsed whole, so it is bounded.
@@ -106,14 +160,17 @@ MAX_JSON_LINE_BYTES = 16 * 1024 * 1024
 
 _WARC_SUFFIXES = (".warc", ".wet")  # their headers would be read as text
 _BINARY_CHECK_BYTES = 8192
+_CONTROL_BYTES = frozenset({*range(32), 127}) - frozenset(b"\t\n\v\f\r\b\x1b")  # those of text: also of man's bold
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 
 
-def read_documents(path: Path, field: str = "text") -> Iterator[str]:
-    """Yield the documents of one file, in order; from a `.jsonl` file, the `field` of each line.
+def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | None = None) -> Iterator[str]:
+    """Yield the documents of one file, in order; of records in JSON, the `field` of each.
 
-    The name of a compressed file goes on with `.gz` or `.zst`. A WARC file is refused.
+    Records are the lines of a `.jsonl`, `.ndjson` or `.jsonlines` file, and the objects in the array or on the lines of
+    a `.json` file. One without text, or a broken one, is left out and counted in `skipped`; a file without any text is
+    refused. The name of a compressed file goes on with `.gz`, `.zst`, `.bz2` or `.xz`. A WARC file is refused.
 
     A file of at most 64 KB is one document. A longer file is split into documents of at most 64 KB: after the last
     blank line that fits, else the last line end, else the last space, else between two characters. Joined, the
@@ -123,11 +180,66 @@ def read_documents(path: Path, field: str = "text") -> Iterator[str]:
     suffix = text_suffix(path)
     if suffix in _WARC_SUFFIXES:
         raise UnreadableError("is a WARC file: write the text of its records to a .jsonl file, with warcio for example")
+    skipped = SkippedRecords() if skipped is None else skipped
     with open_text(path) as file:
-        if suffix == ".jsonl":
-            yield from _json_documents(file, field)
+        if suffix in JSON_LINES_SUFFIXES:
+            yield from _json_documents(_parsed_lines(file), field, path, skipped)
+            return
+        first = file.read(_BLOCK_BYTES)
+        rest = _Continued(first, file)
+        kind = _records_of(first) if suffix == ".json" else None
+        if kind is None:
+            yield from _text_documents(first, file)
         else:
-            yield from _text_documents(file)
+            records = _parsed_lines(rest) if kind == "lines" else _parsed_array(rest)
+            yield from _json_documents(records, field, path, skipped)
+
+
+def looks_like_text(path: Path) -> bool:
+    """Whether a file without a telling name begins as text in UTF-8."""
+    try:
+        with open_text(path) as file:
+            head = file.read(_BINARY_CHECK_BYTES)
+    except UnreadableError:
+        return False
+    if not head or set(head) & _CONTROL_BYTES:
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class _Continued:
+    """A stream whose first bytes were read before."""
+
+    def __init__(self, first: bytes, file: BinaryIO) -> None:
+        self._first, self._file = io.BytesIO(first), file
+
+    def readline(self, size: int) -> bytes:
+        line = self._first.readline(size)
+        if len(line) < size and not line.endswith(b"\n"):
+            line += self._file.readline(size - len(line))
+        return line
+
+    def read(self, size: int) -> bytes:
+        return self._first.read(size) or self._file.read(size)
+
+
+def _records_of(first: bytes) -> str | None:
+    """How a `.json` file holds records: an array of objects, objects on lines, or None: it is a text like any other."""
+    head = first.removeprefix(_BYTE_ORDER_MARK).lstrip()
+    if head.startswith(b"[") and head[1:].lstrip().startswith(b"{"):
+        return "array"
+    line, _, rest = head.partition(b"\n")
+    if not line.startswith(b"{") or not rest.lstrip().startswith(b"{"):
+        return None
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return "lines"
 
 
 def split_documents(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -163,8 +275,7 @@ def _cut_point(window: bytes) -> int:
     return end
 
 
-def _text_documents(file: BinaryIO) -> Iterator[str]:
-    first = file.read(_BLOCK_BYTES)
+def _text_documents(first: bytes, file: BinaryIO) -> Iterator[str]:
     null_offset = first.find(b"\0", 0, _BINARY_CHECK_BYTES)
     if null_offset >= 0:
         raise UnreadableError(f"looks binary (byte 0 at offset {null_offset}): give UTF-8 text")
@@ -199,33 +310,90 @@ def documents_from_bytes(data: bytes) -> Iterator[str]:
 
 def read_json_lines(file: BinaryIO) -> Iterator[tuple[int, Any]]:
     """Yield the number (from 1) and the parsed JSON of each line that is not blank. Raises UnreadableError."""
+    for number, record in _parsed_lines(file):
+        if isinstance(record, UnreadableError):
+            raise record
+        yield number, record
+
+
+def _parsed_lines(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
+    """The number and the value of each line that is not blank; of one that cannot be read, the error that says why."""
     number = 0
     while line := file.readline(MAX_JSON_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_JSON_LINE_BYTES:
-            raise UnreadableError(
-                f"has more than {MAX_JSON_LINE_BYTES // 2**20} MB on line {number}: split that record"
-            )
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_JSON_LINE_BYTES)
+            limit = MAX_JSON_LINE_BYTES // 2**20
+            yield number, UnreadableError(f"has more than {limit} MB on line {number}: split that record")
+            continue
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         if line.isspace():
             continue
         try:
             record = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise UnreadableError(f"has no valid UTF-8 JSON on line {number}: give one object per line") from error
-        yield number, record
+        except (ValueError, RecursionError):
+            yield number, UnreadableError(f"has no valid UTF-8 JSON on line {number}: give one object per line")
+        else:
+            yield number, record
 
 
-def _json_documents(file: BinaryIO, field: str) -> Iterator[str]:
-    for number, record in read_json_lines(file):
+def _parsed_array(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
+    """The number and the value of each item of an array, with one item in memory. The rest of a broken one is lost."""
+    decoder, text, number = json.JSONDecoder(), "", 0
+    bytes_decoder = codecs.getincrementaldecoder("utf-8-sig")()
+
+    def more() -> str:
+        block = file.read(_BLOCK_BYTES)
+        return bytes_decoder.decode(block, final=not block)
+
+    try:
+        text = more().lstrip()[1:]
+        while True:
+            text = text.lstrip(" \t\r\n,")
+            if text.startswith("]"):
+                return
+            try:
+                value, end = decoder.raw_decode(text)
+            except ValueError:
+                block = more() if len(text) <= MAX_JSON_LINE_BYTES else ""
+                if not block:
+                    yield number + 1, UnreadableError(f"has no valid JSON in item {number + 1}: repair that record")
+                    return
+                text += block
+                continue
+            number += 1
+            yield number, value
+            text = text[end:]
+    except (UnicodeDecodeError, RecursionError):
+        yield number + 1, UnreadableError(f"has no valid UTF-8 JSON in item {number + 1}: repair that record")
+
+
+def _json_documents(
+    records: Iterator[tuple[int, Any]], field: str, path: Path, skipped: SkippedRecords
+) -> Iterator[str]:
+    found, names = False, dict[str, None]()
+    for number, record in records:
+        if isinstance(record, UnreadableError):
+            skipped.add(str(record))
+            continue
         text = record.get(field) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise UnreadableError(f'has no string "{field}" on line {number}: give one object with "{field}" per line')
+            fields = record.items() if isinstance(record, dict) else ()
+            names |= dict.fromkeys(printable(name) for name, value in fields if isinstance(value, str))
+            skipped.add(f'has no text in "{field}" of record {number}')
+            continue
         try:
             data = text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UnreadableError(
-                f'has half a surrogate pair in "{field}" on line {number}: repair that record'
-            ) from error
+        except UnicodeEncodeError:
+            skipped.add(f'has half a surrogate pair in "{field}" of record {number}: repair it')
+            continue
+        found = True
         yield from documents_from_bytes(data)
+    if skipped.count and not found:
+        if not names:
+            raise UnreadableError(skipped.reason)
+        listed = ", ".join(list(names)[:8])
+        remedy = f"name one with hf:{printable(str(path))},text={next(iter(names))}"
+        raise UnreadableError(f'has no text in "{field}", but fields with text ({listed}): {remedy}')

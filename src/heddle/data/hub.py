@@ -19,9 +19,12 @@ from typing import Any
 from heddle import progress
 from heddle.data.cache import CACHE_REMEDY, DataCache, report_damage
 from heddle.data.documents import (
+    JSON_LINES_SUFFIXES,
     MAX_JSON_LINE_BYTES,
+    SkippedRecords,
     UnreadableError,
     check_is_file,
+    check_ratio,
     documents_from_bytes,
     import_pyarrow,
     read_documents,
@@ -41,7 +44,7 @@ from heddle.storage.file_io import replace_file
 HF_PREFIX = "hf:"
 OPTIONS = ("text", "split", "rows")
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
-DATASET_SUFFIXES = (".parquet", *ARROW_SUFFIXES, ".jsonl")
+DATASET_SUFFIXES = (".parquet", *ARROW_SUFFIXES, *JSON_LINES_SUFFIXES, ".json")
 # A file belongs to a split if one of these words is in its path.
 SPLIT_NAMES = {
     "train": {"train", "training"},
@@ -50,6 +53,8 @@ SPLIT_NAMES = {
 }
 _OPTION = re.compile(r"(?P<rest>.*),(?P<key>\w+)=(?P<value>[^,]*)", re.DOTALL)
 _BATCH_ROWS = 256  # rows read at a time
+_TEXT_ROWS = 16  # of them as text: a row may be long, and shared in the file
+_MAX_STATE_BYTES = 64 * 1024 * 1024  # of the JSON that `datasets` writes beside its files
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -121,33 +126,40 @@ def list_dataset_files(dataset: HFDataset) -> list[Path]:
     return _folder_files(dataset)
 
 
-def read_any_text(path: Path) -> Iterator[str]:
+def read_any_text(path: Path, skipped: SkippedRecords | None = None) -> Iterator[str]:
     """Yield the documents of any file of text: of a Parquet or Arrow file its column `text`."""
     if path.suffix.lower() in (".parquet", *ARROW_SUFFIXES):
-        yield from read_column(path, "text")
+        yield from read_column(path, skipped, "text")
     else:
-        yield from read_documents(path)
+        yield from read_documents(path, skipped=skipped)
 
 
-def read_column(path: Path, column: str) -> Iterator[str]:
+def read_column(path: Path, skipped: SkippedRecords | None, column: str) -> Iterator[str]:
     """Yield the documents of one column: each row's text, split as `read_documents` splits files; nulls are skipped.
 
-    Raises UnreadableError, naming the existing columns where this one is missing.
+    Raises UnreadableError, naming the existing columns where this one is missing, and where the text is more than a
+    hundred times as large as the file.
     """
-    suffix = path.suffix.lower()
-    if text_suffix(path) == ".jsonl":
-        yield from read_documents(path, column)
+    suffix, skipped = path.suffix.lower(), SkippedRecords() if skipped is None else skipped
+    if text_suffix(path) in (*JSON_LINES_SUFFIXES, ".json"):
+        yield from read_documents(path, column, skipped)
         return
     pyarrow = import_pyarrow()
     check_is_file(path)
+    size = number = 0
     try:
         batches = _read_parquet(path, column) if suffix == ".parquet" else _read_arrow(pyarrow, path, column)
         for batch in batches:
             batch.validate(full=True)  # the lengths in a damaged file may be wrong
-            for first in range(0, len(batch), _BATCH_ROWS):
-                for text in batch.slice(first, _BATCH_ROWS).to_pylist():
-                    if text is not None:
-                        yield from documents_from_bytes(text.encode("utf-8"))
+            for first in range(0, len(batch), _TEXT_ROWS):
+                for text in batch.slice(first, _TEXT_ROWS).to_pylist():
+                    number += 1
+                    if text is None:
+                        skipped.add(f'has no text in "{column}" of row {number}')
+                        continue
+                    data = text.encode("utf-8")
+                    check_ratio(size := size + len(data), path)
+                    yield from documents_from_bytes(data)
     except (pyarrow.ArrowException, UnicodeError, OSError, OverflowError) as error:
         reason = printable(str(error))[:120]
         raise UnreadableError(f"cannot be read as {suffix} ({reason}): save the data set again") from error
@@ -158,6 +170,8 @@ def _read_parquet(path: Path, column: str) -> Iterator[Any]:
 
     with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
         _check_column(file.schema_arrow, column)
+        for group in range(file.metadata.num_row_groups):
+            check_ratio(file.metadata.row_group(group).total_byte_size, path)
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column], use_threads=False):
             yield batch.column(0)
 
@@ -231,7 +245,7 @@ def _folder_files(dataset: HFDataset) -> list[Path]:
             )
     else:
         _check_split(dataset, [])
-    formats = sorted({"arrow" if path.suffix.lower() in ARROW_SUFFIXES else text_suffix(path) for path in files})
+    formats = sorted({_format_of(path) for path in files})
     if not files:
         raise DataError(
             f"{dataset.display_name} holds no {', '.join(DATASET_SUFFIXES)} file: give the folder of a saved data set."
@@ -241,6 +255,13 @@ def _folder_files(dataset: HFDataset) -> list[Path]:
             f"{dataset.display_name} holds files of several formats ({', '.join(formats)}): name a file, or a folder."
         )
     return files
+
+
+def _format_of(path: Path) -> str:
+    if path.suffix.lower() in ARROW_SUFFIXES:
+        return "arrow"
+    suffix = text_suffix(path)
+    return ".jsonl" if suffix in JSON_LINES_SUFFIXES else suffix
 
 
 def _walk_files(dataset: HFDataset) -> Iterator[Path]:
@@ -274,6 +295,8 @@ def _check_split(dataset: HFDataset, available_splits: list[str]) -> None:
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > _MAX_STATE_BYTES:
+            raise ValueError("it is too large")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"data file {printable(str(path))} cannot be read as JSON: save the data set again.") from error

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,20 +15,23 @@ from typing import Protocol
 
 from heddle.data import hub
 from heddle.data.cache import DataCache
-from heddle.data.documents import UnreadableError, text_suffix
+from heddle.data.documents import SkippedRecords, UnreadableError, looks_like_text, text_suffix
 from heddle.data.recall import is_recall_argument
 from heddle.errors import DataError, describe_path
 from heddle.progress import printable
 
 TEXT_SUFFIXES = frozenset(
     """
-    .txt .text .md .markdown .rst .adoc .org .tex .jsonl .py .pyi .pyx .ipynb .c .h .cc .cpp .cxx .hh .hpp
-    .cu .cuh .m .mm .cs .java .kt .kts .scala .go .rs .swift .js .jsx .mjs .ts .tsx .rb .php .pl .pm .lua .r
-    .jl .hs .ml .mli .fs .clj .ex .exs .erl .elm .lisp .el .scm .sh .bash .zsh .fish .ps1 .sql .html .htm
-    .css .scss .xml .yaml .yml .toml .ini .cfg .json .csv .tsv .proto .cmake .f .f90 .f95 .zig .nim .dart .v
-    .sv .vhd .s .asm .srt .vtt .po .log .parquet .warc .wet
+    .txt .text .md .markdown .rst .adoc .org .tex .jsonl .ndjson .jsonlines .py .pyi .pyx .ipynb .c .h .cc .cpp .cxx
+    .hh .hpp .cu .cuh .m .mm .cs .java .kt .kts .scala .go .rs .swift .js .jsx .mjs .ts .tsx .rb .php .pl .pm .lua .r
+    .jl .hs .ml .mli .fs .clj .ex .exs .erl .elm .lisp .el .scm .sh .bash .zsh .fish .ps1 .sql .css .scss .xml .yaml
+    .yml .toml .ini .cfg .json .proto .cmake .f .f90 .f95 .zig .nim .dart .v .sv .vhd .s .asm .srt .vtt .po .log
+    .parquet .warc .wet
     """.split()  # noqa: SIM905
 )
+# Left out of folders, and said so: what a reader sees in them is a part of the file.
+LEFT_OUT_SUFFIXES = frozenset({".csv", ".tsv", ".html", ".htm"})
+_MANUAL_SECTION = re.compile(r"\.[1-9n][a-z]{0,4}")  # ls.1, printf.3p
 _IGNORED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _WEIGHT = re.compile(r"(?P<path>.+)@(?P<weight>[0-9]+(\.[0-9]+)?)", re.DOTALL)
 _VALIDATION_ONE_IN = 20  # one document in this many goes to the validation split
@@ -81,7 +84,11 @@ def is_in_validation(digest: bytes) -> bool:
 
 @dataclass(frozen=True)
 class ScannedSource:
-    """A source after its first full reading: the hash and counts of its content, and how to read it again."""
+    """A source after its first full reading: the hash and counts of its content, and how to read it again.
+
+    skipped_records: (file, its records without text) of the files that have some. left_out: a folder's files of
+    `LEFT_OUT_SUFFIXES`, counted by suffix.
+    """
 
     name: str
     hash: str
@@ -91,6 +98,8 @@ class ScannedSource:
     ignored_files: int
     skipped_files: tuple[SkippedFile, ...]
     read: Callable[[], Iterator[str]]
+    skipped_records: tuple[tuple[str, SkippedRecords], ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 class TextSource(Protocol):
@@ -115,7 +124,7 @@ class TextFile:
     path: Path
     display_name: str
     required: bool
-    read: Callable[[Path], Iterator[str]] = hub.read_any_text
+    read: Callable[[Path, SkippedRecords], Iterator[str]] = hub.read_any_text
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,7 @@ class FileSource:
     files: tuple[TextFile, ...]
     skipped_files: tuple[SkippedFile, ...] = ()
     ignored_files: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -136,12 +146,12 @@ class FileSource:
         """Read and check every file; a bad one is an error if the user named it, and skipped inside a folder."""
         counts, empty_files = ContentCounts(), 0
         readable: list[tuple[TextFile, tuple[int, int]]] = []
-        skipped_files = list(self.skipped_files)
+        skipped_files, skipped_records = list(self.skipped_files), list[tuple[str, SkippedRecords]]()
         for file in self.files:
-            counts_with_file = counts.copy()
+            counts_with_file, skipped = counts.copy(), SkippedRecords()
             try:
                 size_and_mtime = _size_and_mtime(file.path)
-                for text in file.read(file.path):
+                for text in file.read(file.path, skipped):
                     bytes_before = counts_with_file.bytes
                     counts_with_file.add(text)
                     on_bytes_read(counts_with_file.bytes - bytes_before)
@@ -150,6 +160,8 @@ class FileSource:
                     raise DataError(f"data file {file.display_name} {error}.") from error
                 skipped_files.append(SkippedFile(file.display_name, str(error)))
                 continue
+            if skipped.count:
+                skipped_records.append((file.display_name, skipped))
             if counts_with_file.documents == counts.documents:
                 empty_files += 1
             else:
@@ -165,6 +177,8 @@ class FileSource:
             empty_files=empty_files,
             ignored_files=self.ignored_files,
             skipped_files=tuple(skipped_files),
+            skipped_records=tuple(skipped_records),
+            left_out=self.left_out,
             read=lambda: _read_again(readable),
         )
 
@@ -173,10 +187,10 @@ def parse_source(argument: str, cache: DataCache | None = None) -> tuple[TextSou
     """Parse a data argument into its source and its weight (1 if none is given).
 
     The argument is `stdlib` (the source code of this Python), a data set (`hf:PATH` or `hf:NAME`, see `hub`), a file,
-    or a folder. A folder is searched recursively; hidden files, linked folders, `__pycache__`, installed packages and
-    files without a text suffix are ignored. Each may end in `@WEIGHT`, such as `books@3`: a positive number with at
-    most three decimals. An existing file or folder whose name ends like that is not split. Write `./stdlib` for a
-    folder of that name. Raises DataError.
+    or a folder. A folder is searched recursively; hidden files, linked folders, `__pycache__` and installed packages
+    are ignored, and so are files whose suffix is none of text; without a suffix, the first bytes decide. Each may end
+    in `@WEIGHT`, such as `books@3`: a positive number with at most three decimals. An existing file or folder whose
+    name ends like that is not split. Write `./stdlib` for a folder of that name. Raises DataError.
     """
     weight = 1.0
     match = _WEIGHT.fullmatch(argument)
@@ -232,7 +246,7 @@ def _standard_library_source() -> FileSource:
 def _folder_source(root: Path, name: str, suffixes: frozenset[str]) -> FileSource:
     files: list[tuple[bytes, TextFile]] = []
     skipped_files: list[SkippedFile] = []
-    ignored_files = 0
+    ignored_files, left_out = 0, dict[str, int]()
 
     def unreadable(error: OSError) -> None:
         if Path(error.filename) == root:
@@ -244,15 +258,27 @@ def _folder_source(root: Path, name: str, suffixes: frozenset[str]) -> FileSourc
         subfolders[:] = [n for n in subfolders if n not in _IGNORED_FOLDERS and not n.startswith(".")]
         for file_name in names:
             path = Path(folder, file_name)
-            if file_name.startswith(".") or text_suffix(path) not in suffixes:
+            if file_name.startswith(".") or not _is_text(path, suffixes):
                 ignored_files += 1
+                if (suffix := text_suffix(path)) in LEFT_OUT_SUFFIXES and suffixes is TEXT_SUFFIXES:
+                    left_out[suffix] = left_out.get(suffix, 0) + 1
                 continue
             relative = path.relative_to(root).as_posix()
             # Sorted as bytes, for the same order on every machine and in every locale.
             files.append((os.fsencode(relative), TextFile(path, printable(relative), required=False)))
     files.sort(key=lambda entry: entry[0])
     skipped_files.sort(key=lambda entry: entry.file)
-    return FileSource(name, tuple(file for _, file in files), tuple(skipped_files), ignored_files)
+    left_out = dict(sorted(left_out.items()))
+    return FileSource(name, tuple(file for _, file in files), tuple(skipped_files), ignored_files, left_out)
+
+
+def _is_text(path: Path, suffixes: frozenset[str]) -> bool:
+    """Whether a file of a folder is read: by its suffix; of manual pages and without one, by its first bytes."""
+    suffix = text_suffix(path)
+    if suffix in suffixes:
+        return True
+    is_unnamed = suffixes is TEXT_SUFFIXES and (not suffix or _MANUAL_SECTION.fullmatch(suffix) is not None)
+    return is_unnamed and path.is_file() and looks_like_text(path)
 
 
 def _read_again(files: list[tuple[TextFile, tuple[int, int]]]) -> Iterator[str]:
@@ -260,7 +286,7 @@ def _read_again(files: list[tuple[TextFile, tuple[int, int]]]) -> Iterator[str]:
         try:
             if _size_and_mtime(file.path) != mark:
                 raise UnreadableError("has other content than before")
-            yield from file.read(file.path)
+            yield from file.read(file.path, SkippedRecords())
             if _size_and_mtime(file.path) != mark:
                 raise UnreadableError("has other content than before")
         except UnreadableError as error:
@@ -292,9 +318,8 @@ def _no_text_message(name: str, files: int, empty_files: int, skipped_files: lis
         )
     if skipped_files:
         first = skipped_files[0]
-        reason = first.reason.partition(":")[0]
         return (
-            f"data {name} holds no usable text ({empty_files} files are empty, {len(skipped_files)} were skipped, "
-            f"the first, {first.file}, because it {reason}): give UTF-8 text."
+            f"data {name} holds no usable text ({empty_files} files are empty, {len(skipped_files)} were skipped); "
+            f"the first, {first.file}, {first.reason}."
         )
     return f"data {name} is empty: give a file or folder with text in it."
