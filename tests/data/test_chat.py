@@ -219,6 +219,65 @@ def test_a_bad_line_is_named(tokenizer: Tokenizer, tmp_path: Path, bad: str, mes
     assert "\n" not in str(error.value)
 
 
+FLAGS: list[tuple[dict[str, Any], bool | None]] = [
+    ({"weight": 0}, False),
+    ({"weight": 1}, True),
+    ({"weight": 1.0}, True),
+    ({"train": False}, False),
+    ({"training": True}, True),
+    ({"weight": None, "train": None, "name": "", "tool_calls": []}, True),
+    ({"weight": 0.5}, None),
+    ({"weight": "0"}, None),
+    ({"train": ""}, None),
+    ({"training": []}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "is_learned"), FLAGS)
+def test_a_field_that_says_whether_to_train_is_obeyed_or_refused(
+    fields: dict[str, Any], is_learned: bool | None, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "talks.jsonl"
+    second = {"role": "assistant", "content": "second"}
+    path.write_text((line([SAYS, ANSWERS | fields, SAYS, second]) + "\n") * 2 + line([SAYS, second]) + "\n")
+    if is_learned is None:
+        with pytest.raises(DataError, match=rf'"{next(iter(fields))}".*messages\[1\].*line 1'):
+            prepare_chat([f"chat:{path}"], tokenizer, 64)
+        return
+    chat = prepare_chat([f"chat:{path}"], tokenizer, 64)
+    learned = {
+        tokenizer.decode(tokens[mask].tolist())
+        for split in (chat.train, chat.validation)
+        for tokens, mask in split.conversations
+    }
+    assert learned == {ANSWERS["content"] * is_learned + "second", "second"}
+
+
+@pytest.mark.parametrize("fields", [{"weight": 0}, {"train": False}, {"weight": None}])
+def test_only_answers_are_trained_on(fields: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(line([SAYS | fields, ANSWERS]) + "\n" + line([SAYS | {"weight": 1}, ANSWERS]) + "\n")
+    with pytest.raises(DataError, match=r'"weight".*messages\[0\].*only answers.*line 2'):
+        prepare_chat([f"chat:{path}"], tokenizer, 64)
+    path.write_text(line([SAYS, ANSWERS | {"weight": 0}]) + "\n")
+    with pytest.raises(DataError, match="no answer to train on"):
+        prepare_chat([f"chat:{path}"], tokenizer, 64)
+
+
+def test_no_token_reaches_over_the_seam(tokenizer: Tokenizer) -> None:
+    """Where the last character of a prompt and the first of the answer are one token, it is cut there."""
+    template = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}t{% endif %}{{ m.content }}<|end|>"
+    template += "{% endfor %}{% if add_generation_prompt %}assistant: t{% endif %}"
+    chat_format = ChatFormat(tokenizer, {CHAT_TEMPLATE_FILE: template})
+    messages = [SAYS, {"role": "assistant", "content": "he warp"}]
+    assert len(tokenizer.encode("the")) < len(tokenizer.encode("t")) + len(tokenizer.encode("he"))
+    [row] = chat_format.encode(messages)
+    prompt = chat_format.encode_prompt(messages[:1])
+    assert row.tokens[: len(prompt)].tolist() == prompt
+    assert not row.assistant_mask[: len(prompt)].any()
+    assert tokenizer.decode(row.tokens[row.assistant_mask].tolist()) == "he warp"
+
+
 def test_missing_files_and_chat_data_where_text_is_expected(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty\.jsonl is empty:"):

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,13 +97,14 @@ class ChatFormat:
         """The tokens up to where the assistant's next answer begins. Raises UnreadableError."""
         return [token for token, _ in self.tokenizer.encode_with_offsets(self._render(messages, True))]
 
-    def encode(self, messages: Messages) -> list[TokenizedConversation]:
+    def encode(self, messages: Messages, untrained: Collection[int] = ()) -> list[TokenizedConversation]:
         """Encode the conversation as one row; what follows the last answer is left out.
 
-        Some templates render earlier turns differently from the last one (they drop its reasoning); then each answer
-        gets a row of its own. Raises UnreadableError, whose text completes a sentence about the data.
+        untrained: indices of answers that are read and not learned. Some templates render earlier turns differently
+        from the last one (they drop its reasoning); then each answer gets a row of its own. Raises UnreadableError,
+        whose text completes a sentence about the data.
         """
-        answers: list[tuple[int, str]] = []  # the index where an answer begins, and the text up to its end
+        answers: list[tuple[int, str, bool]] = []  # begin, text up to the end, whether it is learned
         for number, message in enumerate(messages):
             self._check_content(message["content"])
             if message["role"] == ASSISTANT:
@@ -110,26 +112,53 @@ class ChatFormat:
                 through_answer = self._render(messages[: number + 1], False)
                 if not through_answer.startswith(prompt):
                     raise UnreadableError("does not fit the chat template: an answer does not follow its prompt")
-                answers.append((len(prompt), through_answer))
+                answers.append((len(prompt), through_answer, number not in untrained))
         full_text = answers[-1][1]
-        if all(full_text.startswith(text) for _, text in answers):
-            return [self._encode_answers(full_text, [(start, len(text)) for start, text in answers])]
-        return [self._encode_answers(text, [(start, len(text))]) for start, text in answers]
+        if all(full_text.startswith(text) for _, text, _ in answers):
+            spans = [(start, len(text), is_learned) for start, text, is_learned in answers]
+            return [self._encode_answers(full_text, spans)]
+        return [
+            self._encode_answers(text, [(start, len(text), True)]) for start, text, is_learned in answers if is_learned
+        ]
 
-    def _encode_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> TokenizedConversation:
-        encoded = self.tokenizer.encode_with_offsets(text)
+    def _encode_answers(self, text: str, answers: Sequence[tuple[int, int, bool]]) -> TokenizedConversation:
+        """answers: (begin, end, whether it is learned) in the text."""
+        encoded = self._encode_with_seams(text, [answer[0] for answer in answers])
         tokens = np.array([token for token, _ in encoded], dtype=np.int32)
         starts = np.array([start for _, start in encoded], dtype=np.int64)
         is_special = np.isin(tokens, list(self.tokenizer.special_tokens))
         assistant_mask = np.zeros(len(tokens), dtype=bool)
-        for begin, end in answers:
+        for begin, end, is_learned in answers:
             inside = (starts >= begin) & (starts < end)
             stop_indices = np.flatnonzero(inside & is_special)
             if not len(stop_indices):
                 raise UnreadableError("does not fit the chat template: no special token ends the assistant's turn")
             stop = stop_indices[-1] + 1  # not the line end that a template adds
-            assistant_mask[:stop] |= inside[:stop]
+            if is_learned:
+                assistant_mask[:stop] |= inside[:stop]
         return TokenizedConversation(tokens, assistant_mask)
+
+    def _encode_with_seams(self, text: str, seams: Sequence[int]) -> list[tuple[int, int]]:
+        """(token, index of its first character) of each token. No token reaches over a seam, where an answer begins.
+
+        Otherwise the first token of an answer would not be learned, and a prompt would end in other tokens than here.
+        """
+        encoded = self.tokenizer.encode_with_offsets(text)
+        starts = {start for _, start in encoded}
+        cuts = [seam for seam in seams if seam not in starts and seam < len(text)]
+        if not cuts or self._adds_space:
+            return encoded
+        pieces = [0, *cuts, len(text)]
+        return [
+            (token, first + start)
+            for first, last in pairwise(pieces)
+            for token, start in self.tokenizer.encode_with_offsets(text[first:last])
+        ]
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer puts a space before a text, so that its parts have other tokens than the whole."""
+        return not b"".join(map(self.tokenizer.token_bytes, self.tokenizer.encode("a"))).startswith(b"a")
 
     def _check_content(self, content: str) -> None:
         match = self._special_tokens_pattern.search(content)
@@ -184,6 +213,7 @@ def _token_text(token: Any) -> str | None:
 
 
 CHAT_PREFIX = "chat:"
+TRAIN_FIELDS = ("weight", "train", "training")  # of a message, in OpenAI's files and axolotl's
 MAX_MESSAGES = 1000  # of a conversation
 
 
@@ -391,9 +421,10 @@ def _read_conversations(
         with open(path, "rb") as file:
             for number, record in read_json_lines(file):
                 line_number = number
-                messages = _parse_messages(record)
-                content = json.dumps([[message["role"], message["content"]] for message in messages]).encode()
-                yield hashlib.sha256(content).digest(), chat_format.encode(messages), len(content)
+                messages, untrained = _parse_messages(record)
+                parts: list[Any] = [[message["role"], message["content"]] for message in messages]
+                content = json.dumps(parts + ([{"untrained": untrained}] if untrained else [])).encode()
+                yield hashlib.sha256(content).digest(), chat_format.encode(messages, untrained), len(content)
     except _InvalidRecordError as error:
         raise DataError(f"data file {label} {error} on line {line_number}: give {_EXPECTED_RECORD}.") from error
     except UnreadableError as error:
@@ -412,8 +443,11 @@ class _InvalidRecordError(Exception):
     """What is wrong with a line, as the middle of an error message."""
 
 
-def _parse_messages(record: Any) -> list[dict[str, str]]:
-    """The messages of a line, checked: role and content."""
+def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
+    """The messages of a line, checked: role and content; and the indices of answers that are not trained on.
+
+    Fields that are null or empty are neutral. Those of TRAIN_FIELDS say whether an answer is learned.
+    """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise _InvalidRecordError('has no list "messages"')
@@ -430,13 +464,33 @@ def _parse_messages(record: Any) -> list[dict[str, str]]:
             raise _InvalidRecordError(f"has the unknown role {printable(json.dumps(role))[:40]} in {location}")
         if not isinstance(content, str) or not content.strip():
             raise _InvalidRecordError(f"has no content in {location}")
-        extra_fields = [name for name, value in message.items() if name not in ("role", "content") and value]
+        known = ("role", "content", *TRAIN_FIELDS)
+        extra_fields = [name for name, value in message.items() if name not in known and value]
         if extra_fields:
             raise _InvalidRecordError(
                 f"has the field {printable(json.dumps(extra_fields[0]))[:40]}, which is not supported, in {location}"
             )
         if any("\ud800" <= character <= "\udfff" for character in content):
             raise _InvalidRecordError(f"has half a surrogate pair in {location}")
+        _check_train_fields(message, location)
     if all(message["role"] != ASSISTANT for message in messages):
         raise _InvalidRecordError("has no message of the assistant")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    untrained = [
+        number
+        for number, message in enumerate(messages)
+        if message["role"] == ASSISTANT and any(message.get(name) in (0, False) for name in TRAIN_FIELDS)
+    ]
+    if len(untrained) == sum(message["role"] == ASSISTANT for message in messages):
+        raise _InvalidRecordError("has no answer to train on")
+    return [{"role": message["role"], "content": message["content"]} for message in messages], untrained
+
+
+def _check_train_fields(message: Mapping[str, Any], location: str) -> None:
+    """Raise for a field that says neither yes nor no, or asks to train on what is no answer."""
+    for name in TRAIN_FIELDS:
+        value = message.get(name)
+        is_answer = message["role"] == ASSISTANT
+        allowed = (None, 0, False, 1, True) if is_answer else (None, 0, False)
+        if isinstance(value, str | list | dict) or value not in allowed:
+            choices = "0, 1, true or false" if is_answer else "0 or false, since only answers are trained on"
+            raise _InvalidRecordError(f'has a "{name}" in {location} that is not {choices},')
