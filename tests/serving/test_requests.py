@@ -160,7 +160,7 @@ def test_bodies_that_are_no_request_are_refused(content: bytes, server: Running)
 @pytest.mark.parametrize(
     "messages",
     [None, [], "hi", [{"role": "user"}], [{"role": "king", "content": "a"}], [{"role": ["user"], "content": "a"}],
-     [{"role": "user", "content": ["a"]}], [{"role": "user", "content": "a", "name": "b"}]],
+     [{"role": "user", "content": ["a"]}], [{"role": "user", "content": "a", "voice": "b"}]],
 )  # fmt: skip
 def test_wrong_messages_are_refused(messages: Any, server: Running) -> None:
     answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages})

@@ -162,19 +162,31 @@ class BatchScheduler:
 
     def _decode(self) -> list[NextToken]:
         """One step of every row of the batch, after the rows that left are gone and those that were read are in it."""
+        ended = self._end_at_limit()
         running = [row for row in (*self._rows, *self._joining) if not row.has_left]
         if not running:
-            return []
+            self._joining = []
+            return ended
         try:
             state = self._rearrange()
             if not state.table.contiguous:  # equal shapes for many steps, and no copy of the cache to clear its slots
                 longest = max(row.read + row.tokens for row in self._rows)
                 state = state.pinned(longest + SLOT_STEP - longest % SLOT_STEP)
             hidden, self._state = self._forward([[row.newest] for row in self._rows], state)
-            return self._choose(hidden, self._rows)
+            return ended + self._choose(hidden, self._rows)
         except Exception as error:  # they share one state: all of them end
             self._rows, self._joining, self._state = [], [], None
-            return [NextToken(row.key, NOT_FINITE, error) for row in running]
+            return ended + [NextToken(row.key, NOT_FINITE, error) for row in running]
+
+    def _end_at_limit(self) -> list[NextToken]:
+        """End the rows whose next token has no position, so that they end no other row of their step."""
+        limit, results = self._runner.model.position_limit, []
+        for row in (*self._rows, *self._joining):
+            if limit is not None and not row.has_left and len(row.request.prompt_ids[0]) + row.tokens > limit:
+                row.has_left = True
+                sentence = f"the text is as long as the {limit:,} positions of the model; ask for fewer tokens"
+                results.append(NextToken(row.key, NOT_FINITE, ConfigError(sentence)))
+        return results
 
     def _rearrange(self) -> State:
         """Take out the rows that left, and put in those that were read; the state of them all."""

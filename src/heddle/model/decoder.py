@@ -251,6 +251,11 @@ class Decoder(nn.Module):
             raise ConfigError(f"encoder_output: {reason}")
         encoder_output.check(self.encoder_width, batch)
 
+    @property
+    def position_limit(self) -> int | None:
+        """How many tokens a text may have: the number of learned positions; None where no table of them ends."""
+        return getattr(self.config.embedding.position, "length", None)
+
     def forward(
         self, tokens: Tensor, layout: Layout | None = None, state: State | None = None
     ) -> tuple[Tensor, State | None]:

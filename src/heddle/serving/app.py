@@ -155,6 +155,7 @@ class Answer:
         self.engine, self.reader, self.request, self.kind = application.engine, application.reader, request, kind
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self._bytes = b""  # of the tokens whose scores were given
         self._look_at = time.monotonic() + DISCONNECT_SECONDS  # when to look whether the client is there
         loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
@@ -226,7 +227,8 @@ class Answer:
         """A choice; `part` is what holds the text of a chat: `message`, or `delta` of a stream."""
         has_scores, tokenizer = self.request.alternatives is not None and bool(scores), self.reader.tokenizer
         if self.kind == "completions":
-            logprobs = completion_scores(scores, tokenizer) if has_scores else None
+            logprobs = completion_scores(scores, tokenizer, self._bytes) if has_scores else None
+            self._bytes += b"".join(tokenizer.token_bytes(score.token) for score in scores)
             return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
         logprobs = chat_scores(scores, tokenizer) if has_scores else None
         role = {"role": "assistant"} if part == "message" else {}

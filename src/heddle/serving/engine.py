@@ -137,12 +137,23 @@ class ScoringSampler(Sampler):
         return tokens
 
 
+def token_text(token: int, tokenizer: Tokenizer) -> str:
+    """A token by itself: a special token's name; bytes that are no whole characters as `bytes:\\xe2\\x80`."""
+    if token in tokenizer.special_tokens:
+        return tokenizer.special_tokens[token]
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 def chat_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any]:
     """`logprobs` of /v1/chat/completions; besides OpenAI's fields, each token has its `id`."""
 
     def entry(token: int, log_probability: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
-        return {"token": text, "logprob": log_probability, "bytes": list(tokenizer.token_bytes(token)), "id": token}
+        data = list(tokenizer.token_bytes(token))
+        return {"token": token_text(token, tokenizer), "logprob": log_probability, "bytes": data, "id": token}
 
     content = [
         entry(score.token, score.log_probability) | {"top_logprobs": [entry(*pair) for pair in score.alternatives]}
@@ -151,18 +162,22 @@ def chat_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any
     return {"content": content, "refusal": None}
 
 
-def completion_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`logprobs` of /v1/completions, and token_ids. text_offset: in characters from the first of these tokens."""
-    tokens = [tokenizer.decode([score.token]) for score in scores]
-    offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
-    best = [{tokenizer.decode([token]): value for token, value in score.alternatives} for score in scores]
-    log_probabilities = [score.log_probability for score in scores]
-    ids = [score.token for score in scores]
+def completion_scores(scores: list[TokenScore], tokenizer: Tokenizer, before: bytes = b"") -> dict[str, Any]:
+    """`logprobs` of /v1/completions, and token_ids.
+
+    before: the bytes of the text so far. text_offset: whole characters of the text before each token.
+    """
+    offsets, data = [], before
+    for score in scores:
+        offsets.append(len(data.decode("utf-8", "ignore")))
+        data += tokenizer.token_bytes(score.token)
     return {
-        "tokens": tokens,
-        "token_ids": ids,
-        "token_logprobs": log_probabilities,
-        "top_logprobs": best,
+        "tokens": [token_text(score.token, tokenizer) for score in scores],
+        "token_ids": [score.token for score in scores],
+        "token_logprobs": [score.log_probability for score in scores],
+        "top_logprobs": [
+            {token_text(token, tokenizer): value for token, value in score.alternatives} for score in scores
+        ],
         "text_offset": offsets,
     }
 
@@ -326,12 +341,23 @@ class Engine:
     def _work(self) -> None:
         with eval_mode(self.model):
             while self._admit():
-                for result in self._scheduler.step():
-                    self._deliver(result)
+                try:
+                    for result in self._scheduler.step():
+                        self._deliver(result)
+                except Exception as error:  # of no request: those that run end, and the server goes on
+                    self._end_all(_as_request_error(error))
         for job in [*self._waiting, *self._running.values()]:
             job.deliver(Event(error=RequestError("the server ends; try again later", status=503)))
         self._waiting.clear()
         self._running.clear()
+
+    def _end_all(self, error: RequestError) -> None:
+        """End every request that runs, and forget their states."""
+        jobs, self._running = list(self._running.values()), {}
+        self._scheduler = self._new_scheduler(ModelRunner(self.model))
+        for job in jobs:
+            self.metrics.finished += 1
+            job.deliver(Event(error=error))
 
     def _admit(self) -> bool:
         """Wait for requests; drop those that were cancelled or waited too long, start others. False: the end."""

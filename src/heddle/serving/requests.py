@@ -17,25 +17,39 @@ MAX_ALTERNATIVES = 20  # OpenAI's limits of top_logprobs and logprobs
 MAX_MESSAGES = 1000
 DEFAULT_TOKENS = 128  # where a request names no number of new tokens
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second one is vLLM's, as is top_k
-_SHARED_FIELDS = frozenset(
-    (
-        "model",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-        "seed",
-        "stream",
-        "stream_options",
-        "logprobs",
-        "n",
-        "user",
-    )
-)
+_SHARED_FIELDS = {
+    "model", "max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed", "stream",
+    "stream_options", "logprobs", "n", "user",
+}  # fmt: skip
 _FIELDS = {
     "completions": _SHARED_FIELDS | {"prompt"},
     "chat": _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"},
+}
+# Fields of OpenAI's interface that ask for nothing at these values, which clients send by themselves; null is one, too.
+_ANY = object()  # whatever the value, nothing depends on it
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"], []),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "metadata": (_ANY,),
+    "prompt_cache_key": (_ANY,),
+    "safety_identifier": (_ANY,),
+}
+# Of an assistant's message that a client sends back as it came.
+_NEUTRAL_OF_MESSAGE: dict[str, tuple[Any, ...]] = {
+    name: (None, [], "", {}) for name in ("refusal", "annotations", "audio", "function_call", "tool_calls")
 }
 
 
@@ -81,6 +95,8 @@ class RequestReader:
     def __init__(self, tokenizer: Tokenizer, name: str, limits: ServerLimits) -> None:
         """Raises DataError for a chat template that cannot be read."""
         self.tokenizer, self.name, self.limits = tokenizer, name, limits
+        added = [len(text) for text in tokenizer.special_tokens.values()]
+        self._longest_token = max([*(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), *added])
         files = tokenizer.companion_files
         has_template = CHAT_TEMPLATE_FILE in files or '"chat_template"' in files.get(TOKENIZER_CONFIG_FILE, "")
         try:
@@ -91,12 +107,12 @@ class RequestReader:
     def read(self, kind: str, body: bytes) -> TextRequest:
         """Read a body of this kind, `completions` or `chat`. Raises RequestError."""
         fields = parse_object(body)
-        unknown = sorted(set(fields) - _FIELDS[kind])
-        if unknown:
-            raise RequestError(
-                f"{shorten_value(unknown[0])}: is no field that this server knows; leave it out", unknown[0]
-            )
         fields = {name: value for name, value in fields.items() if value is not None}
+        for name in sorted(set(fields) - _FIELDS[kind]):
+            if name not in _NEUTRAL:
+                raise RequestError(f"{shorten_value(name)}: is no field that this server knows; leave it out", name)
+            if not _is_neutral(fields[name], _NEUTRAL[name]):
+                raise RequestError(f"{name}: this server does not do what this asks for; leave it out", name)
         if fields.get("model") != self.name:
             status = 404 if isinstance(fields.get("model"), str) else 400
             raise RequestError(f"model: this server has one model, '{self.name}'", "model", status)
@@ -117,7 +133,7 @@ class RequestReader:
             top_k=int(_number(fields, "top_k", 0, (0, self.tokenizer.vocab_size), whole=True)) or None,
             seed=int(_number(fields, "seed", secrets.randbelow(2**31), (0, 2**62 - 1), whole=True)),
             stop=self._stop_strings(fields),
-            stop_ids=self.chat_format.turn_end_ids if kind == "chat" and self.chat_format is not None else (),
+            stop_ids=self._stop_ids(fields, kind),
             alternatives=_chat_alternatives(fields) if kind == "chat" else _alternatives(fields),
             stream=_truth(fields, "stream"),
             include_usage=_truth(options, "include_usage"),
@@ -128,6 +144,19 @@ class RequestReader:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         default = min(DEFAULT_TOKENS, self.limits.max_new_tokens)
         return int(_number(fields, name, default, (1, self.limits.max_new_tokens), whole=True))
+
+    def _stop_ids(self, fields: Mapping[str, Any], kind: str) -> tuple[int, ...]:
+        """Tokens that end the text: those of `stop_token_ids`, special tokens among `stop`, and the end of a turn."""
+        ids, size = fields.get("stop_token_ids", []), self.tokenizer.vocab_size
+        is_list = isinstance(ids, list) and len(ids) <= self.limits.max_stops
+        if not is_list or not all(type(token) is int and 0 <= token < size for token in ids):
+            most = self.limits.max_stops
+            sentence = f"stop_token_ids: must be a list of at most {most} tokens, each from 0 to {size - 1}"
+            raise RequestError(sentence, "stop_token_ids")
+        stops = self._stop_strings(fields)
+        named = [token for token, text in self.tokenizer.special_tokens.items() if text in stops]  # no text holds one
+        turns = self.chat_format.turn_end_ids if kind == "chat" and self.chat_format is not None else ()
+        return tuple(dict.fromkeys([*ids, *named, *turns]))
 
     def _stop_strings(self, fields: Mapping[str, Any]) -> tuple[str, ...]:
         stop = fields.get("stop", [])
@@ -145,6 +174,7 @@ class RequestReader:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str):
+            self._refuse_long_text(prompt, "prompt")
             tokens = [*self.tokenizer.bos_ids, *self._encoded(prompt)] or self.tokenizer.eos_ids[:1]
         elif isinstance(prompt, list) and prompt and all(type(x) is int and 0 <= x < vocab_size for x in prompt):
             tokens = prompt
@@ -164,19 +194,48 @@ class RequestReader:
         messages = fields.get("messages")
         if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
             raise RequestError(f"messages: must be a list of 1 to {MAX_MESSAGES} messages", "messages")
-        special_texts = self.tokenizer.special_tokens.values()
-        for message in messages:
-            is_plain = isinstance(message, dict) and set(message) == {"role", "content"}
-            if not is_plain or message["role"] not in ROLES or not isinstance(message["content"], str):
-                roles = ", ".join(ROLES)
-                raise RequestError(f"messages: each has a role ({roles}) and a text as its content", "messages")
-            if any(text in message["content"] for text in special_texts):
-                raise RequestError("messages: a content holds a special token of the model; leave it out", "messages")
+        messages = [self._message(message) for message in messages]
+        self._refuse_long_text("".join(message["content"] for message in messages), "messages")
         try:
             tokens = self.chat_format.encode_prompt(messages)
         except (UnreadableError, DataError) as error:
             raise RequestError(f"messages: the conversation {error}", "messages") from error
         return self._within_limit(tokens, "messages")
+
+    def _message(self, message: Any) -> dict[str, str]:
+        """A message's role and text. Parts of text are joined; a name is not read, as templates read none."""
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise RequestError(f"messages: each has a role ({', '.join(ROLES)}) and a text as its content", "messages")
+        for name in sorted(set(message) - {"role", "content", "name"}):
+            if not _is_neutral(message[name], _NEUTRAL_OF_MESSAGE.get(name, (None,))):
+                raise RequestError(
+                    f"messages: this server does not read {shorten_value(name)}; leave it out", "messages"
+                )
+        content = message.get("content")
+        if isinstance(content, list):
+            content = self._joined_parts(content)
+        if not isinstance(content, str):
+            raise RequestError("messages: a content must be a text, or a list of parts of text", "messages")
+        if any(text in content for text in self.tokenizer.special_tokens.values()):
+            raise RequestError("messages: a content holds a special token of the model; leave it out", "messages")
+        return {"role": message["role"], "content": content}
+
+    @staticmethod
+    def _joined_parts(parts: list[Any]) -> str:
+        for part in parts:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                what = shorten_value(kind) if isinstance(kind, str) and kind != "text" else "another thing"
+                raise RequestError(f"messages: a part of a content is {what}; this server reads text alone", "messages")
+        return "".join(part["text"] for part in parts)
+
+    def _refuse_long_text(self, text: str, field: str) -> None:
+        """Refuse a text that is too long whatever its tokens are, before it is cut into them. Raises RequestError."""
+        least = len(text) // self._longest_token
+        if least > self.limits.max_prompt:
+            raise RequestError(
+                f"{field}: has at least {least:,} tokens; this server reads 1 to {self.limits.max_prompt:,}", field
+            )
 
     def _within_limit(self, tokens: list[int], field: str) -> list[int]:
         most = self.limits.max_prompt
@@ -197,6 +256,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise RequestError("body: must be a table in JSON")
     return fields
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value is one of these, of the same kind: 0 is not false."""
+    kinds = (bool,)
+    return any(
+        other is _ANY or (value == other and isinstance(value, kinds) == isinstance(other, kinds)) for other in neutral
+    )
 
 
 def _refuse_constant(name: str) -> None:

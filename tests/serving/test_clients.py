@@ -1,0 +1,254 @@
+"""What clients of OpenAI's interface send by themselves passes; what asks for something else is refused by its name."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from heddle.generation.scheduler import BatchScheduler
+from heddle.model.decoder import build
+from heddle.model.load_config import load_config
+from heddle.serving import engine as engines
+from heddle.serving.engine import Engine, Event, TokenScore, completion_scores, token_text
+from heddle.serving.limits import ServerLimits
+from heddle.serving.requests import RequestError, RequestReader
+from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
+from tests import small
+from tests.exchange.tokenizer_cases import tokenizer_json
+from tests.laws.planting import Plant, result
+from tests.serving.running import NAME, Running, running_server, small_model
+
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+ECHOED: dict[str, Any] = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running_server(max_new_tokens=64, max_prompt=100, max_body=10**6) as running:
+        yield running
+
+
+PASSES: list[dict[str, Any]] = [
+    {"response_format": {"type": "text"}},
+    {"presence_penalty": 0, "frequency_penalty": 0.0},
+    {"n": 1, "user": "u", "seed": 1},
+    {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+    {"functions": None, "logit_bias": {}, "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+    {"stop": None, "top_p": 1, "temperature": None, "stream": None, "stream_options": None, "logprobs": None},
+    {"modalities": ["text"], "audio": None, "prediction": None, "response_format": None},
+]
+MESSAGES: list[list[Any]] = [
+    [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}],
+    [{"role": "user", "name": "ann", "content": "Hi"}],
+    [{"role": "user", "content": "Hi", "tool_calls": []}],
+]
+
+
+@pytest.mark.parametrize("fields", PASSES)
+def test_neutral_values_pass_and_change_nothing(fields: dict[str, Any], server: Running) -> None:
+    body = {"model": NAME, "messages": HI, "max_tokens": 4, "top_k": 1}
+    plain, answer = (server.client.post("/v1/chat/completions", json=body | extra) for extra in ({}, fields))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+def test_parts_names_and_empty_fields_are_the_same_message(messages: list[Any], server: Running) -> None:
+    body = {"model": NAME, "max_tokens": 4, "top_k": 1}
+    plain, answer = (
+        server.client.post("/v1/chat/completions", json=body | {"messages": each}) for each in (HI, messages)
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == plain.json()["choices"]
+
+
+def test_an_echoed_answer_passes(server: Running) -> None:
+    messages = [*HI, {"role": "assistant", "content": "yo"} | ECHOED, {"role": "user", "content": "and"}]
+    answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+
+
+ASKS: list[tuple[str, Any]] = [
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("presence_penalty", 0.5),
+    ("frequency_penalty", False),
+    ("logit_bias", {"5": -100}),
+    ("tools", [{"type": "function"}]),
+    ("tool_choice", "required"),
+    ("echo", True),
+    ("best_of", 2),
+    ("suffix", "x"),
+    ("n", 2),
+    ("modalities", ["audio"]),
+    ("reasoning_effort", "high"),
+    ("stop_token_ids", ["x"]),
+    ("stop_token_ids", [10**6]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ASKS)
+def test_a_value_that_asks_for_what_is_not_there_is_refused_by_name(name: str, value: Any, server: Running) -> None:
+    body = {"model": NAME, "messages": HI, "max_tokens": 4, name: value}
+    answer = server.client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {}}, "Hi", {"type": "text"}, None])
+def test_a_part_that_is_no_text_is_refused(part: Any, server: Running) -> None:
+    messages = [{"role": "user", "content": [part]}]
+    answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def imported(name: str) -> Tokenizer:
+    """A tokenizer that falls back to bytes, with a special token more."""
+    backend = Backend.from_str(tokenizer_json(name))
+    backend.add_special_tokens([AddedToken("<|stop|>", special=True, normalized=False)])
+    return Tokenizer.from_json(backend.to_str(), boundary_tokens=BoundaryTokens((1,), (2,)))
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma", "mistral"])
+def test_scores_are_by_token_and_byte(name: str) -> None:
+    """Each token has its own text, spaces included, and offsets count whole characters."""
+    tokenizer = imported(name)
+    text = "the warp 🙂日 é"
+    ids = tokenizer.encode(text)
+    scores = [TokenScore(token, -1.0, [(token, -1.0), (ids[0], -2.0)]) for token in ids]
+    answer = completion_scores(scores, tokenizer)
+    data = [tokenizer.token_bytes(token) for token in ids]
+    assert b"".join(data).decode().strip() == text
+    assert answer["text_offset"] == [len(b"".join(data[:index]).decode("utf-8", "ignore")) for index in range(len(ids))]
+    for token, shown in zip(ids, answer["tokens"], strict=True):
+        piece = tokenizer.token_bytes(token)
+        assert shown == (f"bytes:\\x{piece[0]:02x}" if piece[0] >= 0x80 and len(piece) == 1 else piece.decode())
+    different = {token: token_text(token, tokenizer) for token in ids}
+    assert len(set(different.values())) == len(different)  # no two alternatives are one key
+    assert [len(best) for best in answer["top_logprobs"]] == [1 + (token != ids[0]) for token in ids]
+
+
+def test_offsets_go_on_through_a_stream(server: Running) -> None:
+    fields = {"max_tokens": 12, "logprobs": 1, "seed": 3}
+    whole = server.complete(**fields).json()["choices"][0]["logprobs"]
+    lines = server.complete(**fields, stream=True).text.split("\n\n")
+    pieces = [json.loads(line[6:])["choices"][0]["logprobs"] for line in lines if "{" in line]
+    assert [offset for piece in pieces if piece for offset in piece["text_offset"]] == whole["text_offset"]
+
+
+def test_special_tokens_stop_by_their_id() -> None:
+    tokenizer = imported("gemma")
+    reader = RequestReader(tokenizer, "m", ServerLimits())
+    stop = next(token for token, text in tokenizer.special_tokens.items() if text == "<|stop|>")
+    for fields in ({"stop": ["<|stop|>"]}, {"stop_token_ids": [stop]}):
+        request = reader.read("completions", json.dumps({"model": "m", "prompt": "a"} | fields).encode())
+        assert stop in request.stop_ids
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = small_model()[1]
+    reader = RequestReader(tokenizer, NAME, ServerLimits(max_prompt=100))
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("the text was cut into tokens"))
+    monkeypatch.setattr(Tokenizer, "encode_with_offsets", lambda *_: pytest.fail("the text was cut into tokens"))
+    for kind, fields in (
+        ("completions", {"prompt": "word " * 200_000}),
+        ("chat", {"messages": [{"role": "user", "content": "word " * 100_000}] * 2}),
+    ):
+        with pytest.raises(RequestError, match="at least"):
+            reader.read(kind, json.dumps({"model": NAME} | fields).encode())
+
+
+def limited_engine(limits: ServerLimits) -> tuple[Engine, Tokenizer]:
+    """An engine of a model with 24 learned positions."""
+    tokenizer = small_model()[1]
+    design = small.design() | {"embedding": {"position": {"kind": "learned", "length": 24}}}
+    config = load_config(design, [f"vocab_size={tokenizer.vocab_size}"])
+    return Engine(build(config, seed=1).eval(), tokenizer, limits), tokenizer
+
+
+def last_events(engine: Engine, reader: RequestReader, new_tokens: list[int]) -> list[Event]:
+    """How requests of the same prompt end that run together, with as many new tokens each."""
+    ends: list[list[Event]] = [[] for _ in new_tokens]
+    done = threading.Semaphore(0)
+
+    def collect(events: list[Event]) -> Any:
+        def deliver(event: Event) -> None:
+            events.append(event)
+            if event.is_last:
+                done.release()
+
+        return deliver
+
+    with engine:
+        for events, count in zip(ends, new_tokens, strict=True):
+            body = {"model": NAME, "prompt": "The weaver", "max_tokens": count, "top_k": 1, "stop_token_ids": []}
+            engine.submit(reader.read("completions", json.dumps(body).encode()), collect(events))
+        for _ in new_tokens:
+            assert done.acquire(timeout=60)
+    return [events[-1] for events in ends]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_text_past_the_positions_ends_alone(invariant: bool) -> None:
+    engine, tokenizer = limited_engine(ServerLimits())
+    engine = Engine(engine.model, tokenizer, engine.limits, batch_invariant=invariant)
+    prompt = 1 + len(tokenizer.encode("The weaver"))
+    room = 24 - prompt
+    short, exact, long = last_events(engine, RequestReader(tokenizer, NAME, engine.limits), [4, room + 1, 60])
+    assert (short.error, short.new_tokens) == (None, 4)
+    assert (exact.error, exact.new_tokens) == (None, room + 1)
+    assert long.error is not None
+    assert "24" in long.error.sentence
+    assert "position" in long.error.sentence
+
+
+def test_an_error_of_no_request_ends_the_step_and_the_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokenizer = limited_engine(ServerLimits())
+    reader, calls = RequestReader(tokenizer, NAME, engine.limits), []
+    step = BatchScheduler.step
+
+    def failing(self: BatchScheduler) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("of no request")
+        return step(self)
+
+    monkeypatch.setattr(BatchScheduler, "step", failing)
+    with engine:
+        outcomes = []
+        for _ in range(2):
+            done, events = threading.Event(), list[Event]()
+
+            def deliver(event: Event, events: list[Event] = events, done: threading.Event = done) -> None:
+                events.append(event)
+                if event.is_last:
+                    done.set()
+
+            body = {"model": NAME, "prompt": "The", "max_tokens": 6, "top_k": 1}
+            engine.submit(reader.read("completions", json.dumps(body).encode()), deliver)
+            assert done.wait(60)
+            outcomes.append(events[-1].error)
+        assert engine.states == 0
+    assert outcomes[0] is not None
+    assert outcomes[0].status == 500
+    assert outcomes[1] is None
+
+
+@pytest.mark.parametrize(
+    ("plant", "law"),
+    [
+        (result(engines.token_text, lambda text: "�"), lambda: test_scores_are_by_token_and_byte("gemma")),
+        (
+            result(BatchScheduler._end_at_limit, lambda ended: []),
+            lambda: test_a_text_past_the_positions_ends_alone(False),
+        ),
+    ],
+    ids=["one text for all bytes", "no limit"],
+)
+def test_planted_faults_are_seen(plant: Plant, law: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        law()
