@@ -106,6 +106,7 @@ ERRORS: list[tuple[str, int, str]] = [
     (f"{TRAIN} --optimizer sgd", 2, "optimizer sgd:.*adamw, muon"),
     (f"{TRAIN} --warmup -1", 2, "warmup -1:"),
     (f"{TRAIN} --warmup x", 2, "--warmup x:"),
+    (f"{TRAIN} --steps 20 --warmup 21", 2, "--warmup 21:.*20 steps"),
     (f"{TRAIN} --lr-scale embed", 2, "--lr-scale embed:.*path=factor.*layers.*.mixer=0.5"),
     (f"{TRAIN} --lr-scale =2", 2, "--lr-scale =2:.*path=factor"),
     (f"{TRAIN} --lr-scale embed=x", 2, "--lr-scale embed=x:"),

@@ -167,6 +167,12 @@ def test_train_prints_text(workspace: Path, tmp_path: Path, capsys: pytest.Captu
     assert "\x1b" not in out + err
 
 
+def test_a_run_that_diverged_is_said_to(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rate, is_said in (("30", True), ("0.001", False)):
+        _, err = call(capsys, *train(workspace, tmp_path / rate, "--steps", "12", "--lr", rate, "--warmup", "1"))
+        assert ("diverged" in err) == is_said
+
+
 def test_train_prints_json(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = call(capsys, *train(workspace, tmp_path / "run", "--tokens", "200", "--quiet", "--json"))
     assert err == ""

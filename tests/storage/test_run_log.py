@@ -11,7 +11,7 @@ import pytest
 from heddle.errors import CheckpointError, MachineError
 from heddle.storage import run_log
 from heddle.storage.manifest import EMPTY_CHAIN, LogPosition
-from heddle.storage.run_log import IDENTITY_KEYS, LOG_FILE, RunLog, open_run, read_log
+from heddle.storage.run_log import IDENTITY_KEYS, LOG_FILE, LogReader, RunLog, open_run, read_log, verify_log
 from tests.storage.shared import Died, System, standing_in
 
 LINES: list[dict[str, Any]] = [
@@ -178,6 +178,18 @@ def test_a_cut_last_line_is_no_damage(tmp_path: Path) -> None:
 
 def resume_and_write(folder: Path, position: LogPosition) -> None:
     write_lines(folder, LINES[2:], position)
+
+
+@pytest.mark.parametrize("tail", [bytes(400), b"{" + bytes(3), b"x", b"\xff"])
+def test_what_is_no_beginning_of_a_line_is_named_by_every_reader(tail: bytes, tmp_path: Path) -> None:
+    write_lines(tmp_path, LINES[:2])
+    reader = LogReader(tmp_path)
+    reader.read()
+    with (tmp_path / LOG_FILE).open("ab") as file:
+        file.write(tail)
+    for read in (read_log, verify_log, lambda folder: LogReader(folder).read(), lambda folder: reader.read()):
+        with pytest.raises(CheckpointError, match=r"log\.jsonl: line 3"):
+            read(tmp_path)
 
 
 def test_dying_at_any_call_loses_no_counted_line(tmp_path: Path) -> None:

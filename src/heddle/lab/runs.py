@@ -90,7 +90,7 @@ def summarize(run: Path, folder: Path) -> RunSummary:
 
 
 def _curve(log: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    points = [(line["tokens"], line[name]) for line in log if line.get(name) is not None]
+    points = [(line["tokens"], line[name]) for line in log if line.get(name) is not None and "tokens" in line]
     count = math.ceil(len(points) / MAX_POINTS)
     groups = (points[start : start + count] for start in range(0, len(points), count or 1))
     return [(group[-1][0], statistics.fmean(value for _, value in group)) for group in groups]
@@ -98,8 +98,9 @@ def _curve(log: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
 
 def log_speed(log: Sequence[dict[str, Any]], last: int | None = None) -> float | None:
     """Tokens per second of a log, as `step_speed` has it; None for a log without steps."""
-    seconds = [line["seconds"] for line in log if line.get("seconds")]
-    return step_speed(log[-1]["tokens"] // log[-1]["step"], seconds, last) if seconds else None
+    steps = [line for line in log if line.get("seconds") and line.get("step") and "tokens" in line]
+    seconds = [line["seconds"] for line in steps]
+    return step_speed(steps[-1]["tokens"] // steps[-1]["step"], seconds, last) if steps else None
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:

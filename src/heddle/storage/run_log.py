@@ -171,7 +171,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     Raises CheckpointError that names the first line that was altered.
     """
     path = folder / LOG_FILE
-    raw_lines = [line for line in _read_lines(path) if line.endswith(b"\n")]
+    raw_lines = _whole_lines(path, _read_lines(path))
     _verify_lines(path, raw_lines)
     return _parse_lines(path, raw_lines)
 
@@ -222,7 +222,7 @@ class LogReader:
             os.lseek(descriptor, self._offset, os.SEEK_SET)
             raw = bytearray(size - self._offset)
             file_io.read_exactly(descriptor, memoryview(raw), self.path)
-        new = [line for line in io.BytesIO(raw).readlines() if line.endswith(b"\n")]
+        new = _whole_lines(self.path, io.BytesIO(raw).readlines(), len(self.lines))
         head, altered = _follow_chain(new, self._head)
         if altered is not None:
             raise _altered(self.path, len(self.lines) + altered)
@@ -237,7 +237,7 @@ def verify_log(folder: Path, position: LogPosition | None = None) -> None:
     Raises CheckpointError that names the first line that was altered, or says that lines are missing.
     """
     path = folder / LOG_FILE
-    lines = [line for line in _read_lines(path) if line.endswith(b"\n")]
+    lines = _whole_lines(path, _read_lines(path))
     _verify_lines(path, lines)
     if position is not None:
         _verify_lines(path, lines[: position.lines], position)
@@ -261,6 +261,18 @@ def _read_lines(path: Path) -> list[bytes]:
         raw = bytearray(size)
         file_io.read_exactly(descriptor, memoryview(raw), path)
     return io.BytesIO(raw).readlines()
+
+
+def _whole_lines(path: Path, lines: list[bytes], before: int = 0) -> list[bytes]:
+    """The lines without a last one that a crash cut short. before: how many lines the file has before them.
+
+    Raises CheckpointError if what follows the last whole line is no beginning of a line, such as bytes of zero.
+    """
+    if not lines or lines[-1].endswith(b"\n"):
+        return lines
+    if not lines[-1].startswith(b"{") or b"\0" in lines[-1]:
+        raise CheckpointError(f"{path}: line {before + len(lines)} is no beginning of a line; {LOG_REMEDY}")
+    return lines[:-1]
 
 
 def _verify_lines(path: Path, lines: Sequence[bytes], position: LogPosition | None = None) -> None:

@@ -20,11 +20,12 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config, with_vocab_size
 from heddle.notebook import html_table
-from heddle.progress import print_text
+from heddle.progress import print_status, print_text
 from heddle.runtime import Runtime, versions
 from heddle.session import open_session
 from heddle.settings import shared
 from heddle.storage.options_file import read_options
+from heddle.storage.run_log import RUN_FILE, read_log
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation, LossWeights
@@ -37,6 +38,8 @@ from heddle.training.trackers import check_trackers
 
 DEFAULT_STEPS = 500
 DEFAULT_SEQUENCE_LENGTH = 256
+# A run whose held-out loss, in bits per byte, is above this many times that of its first step, and bits more, diverged.
+DIVERGED_FACTOR, DIVERGED_BITS = 1.25, 0.25
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None)
     """What decides the result, with every default resolved."""
     length = DEFAULT_SEQUENCE_LENGTH if settings.sequence_length is None else settings.sequence_length
     length = length if task is None else task.task.length
-    return Settings(
+    resolved = Settings(
         **shared(settings, Settings)
         | {
             "steps": _steps(settings, settings.batch_size * length),
@@ -171,6 +174,11 @@ def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None)
             "transfer_width": transfer_width_of(settings.transfer),
         }
     )
+    is_new = not (settings.out / RUN_FILE).is_file()  # older runs may have such a warmup, and continue
+    if is_new and settings.warmup is not None and settings.warmup > resolved.steps:
+        reason = f"is longer than the run of {resolved.steps} steps, which would never reach --lr"
+        raise ConfigError(f"--warmup {settings.warmup}: {reason}; give fewer")
+    return resolved
 
 
 def _command(settings: TrainSettings) -> str:
@@ -329,6 +337,14 @@ def _open_data(
     return prepare_chat(data, loaded, resolved.sequence_length, documents)
 
 
+def _say_if_diverged(job: TrainingJob, bits_per_byte: float) -> None:
+    """Warn where a run ends far above the loss of its first step."""
+    first = next((line["bits_per_byte"] for line in read_log(job.out) if line.get("bits_per_byte") is not None), None)
+    if first is not None and bits_per_byte > DIVERGED_FACTOR * first + DIVERGED_BITS:
+        remedy = f"give a lower --lr than {job.settings.learning_rate:g}"
+        print_status(f"warning: {job.out}: diverged: its first step had {first:.4f} bits per byte; {remedy}")
+
+
 def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[str, Any]:
     steps, skipped = training.progress.step, training.progress.skipped_steps
     report: dict[str, Any] = {"run": str(job.out), "steps": steps, "skipped_steps": skipped}
@@ -348,6 +364,8 @@ def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[s
         print_text(json.dumps(report, indent=2, ensure_ascii=False))
         return report
     print_text(f"{job.out}: {score} after {steps} steps")
+    if "bits_per_byte" in report:
+        _say_if_diverged(job, training.bits_per_byte)
     if skipped:
         print_text(f"{skipped} steps were skipped: their loss or gradient was not finite")
     if isinstance(job.source, Corpus) and job.source.bytes_per_character >= MANY_BYTES_PER_CHARACTER:
