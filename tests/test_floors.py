@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": FLOOR_4 | {"storage", "tokenization"},
     "distributed": FLOOR_4 | {"runtime"},
     "generation": FLOOR_4 | {"distributed", "settings"},
-    "exchange": FLOOR_4 | {"storage", "tokenization"},  # decision 24
+    "exchange": FLOOR_4 | {"data", "storage", "tokenization"},  # decisions 24, 114
     "exchange.transformers": FLOOR_4 | {"data", "exchange", "generation", "storage", "tokenization"},  # decision 24
     # decision 105
     "training": FLOOR_4
