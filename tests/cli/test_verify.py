@@ -51,6 +51,17 @@ def covered_files(folder: Path) -> list[Path]:
     return [folder / result.path for result in verify_files(folder) if result.status == OK]
 
 
+def test_one_file_is_verified_as_in_its_folder(folder: Path) -> None:
+    results = {result.path: result for result in verify_files(folder)}
+    names = [
+        name for name in results if name.endswith((".safetensors", "log.jsonl", "run.json", "a-0.json", "notes.json"))
+    ]
+    assert len(names) > 6
+    for name in names:
+        [alone] = verify_files(folder / name)
+        assert alone.status == results[name].status, name
+
+
 def test_each_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert run_command(["verify", str(folder)]) == 0

@@ -18,9 +18,11 @@ from heddle.exchange.gguf import architectures, export_gguf
 from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf.architectures import ARCHITECTURES
 from heddle.exchange.gguf.export import match_architecture
+from heddle.exchange.gguf.file import check_seal
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
+from heddle.lab.verify import DAMAGED, NOT_COVERED, OK, verify_files
 from heddle.model.config import ModelConfig
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES as DESIGNS
@@ -478,3 +480,21 @@ def test_a_missing_package_or_a_wrong_type_is_told(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError, match=r"pip install.*\[gguf\]"):
         export_gguf(ours.model, tmp_path / "model.gguf")
+
+
+def test_every_changed_byte_of_a_file_is_seen(tmp_path: Path) -> None:
+    """By the hash that the file has of itself, and by `verify` of a file or its folder."""
+    file = tmp_path / "model.gguf"
+    export_gguf(model_pair("llama", "plain")[1].model, file, tokenizer())
+    whole = file.read_bytes()
+    assert check_seal(file)
+    assert [result.status for result in verify_files(file)] == [OK]
+    generator = torch.Generator().manual_seed(1)
+    places = [0, len(whole) - 1, *torch.randint(0, len(whole), (60,), generator=generator).tolist()]
+    for place in places:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        statuses = {result.status for target in (file, tmp_path) for result in verify_files(target)}
+        assert statuses == {DAMAGED}, place
+    file.write_bytes(whole.replace(b"heddle.sha256", b"heddle.sha255"))
+    assert not check_seal(file)
+    assert [result.status for result in verify_files(file)] == [NOT_COVERED]

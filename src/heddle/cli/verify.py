@@ -18,13 +18,13 @@ from heddle.settings import Argument, Json, Quiet, VerbSettings
 class VerifySettings(VerbSettings):
     """Settings of `heddle verify`."""
 
-    folder: Annotated[Path, Argument("FOLDER", "A run, model, comparison, ladder, conversion or the cache.")]
+    folder: Annotated[Path, Argument("FOLDER", "A run, model, comparison, ladder, conversion, the cache; or one file.")]
     quiet: Quiet = False
     json: Json = False
 
 
 def verify(settings: VerifySettings) -> None:
-    """Read every file below a folder that heddle wrote: is it as it was written, damaged, or without a hash?
+    """Read every file below a folder that heddle wrote, or one: is it as it was written, damaged, or without a hash?
 
     Nothing is written, and a training may go on meanwhile. Exit code: 0 if no file is damaged, 1 if one is, 2 if no
     file there has a hash of heddle's.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from heddle.data.token_file import TokenFile
 from heddle.errors import CheckpointError, HeddleError, describe_path
+from heddle.exchange.gguf.file import check_seal
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER, QUARANTINE_PATTERN, STEP_PATTERN
 from heddle.storage.file_io import HASH_KEY, LEFTOVER_PATTERN, list_names, read_json_file
 from heddle.storage.folder import verify_file
@@ -35,19 +36,25 @@ class FileResult(NamedTuple):
 
 
 def verify_files(folder: Path) -> Iterator[FileResult]:
-    """Yield the result of each file below a folder, as soon as it is read.
+    """Yield the result of each file below a folder, or of one file, as soon as it is read.
 
-    A folder of compiled kernels is one result; locks are left out. Raises CheckpointError where there is no folder.
+    A folder of compiled kernels is one result; locks are left out. A file of a folder with a manifest or a log is
+    verified by these. Raises CheckpointError where there is neither.
     """
+    if folder.is_file():
+        parent = folder.absolute().parent
+        yield from (result for result in _verify(parent, parent, only=folder.name) if result.path == folder.name)
+        return
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: {describe_path(folder)}, not a folder; name one that heddle wrote")
+        raise CheckpointError(f"{folder}: {describe_path(folder)}, not a folder or file; name one that heddle wrote")
     yield from _verify(folder, folder)
 
 
-def _verify(root: Path, folder: Path) -> Iterator[FileResult]:
+def _verify(root: Path, folder: Path, only: str | None = None) -> Iterator[FileResult]:
+    """only: the name of the one file that is read."""
     names = list_names(folder)
     if MANIFEST_FILE in names:
-        yield from _verify_manifest_folder(root, folder, names)
+        yield from _verify_manifest_folder(root, folder, names, only)
         return
     log_position: LogPosition | None = None
     is_run = CHECKPOINTS_FOLDER in names or LOG_FILE in names
@@ -58,7 +65,7 @@ def _verify(root: Path, folder: Path) -> Iterator[FileResult]:
         expected.add(LOG_FILE)
     for name in sorted(expected.union(names)):
         path = folder / name
-        if name.endswith(LOCK_FILE):
+        if name.endswith(LOCK_FILE) or only not in (None, name):
             continue
         if (reason := _uncovered_reason(path)) is not None:
             yield FileResult(_below(root, path), NOT_COVERED, reason)
@@ -70,7 +77,9 @@ def _verify(root: Path, folder: Path) -> Iterator[FileResult]:
             yield _verify_plain_file(root, path)
 
 
-def _verify_manifest_folder(root: Path, folder: Path, names: list[str]) -> Iterator[FileResult]:
+def _verify_manifest_folder(
+    root: Path, folder: Path, names: list[str], only: str | None = None
+) -> Iterator[FileResult]:
     """Verify the files that a manifest lists. Without a manifest that is intact, no other file can be verified."""
     try:
         records = read_manifest(folder).files
@@ -83,6 +92,8 @@ def _verify_manifest_folder(root: Path, folder: Path, names: list[str]) -> Itera
     yield FileResult(_below(root, folder / MANIFEST_FILE), OK)
     for name in sorted({*records, *names} - {MANIFEST_FILE}):
         path = folder / name
+        if only not in (None, name):
+            continue
         if name in records:
             yield _result(root, path, lambda: verify_file(path, records[name]))  # noqa: B023 - called at once
         elif not name.endswith(LOCK_FILE):
@@ -122,6 +133,12 @@ def _verify_plain_file(root: Path, path: Path) -> FileResult:
         if path.name not in JSON_FILES and _is_foreign_json(path):
             return FileResult(_below(root, path), NOT_COVERED, NO_HASH)
         return _result(root, path, lambda: read_json_file(path))
+    if path.suffix == ".gguf":
+        try:
+            covered = check_seal(path)
+        except HeddleError as error:
+            return FileResult(_below(root, path), DAMAGED, str(error))
+        return FileResult(_below(root, path), *((OK, None) if covered else (NOT_COVERED, NO_HASH)))
     if path.suffix == ".bin" and len(path.stem) == 32:
         return _result(root, path, lambda: TokenFile(path))
     return FileResult(_below(root, path), NOT_COVERED, NO_HASH)

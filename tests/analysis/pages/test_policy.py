@@ -1,5 +1,6 @@
 """What may run in a page: the scripts whose hashes its policy names, and nothing that a value brings along."""
 
+import json
 import re
 from collections.abc import Callable
 
@@ -115,3 +116,14 @@ def test_scripts_write_text_not_markup() -> None:
     }
     assert found == ALLOWED.keys()
     assert WRITES_MARKUP.search("box.innerHTML += words")
+
+
+@pytest.mark.parametrize("character", ["\u202e", "\u202a", "\u2066", "\u2069"])
+def test_characters_that_reorder_text_are_shown_by_their_numbers(character: str) -> None:
+    name = f"good{character}gnp.exe"
+    shown = environment().from_string("<p>{{ name }}</p>{{ {'a': name}|script_json }}").render(name=name)
+    assert character not in shown
+    number = f"\\u{ord(character):04x}"
+    assert f"<p>good{number}gnp.exe</p>" in shown
+    assert json.loads(shown.partition("</p>")[2]) == {"a": f"good{number}gnp.exe"}
+    assert "\u200f" in environment().from_string("{{ name }}").render(name="\u200f")  # right-to-left text needs it

@@ -18,6 +18,7 @@ from heddle.exchange.export import HFTensors
 from heddle.exchange.family import families
 from heddle.exchange.family_match import MISSING, FamilyMatch, Mismatch, match_family
 from heddle.exchange.gguf.architectures import ARCHITECTURES, Architecture, ConfigFields, GGUFTensor, gguf_tensors
+from heddle.exchange.gguf.file import HASH_KEY, MAGIC, NO_DIGITS, seal
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.model.config import ModelConfig
@@ -171,7 +172,6 @@ def _rope_mismatches(rope: RopeConfig, rotary_dim: int, scalings: tuple[type, ..
                 yield Mismatch(f"{POSITION}.scaling.{name}", actual, MISSING if value is None else value)
 
 
-MAGIC = b"GGUF"
 ROPE_FACTORS = "rope_freqs.weight"
 # dtype -> its number in a tensor's entry, and its number in `general.file_type`.
 GGML_TYPES = {torch.float32: (0, 0), torch.float16: (1, 1), torch.bfloat16: (30, 32)}
@@ -200,7 +200,9 @@ def export_gguf(
     match, graph = match_architecture(model.config)
     check_package()
     tensors = HFTensors(match.family, model)
-    keys = _model_keys(match.config, model, graph, (model if imported is None else imported.model).imported_config)
+    keys = {HASH_KEY: NO_DIGITS} | _model_keys(
+        match.config, model, graph, (model if imported is None else imported.model).imported_config
+    )
     keys |= {"general.name": file.stem, "general.file_type": Q8_0_FILE_TYPE if q8_0 else GGML_TYPES[dtype][1]}
     rows = model.config.vocab_size or 0
     keys |= {"tokenizer.ggml.model": "none"} if tokenizer is None else tokenizer_keys(tokenizer, rows)
@@ -360,6 +362,7 @@ def _write(
             raise
         finally:
             writer.close()
+        seal(Path(temporary))
 
 
 def _check_target(file: Path) -> None:

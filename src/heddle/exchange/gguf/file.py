@@ -4,6 +4,8 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The packa
 types; its own reader has no bounds, so it is not used.
 """
 
+import contextlib
+import hashlib
 import math
 import mmap
 import struct
@@ -26,6 +28,11 @@ MAX_VALUES = 2**23  # in all arrays together; the largest tokenizers have 2^21 m
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
 FLOATS = {"F32": np.float32, "F16": np.float16}
+
+
+# A GGUF of heddle's has the SHA-256 of its own bytes, with zeros in the place of the digits.
+HASH_KEY, NO_DIGITS = "heddle.sha256", "0" * 64
+_HASH_FIELD = struct.pack("<Q", len(HASH_KEY)) + HASH_KEY.encode() + struct.pack("<IQ", STRING, len(NO_DIGITS))
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,32 @@ def read_contents(file: Path) -> Contents:
             raise CheckpointError(f"{file}: is not a GGUF: it has only {size} bytes; download it again")
         mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
     return _Reader(mapped, file).contents()
+
+
+def seal(file: Path) -> None:
+    """Write the hash of a file into its key HASH_KEY, which has NO_DIGITS."""
+    with open(file, "r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
+        start = mapped.find(_HASH_FIELD) + len(_HASH_FIELD)
+        mapped[start : start + len(NO_DIGITS)] = hashlib.sha256(mapped).hexdigest().encode()
+        mapped.flush()
+
+
+def check_seal(file: Path) -> bool:
+    """Whether a file has a hash of its own. Raises CheckpointError if its bytes have another one."""
+    with file_io.open_regular_file(file) as (descriptor, size), contextlib.ExitStack() as stack:
+        if not size:
+            return False
+        mapped = stack.enter_context(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ))
+        start = mapped.find(_HASH_FIELD) + len(_HASH_FIELD)
+        if start < len(_HASH_FIELD):
+            return False
+        view = stack.enter_context(memoryview(mapped))
+        digest = hashlib.sha256(stack.enter_context(view[:start]))
+        digest.update(NO_DIGITS.encode())
+        digest.update(stack.enter_context(view[start + len(NO_DIGITS) :]))
+        if bytes(view[start : start + len(NO_DIGITS)]) != digest.hexdigest().encode():
+            raise CheckpointError(f"{file}: has other bytes than heddle wrote (SHA-256); export it again")
+    return True
 
 
 class _Reader:

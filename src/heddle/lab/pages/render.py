@@ -36,6 +36,11 @@ def render(template: str, **context: Any) -> str:
     return environment().get_template(template).render(**context)
 
 
+# Characters that reorder the text around them (Unicode's embeddings, overrides and isolates), shown by their numbers: a
+# name may not look like another one. Marks of one character, which right-to-left texts need, stay.
+BIDI_CONTROLS = {character: f"\\u{character:04x}" for character in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
 def render_figures(template: str, figures: Mapping[str, Any], scripts: bool = True, **context: Any) -> str:
     """The text of a page with figures, which `figures.js` draws where the template has `plot(name, …)`.
 
@@ -70,6 +75,7 @@ def environment() -> "Environment":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=lambda value: value.translate(BIDI_CONTROLS) if type(value) is str else value,
     )
     created.globals |= {"static": lambda name: Markup(static(name)), "version": __version__}
     created.filters |= FILTERS | {
@@ -86,7 +92,8 @@ def static(name: str) -> str:
 
 def script_json(data: Any) -> str:
     """JSON for a script element. "<" is written as an escape, so that no string in the data can end the element."""
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return text.translate({character: f"\\{shown}" for character, shown in BIDI_CONTROLS.items()})
 
 
 def script_sources(scripts: str) -> str:
