@@ -27,9 +27,18 @@ from heddle.errors import ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family_match import match_report
 from heddle.model.decoder import Decoder
+from heddle.model.load_config import load_config
 from heddle.parts.mixers.attention import Attention
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
-from tests.conversion.exactness import converted_model, design, difference, greedy_text, random_text, source_model
+from tests.conversion.exactness import (
+    VOCABULARY,
+    converted_model,
+    design,
+    difference,
+    greedy_text,
+    random_text,
+    source_model,
+)
 from tests.laws.planting import assigned, calls, operator, result, wrapped
 from tests.parity import reference
 
@@ -323,6 +332,22 @@ def test_what_latent_attention_cannot_hold_is_named(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         converted_model(source, LatentAttentionReplacement(**options), text=text())
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_rank": 8, "rope_dim": 4}, {"state_budget": 0.5}])
+def test_layers_with_a_window_stay_as_they_are(options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """As in Gemma, where most layers have one: the others are converted, and what they compute stays at full rank."""
+    feedforward = {"kind": "gated", "hidden": 24}
+    layers = [{"mixer": MIXERS["mha"] | fields, "feedforward": feedforward} for fields in ({}, {"window": 4}, {})]
+    source = source_model(load_config({"vocab_size": VOCABULARY, "width": 16, "layers": layers}))
+    converted = converted_model(source, LatentAttentionReplacement(**options), text=text())
+    kinds = [getattr(layer.mixer, "kind", None) for _, layer in converted.config.expand()]
+    assert kinds == ["latent_attention", "attention", "latent_attention"]
+    assert "layers with a window stay: [1]" in capsys.readouterr().err
+    if not options:
+        assert difference(source, converted) < 1e-10
+    with pytest.raises(ConfigError, match=r"layers\.1\.mixer: has window"):
+        converted_model(source, LatentAttentionReplacement(layers=(1,), **options), text=text())
 
 
 def test_a_text_that_is_too_short_says_how_much_is_needed() -> None:

@@ -31,7 +31,7 @@ from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 from heddle.parts.positions.rope import RopeConfig
-from heddle.progress import progress_bar
+from heddle.progress import print_status, progress_bar
 
 MIN_TOKENS_PER_INPUT = 4  # tokens to calibrate on, for each dim of the width
 
@@ -97,7 +97,12 @@ class LatentAttentionReplacement(Rewrite):
         """The mixers to convert. Raises DesignError for one that cannot be, or if there is none."""
         indices = self.selected_layers(design)
         if self.layers is None:
-            indices = tuple(index for index in indices if isinstance(design.layers[index].mixer, AttentionConfig))
+            mixers_by_index = {index: design.layers[index].mixer for index in indices}
+            indices = tuple(index for index, each in mixers_by_index.items() if isinstance(each, AttentionConfig))
+            whole = tuple(index for index in indices if getattr(mixers_by_index[index], "window", None) is None)
+            if whole and len(whole) < len(indices):  # a window's state is bounded already
+                print_status(f"latent_attention: layers with a window stay: {sorted(set(indices) - set(whole))}")
+                indices = whole
         if not indices:
             raise DesignError("layers", "have no softmax attention, which alone becomes latent attention")
         mixers = {}
