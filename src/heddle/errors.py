@@ -92,6 +92,14 @@ def nondeterministic_operation(error: BaseException) -> str | None:
     return operation.rpartition("\n")[2] if refused and isinstance(error, RuntimeError) else None
 
 
+def home_folder() -> Path:
+    """The user's home folder. Raises ConfigError for a user who has none and no $HOME, as in some containers."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ConfigError("HOME: is not set, and this user has no home folder; set it, or HEDDLE_CACHE") from None
+
+
 def describe_path(path: str | Path) -> str:
     """Say what stands at a path, links followed: "is a folder", "is a named pipe", "does not exist"."""
     try:

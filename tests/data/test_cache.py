@@ -2,12 +2,14 @@
 
 import json
 import os
+import pwd
 import time
 from pathlib import Path
 
 import pytest
 
 from heddle import progress
+from heddle.cli.main import run_command
 from heddle.data import cache as cache_module
 from heddle.data.cache import DataCache, default_cache_folder, use_own_compile_cache
 from heddle.data.corpus import prepare_corpus
@@ -24,6 +26,20 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert default_cache_folder() == tmp_path / "xdg/heddle"
     monkeypatch.setenv("HEDDLE_CACHE", str(tmp_path / "own"))
     assert default_cache_folder() == tmp_path / "own"
+
+
+@pytest.mark.parametrize("command", ["train @ --data stdlib --steps 1", "--install-completion"])
+def test_no_home_is_said_in_a_sentence(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for a user of a container who is in no list of users."""
+    for name in ("HOME", "HEDDLE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
+    arguments = command.replace("@", "preset:gqa-tiny").split()
+    assert run_command([*arguments, *(["--out", str(tmp_path / "run")] if "--data" in arguments else [])]) == 2
+    assert "heddle: HOME: is not set" in capsys.readouterr().err
 
 
 def test_compiled_kernels_lie_in_the_cache_unless_the_user_chose_a_folder(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, home_folder
 
 COMPLETE = "_HEDDLE_COMPLETE"
 # Where the script of each shell goes, and the line of its startup file that reads it.
@@ -42,10 +42,10 @@ def install_completion(context: click.Context, _: click.Parameter, is_asked: boo
 
     shell, script = completion_script()
     place, startup, line = _PLACES[shell]
-    file = Path.home() / place
+    file = home_folder() / place
     write_file(file, script, "free space, or check your permissions")
     if startup is not None:
-        startup_file = Path.home() / startup
+        startup_file = home_folder() / startup
         text = startup_file.read_text(encoding="utf-8") if startup_file.exists() else ""
         if line not in text.splitlines():
             with startup_file.open("a", encoding="utf-8") as stream:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from heddle.errors import CheckpointError, MachineError
+from heddle.errors import CheckpointError, ConfigError, MachineError, home_folder
 from heddle.progress import print_warning
 from heddle.storage.file_io import read_json_file, remove_leftovers, write_error, write_json_file
 
@@ -67,7 +67,7 @@ def default_cache_folder() -> Path:
     if folder:
         return Path(folder)
     xdg_cache_home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg_cache_home) if xdg_cache_home else Path.home() / ".cache") / "heddle"
+    return (Path(xdg_cache_home) if xdg_cache_home else home_folder() / ".cache") / "heddle"
 
 
 def use_own_compile_cache() -> None:
@@ -78,7 +78,7 @@ def use_own_compile_cache() -> None:
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
-    with suppress(OSError, RuntimeError):  # of a folder that cannot be written, and of Path.home
+    with suppress(OSError, ConfigError):  # of a folder that cannot be written, and of no home
         folder = default_cache_folder() / "compiled"
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         folder.mkdir(parents=True, exist_ok=True)
