@@ -92,6 +92,11 @@ def nondeterministic_operation(error: BaseException) -> str | None:
     return operation.rpartition("\n")[2] if refused and isinstance(error, RuntimeError) else None
 
 
+def lacks_compiler(error: BaseException) -> bool:
+    """Whether torch.compile found no C++ compiler that works."""
+    return "InvalidCxxCompiler" in (type(error).__name__, str(error).partition(":")[0])
+
+
 def home_folder() -> Path:
     """The user's home folder. Raises ConfigError for a user who has none and no $HOME, as in some containers."""
     try:

@@ -18,7 +18,14 @@ from heddle import __version__
 from heddle.cli.command import VerbCommand
 from heddle.cli.completion import COMPLETE, install_completion, show_completion
 from heddle.distributed.started import is_first_rank, is_rank
-from heddle.errors import ConfigError, HeddleError, OtherRankFailed, is_out_of_memory, nondeterministic_operation
+from heddle.errors import (
+    ConfigError,
+    HeddleError,
+    OtherRankFailed,
+    is_out_of_memory,
+    lacks_compiler,
+    nondeterministic_operation,
+)
 from heddle.progress import printable
 from heddle.signals import Interrupted, interrupted_on_stop_signals
 
@@ -230,6 +237,9 @@ def _handle_other(error: BaseException) -> int:
         return _print_error(f"{sentence} S{see[1:]}" if sentence.endswith("?") else f"{sentence}; {see}", 2)
     if is_out_of_memory(error):
         return _print_error("out of memory; try a smaller batch size, sequence length or design", 1)
+    if lacks_compiler(error):
+        remedy = "install one (g++ or clang), or leave --compile out"
+        return _print_error(f"--compile: no C++ compiler works here; {remedy}", 1)
     if (operation := nondeterministic_operation(error)) is not None:
         remedy = "leave --deterministic out, or use --device cpu"
         return _print_error(f"--deterministic: torch has no deterministic form of {operation} here; {remedy}", 1)
