@@ -163,7 +163,8 @@ def test_a_damaged_line_of_a_log_is_named_and_no_other_line_is_lost(
     assert log.read_bytes() == whole
 
     monkeypatch.setattr(run_log, "_verify_lines", lambda *arguments: None)  # planted: a resume that checks no line
-    log.write_bytes(b"".join([*lines[:2], b"\n", *lines[3:]]))
+    log.write_bytes(b"".join([*lines[:2], lines[2].replace(b'"step": 3', b'"step": 4'), *lines[3:]]))
+    assert log.read_bytes() != whole
     assert run_command(shorter) == 0
 
 

@@ -108,7 +108,7 @@ def test_lines_that_a_checkpoint_counted_may_not_be_missing(folder: Path) -> Non
 
 def test_folders_that_cannot_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("text")
-    for name, sentence in (("", "holds no file with a hash"), ("/none", "does not exist"), ("/file", "is a file")):
+    for name, sentence in (("", "holds no file with a hash"), ("/none", "does not exist"), ("/file", "file: holds")):
         assert run_command(["verify", f"{tmp_path}{name}"]) == 2
         assert sentence in capsys.readouterr().err
 

@@ -471,9 +471,10 @@ def _announce_skipped(source: ScannedSource) -> None:
     """Say which files and records of a source are not in the corpus, and why."""
     if source.skipped_files:
         first = source.skipped_files[0]
-        more = len(source.skipped_files) - 1
-        others = f"; and {more} more" if more else ""
-        count = f"{len(source.skipped_files):,} file{'s' if more else ''}"
+        names = [skipped.file for skipped in source.skipped_files]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        others = f"; and {', '.join(names[1:8])}{more}" if len(names) > 1 else ""
+        count = f"{len(names):,} file{'s' if len(names) > 1 else ''}"
         progress.print_status(f"skipped {count} of {source.name}: {first.file} {first.reason}{others}")
     for name, records in source.skipped_records[:_MAX_LISTED_FILES]:
         count = f"{records.count:,} record{'s' if records.count > 1 else ''}"

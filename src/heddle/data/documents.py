@@ -382,7 +382,7 @@ def _json_documents(
         if not isinstance(text, str):
             fields = record.items() if isinstance(record, dict) else ()
             names |= dict.fromkeys(printable(name) for name, value in fields if isinstance(value, str))
-            skipped.add(f'has no text in "{field}" of record {number}')
+            skipped.add(f'has no text in "{field}" of record {number}: give every record that field')
             continue
         try:
             data = text.encode("utf-8")

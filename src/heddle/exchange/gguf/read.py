@@ -423,7 +423,7 @@ class GGUFFile:
 
         try:
             return torch.from_numpy(dequantize(tensor.data, GGMLQuantizationType[tensor.kind]).copy())
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, ValueError) as error:
             reason = f"tensor '{tensor.name}' of type {tensor.kind} cannot be unpacked"
             raise CheckpointError(f"{self.file}: {reason}") from error
 
