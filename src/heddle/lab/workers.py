@@ -9,6 +9,7 @@ the worker, whatever ends first.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -124,9 +125,15 @@ def default_workers(device: str, threads: int, count: int | None = None) -> Work
 
 
 def run_tasks(
-    tasks: Iterable[Task], workers: Workers, on_result: Callable[[Task, Result], None] | None = None
+    tasks: Iterable[Task],
+    workers: Workers,
+    on_result: Callable[[Task, Result], None] | None = None,
+    *,
+    until: float = math.inf,
 ) -> list[Result]:
     """The results of tasks, in their order; each runs here, or in another process that shares them.
+
+    until: in time.monotonic() seconds; then the workers save and end, and tasks without a result have none.
 
     A result's status is done, diverged or failed; a failed one is not saved, so that the next call tries it again, and
     before it each process that shares the tasks. on_result: called after each task that ended during the call. Raises
@@ -149,6 +156,9 @@ def run_tasks(
                         on_result(task, result)
                 if stop_request.signal_number is not None:
                     pool.stop(stop_request.signal_number)
+                    break
+                if time.monotonic() >= until:
+                    pool.stop(signal.SIGTERM)
                     break
                 if pool.is_busy:
                     time.sleep(SHARED_POLL_SECONDS if is_shared else POLL_SECONDS)

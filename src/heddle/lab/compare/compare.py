@@ -3,12 +3,22 @@
 import json
 import os
 import re
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from heddle.errors import ConfigError
+from heddle.lab.compare.budget import (
+    TimeBudget,
+    TimePlan,
+    describe_plan,
+    estimate,
+    fit_plan,
+    is_worth_timing,
+    time_steps,
+)
 from heddle.lab.compare.devices import choose_devices, parse_process_share
 from heddle.lab.compare.equal_size import equalize_sizes
 from heddle.lab.compare.plan import (
@@ -26,17 +36,22 @@ from heddle.lab.compare.plan import (
 )
 from heddle.lab.compare.probes import select_probes
 from heddle.lab.compare.results import Report, finite, parse, plain
+from heddle.lab.compare.run import PLAN_FILE, REPORT_FILES
 from heddle.lab.compare.run import compare as run_comparison
-from heddle.lab.compare.settings import DEFAULT_TUNING_BUDGET, CompareSettings
-from heddle.lab.compare.tasks import choose_workers
+from heddle.lab.compare.settings import DEFAULT_SEEDS, DEFAULT_TUNING_BUDGET, CompareSettings
+from heddle.lab.compare.tasks import Comparison, choose_recall_tasks, choose_workers, training_steps
 from heddle.lab.compare.terminal import print_report
-from heddle.lab.compare.tuning import check_tuning
+from heddle.lab.compare.tuning import check_tuning, make_search
 from heddle.lab.live import open_live_page
+from heddle.lab.workers import Workers
 from heddle.notebook import html_table
-from heddle.progress import print_text, terminal_safe
+from heddle.progress import print_status, print_text, terminal_safe
 from heddle.runtime import Runtime, kind_of_device
 from heddle.session import dtype_of, open_session
 from heddle.settings import shared
+from heddle.signals import Interrupted
+from heddle.storage.file_io import read_json_file
+from heddle.storage.run_log import to_plain_json
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.run import parse_scales, trackers_of, transfer_width_of
@@ -77,6 +92,7 @@ def compare(*designs: CompareSettings | str | Path, **options: Any) -> ComparedD
 
 
 def _compare(settings: CompareSettings) -> ComparedDesigns:
+    started = time.monotonic()
     with ExitStack() as stack:
         devices = choose_devices(settings.devices, settings.device, settings.workers, settings.nproc)
         share = parse_process_share(settings.share, os.environ)
@@ -86,10 +102,20 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         workers = choose_workers(
             plan, runtime, count=settings.workers, devices=devices, share=share, ranks=settings.nproc
         )
+        plan, time_plan = _plan_time(settings, plan, runtime, workers, started)
+        if settings.dry_run:
+            print_text("Nothing was trained.")
+            return ComparedDesigns(settings.out, {"plan": to_plain_json(plan.identity())})
         is_served = settings.open or settings.port is not None or not (settings.quiet or share)
         live = open_live_page(stack, settings.port, settings.open, "the report") if is_served else None
         command = settings.command_line("compare")
-        report = run_comparison(plan, settings.out, runtime, command, workers=workers, live=live)
+        try:
+            report = run_comparison(
+                plan, settings.out, runtime, command, workers=workers, live=live, time_plan=time_plan
+            )
+        except Interrupted:
+            _print_interrupted(settings)
+            raise
     if settings.json:
         print_text(json.dumps(plain(finite(report)), indent=2))
     else:
@@ -98,12 +124,81 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
     return ComparedDesigns(settings.out, plain(report))
 
 
+def _print_interrupted(settings: CompareSettings) -> None:
+    """The table of what is finished, where the report is, and what is missing."""
+    file = settings.out / REPORT_FILES[0]
+    if settings.json or not file.is_file():
+        return
+    report = parse(Report, read_json_file(file))
+    if any(design.runs for design in report.designs):
+        print_report(_terminal_safe(report))
+    missing = [
+        f"{stage['planned'] - stage['done']} of {stage['planned']} {stage['name']}"
+        for stage in report.progress.stages
+        if stage["done"] < stage["planned"]
+    ]
+    print_text(f"report so far: {settings.out / 'report.html'}; missing: {', '.join(missing) or 'the text'}")
+
+
+def _plan_time(
+    settings: CompareSettings, plan: ComparisonPlan, runtime: Runtime, workers: Workers, started: float
+) -> tuple[ComparisonPlan, TimePlan]:
+    """Time a step of each design, choose what the budget leaves open, and print the plan.
+
+    A comparison that continues keeps what it chose, and neither it nor a training of seconds is timed.
+    """
+    budget = None
+    if settings.budget is not None:
+        budget = TimeBudget(parse_duration(settings.budget, "--budget"), started)
+    chooses_tokens = budget is not None and all(
+        value is None for value in (settings.tokens, settings.seconds, settings.flops)
+    )
+    chooses_seeds = budget is not None and settings.seeds is None
+    plan_file = settings.out / PLAN_FILE
+    is_begun = plan_file.is_file()
+    if is_begun and budget is not None:
+        saved = read_json_file(plan_file)
+        if chooses_tokens and saved.get("budget_kind") == "tokens":
+            plan = replace(plan, budget_value=float(saved["budget_value"]))
+        if chooses_seeds and isinstance(saved.get("seeds"), list):
+            plan = replace(plan, seeds=tuple(saved["seeds"]))
+        if not settings.speed_context_length and saved.get("speed_contexts"):
+            plan = replace(plan, speed_contexts=tuple(saved["speed_contexts"]))
+    comparison = Comparison(plan, None, settings.out, runtime, workers, "")
+    if plan.budget_kind == "seconds" or (is_begun and budget is None):
+        return plan, TimePlan(budget)
+    steps = {} if chooses_tokens else {entry.name: training_steps(comparison, entry) for entry in plan.entries}
+    if budget is None and not settings.dry_run and not is_worth_timing(comparison, steps):
+        return plan, TimePlan()
+    print_status(f"timing a step of each design, {workers.total} at a time" if workers.total > 1 else "timing steps")
+    times, notes = time_steps(comparison), list[str]()
+    if budget is not None and not is_begun:
+        plan, notes = fit_plan(
+            comparison,
+            times,
+            budget,
+            chooses_tokens=chooses_tokens,
+            chooses_seeds=chooses_seeds,
+            chooses_contexts=not settings.speed_context_length,
+        )
+    comparison = replace(comparison, plan=plan)
+    steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
+    if plan.tuning is not None and plan.tuning.budget_kind == "seconds":
+        make_search(plan, plan.tuning, steps, {name: steps[name] * times[name].step for name in steps})
+    time_plan = TimePlan(budget, times, notes)
+    choices = time_plan.affordable(comparison, choose_recall_tasks(comparison, steps))
+    for sentence in describe_plan(comparison, estimate(comparison, times, steps, choices), notes):
+        print_status(sentence)
+    return plan, time_plan
+
+
 def comparison_plan(settings: CompareSettings, runtime: Runtime) -> ComparisonPlan:
     """The plan of a comparison. Raises ConfigError for what cannot be, before anything is trained."""
     budget_kind, budget_value = _budget(settings)
-    if not 1 <= settings.seeds <= 100:
-        raise ConfigError(f"--seeds {settings.seeds}: must be from 1 to 100")
-    half_width, time_budget = _stopping(settings)
+    seeds = DEFAULT_SEEDS if settings.seeds is None else settings.seeds
+    if not 1 <= seeds <= 100:
+        raise ConfigError(f"--seeds {seeds}: must be from 1 to 100")
+    half_width = _stopping(settings, seeds)
     probes = select_probes(settings.recall)
     if settings.tokenizer is not None:
         Tokenizer.load(settings.tokenizer)  # one that cannot be read must not become part of a comparison
@@ -127,7 +222,7 @@ def comparison_plan(settings: CompareSettings, runtime: Runtime) -> ComparisonPl
             "data": settings.data or ("stdlib",),
             "budget_kind": budget_kind,
             "budget_value": budget_value,
-            "seeds": tuple(range(settings.seeds)),
+            "seeds": tuple(range(seeds)),
             "learning_rate": settings.lr,
             "lr_scale": scales,
             "vocab_size": vocabulary if isinstance(vocabulary, int) else None,
@@ -139,7 +234,6 @@ def comparison_plan(settings: CompareSettings, runtime: Runtime) -> ComparisonPl
             "max_length_multiple": settings.extrapolate,
             "tuning": tuning,
             "until_resolved": half_width,
-            "time_budget": time_budget,
             "transfer_width": transfer_width_of(settings.transfer),
             "trackers": trackers_of(settings.track),
         }
@@ -167,18 +261,16 @@ def parse_duration(text: str, option: str) -> float:
     return seconds
 
 
-def _stopping(settings: CompareSettings) -> tuple[float | None, float | None]:
-    """(the half-width at which a comparison stops, its budget in seconds); None where it has a number of seeds."""
-    until_resolved, budget = settings.until_resolved, settings.budget
+def _stopping(settings: CompareSettings, seeds: int) -> float | None:
+    """The half-width at which a comparison stops; None where it has a number of seeds."""
+    until_resolved = settings.until_resolved
     if until_resolved is None:
-        if budget is not None:
-            raise ConfigError(f"--budget {budget}: limits --until-resolved; give both, or neither")
-        return None, None
+        return None
     if not 0 < until_resolved < float("inf"):
         raise ConfigError(f"--until-resolved {until_resolved:g}: must be a number of bits per byte above 0")
-    if settings.seeds < 2:
-        raise ConfigError(f"--seeds {settings.seeds}: must be at least 2 with --until-resolved, which starts with them")
-    return until_resolved, None if budget is None else parse_duration(budget, "--budget")
+    if seeds < 2:
+        raise ConfigError(f"--seeds {seeds}: must be at least 2 with --until-resolved, which starts with them")
+    return until_resolved
 
 
 def _budget(settings: CompareSettings) -> tuple[str, float]:

@@ -416,7 +416,7 @@ class ComparisonPlan:
     recall_probes: tuple[str, ...]  # "auto" or names of RECALL_PROBES
     max_length_multiple: int  # longest text read after training, in sequence lengths; 1: none is read
     until_resolved: float | None = None  # more seeds, until every design is resolved or a tie within ± this
-    time_budget: float | None = None  # seconds of training, for these seeds
+    time_budget: float | None = None  # seconds of training, until resolved
     tuning: TuningPlan | None = None  # training fields that are tuned for each design before
     transfer_width: int | None = None  # the width at which the learning rate was chosen
     tf32: bool = False  # float32 products on CUDA

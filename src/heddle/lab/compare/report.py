@@ -216,7 +216,8 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
         trained_tokens[name] = trained if is_done else planned
     parameters = {design.name: design.parameters for design in designs}
     available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
-    return plan_warnings(plan, parameters, trained_tokens, available)
+    chosen = [f"Chosen for the budget of time: {note}." for note in comparison.notes]
+    return [*chosen, *plan_warnings(plan, parameters, trained_tokens, available)]
 
 
 def design_facts(comparison: Comparison, entry: DesignEntry) -> DesignFacts:

@@ -15,11 +15,12 @@ from typing import Any
 from heddle import progress
 from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.samples import check_token_count
-from heddle.errors import CheckpointError, HeddleError
+from heddle.errors import CheckpointError, HeddleError, MachineError
+from heddle.lab.compare.budget import TimePlan
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
 from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import Report, Run, plain
-from heddle.lab.compare.schedule import Schedule, check_plan, choose_schedule, saved_runs
+from heddle.lab.compare.schedule import Schedule, check_plan, choose_schedule, result_file, saved_runs
 from heddle.lab.compare.tables import format_bits
 from heddle.lab.compare.tasks import (
     SPEED_ROUNDS,
@@ -57,6 +58,7 @@ from heddle.training.evaluation.length_extrapolation import plan_extrapolation
 
 REPORT_FILES = ("report.json", "report.html")
 SLOW_REPORT_SECONDS, MAX_REPORT_SHARE = 1.0, 0.05
+MAX_LISTED_RUNS = 6  # in a sentence
 
 
 class ReportWriter:
@@ -65,8 +67,11 @@ class ReportWriter:
     Where other processes work on the comparison too, each writes what it knows, and the last one knows all.
     """
 
-    def __init__(self, comparison: Comparison, results: Results, live: LivePage | None) -> None:
+    def __init__(
+        self, comparison: Comparison, results: Results, live: LivePage | None, time_plan: TimePlan | None = None
+    ) -> None:
         self.comparison, self.results, self.live = comparison, results, live
+        self.time_plan = time_plan or TimePlan()
         self.seconds = self.written_at = 0.0
         self.find_facts()
 
@@ -135,19 +140,22 @@ def compare(
     *,
     workers: Workers | None = None,
     live: LivePage | None = None,
+    time_plan: TimePlan | None = None,
 ) -> Report:
     """Run what is not done yet of a plan in the folder `out`; return the report, which is rewritten on the way.
 
     command: what the user called, for the report. workers: where the runs take place; None: as `choose_workers` does.
-    live: shows the report while it grows. Raises CheckpointError where the folder has other content or another
-    comparison, and Interrupted after a signal, once the current runs have been saved.
+    live: shows the report while it grows. time_plan: of a budget of time, at whose end it ends.
+    Raises CheckpointError where the folder has other content or another comparison, and Interrupted after a signal,
+    once the current runs have been saved.
     """
     workers = workers or choose_workers(plan, runtime)
     with _open(out, plan, workers.share is not None) as is_anytime:
         names = [entry.name for entry in plan.entries]
         results = Results(names, SPEED_ROUNDS, len(plan.recall_probes), is_anytime=is_anytime)
-        comparison = Comparison(plan, None, out, runtime, workers, command)
-        writer = ReportWriter(comparison, results, live)
+        time_plan = time_plan or TimePlan()
+        comparison = Comparison(plan, None, out, runtime, workers, command, notes=tuple(time_plan.notes))
+        writer = ReportWriter(comparison, results, live, time_plan)
         schedule = choose_schedule(plan, workers.total, saved_runs(out, names))
         results.pending = list(schedule.next_runs(results.runs))
         with writer.first_report():
@@ -159,11 +167,15 @@ def compare(
         )
         rows = count_recall_rows(plan.sequence_length, trained_tokens) if plan.recall_probes else 0
         writer.comparison = comparison = replace(comparison, extrapolation=extrapolation, text_recall_rows=rows)
-        results.task_choices = choose_recall_tasks(comparison, results.steps)
+        results.task_choices = time_plan.affordable(comparison, choose_recall_tasks(comparison, results.steps))
         results.probes = sum(not choice.reason for choice in results.task_choices)
         writer.find_facts()
         if plan.tuning is not None:
             _tune(writer)
+        if plan.until_resolved is not None and time_plan.budget is not None:
+            spent = sum(_saved_seconds(out, pair) for pair in saved_runs(out, names)) / workers.total
+            seconds = spent + max(0.0, time_plan.training_end(comparison, results.task_choices) - time.monotonic())
+            schedule = choose_schedule(replace(plan, time_budget=seconds), workers.total, saved_runs(out, names))
         _train(writer, schedule)
         _train_at_shared_values(writer)
         _measure_speeds(writer)
@@ -240,7 +252,25 @@ def _train(writer: ReportWriter, schedule: Schedule) -> None:
                 bits = format_bits(result["bits_per_byte"])
                 progress.print_status(f"{task.label}: {bits} bits per byte (run {results.finished_runs} of {total})")
 
-        _run(writer, list(tasks), comparison.workers, add)
+        _run(
+            writer,
+            list(tasks),
+            comparison.workers,
+            add,
+            writer.time_plan.training_end(comparison, results.task_choices),
+        )
+        if results.pending:  # the budget of time ended first
+            missing = ", ".join(f"seed {seed} of {name}" for name, seed in results.pending[:MAX_LISTED_RUNS])
+            more = len(results.pending) - MAX_LISTED_RUNS
+            others = f" and {more} more" if more > 0 else ""
+            results.stop_reason = f"{writer.time_plan.ended} before {missing}{others}; a larger budget continues."
+            results.pending = []
+            return
+
+
+def _saved_seconds(out: Path, pair: tuple[str, int]) -> float:
+    """Of a training run that has a result."""
+    return float(read_json_file(result_file(out, *pair)).get("seconds") or 0.0)
 
 
 def _training_task(writer: ReportWriter, entry: DesignEntry, seed: int) -> Task:
@@ -255,7 +285,14 @@ def _tune(writer: ReportWriter) -> None:
     """Find each design's best values of the tuned fields."""
     comparison = writer.comparison
     tuning = writer.results.tuning = start_tuning(comparison, writer.results.steps)
-    finish_tuning(comparison, tuning, lambda tasks, add: _run(writer, tasks, comparison.workers, add))
+    end = writer.time_plan.training_end(comparison, writer.results.task_choices)
+
+    def run(tasks: list[Task], add: Callable[[Task, Result], None]) -> None:
+        _run(writer, tasks, comparison.workers, add, end)
+        if any(not task.result_file.is_file() for task in tasks) and time.monotonic() >= end:
+            raise MachineError(f"{writer.time_plan.ended} while values were tuned; a larger budget continues")
+
+    finish_tuning(comparison, tuning, run)
 
 
 def _train_at_shared_values(writer: ReportWriter) -> None:
@@ -278,7 +315,15 @@ def _train_at_shared_values(writer: ReportWriter) -> None:
             name, seed = tasks[task]
             shared_runs[name].append(run_result(seed, result))
 
-        _run(writer, list(tasks), comparison.workers, add)
+        _run(
+            writer,
+            list(tasks),
+            comparison.workers,
+            add,
+            writer.time_plan.training_end(comparison, results.task_choices),
+        )
+        if not all(task.result_file.is_file() for task in tasks):  # the budget of time ended first
+            return
     results.shared_runs = shared_runs
 
 
@@ -296,7 +341,8 @@ def _measure_speeds(writer: ReportWriter) -> None:
 
     is_shared = comparison.workers.share is not None
     with wait_for_lock(comparison.out / "runs" / "speed") if is_shared else nullcontext():
-        _run(writer, list(tasks), replace(comparison.workers.first(), share=None), add)
+        end = writer.time_plan.speed_end(comparison, results.task_choices)
+        _run(writer, list(tasks), replace(comparison.workers.first(), share=None), add, end)
 
 
 def _measure_recall(writer: ReportWriter) -> None:
@@ -317,11 +363,25 @@ def _measure_recall(writer: ReportWriter) -> None:
             finished = results.recall[name] | {choice.probe: probe_result}
             results.recall[name] = {probe: finished[probe] for probe in order if probe in finished}
 
-    _run(writer, list(tasks), comparison.workers, add)
+    _run(writer, list(tasks), comparison.workers, add, writer.time_plan.end)
+    reason = f"{writer.time_plan.ended[:1].lower()}{writer.time_plan.ended[1:]} first"
+    cut = {choice.probe for task, (_, choice) in tasks.items() if not task.result_file.is_file()}
+    if cut and time.monotonic() >= writer.time_plan.end:
+        results.task_choices = [
+            replace(choice, reason=reason) if choice.probe in cut else choice for choice in results.task_choices
+        ]
+        for of_design in results.recall.values():
+            for probe in cut & of_design.keys():
+                del of_design[probe]
 
 
-def _run(writer: ReportWriter, tasks: list[Task], workers: Workers, add: Callable[[Task, Result], None]) -> None:
-    """Add the results of tasks, those that were saved before at first; the report is written after each new one."""
+def _run(
+    writer: ReportWriter, tasks: list[Task], workers: Workers, add: Callable[[Task, Result], None], until: float
+) -> None:
+    """Add the results of tasks, those that were saved before at first; the report is written after each new one.
+
+    until: in time.monotonic() seconds; tasks that are not done by then have no result.
+    """
     waiting = tasks
     if workers.share is None:
         for task in tasks:
@@ -336,7 +396,7 @@ def _run(writer: ReportWriter, tasks: list[Task], workers: Workers, add: Callabl
         add(task, result)
         writer.update()
 
-    run_tasks(waiting, workers, add_and_write)
+    run_tasks(waiting, workers, add_and_write, until=until)
 
 
 def _check_identity(path: Path, identity: dict[str, Any]) -> None:

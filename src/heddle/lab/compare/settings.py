@@ -30,6 +30,7 @@ from heddle.training.settings import (
     Warmup,
 )
 
+DEFAULT_SEEDS = 3
 DEFAULT_TUNING_BUDGET = "1"  # as much training as the comparison itself
 
 Designs = Annotated[
@@ -44,7 +45,7 @@ class CompareSettings(SessionSettings):
     """Settings of `heddle compare` and `heddle.compare`."""
 
     SHOWN: ClassVar = (
-        "vary", "baseline", "equal", "tokens", "seeds", "data", "lr", "tune", "out", "workers", "open",
+        "vary", "baseline", "equal", "tokens", "seeds", "budget", "data", "lr", "tune", "out", "open",
     )  # fmt: skip
 
     designs: Designs
@@ -61,11 +62,14 @@ class CompareSettings(SessionSettings):
     tokens: Annotated[int | None, Option("N", "Training tokens of each run. [100k]", parse_tokens)] = None
     seconds: Annotated[float | None, Option("X", "Or the training time of each run.")] = None
     flops: Annotated[float | None, Option("X", "Or the training FLOPs of each run.")] = None
-    seeds: Annotated[int, Option("N", "Runs of each design, with random seeds 0 to N-1.")] = 3
+    seeds: Annotated[int | None, Option("N", "Runs of each design, with random seeds 0 to N-1. [3]")] = None
     until_resolved: Annotated[
         float | None, Option("X", "Then more seeds, until each difference to the best is known to ± X.")
     ] = None
-    budget: Annotated[str | None, Option("TIME", "Of all training until resolved: 90s, 30m, 2h.")] = None
+    budget: Annotated[
+        str | None, Option("TIME", "Of the whole command, 90s, 7m or 2h: it chooses tokens and seeds not given.")
+    ] = None
+    dry_run: Annotated[bool, Option("", "Print the plan and how long it takes; train nothing.")] = False
     batch_size: BatchSize = 4
     sequence_length: SequenceLength = 256
     lr: LearningRate = 3e-3

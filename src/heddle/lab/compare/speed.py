@@ -6,13 +6,14 @@ comes with its range over all rounds. Ranges that overlap support no ratio.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 
-from heddle.data.corpus import Corpus
-from heddle.data.samples import CorpusLoader
+from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.lab.bench.run import synchronize
 from heddle.lab.compare.statistics import quartiles
@@ -29,6 +30,7 @@ DECODED_TOKENS = 16
 MAX_PREFILLS = 2
 REPEAT_LIMIT_SECONDS = 2.0  # once its prefills took this long together, a context is not prefilled again
 MEASURED_STEPS, WARMUP_STEPS = 5, 2
+LONGEST_SECONDS = 10.0
 
 Value = TypeVar("Value")
 Samples = list[tuple[int, list[float]]]  # (context, tokens per second, one number for each measurement)
@@ -51,12 +53,36 @@ def measure_speeds(config: ModelConfig, contexts: Sequence[int], device: str, dt
     return speeds
 
 
-def time_training_steps(job: TrainingJob, corpus: Corpus) -> list[float]:
-    """Seconds of a few steps of a training, without evaluations, on a model that is thrown away."""
+@dataclass(frozen=True)
+class RandomText:
+    """Sequences of random tokens, one document each, on which steps are timed before any text is read."""
+
+    vocab_size: int
+    length: int
+    causal: ClassVar[bool] = True
+
+    def batch(self, seed: int, first_row: int, num_rows: int) -> Batch:
+        """Return rows of a seed; `first_row` selects them."""
+        random = np.random.default_rng((seed, first_row))
+        tokens = random.integers(self.vocab_size, size=(num_rows, self.length + 1), dtype=np.int64)
+        return Batch(tokens, ((self.length,),) * num_rows, np.arange(first_row, first_row + num_rows))
+
+    def validation_batches(self, num_rows: int, batch_size: int) -> Iterator[Batch]:
+        """Return none."""
+        return iter(())
+
+    def describe(self) -> dict[str, Any]:
+        """Return its fields."""
+        return {"task": "random tokens", "vocab_size": self.vocab_size, "length": self.length}
+
+
+def time_training_steps(job: TrainingJob) -> list[float]:
+    """Seconds of a few steps of a training, without evaluations, on a model that is thrown away.
+
+    Once they took `LONGEST_SECONDS` together, no more steps are timed.
+    """
     settings = job.settings
-    loader = CorpusLoader(
-        corpus.train, corpus.weights, settings.sequence_length, settings.batch_size, 0, corpus.tokenizer.eod_id
-    )
+    batch_of = job.training_data.train_batches(replace(settings, seed=0))
     model = build_models(job).model
     optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
     times = []
@@ -64,11 +90,13 @@ def time_training_steps(job: TrainingJob, corpus: Corpus) -> list[float]:
 
         def step(number: int = number) -> None:
             parts = settings.gradient_accumulation_steps
-            batch = prepare_batch(loader.batch(number), job.device, parts, job.ranks)
+            batch = prepare_batch(batch_of(number), job.device, parts, job.ranks)
             result = accumulate_gradients(model, batch, (0, number), parts, job.autocast)
             apply_gradients(model, optimizer, result, 1e-4, settings.max_gradient_norm)
 
         times.append(time_call(step, model)[0])
+        if number >= WARMUP_STEPS and sum(times) > LONGEST_SECONDS and job.ranks.count == 1:
+            break
     return times[WARMUP_STEPS:]
 
 

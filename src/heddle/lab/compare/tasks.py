@@ -35,7 +35,7 @@ class Comparison:
     """A running comparison: the plan, its text, its folder, the machine, and the command for the report.
 
     corpus: None until it is prepared. extrapolation: the validation text that each trained model reads at several
-    lengths. text_recall_rows: needles that each of them reads in held-out text.
+    lengths. text_recall_rows: needles that each of them reads in held-out text. notes: what a budget of time chose.
     """
 
     plan: ComparisonPlan
@@ -46,6 +46,7 @@ class Comparison:
     command: str
     extrapolation: ExtrapolationPlan = NO_EXTRAPOLATION
     text_recall_rows: int = 0
+    notes: tuple[str, ...] = ()
 
     def config(self, entry: DesignEntry) -> ModelConfig:
         """The design with the shared vocabulary."""
@@ -125,8 +126,7 @@ def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
         # a backward pass costs twice a forward pass
         steps = int(plan.budget_value / (3 * flops_per_token(model, plan.sequence_length) * tokens_per_step))
     else:
-        task = _task(comparison, entry, "calibrate", "calibrate", "timing a step", steps=1)
-        [calibration] = run_tasks([task], comparison.workers.first())
+        [calibration] = run_tasks([calibration_task(comparison, entry)], comparison.workers.first())
         if calibration["status"] != "done":
             raise MachineError(f"{calibration['message']}; a budget in tokens needs no timing")
         steps = int(plan.budget_value / calibration["seconds_per_step"])
@@ -136,6 +136,11 @@ def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
             f"{entry.name}; give more"
         )
     return steps
+
+
+def calibration_task(comparison: Comparison, entry: DesignEntry) -> Task:
+    """The timing of a few steps on random tokens."""
+    return _task(comparison, entry, "calibrate", "calibrate", "timing a step", steps=1)
 
 
 def training_task(comparison: Comparison, entry: DesignEntry, seed: int, steps: int) -> Task:

@@ -218,11 +218,25 @@ def end_at(curve: Sequence[tuple[int, float]], final: float) -> list[tuple[int, 
 
 
 def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of one training step: the median of a few steps on a model that is thrown away."""
-    from heddle.lab.compare.speed import time_training_steps
+    """Seconds of one training step: the median of a few steps on random tokens, on a model that is thrown away."""
+    from heddle.distributed.ranks import ONE_PROCESS
+    from heddle.lab.compare.speed import RandomText, time_training_steps
+    from heddle.model.load_config import load_config
+    from heddle.training.job import TrainingJob
+    from heddle.training.settings import Settings
 
-    job, corpus = _text_job(task)
-    return {"status": "done", "seconds_per_step": statistics.median(time_training_steps(job, corpus))}
+    runtime, settings, config = _set_up(task), Settings(**task["settings"]), load_config(task["design"])
+    job = TrainingJob(
+        config=config,
+        source=RandomText(config.vocab_size or 1, settings.sequence_length),
+        settings=settings,
+        out=Path(task["out"]),
+        device=runtime.device,
+        label=task["label"],
+        ranks=task.get("ranks", ONE_PROCESS),
+    )
+    times = time_training_steps(job)
+    return {"status": "done", "seconds_per_step": statistics.median(times), "timed_seconds": sum(times)}
 
 
 def _loss(task: dict[str, Any]) -> dict[str, Any]:
@@ -290,9 +304,9 @@ def _speed(task: dict[str, Any]) -> dict[str, Any]:
 
     from heddle.lab.compare.speed import measure_speeds, time_training_steps
 
-    job, corpus = _text_job(task)
+    job, _ = _text_job(task)
     settings = job.settings
-    rates = [settings.tokens_per_step / seconds for seconds in time_training_steps(job, corpus)]
+    rates = [settings.tokens_per_step / seconds for seconds in time_training_steps(job)]
     dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
     speeds = measure_speeds(job.config, task["speed_contexts"], job.device, dtype)
     return {"status": "done", "train": [(settings.sequence_length, rates)], **speeds}

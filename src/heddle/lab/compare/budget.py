@@ -1,0 +1,376 @@
+"""How long a comparison takes, from timed steps, and what of it fits a budget of time.
+
+A budget is the time of the whole command: preparing the text, tuning, training, speed and recall. What was given
+explicitly is never changed; what was not is chosen: tokens, then fewer seeds. At the end of the budget no run goes on.
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from heddle.errors import ConfigError, MachineError
+from heddle.lab.compare.abilities import TaskChoice
+from heddle.lab.compare.plan import ComparisonPlan, all_candidates
+from heddle.lab.compare.probes import AUTO, RECALL_PROBES
+from heddle.lab.compare.tasks import SPEED_ROUNDS, Comparison, calibration_task, choose_recall_tasks, training_steps
+from heddle.lab.workers import run_tasks
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
+from heddle.model.size import flops_per_token, size
+from heddle.progress import format_duration
+from heddle.training.loop import FINAL_EVALUATION_TOKENS
+
+MIN_STEPS = 64  # of a run that a budget chose: fewer are little but warmup and decay
+MIN_SEEDS = 2  # fewer have no interval
+TOKENS_PER_PARAMETER = 20  # a budget chooses no longer training
+TRAINED_SHARE = 0.9  # of the time for training that its estimate may fill
+EVALUATED_SHARE = 0.12  # of a run's steps: what its evaluations on the way and of longer texts take
+OTHER_EVALUATED_TOKENS = 2**15  # at the end of a run: of longer texts, of recall in text, and of its sample
+END_SHARE, MIN_END_SECONDS = 0.02, 6.0  # kept for the start of the command and the last report
+TEXT_SHARE, MAX_TEXT_SECONDS = 0.06, 60.0  # kept for preparing the text
+SPEED_SHARE, RECALL_SHARE = 0.15, 0.2  # at most, where a budget chooses them
+DECODE_SECONDS = 0.5  # of the tokens that are decoded at one context
+UNTIMED_FLOPS = 2e12  # trainings below this take seconds, and are not worth timing
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a design's step while every worker is busy. start: of a task beside its steps. flops: of a step."""
+
+    step: float
+    start: float
+    flops: float
+
+    def forward(self, flops: float) -> float:
+        """Seconds of a forward pass of so many FLOPs."""
+        return flops * self.step / self.flops
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of each part of a comparison. runs: how many are trained. steps, step: of them, from low to high."""
+
+    runs: int
+    steps: tuple[int, int]
+    step: tuple[float, float]
+    tuning: float
+    training: float
+    speed: float
+    recall: float
+
+    @property
+    def total(self) -> float:
+        """All of it, but for the text."""
+        return self.tuning + self.training + self.speed + self.recall
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """seconds: of the whole command. started: when it began, in time.monotonic() seconds."""
+
+    seconds: float
+    started: float
+
+    @property
+    def end(self) -> float:
+        """When the last task must have ended, in time.monotonic() seconds."""
+        return self.started + self.seconds - max(MIN_END_SECONDS, END_SHARE * self.seconds)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until then."""
+        return self.end - time.monotonic()
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """When the parts of a comparison must end, in time.monotonic() seconds; never, without a budget.
+
+    times: of each design's step. notes: what the budget chose, as sentences.
+    """
+
+    budget: TimeBudget | None = None
+    times: Mapping[str, StepTime] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def end(self) -> float:
+        """Of everything but the last report."""
+        return math.inf if self.budget is None else self.budget.end
+
+    @property
+    def ended(self) -> str:
+        """The beginning of a sentence that says what the budget ended."""
+        return "" if self.budget is None else f"The budget of {format_duration(self.budget.seconds)} ended"
+
+    def training_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
+        """Of the training: a round of speed measurements and the recall tasks follow."""
+        if self.budget is None or not self.times:
+            return self.end
+        speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts) / SPEED_ROUNDS
+        return self.speed_end(comparison, choices) - min(speed, SPEED_SHARE * self.budget.seconds)
+
+    def speed_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
+        """Of the speed measurements: the recall tasks follow."""
+        if self.budget is None or not self.times:
+            return self.end
+        recall = sum(_recall_seconds(comparison, self.times, choice) for choice in choices)
+        return self.end - min(recall, RECALL_SHARE * self.budget.seconds)
+
+    def affordable(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> list[TaskChoice]:
+        """The recall tasks, those left out that `auto` chose and for which the budget has no time."""
+        if self.budget is None or not self.times:
+            return list(choices)
+        left, kept = RECALL_SHARE * self.budget.seconds, []
+        for choice in choices:
+            seconds = _recall_seconds(comparison, self.times, choice)
+            if AUTO in comparison.plan.recall_probes and seconds > left:
+                reason = f"the budget of {format_duration(self.budget.seconds)} has no time for it"
+                kept.append(replace(choice, reason=choice.reason or reason))
+            else:
+                left -= seconds
+                kept.append(choice)
+        return kept
+
+
+def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
+    """Whether the trainings may take long enough to time their steps first."""
+    plan = comparison.plan
+    flops = (
+        3 * steps[entry.name] * _flops_per_token(comparison.config(entry), plan.sequence_length)
+        for entry in plan.entries
+    )
+    return sum(flops) * plan.batch_size * plan.sequence_length * len(plan.seeds) > UNTIMED_FLOPS
+
+
+def time_steps(comparison: Comparison) -> dict[str, StepTime]:
+    """The time of a step of each design, on random tokens, with all workers busy as in the trainings.
+
+    Raises MachineError where a step cannot be timed.
+    """
+    plan = comparison.plan
+    with tempfile.TemporaryDirectory() as folder:
+        elsewhere = replace(comparison, out=Path(folder))
+        tasks = [calibration_task(elsewhere, entry) for entry in plan.entries]
+        threads = {"threads": comparison.workers.threads}
+        tasks = [replace(task, request={**task.request, **threads}) for task in tasks]
+        began = time.monotonic()
+        results = run_tasks(tasks, replace(comparison.workers, share=None))
+        seconds = time.monotonic() - began
+    times = {}
+    rounds = math.ceil(len(tasks) / comparison.workers.count)
+    for entry, result in zip(plan.entries, results, strict=True):
+        if result["status"] != "done":
+            raise MachineError(f"{result['message']}; without a budget of time no step needs to be timed")
+        flops = 3 * _flops_per_token(comparison.config(entry), plan.sequence_length)
+        start = max(0.0, seconds / rounds - result["timed_seconds"])
+        times[entry.name] = StepTime(result["seconds_per_step"], start, flops * plan.batch_size * plan.sequence_length)
+    return times
+
+
+def estimate(
+    comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int], choices: Sequence[TaskChoice]
+) -> Estimate:
+    """The seconds of each part. steps: of each design's training. choices: the recall tasks."""
+    plan = comparison.plan
+    training = _training_seconds(comparison, times, steps)
+    return Estimate(
+        runs=len(plan.entries) * len(plan.seeds),
+        steps=(min(steps.values()), max(steps.values())),
+        step=(min(time.step for time in times.values()), max(time.step for time in times.values())),
+        tuning=_tuning_seconds(plan, training),
+        training=training,
+        speed=_speed_seconds(comparison, times, plan.speed_contexts),
+        recall=sum(_recall_seconds(comparison, times, choice) for choice in choices),
+    )
+
+
+def fit_plan(
+    comparison: Comparison, times: Mapping[str, StepTime], budget: TimeBudget, *, chooses_tokens: bool,
+    chooses_seeds: bool, chooses_contexts: bool,
+) -> tuple[ComparisonPlan, list[str]]:  # fmt: skip
+    """The plan with what a budget chooses, and what it chose, as sentences.
+
+    Raises ConfigError where not even the least that can tell designs apart fits.
+    """
+    plan, notes = comparison.plan, []
+    if chooses_contexts:
+        contexts = list(plan.speed_contexts)
+        while len(contexts) > 1 and _speed_seconds(comparison, times, contexts) > SPEED_SHARE * budget.seconds:
+            contexts.pop()
+        if len(contexts) < len(plan.speed_contexts):
+            plan = replace(plan, speed_contexts=tuple(contexts))
+            where = f"up to {contexts[-1]:,} tokens" if len(contexts) > 1 else f"at {contexts[0]:,} tokens alone"
+            notes.append(f"speed is measured {where}")
+    text = min(TEXT_SHARE * budget.seconds, MAX_TEXT_SECONDS)
+    others = text + _speed_seconds(comparison, times, plan.speed_contexts) / SPEED_ROUNDS
+    chosen, recall = None, RECALL_SHARE * budget.seconds if plan.recall_probes else 0.0
+    for _ in range(2):  # again with what the recall tasks of the first choice need
+        chosen = _choose(replace(comparison, plan=plan), times, budget, others + recall, chooses_tokens, chooses_seeds)
+        if chosen is None and recall and plan.recall_probes == (AUTO,):
+            recall = 0.0
+        elif chosen is not None:
+            steps = {entry.name: training_steps(replace(comparison, plan=chosen), entry) for entry in plan.entries}
+            choices = choose_recall_tasks(replace(comparison, plan=chosen), steps)
+            choices = TimePlan(budget, times).affordable(comparison, choices)
+            recall = min(recall, sum(_recall_seconds(comparison, times, choice) for choice in choices))
+    if chosen is None:
+        fewest = replace(plan, seeds=plan.seeds[: MIN_SEEDS if chooses_seeds else None])
+        steps = dict.fromkeys(times, _least_steps(plan, chooses_tokens))
+        needed = others + recall + _seconds(replace(comparison, plan=fewest), times, steps) / TRAINED_SHARE
+        raise ConfigError(
+            f"--budget {_whole(budget.seconds)}: is too short to tell designs apart here: {len(fewest.seeds)} seeds of "
+            f"{len(plan.entries)} designs, {_least_steps(plan, chooses_tokens)} steps of "
+            f"{plan.batch_size * plan.sequence_length:,} tokens each, take about "
+            f"{_whole(budget.seconds - budget.remaining + needed)}; give at least that, or fewer or smaller designs"
+        )
+    if chooses_tokens:
+        notes.insert(0, f"each run trains on {int(chosen.budget_value):,} tokens")
+    if len(chosen.seeds) < len(plan.seeds):
+        notes.insert(0, f"{len(chosen.seeds)} seeds of each design are trained, not {len(plan.seeds)}")
+    return chosen, notes
+
+
+def _choose(
+    comparison: Comparison,
+    times: Mapping[str, StepTime],
+    budget: TimeBudget,
+    others: float,
+    chooses_tokens: bool,
+    chooses_seeds: bool,
+) -> ComparisonPlan | None:
+    """The plan with the most seeds, and then the longest training, that fits; None where none does.
+
+    others: seconds of everything but tuning and training.
+    """
+    plan = comparison.plan
+    available = TRAINED_SHARE * (budget.remaining - others)
+    if plan.until_resolved is not None and chooses_tokens:
+        available /= 2  # the other half buys seeds
+    fewest = MIN_SEEDS if chooses_seeds and plan.until_resolved is None else len(plan.seeds)
+    for count in range(len(plan.seeds), min(fewest, len(plan.seeds)) - 1, -1):
+        candidate = replace(plan, seeds=plan.seeds[:count])
+        most = _most_steps(replace(comparison, plan=candidate), times, available)
+        if most < _least_steps(plan, chooses_tokens):
+            continue
+        if not chooses_tokens:
+            return candidate
+        tokens_per_step = plan.batch_size * plan.sequence_length
+        largest = max(int(size(comparison.config(entry)).parameters) for entry in plan.entries)
+        longest = max(MIN_STEPS, TOKENS_PER_PARAMETER * largest // tokens_per_step)
+        return replace(candidate, budget_kind="tokens", budget_value=float(min(most, longest) * tokens_per_step))
+    return None
+
+
+def _least_steps(plan: ComparisonPlan, chooses_tokens: bool) -> int:
+    """Of a run that the budget may choose."""
+    if chooses_tokens:
+        return MIN_STEPS
+    return int(plan.budget_value) // (plan.batch_size * plan.sequence_length) if plan.budget_kind == "tokens" else 1
+
+
+def describe_plan(comparison: Comparison, estimate: Estimate | None, notes: Sequence[str]) -> list[str]:
+    """What a comparison will do, and how long each part takes, as sentences. estimate: None where none was timed."""
+    plan, workers = comparison.plan, comparison.workers.total
+    at_once = f", {workers} at a time" if workers > 1 else ""
+    length = "" if plan.budget_kind != "tokens" else f" on {int(plan.budget_value):,} tokens"
+    designs, seeds = len(plan.entries), len(plan.seeds)
+    runs = f"{designs} design{'s' * (designs > 1)} × {seeds} seed{'s' * (seeds > 1)}{length}"
+    if estimate is None:
+        return [f"plan: {runs}{at_once}"]
+    step = " to ".join(dict.fromkeys(f"{seconds:.2g}" for seconds in estimate.step))
+    parts = {
+        "tuning": estimate.tuning,
+        "training": estimate.training,
+        "speed": estimate.speed,
+        "recall": estimate.recall,
+    }
+    listed = ", ".join(f"{name} {_whole(seconds)}" for name, seconds in parts.items() if seconds)
+    chosen = [f"the budget chose: {'; '.join(notes)}"] if notes else []
+    return [f"plan: {runs}, {step} s a step{at_once}: {listed}; about {_whole(estimate.total)} in all", *chosen]
+
+
+def _whole(seconds: float) -> str:
+    """A duration to the second below two hours: 45 s, 4 min 10 s."""
+    if seconds < 60 or seconds >= 7200:
+        return format_duration(seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+
+
+def _most_steps(comparison: Comparison, times: Mapping[str, StepTime], available: float) -> int:
+    """The most steps of every run whose tuning and training take no longer than this."""
+    low, high = 0, 1
+    while high < 2**40 and _seconds(comparison, times, dict.fromkeys(times, high)) <= available:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = _seconds(comparison, times, dict.fromkeys(times, middle)) <= available
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def _seconds(comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int]) -> float:
+    training = _training_seconds(comparison, times, steps)
+    return training + _tuning_seconds(comparison.plan, training)
+
+
+def _training_seconds(comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int]) -> float:
+    """Of all runs, on all workers: no less than the rounds in which they take turns."""
+    plan, workers = comparison.plan, comparison.workers.total
+    tokens_per_step = plan.batch_size * plan.sequence_length
+    evaluated = (FINAL_EVALUATION_TOKENS + OTHER_EVALUATED_TOKENS) / tokens_per_step / 2
+    seconds = [
+        each.start + each.step * (steps[name] * (1 + EVALUATED_SHARE) + evaluated) for name, each in times.items()
+    ]
+    rounds = math.ceil(len(seconds) * len(plan.seeds) / workers)
+    mean = sum(seconds) / len(seconds)
+    return max(rounds * mean, len(plan.seeds) * sum(seconds) / workers, *seconds)
+
+
+def _tuning_seconds(plan: ComparisonPlan, training: float) -> float:
+    if plan.tuning is None:
+        return 0.0
+    if plan.tuning.budget_kind == "seconds":
+        return plan.tuning.budget_value
+    trials = len(all_candidates(plan.tuning.fields)) + sum(field.is_number for field in plan.tuning.fields)
+    return training * min(plan.tuning.budget_value, trials / len(plan.seeds))
+
+
+def _speed_seconds(comparison: Comparison, times: Mapping[str, StepTime], contexts: Sequence[int]) -> float:
+    """Of both rounds, one design after another."""
+    total = 0.0
+    for entry in comparison.plan.entries:
+        each = times[entry.name]
+        seconds = each.start + 7 * each.step
+        for context in contexts:
+            prefill = each.forward(_flops_per_token(comparison.config(entry), context) * context)
+            seconds += prefill * (2 if prefill < 2 else 1) + DECODE_SECONDS
+        total += SPEED_ROUNDS * seconds
+    return total
+
+
+def _recall_seconds(comparison: Comparison, times: Mapping[str, StepTime], choice: TaskChoice) -> float:
+    """Of the small copies that are trained on a task."""
+    if choice.reason:
+        return 0.0
+    probe, total = RECALL_PROBES[choice.probe], 0.0
+    trained = [entry for entry in comparison.plan.entries if choice.copies[entry.name] == entry.name]
+    for entry in trained:
+        each = times[entry.name]
+        copy = probe.small_copy(comparison.config(entry))
+        length = probe.task_stream.length
+        tokens = probe.steps * probe.batch_size * length
+        total += each.start + each.forward(3 * _flops_per_token(copy, length) * tokens)
+    return total / min(comparison.workers.total, max(1, len(trained)))
+
+
+def _flops_per_token(config: ModelConfig, length: int) -> float:
+    """Of a forward pass; at the longest sequence that its learned positions allow."""
+    try:
+        return flops_per_token(build(config, device="meta"), length)
+    except ConfigError:
+        return flops_per_token(build(config, device="meta"), 1)
