@@ -5,6 +5,7 @@ explicitly is never changed; what was not is chosen: tokens, then fewer seeds. A
 """
 
 import math
+import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ END_SHARE, MIN_END_SECONDS = 0.02, 6.0  # kept for the start of the command and 
 TEXT_SHARE, MAX_TEXT_SECONDS = 0.06, 60.0  # kept for preparing the text
 SPEED_SHARE, RECALL_SHARE = 0.15, 0.2  # at most, where a budget chooses them
 DECODE_SECONDS = 0.5  # of the tokens that are decoded at one context
+SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
 UNTIMED_FLOPS = 2e12  # trainings below this take seconds, and are not worth timing
 
 
@@ -136,6 +138,15 @@ class TimePlan:
         return kept
 
 
+def parse_duration(text: str, option: str) -> float:
+    """Seconds of a time such as 90s, 30m or 1.5h. Raises ConfigError naming the option."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    seconds = float(match[1]) * SECONDS_PER_UNIT[match[2]] if match else 0.0
+    if not seconds:
+        raise ConfigError(f"{option} {text}: must be a time above 0, such as 90s, 30m or 2h")
+    return seconds
+
+
 def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
     """Whether the trainings may take long enough to time their steps first."""
     plan = comparison.plan
@@ -221,11 +232,12 @@ def fit_plan(
         fewest = replace(plan, seeds=plan.seeds[: MIN_SEEDS if chooses_seeds else None])
         steps = dict.fromkeys(times, _least_steps(plan, chooses_tokens))
         needed = others + recall + _seconds(replace(comparison, plan=fewest), times, steps) / TRAINED_SHARE
+        length = f"{_least_steps(plan, chooses_tokens)} steps of {plan.batch_size * plan.sequence_length:,} tokens"
+        whole = format_seconds(budget.seconds - budget.remaining + needed)
         raise ConfigError(
-            f"--budget {_whole(budget.seconds)}: is too short to tell designs apart here: {len(fewest.seeds)} seeds of "
-            f"{len(plan.entries)} designs, {_least_steps(plan, chooses_tokens)} steps of "
-            f"{plan.batch_size * plan.sequence_length:,} tokens each, take about "
-            f"{_whole(budget.seconds - budget.remaining + needed)}; give at least that, or fewer or smaller designs"
+            f"--budget {format_seconds(budget.seconds)}: is too short to tell designs apart here: "
+            f"{len(fewest.seeds)} seeds of {len(plan.entries)} designs, {length} each, take about {whole}; give at "
+            "least that, or fewer or smaller designs"
         )
     if chooses_tokens:
         notes.insert(0, f"each run trains on {int(chosen.budget_value):,} tokens")
@@ -288,12 +300,12 @@ def describe_plan(comparison: Comparison, estimate: Estimate | None, notes: Sequ
         "speed": estimate.speed,
         "recall": estimate.recall,
     }
-    listed = ", ".join(f"{name} {_whole(seconds)}" for name, seconds in parts.items() if seconds)
+    listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if seconds)
     chosen = [f"the budget chose: {'; '.join(notes)}"] if notes else []
-    return [f"plan: {runs}, {step} s a step{at_once}: {listed}; about {_whole(estimate.total)} in all", *chosen]
+    return [f"plan: {runs}, {step} s a step{at_once}: {listed}; about {format_seconds(estimate.total)} in all", *chosen]
 
 
-def _whole(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A duration to the second below two hours: 45 s, 4 min 10 s."""
     if seconds < 60 or seconds >= 7200:
         return format_duration(seconds)

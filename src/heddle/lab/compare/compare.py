@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from heddle.lab.compare.budget import (
     estimate,
     fit_plan,
     is_worth_timing,
+    parse_duration,
     time_steps,
 )
 from heddle.lab.compare.devices import choose_devices, parse_process_share
@@ -59,7 +59,6 @@ from heddle.training.settings import Settings
 
 DEFAULT_TOKENS = 100_000
 SPEED_CONTEXTS = (512, 2048, 8192)
-SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
 
 
 @dataclass(frozen=True)
@@ -250,15 +249,6 @@ def _tuning(settings: CompareSettings) -> TuningPlan | None:
         return None
     budget = parse_tuning_budget(settings.tune_budget or DEFAULT_TUNING_BUDGET)
     return TuningPlan(parse_tuned_fields(settings.tune), *budget)
-
-
-def parse_duration(text: str, option: str) -> float:
-    """Seconds of a time such as 90s, 30m or 1.5h. Raises ConfigError naming the option."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
-    seconds = float(match[1]) * SECONDS_PER_UNIT[match[2]] if match else 0.0
-    if not seconds:
-        raise ConfigError(f"{option} {text}: must be a time above 0, such as 90s, 30m or 2h")
-    return seconds
 
 
 def _stopping(settings: CompareSettings, seeds: int) -> float | None:

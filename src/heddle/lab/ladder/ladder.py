@@ -1,26 +1,31 @@
 """Train designs at several sizes as `heddle compare ladder` does, from settings: `heddle.ladder`."""
 
 import json
+import math
 import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from heddle.errors import ConfigError
+from heddle.lab.compare.budget import UNTIMED_FLOPS, TimeBudget, parse_duration
 from heddle.lab.compare.plan import load_entries, shared_vocab_size, split_designs
 from heddle.lab.compare.results import plain
 from heddle.lab.compare.tables import TextTable, format_number
-from heddle.lab.ladder.plan import LadderPlan, SharedSettings
+from heddle.lab.ladder.budget import Choice, describe_ladder, fit_ladder_plan
+from heddle.lab.ladder.plan import LadderPlan, SharedSettings, join_with_saved
 from heddle.lab.ladder.report import best_size_table, cost_table, held_out_table, prediction_table, rung_table
 from heddle.lab.ladder.results import EstimatedRun, LadderEstimate, LadderReport
-from heddle.lab.ladder.run import Ladder, prepare_ladder, run_ladder, time_steps
-from heddle.lab.ladder.settings import LadderSettings, parse_ratios, parse_sizes
-from heddle.progress import format_duration, print_text
+from heddle.lab.ladder.run import PLAN_FILE, Ladder, ladder_seconds, open_ladder, run_ladder, time_steps
+from heddle.lab.ladder.settings import DEFAULT_SEEDS, DEFAULT_SIZES, LadderSettings, parse_ratios, parse_sizes
+from heddle.progress import format_duration, print_status, print_text
 from heddle.runtime import Runtime
 from heddle.session import open_session
 from heddle.settings import parse_named, shared
+from heddle.storage.file_io import read_json_file
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 
@@ -51,19 +56,75 @@ def ladder(*designs: LadderSettings | str | Path, **options: Any) -> TrainedLadd
 
 
 def _ladder(settings: LadderSettings) -> TrainedLadder:
+    started = time.monotonic()
     with ExitStack() as stack:
         runtime = open_session(stack, settings)
-        plan = _plan(settings, runtime)
+        plan, choice, until = _plan_time(settings, _plan(settings, runtime), runtime, started)
         if settings.dry_run:
-            estimate = _estimate(prepare_ladder(plan, settings.out, runtime), settings.json)
+            assert choice is not None
+            estimate = _estimate(choice, settings.json)
             return TrainedLadder(settings.out, plain(estimate))
-        report = run_ladder(plan, settings.out, runtime, settings.command_line("compare ladder"))
+        report = run_ladder(plan, settings.out, runtime, settings.command_line("compare ladder"), until)
     if settings.json:
         print_text(json.dumps(plain(report), indent=2))
     else:
         _print_report(report)
         print_text(f"report: {settings.out / 'ladder.html'}")
     return TrainedLadder(settings.out, plain(report))
+
+
+def _plan_time(
+    settings: LadderSettings, plan: LadderPlan, runtime: Runtime, started: float
+) -> tuple[LadderPlan, Choice | None, float]:
+    """The plan with what a budget chooses, its timed steps, and when its runs must have ended.
+
+    A ladder that continues keeps what it chose; neither it nor one of few steps is timed.
+    """
+    until, budget = math.inf, None
+    if settings.budget is not None:
+        budget = TimeBudget(parse_duration(settings.budget, "--budget"), started)
+        until = budget.end
+    plan_file = settings.out / PLAN_FILE
+    is_begun = plan_file.is_file()
+    if is_begun and budget is not None:
+        saved = read_json_file(plan_file)
+        plan = replace(
+            plan,
+            sizes=tuple(saved["sizes"]) if settings.sizes is None else plan.sizes,
+            seeds=saved["seeds"] if settings.seeds is None else plan.seeds,
+        )
+    joined = join_with_saved(plan_file, plan)
+    ladder = open_ladder(joined, settings.out, runtime)
+    if not settings.dry_run and (is_begun or not (budget is not None or is_worth_timing(ladder))):
+        return plan, None, until
+    workers = ladder.workers.count
+    print_status(f"timing steps{f', {workers} at a time' if workers > 1 else ''}")
+    if budget is not None and not is_begun:
+        choice = fit_ladder_plan(
+            ladder,
+            budget,
+            chooses_sizes=settings.sizes is None,
+            chooses_ratio=settings.tokens_per_parameter is None,
+            chooses_seeds=settings.seeds is None,
+        )
+    else:
+        times = time_steps(ladder)
+        choice = Choice(ladder, times, ladder_seconds(ladder, times))
+    for sentence in describe_ladder(choice):
+        print_status(sentence)
+    return choice.ladder.plan, choice, until
+
+
+def is_worth_timing(ladder: Ladder) -> bool:
+    """Whether the runs may take long enough to time their steps first."""
+    tokens_per_step = ladder.plan.settings.tokens_per_step
+    flops = sum(
+        3 * rung.flops_per_token * ladder.new_steps(rung, ratio) * tokens_per_step
+        for rungs in ladder.rungs.values()
+        for rung in rungs
+        for ratio in ladder.ratios
+    )
+    return ladder.plan.seeds * flops > UNTIMED_FLOPS
 
 
 def _plan(settings: LadderSettings, runtime: Runtime) -> LadderPlan:
@@ -92,7 +153,8 @@ def _plan(settings: LadderSettings, runtime: Runtime) -> LadderPlan:
         **shared(settings, LadderPlan)
         | {
             "entries": entries,
-            "sizes": parse_sizes(settings.sizes),
+            "sizes": parse_sizes(settings.sizes or DEFAULT_SIZES),
+            "seeds": DEFAULT_SEEDS if settings.seeds is None else settings.seeds,
             "settings": shared_settings,
             "names_tokens": ratios is not None,
             "share_irreducible": settings.irreducible != "separate",
@@ -100,9 +162,9 @@ def _plan(settings: LadderSettings, runtime: Runtime) -> LadderPlan:
     )
 
 
-def _estimate(ladder: Ladder, as_json: bool) -> LadderEstimate:
+def _estimate(choice: Choice, as_json: bool) -> LadderEstimate:
     """Print the sizes, tokens and seconds of each run, and of all; return them."""
-    seconds, seeds = time_steps(ladder), ladder.plan.seeds
+    ladder, seeds = choice.ladder, choice.ladder.plan.seeds
     rows = [
         EstimatedRun(
             design=name,
@@ -110,14 +172,13 @@ def _estimate(ladder: Ladder, as_json: bool) -> LadderEstimate:
             width=rung.width,
             tokens=ladder.steps(rung, ratio) * ladder.plan.settings.tokens_per_step,
             learning_rate=ladder.learning_rate(name, rung),
-            seconds=seconds[name][index] * ladder.new_steps(rung, ratio),
+            seconds=choice.times.step(name, rung) * ladder.new_steps(rung, ratio),
         )
         for name, rungs in ladder.rungs.items()
-        for index, rung in enumerate(rungs)
+        for rung in rungs
         for ratio in ladder.ratios
     ]
-    count = ladder.workers.count
-    total = seeds * sum(row.seconds for row in rows) / count
+    count, total = ladder.workers.count, choice.seconds
     estimate = LadderEstimate(runs=rows, seeds=seeds, workers=count, seconds=total)
     if as_json:
         print_text(json.dumps(plain(estimate), indent=2))

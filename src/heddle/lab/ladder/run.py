@@ -1,7 +1,9 @@
 """Train the runs of a ladder that are not done yet, fit the curves, and write ladder.json and ladder.html."""
 
+import math
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,12 @@ from heddle.lab.ladder.results import LadderReport
 from heddle.lab.pages.ladder import write_ladder_page
 from heddle.lab.workers import Result, Task, Workers, default_workers, run_tasks
 from heddle.runtime import Runtime
+from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.lock import RunLock
 from heddle.storage.run_log import first_difference
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
 RunKey = tuple[str, int, float, int]  # a run's design, width, tokens per parameter and seed
 PLAN_FILE, DATA_FILE, RESULTS_FILE = "plan.json", "data.json", "ladder.json"
@@ -42,21 +46,27 @@ PLAN_FILE, DATA_FILE, RESULTS_FILE = "plan.json", "data.json", "ladder.json"
 
 @dataclass(frozen=True)
 class Ladder:
-    """A ladder whose text is ready.
+    """A ladder.
 
-    sizes: as asked for. rungs: by design, in ascending order. max_train_tokens: how much of the text was made ready.
-    out: its folder. command: what the user called.
+    sizes: as asked for. rungs: by design, in ascending order. max_train_tokens: how much of the text is made ready.
+    out: its folder. command: what the user called. text: None until it is ready.
     """
 
     plan: LadderPlan
     scales: dict[str, DesignScale]
     sizes: tuple[float, ...]
     rungs: dict[str, list[Rung]]
-    corpus: Corpus
     max_train_tokens: int
     out: Path
     runtime: Runtime
     command: str
+    text: Corpus | None = None
+
+    @property
+    def corpus(self) -> Corpus:
+        """The prepared text."""
+        assert self.text is not None
+        return self.text
 
     @property
     def workers(self) -> Workers:
@@ -85,11 +95,12 @@ class Ladder:
         return self.plan.settings.training(1, 1, rung.width / self.scales[name].config.width, 0).learning_rate
 
 
-def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str) -> LadderReport:
+def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str, until: float = math.inf) -> LadderReport:
     """Run what is not done yet of a plan and of what was planned before in the folder `out`; return the report.
 
-    Raises CheckpointError where the folder has other content, Interrupted after a signal, once the current runs have
-    been saved. The same call continues.
+    until: in time.monotonic() seconds; runs that have not ended by then are left out. Raises CheckpointError where the
+    folder has other content, Interrupted after a signal, once the current runs have been saved. The same call
+    continues.
     """
     with RunLock(out):
         if not (out / PLAN_FILE).is_file():
@@ -99,14 +110,22 @@ def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str) -> L
         ladder = prepare_ladder(join_with_saved(out / PLAN_FILE, plan), out, runtime, command)
         _check_text(out / DATA_FILE, ladder.corpus)
         save_plan(out / PLAN_FILE, ladder.plan, ladder.sizes)
-        report = ladder_report(ladder, _run_all(ladder))
-        write_json_file(out / RESULTS_FILE, plain(report))
-        write_ladder_page(report, out)
+        report = _write_report(ladder, _run_all(ladder, until))
         return report
 
 
-def _run_all(ladder: Ladder) -> dict[RunKey, Result]:
-    """The results of all runs; of branches those of fewer tokens first, whose trunks the others continue."""
+def _write_report(ladder: Ladder, results: dict[RunKey, Result]) -> LadderReport:
+    report = ladder_report(ladder, results)
+    write_json_file(ladder.out / RESULTS_FILE, plain(report))
+    write_ladder_page(report, ladder.out)
+    return report
+
+
+def _run_all(ladder: Ladder, until: float) -> dict[RunKey, Result]:
+    """The results of all runs; of branches those of fewer tokens first, whose trunks the others continue.
+
+    Where the time ends first, or a signal ends it, the report of the runs that are done is written all the same.
+    """
     waves = [_training_tasks(ladder, ratio) for ratio in ladder.ratios]
     files = [task.result_file for wave in waves for task in wave]
     results: dict[RunKey, Result] = {}
@@ -120,17 +139,55 @@ def _run_all(ladder: Ladder) -> dict[RunKey, Result]:
             progress.print_status(f"warning: {result['message']}")
 
     for wave in waves:
-        results |= zip(wave.values(), run_tasks(wave, ladder.workers, tell), strict=True)
+        of_task: dict[Task, Result] = {}
+
+        def add(task: Task, result: Result, of_task: dict[Task, Result] = of_task) -> None:
+            of_task[task] = result
+            tell(task, result)
+
+        try:
+            run_tasks(wave, ladder.workers, add, until=until)
+        except Interrupted:
+            _report_saved(ladder, waves)
+            raise
+        results |= {key: of_task.get(task) or task.saved_result() or _not_run(task) for task, key in wave.items()}
+    missing = sum(not file.is_file() for file in files)
+    if missing and time.monotonic() >= until:
+        progress.print_status(f"the budget of time ended before {missing} of {len(files)} runs; a larger one continues")
     return results
 
 
-def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str = "") -> Ladder:
-    """Read the text and find the rungs. Raises ConfigError and DataError for what cannot be trained."""
+def _not_run(task: Task) -> Result:
+    return {"status": "failed", "message": f"{task.label}: the budget of time ended first"}
+
+
+def _report_saved(ladder: Ladder, waves: list[dict[Task, RunKey]]) -> None:
+    """Write the report of the runs that have a result, and say what is missing."""
+    tasks = {task: key for wave in waves for task, key in wave.items()}
+    saved = {key: result for task, key in tasks.items() if (result := task.saved_result()) is not None}
+    if saved:
+        _write_report(ladder, saved | {key: _not_run(task) for task, key in tasks.items() if key not in saved})
+    done = f"{len(saved)} of {len(tasks)} runs are done"
+    where = f"report so far: {ladder.out / 'ladder.html'}; " if saved else ""
+    progress.print_text(f"{where}{done}, {len(tasks) - len(saved)} are missing")
+
+
+def open_ladder(
+    plan: LadderPlan,
+    out: Path,
+    runtime: Runtime,
+    command: str = "",
+    scales: dict[str, DesignScale] | None = None,
+) -> Ladder:
+    """A ladder before its text is read, with the vocabulary that is asked for. Raises ConfigError for what cannot be.
+
+    scales: of the designs, where they are known.
+    """
     settings = plan.settings
-    # how much text is read depends on the sizes, and they on the text's vocabulary, which may be smaller than asked for
-    vocab_size = model_vocab_size(settings, DEFAULT_VOCAB_SIZE)
-    nominal = design_scales(plan, vocab_size)
-    sizes = plan.requested_sizes(nominal[0])
+    if scales is None:
+        named = design_scales(plan, model_vocab_size(settings, DEFAULT_VOCAB_SIZE))
+        scales = {scale.name: scale for scale in named}
+    sizes = plan.requested_sizes(next(iter(scales.values())))
     if len(sizes) < MIN_SIZES:
         raise ConfigError(f"sizes: {len(sizes)} are too few to fit; give {MIN_SIZES} at least")
     if len(settings.tokens_per_parameter) == 2:
@@ -138,38 +195,47 @@ def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str =
     if not settings.shares_trunk and (plan.target_tokens is not None or plan.target_flops is not None):
         name = "target_flops" if plan.target_tokens is None else "target_tokens"
         raise ConfigError(f"{name}: L(N) at one tokens_per_parameter says nothing of others; give 3 of them at least")
-    largest = max(rung.parameters for rungs in find_rungs(nominal, sizes).values() for rung in rungs)
+    rungs = find_rungs(list(scales.values()), sizes)
+    largest = max(rung.parameters for each in rungs.values() for rung in each)
     max_train_tokens = settings.steps(largest, settings.tokens_per_parameter[-1]) * settings.tokens_per_step
     if settings.shares_trunk:
         max_train_tokens = max(max_train_tokens, plan.text_tokens or TEXT_FACTOR * max_train_tokens)
         plan = replace(plan, text_tokens=max_train_tokens)
-    tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
-    corpus = prepare_corpus(
-        settings.data,
-        vocab_size=settings.vocab_size,
-        max_train_tokens=max_train_tokens,
-        tokenizer=tokenizer,
-    )
-    check_token_count(corpus.train, settings.sequence_length, settings.batch_size)
-    for entry in plan.entries:
-        check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
-    scales = nominal
-    if corpus.tokenizer.vocab_size != vocab_size:
-        scales = design_scales(plan, corpus.tokenizer.vocab_size)
-        sizes = plan.requested_sizes(scales[0])
-    rungs = find_rungs(scales, sizes)
-    settings.check_steps([rung.parameters for each in rungs.values() for rung in each])
     return Ladder(
         plan=plan,
-        scales={scale.name: scale for scale in scales},
+        scales=scales,
         sizes=sizes,
         rungs=rungs,
-        corpus=corpus,
         max_train_tokens=max_train_tokens,
         out=out,
         runtime=runtime,
         command=command,
     )
+
+
+def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str = "") -> Ladder:
+    """Read the text and find the rungs. Raises ConfigError and DataError for what cannot be trained."""
+    # how much text is read depends on the sizes, and they on the text's vocabulary, which may be smaller than asked for
+    ladder = open_ladder(plan, out, runtime, command)
+    plan, settings = ladder.plan, ladder.plan.settings
+    corpus = prepare_corpus(
+        settings.data,
+        vocab_size=settings.vocab_size,
+        max_train_tokens=ladder.max_train_tokens,
+        tokenizer=None if settings.tokenizer is None else Path(settings.tokenizer),
+    )
+    check_token_count(corpus.train, settings.sequence_length, settings.batch_size)
+    for entry in plan.entries:
+        check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
+    ladder = replace(ladder, text=corpus)
+    if corpus.tokenizer.vocab_size != model_vocab_size(settings, DEFAULT_VOCAB_SIZE):
+        scales = design_scales(plan, corpus.tokenizer.vocab_size)
+        sizes = plan.requested_sizes(scales[0])
+        ladder = replace(
+            ladder, scales={scale.name: scale for scale in scales}, sizes=sizes, rungs=find_rungs(scales, sizes)
+        )
+    settings.check_steps([rung.parameters for each in ladder.rungs.values() for rung in each])
+    return ladder
 
 
 def _check_text(path: Path, corpus: Corpus) -> None:
@@ -222,30 +288,60 @@ def _request(ladder: Ladder, name: str, rung: Rung, ratio: float, seed: int) -> 
     }
 
 
-def time_steps(ladder: Ladder) -> dict[str, list[float]]:
-    """By design the estimated seconds of one step of each rung, from timed steps of the smallest and the largest.
+@dataclass(frozen=True)
+class StepTimes:
+    """By design (FLOPs of a token, seconds of a step) at two sizes. start: seconds of a run beside its steps."""
 
-    Between them the time of a step is taken as linear in its FLOPs. Evaluations and the start of a process are left
-    out. Raises MachineError where a step cannot be timed.
+    ends: Mapping[str, Sequence[tuple[float, float]]]
+    start: float
+
+    def step(self, name: str, rung: Rung) -> float:
+        """Seconds of a step: linear in its FLOPs, and beyond the ends in proportion to them."""
+        (low, fast), (high, slow) = self.ends[name]
+        flops = rung.flops_per_token
+        if flops > high:
+            return slow * flops / high
+        return float(np.interp(flops, [low, high], [fast, slow]))
+
+
+def time_steps(ladder: Ladder) -> StepTimes:
+    """Timed steps of the smallest and the largest size of each design, on random tokens, with all workers busy.
+
+    Raises MachineError where a step cannot be timed.
     """
-    seconds = {}
-    for name, rungs in ladder.rungs.items():
-        ends = [rungs[0], rungs[-1]]
-        with tempfile.TemporaryDirectory() as folder:
-            tasks = [
-                Task(
-                    f"{name}, width {rung.width}, timing a step",
-                    Path(folder) / f"{rung.width}.json",
-                    _request(ladder, name, rung, ladder.ratios[0], 0)
-                    | {"task": "calibrate", "out": str(Path(folder) / "run")},
-                )
-                for rung in ends
-            ]
-            results = run_tasks(tasks, ladder.workers.first())
-        times = [_seconds_per_step(result) for result in results]
-        flops = [rung.flops_per_token for rung in ends]
-        seconds[name] = [float(np.interp(rung.flops_per_token, flops, times)) for rung in rungs]
-    return seconds
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = {
+            Task(
+                f"{name}, width {rung.width}, timing a step",
+                Path(folder) / f"{name}-{end}.json",
+                _request(ladder, name, rung, ladder.ratios[0], 0)
+                | {"task": "calibrate", "out": str(Path(folder) / "run")},
+            ): (name, rung)
+            for name, rungs in ladder.rungs.items()
+            for end, rung in (("smallest", rungs[0]), ("largest", rungs[-1]))
+        }
+        began = time.monotonic()
+        results = run_tasks(tasks, ladder.workers)
+        seconds = time.monotonic() - began
+    ends: dict[str, list[tuple[float, float]]] = {name: [] for name in ladder.rungs}
+    for (name, rung), result in zip(tasks.values(), results, strict=True):
+        ends[name].append((rung.flops_per_token, _seconds_per_step(result)))
+    timed = sum(result.get("timed_seconds", 0.0) for result in results)
+    return StepTimes(ends, max(0.0, (seconds * ladder.workers.count - timed) / len(tasks)))
+
+
+def ladder_seconds(ladder: Ladder, times: StepTimes) -> float:
+    """Seconds of all runs, with the evaluation at the end of each."""
+    evaluated = FINAL_EVALUATION_TOKENS / ladder.plan.settings.tokens_per_step / 2
+    runs = [
+        times.start + times.step(name, rung) * (ladder.new_steps(rung, ratio) + evaluated)
+        for name, rungs in ladder.rungs.items()
+        for rung in rungs
+        for ratio in ladder.ratios
+    ]
+    count, seeds = ladder.workers.count, ladder.plan.seeds
+    last = math.ceil(seeds * len(ladder.rungs) / count) * max(runs)  # the largest sizes come last
+    return max(seeds * sum(runs) / count, last)
 
 
 def _seconds_per_step(result: Mapping[str, Any]) -> float:

@@ -17,6 +17,7 @@ from heddle.training.settings import (
     Warmup,
 )
 
+DEFAULT_SIZES, DEFAULT_SEEDS = "5", 2
 MAX_COUNT = 20  # a larger number given as sizes is a number of parameters
 
 
@@ -40,12 +41,14 @@ class LadderSettings(SessionSettings):
     """Settings of `heddle compare ladder` and `heddle.ladder`."""
 
     SHOWN: ClassVar = (
-        "sizes", "tokens_per_parameter", "target", "seeds", "data", "lr", "batch_size", "sequence_length", "out",
+        "sizes", "tokens_per_parameter", "target", "seeds", "data", "budget", "lr", "sequence_length", "out",
         "dry_run",
     )  # fmt: skip
 
     designs: Designs
-    sizes: Annotated[str, Option("N|N,N,...", "How many, by halves from the first design down; or sizes.")] = "5"
+    sizes: Annotated[
+        str | None, Option("N|N,N,...", "How many, by halves from the first design down; or sizes. [5]")
+    ] = None
     tokens_per_parameter: Annotated[
         str | None,
         Option(
@@ -71,7 +74,10 @@ class LadderSettings(SessionSettings):
         ),
     ] = None
     irreducible: Annotated[str, Option("NAME", "The loss that no size removes: shared or separate.")] = "shared"
-    seeds: Annotated[int, Option("N", "Runs of each size, with random seeds 0 to N-1.")] = 2
+    seeds: Annotated[int | None, Option("N", "Runs of each size, with random seeds 0 to N-1. [2]")] = None
+    budget: Annotated[
+        str | None, Option("TIME", "Of the whole command, 30m, 12h: it chooses sizes, tokens and seeds not given.")
+    ] = None
     out: Annotated[Path, Option("FOLDER", "The ladder's folder; a later call may add to it.")] = Path("runs/ladder")
     dry_run: Annotated[bool, Option("", "Print sizes, tokens and the time they take; train nothing.")] = False
     data: Data = ()
