@@ -42,6 +42,10 @@ class Workers:
         if target.stem == self.stops_before:
             raise Interrupted(15)
         self.ran.append(target.stem)
+        if task["task"] == "calibrate":
+            self.ran.remove(target.stem)
+            write_json_file(target, {"status": "done", "seconds_per_step": 0.2, "timed_seconds": 1.0})
+            return Ended()
         if task["task"] != "train":
             write_json_file(target, {"status": "done", "train": [], "prefill": [], "decode": []})
             return Ended()
@@ -204,7 +208,7 @@ def test_a_fixed_comparison_may_continue_until_resolved_and_not_back(
     [
         (("--until-resolved", "0"), "--until-resolved 0:"),
         (("--until-resolved", "nan"), "--until-resolved nan:"),
-        (("--budget", "30m"), "--budget 30m:"),
+        (("--budget", "30min"), "--budget 30min:"),
         (("--until-resolved", "0.1", "--budget", "soon"), "--budget soon:"),
         (("--until-resolved", "0.1", "--budget", "0h"), "--budget 0h:"),
         (("--until-resolved", "0.1", "--seeds", "1"), "--seeds 1:"),

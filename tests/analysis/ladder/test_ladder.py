@@ -198,7 +198,7 @@ def test_a_dry_run_writes_nothing(
     assert [run["design"] for run in estimate["runs"]] == ["one"] * 4
     seconds = [run["seconds"] for run in estimate["runs"]]
     assert min(seconds) > 0
-    assert estimate["seconds"] == pytest.approx(2 * sum(seconds))
+    assert estimate["seconds"] > 2 * sum(seconds) / estimate["workers"]  # processes start, and evaluate at their end
     assert run_command([word for word in asked if word != "--json"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("Nothing was trained.")
 

@@ -79,7 +79,7 @@ class TimeBudget:
     @property
     def end(self) -> float:
         """When the last task must have ended, in time.monotonic() seconds."""
-        return self.started + self.seconds - max(MIN_END_SECONDS, END_SHARE * self.seconds)
+        return self.started + self.seconds - end_seconds(self.seconds)
 
     @property
     def remaining(self) -> float:
@@ -145,6 +145,24 @@ def parse_duration(text: str, option: str) -> float:
     if not seconds:
         raise ConfigError(f"{option} {text}: must be a time above 0, such as 90s, 30m or 2h")
     return seconds
+
+
+def text_seconds(budget: float) -> float:
+    """What a budget keeps for preparing the text."""
+    return min(TEXT_SHARE * budget, MAX_TEXT_SECONDS)
+
+
+def end_seconds(budget: float) -> float:
+    """What a budget keeps for the start of the command and the last report."""
+    return max(MIN_END_SECONDS, END_SHARE * budget)
+
+
+def least_budget(seconds: float) -> float:
+    """The smallest budget with so many seconds beside the text and the end, rounded up to a second."""
+    budget = seconds
+    for _ in range(50):
+        budget = seconds + text_seconds(budget) + end_seconds(budget)
+    return float(math.ceil(1.02 * budget))  # a second measurement of steps may be a little slower
 
 
 def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
@@ -216,7 +234,7 @@ def fit_plan(
             plan = replace(plan, speed_contexts=tuple(contexts))
             where = f"up to {contexts[-1]:,} tokens" if len(contexts) > 1 else f"at {contexts[0]:,} tokens alone"
             notes.append(f"speed is measured {where}")
-    text = min(TEXT_SHARE * budget.seconds, MAX_TEXT_SECONDS)
+    text = text_seconds(budget.seconds)
     others = text + _speed_seconds(comparison, times, plan.speed_contexts) / SPEED_ROUNDS
     chosen, recall = None, RECALL_SHARE * budget.seconds if plan.recall_probes else 0.0
     for _ in range(2):  # again with what the recall tasks of the first choice need
@@ -231,9 +249,10 @@ def fit_plan(
     if chosen is None:
         fewest = replace(plan, seeds=plan.seeds[: MIN_SEEDS if chooses_seeds else None])
         steps = dict.fromkeys(times, _least_steps(plan, chooses_tokens))
-        needed = others + recall + _seconds(replace(comparison, plan=fewest), times, steps) / TRAINED_SHARE
+        spent = time.monotonic() - budget.started
+        rest = spent + others - text + recall + _seconds(replace(comparison, plan=fewest), times, steps) / TRAINED_SHARE
         length = f"{_least_steps(plan, chooses_tokens)} steps of {plan.batch_size * plan.sequence_length:,} tokens"
-        whole = format_seconds(budget.seconds - budget.remaining + needed)
+        whole = format_seconds(least_budget(rest))
         raise ConfigError(
             f"--budget {format_seconds(budget.seconds)}: is too short to tell designs apart here: "
             f"{len(fewest.seeds)} seeds of {len(plan.entries)} designs, {length} each, take about {whole}; give at "

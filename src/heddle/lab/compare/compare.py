@@ -128,13 +128,13 @@ def _print_interrupted(settings: CompareSettings) -> None:
     file = settings.out / REPORT_FILES[0]
     if settings.json or not file.is_file():
         return
-    report = parse(Report, read_json_file(file))
+    report = parse(Report, json.loads(file.read_text(encoding="utf-8")))
     if any(design.runs for design in report.designs):
         print_report(_terminal_safe(report))
     missing = [
-        f"{stage['planned'] - stage['done']} of {stage['planned']} {stage['name']}"
+        f"{stage['planned'] - stage['finished']} of {stage['planned']} {stage['title']}"
         for stage in report.progress.stages
-        if stage["done"] < stage["planned"]
+        if stage["finished"] < stage["planned"]
     ]
     print_text(f"report so far: {settings.out / 'report.html'}; missing: {', '.join(missing) or 'the text'}")
 

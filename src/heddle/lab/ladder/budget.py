@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from heddle.errors import ConfigError, DataError
-from heddle.lab.compare.budget import MAX_TEXT_SECONDS, TEXT_SHARE, TRAINED_SHARE, TimeBudget, format_seconds
+from heddle.lab.compare.budget import TRAINED_SHARE, TimeBudget, format_seconds, least_budget, text_seconds
 from heddle.lab.compare.tables import format_number, format_percent
 from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, SizeLosses
 from heddle.lab.ladder.plan import SIZE_STEP, DesignScale, LadderPlan
@@ -54,7 +54,7 @@ def fit_ladder_plan(
             seconds = ladder_seconds(candidate, times)
             if seconds <= _available(budget):
                 return Choice(candidate, times, seconds)
-        needed = format_seconds(_needed(budget, seconds))
+        needed = format_seconds(least_budget(time.monotonic() - budget.started + seconds / TRAINED_SHARE))
         raise ConfigError(
             f"--budget {format_seconds(budget.seconds)}: this ladder takes about {needed} here; give at least that, or "
             "smaller sizes"
@@ -176,10 +176,4 @@ def _at_sizes(ladder: Ladder, sizes: tuple[float, ...]) -> Ladder:
 
 def _available(budget: TimeBudget) -> float:
     """Seconds of training that the budget has left."""
-    return TRAINED_SHARE * (budget.remaining - min(TEXT_SHARE * budget.seconds, MAX_TEXT_SECONDS))
-
-
-def _needed(budget: TimeBudget, seconds: float) -> float:
-    """The smallest budget in which so many seconds of training fit."""
-    text = min(TEXT_SHARE * budget.seconds, MAX_TEXT_SECONDS)
-    return time.monotonic() - budget.started + text + seconds / TRAINED_SHARE + budget.seconds * 0.02
+    return TRAINED_SHARE * (budget.remaining - text_seconds(budget.seconds))

@@ -1,0 +1,259 @@
+"""`compare --budget`: what it chooses, what it refuses, and that the end of the budget is the end of the command.
+
+The workers are scripted: each says how long its step takes, and a clock that only they move counts their seconds.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heddle.cli.main import run_command
+from heddle.lab import workers as processes
+from heddle.lab.compare import budget
+from heddle.lab.compare import run as comparison_run
+from heddle.lab.compare.budget import StepTime, TimeBudget, format_seconds, parse_duration
+from heddle.signals import Interrupted
+from heddle.storage.file_io import read_json_file, write_json_file
+from tests import small
+from tests.analysis.comparison import reports
+
+OPTIONS = ["--sequence-length", "32", "--batch-size", "4", "--device", "cpu", "--workers", "2", "--recall", "none"]
+OPTIONS += ["--speed-context-length", "24", "--extrapolate", "1"]
+STEP_TOKENS = 128
+START = 2.0  # seconds that a worker takes beside its steps
+
+
+class Clock:
+    """time.monotonic(), moved by the workers."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Machine:
+    """Takes the place of worker processes on a machine where every step takes `step` seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.step, self.slower = clock, 0.05, 1.0
+        self.running: list[Worker] = []
+        self.trained: list[str] = []
+        self.stops_before = ""
+        template = reports.make_report({"a": reports.TINY["mha-tiny"]}, seeds=1)["designs"][0]["runs"][0]
+        self.template = {**template, "extrapolation": []}
+
+    def start(self, request: Path, target: Path) -> "Worker":
+        task = json.loads(request.read_text(encoding="utf-8"))
+        if target.stem == self.stops_before:
+            raise Interrupted(2)
+        worker = Worker(self, task, target)
+        self.running.append(worker)
+        return worker
+
+    def sleep(self, seconds: float) -> None:
+        """What the parent does while workers run; it looks at them once a second."""
+        self.clock.now += max(seconds, 1.0)
+
+
+class Worker:
+    """Takes as long as its task: a training its steps, a timing and a speed measurement a few of them."""
+
+    def __init__(self, machine: Machine, task: dict[str, Any], target: Path) -> None:
+        self.machine, self.task, self.target, self.signals = machine, task, target, list[int]()
+        steps = task["settings"]["steps"] * machine.slower if task["task"] == "train" else 7
+        self.seconds = START + steps * machine.step
+        self.ends = machine.clock.now + self.seconds
+
+    def poll(self) -> int | None:
+        if self.signals:
+            return 143
+        if self.machine.clock.now < self.ends:
+            return None
+        if not self.target.is_file():
+            write_json_file(self.target, self.result())
+        return 0
+
+    def result(self) -> dict[str, Any]:
+        step, settings = self.machine.step, self.task["settings"]
+        if self.task["task"] == "calibrate":
+            return {"status": "done", "seconds_per_step": step, "timed_seconds": 7 * step}
+        if self.task["task"] == "speed":
+            return {"status": "done", "train": [], "prefill": [], "decode": []}
+        self.machine.trained.append(self.target.stem)
+        seed, is_second = settings["seed"], self.target.stem.startswith("b")
+        loss = 2.0 + 0.03 * math.sin(7 * seed + 2 * is_second)
+        tokens = settings["steps"] * STEP_TOKENS
+        result = {"seed": settings["seed"], "bits_per_byte": loss, "windows": [[loss * 1000, 1000]] * 16}
+        return self.machine.template | result | {"seconds": self.seconds, "train_tokens": tokens}
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        self.signals.append(9)
+
+    def wait(self) -> int:
+        return -9
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    clock = Clock()
+    machine = Machine(clock)
+    monkeypatch.setattr(processes, "start_worker", machine.start)
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(time, "sleep", machine.sleep)
+    monkeypatch.setattr(budget, "FINAL_EVALUATION_TOKENS", 0)  # these workers evaluate in no time
+    monkeypatch.setattr(budget, "OTHER_EVALUATED_TOKENS", 0)
+    monkeypatch.setattr(budget, "UNTIMED_FLOPS", 0.0)
+    return machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("budget")
+    (root / "text").mkdir()
+    for number in range(20):
+        (root / "text" / f"{number}.txt").write_text(f"the {number}th cloth is blue and long. " * 500, encoding="utf-8")
+    for name in "ab":
+        small.design_file(root / f"{name}.yaml")
+    return root
+
+
+def compare(folder: Path, out: Path, *options: str) -> int:
+    files = [f"{folder}/{name}.yaml" for name in "ab"]
+    return run_command(["compare", *files, "--data", f"{folder}/text", "--out", str(out), *OPTIONS, *options])
+
+
+def plan(out: Path) -> tuple[int, int]:
+    """(tokens of each run, seeds)."""
+    saved = read_json_file(out / "plan.json")
+    return int(saved["budget_value"]), len(saved["seeds"])
+
+
+def test_the_budget_chooses_the_training_and_ends_within_it(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = machine.clock.now
+    assert compare(folder, tmp_path / "short", "--budget", "3m") == 0
+    took, printed = machine.clock.now - started, capsys.readouterr().err
+    tokens, seeds = plan(tmp_path / "short")
+    assert 0.5 * 180 < took <= 180
+    assert seeds == 3
+    assert f"2 designs × 3 seeds on {tokens:,} tokens" in printed
+    assert "the budget chose: each run trains on" in printed
+    assert len(machine.trained) == 6
+    report = json.loads((tmp_path / "short" / "report.json").read_text(encoding="utf-8"))
+    assert any(f"{tokens:,} tokens" in warning for warning in report["warnings"])
+    assert compare(folder, tmp_path / "long", "--budget", "6m") == 0
+    assert plan(tmp_path / "long")[0] > tokens
+
+
+def test_what_was_given_is_never_changed(folder: Path, tmp_path: Path, machine: Machine) -> None:
+    assert compare(folder, tmp_path / "tokens", "--budget", "150s", "--tokens", "64000") == 0
+    assert plan(tmp_path / "tokens") == (64000, 3)
+    assert compare(folder, tmp_path / "fewer", "--budget", "100s", "--tokens", "64000") == 0
+    assert plan(tmp_path / "fewer") == (64000, 2)
+    assert compare(folder, tmp_path / "seeds", "--budget", "3m", "--seeds", "5") == 0
+    tokens, seeds = plan(tmp_path / "seeds")
+    assert seeds == 5
+    assert tokens >= budget.MIN_STEPS * STEP_TOKENS
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--budget", "20s"), ("--budget", "1m", "--tokens", "1M"), ("--budget", "2m", "--tokens", "100k", "--seeds", "9")],
+)
+def test_what_cannot_fit_is_refused_before_the_text_is_read(
+    options: tuple[str, ...], folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(folder, tmp_path / "out", *options) == 2
+    *_, sentence = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("heddle: --budget")
+    assert not (tmp_path / "out").exists()
+    assert machine.trained == []
+    # the time it names is enough
+    named = sentence.split("take about ")[1].split(";")[0]
+    seconds = sum(float(number) * {"s": 1, "min": 60, "h": 3600}[unit] for number, unit in pairs(named.split()))
+    assert compare(folder, tmp_path / "out", *options, "--budget", f"{seconds + 5:.0f}s") == 0
+
+
+def pairs(words: list[str]) -> list[tuple[str, str]]:
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+def test_a_machine_that_becomes_slow_ends_in_time_with_what_it_has(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.slower, started = 2.5, machine.clock.now
+    assert compare(folder, tmp_path / "out", "--budget", "3m") == 0
+    assert machine.clock.now - started <= 181
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["progress"]["stop_reason"].startswith("The budget of 3 min ended before seed ")
+    assert 0 < len(machine.trained) < 6
+    assert [len(design["runs"]) for design in report["designs"]] == [len(machine.trained) // 2] * 2
+    assert report["progress"]["stop_reason"] in " ".join(capsys.readouterr().out.split())
+    before = list(machine.trained)
+    assert compare(folder, tmp_path / "out", "--budget", "1h") == 0
+    assert len(machine.trained) == 6
+    assert machine.trained[: len(before)] == before
+
+
+def test_the_clock_can_fail(folder: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.slower, started = 2.5, machine.clock.now
+    monkeypatch.setattr(
+        comparison_run, "run_tasks", lambda tasks, workers, add, until: processes.run_tasks(tasks, workers, add)
+    )
+    assert compare(folder, tmp_path / "out", "--budget", "3m") == 0
+    assert machine.clock.now - started > 200
+
+
+def test_until_resolved_buys_seeds_within_the_budget(folder: Path, tmp_path: Path, machine: Machine) -> None:
+    started = machine.clock.now
+    assert compare(folder, tmp_path / "out", "--budget", "4m", "--until-resolved", "1e-9") == 0
+    assert 0.6 * 240 < machine.clock.now - started <= 240 + START
+    assert len(machine.trained) > 6
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(folder, tmp_path / "out", "--dry-run", "--tokens", "64000") == 0
+    out, err = capsys.readouterr()
+    assert "plan: 2 designs × 3 seeds on 64,000 tokens, 0.05 s a step, 2 at a time: training" in err
+    assert out == "Nothing was trained.\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tuning_budget_that_is_too_small_is_refused_before_the_text_is_read(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison_run, "prepare_corpus", None)
+    options = ("--tokens", "64000", "--tune", "lr=0.001..0.02", "--tune-budget", "5s")
+    assert compare(folder, tmp_path / "out", *options) == 2
+    assert "a budget of 5 seconds is too small" in capsys.readouterr().err
+
+
+def test_an_interrupt_prints_the_table_the_report_and_what_is_missing(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.stops_before = "b-seed1"
+    options = ("--tokens", "64000", "--workers", "1", "--seeds", "2")
+    assert compare(folder, tmp_path / "out", *options) == 130
+    out = capsys.readouterr().out
+    assert "bits per" in out
+    assert f"report so far: {tmp_path}/out/report.html; missing: 1 of 4 training runs" in " ".join(out.split())
+
+
+def test_the_estimate_is_linear_in_steps_and_seeds() -> None:
+    step = StepTime(step=0.5, start=3.0, flops=1e9)
+    assert step.forward(4e9) == pytest.approx(2.0)
+    limit = TimeBudget(seconds=parse_duration("7m", "--budget"), started=0.0)
+    assert limit.end == pytest.approx(420 - 8.4)
+    assert [format_seconds(seconds) for seconds in (4, 60, 90, 7200)] == ["4 s", "1 min", "1 min 30 s", "2.0 h"]
