@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,17 @@ import pytest
 
 from heddle.cli.main import run_command
 from heddle.lab import workers as processes
+from heddle.lab.compare.tables import format_number
 from heddle.lab.compare.worker import perform_task
+from heddle.lab.ladder.budget import Choice, describe_ladder
+from heddle.lab.ladder.ladder import _plan
+from heddle.lab.ladder.run import Ladder, StepTimes, open_ladder
+from heddle.lab.ladder.settings import LadderSettings
 from heddle.lab.pages.render import plotly_script
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.model.size import parameter_counts
+from heddle.model.size import flops_per_token, parameter_counts
+from heddle.runtime import set_up_runtime
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
@@ -255,3 +262,83 @@ def test_another_ladder_is_refused(
     (tmp_path / "other" / "file").touch()
     assert run_command(command(folder, tmp_path / "other")) == 2
     assert "holds something else (file)" in capsys.readouterr().err
+
+
+def hours(folder: Path, out: Path, *options: str) -> int:
+    """A ladder of one design with a budget of time, of which nothing is trained."""
+    words = list(command(folder, out, *options, "--dry-run", "--json", designs=("one",)))
+    for option in ("--sizes", "--tokens-per-parameter", "--seeds"):
+        if option in words and option not in options:
+            index = words.index(option)
+            del words[index : index + 2]
+    return run_command(words)
+
+
+@pytest.fixture
+def slow(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 10 MFLOP/s, whose workers take a second beside their steps."""
+    real = workers.start
+
+    def start(request: Path, target: Path) -> Workers:
+        task = json.loads(request.read_text())
+        model, settings = build(load_config(task["design"]), device="meta"), task["settings"]
+        flops = 3 * flops_per_token(model, settings["sequence_length"]) * settings["batch_size"]
+        seconds = flops * settings["sequence_length"] / 1e7
+        write_json_file(target, {"status": "done", "seconds_per_step": seconds, "timed_seconds": 0.0})
+        return real(request, target) if task["task"] != "calibrate" else workers
+
+    monkeypatch.setattr(processes, "start_worker", start)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_budget_chooses_sizes_that_fit_and_reach_the_target(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    largest = {}
+    for budget in ("20h", "80h"):
+        assert hours(folder, tmp_path / "out", "--target", "200k", "--budget", budget) == 0
+        estimate = json.loads(capsys.readouterr().out)
+        largest[budget] = max(run["parameters"] for run in estimate["runs"])
+        assert 0.3 < estimate["seconds"] / (3600 * int(budget[:-1])) < 1
+        assert estimate["seeds"] == 2
+        assert len(estimate["runs"]) == 5
+    assert 200_000 / 30 < largest["20h"] < largest["80h"] <= 110_000
+    # what was asked for stays
+    assert hours(folder, tmp_path / "out", "--target", "200k", "--budget", "20h", "--seeds", "4", "--sizes", "4") == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert (estimate["seeds"], len(estimate["runs"])) == (4, 4)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--target", "100M", "--budget", "20h"), "nothing is predicted beyond 30 times that; give --target"),
+        (("--sizes", SIZES, "--tokens-per-parameter", "20", "--budget", "1m"), "this ladder takes about"),
+        (("--budget", "1s"), "--budget 1 s: has no time for 5 sizes"),
+        (("--budget", "a day"), "--budget a day: must be a time above 0"),
+    ],
+)
+def test_a_budget_that_answers_nothing_is_refused(
+    options: tuple[str, ...], sentence: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hours(folder, tmp_path / "out", *options) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_ladder_says_what_it_can_tell(folder: Path, tmp_path: Path, workers: Workers) -> None:
+    plan = ladder_plan(folder, tmp_path / "out")
+    shares = []
+    for target in (100_000.0, 500_000.0):
+        choice = Choice(replace(plan, plan=replace(plan.plan, target=target)), StepTimes({}, 0.0), 60.0)
+        *_, sentence = describe_ladder(choice)
+        assert f"it predicts {format_number(target)} parameters" in sentence
+        shares.append(float(sentence.split("less than about ")[1].split(" %")[0]))
+    assert shares[0] < shares[1]  # the further, the less it can tell
+
+
+def ladder_plan(folder: Path, out: Path) -> Ladder:
+    settings = LadderSettings.read({"designs": (f"{folder}/one.yaml", f"{folder}/two.yaml"), "sizes": SIZES})
+    runtime = set_up_runtime("cpu")
+    return open_ladder(_plan(settings, runtime), out, runtime)

@@ -17,7 +17,7 @@ from heddle.lab.ladder.run import Ladder, StepTimes, ladder_seconds, open_ladder
 
 SMALLER_RATIOS = (10.0, 5.0)  # tokens per parameter that a budget may choose where 20 leave the target out of reach
 LARGEST_STEP = 2**0.25  # between the sizes that are tried
-TIMED_SIZES = (1.0, 1 / 8)  # of the largest size that may be chosen
+TIMED_SIZES = (1.0, 1 / 8)  # of the least size that reaches the target, twice
 TYPICAL_DEVIATION = 0.005  # of the log loss of small models between seeds
 TYPICAL_LOSS = (0.8, 0.5, 0.25)  # E, C and γ of E + C·(N / the target)^−γ
 MIN_SEEDS = 2
@@ -59,8 +59,9 @@ def fit_ladder_plan(
             f"--budget {format_seconds(budget.seconds)}: this ladder takes about {needed} here; give at least that, or "
             "smaller sizes"
         )
-    times = time_steps(_at_sizes(ladder, tuple(largest * share for share in TIMED_SIZES)))
     least = 0.0 if plan.target is None else plan.target / MAX_EXTRAPOLATION
+    timed = min(largest, 2 * least) if least else largest  # larger steps take long to time
+    times = time_steps(_at_sizes(ladder, tuple(timed * share for share in TIMED_SIZES)))
     best: Choice | None = None
     for ratio, number in ((ratio, number) for ratio in ratios for number in seeds):
         choice = _largest_that_fits(ladder, times, budget, count, largest, ratio, number)

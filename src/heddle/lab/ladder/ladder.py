@@ -94,7 +94,8 @@ def _plan_time(
             seeds=saved["seeds"] if settings.seeds is None else plan.seeds,
         )
     joined = join_with_saved(plan_file, plan)
-    ladder = open_ladder(joined, settings.out, runtime)
+    chooses_sizes = budget is not None and not is_begun and isinstance(joined.sizes, int)
+    ladder = open_ladder(joined, settings.out, runtime, has_rungs=not chooses_sizes)
     if not settings.dry_run and (is_begun or not (budget is not None or is_worth_timing(ladder))):
         return plan, None, until
     workers = ladder.workers.count
@@ -103,7 +104,7 @@ def _plan_time(
         choice = fit_ladder_plan(
             ladder,
             budget,
-            chooses_sizes=settings.sizes is None,
+            chooses_sizes=chooses_sizes,
             chooses_ratio=settings.tokens_per_parameter is None,
             chooses_seeds=settings.seeds is None,
         )

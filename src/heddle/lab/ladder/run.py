@@ -178,10 +178,12 @@ def open_ladder(
     runtime: Runtime,
     command: str = "",
     scales: dict[str, DesignScale] | None = None,
+    *,
+    has_rungs: bool = True,
 ) -> Ladder:
     """A ladder before its text is read, with the vocabulary that is asked for. Raises ConfigError for what cannot be.
 
-    scales: of the designs, where they are known.
+    scales: of the designs, where they are known. has_rungs: whether its sizes are known.
     """
     settings = plan.settings
     if scales is None:
@@ -195,8 +197,8 @@ def open_ladder(
     if not settings.shares_trunk and (plan.target_tokens is not None or plan.target_flops is not None):
         name = "target_flops" if plan.target_tokens is None else "target_tokens"
         raise ConfigError(f"{name}: L(N) at one tokens_per_parameter says nothing of others; give 3 of them at least")
-    rungs = find_rungs(list(scales.values()), sizes)
-    largest = max(rung.parameters for each in rungs.values() for rung in each)
+    rungs = find_rungs(list(scales.values()), sizes) if has_rungs else {}
+    largest = max((rung.parameters for each in rungs.values() for rung in each), default=0)
     max_train_tokens = settings.steps(largest, settings.tokens_per_parameter[-1]) * settings.tokens_per_step
     if settings.shares_trunk:
         max_train_tokens = max(max_train_tokens, plan.text_tokens or TEXT_FACTOR * max_train_tokens)
@@ -296,12 +298,12 @@ class StepTimes:
     start: float
 
     def step(self, name: str, rung: Rung) -> float:
-        """Seconds of a step: linear in its FLOPs, and beyond the ends in proportion to them."""
+        """Seconds of a step: linear in its FLOPs, above the ends in proportion to them, below with a tenth of overhead."""
         (low, fast), (high, slow) = self.ends[name]
         flops = rung.flops_per_token
         if flops > high:
             return slow * flops / high
-        return float(np.interp(flops, [low, high], [fast, slow]))
+        return float(np.interp(flops, [0.0, low, high], [0.1 * fast, fast, slow]))
 
 
 def time_steps(ladder: Ladder) -> StepTimes:
