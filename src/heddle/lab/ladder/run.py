@@ -298,7 +298,7 @@ class StepTimes:
     start: float
 
     def step(self, name: str, rung: Rung) -> float:
-        """Seconds of a step: linear in its FLOPs, above the ends in proportion to them, below with a tenth of overhead."""
+        """Seconds of a step: linear in its FLOPs; above the ends in proportion to them, below them down to a tenth."""
         (low, fast), (high, slow) = self.ends[name]
         flops = rung.flops_per_token
         if flops > high:
