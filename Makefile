@@ -3,6 +3,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PIP_ARGS ?=
 HASHES ?=
+TORCH ?=
 WORKERS ?= 2
 DESIGNS ?= preset:gqa-tiny preset:local_global-tiny preset:gated_delta-tiny
 BUDGET ?= --tokens 40000 --batch-size 4 --sequence-length 128 --recall mqar --speed-context-length 2048
@@ -16,7 +17,7 @@ QUICK := tests/test_*.py tests/laws/test_laws.py tests/laws/test_pairs.py tests/
 OUT := runs/compare
 RUN := .venv/bin/python
 
-export PYTHON TORCH_INDEX PIP_ARGS HASHES
+export PYTHON TORCH_INDEX PIP_ARGS HASHES TORCH
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help compare compare-all ablation test test-browser quick nightly soak clients bench evidence docs package clean core dev
@@ -27,6 +28,7 @@ help: ## list the targets
 	@echo "  PYTHON=python3.12   the interpreter            TORCH_INDEX=URL   an extra package index, for torch only"
 	@echo "  WORKERS=4           test processes             PIP_ARGS='...'    options of every pip call"
 	@echo "  DESIGNS='...'       what compare compares      COMPARE_ARGS='...', PYTEST_ARGS='...'"
+	@echo "  TORCH=newest        another version of torch than that of constraints.txt: newest, or 2.14.1"
 	@echo "  HASHES=1            install the files of hashes.txt, checked by SHA-256, into a new .venv (Linux, x86-64)"
 
 compare: core ## train three small designs on the same text and open the report: about 3 minutes on 2 cores

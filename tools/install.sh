@@ -3,7 +3,8 @@
 # A receipt is written last and holds what was installed, from where; while it still holds, nothing is done. A mark stands
 # while pip works: found at the start, it means that an install was cut short, and .venv is made anew.
 # Read from the environment: PYTHON, TORCH_INDEX (one more index, for torch alone), PIP_ARGS (words for every pip call),
-# HASHES (not empty: .venv is made anew from the files of hashes.txt, which pip compares by SHA-256).
+# HASHES (not empty: .venv is made anew from the files of hashes.txt, which pip compares by SHA-256), TORCH (another version
+# of torch than that of constraints.txt: 2.14.1, say, or newest).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
@@ -29,6 +30,7 @@ same_python() { # the default takes whatever .venv has; a named interpreter must
 wanted() {
     pwd
     cksum pyproject.toml constraints.txt ${HASHES:+hashes.txt}
+    echo "${TORCH:-}"
 }
 
 install() { # a name for the message, then pip's arguments
@@ -67,9 +69,21 @@ if [ -n "${HASHES:-}" ] || [ -e "$mark" ] || ! .venv/bin/python -m pip --version
     answer=$("$python" -m venv .venv 2>&1) || stop "'$python' could not make .venv: $(echo "$answer" | tail -n 1)"
 fi
 
+if [ -n "${HASHES:-}" ] && [ -n "${TORCH:-}" ]; then
+    stop "HASHES and TORCH: hashes.txt holds the files of one version of torch; leave one of them out."
+fi
+
 rm -f .venv/*.receipt
 : >"$mark"
 : >"$log"
+constraints=constraints.txt
+torch=$(grep '^torch==' constraints.txt)
+if [ -n "${TORCH:-}" ]; then
+    constraints=.venv/constraints.txt
+    grep -v '^torch==' constraints.txt >"$constraints"
+    torch="torch==$TORCH"
+    [ "$TORCH" = newest ] && torch=torch
+fi
 echo "heddle: installing torch and heddle ($extra) into .venv; the first time takes minutes"
 if [ -n "${HASHES:-}" ]; then # setuptools first: it builds the packages that have no wheel
     grep '^setuptools==' hashes.txt >.venv/setuptools.txt
@@ -79,12 +93,11 @@ if [ -n "${HASHES:-}" ]; then # setuptools first: it builds the packages that ha
     .venv/bin/python -m pip check >>"$log" 2>&1 ||
         echo "heddle: this build of torch brings libraries that hashes.txt does not hold; they are not compared"
 else
-    install torch -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
-        "$(grep '^torch==' constraints.txt)" setuptools
+    install torch -c "$constraints" --upgrade ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$torch" setuptools
 fi
 case $extra in
-core) install "heddle and what it needs" -c constraints.txt --no-build-isolation -e . ;;
-*) install "heddle and its '$extra' tools" -c constraints.txt --no-build-isolation -e ".[$extra]" ;;
+core) install "heddle and what it needs" -c "$constraints" --no-build-isolation -e . ;;
+*) install "heddle and its '$extra' tools" -c "$constraints" --no-build-isolation -e ".[$extra]" ;;
 esac
 wanted >".venv/$extra.receipt"
 rm -f "$mark"

@@ -4,9 +4,9 @@ import re
 from dataclasses import asdict
 from functools import cache
 from html import escape
-from importlib import import_module
 from typing import Any, NamedTuple
 
+from latex2mathml.converter import convert
 from markupsafe import Markup
 
 from heddle.lab.explore.choices import MISTAKES, SLOTS, explorer_design, kinds_of, model_fields, published_designs
@@ -126,7 +126,7 @@ CODE = re.compile(r"`([^`]+)`")
 def explorer_page(slot: str | None = None, config: ModelConfig | None = None) -> str:
     """The page of a slot, or of a whole design; the same input gives the same bytes.
 
-    config: the design that it shows at first. Formulas are typeset where latex2mathml is installed.
+    config: the design that it shows at first.
     """
     slots = {name: kinds_of(name) for name in SLOTS}
     pages = list(SLOTS) if slot is None else [slot]
@@ -215,13 +215,9 @@ def _block(block: str) -> str:
 
 
 def _typeset(block: str) -> list[str] | None:
-    """The lines of a formula as HTML; None where it is no formula, or where nothing can typeset it."""
+    """The lines of a formula as HTML; None where it is no formula."""
     lines = pieces_of(block)
     if lines is None:
-        return None
-    try:
-        convert = import_module("latex2mathml.converter").convert
-    except ImportError:
         return None
     return [
         "".join(convert(piece.text) if piece.is_formula else f"<span>{escape(piece.text)}</span>" for piece in line)
