@@ -66,6 +66,12 @@ class RowProtocol:
         """The rows of a `record`, or of a file from before there was one: those began where the text was cut."""
         return cls(tuple(record.get("bos_ids", ())))
 
+    def __str__(self) -> str:
+        """ "beginning with BOS, which is not scored": how a sentence that names a loss says it."""
+        if not self.bos_ids:
+            return "cut anywhere in the text, without BOS"
+        return "beginning with BOS, which is not scored"
+
     def record(self) -> dict[str, list[int]]:
         """What a file says about the rows; nothing for rows that begin where the text is cut."""
         return {"bos_ids": list(self.bos_ids)} if self.bos_ids else {}

@@ -353,6 +353,7 @@ def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[s
         report["sample"] = sample_text(training.model, job.source.tokenizer, job.settings.sequence_length)
         report["bits_per_character"] = training.bits_per_byte * job.source.bytes_per_character
         score = f"{training.bits_per_byte:.4f} bits per byte on held-out text"
+        score += f" ({job.rows})" if job.rows.bos_ids else ""
     elif isinstance(job.source, ChatDataset):
         report["bits_per_byte"] = training.bits_per_byte
         score = f"{training.bits_per_byte:.4f} bits per byte of the assistant's text in held-out conversations"

@@ -26,7 +26,7 @@ from heddle.lab.conversion.report import (
     report_conversion,
     report_variants,
 )
-from heddle.lab.conversion.results import ConversionResults, conversion_verdict
+from heddle.lab.conversion.results import ConversionResults, conversion_verdict, measured_text_sentence
 from heddle.lab.conversion.run import ConversionRecord
 from heddle.model.decoder import build
 from heddle.model.size import size
@@ -113,7 +113,9 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                     conversion, distillation, corpus, healing, folder, runtime.device, adapts_rate
                 )
                 if not (is_comparison or settings.json):
-                    print_text(f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing")
+                    loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
+                    others = ", on other sequences than the report's" if with_report else ""
+                    print_text(f"{loss} ({corpus.rows}{others})")
 
         report = results = None
         if with_report:
@@ -223,7 +225,7 @@ def print_results(results: ConversionResults | None, out: Path, as_json: bool) -
     if as_json:
         print_text(json.dumps(results.to_plain(), indent=2))
         return
-    for sentence in conversion_verdict(results):
+    for sentence in (*conversion_verdict(results), measured_text_sentence(results)):
         print_text(sentence)
     print_text(f"report: {out / 'convert.html'}")
     print_text(str(out))

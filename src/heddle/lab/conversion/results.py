@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from heddle.data.samples import RowProtocol
 from heddle.lab.compare.results import Difference, ScoredRun
 from heddle.lab.compare.speed import Samples, summarize_speeds
 from heddle.lab.compare.statistics import TEXT_SPANS, VALIDATION_WINDOWS, TextSampling, paired_difference
@@ -320,6 +321,15 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
     if len(results.original.first_spans) and not copying_gain(results.original).resolved:
         sentences.append("The original hardly copies from its context, so recall says little here.")
     return sentences
+
+
+def measured_text_sentence(results: ConversionResults) -> str:
+    """On which sequences the losses of a report are, and how they begin: other sequences have other losses."""
+    text = results.text
+    return (
+        f"Losses of this report: {text.windows:,} held-out sequences of {text.sequence_length:,} tokens, "
+        f"{RowProtocol(tuple(text.bos_ids))}."
+    )
 
 
 def within_tolerance(results: ConversionResults, model: ModelResult) -> bool:

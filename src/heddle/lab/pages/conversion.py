@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from heddle.data.samples import RowProtocol
 from heddle.lab.compare.results import Difference
 from heddle.lab.compare.tables import (
     NO_VALUE,
@@ -514,6 +515,7 @@ def page_context(results: ConversionResults) -> dict[str, Any]:
         "title": f"heddle convert: {results.source or results.original.name}",
         "styles": model_styles(results),
         "verdict": conversion_verdict(results),
+        "rows": str(RowProtocol(tuple(results.text.bos_ids))),
         "tolerance": f"{100 * TOLERANCE:g} %",
         "conversion_count": len(conversions),
         "summary": summary_rows(results),
