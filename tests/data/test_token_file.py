@@ -169,10 +169,23 @@ def test_a_full_disk_is_the_machines_fault(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    """Swapped in the cache, both would be whole, and each the text of the other."""
+    write_documents(tmp_path / "a.bin", DOCUMENTS)
+    (tmp_path / "a.bin").rename(tmp_path / "b.bin")
+    with pytest.raises(DataError, match=r"b\.bin was written as a\.bin"):
+        TokenFile(tmp_path / "b.bin")
+    header = json.loads((tmp_path / "b.bin").read_bytes()[len(MAGIC) : HEADER_BYTES])
+    assert header["name"] == "a.bin"
+
+
 def test_equal_input_gives_equal_files(tmp_path: Path) -> None:
     write_documents(tmp_path / "a", DOCUMENTS)
     with write_token_file(tmp_path / "b", vocab_size=100, eod_id=0, tokenizer_hash="t") as writer:
         writer.add(DOCUMENTS, 6)
         writer.end_source()
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    first, second = ((tmp_path / name).read_bytes() for name in "ab")
+    assert first[HEADER_BYTES:] == second[HEADER_BYTES:]
+    write_documents(tmp_path / "again" / "a", DOCUMENTS)
+    assert first == (tmp_path / "again" / "a").read_bytes()
     assert token_bin.FORMAT_VERSION == 1

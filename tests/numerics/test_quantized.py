@@ -7,6 +7,7 @@ from heddle.errors import ConfigError
 from heddle.model.copies import QuantizedLinear, quantize_weights
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
+from heddle.numerics import quantized as quantized_module
 from heddle.numerics.kernels import kernels
 from heddle.numerics.quantized import QUANTIZED_LINEAR, QuantizedFacts, dequantize, quantize, quantized_linear
 from heddle.parts.modules.linear import Linear
@@ -15,16 +16,40 @@ GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT = torch.randn(48, 64, generator=GENERATOR)
 
 
-@pytest.mark.parametrize(("bits", "levels"), [(8, 254), (4, 15)])
-def test_each_weight_moves_by_half_a_step_at_most(bits: int, levels: int) -> None:
-    weight = torch.cat([WEIGHT, torch.zeros(16, 64), torch.full((16, 64), 3.0)])
-    groups = weight if bits == 8 else weight.unflatten(1, (-1, 32))
-    width = 2 * groups.abs().amax(-1) if bits == 8 else groups.amax(-1) - groups.amin(-1)
+def largest_errors(weight: torch.Tensor, bits: int) -> torch.Tensor:
     difference = (dequantize(quantize(weight, bits), torch.float32) - weight).abs()
-    largest = difference.amax(-1) if bits == 8 else difference.unflatten(1, (-1, 32)).amax(-1)
+    return difference.amax(-1) if bits == 8 else difference.unflatten(1, (-1, 32)).amax(-1)
+
+
+def test_each_weight_moves_by_half_a_step_at_most_with_8_bits() -> None:
+    weight = torch.cat([WEIGHT, torch.zeros(16, 64), torch.full((16, 64), 3.0)])
+    width = 2 * weight.abs().amax(-1)
     # bfloat16 rounds a scale by 1/256 of itself at most, which moves the ends of the range.
-    assert (largest <= width / levels / 2 + (width / 2 + groups.abs().amax(-1)) / 200 + 1e-7).all()
-    assert dequantize(quantize(weight, bits), torch.float64)[48:64].abs().max() < 1e-6
+    assert (largest_errors(weight, 8) <= width / 254 / 2 + width / 200 + 1e-7).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_equal_weights_stay(bits: int) -> None:
+    weight = torch.cat([torch.zeros(16, 64), torch.full((16, 64), 3.0), torch.full((16, 64), -0.25)])
+    assert largest_errors(weight, bits).max() < 1e-6 if bits == 4 else largest_errors(weight, bits).max() < 0.01
+
+
+def test_4_bits_have_less_squared_error_than_the_whole_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) ** 3  # with large ones among small ones
+
+    def squared_error() -> torch.Tensor:
+        return (dequantize(quantize(weight, 4), torch.float32) - weight).square().unflatten(1, (-1, 32)).sum(-1)
+
+    searched = squared_error()
+    groups = weight.unflatten(1, (-1, 32))
+    low, step = groups.amin(-1), (groups.amax(-1) - groups.amin(-1)) / 15
+    codes = ((groups - low[..., None]) / step[..., None]).round()
+    plain = (codes * step[..., None] + low[..., None] - groups).square().sum(-1)
+    assert searched.sum() < 0.9 * plain.sum()
+    assert (searched <= 1.02 * plain + 1e-6).all()  # bfloat16 rounds the scales, which the plain loop does not
+    monkeypatch.setattr(quantized_module, "_least_squares", lambda groups, codes: (step * 2, low))  # planted: no fit
+    monkeypatch.setattr(quantized_module, "_SHRINKS", (1.0,))
+    assert squared_error().sum() > searched.sum()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -69,7 +94,7 @@ def test_a_model_computes_what_its_dequantized_weights_compute(name: str, bits: 
         tokens = torch.arange(10)[None]
         got, want = quantized.model(tokens)[0], rounded(tokens)[0]
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-        head = dequantize(quantize(model.head.weight, bits), torch.float64)
+        head = dequantize(quantize(model.head.weight, 8), torch.float64)
         torch.testing.assert_close(quantized.model.head(got), got @ head.T, rtol=0, atol=1e-10)
         assert quantized.model.head.output_head.weight.equal(head)
     assert any(type(module) is Linear for module in model.modules()), "the model itself stays as it was"

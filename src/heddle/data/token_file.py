@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 
 from heddle.data.cache import CACHE_REMEDY
 from heddle.errors import DataError, describe_path
+from heddle.progress import printable
 from heddle.storage.file_io import hash_rest, replace_file
 
 MAGIC = b"heddle-tokens\n"
@@ -58,8 +59,8 @@ class TokenFileWriter:
         """Mark the end of a source: the next documents come from the next source."""
         self._source_token_counts.append(self.token_count - sum(self._source_token_counts))
 
-    def close(self, tokenizer_hash: str) -> None:
-        """Write the offsets and the header."""
+    def close(self, tokenizer_hash: str, name: str) -> None:
+        """Write the offsets and the header. name: of the file, which says what text it holds."""
         self._write(b"\0" * _padding(self.token_count * self._dtype.itemsize))
         self._write(np.array(self._offsets, dtype="<u8").tobytes())
         header = {
@@ -72,6 +73,7 @@ class TokenFileWriter:
             "documents": len(self._offsets),
             "bytes": self.text_bytes,
             "parts": self._source_token_counts,
+            "name": name,
         }
         self._hasher.update(_header_json(header))
         text = _header_text(header | {"sha256": self._hasher.hexdigest()})
@@ -93,7 +95,7 @@ def write_token_file(path: Path, *, vocab_size: int, eod_id: int, tokenizer_hash
     with replace_file(path, CACHE_REMEDY) as temporary, temporary.open("xb") as file:
         writer = TokenFileWriter(file, vocab_size, eod_id)
         yield writer
-        writer.close(tokenizer_hash)
+        writer.close(tokenizer_hash, path.name)
 
 
 class TokenFile:
@@ -117,6 +119,11 @@ class TokenFile:
         start = HEADER_BYTES + size + _padding(size)
         if path.stat().st_size != start + 8 * self.document_count or self._content_hash(header) != header["sha256"]:
             raise DataError(f"token file {path} is truncated or damaged: delete it, and it is made again.")
+        if header.get("name", path.name) != path.name:  # files of earlier versions have no name
+            raise DataError(
+                f"token file {path} was written as {printable(str(header['name']))}, which is another text: delete it, "
+                "and it is made again."
+            )
         self._tokens = self._map(self.dtype, HEADER_BYTES, self._length)
         self.offsets = self._map(np.dtype("<u8"), start, self.document_count)
 

@@ -16,6 +16,7 @@ from heddle.parts.modules.linear import Linear
 
 # Matrices that a mixer multiplies with each other, and a router's, whose choices small errors change.
 EXEMPT = ("k_up", "v_up", "router")
+HEAD_BITS = 8
 
 
 class QuantizedLinear(nn.Module):
@@ -54,8 +55,9 @@ class QuantizedModel(NamedTuple):
 def quantize_weights(model: Decoder, bits: int) -> QuantizedModel:
     """Return a copy in eval mode with weights of 8 or 4 bits; it shares all others with the model.
 
-    Embeddings, norms, convolutions, stacks of experts and routers stay as they are, and so do matrices whose sizes
-    torch's kernels do not have: inputs in multiples of 32, and for 4 bits outputs in multiples of 16. Raises
+    The head has 8 bits in both cases: with 4 it adds a quarter as much loss as all other weights together. Embeddings,
+    norms, convolutions, stacks of experts and routers stay as they are, and so do matrices whose sizes torch's kernels
+    do not have: inputs in multiples of 32, and for 4 bits outputs in multiples of 16. Raises
     ConfigError for other bits, another device than a CPU, a dtype other than float32, bfloat16 and float64, or a design
     without a matrix that can be quantized.
     """
@@ -78,8 +80,8 @@ def quantize_weights(model: Decoder, bits: int) -> QuantizedModel:
             setattr(changed.get_submodule(parent), name, QuantizedLinear(module.weight, module.bias, bits))
             count += module.weight.numel()
     head = changed.head.weight
-    if can_quantize(head.shape[0], head.shape[1], bits):
-        changed.head.projection = QuantizedLinear(head, changed.head.bias, bits)
+    if can_quantize(head.shape[0], head.shape[1], HEAD_BITS):
+        changed.head.projection = QuantizedLinear(head, changed.head.bias, HEAD_BITS)
         count += head.numel()
     if count == 0:
         raise ConfigError(

@@ -5,9 +5,10 @@
 4 bits   W ≈ s_og (q − 8) + m_og   q from 0 to 15, a scale and a middle for each output and group of 32 inputs
 ```
 
-Scales and middles are bfloat16, and q is the nearest whole number for the rounded scale (Dettmers et al. 2022; Frantar
-et al. 2023 round better, with a text). torch's kernels read q as it is stored and multiply activations in bfloat16. One
-row then takes the time of reading q. With more rows, and in float64, W is made again and multiplied.
+Scales and middles are bfloat16, and q is the nearest whole number for the rounded scale (Dettmers et al. 2022). With 4
+bits the scale and the middle of a group are those of the least squared error among some, as in llama.cpp's K-quants
+(Frantar et al. 2023 round better, with a text). torch's kernels read q as it is stored and multiply activations in
+bfloat16. One row then takes the time of reading q. With more rows, and in float64, W is made again and multiplied.
 """
 
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from heddle.torch_private import int4_product, int8_product, pack_int4
 BITS = (8, 4)
 GROUP = 32  # inputs that share a scale with 4 bits. torch's kernel of 8 bits reads beyond a row that is no multiple
 OUTPUT_MULTIPLE = 16  # of the kernel of 4 bits
+_SHRINKS = (1.0, 0.9)  # of a group's range
+_ROWS_AT_ONCE = 2**12  # outputs whose groups are searched together, which bounds the memory
 MAX_PACKED_ROWS = 8  # with more rows, torch's kernels are slower than a product with W
 
 
@@ -63,16 +66,63 @@ def quantize(weight: Tensor, bits: int) -> QuantizedMatrix:
         scales = _nonzero(wide.abs().amax(1) / 127).bfloat16()
         codes = (wide / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         return QuantizedMatrix(codes, scales, None)
-    groups = wide.unflatten(1, (-1, GROUP))
-    low, high = groups.amin(2), groups.amax(2)
-    steps = _nonzero((high - low) / 15).bfloat16()
-    middles = (low + 8 * steps.float()).bfloat16()
-    codes = ((groups - middles.float()[..., None]) / steps.float()[..., None] + 8).round_().clamp_(0, 15)
+    parts = [_round_groups(rows.unflatten(1, (-1, GROUP))) for rows in wide.split(_ROWS_AT_ONCE)]
+    codes, steps, middles = (torch.cat(part) for part in zip(*parts, strict=True))
     whole = codes.flatten(1).to(torch.int32)
     packed = pack_int4(whole)
     scales = torch.stack([steps, middles], dim=-1).transpose(0, 1).contiguous()
     pairs = whole.to(torch.uint8).unflatten(1, (-1, 2))
     return QuantizedMatrix(pairs[..., 0] | (pairs[..., 1] << 4), scales, packed)
+
+
+def _round_groups(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [outputs, groups, 32], steps and middles [outputs, groups] that bring each group near its weights.
+
+    The range of a group is shrunk by each of _SHRINKS, the codes of that range are taken, and a step and a middle are
+    fitted to them by least squares; the pair with the least squared error is kept. A range that leaves out one large
+    weight often rounds the other 31 better.
+    """
+    low, high = groups.amin(2), groups.amax(2)
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    least = torch.full_like(low, torch.inf)
+    for shrink in _SHRINKS:
+        inset = (1 - shrink) / 2 * (high - low)
+        steps, middles = _rounded((high - low - 2 * inset) / 15, low + inset)
+        codes = _codes(groups, steps, middles)
+        for fit in (False, True):
+            if fit:
+                steps, middles = _rounded(*_least_squares(groups, codes))
+                codes = _codes(groups, steps, middles)
+            error = ((codes - 8) * steps[..., None] + middles[..., None] - groups).square_().sum(2)
+            better = error < least
+            least = torch.where(better, error, least)
+            if best is None:
+                best = codes, steps, middles
+            else:
+                best = (
+                    torch.where(better[..., None], codes, best[0]),
+                    torch.where(better, steps, best[1]),
+                    torch.where(better, middles, best[2]),
+                )
+    assert best is not None
+    return best[0], best[1].bfloat16(), best[2].bfloat16()
+
+
+def _rounded(steps: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps and middles as bfloat16 holds them, in float32. lowest: what code 0 stands for."""
+    steps = _nonzero(steps).bfloat16().float()
+    return steps, (lowest + 8 * steps).bfloat16().float()
+
+
+def _codes(groups: Tensor, steps: Tensor, middles: Tensor) -> Tensor:
+    return ((groups - middles[..., None]) / steps[..., None] + 8).round_().clamp_(0, 15)
+
+
+def _least_squares(groups: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """The step and what code 0 stands for that fit a group's weights best for these codes."""
+    centered = codes - codes.mean(2, keepdim=True)
+    steps = (centered * groups).sum(2) / centered.square().sum(2).clamp(min=1e-8)
+    return steps, groups.mean(2) - steps * codes.mean(2)
 
 
 def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
