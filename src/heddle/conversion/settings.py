@@ -37,6 +37,9 @@ class ConvertSettings(SessionSettings):
         float | None,
         Option("X", "Its peak learning rate. [at most 0.003 × 96 / width, less after a small loss]"),
     ] = None
+    heal_batch_size: Annotated[
+        int | None, Option("N", "Its sequences per step; fewer, or a shorter --sequence-length, need less memory. [8]")
+    ] = None
     report_tokens: Annotated[int, Option("N", "Held-out tokens of the report; 0: none.", parse_tokens)] = 2**16
     speed_context_length: Annotated[tuple[int, ...], Option("N", "Context length for the speed test; repeatable.")] = ()
     json: Json = False

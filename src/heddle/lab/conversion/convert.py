@@ -10,7 +10,7 @@ from heddle.annotations import literal_values
 from heddle.conversion.calibration import CALIBRATION_TOKENS, calibration_from_corpus, calibration_samples
 from heddle.conversion.convert import Conversion, ConversionSource, open_source
 from heddle.conversion.convert import convert as convert_model
-from heddle.conversion.heal import Original, convert_and_heal, healing_rate, healing_settings
+from heddle.conversion.heal import HEALING_BATCH, Original, convert_and_heal, healing_rate, healing_settings
 from heddle.conversion.rewrite import Rewrite, rewrites
 from heddle.conversion.settings import ConvertSettings
 from heddle.conversion.targets import conversion_variants
@@ -88,7 +88,9 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         distillation = Distillation(Original(source), loss_weights, settings.heal_parameters or "all")
         if settings.heal is not None:
             rate = healing_rate(design.width) if settings.heal_lr is None else settings.heal_lr
-            healing = healing_settings(settings.heal, length, rate, calibration_samples(count, length))
+            batch_size = HEALING_BATCH if settings.heal_batch_size is None else settings.heal_batch_size
+            first_sample = calibration_samples(count, length)
+            healing = healing_settings(settings.heal, length, rate, first_sample, batch_size)
         used = [rewrite for variant in variants for rewrite in variant.rewrites]
         if any(rewrite.needs_text and not rewrite.is_exact(design) for rewrite in used):
             corpus = _corpus(settings, source, count, rows)
@@ -135,10 +137,17 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
 
 def _check(settings: ConvertSettings) -> None:
     """Raise ConfigError for options that are missing or have no effect."""
-    healing = {"loss": settings.heal_loss, "lr": settings.heal_lr, "parameters": settings.heal_parameters}
+    healing = {
+        "loss": settings.heal_loss,
+        "lr": settings.heal_lr,
+        "parameters": settings.heal_parameters,
+        "batch-size": settings.heal_batch_size,
+    }
     for name, value in healing.items():
         if settings.heal is None and value is not None:
             raise ConfigError(f"--heal-{name} {value}: says how to heal; give --heal too")
+    if settings.heal_batch_size is not None and settings.heal_batch_size < 1:
+        raise ConfigError(f"--heal-batch-size {settings.heal_batch_size}: must be at least 1")
     if settings.model is None:
         raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
     if not settings.to and not settings.sweep:
