@@ -2,12 +2,14 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from heddle.cli.main import run_command
+from heddle.lab.pages.runs import curve_figure, legend_labels, styles_of
 from heddle.lab.runs import at_equal_tokens, find_runs, summarize, varied_fields
 from heddle.storage import lock
 from heddle.storage.checkpoints import checkpoint_steps, write_checkpoint
@@ -115,7 +117,8 @@ def test_the_page_has_a_line_and_a_row_for_each_run(folder: Path, tmp_path: Path
     page = Page(text)
     assert page.loads == []
     figures = json.loads(page.scripts[0])
-    assert [trace["name"] for trace in figures["curve-0"]["data"]] == ["b", "deep/a"]
+    listed = [trace for trace in figures["curve-0"]["data"] if trace["showlegend"]]
+    assert [trace["name"] for trace in listed] == ["b", "deep/a"]
     assert "b 40 4,000 3.0000 5.0000 100 seed=0" in page.text()
     assert "deep/a 2 of 40 200" in page.text()
 
@@ -192,3 +195,23 @@ def test_a_run_that_begins_while_the_user_thinks_is_left_alone(
         assert run_command(["runs", str(checkpoints[0]), "--prune", "1", "--yes"]) == 0
     assert "is in use by" in capsys.readouterr().err
     assert checkpoint_steps(checkpoints[0]) == [1, 2, 3]
+
+
+def test_seeds_of_a_design_are_drawn_alike_and_have_one_entry_in_the_legend() -> None:
+    names = ["gqa-seed0", "gqa-seed1", "mla-seed0", "own run"]
+    styles = styles_of(names)
+    assert styles["gqa-seed0"] == styles["gqa-seed1"]
+    assert len({styles[name] for name in ("gqa-seed0", "mla-seed0", "own run")}) == 3
+    assert legend_labels(names) == {"gqa-seed0": "gqa", "gqa-seed1": "", "mla-seed0": "mla-seed0", "own run": "own run"}
+
+
+def test_curves_are_smoothed_before_a_pale_line_of_what_was_measured(folder: Path) -> None:
+    run = replace(summarize(folder / "b", folder), curve=[(tokens, float(tokens % 2)) for tokens in range(50)])
+    traces = curve_figure([replace(run, name="a-seed0"), replace(run, name="a-seed1")])["data"]
+    assert [trace["name"] for trace in traces if trace["showlegend"]] == ["a"]
+    pale, smooth = ([trace for trace in traces if ("opacity" in trace) == is_pale] for is_pale in (True, False))
+    assert [trace["y"] for trace in pale] == [[value for _, value in run.curve]] * 2
+    assert len(smooth) == 2
+    for trace in smooth:
+        assert max(trace["y"][10:]) - min(trace["y"][10:]) < 0.3
+        assert trace["line"]["color"] == smooth[0]["line"]["color"]

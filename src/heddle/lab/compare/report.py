@@ -216,7 +216,7 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
         trained_tokens[name] = trained if is_done else planned
     parameters = {design.name: design.parameters for design in designs}
     available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
-    chosen = [f"Chosen for the budget of time: {note}." for note in comparison.notes]
+    chosen = [f"Chosen for the budget of time: {'; '.join(comparison.notes)}."] if comparison.notes else []
     return [*chosen, *plan_warnings(plan, parameters, trained_tokens, available)]
 
 

@@ -1,5 +1,7 @@
 """Write the page of `heddle runs`: the curves of all runs and their table, in one file that needs no network."""
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +13,11 @@ from heddle.lab.pages.figures.base import Figure, axis, plotly_text
 from heddle.lab.pages.figures.lines import Series, Value, line_figure, value_range
 from heddle.lab.pages.render import DesignStyle, design_styles, render_figures
 from heddle.lab.pages.sections import ExpertLoads, expert_cards
-from heddle.lab.runs import RunSummary, WatchedRun
+from heddle.lab.runs import RunSummary, WatchedRun, smoothed
 from heddle.progress import format_duration
 from heddle.storage.file_io import write_file
 
+SEED = re.compile(r"-seed\d+$")
 MAX_LINES = 24  # of a chart; the table has all runs
 
 
@@ -45,14 +48,44 @@ def runs_page(runs: Sequence[RunSummary], differences: Sequence[str]) -> str:
 
 
 def curve_figure(runs: Sequence[RunSummary]) -> Figure:
-    """The metric of at most 24 runs over tokens."""
+    """The metric of at most 24 runs over tokens: pale as it is, and smoothed. Seeds of a design are drawn alike."""
     shown = runs[:MAX_LINES]
-    styles = design_styles([run.name for run in shown], shown[0].name)
-    series = [
-        Series(run.name, styles[run.name], [Value(tokens, value) for tokens, value in run.curve], is_curve=True)
-        for run in shown
-    ]
-    return line_figure(series, _token_axis(), axis(plotly_text(shown[0].metric.replace("_", " "))))
+    names = [run.name for run in shown]
+    styles, labels = styles_of(names), legend_labels(names)
+    behind, front = [], []
+    for run in shown:
+        style = styles[run.name]
+        behind.append(Series("", style, _values(run.name, run.curve), is_curve=True, is_behind=True))
+        front.append(Series(labels[run.name], style, _values(run.name, smoothed(run.curve)), is_curve=True))
+    return line_figure([*behind, *front], _token_axis(), axis(plotly_text(shown[0].metric.replace("_", " "))))
+
+
+def _values(name: str, points: Sequence[tuple[int, float]]) -> list[Value]:
+    return [Value(tokens, value, title=f"{name}: {value:.4g}") for tokens, value in points]
+
+
+def design_of(name: str) -> str:
+    """The design of a run of `heddle compare`, whose folder is named design-seed0; else the run's own name."""
+    return SEED.sub("", name)
+
+
+def styles_of(names: Sequence[str]) -> dict[str, DesignStyle]:
+    """The style of each run by its name; seeds of one design share it."""
+    designs = list(dict.fromkeys(map(design_of, names)))
+    styles = design_styles(designs, designs[0]) if designs else {}
+    return {name: styles[design_of(name)] for name in names}
+
+
+def legend_labels(names: Sequence[str]) -> dict[str, str]:
+    """One entry of the legend for each design: its first run has it, the others have ""."""
+    firsts: dict[str, str] = {}
+    counts = Counter(map(design_of, names))
+    for name in names:
+        firsts.setdefault(design_of(name), name)
+    return {
+        name: "" if firsts[design_of(name)] != name else name if counts[design_of(name)] == 1 else design_of(name)
+        for name in names
+    }
 
 
 def _token_axis() -> dict[str, Any]:
@@ -91,7 +124,7 @@ def watch_page(runs: Sequence[WatchedRun], revision: int | None = None, scripts:
 
     revision: of a live page, which then follows its server. scripts: as in `render_figures`.
     """
-    styles = run_styles(runs)
+    styles = styles_of([run.name for run in runs])
     readable = [run for run in runs if not run.error]
     shown = readable[:MAX_WATCHED_LINES]
     charts = [(metric, _loss_note(metric), _loss_figure(shown, metric, styles)) for metric in _metrics(shown)]
@@ -113,12 +146,6 @@ def watch_page(runs: Sequence[WatchedRun], revision: int | None = None, scripts:
         experts=[card for run in shown for card in _experts(run)],
         left={run.name: "" if run.seconds_left is None else format_duration(run.seconds_left) for run in readable},
     )
-
-
-def run_styles(runs: Sequence[WatchedRun]) -> dict[str, DesignStyle]:
-    """The style of each run by its name."""
-    names = [run.name for run in runs]
-    return design_styles(names, names[0]) if names else {}
 
 
 def _metrics(runs: Sequence[WatchedRun]) -> list[str]:
@@ -146,13 +173,14 @@ def _figure(
 ) -> Figure:
     """A figure of curves over tokens; each is (name, whether it is behind the others)."""
     series, last = [], 1
+    labels = legend_labels([run.name for run, _ in runs])
     for run, names in runs:
         for index, (name, is_behind) in enumerate(names):
             points = run.curves.get(name, [])
             last = max([last, *(tokens for tokens, _ in points)])
-            values = [Value(tokens, value, title=f"{run.name}: {value:.4g}") for tokens, value in points]
+            values = _values(run.name, points)
             is_marked = name == "validation"
-            label = "" if index else run.name
+            label = "" if index else labels[run.name]
             style = styles[run.name]
             series.append(Series(label, style, values, not is_marked, False, not is_marked, is_behind))
     series.sort(key=lambda each: not each.is_behind)  # what is behind is drawn first
