@@ -188,6 +188,14 @@ def pairs(words: list[str]) -> list[tuple[str, str]]:
     return list(zip(words[::2], words[1::2], strict=True))
 
 
+def test_processes_that_share_a_comparison_choose_nothing(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in ((), ("--tokens", "64000"), ("--seeds", "2")):
+        assert compare(folder, tmp_path / "out", "--budget", "3m", "--share", "0/2", *options) == 2
+        assert "would choose its own; give --tokens and --seeds" in capsys.readouterr().err
+
+
 def test_a_machine_that_becomes_slow_ends_in_time_with_what_it_has(
     folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,6 +153,11 @@ def _plan_time(
         value is None for value in (settings.tokens, settings.seconds, settings.flops)
     )
     chooses_seeds = budget is not None and settings.seeds is None
+    if workers.share is not None and (chooses_tokens or chooses_seeds):
+        raise ConfigError(
+            f"--budget {settings.budget}: chooses tokens and seeds, and each of the {workers.share[1]} processes would "
+            "choose its own; give --tokens and --seeds"
+        )
     plan_file = settings.out / PLAN_FILE
     is_begun = plan_file.is_file()
     if is_begun and budget is not None:
