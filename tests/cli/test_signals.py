@@ -85,7 +85,7 @@ def test_a_signal_ends_a_command_in_one_sentence(
     assert run_command(arguments) == 128 + number
     assert {number: signal.getsignal(number) for number in NUMBERS} == before
     out, err = capsys.readouterr()
-    assert out == ""
+    assert out == "" or (command.startswith("compare") and out.startswith("report so far: "))
     assert err.splitlines()[-1] == f"heddle: ended by {signal.Signals(number).name} before it was done"
     assert "Traceback" not in err
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]

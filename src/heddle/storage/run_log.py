@@ -58,16 +58,6 @@ def open_run(folder: Path, identity: dict[str, Any], environment: dict[str, Any]
     return False
 
 
-def run_hash(folder: Path) -> str | None:
-    """The SHA-256 of what identifies the run in a folder, by which its checkpoints name it; None without a run.json."""
-    path = folder / RUN_FILE
-    if not path.is_file():
-        return None
-    saved = read_json_file(path)
-    identity = {key: saved.get(key) for key in IDENTITY_KEYS}
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
 def _print_other_environment(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Say where the software or the machine is not that with which a run began, and what stays equal."""
     differences = [
