@@ -239,6 +239,17 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_says_the_plan_of_a_comparison_that_is_there_and_of_seconds(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(folder, tmp_path / "out", "--tokens", "64000") == 0
+    capsys.readouterr()
+    assert compare(folder, tmp_path / "out", "--tokens", "64000", "--dry-run") == 0
+    assert "plan: 2 designs × 3 seeds on 64,000 tokens, 0.05 s a step" in capsys.readouterr().err
+    assert compare(folder, tmp_path / "timed", "--seconds", "30", "--dry-run") == 0
+    assert "plan: 2 designs × 3 seeds on 30 seconds, 2 at a time" in capsys.readouterr().err
+
+
 def test_a_tuning_budget_that_is_too_small_is_refused_before_the_text_is_read(
     folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,10 +53,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of each part of a comparison. runs: how many are trained. steps, step: of them, from low to high."""
+    """Seconds of each part of a comparison. step: of a step, from low to high."""
 
-    runs: int
-    steps: tuple[int, int]
     step: tuple[float, float]
     tuning: float
     training: float
@@ -207,8 +205,6 @@ def estimate(
     plan = comparison.plan
     training = _training_seconds(comparison, times, steps)
     return Estimate(
-        runs=len(plan.entries) * len(plan.seeds),
-        steps=(min(steps.values()), max(steps.values())),
         step=(min(time.step for time in times.values()), max(time.step for time in times.values())),
         tuning=_tuning_seconds(plan, training),
         training=training,
@@ -307,7 +303,12 @@ def describe_plan(comparison: Comparison, estimate: Estimate | None, notes: Sequ
     """What a comparison will do, and how long each part takes, as sentences. estimate: None where none was timed."""
     plan, workers = comparison.plan, comparison.workers.total
     at_once = f", {workers} at a time" if workers > 1 else ""
-    length = "" if plan.budget_kind != "tokens" else f" on {int(plan.budget_value):,} tokens"
+    amount = (
+        f"{plan.budget_value:,.0f} tokens"
+        if plan.budget_kind == "tokens"
+        else f"{plan.budget_value:g} {plan.budget_kind}"
+    )
+    length = f" on {amount}"
     designs, seeds = len(plan.entries), len(plan.seeds)
     runs = f"{designs} design{'s' * (designs > 1)} × {seeds} seed{'s' * (seeds > 1)}{length}"
     if estimate is None:

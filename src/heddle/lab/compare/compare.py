@@ -169,8 +169,12 @@ def _plan_time(
         if not settings.speed_context_length and saved.get("speed_contexts"):
             plan = replace(plan, speed_contexts=tuple(saved["speed_contexts"]))
     comparison = Comparison(plan, None, settings.out, runtime, workers, "")
-    if plan.budget_kind == "seconds" or (is_begun and budget is None):
+    if plan.budget_kind == "seconds":
+        for sentence in describe_plan(comparison, None, []):
+            print_status(sentence)
         return plan, TimePlan(budget)
+    if is_begun and budget is None and not settings.dry_run:
+        return plan, TimePlan()
     steps = {} if chooses_tokens else {entry.name: training_steps(comparison, entry) for entry in plan.entries}
     if budget is None and not settings.dry_run and not is_worth_timing(comparison, steps):
         return plan, TimePlan()

@@ -83,6 +83,11 @@ class ReportWriter:
             length = self.comparison.plan.sequence_length
             self.results.loss_groups = describe_profile(self.comparison.corpus, length)
 
+    @property
+    def training_end(self) -> float:
+        """When the training must end, in time.monotonic() seconds."""
+        return self.time_plan.training_end(self.comparison, self.results.task_choices)
+
     def write(self) -> Report:
         """Write the report, show it, and return it."""
         is_shared = self.comparison.workers.share is not None
@@ -174,7 +179,7 @@ def compare(
             _tune(writer)
         if plan.until_resolved is not None and time_plan.budget is not None:
             spent = sum(_saved_seconds(out, pair) for pair in saved_runs(out, names)) / workers.total
-            seconds = spent + max(0.0, time_plan.training_end(comparison, results.task_choices) - time.monotonic())
+            seconds = spent + max(0.0, writer.training_end - time.monotonic())
             schedule = choose_schedule(replace(plan, time_budget=seconds), workers.total, saved_runs(out, names))
         _train(writer, schedule)
         _train_at_shared_values(writer)
@@ -252,13 +257,7 @@ def _train(writer: ReportWriter, schedule: Schedule) -> None:
                 bits = format_bits(result["bits_per_byte"])
                 progress.print_status(f"{task.label}: {bits} bits per byte (run {results.finished_runs} of {total})")
 
-        _run(
-            writer,
-            list(tasks),
-            comparison.workers,
-            add,
-            writer.time_plan.training_end(comparison, results.task_choices),
-        )
+        _run(writer, list(tasks), comparison.workers, add, writer.training_end)
         if results.pending:  # the budget of time ended first
             missing = ", ".join(f"seed {seed} of {name}" for name, seed in results.pending[:MAX_LISTED_RUNS])
             more = len(results.pending) - MAX_LISTED_RUNS
@@ -285,7 +284,7 @@ def _tune(writer: ReportWriter) -> None:
     """Find each design's best values of the tuned fields."""
     comparison = writer.comparison
     tuning = writer.results.tuning = start_tuning(comparison, writer.results.steps)
-    end = writer.time_plan.training_end(comparison, writer.results.task_choices)
+    end = writer.training_end
 
     def run(tasks: list[Task], add: Callable[[Task, Result], None]) -> None:
         _run(writer, tasks, comparison.workers, add, end)
@@ -315,13 +314,7 @@ def _train_at_shared_values(writer: ReportWriter) -> None:
             name, seed = tasks[task]
             shared_runs[name].append(run_result(seed, result))
 
-        _run(
-            writer,
-            list(tasks),
-            comparison.workers,
-            add,
-            writer.time_plan.training_end(comparison, results.task_choices),
-        )
+        _run(writer, list(tasks), comparison.workers, add, writer.training_end)
         if not all(task.result_file.is_file() for task in tasks):  # the budget of time ended first
             return
     results.shared_runs = shared_runs

@@ -46,7 +46,7 @@ from heddle.lab.compare.results import (
 )
 from heddle.lab.compare.statistics import paired_difference
 from heddle.lab.compare.tables import format_difference, half_width, join_names, judgment
-from heddle.lab.compare.tasks import Comparison, training_task
+from heddle.lab.compare.tasks import Comparison, calibration_task, training_task
 from heddle.lab.workers import Result, Task, run_tasks
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.training.settings import Settings
@@ -186,9 +186,7 @@ def _round_up(value: float) -> str:
 
 def _seconds_per_step(comparison: Comparison, entry: DesignEntry) -> float:
     """The time of a training step with nothing else running. Raises MachineError where it cannot be measured."""
-    task = _renamed(training_task(comparison, entry, 0, 1), f"{entry.name}, timing a step", f"{entry.name}-calibrate")
-    request = {**task.request, "task": "calibrate", "threads": comparison.plan.threads}
-    [result] = run_tasks([replace(task, request=request)], comparison.workers.first())
+    [result] = run_tasks([calibration_task(comparison, entry)], comparison.workers.first())
     if result["status"] != "done":
         raise MachineError(f"{result['message']}; a tuning budget that is a share of the training needs no timing")
     return float(result["seconds_per_step"])

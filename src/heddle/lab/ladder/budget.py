@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from heddle.errors import ConfigError, DataError
-from heddle.lab.compare.budget import TRAINED_SHARE, TimeBudget, format_seconds, least_budget, text_seconds
+from heddle.lab.compare.budget import MIN_SEEDS, TRAINED_SHARE, TimeBudget, format_seconds, least_budget, text_seconds
 from heddle.lab.compare.tables import format_number, format_percent
 from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, SizeLosses
 from heddle.lab.ladder.plan import SIZE_STEP, DesignScale, LadderPlan
@@ -20,7 +20,6 @@ LARGEST_STEP = 2**0.25  # between the sizes that are tried
 TIMED_SIZES = (1.0, 1 / 8)  # of the least size that reaches the target, twice
 TYPICAL_DEVIATION = 0.005  # of the log loss of small models between seeds
 TYPICAL_LOSS = (0.8, 0.5, 0.25)  # E, C and γ of E + C·(N / the target)^−γ
-MIN_SEEDS = 2
 
 
 @dataclass(frozen=True)
