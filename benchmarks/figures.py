@@ -64,8 +64,8 @@ BAR, ROW, LABEL, VALUE, WIDTH = 14, 22, 480, 60, 960  # pixels of the plot
 
 
 def machines() -> list[Path]:
-    """The folders of results, one for each kind of machine."""
-    return sorted(folder for folder in RESULTS.iterdir() if folder.is_dir())
+    """The folders of results that hold figures, one for each kind of machine."""
+    return sorted(folder for folder in RESULTS.iterdir() if folder.is_dir() and measured(folder))
 
 
 def measured(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:

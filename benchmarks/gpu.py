@@ -11,6 +11,7 @@ left are named too.
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -20,7 +21,7 @@ from typing import Any
 
 from benchmarks.gpu_models import decode, train
 from benchmarks.gpu_operations import experts, loss, muon, ops
-from benchmarks.gpu_setup import Comparison, Setup
+from benchmarks.gpu_setup import ROUNDS, Comparison, Setup
 from benchmarks.harness import show
 from benchmarks.machine import RESULTS
 from heddle.cli.doctor import OPTIONAL_PACKAGES, package_state
@@ -49,31 +50,43 @@ def main(arguments: list[str] | None = None) -> None:
     """Run sections, print a line for each case, and write the results with the hardware, the versions and the date."""
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"comma-separated: {','.join(SECTIONS)}")
+    parser.add_argument("--cases", default="", help="only those whose name has a match of this regular expression")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="calls of each side; 1 fills the compiler's cache")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, and nothing compiled")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="start no case after this time")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: results/gpu.json, with --toy none")
+    parser.add_argument("--out", type=Path, help="the JSON file; default: results/GPU/gpu.json, with --toy none")
     options = parser.parse_args(arguments)
     sections = options.sections.split(",")
     if unknown := [name for name in sections if name not in SECTIONS]:
         parser.error(f"unknown section '{unknown[0]}'; choices: {', '.join(SECTIONS)}")
-    setup = Setup(resolve_device(options.device), options.toy, time.monotonic() + 60 * options.minutes)
-    rows = [row for name in SECTIONS if name in sections for row in _section(name, setup)]
-    out = options.out or (None if options.toy else RESULTS / "gpu.json")
-    if out is not None:
-        out.write_text(json.dumps(_content(setup, rows), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    setup = Setup(resolve_device(options.device), options.toy, time.monotonic() + 60 * options.minutes, options.rounds)
+    out = options.out or (None if options.toy else _result_file())
+    rows: list[dict[str, Any]] = []
+    for row in (row for name in SECTIONS if name in sections for row in _section(name, setup, options.cases)):
+        rows.append(row)
+        if out is not None:  # after each case, since a lent machine may go at any time
+            out.write_text(json.dumps(_content(setup, rows), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _section(name: str, setup: Setup) -> Iterator[dict[str, Any]]:
+def _result_file() -> Path:
+    folder = RESULTS / "-".join(re.findall(r"[a-z0-9]+", str(hardware().get("gpu", "no gpu")).lower()))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "gpu.json"
+
+
+def _section(name: str, setup: Setup, cases: str) -> Iterator[dict[str, Any]]:
     print(f"\n{name}", flush=True)
-    rows = _limits(setup) if name == "limits" else _laws(setup) if name == "laws" else _compared(name, setup)
+    rows = _limits(setup) if name == "limits" else _laws(setup) if name == "laws" else _compared(name, setup, cases)
     for row in rows:
         show([row])
         yield {"section": name, **row}
 
 
-def _compared(name: str, setup: Setup) -> Iterator[dict[str, Any]]:
+def _compared(name: str, setup: Setup, cases: str) -> Iterator[dict[str, Any]]:
     for comparison in COMPARISONS[name](setup):
+        if not re.search(cases, comparison.case):
+            continue
         yield comparison.measure(setup) if setup.has_time() else {"case": comparison.case, "left out": "no time left"}
 
 

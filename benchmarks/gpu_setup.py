@@ -19,11 +19,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Setup:
-    """device: a kind. toy: tiny sizes, nothing compiled. deadline: no case starts after it, in monotonic seconds."""
+    """device: a kind. toy: tiny sizes, nothing compiled. deadline: no case starts after it, in monotonic seconds.
+
+    rounds: calls of each side whose median counts.
+    """
 
     device: str
     toy: bool
     deadline: float
+    rounds: int = ROUNDS
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,13 +82,13 @@ class Comparison:
     work: tuple[str, float] | None = None
 
     def measure(self, setup: Setup) -> dict[str, Any]:
-        """Medians of all sides, and the ratios of the peers' seconds to heddle's."""
+        """Medians of all sides, and the ratios of the peers' seconds to heddle's; a case that fails says why."""
         row: dict[str, Any] = {"case": self.case}
         try:
             calls = self.make()
             seconds = _alternated(setup, calls)
-        except torch.OutOfMemoryError as error:
-            return row | {"left out": str(error).splitlines()[0]}
+        except Exception as error:  # the machine is lent for minutes: one case that fails must not cost the others
+            return row | {"left out": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
         finally:
             if setup.device == "cuda":
                 torch.cuda.empty_cache()
@@ -103,7 +107,7 @@ class Comparison:
 
 def _alternated(setup: Setup, calls: Mapping[str, Call]) -> dict[str, list[float]]:
     """Seconds of each side; no side is always the first, and two rounds warm up."""
-    rounds, warm_up = (TOY_ROUNDS, 0) if setup.toy else (ROUNDS, 2)
+    rounds, warm_up = (TOY_ROUNDS, 0) if setup.toy else (setup.rounds, 2)
     seconds: dict[str, list[float]] = {side: [] for side in calls}
     sides = list(calls)
     for turn in range(rounds + warm_up):

@@ -7,6 +7,7 @@ of the output.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,42 @@ FACTS = RecurrenceFacts(8, True, device="cuda", dtype=torch.bfloat16, key_width=
 )
 def test_why_fla_is_not_chosen(facts: RecurrenceFacts, reason: str | None) -> None:
     assert fla.fla_unsupported(facts) == reason
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "wrong"),
+    [
+        ("3.3.1", (9, 0), False),
+        ("3.4.0", (9, 0), True),
+        ("3.6.0+git12", (9, 0), True),
+        ("3.7.1", (9, 0), False),
+        ("4.0", (9, 0), False),
+        ("3.6.0", (8, 0), False),
+        ("3.6.0", (10, 0), False),
+    ],
+)
+def test_versions_of_triton_that_compile_wrong_gradients(triton: str, capability: tuple[int, int], wrong: bool) -> None:
+    assert fla.miscompiles(triton, capability) == wrong
+
+
+def test_gradients_that_triton_compiles_wrongly_are_left_to_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "gradients_miscompiled", lambda: True)
+
+    def chosen(run: Run) -> list[str]:
+        with record_choices("cuda") as calls:
+            run()
+        return [call.kernel for call in calls]
+
+    for channels, kernel in ((1, "batched"), (D_K, "fla")):
+        inputs = delta_inputs(channels, False)
+        assert chosen(partial(gated_delta_rule, inputs, None)) == ["fla"]
+        trained = inputs._replace(q=inputs.q.requires_grad_())
+        assert chosen(partial(gated_delta_rule, trained, None)) == [kernel]
+    q, k, v = (exact(BATCH, HEADS, LENGTH, D_K).bfloat16().requires_grad_() for _ in range(3))
+    log_decay = -torch.rand(HEADS)
+    for learned, kernel in ((False, "fla"), (True, "batched")):
+        decay = log_decay.requires_grad_(learned)
+        assert chosen(lambda: causal_sums(q, k, v, decay, CallLayout())) == [kernel]  # noqa: B023
 
 
 def check_convolution(dtype: torch.dtype, documents: bool, has_state: bool) -> None:

@@ -244,7 +244,6 @@ NARROW = torch.bfloat16
 # A kernel's error may be so many times the reference's, or that of rounding the exact result if that is more. Of
 # gradients the largest of the call is rounded: terms are rounded before they cancel in a smaller one.
 VALUE_FACTOR, GRADIENT_FACTOR = 2.0, 8.0
-LATENT_FACTOR = 1.5  # times more: absorbed queries and outputs are rounded in the latent space too
 QUERY_SCALE = 16.0  # of the queries of softmax attention: a kernel that rounds scores errs in proportion to them
 NOISE = 1e-5  # the error that is allowed where the exact result is zero
 MIN_LENGTH = 13  # tokens of a row; no other dimension of a small design has this size
@@ -281,7 +280,6 @@ def _compare_narrow(
         got = _results(scaled, kernel, layout)
         for name, want in exact.items():
             factor = GRADIENT_FACTOR if name.startswith("gradient") else VALUE_FACTOR
-            factor *= LATENT_FACTOR if call.operation == "latent" else 1.0
             least = largest if name.startswith("gradient") else rounding[name]
             bound = NOISE + factor * max(float((rounded[name].double() - want).norm()), least)
             error = float((got[name].double() - want).norm())

@@ -189,7 +189,7 @@ def _absorbed(
     rows = batch * max(heads * queries, latents.shape[3])
     tile_keys = max(MIN_TILE, MAX_TILE_ELEMENTS.on(latents) // rows)
     y = online_attention(q * scale, tile, mask, (queries, tile_keys))
-    return _projected_values(y.to(q.dtype), v_up)
+    return _projected_values(y, v_up, q_nope)
 
 
 def _absorbed_untiled(
@@ -198,10 +198,7 @@ def _absorbed_untiled(
     """All scores at once, in about ten launches. They are few if the queries are: one decoded token's are."""
     (batch, heads, queries, _), rank = q_nope.shape, k_up.shape[1]
     q = (_absorbed_queries(q_nope, q_rope, latents, k_up, v_up) * scale).flatten(1, 2)
-    c = _latent_tile(latents, mask, slice(None))[:, 0]
-    # A GPU multiplies narrow numbers into wide sums: a wide copy of the cache would be written and read again.
-    if c.device.type != "cuda" or torch.is_grad_enabled():
-        c = at_least_float32(c)
+    c = _factor(_latent_tile(latents, mask, slice(None))[:, 0])
     with without_autocast(latents):
         scores = _wide_product(q, c.mT).view(batch, heads, queries, latents.shape[2])
         if mask.all_visible:
@@ -211,7 +208,13 @@ def _absorbed_untiled(
             # a query without a visible key gets NaN, which the second mask turns into zeros
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
         y = _wide_product(weights.flatten(1, 2), c[..., :rank]).view(batch, heads, queries, rank)
-    return _projected_values(y.to(q_nope.dtype), v_up)
+    return _projected_values(y, v_up, q_nope)
+
+
+def _factor(y: Tensor) -> Tensor:
+    """A wide copy of y, but for a GPU, which multiplies narrow numbers into wide sums without one."""
+    narrow = y.device.type == "cuda" and not torch.is_grad_enabled()
+    return y if narrow else at_least_float32(y)
 
 
 def _wide_product(x: Tensor, y: Tensor) -> Tensor:
@@ -225,18 +228,24 @@ def _wide_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _absorbed_queries(q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor) -> Tensor:
-    """Queries in the latent space, [B, H, T, r + d_r], not scaled. Counts the FLOPs of the whole call."""
+    """Queries in the latent space, [B, H, T, r + d_r], not scaled, in at least float32. Counts FLOPs of the whole call.
+
+    Rounded here, they would err by up to twice as much as those of expanded keys.
+    """
     batch, heads, queries, _ = q_nope.shape
     if counts_flops():
         facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up)
         add_flops(batch * heads * absorbed_flops(queries, latents.shape[2], facts))
-    q = torch.einsum("bhtd,hdr->bhtr", q_nope, k_up.unflatten(0, (heads, -1)))
-    return torch.cat((q, q_rope), dim=-1)
+    with without_autocast(latents):
+        q = _wide_product(q_nope.transpose(0, 1).flatten(1, 2), _factor(k_up).unflatten(0, (heads, -1)))
+    return torch.cat((q.unflatten(1, (batch, queries)).transpose(0, 1), q_rope), dim=-1)  # promoted to the wider
 
 
-def _projected_values(y: Tensor, v_up: Tensor) -> Tensor:
-    """y [B, H, T, r] -> [B, H, T, d_v]."""
-    return torch.einsum("bhtr,hdr->bhtd", y, v_up.unflatten(0, (y.shape[1], -1)))
+def _projected_values(y: Tensor, v_up: Tensor, like: Tensor) -> Tensor:
+    """y [B, H, T, r] in at least float32 -> [B, H, T, d_v] in the dtype of `like`; rounded once, at the end."""
+    with without_autocast(v_up):
+        values = torch.einsum("bhtr,hdr->bhtd", y, at_least_float32(v_up).unflatten(0, (y.shape[1], -1)))
+    return values.to(like.dtype)
 
 
 def _latent_tile(latents: Tensor, mask: AttentionMask, key_range: slice) -> Tensor:

@@ -127,6 +127,7 @@ def causal_sum_facts(
         q.shape[3],
         layout.call_segment_ids is not None,
         layout.cu_seqlens is not None,
+        log_decay is not None and fla.is_per_token(log_decay, layout),
     )
 
 

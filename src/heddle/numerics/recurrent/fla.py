@@ -7,6 +7,7 @@ also given on the host, where fla plans its chunks: else it would wait for the d
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,21 @@ def fla_installed() -> bool:
     return functions() is not None
 
 
+@mark_constant
+def gradients_miscompiled() -> bool:
+    """Whether this machine's Triton compiles the gradients of a decay per token and head wrongly (fla, issue 640)."""
+    triton = optional_module("triton")
+    if triton is None or not torch.cuda.is_available() or find_spec("tilelang") is not None:
+        return False
+    return miscompiles(triton.__version__, torch.cuda.get_device_capability())
+
+
+def miscompiles(triton: str, capability: tuple[int, int]) -> bool:
+    """Whether a version of Triton is one of those, 3.4.0 to 3.7.0, and a GPU a Hopper."""
+    major, minor, patch = (int("".join(c for c in part if c.isdigit())) for part in f"{triton}.0.0".split(".")[:3])
+    return capability[0] == 9 and (3, 4, 0) <= (major, minor, patch) < (3, 7, 1)
+
+
 def fla_unsupported(facts: "RecurrenceFacts") -> str | None:
     """Why fla cannot compute a call, or None."""
     if facts.device != "cuda":
@@ -58,6 +74,8 @@ def fla_unsupported(facts: "RecurrenceFacts") -> str | None:
         return f"keys are {facts.key_width} wide, more than {MAX_KEY_WIDTH}"
     if facts.has_documents and (facts.has_state or not facts.has_cu_seqlens):
         return "documents follow a state or padding"
+    if facts.gradients and facts.decay_per_token and gradients_miscompiled():
+        return "this Triton computes wrong gradients of it on Hopper; install Triton 3.7.1 or newer, or tilelang"
     return None if fla_installed() else "flash-linear-attention is not installed"
 
 
@@ -87,11 +105,16 @@ def fla_causal_sums(
 ) -> tuple[Tensor, Tensor]:
     """`causal_sums.causal_sums` by fla. Constant decays are one number per head, unless they learn or skip padding."""
     tensors = {"q": q, "k": k, "v": v}
-    if log_decay is not None and (log_decay.requires_grad or layout.cumulative_tokens is not None):
+    if log_decay is not None and is_per_token(log_decay, layout):
         tensors["g"] = token_log_decays(log_decay, layout, q.shape[2]).squeeze(3).expand(q.shape[:3])
     elif log_decay is not None:
         tensors["g_gamma"] = log_decay
     return _run("chunk_simple_gla", tensors, v.dtype, layout.cu_seqlens, state)
+
+
+def is_per_token(log_decay: Tensor, layout: CallLayout) -> bool:
+    """Whether constant decays [H] are given to fla for each token: they learn, or skip padding."""
+    return log_decay.requires_grad or layout.cumulative_tokens is not None
 
 
 def _run(

@@ -21,6 +21,7 @@ class RecurrenceFacts(NamedTuple):
 
     gradients: whether they are required. dtype: of the projections that gave the inputs. key_width: d_k.
     has_documents: whether a row may hold several. has_cu_seqlens: whether their ends are known to the host.
+    decay_per_token: whether each token and head has a decay, not each head alone, nor each channel.
     """
 
     tokens: int
@@ -31,16 +32,20 @@ class RecurrenceFacts(NamedTuple):
     key_width: int = 1
     has_documents: bool = False
     has_cu_seqlens: bool = False
+    decay_per_token: bool = False
 
 
 class RecurrenceInputs(Protocol):
-    """A named tuple with keys k [B, G, T, d_k] and values v [B, H, T, d_v] among its tensors."""
+    """A named tuple with keys k [B, G, T, d_k], values v [B, H, T, d_v] and log_decay [B, H, T, 1|d_k]."""
 
     @property
     def k(self) -> Tensor: ...
 
     @property
     def v(self) -> Tensor: ...
+
+    @property
+    def log_decay(self) -> Tensor: ...
 
     @property
     def call_segment_ids(self) -> Tensor | None: ...
@@ -121,6 +126,7 @@ def run_recurrence(
         inputs.k.shape[3],
         inputs.call_segment_ids is not None,
         inputs.cu_seqlens is not None,
+        inputs.log_decay.shape[3] == 1,
     )
     kernel = operation.choose(facts)
     if state is None:
