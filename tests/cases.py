@@ -447,6 +447,7 @@ CASES |= {
     "residual-sandwich-apart": wired("sandwich", *APART, norm={"kind": "rms", "offset": 1.0}),
     "residual-reordered": wired("reordered", drop_path=0.5, dropout=0.2),
     "residual-reordered-apart": wired("reordered", *APART, norm={"kind": "rms", "cast": "after"}),
+    "residual-no-final-norm": wired("reordered", final_norm=False, drop_path=0.5, drop_path_first=0.3),
     "residual-dual": wired("residual_dual", drop_path=0.4, dropout=0.3),
     "residual-dual-apart": wired("residual_dual", *APART, norm={"kind": "rms"}, drop_path=0.3),
     "residual-hyper": wired("hyper_connections", streams=3, iterations=9, drop_path=0.4, dropout=0.2),

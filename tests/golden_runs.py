@@ -41,14 +41,14 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def outputs(config: ModelConfig) -> dict[str, Any]:
-    """The digest of a design's initial weights, and two sums over its logits, float64."""
+    """The digest of a design's initial weights, its fingerprint, and two sums over its logits, float64."""
     model = build(config, dtype=torch.float64, seed=3).eval()
     layout = layout_for(model, 2, 9)
     with torch.no_grad():
         logits = model.head(model(random_tokens(config, 2, 9, 1), layout)[0])
     weights = torch.linspace(-1.0, 1.0, logits.numel(), dtype=torch.float64).view(logits.shape)
     sums = [float((logits * weights).sum()), float(logits.square().sum())]
-    return {"draws": digest(list(model.parameters())), "logits": sums}
+    return {"draws": digest(list(model.parameters())), "fingerprint": config.fingerprint(), "logits": sums}
 
 
 def runs(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Draws never change, and neither do the results of small runs."""
+"""Draws and fingerprints never change, and neither do the results of small runs."""
 
 import json
 from pathlib import Path
@@ -15,6 +15,7 @@ EXPECTED = json.loads(GOLDEN.read_text(encoding="utf-8"))
 def test_initial_weights_and_outputs(name: str) -> None:
     actual, expected = outputs(case(name)), EXPECTED["designs"][name]
     assert actual["draws"] == expected["draws"]
+    assert actual["fingerprint"] == expected["fingerprint"]
     assert actual["logits"] == pytest.approx(expected["logits"], rel=1e-10)
 
 

@@ -65,7 +65,12 @@ def build_under(path: str, build: Callable[..., B], *arguments: Any) -> B:
 
 
 class Config(BaseModel):
-    """Plain data about an architecture. No device, precision, kernel or batch size."""
+    """Plain data about an architecture. No device, precision, kernel or batch size.
+
+    later_fields: those that designs of earlier versions lack; at their default no dump and no fingerprint names them.
+    """
+
+    later_fields: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -84,8 +89,14 @@ class Config(BaseModel):
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | fields)
 
     def dump(self) -> dict[str, Any]:
-        """Return JSON-ready data from which `parse_config` makes an equal config. Fields that are None are left out."""
+        """Return JSON-ready data from which `parse_config` makes an equal config.
+
+        Fields that are None are left out, and later fields that have their default.
+        """
         plain = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
+        for name in self.later_fields:
+            if plain[name] == type(self).model_fields[name].default:
+                del plain[name]
         return {name: value for name, value in plain.items() if value is not None}
 
 

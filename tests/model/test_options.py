@@ -54,7 +54,7 @@ REFUSED = {
     ),
     "drop_path of one layer": (
         design(layer(attention()), residual={"kind": "pre_norm", "drop_path": 0.2}),
-        "residual.drop_path: 0.2 does nothing in a model of one layer, because the rate starts at 0; add layers",
+        "residual.drop_path: 0.2 does nothing in a model of one layer, which is the first",
     ),
     "drop_path of an encoder of one layer": (
         encoder(

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -85,6 +86,34 @@ def join_ranks(device: str = "cpu", wait_seconds: float = WAIT_SECONDS, launcher
         finally:
             if is_owner:
                 distributed.destroy_process_group()
+                wait_for_sleep(TASKS)
+
+
+TASKS = Path("/proc/self/task")  # the threads of this process, on Linux
+SLEEP_SECONDS = 5.0  # that gloo's threads have to fall asleep
+
+
+def wait_for_sleep(tasks: Path) -> None:
+    """Wait until gloo's threads sleep: before that, one may own the tensors of a collective that is done.
+
+    It frees them with the lock of Python's interpreter, and aborts the process if that has ended meanwhile. Destroying
+    the group does not end the threads: DTensor's caches keep its mesh, and the mesh the group.
+    """
+    asleep, deadline = 0, time.monotonic() + SLEEP_SECONDS
+    while asleep < 3 and time.monotonic() < deadline:
+        time.sleep(0.002)  # without the interpreter's lock
+        asleep = asleep + 1 if all(state == "S" for state in _gloo_states(tasks)) else 0
+
+
+def _gloo_states(tasks: Path) -> Iterator[str]:
+    """R, S, … of each thread of gloo, as in proc(5)."""
+    for stat in tasks.glob("*/stat"):
+        try:
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+        except FileNotFoundError:  # the thread has ended
+            continue
+        if "gloo" in name:
+            yield rest.split()[0]
 
 
 @contextmanager

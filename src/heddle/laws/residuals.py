@@ -27,6 +27,7 @@ from heddle.parts.residuals import Residual, Stream
 SAMPLES, SMALL_SAMPLES = 20_000, 200
 MAX_DEVIATIONS = 4.0  # standard deviations by which a share of the samples may be off
 RATE = 0.4
+FIRST_RATE = 0.25  # of the first layer, where a design has one
 
 
 @torch.no_grad()
@@ -101,23 +102,26 @@ def _blocks(stack: Decoder) -> Iterator[Residual]:
 
 
 def _stacks_with_drop_path(config: ModelConfig) -> Iterator[tuple[str, Decoder]]:
-    """The stacks of several layers, in training, with stochastic depth and no other dropout of branches.
+    """The stacks in training with stochastic depth and no other dropout of branches.
 
-    The rate of the first layer is 0, so a stack of one layer must refuse it.
+    A stack of one layer must refuse a rate of the last layer.
     """
     design = config if config.encoder is None else config.replace(encoder=_with_rate(config.encoder))
     stacks = _stacks(model_under_test(_with_rate(design)).train())
-    yield from ((what, stack) for what, stack in zip(("", "encoder: "), stacks, strict=False) if stack.config.depth > 1)
+    for what, stack in zip(("", "encoder: "), stacks, strict=False):
+        if stack.config.depth > 1:
+            yield what, stack
 
 
 def _with_rate(config: ModelConfig) -> ModelConfig:
-    """The design with a rate of stochastic depth, if it has several layers, and no other dropout of branches."""
-    plain = config.residual.replace(drop_path=0.0, dropout=0.0)
+    """The design with stochastic depth, if it has several layers, and no other dropout of branches."""
+    first = FIRST_RATE if config.residual.drop_path_first else 0.0
+    plain = config.residual.replace(drop_path=0.0, drop_path_first=0.0, dropout=0.0)
     if config.depth == 1:
         refused = partial(config.replace, residual=plain.replace(drop_path=RATE))
         assert_refused(refused, "drop_path", "one layer accepted drop_path, which does nothing in it")
         return config.replace(residual=plain)
-    return config.replace(residual=plain.replace(drop_path=RATE))
+    return config.replace(residual=plain.replace(drop_path=RATE, drop_path_first=first))
 
 
 def _streams(stack: Decoder, samples: int) -> Iterator[tuple[Residual, float, Stream]]:
@@ -125,7 +129,8 @@ def _streams(stack: Decoder, samples: int) -> Iterator[tuple[Residual, float, St
     start = normal_tensor((1, 1, stack.config.width), torch.Generator().manual_seed(5))
     stream = stack.config.residual.expand(start.expand(samples, -1, -1))
     for index, block in enumerate(_blocks(stack)):
-        yield block, RATE * index / max(1, stack.config.depth - 1), stream
+        first = FIRST_RATE if stack.config.residual.drop_path_first else 0.0
+        yield block, first + (RATE - first) * index / max(1, stack.config.depth - 1), stream
         stream = block.identity_output(stream)
 
 

@@ -86,7 +86,7 @@ class Layer(nn.Module):
         self.feedforward = None if feedforward is None else build_under("feedforward", feedforward.build, context)
         branches = {"mixer": self.mixer, "feedforward": self.feedforward}
         names = tuple(name for name, branch in branches.items() if branch is not None)
-        drop_rate = model.residual.drop_path * layer_index / max(1, model.depth - 1)  # 0 in the first layer
+        drop_rate = model.residual.drop_rate(layer_index, model.depth)
         residual_context = ResidualContext(
             names, model.width, model.norm, drop_rate, model.residual.dropout, model.depth, layer_index
         )

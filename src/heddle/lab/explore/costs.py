@@ -573,6 +573,12 @@ def final_norm(n: Quantities) -> Costs:
     return Costs(parameters=n.norm(n.width))
 
 
+@costs_of("final", "sandwich", "reordered", "parallel")
+def optional_final_norm(n: Quantities) -> Costs:
+    """A norm, unless it is left out."""
+    return Costs(parameters=(1 - n.is_false("final_norm")) * n.norm(n.width))
+
+
 @costs_of("final", "post_norm", "deep_norm")
 def no_final_norm(n: Quantities) -> Costs:
     """Nothing: the last layer ends in a norm."""
@@ -581,5 +587,5 @@ def no_final_norm(n: Quantities) -> Costs:
 
 @costs_of("final", "pre_norm")
 def pre_norm_final(n: Quantities) -> Costs:
-    """A norm, less the one that the first layer may lack."""
-    return Costs(parameters=(1 - n.is_false("first_norm")) * n.norm(n.width))
+    """A norm, unless it is left out, less the one that the first layer may lack."""
+    return Costs(parameters=(1 - n.is_false("first_norm") - n.is_false("final_norm")) * n.norm(n.width))

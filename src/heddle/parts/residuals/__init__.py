@@ -28,15 +28,18 @@ class InitialScales(NamedTuple):
 class ResidualConfig(Part, ABC):
     """Config of a residual block.
 
-    drop_path: stochastic depth rate of the last layer; it grows linearly from 0 in the first layer. dropout: rate at
-    which elements of a branch's output are dropped, the same in every layer (Vaswani et al. 2017, §5.4).
+    drop_path, drop_path_first: stochastic depth rates of the last and of the first layer; in between the rate is linear
+    (Huang et al. 2016, §3). dropout: rate at which elements of a branch's output are dropped, the same in every layer
+    (Vaswani et al. 2017, §5.4).
     keeps_stream: whether a layer whose branches add zero leaves any stream as it is, whatever its other weights.
     """
 
     slot: ClassVar[str] = "residuals"
+    later_fields = ("drop_path_first",)
     keeps_stream: ClassVar[bool] = False
 
     drop_path: Probability = 0.0
+    drop_path_first: Probability = 0.0
     dropout: Probability = 0.0
 
     def check_layers(self, depth: int, most_branches: int) -> None:
@@ -45,8 +48,12 @@ class ResidualConfig(Part, ABC):
         most_branches: 2 if a layer of the model has a mixer and a feed-forward, else 1.
         """
         if self.drop_path and depth == 1:
-            reason = f"{self.drop_path:g} does nothing in a model of one layer, because the rate starts at 0"
-            raise DesignError("drop_path", f"{reason}; add layers, or leave it out")
+            reason = f"{self.drop_path:g} does nothing in a model of one layer, which is the first"
+            raise DesignError("drop_path", f"{reason}; give drop_path_first, add layers, or leave it out")
+
+    def drop_rate(self, layer_index: int, depth: int) -> float:
+        """The rate of stochastic depth of one layer."""
+        return self.drop_path_first + (self.drop_path - self.drop_path_first) * layer_index / max(1, depth - 1)
 
     @property
     def first_layer_differs(self) -> bool:
@@ -76,6 +83,18 @@ class ResidualConfig(Part, ABC):
     @abstractmethod
     def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
         """Build the module that maps the last layer's stream to hidden states [B, T, width]."""
+
+
+class FinalNormConfig(ResidualConfig, ABC):
+    """Config of a residual block after whose last layer a norm follows, unless `final_norm` is false."""
+
+    later_fields = (*ResidualConfig.later_fields, "final_norm")
+
+    final_norm: bool = True
+
+    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
+        """Build the final norm, or an identity."""
+        return FinalNorm(width, norm) if self.final_norm else nn.Identity()
 
 
 class Residual(nn.Module, ABC):

@@ -9,15 +9,14 @@ from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.config import DesignError
 from heddle.parts.build import ResidualContext
-from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
+from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 
 
-class ParallelConfig(ResidualConfig):
+class ParallelConfig(FinalNormConfig):
     """`norms`: 1 is one norm shared by the branches, 2 is one norm for each."""
 
     keeps_stream = True
@@ -37,10 +36,6 @@ class ParallelConfig(ResidualConfig):
     def build(self, context: ResidualContext) -> "Parallel":
         """Build the block of one layer."""
         return Parallel(self, context)
-
-    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
-        """Build the final norm."""
-        return FinalNorm(width, norm)
 
 
 class Parallel(Residual):

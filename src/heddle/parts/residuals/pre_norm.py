@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from heddle.config import PositiveFloat
 from heddle.parts.build import ResidualContext
-from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
+from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 
 
-class PreNormConfig(ResidualConfig):
+class PreNormConfig(FinalNormConfig):
     """`multiplier` is a number that every branch's output is multiplied by (Granite's residual_multiplier)."""
 
     aliases = ("prenorm",)
@@ -36,10 +35,6 @@ class PreNormConfig(ResidualConfig):
     def build(self, context: ResidualContext) -> "PreNorm":
         """Build the block of one layer."""
         return PreNorm(context, self.multiplier, has_first_norm=self.first_norm)
-
-    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
-        """Build the final norm."""
-        return FinalNorm(width, norm)
 
 
 class PreNorm(Residual):

@@ -4,14 +4,13 @@ x ──┬── mixer ── N ──(+)──┬── feedforward ── N �
     └─────────────────┘   └───────────────────────┘
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.parts.build import ResidualContext
-from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
+from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 
 
-class ReorderedConfig(ResidualConfig):
+class ReorderedConfig(FinalNormConfig):
     """No fields of its own."""
 
     keeps_stream = True
@@ -23,10 +22,6 @@ class ReorderedConfig(ResidualConfig):
     def build(self, context: ResidualContext) -> "Reordered":
         """Build the block of one layer."""
         return Reordered(context)
-
-    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
-        """Build the final norm."""
-        return FinalNorm(width, norm)
 
 
 class Reordered(Residual):

@@ -4,14 +4,13 @@ x ──┬── N ── mixer ── N ──(+)──┬── N ── feed
     └──────────────────────┘   └────────────────────────────┘
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.parts.build import ResidualContext
-from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
+from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 
 
-class SandwichConfig(ResidualConfig):
+class SandwichConfig(FinalNormConfig):
     """No fields of its own."""
 
     keeps_stream = True
@@ -27,10 +26,6 @@ class SandwichConfig(ResidualConfig):
     def build(self, context: ResidualContext) -> "Sandwich":
         """Build the block of one layer."""
         return Sandwich(context)
-
-    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
-        """Build the final norm."""
-        return FinalNorm(width, norm)
 
 
 class Sandwich(Residual):
