@@ -3,8 +3,10 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -83,7 +85,7 @@ ASKS: list[tuple[str, Any]] = [
     ("echo", True),
     ("best_of", 2),
     ("suffix", "x"),
-    ("n", 2),
+    ("n", 200),
     ("modalities", ["audio"]),
     ("reasoning_effort", "high"),
     ("stop_token_ids", ["x"]),
@@ -129,6 +131,65 @@ def test_scores_are_by_token_and_byte(name: str) -> None:
     different = {token: token_text(token, tokenizer) for token in ids}
     assert len(set(different.values())) == len(different)  # no two alternatives are one key
     assert [len(best) for best in answer["top_logprobs"]] == [1 + (token != ids[0]) for token in ids]
+
+
+def texts_of(answer: httpx.Response) -> dict[int, str]:
+    """The texts of an answer by their index: those of a stream put together."""
+    assert answer.status_code == 200, answer.text
+    if "event-stream" not in answer.headers["content-type"]:
+        return {choice["index"]: choice["text"] for choice in answer.json()["choices"]}
+    texts: dict[int, str] = {}
+    for line in answer.text.split("\n\n"):
+        for choice in json.loads(line[6:])["choices"] if "{" in line else []:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_texts_and_prompts_are_those_of_single_requests(stream: bool, server: Running) -> None:
+    fields = {"max_tokens": 9, "stream": stream, "temperature": 1.0}
+    prompts = ["The weaver", "A loom"]
+    alone = [
+        texts_of(server.complete(prompt=prompt, seed=seed, **fields))[0] for prompt in prompts for seed in (5, 6, 7)
+    ]
+    assert len(set(alone)) > 1
+    together = texts_of(server.complete(prompt=prompts, n=3, seed=5, **fields))
+    assert together == dict(enumerate(alone))
+
+
+def test_several_answers_of_a_chat(server: Running) -> None:
+    body = {"model": NAME, "messages": HI, "max_tokens": 5, "n": 2, "seed": 1}
+    answer = server.client.post("/v1/chat/completions", json=body).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    alone = [server.client.post("/v1/chat/completions", json=body | {"n": 1, "seed": seed}).json() for seed in (1, 2)]
+    contents = [choice["message"]["content"] for choice in answer["choices"]]
+    assert contents == [each["choices"][0]["message"]["content"] for each in alone]
+    usages = [each["usage"] for each in alone]
+    assert answer["usage"]["completion_tokens"] == sum(usage["completion_tokens"] for usage in usages)
+    assert answer["usage"]["prompt_tokens"] == usages[0]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_begins_with_the_prompt(stream: bool, server: Running) -> None:
+    fields = {"max_tokens": 4, "seed": 2, "stream": stream}
+    tokenizer = server.engine.tokenizer
+    tokens = [*tokenizer.bos_ids, *tokenizer.encode("A loom")]
+    plain = texts_of(server.complete(prompt=["The weaver", "A loom"], **fields))
+    echoed = texts_of(server.complete(prompt=["The weaver", "A loom"], echo=True, **fields))
+    assert echoed == {0: "The weaver" + plain[0], 1: "A loom" + plain[1]}
+    assert texts_of(server.complete(prompt=[tokens], echo=True, **fields)) == {0: echoed[1]}
+
+
+def test_several_texts_that_find_no_room_leave_nothing_behind(server: Running) -> None:
+    limits = server.engine.limits
+    server.engine.limits = replace(limits, streams=1, queue=2)
+    try:
+        answer = server.complete(n=4, max_tokens=4)
+    finally:
+        server.engine.limits = limits
+    assert answer.status_code == 429, answer.text
+    server.wait_until_free()
+    assert texts_of(server.complete(max_tokens=2)).keys() == {0}
 
 
 def test_offsets_go_on_through_a_stream(server: Running) -> None:

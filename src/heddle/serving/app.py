@@ -7,7 +7,8 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,7 +17,16 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from heddle.progress import print_warning
-from heddle.serving.engine import Engine, Event, TokenScore, answer_lines, chat_scores, completion_scores, gauge_lines
+from heddle.serving.engine import (
+    Engine,
+    Event,
+    Job,
+    TokenScore,
+    answer_lines,
+    chat_scores,
+    completion_scores,
+    gauge_lines,
+)
 from heddle.serving.requests import RequestError, RequestReader, TextRequest
 
 # Who may ask the server: the Host and Origin of a request, and its token.
@@ -140,37 +150,68 @@ class Application:
     async def _answer(self, request: Request, kind: str) -> Response:
         body = await read_body(request, self.engine.limits.max_body)
         with self.engine.entry() as entry:  # before the body is tokenized
-            text_request = await asyncio.to_thread(self.reader.read, kind, body)
-            answer = Answer(self, kind, text_request, entry)
-        if not text_request.stream:
+            requests = await asyncio.to_thread(self.reader.read_choices, kind, body)
+            answer = Answer(self, kind, requests, entry)
+        if not requests[0].stream:
             return await answer.whole(request.is_disconnected)
         first = await answer.first_event(request.is_disconnected)
         return ClosingStream(answer, first)
 
 
-class Answer:
-    """One request in the engine, and its answer in OpenAI's shape."""
+@dataclass
+class Choice:
+    """One text of an answer, so far. score_bytes: of the tokens whose scores were given."""
 
-    def __init__(self, application: Application, kind: str, request: TextRequest, entry: object) -> None:
-        self.engine, self.reader, self.request, self.kind = application.engine, application.reader, request, kind
+    request: TextRequest
+    text: str = ""
+    scores: list[TokenScore] = field(default_factory=list)
+    score_bytes: bytes = b""
+    new_tokens: int = 0
+    finish_reason: str | None = None
+
+    def add(self, event: Event) -> str:
+        """Take an event in; what of its text is new to the client, with the echo of the prompt before the first."""
+        text = event.text if self.new_tokens else self.request.echo + event.text
+        self.text, self.new_tokens, self.finish_reason = self.text + text, event.new_tokens, event.finish_reason
+        self.scores += event.scores
+        return text
+
+
+class Answer:
+    """One request in the engine, of one or several texts, and its answer in OpenAI's shape."""
+
+    def __init__(self, application: Application, kind: str, requests: list[TextRequest], entry: object) -> None:
+        self.engine, self.reader, self.request, self.kind = application.engine, application.reader, requests[0], kind
+        self.choices = [Choice(request) for request in requests]
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self._bytes = b""  # of the tokens whose scores were given
         self._look_at = time.monotonic() + DISCONNECT_SECONDS  # when to look whether the client is there
-        loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
+        self._jobs: list[Job] = []
+        try:
+            for index, request in enumerate(requests):
+                deliver = partial(self._deliver, index)
+                self._jobs.append(self.engine.submit(request, deliver, None if index else entry))
+        except RequestError:  # the queue is full
+            self.cancel()
+            raise
 
-        def deliver(event: Event) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
+    def _deliver(self, index: int, event: Event) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-        self._job = self.engine.submit(request, deliver, entry)
+    @property
+    def is_done(self) -> bool:
+        """Whether every text has ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
 
     def cancel(self) -> None:
         """Free what the engine holds for it."""
-        self.engine.cancel(self._job)
+        for job in self._jobs:
+            self.engine.cancel(job)
 
-    async def first_event(self, is_disconnected: Callable[[], Awaitable[bool]]) -> Event:
-        """Wait for the next event. Raises RequestError if it is an error, or if the client has gone."""
+    async def first_event(self, is_disconnected: Callable[[], Awaitable[bool]]) -> tuple[int, Event]:
+        """The next event, and of which text. Raises RequestError if it is an error, or if the client has gone."""
         try:
             while True:
                 if time.monotonic() > self._look_at:  # also while events come: nobody may read them
@@ -178,39 +219,44 @@ class Answer:
                     if await is_disconnected():
                         raise RequestError("the client has gone", status=499)
                 with contextlib.suppress(TimeoutError):
-                    event = await asyncio.wait_for(self._events.get(), DISCONNECT_SECONDS)
+                    index, event = await asyncio.wait_for(self._events.get(), DISCONNECT_SECONDS)
                     if event.error is not None:
                         raise event.error
-                    return event
+                    return index, event
         except BaseException:
             self.cancel()
             raise
 
     async def whole(self, is_disconnected: Callable[[], Awaitable[bool]]) -> Response:
         """The answer in one piece."""
-        text, scores = "", list[TokenScore]()
-        event = await self.first_event(is_disconnected)
-        while not event.is_last:
-            text, scores = text + event.text, scores + list(event.scores)
-            event = await self.first_event(is_disconnected)
-        choice = self._choice(text + event.text, scores + list(event.scores), event.finish_reason, "message")
-        return json_answer(self._object("") | {"choices": [choice], "usage": self._usage(event.new_tokens)})
+        while not self.is_done:
+            index, event = await self.first_event(is_disconnected)
+            self.choices[index].add(event)
+        choices = [
+            self._choice(index, choice.text, choice.scores, choice.finish_reason, "message")
+            for index, choice in enumerate(self.choices)
+        ]
+        return json_answer(self._object("") | {"choices": choices, "usage": self._usage()})
 
-    async def stream(self, event: Event) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
+    async def stream(self, first: tuple[int, Event]) -> AsyncIterator[str]:
+        """The answer as server-sent events; those of several texts come as they are computed, each with its index."""
         if self.kind == "chat":
-            delta = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield self._chunk([delta])
+            for index in range(len(self.choices)):
+                delta = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                yield self._chunk([delta])
+        index, event = first
         while event.error is None:
-            if event.text or event.scores:
-                usage = self._usage(event.new_tokens) if self.request.continuous_usage else None
-                yield self._chunk([self._choice(event.text, list(event.scores), None, "delta")], usage)
+            text = self.choices[index].add(event)
+            if text or event.scores:
+                usage = self._usage() if self.request.continuous_usage else None
+                yield self._chunk([self._choice(index, text, list(event.scores), None, "delta")], usage)
             if event.is_last:
-                yield self._chunk([self._choice("", [], event.finish_reason, "delta")])
+                yield self._chunk([self._choice(index, "", [], event.finish_reason, "delta")])
+            if self.is_done:
                 if self.request.include_usage:
-                    yield self._chunk([], self._usage(event.new_tokens))
+                    yield self._chunk([], self._usage())
                 break
-            event = await self._events.get()
+            index, event = await self._events.get()
         else:
             yield f"data: {json.dumps(event.error.body())}\n\n"
         yield "data: [DONE]\n\n"
@@ -223,27 +269,30 @@ class Answer:
         kind = f"chat.completion{suffix}" if self.kind == "chat" else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.reader.name}
 
-    def _choice(self, text: str, scores: list[TokenScore], reason: str | None, part: str) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, scores: list[TokenScore], reason: str | None, part: str) -> dict[str, Any]:
         """A choice; `part` is what holds the text of a chat: `message`, or `delta` of a stream."""
         has_scores, tokenizer = self.request.alternatives is not None and bool(scores), self.reader.tokenizer
         if self.kind == "completions":
-            logprobs = completion_scores(scores, tokenizer, self._bytes) if has_scores else None
-            self._bytes += b"".join(tokenizer.token_bytes(score.token) for score in scores)
-            return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+            choice = self.choices[index]
+            logprobs = completion_scores(scores, tokenizer, choice.score_bytes) if has_scores else None
+            choice.score_bytes += b"".join(tokenizer.token_bytes(score.token) for score in scores)
+            return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         logprobs = chat_scores(scores, tokenizer) if has_scores else None
         role = {"role": "assistant"} if part == "message" else {}
         content = {} if part == "delta" and reason is not None else {"content": text}
-        return {"index": 0, part: role | content, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, part: role | content, "logprobs": logprobs, "finish_reason": reason}
 
-    def _usage(self, new_tokens: int) -> dict[str, int]:
-        prompt = len(self.request.prompt_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": new_tokens, "total_tokens": prompt + new_tokens}
+    def _usage(self) -> dict[str, int]:
+        """Tokens of all texts; a prompt that several texts continue counts once."""
+        prompts = {id(choice.request.prompt_ids): len(choice.request.prompt_ids) for choice in self.choices}
+        prompt, new = sum(prompts.values()), sum(choice.new_tokens for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 class ClosingStream(StreamingResponse):
     """A stream whose end, also by a client that goes away, frees what the engine holds for it."""
 
-    def __init__(self, answer: Answer, first: Event) -> None:
+    def __init__(self, answer: Answer, first: tuple[int, Event]) -> None:
         super().__init__(answer.stream(first), media_type="text/event-stream")
         self.answer = answer
 

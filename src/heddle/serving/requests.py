@@ -4,7 +4,7 @@ import json
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from heddle.data.chat import CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
@@ -15,6 +15,7 @@ from heddle.tokenization.tokenizer import Tokenizer
 
 MAX_ALTERNATIVES = 20  # OpenAI's limits of top_logprobs and logprobs
 MAX_MESSAGES = 1000
+MAX_CHOICES = 16  # texts of one request: prompts times n
 DEFAULT_TOKENS = 128  # where a request names no number of new tokens
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second one is vLLM's, as is top_k
 _SHARED_FIELDS = {
@@ -22,7 +23,7 @@ _SHARED_FIELDS = {
     "stream_options", "logprobs", "n", "user",
 }  # fmt: skip
 _FIELDS = {
-    "completions": _SHARED_FIELDS | {"prompt"},
+    "completions": _SHARED_FIELDS | {"prompt", "echo"},
     "chat": _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"},
 }
 # Fields of OpenAI's interface that ask for nothing at these values, which clients send by themselves; null is one, too.
@@ -72,6 +73,7 @@ class TextRequest:
     """A prompt and how to continue it. alternatives: how many tokens to score beside the chosen one; None: no score.
 
     stop_ids: tokens that end the text beside the tokenizer's `eos_ids`: the end of a turn.
+    echo: text of the prompt that the answer begins with.
     include_usage: the numbers of tokens come at the end of a stream; continuous_usage: with each of its pieces, too.
     """
 
@@ -87,6 +89,7 @@ class TextRequest:
     continuous_usage: bool = False
     top_k: int | None = None
     stop_ids: tuple[int, ...] = ()
+    echo: str = ""
 
 
 class RequestReader:
@@ -105,7 +108,14 @@ class RequestReader:
             raise DataError(f"{CHAT_TEMPLATE_FILE}: {error}; restore the model's folder") from error
 
     def read(self, kind: str, body: bytes) -> TextRequest:
-        """Read a body of this kind, `completions` or `chat`. Raises RequestError."""
+        """Read a body that asks for one text. Raises RequestError."""
+        return self.read_choices(kind, body)[0]
+
+    def read_choices(self, kind: str, body: bytes) -> list[TextRequest]:
+        """Read a body of this kind, `completions` or `chat`: `n` texts for each prompt. Raises RequestError.
+
+        The texts of a prompt are sampled with the seed, the one after it, and so on.
+        """
         fields = parse_object(body)
         fields = {name: value for name, value in fields.items() if value is not None}
         for name in sorted(set(fields) - _FIELDS[kind]):
@@ -116,7 +126,7 @@ class RequestReader:
         if fields.get("model") != self.name:
             status = 404 if isinstance(fields.get("model"), str) else 400
             raise RequestError(f"model: this server has one model, '{self.name}'", "model", status)
-        _number(fields, "n", 1, (1, 1), whole=True)
+        count = int(_number(fields, "n", 1, (1, MAX_CHOICES), whole=True))
         _text(fields, "user", "")
         options = fields.get("stream_options", {})
         if not isinstance(options, dict) or set(options) - set(_STREAM_OPTIONS):
@@ -125,8 +135,14 @@ class RequestReader:
         top_p = float(_number(fields, "top_p", 1.0, (0.0, 1.0)))
         if top_p == 0.0:
             raise RequestError("top_p: must be above 0 and at most 1", "top_p")
-        return TextRequest(
-            prompt_ids=self._messages(fields) if kind == "chat" else self._prompt(fields),
+        prompts = [(self._messages(fields), "")] if kind == "chat" else self._prompts(fields)
+        if len(prompts) * count > MAX_CHOICES:
+            sentence = (
+                f"n: {len(prompts)} prompts times {count} are more than {MAX_CHOICES} texts; ask for fewer at a time"
+            )
+            raise RequestError(sentence, "n")
+        first = TextRequest(
+            prompt_ids=prompts[0][0],
             new_tokens=self._new_tokens(fields),
             temperature=temperature,
             top_p=None if top_p == 1.0 else top_p,
@@ -139,6 +155,13 @@ class RequestReader:
             include_usage=_truth(options, "include_usage"),
             continuous_usage=_truth(options, "continuous_usage_stats"),
         )
+        if kind != "chat" and _truth(fields, "echo") and first.alternatives is not None:
+            raise RequestError("echo: this server gives no logprobs of a prompt; leave one of the two out", "echo")
+        return [
+            replace(first, prompt_ids=prompt_ids, echo=echo, seed=(first.seed + index) % 2**62)
+            for prompt_ids, echo in prompts
+            for index in range(count)
+        ]
 
     def _new_tokens(self, fields: Mapping[str, Any]) -> int:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
@@ -169,17 +192,29 @@ class RequestReader:
                 raise RequestError(f"stop: each must be a text of 1 to {longest} characters", "stop")
         return tuple(strings)
 
-    def _prompt(self, fields: Mapping[str, Any]) -> list[int]:
-        prompt, vocab_size = fields.get("prompt", ""), self.tokenizer.vocab_size
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            prompt = prompt[0]
+    def _prompts(self, fields: Mapping[str, Any]) -> list[tuple[list[int], str]]:
+        """The tokens of each prompt, and its text where the answer begins with it."""
+        prompt, has_echo = fields.get("prompt", ""), _truth(fields, "echo")
+        several = isinstance(prompt, list) and bool(prompt) and all(isinstance(each, str | list) for each in prompt)
+        prompts = prompt if several else [prompt]
+        if len(prompts) > MAX_CHOICES:
+            raise RequestError(f"prompt: {len(prompts):,} prompts are more than {MAX_CHOICES}; send fewer", "prompt")
+        texts = []
+        for each in prompts:
+            tokens = self._prompt(each)
+            echo = each if isinstance(each, str) else self.tokenizer.decode(tokens)
+            texts.append((tokens, echo if has_echo else ""))
+        return texts
+
+    def _prompt(self, prompt: Any) -> list[int]:
+        vocab_size = self.tokenizer.vocab_size
         if isinstance(prompt, str):
             self._refuse_long_text(prompt, "prompt")
             tokens = [*self.tokenizer.bos_ids, *self._encoded(prompt)] or self.tokenizer.eos_ids[:1]
         elif isinstance(prompt, list) and prompt and all(type(x) is int and 0 <= x < vocab_size for x in prompt):
             tokens = prompt
         else:
-            raise RequestError(f"prompt: must be one text, or tokens from 0 to {vocab_size - 1}", "prompt")
+            raise RequestError(f"prompt: must be texts, or lists of tokens from 0 to {vocab_size - 1}", "prompt")
         return self._within_limit(tokens, "prompt")
 
     def _encoded(self, text: str) -> list[int]:

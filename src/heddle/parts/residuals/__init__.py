@@ -35,7 +35,7 @@ class ResidualConfig(Part, ABC):
     """
 
     slot: ClassVar[str] = "residuals"
-    later_fields = ("drop_path_first",)
+    later_fields: ClassVar[tuple[str, ...]] = ("drop_path_first",)
     keeps_stream: ClassVar[bool] = False
 
     drop_path: Probability = 0.0
