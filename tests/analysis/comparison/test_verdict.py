@@ -39,9 +39,21 @@ def test_verdict_claims_a_lead_only_where_it_is_resolved() -> None:
     )
     assert "each of the other 2 is resolved" in shifted({"a": 0.0, "b": -0.1, "c": 0.1})["verdict"][0]
     pair = reports.make_report({name: reports.TINY[name] for name in ("mha-tiny", "gqa-tiny")})["verdict"][0]
-    assert pair == (
-        "No lead is resolved: mha-tiny 2.249 and gqa-tiny 2.258 bits per byte, a difference of −0.009 ± 0.015."
-    )
+    assert pair == ("No clear winner: mha-tiny 2.249 and gqa-tiny 2.258 bits per byte, a difference of −0.009 ± 0.015.")
+
+
+def test_a_resolved_difference_without_the_leader_is_said() -> None:
+    """Where the leader's runs vary most, others may differ clearly though the leader does not."""
+    sizes = reports.TINY["gqa-tiny"][2:]
+    traits = {"a": (0.0, 0.002, *sizes), "b": (0.25, 0.002, *sizes), "noisy": (-0.27, 0.9, *sizes)}
+    report = reports.make_report(traits)
+    assert {(row["design"], row["reference"]): row["resolved"] for row in report["pairs"]} == {
+        ("noisy", "a"): False,
+        ("noisy", "b"): False,
+        ("a", "b"): True,
+    }
+    assert report["verdict"][0].startswith("No clear winner: noisy 2.")
+    assert " Resolved is a against b (−0.24" in report["verdict"][0]
 
 
 def test_what_is_not_resolved_comes_with_what_would_resolve_it() -> None:
@@ -71,7 +83,7 @@ def test_a_comparison_that_is_not_finished_judges_nothing() -> None:
     report |= pair_report({row["name"]: row["runs"] for row in report["designs"]}, "a", Judging(is_final=False))
     assert [judgment(row) for row in report["differences"]] == ["so far", "so far"]
     first = verdict_sentences(report)[0]
-    assert first.startswith("No lead is resolved: b 1.900, a 2.000 and c 2.100")
+    assert first.startswith("No clear winner: b 1.900, a 2.000 and c 2.100")
 
 
 def test_equal_designs_tie() -> None:

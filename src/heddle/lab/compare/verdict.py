@@ -134,14 +134,21 @@ def _lowest_loss(report: Report, ranking: list[Design]) -> str:
     if len(others) == 1 and differences[others[0].name].mean is not None:
         [(name, row)] = differences.items()
         if not resolved:
-            return f"No lead is resolved: {_losses(ranking)} bits per byte, a difference of {format_difference(row)}."
+            return f"No clear winner: {_losses(ranking)} bits per byte, a difference of {format_difference(row)}."
         return f"{start}; its difference to {name}, {format_difference(row)}, is {word}."
     if not unresolved:
         return f"{start}, and the difference to each of the other {len(others)} is {word}."
     if not resolved:
-        return f"No lead is resolved: {_losses(ranking)} bits per byte."
+        return f"No clear winner: {_losses(ranking)} bits per byte.{_resolved_pairs(report)}"
     tied = [design for design in ranking if design is best or design.name in unresolved]
     return f"Lowest, and not resolved from each other: {_losses(tied)} bits per byte. {_leads(best, resolved, word)}"
+
+
+def _resolved_pairs(report: Report) -> str:
+    """The pairs without the leader whose difference is resolved, as where the leader's runs vary more than theirs."""
+    pairs = [row for row in report.pairs if row.resolved and report.leader not in (row.design, row.reference)]
+    words = [f"{row.design} against {row.reference} ({format_difference(row)})" for row in pairs]
+    return f" Resolved is {join_names(words, 4)}." if words else ""
 
 
 def _losses(designs: list[Design]) -> str:
