@@ -88,13 +88,13 @@ class Config(BaseModel):
         """Return the same config with some fields changed, validated again."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | fields)
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self, with_later_fields: bool = False) -> dict[str, Any]:
         """Return JSON-ready data from which `parse_config` makes an equal config.
 
-        Fields that are None are left out, and later fields that have their default.
+        Fields that are None are left out, and later fields that have their default, unless they are wanted.
         """
-        plain = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
-        for name in self.later_fields:
+        plain = {name: _plain(getattr(self, name), with_later_fields) for name in type(self).model_fields}
+        for name in () if with_later_fields else self.later_fields:
             if plain[name] == type(self).model_fields[name].default:
                 del plain[name]
         return {name: value for name, value in plain.items() if value is not None}
@@ -116,9 +116,9 @@ class Part(Config):
         """The name on disk."""
         return type(self).__module__.rpartition(".")[2]
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self, with_later_fields: bool = False) -> dict[str, Any]:
         """As `Config.dump`, with the kind first."""
-        return {"kind": self.kind, **super().dump()}
+        return {"kind": self.kind, **super().dump(with_later_fields)}
 
     @classmethod
     def fields_of_alias(cls, alias: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,10 +131,10 @@ class Part(Config):
         return {}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, with_later_fields: bool) -> Any:
     if isinstance(value, Config):
-        return value.dump()
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+        return value.dump(with_later_fields)
+    return [_plain(item, with_later_fields) for item in value] if isinstance(value, tuple) else value
 
 
 def kinds(slot: str) -> list[str]:

@@ -88,7 +88,12 @@ def test_entries_of_a_design_are_named_as_its_file_has_them() -> None:
 
 def test_what_only_training_asks_for_is_no_obstacle() -> None:
     training = ["residual.dropout=0.1", "layers.*.mixer.dropout=0.2", "initialization.std=0.1"]
+    training += ["residual.drop_path=0.1", "residual.drop_path_first=0.1"]
     assert match_report(loaded(*training)).architecture == "LlamaForCausalLM"
+
+
+def test_a_field_that_dumps_leave_out_at_its_default_is_named_with_it() -> None:
+    assert match_report(loaded("residual.final_norm=false")).changes == ("residual.final_norm=true",)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,7 +19,16 @@ from heddle.model.load_config import DEFAULTS
 HEDDLE = "heddle"
 # Fields that only change how a model is trained, not what a trained model computes.
 TRAINING_FIELDS = frozenset(
-    {"initialization", "dropout", "drop_path", "capacity_factor", "aux_loss", "z_loss", "bias_update"}
+    {
+        "initialization",
+        "dropout",
+        "drop_path",
+        "drop_path_first",
+        "capacity_factor",
+        "aux_loss",
+        "z_loss",
+        "bias_update",
+    }
 )
 MISSING = "absent"
 MAX_LISTED = 6  # mismatches that a report lists
@@ -244,11 +253,11 @@ def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str], tra
 
 def _distinct_fields(design: ModelConfig, training: bool) -> dict[str, Any]:
     """As `inference_fields` of a resolved design, with each different layer once; `training`: all its fields."""
-    fields: dict[str, Any] = {"layers": [layer.config.dump() for layer in design.distinct_layers]}
+    fields: dict[str, Any] = {"layers": [layer.config.dump(with_later_fields=True) for layer in design.distinct_layers]}
     for name in type(design).model_fields.keys() - {"layers"}:
         value = getattr(design, name)
         if value is not None:
-            fields[name] = value.dump() if isinstance(value, Config) else value
+            fields[name] = value.dump(with_later_fields=True) if isinstance(value, Config) else value
     plain: dict[str, Any] = fields if training else _without_training_fields(fields)
     return plain
 
@@ -266,7 +275,7 @@ def _is_scalar(value: Any) -> bool:
 
 def inference_fields(design: ModelConfig) -> dict[str, Any]:
     """The fields that decide what a trained model computes, as plain data with every default filled in."""
-    data: dict[str, Any] = _without_training_fields(design.resolved().dump())
+    data: dict[str, Any] = _without_training_fields(design.resolved().dump(with_later_fields=True))
     return data
 
 
