@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,45 @@ def test_a_killed_run_continues_where_it_was(
     assert other.models[1].windows == other.models[0].windows
     results_of(models, letters, tmp_path / "cut.json", windows=8)
     assert len(measured) == count + 3
+
+
+def test_a_model_that_was_killed_half_measured_goes_on_after_its_windows(
+    original: Decoder, letters: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "PART_SECONDS", 0.0)
+    models, path = [("original", ORIGINAL, original, "a")], tmp_path / "cut.json"
+    scored = measure_module.token_scores
+    seen: list[int] = []
+
+    def cut_after(batches: int) -> Any:
+        def watched(decoder: Decoder, rows: Any, lengths: Any) -> Iterator[Any]:
+            for number, item in enumerate(scored(decoder, rows, lengths)):
+                if number == batches:
+                    raise KeyboardInterrupt
+                seen.append(len(item[0].tokens))
+                yield item
+
+        return watched
+
+    for batches, total in ((1, 1), (1, 2)):  # killed twice
+        monkeypatch.setattr(measure_module, "token_scores", cut_after(batches))
+        with pytest.raises(KeyboardInterrupt):
+            results_of(models, letters, path)
+        assert len(seen) == total
+    part = path.with_name("cut.part.json")
+    kept = part.read_bytes()
+    monkeypatch.setattr(measure_module, "token_scores", cut_after(10**6))
+    results = results_of(models, letters, path)
+    assert sum(seen) == results.text.windows  # no window was read twice
+    assert not part.exists()
+    whole = results_of(models, letters, tmp_path / "whole.json")
+    assert results.models == whole.models
+    # of other weights, or damaged, it is not used
+    for key, content in (("y", kept), ("z", kept[: len(kept) // 2])):
+        part.write_bytes(content)
+        seen.clear()
+        other = results_of([("original", ORIGINAL, original, key)], letters, path)
+        assert sum(seen) == other.text.windows
 
 
 def test_numbers_that_are_not_finite_are_saved_as_none(original: Decoder, letters: Corpus, tmp_path: Path) -> None:

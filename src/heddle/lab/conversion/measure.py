@@ -1,11 +1,11 @@
 """Measure one model of a conversion: loss on held-out text, recall, errors of its layers, and sizes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from heddle.model.size import build_distinct_layers, measure_size
 from heddle.parts.layout import Layout
 from heddle.progress import ProgressBar
 from heddle.training.evaluation.loss_profile import position_edges, position_groups, scores_by_group
-from heddle.training.evaluation.scores import FiniteScores, Scores, finite_scores, row_sums, token_bits, token_scores
+from heddle.training.evaluation.scores import FiniteScores, finite_scores, row_sums, token_bits, token_scores
 from heddle.training.evaluation.text_recall import NeedleScores, TextRecall, score_text_recall
 from heddle.training.settings import Settings
 from heddle.training.training_data import TextData
@@ -165,17 +165,33 @@ class ModelToMeasure:
     source: str = ""
 
 
+class WindowScores(NamedTuple):
+    """The score of each window so far, and for each range of positions that of its tokens in it."""
+
+    windows: FiniteScores
+    positions: list[FiniteScores]
+
+
 def measured_rows(text: MeasurementText) -> int:
     """The rows that are read for one model, which its progress is counted in."""
     return text.window_count + text.recall.row_count
 
 
 def measure_model(
-    model: ModelToMeasure, original: Weights, text: MeasurementText, device: str, bar: ProgressBar
+    model: ModelToMeasure,
+    original: Weights,
+    text: MeasurementText,
+    device: str,
+    bar: ProgressBar,
+    begun: WindowScores | None = None,
+    save: Callable[[WindowScores], None] = lambda scores: None,
 ) -> ModelResult:
-    """Measure a model in all that does not depend on the speed of the machine."""
+    """Measure a model in all that does not depend on the speed of the machine.
+
+    begun: scores of the first windows by an earlier call. save: gets the scores so far after each batch.
+    """
     decoder = build_model(model.weights).to(device)
-    windows, positions = _score_windows(decoder, text, bar)
+    windows, positions = _score_windows(decoder, text, bar, begun, save)
     first, second, needles = score_recall(decoder, text, bar)
     del decoder
     design, dtype, bos_ids = model.weights.design, model.weights.dtype, text.corpus.rows.bos_ids
@@ -213,20 +229,28 @@ def score_recall(
 
 
 def _score_windows(
-    decoder: Decoder, text: MeasurementText, bar: ProgressBar
-) -> tuple[FiniteScores, list[FiniteScores]]:
-    """The score of each window, and for each range of positions the score of each window's tokens in it."""
+    decoder: Decoder,
+    text: MeasurementText,
+    bar: ProgressBar,
+    begun: WindowScores | None,
+    save: Callable[[WindowScores], None],
+) -> WindowScores:
     edges = position_edges(text.settings.sequence_length)
-    windows: Scores = []
-    positions: list[Scores] = [[] for _ in text.position_ranges]
-    for batch, tokens in token_scores(decoder, text.windows, text.corpus.tokenizer.byte_lengths):
+    scores = begun or WindowScores([], [[] for _ in text.position_ranges])
+    done = len(scores.windows)  # whole batches
+    bar.advance(done)
+    rest = text.windows[done // text.settings.batch_size :] if done < text.window_count else []
+    for batch, tokens in token_scores(decoder, rest, text.corpus.tokenizer.byte_lengths):
         bits, sizes = token_bits(tokens), tokens.sizes.cpu().numpy()
-        windows += row_sums(bits, sizes)
+        scores.windows.extend(finite_scores(row_sums(bits, sizes)))
         groups = position_groups(batch.doc_lengths, edges)
-        for scores, added in zip(positions, scores_by_group(bits, sizes, groups, len(positions)), strict=True):
-            scores += added
+        for own, added in zip(
+            scores.positions, scores_by_group(bits, sizes, groups, len(scores.positions)), strict=True
+        ):
+            own.extend(finite_scores(added))
         bar.advance(len(batch.tokens))
-    return finite_scores(windows), [finite_scores(scores) for scores in positions]
+        save(scores)
+    return scores
 
 
 def _state_bytes(shapes: Decoder, contexts: Sequence[int]) -> list[tuple[int, int]]:

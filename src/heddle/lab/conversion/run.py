@@ -1,5 +1,6 @@
 """Measure the models of a conversion one after the other; what is measured is saved, so that a killed run continues."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from heddle import __version__
 from heddle.data.corpus import Corpus
@@ -17,6 +18,7 @@ from heddle.lab.conversion.measure import (
     MeasurementSettings,
     MeasurementText,
     ModelToMeasure,
+    WindowScores,
     measure_model,
     measured_rows,
 )
@@ -27,6 +29,7 @@ from heddle.storage.run_log import to_plain_json
 from heddle.training.evaluation.text_recall import NEEDLE_TOKENS
 
 SPEED_ROUNDS = 2
+PART_SECONDS = 10.0  # between two saves of a model that is being measured
 REMEDY = "free some space or choose another folder"
 
 
@@ -69,12 +72,46 @@ def measure_conversion(
     for model in models:
         result = measured.get((model.name, model.stage, model.key))
         if result is None:
+            part = _Part(record.path, model, results)
             with progress_bar(f"measuring {model.name}", measured_rows(text), "rows") as bar:
-                result = measure_model(model, original, text, device, bar)
+                result = measure_model(model, original, text, device, bar, part.begun(), part.save)
         results.models.append(result)
         _save(results, record.path, measured)
+    part_path(record.path).unlink(missing_ok=True)
     _measure_all_speeds(models, results, text.settings, device, lambda: _save(results, record.path, {}))
     return results
+
+
+def part_path(path: Path) -> Path:
+    """Where the windows of a model that is being measured are kept."""
+    return path.with_name(f"{path.stem}.part.json")
+
+
+class _Part:
+    """The windows that were scored of one model, so that a killed run continues within it."""
+
+    def __init__(self, path: Path, model: ModelToMeasure, results: ConversionResults) -> None:
+        plain = results.to_plain()
+        described = {name: plain[name] for name in ("text", "settings", "heddle", "hardware")}
+        self.path, self._saved = part_path(path), time.monotonic()
+        self._model = to_plain_json(described | {"model": [model.name, model.stage, model.key]})
+
+    def begun(self) -> WindowScores | None:
+        """What an earlier run scored of this model on this text; None where there is nothing to use."""
+        try:
+            part = read_json_file(self.path) if self.path.is_file() else {}
+            if part.get("of") != self._model:
+                return None
+            scores = TypeAdapter(WindowScores).validate_python(part["scores"])
+        except (CheckpointError, ValidationError):  # they can be scored again
+            return None
+        return scores
+
+    def save(self, scores: WindowScores) -> None:
+        """Save the scores so far, once in a while."""
+        if time.monotonic() - self._saved >= PART_SECONDS:
+            write_json_file(self.path, {"of": self._model, "scores": scores}, REMEDY)
+            self._saved = time.monotonic()
 
 
 def _new_results(text: MeasurementText, record: ConversionRecord) -> ConversionResults:
