@@ -42,7 +42,7 @@ from heddle.model.load_config import load_config
 from heddle.parts.layout import Layout
 from heddle.progress import progress_bar
 from heddle.storage.file_io import read_json_file
-from heddle.training.evaluation.scores import bits_and_bytes, finite_ratio
+from heddle.training.evaluation.scores import bits_and_bytes, finite_ratio, token_scores
 from heddle.training.evaluation.text_recall import DEPTHS, LEADING_TOKENS, NEEDLE_TOKENS, TextRecall, score_text_recall
 from tests import small
 from tests.conversion.exactness import design, source_model
@@ -318,7 +318,7 @@ def test_a_model_that_was_killed_half_measured_goes_on_after_its_windows(
 ) -> None:
     monkeypatch.setattr(run_module, "PART_SECONDS", 0.0)
     models, path = [("original", ORIGINAL, original, "a")], tmp_path / "cut.json"
-    scored = measure_module.token_scores
+    scored = token_scores
     seen: list[int] = []
 
     def cut_after(batches: int) -> Any:
