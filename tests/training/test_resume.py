@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
 
 def test_a_checkpoint_of_an_impossible_step_is_refused(texts: Corpus, tmp_path: Path) -> None:
     train(job(texts, tmp_path / "run"))
-    train(small.job(texts, tmp_path / "longer", small.dropping(), STEPS + 2))
+    train(small.job(texts, tmp_path / "longer", small.dropping(), STEPS + 2, evaluate_every=3, save_every=2))
     later = checkpoint_folder(tmp_path / "run", STEPS + 2)
     shutil.copytree(checkpoint_folder(tmp_path / "longer", STEPS + 2), later)
     with pytest.raises(CheckpointError, match=f"step {STEPS + 2}.*{STEPS}"):
@@ -230,7 +230,24 @@ def test_a_checkpoint_of_an_impossible_step_is_refused(texts: Corpus, tmp_path: 
     for step in (-1, STEPS, 10**17, "9", True):
         documents = contents.documents | {snapshot.PROGRESS_FILE: json.dumps({"step": step})}
         with pytest.raises(CheckpointError, match=f"step {STEPS + 2}"):
-            snapshot._read_progress(dataclasses.replace(contents, documents=documents), STEPS + 2)
+            snapshot._read_progress(dataclasses.replace(contents, documents=documents), STEPS + 2, None)
+
+
+def test_a_checkpoint_of_another_run_with_its_log_is_refused(
+    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seed in (("run", 0), ("other", 1)):
+        train(job(texts, tmp_path / name, seed=seed))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "run" / "checkpoints")
+    shutil.copy(tmp_path / "other" / LOG_FILE, tmp_path / "run" / LOG_FILE)
+    with pytest.raises(CheckpointError, match="it is a checkpoint of another run"):
+        train(job(texts, tmp_path / "run"))
+    # one of an earlier version does not say of which run it is, and so does one that nobody asks
+    monkeypatch.setattr(snapshot, "run_hash", lambda run: None)
+    train(job(texts, tmp_path / "older"))
+    monkeypatch.undo()
+    train(job(texts, tmp_path / "older"))
 
 
 def test_a_cut_last_line_of_the_log_is_written_again(texts: Corpus, tmp_path: Path, whole: Any) -> None:

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from heddle.storage.manifest import EMPTY_CHAIN, LogPosition, parse_json_object
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
+BRANCH_SETTINGS = ("steps", "schedule")  # what a branch need not share with its trunk
 IDENTITY_KEYS = ("design", "data", "settings", "init_checkpoint", "lora", "distillation")
 # What decides the last bits of a number, in the environment of a run: versions of the software, and the machine.
 ENVIRONMENT_FIELDS = {
@@ -56,6 +57,24 @@ def open_run(folder: Path, identity: dict[str, Any], environment: dict[str, Any]
         raise CheckpointError(f"{folder}: holds something else ({sorted(names)[0]}); choose an empty or new folder")
     write_json_file(path, to_plain_json(environment) | to_plain_json(identity), REMEDY)
     return False
+
+
+def run_hash(folder: Path) -> str | None:
+    """The SHA-256 of what identifies the run in a folder, by which its checkpoints name it; None without a run.json.
+
+    All branches of one trunk have the same.
+    """
+    path = folder / RUN_FILE
+    if not path.is_file():
+        return None
+    saved = read_json_file(path)
+    return hashlib.sha256(json.dumps(trunk_identity(saved), sort_keys=True).encode()).hexdigest()
+
+
+def trunk_identity(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's identity, or its run.json, shares with that of its branches."""
+    settings = {name: value for name, value in saved["settings"].items() if name not in BRANCH_SETTINGS}
+    return {key: saved.get(key) for key in IDENTITY_KEYS} | {"settings": settings}
 
 
 def _print_other_environment(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

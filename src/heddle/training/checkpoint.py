@@ -19,7 +19,7 @@ from heddle.storage.checkpoints import find_latest, prune_checkpoints, write_che
 from heddle.storage.folder import FolderContents, read_folder, verify_folder
 from heddle.storage.manifest import LogPosition, parse_json_object
 from heddle.storage.model import WEIGHTS_FILE, HeldRows, model_documents, model_tensors
-from heddle.storage.run_log import RunLog
+from heddle.storage.run_log import RunLog, run_hash
 from heddle.training.optimizer import Optimizer
 
 # Write a run's checkpoints: while training waits, or on a thread, from a copy, while training goes on.
@@ -113,10 +113,14 @@ class TrainingProgress:
     consecutive_skips: int = 0
     skipped_batches: int = 0
 
-    def to_json(self) -> str:
-        """Return the file's text. Runs without a spike have no field of skipped batches, as earlier versions."""
+    def to_json(self, run: str | None = None) -> str:
+        """Return the file's text. Runs without a spike have no field of skipped batches, as earlier versions.
+
+        run: the `run_hash` of the run that it is of.
+        """
         fields = {name: value for name, value in vars(self).items() if value or name != "skipped_batches"}
-        return json.dumps(fields, sort_keys=True) + "\n"
+        named = {} if run is None else {"run": run}
+        return json.dumps(fields | named, sort_keys=True) + "\n"
 
 
 def save_run(
@@ -137,7 +141,7 @@ def save_run(
     for name, state in optimizer.state.items():
         for key, value in state.items():
             training_tensors[f"{key}.{name}"] = torch.as_tensor(value)
-    texts = {**documents, **model_documents(model, None), PROGRESS_FILE: progress.to_json()}
+    texts = {**documents, **model_documents(model, None), PROGRESS_FILE: progress.to_json(run_hash(saver.run))}
     tensors = {WEIGHTS_FILE: model_tensors(model), TRAINING_TENSORS_FILE: training_tensors}
     if adapters := lora_tensors(model):
         tensors[ADAPTERS_FILE] = adapters
@@ -176,7 +180,7 @@ def resume_run(
     position = state.contents.log
     if position is None:
         raise CheckpointError(f"{state.contents.folder}: does not say where the log was; use an earlier checkpoint")
-    progress = _read_progress(state.contents, checkpoint.step)
+    progress = _read_progress(state.contents, checkpoint.step, run_hash(run))
     if last_step is not None and progress.step > last_step:
         raise CheckpointError(
             f"{state.contents.folder}: is of step {progress.step}, and the run has {last_step}; remove it"
@@ -232,11 +236,16 @@ def _open_log(log: RunLog, position: LogPosition, ranks: Ranks) -> str:
     return ""
 
 
-def _read_progress(contents: FolderContents, step: int | None) -> TrainingProgress:
-    """Return the counts in a checkpoint of this step. Raises CheckpointError if they cannot be right."""
+def _read_progress(contents: FolderContents, step: int | None, run: str | None) -> TrainingProgress:
+    """Return the counts in a checkpoint of this step. Raises CheckpointError if they cannot be right.
+
+    run: the `run_hash` of the run that continues; a checkpoint of an earlier version does not say of which run it is.
+    """
     path = contents.folder / PROGRESS_FILE
     try:
         fields = parse_json_object(contents.documents.get(PROGRESS_FILE, "").encode())
+        if fields.pop("run", run) != run:
+            raise ValueError("it is a checkpoint of another run")
         if not all(type(value) is int and value >= 0 for value in fields.values()):
             raise ValueError("a count is not a whole number from 0")
         if fields.get("step") != step:

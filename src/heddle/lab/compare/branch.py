@@ -7,7 +7,6 @@ newest checkpoint and log, as if it had been interrupted there: what follows is 
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.storage.checkpoints import checkpoint_steps, latest_checkpoint, write_checkpoint
@@ -21,11 +20,10 @@ from heddle.storage.run_log import (
     first_difference,
     open_run,
     to_plain_json,
+    trunk_identity,
 )
 from heddle.training.job import TrainingJob
 from heddle.training.loop import TrainingResult, train
-
-OWN_SETTINGS = ("steps", "schedule")  # what a branch need not share with its trunk
 
 
 def train_branch(job: TrainingJob, trunk: Path, previous: Path | None = None) -> TrainingResult:
@@ -64,7 +62,7 @@ def _start_from(job: TrainingJob, source: Path) -> None:
         return
     saved, contents = read_json_file(source / RUN_FILE), read_folder(path, "training")
     identity = to_plain_json(job.identity())
-    difference = first_difference(_shared(saved), _shared(identity))
+    difference = first_difference(trunk_identity(saved), trunk_identity(identity))
     step = int(path.name.removeprefix("step-"))
     if difference or contents.log is None or step > job.settings.steps:
         raise CheckpointError(f"{source}: {job.out} is no branch of it: {difference or f'it is at step {step}'}")
@@ -74,9 +72,3 @@ def _start_from(job: TrainingJob, source: Path) -> None:
         copy_log(source, job.out, contents.log)
         tensors = {name: contents.tensors(name) for name in contents.tensor_sets}
         write_checkpoint(job.out, step, tensors=tensors, documents=contents.documents, log=contents.log)
-
-
-def _shared(identity: dict[str, Any]) -> dict[str, Any]:
-    """What a run's identity shares with that of its branches."""
-    settings = {key: value for key, value in identity["settings"].items() if key not in OWN_SETTINGS}
-    return {key: identity.get(key) for key in IDENTITY_KEYS} | {"settings": settings}
