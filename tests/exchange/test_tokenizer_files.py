@@ -15,6 +15,7 @@ import heddle
 from heddle.cli.main import run_command
 from heddle.data.corpus import check_tokenizer_fits
 from heddle.errors import ConfigError, DataError
+from heddle.exchange import tokenizer_files
 from heddle.exchange.export import export
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
@@ -289,3 +290,22 @@ def test_a_tokenizer_of_another_size_than_the_embedding(trained: Tokenizer, tmp_
     export(model(vocab_size=trained.vocab_size - 1), tmp_path / "narrow", trained)
     with pytest.raises(ConfigError, match=rf"tokenizer\.json:.*{trained.vocab_size} tokens"):
         load(tmp_path / "narrow")
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordPiece", "Unigram"])
+def test_more_words_than_rows_are_refused_before_the_library_reads_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"w{number}" for number in range(1000)]
+    vocabulary = [[word, 0.0] for word in words] if kind == "Unigram" else {word: i for i, word in enumerate(words)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": kind, "vocab": vocabulary}}))
+    monkeypatch.setattr(tokenizer_files, "read_backend", lambda *_: pytest.fail("the library read it"))
+    with pytest.raises(ConfigError, match="has 1000 tokens, but the embedding only 999 rows"):
+        tokenizer_files.read_tokenizer_files(tmp_path, 999)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"vocab": 3}}', '{"model": null}', "[" * 100_000])
+def test_a_damaged_tokenizer_is_refused_where_it_is_read(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(DataError):
+        tokenizer_files.read_tokenizer_files(tmp_path, 999)

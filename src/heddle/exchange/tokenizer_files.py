@@ -52,6 +52,7 @@ def read_tokenizer_files(
     tokenizer_config = json_files.get(TOKENIZER_CONFIG_FILE, {})
     tokenizer = _restore_native(text, tokenizer_config, text_files)
     if tokenizer is None:
+        _refuse_many_words(_word_count(text), vocab_limit, path)  # before the library reads them
         backend = read_backend(text, str(path))
         named = dict(json_files.get(SPECIAL_TOKENS_FILE, {}))
         named |= {name: token for name, token in tokenizer_config.items() if token is not None}
@@ -60,9 +61,22 @@ def read_tokenizer_files(
         eos_ids = _eos_ids(json_files | {CONFIG_FILE: model_config or {}}, named, backend, folder)
         boundaries = BoundaryTokens(_bos_ids(backend, named), eos_ids, text_files)
         tokenizer = Tokenizer(backend, str(path), text, boundaries)
-    if tokenizer.vocab_size > vocab_limit:
-        raise ConfigError(f"{path}: has {tokenizer.vocab_size} tokens, but the embedding only {vocab_limit} rows")
+    _refuse_many_words(tokenizer.vocab_size, vocab_limit, path)
     return tokenizer, text_files
+
+
+def _word_count(text: str) -> int:
+    """The words of the model of a tokenizer.json, without its added tokens; 0 where that is not to be seen."""
+    try:
+        vocabulary = json.loads(text)["model"]["vocab"]
+    except (ValueError, RecursionError, LookupError, TypeError):  # a damaged file is refused where it is read
+        return 0
+    return len(vocabulary) if isinstance(vocabulary, dict | list) else 0
+
+
+def _refuse_many_words(count: int, vocab_limit: int, path: Path) -> None:
+    if count > vocab_limit:
+        raise ConfigError(f"{path}: has {count} tokens, but the embedding only {vocab_limit} rows")
 
 
 def chosen_tokenizer(file: Path, vocab_limit: int) -> tuple[Tokenizer | None, dict[str, str]]:
