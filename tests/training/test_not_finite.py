@@ -15,6 +15,7 @@ from heddle.storage.run_log import read_log
 from heddle.training import checkpoint as snapshot
 from heddle.training import loop
 from heddle.training.loop import Diverged, train
+from heddle.training.run import say_if_diverged
 from heddle.training.step import accumulate_gradients
 from tests import small
 
@@ -85,3 +86,17 @@ def test_a_loss_on_held_out_text_that_is_not_finite_is_no_result(
     monkeypatch.setattr(loop, "evaluate", lambda *arguments, **named: [(float("nan"), 3)])
     with pytest.raises(Diverged, match=r"held-out.*finite"):
         train(small.job(texts, tmp_path, steps=2))
+
+
+def test_a_finite_run_that_diverged_is_said_to_have(
+    texts: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the loss of its own steps: held-out text may be harder from the start, as that of a small file is."""
+    for name, learning_rate, says in (("good", 1e-3, False), ("short", 1e-3, False), ("bad", 10.0, True)):
+        job = small.job(texts, tmp_path / name, steps=2 if name == "short" else 14, learning_rate=learning_rate)
+        train(job)
+        capsys.readouterr()
+        say_if_diverged(job)
+        printed = capsys.readouterr().err
+        assert ("diverged: its loss rose from 5." in printed) == says, printed
+    assert printed.endswith("a token; give a lower --lr than 10\n")

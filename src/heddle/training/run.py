@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from heddle.data.chat import ChatDataset, is_chat_argument, prepare_chat
@@ -38,8 +39,9 @@ from heddle.training.trackers import check_trackers
 
 DEFAULT_STEPS = 500
 DEFAULT_SEQUENCE_LENGTH = 256
-# A run whose held-out loss, in bits per byte, is above this many times that of its first step, and bits more, diverged.
-DIVERGED_FACTOR, DIVERGED_BITS = 1.25, 0.25
+# A run whose loss, of its last steps, is above this many times that of its first step, and nats more, diverged.
+DIVERGED_FACTOR, DIVERGED_NATS = 1.1, 0.1
+LAST_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -337,12 +339,15 @@ def _open_data(
     return prepare_chat(data, loaded, resolved.sequence_length, documents)
 
 
-def _say_if_diverged(job: TrainingJob, bits_per_byte: float) -> None:
-    """Warn where a run ends far above the loss of its first step."""
-    first = next((line["bits_per_byte"] for line in read_log(job.out) if line.get("bits_per_byte") is not None), None)
-    if first is not None and bits_per_byte > DIVERGED_FACTOR * first + DIVERGED_BITS:
+def say_if_diverged(job: TrainingJob) -> None:
+    """Warn where the loss of a run's last steps is far above that of its first."""
+    losses = [line["loss"] for line in read_log(job.out) if line.get("loss") is not None]
+    if not losses:
+        return
+    first, last = losses[0], fmean(losses[-LAST_STEPS:])
+    if last > DIVERGED_FACTOR * first + DIVERGED_NATS:
         remedy = f"give a lower --lr than {job.settings.learning_rate:g}"
-        print_status(f"warning: {job.out}: diverged: its first step had {first:.4f} bits per byte; {remedy}")
+        print_status(f"warning: {job.out}: diverged: its loss rose from {first:.2f} to {last:.2f} a token; {remedy}")
 
 
 def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[str, Any]:
@@ -366,7 +371,7 @@ def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[s
         return report
     print_text(f"{job.out}: {score} after {steps} steps")
     if "bits_per_byte" in report:
-        _say_if_diverged(job, training.bits_per_byte)
+        say_if_diverged(job)
     if skipped:
         print_text(f"{skipped} steps were skipped: their loss or gradient was not finite")
     if isinstance(job.source, Corpus) and job.source.bytes_per_character >= MANY_BYTES_PER_CHARACTER:
