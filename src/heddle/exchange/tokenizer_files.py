@@ -66,12 +66,14 @@ def read_tokenizer_files(
 
 
 def _word_count(text: str) -> int:
-    """The words of the model of a tokenizer.json, without its added tokens; 0 where that is not to be seen."""
+    """The tokens of a tokenizer.json, added ones included; 0 where that is not to be seen."""
     try:
-        vocabulary = json.loads(text)["model"]["vocab"]
-    except (ValueError, RecursionError, LookupError, TypeError):  # a damaged file is refused where it is read
+        content = json.loads(text)
+        vocabulary = content["model"]["vocab"]
+        words = set(vocabulary) if isinstance(vocabulary, dict) else {word for word, _ in vocabulary}
+        return len(words | {token["content"] for token in content.get("added_tokens") or ()})
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):  # refused where it is read
         return 0
-    return len(vocabulary) if isinstance(vocabulary, dict | list) else 0
 
 
 def _refuse_many_words(count: int, vocab_limit: int, path: Path) -> None:

@@ -52,7 +52,7 @@ def random_designs(count: int, seed: int) -> Iterator[dict[str, Any]]:
         parts = {}
         for slot, choices in kinds.items():
             parts[slot] = random_part(draw, slot, (choices[index % len(choices)],))
-        for name in ("drop_path", "dropout"):
+        for name in ("drop_path", "drop_path_first", "dropout"):
             parts["residuals"].pop(name, None)
         yield {
             "vocab_size": 50,

@@ -70,9 +70,9 @@ def refusal(design: dict[str, Any]) -> DesignError | None:
 
 
 def test_the_page_refuses_what_the_config_refuses() -> None:
-    """The same field and the same sentence, and nothing else: 1,000 random designs, of which some cannot be built."""
+    """The same field and the same sentence, and nothing else: 2,000 random designs, of which some cannot be built."""
     refused = set[tuple[str, str, str]]()
-    for design in random_designs(1_000, seed=8):
+    for design in random_designs(2_000, seed=8):
         layer, width = design["layers"][0], design["width"]
         found = []
         for name, slot in (("mixer", "mixers"), ("feedforward", "feedforwards")):
