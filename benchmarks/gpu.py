@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for row in (row for name in SECTIONS if name in sections for row in _section(name, setup, options.cases)):
         rows.append(row)
-        if out is not None:  # after each case, since a lent machine may go at any time
+        if out is not None:  # after each case, since a rented machine may go at any time
             out.write_text(json.dumps(_content(setup, rows), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -87,7 +87,7 @@ class Comparison:
         try:
             calls = self.make()
             seconds = _alternated(setup, calls)
-        except Exception as error:  # the machine is lent for minutes: one case that fails must not cost the others
+        except Exception as error:  # a rented card is paid by the minute: a case that fails must not cost the others
             return row | {"left out": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
         finally:
             if setup.device == "cuda":
