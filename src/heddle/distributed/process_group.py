@@ -91,6 +91,7 @@ def join_ranks(device: str = "cpu", wait_seconds: float = WAIT_SECONDS, launcher
 
 TASKS = Path("/proc/self/task")  # the threads of this process, on Linux
 SLEEP_SECONDS = 5.0  # that gloo's threads have to fall asleep
+LOOKS = 3  # in a row that find them asleep: in a single one they may wait for a lock
 
 
 def wait_for_sleep(tasks: Path) -> None:
@@ -100,7 +101,7 @@ def wait_for_sleep(tasks: Path) -> None:
     the group does not end the threads: DTensor's caches keep its mesh, and the mesh the group.
     """
     asleep, deadline = 0, time.monotonic() + SLEEP_SECONDS
-    while asleep < 3 and time.monotonic() < deadline:
+    while asleep < LOOKS and time.monotonic() < deadline:
         time.sleep(0.002)  # without the interpreter's lock
         asleep = asleep + 1 if all(state == "S" for state in _gloo_states(tasks)) else 0
 

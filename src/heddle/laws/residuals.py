@@ -128,8 +128,8 @@ def _streams(stack: Decoder, samples: int) -> Iterator[tuple[Residual, float, St
     """Each layer's residual block, its drop rate, and the stream that enters it: one token per sample."""
     start = normal_tensor((1, 1, stack.config.width), torch.Generator().manual_seed(5))
     stream = stack.config.residual.expand(start.expand(samples, -1, -1))
+    first = stack.config.residual.drop_path_first
     for index, block in enumerate(_blocks(stack)):
-        first = FIRST_RATE if stack.config.residual.drop_path_first else 0.0
         yield block, first + (RATE - first) * index / max(1, stack.config.depth - 1), stream
         stream = block.identity_output(stream)
 

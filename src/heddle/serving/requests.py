@@ -155,7 +155,7 @@ class RequestReader:
             include_usage=_truth(options, "include_usage"),
             continuous_usage=_truth(options, "continuous_usage_stats"),
         )
-        if kind != "chat" and _truth(fields, "echo") and first.alternatives is not None:
+        if first.alternatives is not None and any(echo for _, echo in prompts):
             raise RequestError("echo: this server gives no logprobs of a prompt; leave one of the two out", "echo")
         return [
             replace(first, prompt_ids=prompt_ids, echo=echo, seed=(first.seed + index) % 2**62)
@@ -201,9 +201,10 @@ class RequestReader:
             raise RequestError(f"prompt: {len(prompts):,} prompts are more than {MAX_CHOICES}; send fewer", "prompt")
         texts = []
         for each in prompts:
-            tokens = self._prompt(each)
-            echo = each if isinstance(each, str) else self.tokenizer.decode(tokens)
-            texts.append((tokens, echo if has_echo else ""))
+            tokens, echo = self._prompt(each), ""
+            if has_echo:
+                echo = each if isinstance(each, str) else self.tokenizer.decode(tokens)
+            texts.append((tokens, echo))
         return texts
 
     def _prompt(self, prompt: Any) -> list[int]:
