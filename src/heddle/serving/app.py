@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -160,11 +160,9 @@ class Application:
 
 @dataclass
 class Choice:
-    """One text of an answer, so far. score_bytes: of the tokens whose scores were given."""
+    """How far one text of an answer is. score_bytes: of the tokens whose scores were given."""
 
     request: TextRequest
-    text: str = ""
-    scores: list[TokenScore] = field(default_factory=list)
     score_bytes: bytes = b""
     new_tokens: int = 0
     finish_reason: str | None = None
@@ -172,8 +170,7 @@ class Choice:
     def add(self, event: Event) -> str:
         """Take an event in; what of its text is new to the client, with the echo of the prompt before the first."""
         text = event.text if self.new_tokens else self.request.echo + event.text
-        self.text, self.new_tokens, self.finish_reason = self.text + text, event.new_tokens, event.finish_reason
-        self.scores += event.scores
+        self.new_tokens, self.finish_reason = event.new_tokens, event.finish_reason
         return text
 
 
@@ -229,11 +226,13 @@ class Answer:
 
     async def whole(self, is_disconnected: Callable[[], Awaitable[bool]]) -> Response:
         """The answer in one piece."""
+        texts, scores = [""] * len(self.choices), [list[TokenScore]() for _ in self.choices]
         while not self.is_done:
             index, event = await self.first_event(is_disconnected)
-            self.choices[index].add(event)
+            texts[index] += self.choices[index].add(event)
+            scores[index] += event.scores
         choices = [
-            self._choice(index, choice.text, choice.scores, choice.finish_reason, "message")
+            self._choice(index, texts[index], scores[index], choice.finish_reason, "message")
             for index, choice in enumerate(self.choices)
         ]
         return json_answer(self._object("") | {"choices": choices, "usage": self._usage()})
