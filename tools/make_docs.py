@@ -21,8 +21,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from torch import nn  # noqa: E402
 
 from benchmarks import figures  # noqa: E402
-from heddle.cli.command import VerbCommand  # noqa: E402
-from heddle.cli.main import SUBCOMMANDS, VERBS, app  # noqa: E402
+from heddle.cli.main import (  # noqa: E402
+    SUBCOMMANDS,
+    VERBS,
+    VerbCommand,
+    app,
+)
 from heddle.config import (  # noqa: E402
     PARTS,
     Config,

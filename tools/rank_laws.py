@@ -19,8 +19,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from heddle.distributed.degrees import RESERVED  # noqa: E402
-from heddle.distributed.ranks import ONE_PROCESS, Ranks, whole  # noqa: E402
+from heddle.distributed.ranks import (  # noqa: E402
+    ONE_PROCESS,
+    RESERVED,
+    Ranks,
+    whole,
+)
 from heddle.model.config import ModelConfig  # noqa: E402
 from heddle.model.decoder import Decoder, build  # noqa: E402
 from heddle.progress import progress_bar  # noqa: E402

@@ -18,9 +18,16 @@ from typing import Any
 
 import torch
 
-from heddle.conversion.calibration import calibration_from_corpus, calibration_samples
 from heddle.conversion.convert import Conversion, open_source
-from heddle.conversion.heal import MIN_RATE_SHARE, Original, convert_and_heal, healing_rate, healing_settings
+from heddle.conversion.heal import (
+    MIN_RATE_SHARE,
+    Original,
+    calibration_from_corpus,
+    calibration_samples,
+    convert_and_heal,
+    healing_rate,
+    healing_settings,
+)
 from heddle.conversion.targets import parse_rewrites
 from heddle.conversion.weights import CalibrationText, ModelWeights, Weights, build_model
 from heddle.data.corpus import Corpus, prepare_corpus

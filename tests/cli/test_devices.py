@@ -11,7 +11,7 @@ import torch
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
 from heddle.lab.bench import run
-from heddle.lab.compare.devices import check_workers, choose_devices, parse_devices, parse_process_share
+from heddle.lab.compare.compare import check_workers, choose_devices, parse_devices, parse_process_share
 from heddle.lab.compare.tasks import choose_workers
 from heddle.lab.workers import Workers
 

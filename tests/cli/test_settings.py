@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 import heddle
-from heddle.cli.command import VerbCommand
-from heddle.cli.main import COMMANDS, app, run_command
+from heddle.cli.main import COMMANDS, VerbCommand, app, run_command
 from heddle.errors import ConfigError
 from heddle.serving.limits import ServerLimits
 from heddle.settings import Argument, SessionSettings, Setting, VerbSettings, settings_of

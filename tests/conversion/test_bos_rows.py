@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from heddle.cli.main import run_command
 from heddle.conversion import heal as heal_module
-from heddle.conversion.calibration import calibration_from_corpus
 from heddle.conversion.convert import (
     Conversion,
     ConversionSource,
@@ -26,7 +25,7 @@ from heddle.conversion.convert import (
     open_source,
     saved_conversion,
 )
-from heddle.conversion.heal import Original, heal, healing_job, healing_settings
+from heddle.conversion.heal import Original, calibration_from_corpus, heal, healing_job, healing_settings
 from heddle.conversion.targets import parse_rewrites
 from heddle.conversion.weights import ModelWeights, layer_activations
 from heddle.data import samples

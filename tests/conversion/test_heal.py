@@ -12,10 +12,10 @@ import pytest
 
 from heddle.cli.main import run_command
 from heddle.conversion import heal as heal_module
-from heddle.conversion.calibration import calibration_from_corpus
 from heddle.conversion.convert import CONVERSION_FILE, Conversion, ConversionSource, convert, open_source
 from heddle.conversion.heal import (
     Original,
+    calibration_from_corpus,
     convert_and_heal,
     heal,
     healing_job,

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.conversion.heads import conversion as head_conversion
-from heddle.conversion.heads.conversion import fit_output
 from heddle.conversion.heads.merge import Merge, MergedHeads
 from heddle.conversion.heads.parameters import (
     _heads_of,
@@ -20,7 +18,8 @@ from heddle.conversion.heads.parameters import (
     select_heads,
     text_statistics,
 )
-from heddle.conversion.rewrites.kv_heads import KVHeads
+from heddle.conversion.rewrites import kv_heads as head_conversion
+from heddle.conversion.rewrites.kv_heads import KVHeads, fit_output
 from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import CalibrationText, ModelWeights, layer_activations
 from heddle.errors import ConfigError

@@ -11,15 +11,16 @@ from heddle.errors import ConfigError
 from heddle.lab.plan.costs import (
     AMPERE,
     HOPPER,
+    USABLE,
     ModelCost,
     RankLayout,
     collectives,
     model_cost,
+    plan_training,
     rank_memory,
     tokens_per_second,
 )
 from heddle.lab.plan.gpus import GIB, GPUS
-from heddle.lab.plan.plan import USABLE, plan_training
 from heddle.model.load_config import load_config
 from heddle.model.size import size
 from tests.distributed.fit_speeds import fit, speeds_in

@@ -13,8 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from heddle import progress
 from heddle.distributed import process_group
-from heddle.distributed.degrees import ParallelDegrees
-from heddle.distributed.ranks import Ranks, held_rows, local_part, whole, with_local_part
+from heddle.distributed.ranks import ParallelDegrees, Ranks, held_rows, local_part, whole, with_local_part
 from heddle.errors import ConfigError, HeddleError, OtherRankFailed, RankLost
 from heddle.model import decoder
 from heddle.model.copies import compiled

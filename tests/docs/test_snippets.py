@@ -9,8 +9,7 @@ from typing import Any
 import click
 import pytest
 
-from heddle.cli.command import VerbCommand
-from heddle.cli.main import app, run_command
+from heddle.cli.main import VerbCommand, app, run_command
 from tests.docs.pages import Block, blocks, commands, pages, save
 from tests.small import forget_parts
 

@@ -19,8 +19,8 @@ from heddle.exchange import tokenizer_files
 from heddle.exchange.export import export
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
-from heddle.generation.beam_search import beam_search
 from heddle.generation.decode import decode
+from heddle.generation.generate import beam_search
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
 from heddle.generation.sampling import Sampler
 from heddle.storage.model import load as load_checkpoint

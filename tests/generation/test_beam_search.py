@@ -7,7 +7,7 @@ import torch
 
 import heddle
 from heddle.errors import ConfigError
-from heddle.generation.beam_search import beam_search
+from heddle.generation.generate import beam_search
 from heddle.generation.model_runner import GenerationRequest
 from heddle.generation.sampling import Sampler
 from heddle.laws.harness import encoder_output_for

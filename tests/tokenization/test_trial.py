@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from heddle.errors import DataError
-from heddle.tokenization.backend import read_backend
-from heddle.tokenization.trial import check_steps
+from heddle.tokenization.backend import check_steps, read_backend
 
 # The usual alternatives of byte-level tokenizers: contractions, words by case, digits, signs, line ends, spaces.
 USUAL = (

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from heddle.conversion.calibration import SAMPLE_SEED
 from heddle.conversion.convert import (
     CONVERSION_FILE,
     Conversion,
@@ -22,12 +22,13 @@ from heddle.conversion.convert import (
     refuse_existing,
     saved_conversion,
 )
-from heddle.conversion.weights import build_model
+from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader, RowProtocol
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
+from heddle.parts.layout import Layout
 from heddle.progress import print_warning
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.folder import read_folder, write_folder
@@ -41,6 +42,44 @@ from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import TrainingResult, train
 from heddle.training.settings import Settings
+
+# The text that a conversion reads: calibration, healing and evaluation never share a window of it.
+
+CALIBRATION_TOKENS = 2**16
+CALIBRATION_BATCH = 16  # rows
+SAMPLE_SEED = 0  # of the order of samples, of which calibration takes the first and healing the next
+
+
+def calibration_samples(tokens: int, sequence_length: int) -> int:
+    """How many samples a calibration on about `tokens` tokens reads; healing begins after them."""
+    rows = -(-tokens // sequence_length)
+    batch_rows = min(rows, CALIBRATION_BATCH)
+    return -(-rows // batch_rows) * batch_rows
+
+
+def calibration_from_corpus(corpus: Corpus, tokens: int, sequence_length: int, device: str = "cpu") -> CalibrationText:
+    """The first `tokens` tokens of a corpus's training text in the order of seed 0, in rows of `sequence_length`.
+
+    Each row begins as the corpus says; BOS tokens count as tokens.
+    Raises DataError, which says how much is needed, if the text is shorter.
+    """
+    rows = -(-tokens // sequence_length)
+    batch_rows = min(rows, CALIBRATION_BATCH)
+    eod_id = corpus.tokenizer.eod_id
+    windows = sum((len(file) - 1) // sequence_length for file in corpus.train)
+    if windows < 2 * rows:  # as much again is left to heal on
+        raise DataError(
+            f"the training text holds {windows} windows of {sequence_length} tokens, but {2 * rows} are needed: {rows} "
+            "to calibrate on, and as many to heal on; give more text, or calibrate on fewer tokens"
+        )
+    loader = CorpusLoader(corpus.train, corpus.weights, sequence_length, batch_rows, SAMPLE_SEED, eod_id, corpus.rows)
+    batches = [loader.batch(step) for step in range(-(-rows // batch_rows))]
+    inputs = [torch.from_numpy(batch.tokens[:, :-1].copy()).to(device) for batch in batches]
+    layouts = [Layout.packed(batch.doc_lengths, sequence_length, device) for batch in batches]
+    samples = calibration_samples(tokens, sequence_length)
+    name = corpus.report.get("name", "text")
+    return CalibrationText(inputs, layouts, name, corpus.hash, samples, corpus.rows)
+
 
 MAX_HEALING_RATE = 3e-3
 HEALING_RATE_WIDTH = 96  # up to this width the rate is the largest

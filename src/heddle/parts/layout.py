@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
-from heddle.numerics.attention.backend import AttentionBackend
 from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.attention.softmax import AttentionBackend
 from heddle.numerics.transfer import tensor_of, to_device
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The process of `heddle.tokenization.trial`: read steps and units from standard input, encode, print ok."""
+"""The process of `heddle.tokenization.backend`: read steps and units from standard input, encode, print ok."""
 
 import json
 import resource

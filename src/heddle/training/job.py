@@ -13,8 +13,7 @@ import torch
 from heddle.data.chat import ChatDataset
 from heddle.data.corpus import Corpus
 from heddle.data.samples import PLAIN_ROWS, RowProtocol
-from heddle.distributed.degrees import ParallelDegrees
-from heddle.distributed.ranks import ONE_PROCESS, Ranks
+from heddle.distributed.ranks import ONE_PROCESS, ParallelDegrees, Ranks
 from heddle.errors import ConfigError, MachineError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder

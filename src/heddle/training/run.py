@@ -12,7 +12,7 @@ from typing import Any
 from heddle.data.chat import ChatDataset, is_chat_argument, prepare_chat
 from heddle.data.corpus import MANY_BYTES_PER_CHARACTER, Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.recall import TaskStream, is_recall_argument, parse_recall
-from heddle.distributed.degrees import ParallelDegrees
+from heddle.distributed.ranks import ParallelDegrees
 from heddle.distributed.started import enter_ranks
 from heddle.errors import CheckpointError, ConfigError
 from heddle.generation.generate import generate, sample_text

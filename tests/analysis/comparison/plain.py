@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from heddle.lab.compare import abilities, pairs, results, statistics, tables, terminal, text_profile, tuning, verdict
+from heddle.lab.compare import abilities, compare, pairs, results, statistics, tables, text_profile, tuning, verdict
 from heddle.lab.conversion import results as conversion_results
 from heddle.lab.ladder import predictions
 from heddle.lab.ladder import report as ladder_report
@@ -86,7 +86,7 @@ class Plain:
 
 
 plain_abilities, plain_pairs, plain_statistics = Plain(abilities), Plain(pairs), Plain(statistics)
-plain_tables, plain_terminal, plain_text_profile = Plain(tables), Plain(terminal), Plain(text_profile)
+plain_tables, plain_terminal, plain_text_profile = Plain(tables), Plain(compare), Plain(text_profile)
 plain_tuning, plain_verdict, plain_report = Plain(tuning), Plain(verdict), Plain(report)
 plain_sections, plain_figures, plain_conversion = Plain(sections), Plain(comparison), Plain(conversion_results)
 plain_predictions, plain_ladder_report, plain_ladder_pages = (

@@ -10,7 +10,7 @@ import pytest
 
 from heddle.lab.compare.power import Spending, StoppingRule, anytime_level
 from heddle.lab.compare.results import Run
-from heddle.lab.compare.schedule import UntilResolved
+from heddle.lab.compare.run import UntilResolved
 from heddle.lab.compare.statistics import seed_statistics
 from tests.analysis.comparison import simulation
 from tests.analysis.comparison.plain import typed

@@ -13,8 +13,7 @@ from heddle.cli.main import run_command
 from heddle.lab import workers as processes
 from heddle.lab.compare.tables import format_number
 from heddle.lab.compare.worker import perform_task
-from heddle.lab.ladder.budget import Choice, describe_ladder
-from heddle.lab.ladder.ladder import _plan
+from heddle.lab.ladder.ladder import Choice, _plan, describe_ladder
 from heddle.lab.ladder.run import Ladder, StepTimes, open_ladder
 from heddle.lab.ladder.settings import LadderSettings
 from heddle.lab.pages.render import plotly_script

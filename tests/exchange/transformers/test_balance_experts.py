@@ -9,7 +9,7 @@ import torch
 import heddle
 from heddle.data.samples import Batch
 from heddle.exchange.transformers import HeddleForCausalLM
-from heddle.exchange.transformers.balance_experts import BalanceExperts
+from heddle.exchange.transformers.modeling import BalanceExperts
 from heddle.training.step import accumulate_gradients
 from tests.exchange.transformers.designs import config
 

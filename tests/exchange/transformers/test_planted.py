@@ -11,8 +11,7 @@ import torch
 from heddle.errors import HeddleError
 from heddle.exchange.transformers.cache import HeddleCacheLayer
 from heddle.exchange.transformers.masks import _unpadded_layout, layout_from_inputs
-from heddle.exchange.transformers.modeling import HeddleForCausalLM, scaled_aux_loss
-from heddle.exchange.transformers.pretrained import init_missing_weights
+from heddle.exchange.transformers.modeling import HeddleForCausalLM, init_missing_weights, scaled_aux_loss
 from tests.exchange.transformers.test_cache import check_crop, check_crop_of_padding, check_rows
 from tests.exchange.transformers.test_classes import check_experts, check_folders, check_start
 from tests.exchange.transformers.test_generate import check_beams, check_greedy, check_taken_back

@@ -4,7 +4,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _layer_types, _olmo
+from heddle.exchange.families import _layer_types, olmo2
 from heddle.exchange.family import Family
 from heddle.exchange.rope import read_ropes_by_layer_type, write_ropes_by_layer_type
 from heddle.model.config import ModelConfig
@@ -14,16 +14,16 @@ DEFAULT_WINDOW = 4096  # if the field is absent
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """One RoPE table per layer type. Older files have one theta for both, and a scaling for full layers only."""
-    mixer = _olmo.read_mixer(config)
+    mixer = olmo2.read_mixer(config)
     theta = config.get("rope_theta", 5e5)
     ropes = read_ropes_by_layer_type(config, mixer["head_dim"], theta, theta)
     types = _layer_types.read_types(config, _layer_types.full_every(4, config))
     windows = _layer_types.layer_windows(config, types, config.get_nullable("sliding_window", DEFAULT_WINDOW))
     mixers = [
-        mixer | {"window": window, "position": ropes[kind] | _olmo.ROPE_CAST}
+        mixer | {"window": window, "position": ropes[kind] | olmo2.ROPE_CAST}
         for kind, window in zip(types, windows, strict=True)
     ]
-    return _olmo.read_design(config, mixers)
+    return olmo2.read_design(config, mixers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
         "sliding_window": design_parts.first_window(design) or DEFAULT_WINDOW,
         "layer_types": design_parts.layer_types(design),
     }
-    return _olmo.write_config(design) | rope_fields | local
+    return olmo2.write_config(design) | rope_fields | local
 
 
-FAMILY = Family("olmo3", "Olmo3ForCausalLM", read_config, write_config, _olmo.map_weights, priority=7)
+FAMILY = Family("olmo3", "Olmo3ForCausalLM", read_config, write_config, olmo2.map_weights, priority=7)

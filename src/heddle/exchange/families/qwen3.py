@@ -4,7 +4,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _qwen
+from heddle.exchange.families import _common, qwen2
 from heddle.exchange.family import Family
 from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
@@ -20,12 +20,12 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "bias": config.get("attention_bias", False),
         "position": read_rope(config, heads["head_dim"]),
     }
-    return _qwen.read_design(config, mixer)
+    return qwen2.read_design(config, mixer)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    return _qwen.write_config(design) | {"attention_bias": design_parts.first_attention(design).bias is True}
+    return qwen2.write_config(design) | {"attention_bias": design_parts.first_attention(design).bias is True}
 
 
 FAMILY = Family("qwen3", "Qwen3ForCausalLM", read_config, write_config, _common.map_weights, priority=3)

@@ -7,14 +7,14 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _layer_types, _moe, _qwen3_5, _qwen_hybrid
+from heddle.exchange.families import _layer_types, _moe, _qwen_hybrid, qwen3_5_text
 from heddle.exchange.family import Family
 from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """Every layer has experts, whose gates sum to 1."""
-    _qwen3_5.check_fixed_fields(config)
+    qwen3_5_text.check_fixed_fields(config)
     config.expect("norm_topk_prob", True, default=True)
     config.optional("intermediate_size")  # no layer is dense
     depth, top_k = _layer_types.read_depth(config), config.require("num_experts_per_tok", int)
@@ -52,7 +52,7 @@ FAMILY = Family(
     "Qwen3_5MoeForCausalLM",
     read_config,
     write_config,
-    _qwen3_5.map_weights,
-    ignored_tensors=_qwen3_5.IGNORED_TENSORS,
+    qwen3_5_text.map_weights,
+    ignored_tensors=qwen3_5_text.IGNORED_TENSORS,
     priority=101,  # after Qwen3-Next, which fits the same designs, for older readers
 )

@@ -15,9 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from heddle.errors import ConfigError
 from heddle.model.decoder import LENGTH_DEPENDENT, Decoder
-from heddle.numerics.attention.backend import AttentionFunction
 from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
-from heddle.numerics.attention.softmax import WeightDropout
+from heddle.numerics.attention.softmax import AttentionFunction, WeightDropout
 from heddle.parts.mixers.attention import Attention
 
 BUILTIN = (None, "eager", "sdpa")  # for these names heddle computes attention itself
@@ -37,7 +36,7 @@ class AttentionModule(nn.Module):
 
 
 class ExternalAttention:
-    """The attention backend of one call of the model (see `heddle.numerics.attention.backend.AttentionBackend`).
+    """The attention backend of one call of the model (see `heddle.numerics.attention.softmax.AttentionBackend`).
 
     modules: what the function receives for each mixer. attention_mask and position_ids: arguments of the model's call,
     from which masks are made. kwargs: its further keyword arguments.

@@ -2,13 +2,21 @@
 
 import json
 import os
+import re
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from heddle.errors import ConfigError
+from heddle.lab.compare.abilities import left_out_sentences
 from heddle.lab.compare.budget import (
     TimeBudget,
     TimePlan,
@@ -19,7 +27,6 @@ from heddle.lab.compare.budget import (
     parse_duration,
     time_steps,
 )
-from heddle.lab.compare.devices import choose_devices, parse_process_share
 from heddle.lab.compare.equal_size import equalize_sizes
 from heddle.lab.compare.plan import (
     ComparisonPlan,
@@ -35,13 +42,33 @@ from heddle.lab.compare.plan import (
     tuned_paths,
 )
 from heddle.lab.compare.probes import select_probes
-from heddle.lab.compare.results import Report, finite, parse, plain
+from heddle.lab.compare.results import Design, Report, finite, parse, plain
 from heddle.lab.compare.run import PLAN_FILE, REPORT_FILES
 from heddle.lab.compare.run import compare as run_comparison
 from heddle.lab.compare.settings import DEFAULT_SEEDS, DEFAULT_TUNING_BUDGET, CompareSettings
+from heddle.lab.compare.tables import (
+    CostColumn,
+    TextTable,
+    cost_columns,
+    difference_to_baseline,
+    effect_table,
+    equal_size_table,
+    first_probe,
+    format_bits,
+    format_context,
+    format_difference,
+    format_number,
+    format_percent,
+    format_rate,
+    half_width,
+    judgment,
+    mean_loss,
+    ranked_designs,
+    recall_accuracy,
+)
 from heddle.lab.compare.tasks import Comparison, choose_recall_tasks, choose_workers, training_steps
-from heddle.lab.compare.terminal import print_report
 from heddle.lab.compare.tuning import check_tuning, make_search
+from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.live import open_live_page
 from heddle.lab.workers import Workers
 from heddle.notebook import html_table
@@ -56,6 +83,92 @@ from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.run import parse_scales, trackers_of, transfer_width_of
 from heddle.training.settings import Settings
+
+# Where the runs of a comparison take place: how many at a time, on which devices, shared among which processes.
+
+MAX_WORKERS = 64
+
+
+def choose_devices(devices: str | None, device: str, workers: int | None, processes: int) -> tuple[str, ...]:
+    """The devices of --devices, or the GPUs that --nproc needs without them; () where one device is enough.
+
+    Raises ConfigError for numbers of devices, --workers and --nproc that do not fit each other.
+    """
+    from heddle.runtime import device_name
+
+    check_workers(workers, devices)
+    if not 1 <= processes <= MAX_WORKERS:
+        raise ConfigError(f"--nproc {processes}: must be from 1 to {MAX_WORKERS}")
+    names = parse_devices(devices, device)
+    if processes == 1:
+        return names
+    if len(names) % processes:
+        raise ConfigError(f"--nproc {processes}: does not divide the {len(names)} of --devices {devices}")
+    name = names[0] if names else device_name(device)
+    if name == "mps" or (not names and ":" in name):
+        raise ConfigError(f"--device {name}: {processes} processes have a device each; give cuda or cpu")
+    if name != "cuda":
+        return names
+    if workers is not None:
+        raise ConfigError(f"--workers {workers}: GPUs of runs of {processes} processes are named; give --devices")
+    return parse_devices(f"0-{processes - 1}", "auto")
+
+
+def check_workers(workers: int | None, devices: str | None) -> None:
+    """Raise ConfigError for a number of workers that is no number of processes, or that --devices gives already."""
+    if workers is not None and not 1 <= workers <= MAX_WORKERS:
+        raise ConfigError(f"--workers {workers}: must be from 1 to {MAX_WORKERS}")
+    if workers is not None and devices is not None:
+        raise ConfigError(f"--workers {workers}: --devices {devices} says how many runs there are; leave one out")
+
+
+def parse_devices(text: str | None, device: str) -> tuple[str, ...]:
+    """Parse `0-7`, `cuda:0,cuda:2` or `cpu:4` (four runs at a time) into names; () for None. device: --device.
+
+    Raises ConfigError for a device that this machine lacks or that is named twice.
+    """
+    from heddle.runtime import kind_of_device, resolve_device
+
+    if text is None:
+        return ()
+    if device != "auto":
+        raise ConfigError(f"--devices {text}: names the devices already; leave --device {device} out")
+    names: list[str] = []
+    for term in text.split(","):
+        matched = re.fullmatch(r"(?:cuda:)?(\d{1,4})(?:-(\d{1,4}))?|cpu:(\d{1,4})|(cpu|cuda|mps)", term.strip())
+        if matched is None:
+            raise ConfigError(f"--devices {text}: expected GPUs, such as 0-7 or cuda:0,cuda:2, or cpu:4")
+        first, last, count, kind = matched.groups()
+        if first is not None:
+            names += [resolve_device(f"cuda:{index}") for index in range(int(first), int(last or first) + 1)]
+        else:
+            names += [resolve_device(kind or "cpu")] * int(count or 1)
+        if len(names) > MAX_WORKERS:
+            raise ConfigError(f"--devices {text}: are more than {MAX_WORKERS}")
+    twice = [name for name in names if names.count(name) > 1 and name != "cpu"]
+    if not names or twice or len(set(map(kind_of_device, names))) > 1:
+        reason = f"names {twice[0]} twice" if twice else "must be at least one device, and all of one kind"
+        raise ConfigError(f"--devices {text}: {reason}")
+    return tuple(names)
+
+
+def parse_process_share(text: str | None, environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """(index, count) of `--share 0/8`, or of this job in an array of Slurm's; None where there is neither."""
+    if text is None and "SLURM_ARRAY_TASK_ID" not in environment:
+        return None
+    source = "--share" if text is not None else "SLURM_ARRAY_TASK_ID"
+    if text is None:
+        numbers = [environment.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "COUNT", "MIN")]
+        text = "/".join(numbers[:2])
+    else:
+        numbers = [*text.split("/"), "0"]
+    if len(numbers) != 3 or not all(re.fullmatch(r"\d{1,9}", number) for number in numbers) or not int(numbers[1]):
+        raise ConfigError(f"{source} {text}: expected the number of this process and of all of them, such as 0/8")
+    index, count, first = map(int, numbers)
+    if source == "--share" and index >= count:
+        raise ConfigError(f"--share {text}: must be from 0/{count} to {count - 1}/{count}")
+    return (index - first) % count, count
+
 
 DEFAULT_TOKENS = 100_000
 SPEED_CONTEXTS = (512, 2048, 8192)
@@ -322,3 +435,115 @@ def _check(plan: ComparisonPlan) -> None:
     if min(plan.speed_contexts) < 1:
         raise ConfigError("--speed-context-length: must be at least 1")
     check_tuning(plan)
+
+
+# Print a comparison to the terminal: a row for each design, effects of varied fields, the verdict, caveats.
+
+JUDGMENT_STYLES = {"better": "bold green", "worse": "bold red"}
+HEADER_LINES = 3
+PLAIN_WIDTH = 100  # columns, where the output is not a terminal
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Print to standard output; as plain text of 100 columns where that is not a terminal."""
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=PLAIN_WIDTH)
+    console.print(report_tables(report))
+
+
+def report_tables(report: Report) -> RenderableType:
+    """All tables and sentences. Texts are never interpreted as rich's markup, whatever a design's name is."""
+    parts: list[RenderableType] = [_design_table(report), Text()]
+    # a single field's rows would repeat those of the designs
+    fields = report.effects.fields
+    for field in fields if len(fields) > 1 else []:
+        parts += [_text_table(effect_table(field)), Text()]
+    if report.equal_size:
+        sizes = equal_size_table(report)
+        titled = TextTable(["equal size: design", *sizes.header[1:]], sizes.rows)
+        parts += [_text_table(titled), Text()]
+    unresolved = resolution_table(report)
+    if unresolved is not None:
+        parts += [_text_table(unresolved), Text()]
+    parts += [Text(sentence) for sentence in report.verdict]
+    parts += [Text(sentence) for sentence in left_out_sentences(report)]
+    parts += [Text(sentence) for sentence in (report.tuning.sentences if report.tuning else ())]
+    if report.progress.stop_reason:
+        parts.append(Text(report.progress.stop_reason))
+    if report.warnings:
+        parts.append(Text("\nCaveats:", style="bold yellow"))
+        parts += [Text(f"• {warning}") for warning in report.warnings]
+    return Group(*parts)
+
+
+def _new_table() -> Table:
+    return Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", show_edge=False, pad_edge=False)
+
+
+def _text_table(text_table: TextTable) -> Table:
+    table = _new_table()
+    for index, title in enumerate(text_table.header):
+        table.add_column(Text(title), justify="right" if index else "left", overflow="fold")
+    for row in text_table.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _design_table(report: Report) -> Table:
+    """The designs, lowest bits per byte first."""
+    table = _new_table()
+    costs = cost_columns(report)
+    single = len(report.designs) == 1
+    probe = first_probe(report)
+    table.add_column("\n\ndesign", overflow="fold", min_width=14)
+    table.add_column("\nbits per\nbyte", justify="right", no_wrap=True)
+    if not single:
+        baseline = Text(report.baseline)
+        baseline.truncate(16, overflow="ellipsis")
+        table.add_column(Text("\ndifference to\n").append(baseline), no_wrap=True)
+    if probe is not None:
+        table.add_column(Text(f"\nright\n{probe[1].title}"), justify="right", no_wrap=True)
+    for column in costs:
+        table.add_column(_cost_header(column), justify="right", no_wrap=True)
+    for design in ranked_designs(report):
+        name = Text(design.name, style="bold")
+        name.append(f"\n{format_number(design.parameters)} parameters", style="not bold dim")
+        loss = Text(format_bits(mean_loss(design)))
+        half = half_width(design.bits_per_byte)
+        if half is not None:
+            loss.append(f"\n±{half:.3f}", style="dim")
+        cells = [] if single else [_difference_cell(report, design)]
+        if probe is not None:
+            cells.append(Text(format_percent(recall_accuracy(design, probe[0]))))
+        # the header already has the unit of speeds
+        cells += [_cost_cell(column, design.name) for column in costs]
+        table.add_row(name, loss, *cells)
+    return table
+
+
+def _cost_header(column: CostColumn) -> Text:
+    """Up to three short lines, aligned at the bottom: "decode", "tok/s", "at 8k"."""
+    lines = column.name.lower().replace("training", "train").split()
+    if column.format is format_rate:
+        lines.append("tok/s")
+    if column.context is not None:
+        lines.append(f"at {format_context(column.context)}")
+    return Text("\n" * (HEADER_LINES - len(lines)) + "\n".join(lines))
+
+
+def _cost_cell(column: CostColumn, name: str) -> Text:
+    """The value, and below it the range of its measurements where it has one."""
+    cell, ends = Text(column.format(column.values[name]).replace(" tok/s", "")), column.range_text(name)
+    # on two lines: beside each other they leave no room for the other costs
+    return cell.append("\n" + ends.replace(" to ", "–\n"), style="dim") if ends else cell
+
+
+def _difference_cell(report: Report, design: Design) -> Text:
+    if design.name == report.baseline:
+        return Text("baseline", style="dim")
+    difference = difference_to_baseline(report, design.name)
+    word = judgment(difference)
+    style = JUDGMENT_STYLES.get(word.partition(",")[0], "dim")
+    return Text(f"{format_difference(difference)}\n").append(word, style=style)

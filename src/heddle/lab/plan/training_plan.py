@@ -14,7 +14,7 @@ from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.training.settings import Design, Overrides
 
 if TYPE_CHECKING:
-    from heddle.lab.plan.plan import Candidate, Plan
+    from heddle.lab.plan.costs import Candidate, Plan
     from heddle.model.config import ModelConfig
 
 
@@ -59,7 +59,7 @@ def plan(
     from heddle.model.load_config import load_config, read_design, with_vocab_size
 
     data, gpu = read_design(settings.design, settings.overrides), find_gpu(settings.gpu)
-    from heddle.lab.plan.plan import plan_training
+    from heddle.lab.plan.costs import plan_training
 
     config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
     result = plan_training(config, gpu, settings.gpus, settings.sequence_length, settings.batch_size)
@@ -71,7 +71,7 @@ def plan(
 
 def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
     """Everything the command prints, as plain data. Bytes, seconds, FLOPs."""
-    from heddle.lab.plan.plan import USABLE
+    from heddle.lab.plan.costs import USABLE
 
     cost = plan.cost
     return {

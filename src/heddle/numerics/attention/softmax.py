@@ -10,10 +10,10 @@ depends on the offset of query and key, and an attention sink per head.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from heddle.numerics.attention.flex import flex_attention
@@ -577,3 +577,35 @@ def attention(
     dropout_args = () if dropout is None else (dropout,)
     y: Tensor = kernel.run(q, k, v, mask, scale, *dropout_args, modifiers=modifiers)
     return y
+
+
+# The interface for softmax attention that another program computes, such as a serving engine with its own kernels.
+
+
+class AttentionFunction(Protocol):
+    """A function with the arguments and the result of `heddle.numerics.attention.softmax.attention`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        scale: float,
+        dropout: WeightDropout | None,
+        modifiers: ScoreModifiers,
+    ) -> Tensor:
+        """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Chooses the attention function of each layer, in the calls whose layout carries the backend.
+
+    A function may read keys and values of earlier tokens from a cache of its own. It raises ConfigError for a dropout
+    or a modifier that it cannot apply.
+    """
+
+    def __call__(self, layer: nn.Module) -> AttentionFunction:
+        """The function that computes the attention of the mixer `layer`."""
+        ...
