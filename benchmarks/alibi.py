@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from benchmarks.harness import alternate, limit_row, ratio_row, show, write
 from benchmarks.machine import THREADS
+from heddle.machine import measured_choices
 from heddle.numerics.attention.mask import NO_MODIFIERS, AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.runtime import set_up_runtime
@@ -69,7 +70,7 @@ def forward_backward(call: Callable[..., Tensor], length: int) -> Callable[[], A
 
 def run(train: int, prompt: int, context: int, rounds: int) -> list[dict[str, Any]]:
     """All rows, for texts of these lengths."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     biased, plain = heddle_attention(ScoreModifiers(score_bias=alibi)), heddle_attention(NO_MODIFIERS)
     pairs = {
         f"forward and backward, {train}": tuple(forward_backward(call, train) for call in (biased, plain, dense)),

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.harness import Case, Step, main, timed
 from benchmarks.machine import THREADS
 from benchmarks.peers import DTYPES
+from heddle.machine import measured_choices
 from heddle.numerics.attention.softmax import attention
 from heddle.parts.layout import Layout
 from heddle.parts.position_table import PositionTable
@@ -34,7 +35,7 @@ def token(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
     """heddle's position table and caches, and the choice of a kernel in every layer."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     dtype, context = DTYPES[arguments["precision"]], arguments["context"]
     table = PositionTable.empty(1, None, context + MAX_NEW_TOKENS, "cpu")
     table, layout = table.extend(Layout.causal(1, context))

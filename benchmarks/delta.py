@@ -15,6 +15,7 @@ from torch.nn import functional
 from benchmarks.harness import alternate, limit_row, ratio_row, run_rows
 from benchmarks.machine import THREADS
 from heddle.config import parse_config
+from heddle.machine import measured_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import DEFAULTS
@@ -119,7 +120,7 @@ def comparison_row(name: str, calls: dict[str, Call], goal: float | None, rounds
 
 def run(length: int, short: int, long: int, rounds: int) -> list[dict[str, Any]]:
     """All rows, training at `length` tokens, decoding after `short` and `long`."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     chunked = heddle_rule("chunked", length)
     rows = [
         comparison_row(

@@ -21,6 +21,7 @@ from benchmarks.harness import alternate, limit_row, peak_memory, show, timed, w
 from benchmarks.machine import ROOT, THREADS
 from heddle.exchange.export import export
 from heddle.exchange.load import load
+from heddle.machine import measured_choices
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.runtime import set_up_runtime
@@ -57,7 +58,7 @@ def read_and_hash(folder: Path) -> None:
 
 def report_memory(folder: Path) -> None:
     """Print this process's MB before a load and at its peak."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     torch.zeros(8) @ torch.zeros(8)  # torch's memory for its first matrix product does not count
     before = peak_memory()
     load(folder)
@@ -68,7 +69,7 @@ def measure(root: Path, size: int) -> list[dict[str, Any]]:
     """All rows."""
     folder = root / "exported"
     megabytes = make(folder, size) / 2**20
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     calls = {"load": lambda: load(folder), "read and hash": lambda: read_and_hash(folder)}
     seconds = alternate(calls, ROUNDS)
     pairs = zip(seconds["load"], seconds["read and hash"], strict=True)

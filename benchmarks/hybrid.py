@@ -11,6 +11,7 @@ import torch
 from benchmarks import peers
 from benchmarks.harness import alternate, limit_row, ratio_row, show, write
 from benchmarks.machine import THREADS
+from heddle.machine import measured_choices
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
@@ -40,7 +41,7 @@ def steps(design: str) -> Callable[[], None]:
 
 def main() -> None:
     """Sizes, then alternated steps."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     small, large = (state_bytes(load_config(f"preset:{name}-medium"), CONTEXT) for name in ("hybrid", "gqa"))
     rows = [limit_row(f"state after {CONTEXT} over that of full attention", small / large, 0.27, "times")]
     with packed_weights():

@@ -13,6 +13,7 @@ import torch
 from benchmarks import peers
 from benchmarks.harness import Case, Step, limit_row, main, timed
 from benchmarks.machine import THREADS
+from heddle.machine import measured_choices
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import size
@@ -42,7 +43,7 @@ DESIGN: dict[str, Any] = {
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
     """Greedy steps: model, head of the last position, argmax."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     model = build(load_config(DESIGN), dtype=peers.DTYPES[arguments["precision"]]).eval()
     steps = arguments["steps"]
     start = peers.filled(model, arguments["context"], steps)
@@ -72,7 +73,7 @@ def deepseek(dtype: torch.dtype, tuned: bool = False) -> Any:
 
     logging.set_verbosity_error()
     if tuned:
-        set_up_runtime("cpu", THREADS)
+        set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     config = DeepseekV3Config(

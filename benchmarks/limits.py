@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.harness import run_rows
 from benchmarks.machine import THREADS
 from heddle.lab.bench.run import DTYPES, fastest_seconds, measure_limits, product_rate
+from heddle.machine import measured_choices
 from heddle.numerics.linear import linear, packed_weights
 from heddle.runtime import set_up_runtime
 
@@ -27,7 +28,7 @@ def product_rows(shapes: dict[str, tuple[int, int, int]]) -> list[dict[str, Any]
     torch.set_float32_matmul_precision("highest")
     routes = [("fp32", "torch's route")]
     rates = {("fp32", "torch's route", shape): product_rate(DTYPES["fp32"], shapes[shape]) for shape in shapes}
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     routes = [("fp32", "heddle's route"), ("bf16", "torch's route")]
     rates |= {
         (dtype, route, shape): product_rate(DTYPES[dtype], shapes[shape]) for dtype, route in routes for shape in shapes

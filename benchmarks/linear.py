@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from benchmarks.harness import alternate, limit_row, ratio_row, show, write
 from benchmarks.machine import THREADS
+from heddle.machine import measured_choices
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
@@ -88,7 +89,7 @@ def against_full(length: int, rounds: int, goal: float) -> list[dict[str, Any]]:
 
 def run(short: int = SHORT, long: int = LONG) -> list[dict[str, Any]]:
     """All rows."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     rows = [*against_full(short, 7, 8.0), *against_full(long, 3, 15.0)]
     for name, mix in (("linear", linear), ("retention", retention)):
         seconds = alternate({"short": forward_backward(mix, short), "long": forward_backward(mix, long)}, rounds=7)

@@ -15,6 +15,7 @@ from benchmarks.harness import Case, Step, main, timed
 from benchmarks.linear import forward_backward, full, linear
 from benchmarks.machine import THREADS
 from benchmarks.window import local
+from heddle.machine import measured_choices
 from heddle.numerics.recurrent.gated_delta import gated_delta_rule
 from heddle.runtime import set_up_runtime
 
@@ -37,14 +38,14 @@ CALLS: dict[str, Callable[[int], Callable[[], Any]]] = {
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
     """One of heddle's forms."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     call = CALLS[arguments["form"]](arguments["length"])
     return lambda: timed(call)
 
 
 def full_side(arguments: dict[str, Any]) -> Step:
     """Full attention."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     call = forward_backward(full, arguments["length"])
     return lambda: timed(call)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks.harness import Case, Step, main, timed
 from benchmarks.machine import THREADS
 from benchmarks.peers import DTYPES
+from heddle.machine import measured_choices
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.numerics.linear import PackedWeightCache, packed_weights
@@ -52,7 +53,7 @@ class SingleFeedforward(nn.Module):
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
     """heddle's mixture of experts."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     experts, top_k, hidden = SHAPES[arguments["shape"]]
     fields = {"experts": experts, "top_k": top_k, "hidden": hidden, **FAMILIES[arguments["peer"]]}
     return timed_step(lambda: SingleFeedforward({"kind": "moe", **fields}, DTYPES[arguments["precision"]]), arguments)
@@ -63,7 +64,7 @@ def peer_side(arguments: dict[str, Any]) -> Step:
     experts, top_k, hidden = SHAPES[arguments["shape"]]
     dtype, peer = DTYPES[arguments["precision"]], arguments["peer"]
     if peer == "dense":
-        set_up_runtime("cpu", THREADS)
+        set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
         return timed_step(lambda: SingleFeedforward({"kind": "gated", "hidden": top_k * hidden}, dtype), arguments)
     torch.set_num_threads(THREADS)
 

@@ -14,6 +14,7 @@ from benchmarks import peers
 from benchmarks.harness import Case, Step, main, timed
 from benchmarks.machine import THREADS
 from heddle.data.samples import Batch
+from heddle.machine import measured_choices
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.runtime import set_up_runtime
@@ -23,7 +24,7 @@ from heddle.training.step import accumulate_gradients, apply_gradients
 
 def side(residual: list[str], arguments: dict[str, Any]) -> Step:
     """Gradients and an optimizer step of a design with this kind of residual connection."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     design, rows, length = arguments["design"], arguments["rows"], arguments["length"]
     model = build(load_config(design, [f"vocab_size={peers.VOCABULARY}", *residual])).train()
     optimizer = build_optimizer(model, 0.1)

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.harness import Step
 from benchmarks.machine import THREADS
+from heddle.machine import measured_choices
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.model.state import State
@@ -25,7 +26,7 @@ VOCABULARY = 32000
 
 def ours(design: str | dict[str, Any] = "preset:gqa-medium", dtype: torch.dtype = torch.float32) -> Decoder:
     """A heddle model, in a process set up like the command line."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     return build(load_config(design), dtype=dtype)
 
 
@@ -39,7 +40,7 @@ def llama(dtype: torch.dtype = torch.float32, tuned: bool = False) -> Any:
 
     logging.set_verbosity_error()
     if tuned:
-        set_up_runtime("cpu", THREADS)
+        set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -17,6 +17,7 @@ from benchmarks.decode import compiled_loop
 from benchmarks.harness import Case, Measured, Step, limit_row, main, show
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import evaluation_windows
+from heddle.machine import measured_choices
 from heddle.model.copies import quantize_weights
 from heddle.model.decoder import Decoder
 from heddle.runtime import set_up_runtime
@@ -59,7 +60,7 @@ def loss_rows(run: Path) -> list[dict[str, Any]]:
 
 def trained_rows() -> list[dict[str, Any]]:
     """The loss of a run that is trained here."""
-    set_up_runtime("cpu")
+    set_up_runtime("cpu", choices=measured_choices())
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"steps": 200, "batch_size": 8, "sequence_length": LENGTH, "quiet": True}
         return loss_rows(train("preset:gqa-small", data=["stdlib"], out=Path(folder, "run"), **options).folder)

@@ -15,6 +15,7 @@ from benchmarks.harness import Case, Measured, main, timed
 from benchmarks.machine import THREADS
 from benchmarks.plain_gqa import PlainModel
 from heddle.data.samples import Batch
+from heddle.machine import measured_choices
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.model.size import size
@@ -28,7 +29,7 @@ DESIGN = load_config("preset:gqa-tiny", [f"vocab_size={VOCABULARY}"])
 
 def ours() -> Decoder:
     """heddle's model, in a process set up like the command line."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     return build(DESIGN).train()
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from benchmarks.harness import alternate, limit_row, peak_memory, ratio_row, show, write
 from benchmarks.machine import ROOT, THREADS
+from heddle.machine import measured_choices
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
 from heddle.numerics.attention.mask import AttentionMask
@@ -80,7 +81,7 @@ def peak(length: int) -> None:
 
 def run() -> list[dict[str, Any]]:
     """All rows."""
-    set_up_runtime("cpu", THREADS)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     rows: list[dict[str, Any]] = []
     seconds_of = alternate({"8k": forward(local, 8192), "32k": forward(local, 32768)}, rounds=9)
     growth = [long / short for short, long in zip(seconds_of["8k"], seconds_of["32k"], strict=True)]

@@ -10,7 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from heddle.runtime import DEFAULT_CHOICES, install
+
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start; this process is set below
+os.environ["HEDDLE_MACHINE"] = "default"  # ways of products and attention, which depend on the machine
 # A shell ignores SIGINT for what it runs in the background, and processes that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -38,7 +41,7 @@ def reset_globals() -> None:
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
-    torch.set_float32_matmul_precision("highest")  # a command may have changed it
+    install(DEFAULT_CHOICES)  # a command may have changed them
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a command may clear it

@@ -15,8 +15,8 @@ FLOOR_2 = BASE | {"numerics"}
 FLOOR_3 = FLOOR_2 | {"parts"}
 FLOOR_4 = FLOOR_3 | {"model"}
 LAB = FLOOR_4 | {
-    "annotations", "conversion", "data", "distributed", "exchange", "generation", "notebook", "runtime", "session",
-    "settings", "signals", "storage", "tokenization", "training",
+    "annotations", "conversion", "data", "distributed", "exchange", "generation", "machine", "notebook", "runtime",
+    "session", "settings", "signals", "storage", "tokenization", "training",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     "annotations": set(),
@@ -27,8 +27,9 @@ ALLOWED: dict[str, set[str]] = {
     "signals": set(),  # what loops and the command line answer
     "config": {"annotations", "errors", "progress"},
     "settings": {"errors"},
-    "session": {"config", "data", "errors", "numerics", "progress", "runtime", "settings"},  # for programs that own it
-    "runtime": {"errors"},  # settings of the whole process: for programs that own it (cli, a worker), decision 2
+    "session": {"config", "data", "errors", "machine", "numerics", "progress", "runtime", "settings"},  # for programs
+    "runtime": {"errors", "numerics"},  # settings of the whole process: for programs that own it, decision 2
+    "machine": {"data", "errors", "numerics", "progress", "runtime", "session", "storage", "torch_private"},
     "numerics": {"errors", "torch_private"},
     "parts": FLOOR_2,
     "model": FLOOR_3 | {"notebook"},
@@ -42,7 +43,18 @@ ALLOWED: dict[str, set[str]] = {
     "exchange.transformers": FLOOR_4 | {"data", "exchange", "generation", "storage", "tokenization"},  # decision 24
     # decision 105
     "training": FLOOR_4
-    | {"data", "distributed", "generation", "notebook", "runtime", "session", "settings", "signals", "storage"}
+    | {
+        "data",
+        "distributed",
+        "generation",
+        "machine",
+        "notebook",
+        "runtime",
+        "session",
+        "settings",
+        "signals",
+        "storage",
+    }
     | {"tokenization"},
     "conversion": FLOOR_4 | {"data", "exchange", "settings", "storage", "tokenization", "training"},  # decision 52
     "lab": LAB | {"lab.bench"},  # decision 106: what studies models; no other room imports it
@@ -68,6 +80,7 @@ READS_ENVIRONMENT = {
     "heddle.lab.show",
     "heddle.data.cache",
     "heddle.distributed.started",
+    "heddle.machine",
     "heddle.progress",
     "heddle.session",
 }

@@ -7,16 +7,15 @@ import sys
 import pytest
 import torch
 
-from heddle import runtime
 from heddle.errors import ConfigError, is_out_of_memory, nondeterministic_operation
-from heddle.runtime import hardware, resolve_device, set_up_runtime, versions
+from heddle.runtime import Choices, hardware, resolve_device, set_up_runtime, versions
 from tests.conftest import reset_globals
 
 
 def test_threads_are_set_and_reported() -> None:
     assert set_up_runtime("cpu", 1).threads == torch.get_num_threads() == 1
     assert set_up_runtime("cpu").describe().keys() == {
-        "device", "threads", "matmul", "keeps_memory", "deterministic", "cpu", "cores", "memory_bytes", "gpu"
+        "device", "threads", "matmul", "keeps_memory", "deterministic", "choices", "cpu", "cores", "memory_bytes", "gpu"
     }  # fmt: skip
 
 
@@ -104,7 +103,7 @@ def test_what_torch_refuses_is_named() -> None:
 
 
 def test_products_stay_as_exact_as_float32() -> None:
-    precision = set_up_runtime("cpu").matmul
+    precision = set_up_runtime("cpu", choices=Choices(matmul="medium")).matmul
     assert precision == torch.get_float32_matmul_precision()
     a, b = torch.randn(64, 700), torch.randn(700, 64)
     exact = a.double() @ b.double()
@@ -127,8 +126,8 @@ def test_a_matmul_precision_that_loses_digits_is_not_used(monkeypatch: pytest.Mo
         "__matmul__",
         lambda a, b: plain(a, b) if a.dtype == torch.float64 else plain(a.bfloat16(), b.bfloat16()).float(),
     )
-    assert runtime._choose_matmul_precision() == "highest"
-    assert precisions == ["medium", "highest"]
+    assert set_up_runtime("cpu", choices=Choices(matmul="medium")).matmul == "highest"
+    assert precisions == ["medium", "highest", "highest"]
 
 
 def test_importing_changes_no_global() -> None:

@@ -4,9 +4,10 @@ import ctypes
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from heddle.errors import ConfigError
 
@@ -15,11 +16,57 @@ MAX_THREADS = 4096  # of a process; torch fails for numbers that no machine has
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
+MATMUL_ROUTES = ("highest", "medium")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Which of several ways to compute the same, but for rounding, a CPU takes: see `heddle.machine`.
+
+    matmul: torch's name of the route of float32 products, "highest" or "medium" (oneDNN). packing: ways of products
+    of few rows, as `heddle.numerics.linear.choose_ways` takes them. triangle_lengths: classes of lengths of rows whose
+    causal attention trains with plain products, by their longest.
+    """
+
+    matmul: str = "highest"
+    packing: Mapping[str, str] = field(default_factory=dict)
+    triangle_lengths: tuple[int, ...] = (128, 256, 512, 1024)
+
+    def dump(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"matmul": self.matmul, "packing": dict(self.packing), "triangle_lengths": list(self.triangle_lengths)}
+
+    @classmethod
+    def read(cls, values: Any, source: str = "choices") -> Self:
+        """From plain data; fields that are missing have their defaults. Raises ConfigError, naming the source."""
+        from heddle.numerics.attention.softmax import LENGTHS
+        from heddle.numerics.linear import check_ways
+
+        names = [each.name for each in fields(cls)]
+        if not isinstance(values, dict) or not set(values) <= set(names):
+            raise ConfigError(f"{source}: expected a table of {', '.join(names)}")
+        choices = cls(**values)
+        if choices.matmul not in MATMUL_ROUTES:
+            raise ConfigError(f"{source}: matmul {choices.matmul}: must be one of {', '.join(MATMUL_ROUTES)}")
+        lengths = choices.triangle_lengths
+        if not isinstance(lengths, list | tuple) or not all(length in LENGTHS for length in lengths):
+            raise ConfigError(f"{source}: triangle_lengths {lengths}: must be a list of some of {list(LENGTHS)}")
+        if not isinstance(choices.packing, dict):
+            raise ConfigError(f"{source}: packing: expected a table")
+        check_ways(choices.packing)
+        return replace(choices, triangle_lengths=tuple(lengths))
+
+
+DEFAULT_CHOICES = Choices()
+EARLIER_CHOICES = Choices(matmul="medium")  # of runs that recorded none
+
+
 @dataclass(frozen=True)
 class Runtime:
     """The settings: device, threads, precision of float32 matrix products, and whether freed memory is retained.
 
     matmul: torch's name; on CUDA "high" is TF32. deterministic: torch takes deterministic algorithms, or refuses.
+    choices: of this process. worker_choices: by number of threads, of those that it starts.
     """
 
     device: str
@@ -27,19 +74,38 @@ class Runtime:
     matmul: str
     keeps_memory: bool
     deterministic: bool = False
+    choices: Choices = DEFAULT_CHOICES
+    worker_choices: Mapping[int, Choices] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """The settings and the hardware, for run.json and reports."""
-        return asdict(self) | hardware()
+        settings = asdict(self) | {"choices": self.choices.dump()}
+        settings["worker_choices"] = {str(count): each.dump() for count, each in self.worker_choices.items()}
+        if not self.worker_choices:
+            del settings["worker_choices"]
+        return settings | hardware()
+
+    def with_worker_choices(self, choices: Mapping[int, Choices]) -> Self:
+        """The same settings, with these choices of workers."""
+        return replace(self, worker_choices=choices)
+
+    def choices_of_worker(self, threads: int | None) -> dict[str, Any]:
+        """What a worker of so many threads (None: as many as this process) is told, as plain data."""
+        return self.worker_choices.get(threads or self.threads, DEFAULT_CHOICES).dump()
 
 
 def set_up_runtime(
-    device: str = "auto", threads: int | None = None, tf32: bool = False, deterministic: bool = False
+    device: str = "auto",
+    threads: int | None = None,
+    tf32: bool = False,
+    deterministic: bool = False,
+    choices: Choices = DEFAULT_CHOICES,
 ) -> Runtime:
     """Set up this process. Raises ConfigError for a missing device, a bad number of threads, or TF32 on a CPU or MPS.
 
     tf32: float32 products on CUDA round their inputs to 10 bits of mantissa (TF32). deterministic: equal calls give
-    equal bits on CUDA, too, and what has no such algorithm raises an error; kernels choose accordingly.
+    equal bits on CUDA, too, and what has no such algorithm raises an error; kernels choose accordingly. choices: of a
+    CPU; where its "medium" products are less exact than float32, they stay as they are.
     """
     import torch
 
@@ -52,7 +118,7 @@ def set_up_runtime(
     if tf32 and kind != "cuda":
         raise ConfigError(f"tf32: is a format of NVIDIA GPUs, and the device is {resolved}; leave tf32 out")
     keeps_memory = _keep_freed_memory() if kind == "cpu" else False
-    matmul = _choose_matmul_precision() if kind == "cpu" else "highest"
+    matmul = install(choices) if kind == "cpu" else "highest"
     if kind == "cuda":
         matmul = _set_up_cuda(resolved, tf32)
     if deterministic:
@@ -60,7 +126,8 @@ def set_up_runtime(
         torch.backends.cudnn.benchmark = False
         # What finds bugs in deterministic mode costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return Runtime(resolved, torch.get_num_threads(), matmul, keeps_memory, deterministic)
+    choices = replace(choices, matmul=matmul) if kind == "cpu" else DEFAULT_CHOICES
+    return Runtime(resolved, torch.get_num_threads(), matmul, keeps_memory, deterministic, choices)
 
 
 def _set_up_cuda(device: str, tf32: bool) -> str:
@@ -124,8 +191,22 @@ def _keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
-def _choose_matmul_precision() -> str:
-    """Set float32 matmul precision to "medium" if its error on this CPU is that of float32; return the precision."""
+def install(choices: Choices) -> str:
+    """Let this process compute so on its CPU; return the route of float32 products that it takes."""
+    import torch
+
+    from heddle.numerics.attention import softmax
+    from heddle.numerics.linear import choose_ways
+
+    choose_ways(choices.packing)
+    softmax.triangle_lengths = choices.triangle_lengths
+    matmul = choices.matmul if choices.matmul != "medium" or medium_is_exact() else "highest"
+    torch.set_float32_matmul_precision(matmul)
+    return matmul
+
+
+def medium_is_exact() -> bool:
+    """Whether the error of float32 products of precision "medium" is that of float32 on this CPU."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -133,12 +214,12 @@ def _choose_matmul_precision() -> str:
     b = torch.randn(512, 256, generator=generator)
     exact = a.double() @ b.double()
     previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    error = ((a @ b).double() - exact).norm() / exact.norm()
-    if error < 2e-6:
-        return "medium"
-    torch.set_float32_matmul_precision(previous)
-    return previous
+    try:
+        torch.set_float32_matmul_precision("medium")
+        error = ((a @ b).double() - exact).norm() / exact.norm()
+    finally:
+        torch.set_float32_matmul_precision(previous)
+    return bool(error < 2e-6)
 
 
 def hardware() -> dict[str, Any]:

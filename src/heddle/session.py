@@ -1,7 +1,7 @@
 """What verbs set up in their process: device, threads, kernels, parts of the user's own."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,12 @@ from heddle.errors import ConfigError
 from heddle.settings import PRECISIONS, SessionSettings
 
 if TYPE_CHECKING:
-    from heddle.runtime import Runtime
+    from heddle.runtime import Choices, Runtime
+
+
+# What `heddle.machine` measures, by what needs it.
+TRAINING_NEEDS, GENERATION_NEEDS = ("products", "attention"), ("products", "packing")
+ALL_NEEDS = ("products", "packing", "attention")
 
 
 def open_session(
@@ -21,12 +26,18 @@ def open_session(
     kernels: Iterable[str] = (),
     tf32: bool = False,
     deterministic: bool = False,
+    needs: Collection[str] = (),
+    choices: "Choices | None" = None,
 ) -> "Runtime":
-    """Set up the process for a verb. `stack` undoes it when it closes. device: instead of the settings' own."""
+    """Set up the process for a verb. `stack` undoes it when it closes. device: instead of the settings' own.
+
+    needs: of the ways that `heddle.machine` measures, those that the verb needs on a CPU; choices: those that are known
+    already, instead. Deterministic algorithms have the default ones.
+    """
     from heddle import progress
     from heddle.data.cache import use_own_compile_cache
     from heddle.numerics.kernels import kernels as force_kernels
-    from heddle.runtime import set_up_runtime
+    from heddle.runtime import DEFAULT_CHOICES, device_name, set_up_runtime
 
     if settings.quiet:
         stack.enter_context(progress.quiet())
@@ -35,7 +46,12 @@ def open_session(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # read when the compiler is imported
     use_own_compile_cache()
-    runtime = set_up_runtime(device or settings.device, settings.threads, tf32, deterministic)
+    name = device or settings.device
+    if choices is None and needs and not deterministic and device_name(name) == "cpu":
+        from heddle.machine import measured_choices
+
+        choices = measured_choices(settings.threads, needs)
+    runtime = set_up_runtime(name, settings.threads, tf32, deterministic, choices or DEFAULT_CHOICES)
     if tf32:
         progress.print_status(f"{runtime.device}: float32 products in TF32, with 10 bits of mantissa instead of 23")
     stack.enter_context(force_kernels(**parse_kernels(kernels)))

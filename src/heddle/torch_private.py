@@ -164,7 +164,15 @@ def can_pack_weights(dtype: torch.dtype) -> bool:
     names = ("mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight")
     if not all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU") for name in names):
         return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float32:
+        return True
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    try:  # oneDNN may be told to use fewer instructions than the CPU has, which torch's own answer does not know
+        pack_weight(torch.zeros(16, 16, dtype=dtype), 1)
+    except RuntimeError:
+        return False
+    return True
 
 
 def pack_weight(weight: Tensor, rows: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from heddle.errors import ConfigError, MachineError
 from heddle.progress import format_amount, print_status, print_text, terminal_safe
-from heddle.session import open_session
+from heddle.session import ALL_NEEDS, open_session
 from heddle.settings import Argument, Json, Option, SessionSettings, TrainingPrecision
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
@@ -55,7 +55,7 @@ def bench(settings: BenchSettings) -> None:
             if not 1 <= value <= most:
                 raise ConfigError(f"{option} {value}: must be from 1 to {most:,}")
     with ExitStack() as stack:
-        runtime = open_session(stack, settings)
+        runtime = open_session(stack, settings, needs=ALL_NEEDS)
         from heddle.lab.bench.run import (
             PEER_PROCESSES,
             PREFILL,
@@ -84,6 +84,7 @@ def bench(settings: BenchSettings) -> None:
             peer=settings.peer,
             device=runtime.device,
             threads=runtime.threads,
+            choices=runtime.choices.dump(),
             part_files=[str(file) for file in settings.part],
         )
         limits = measure_limits(runtime.device)

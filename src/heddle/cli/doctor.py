@@ -2,7 +2,7 @@
 
 import json
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from getpass import getuser
 from importlib import import_module
@@ -12,6 +12,7 @@ from tempfile import gettempdir
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from heddle.cli.show import print_kernels
+from heddle.errors import ConfigError, MachineError
 from heddle.progress import format_amount, printable
 from heddle.session import dtype_of, load_parts
 from heddle.settings import Argument, Deterministic, Json, Option, PartFile, Precision, VerbSettings
@@ -49,6 +50,7 @@ class DoctorSettings(VerbSettings):
     ] = ()
     device: Annotated[str, Option("NAME", "auto, cpu, cuda, cuda:N or mps; it need not be here.")] = "auto"
     gpu: Annotated[bool, Option("", "The same as --device cuda.")] = False
+    measure: Annotated[bool, Option("", "Measure anew what is fastest on this CPU.")] = False
     precision: Precision = "bf16"
     deterministic: Deterministic = False
     part: PartFile = ()
@@ -64,7 +66,7 @@ def doctor(settings: DoctorSettings) -> None:
 
     load_parts(settings.part)
     dtype = dtype_of(settings.precision)
-    facts = machine_facts("cuda" if settings.gpu else settings.device)
+    facts = machine_facts("cuda" if settings.gpu else settings.device, settings.measure)
     facts["precision"] = settings.precision
     with choose_deterministic() if settings.deterministic else nullcontext():
         facts["designs"] = {
@@ -77,8 +79,11 @@ def doctor(settings: DoctorSettings) -> None:
         _print_facts(facts)
 
 
-def machine_facts(device: str) -> dict[str, Any]:
-    """Device, hardware, versions, measured limits, optional packages and the folder of compiled code, as plain data."""
+def machine_facts(device: str, anew: bool = False) -> dict[str, Any]:
+    """Device, hardware, versions, measured limits, optional packages and the folder of compiled code, as plain data.
+
+    choices: what this CPU's products and attention take; measured: the facts behind them. anew: measured again.
+    """
     from heddle.lab.bench.run import measure_limits
     from heddle.runtime import device_name, hardware, is_available, versions
 
@@ -90,9 +95,20 @@ def machine_facts(device: str) -> dict[str, Any]:
         "hardware": hardware() | _gpu_facts(name if available else "cuda"),
         "versions": versions() | _torch_builds(),
         "limits": measure_limits(name if available else "cpu"),
+        **_cpu_choices(anew),
         "packages": {package: package_state(package) for package in OPTIONAL_PACKAGES},
         "compile_cache": _compile_cache(),
     }
+
+
+def _cpu_choices(anew: bool) -> dict[str, Any]:
+    from heddle.machine import VARIABLE, measured_choices, measured_facts
+
+    measured = {}
+    if not os.environ.get(VARIABLE):
+        with suppress(ConfigError, MachineError):  # no home, or a full disk
+            measured = measured_facts(anew=anew)
+    return {"choices": measured_choices().dump(), "measured": measured}
 
 
 def kernel_facts(design: str, dtype: "torch.dtype", device: str) -> dict[str, list[dict[str, Any]]]:
@@ -174,12 +190,36 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
                   f"{limits['bf16_flops_per_second'] / 1e12:,.1f} TFLOP/s in bf16 and "
                   f"{limits['fp32_flops_per_second'] / 1e12:,.1f} in fp32, a launch "
                   f"{limits['launch_seconds'] * 1e6:,.1f} µs; measured on {measured}"))  # fmt: skip
+    lines += _choice_lines(facts["choices"], facts["measured"])
     lines.append(("compile", f"cache in {facts['compile_cache']}"))
     for name, state in facts["packages"].items():
         usable = "unusable" not in state
         text = f"{name} {state['version']}" if usable else f"{name}: {state['unusable']}"
         lines.append(("packages" if name == next(iter(facts["packages"])) else "", f"{text} ({state['purpose']})"))
     return lines
+
+
+def _choice_lines(choices: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, str]]:
+    """How float32 products, products of few rows and attention are computed on this CPU, and what was measured."""
+
+    def ratios(speedups: dict[str, float]) -> str:
+        return ", ".join(f"{name} {ratio:.2f}" for name, ratio in speedups.items())
+
+    routes, attention = (ratios(measured.get(name, {}).get("speedups", {})) for name in ("products", "attention"))
+    lengths = ", ".join(map(str, choices["triangle_lengths"])) or "none"
+    lines = [
+        f"float32 products: {choices['matmul']}{_in_brackets(routes)}",
+        f"attention in training by plain products: rows of up to {lengths} tokens{_in_brackets(attention)}",
+    ]
+    for name, row in measured.get("packing", {}).items():
+        lines.append(f"{name} rows: {row['way']}{_in_brackets(ratios(row['speedups']))}")
+    if not measured:
+        lines.append("nothing was measured here: these are the defaults, or those of $HEDDLE_MACHINE")
+    return [("choices" if number == 0 else "", line) for number, line in enumerate(lines)]
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def _describe_device(facts: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from heddle.cli.serve import require_causal
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.generation.settings import GenerateSettings
 from heddle.progress import print_status, print_text
-from heddle.session import dtype_of, open_session
+from heddle.session import GENERATION_NEEDS, dtype_of, open_session
 from heddle.settings import shared
 
 if TYPE_CHECKING:
@@ -25,7 +25,12 @@ def generate(settings: GenerateSettings) -> None:
     """Continue prompts. The text of one prompt is streamed; the texts of several are printed when all are done."""
     with ExitStack() as stack:
         runtime = open_session(
-            stack, settings, kernels=settings.kernel, tf32=settings.tf32, deterministic=settings.deterministic
+            stack,
+            settings,
+            kernels=settings.kernel,
+            tf32=settings.tf32,
+            deterministic=settings.deterministic,
+            needs=() if settings.batch_invariant else GENERATION_NEEDS,
         )
         from heddle.generation.generate import generate as generate_texts
         from heddle.storage.model import load

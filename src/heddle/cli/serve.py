@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from heddle.errors import CheckpointError, ConfigError, pip_install
 from heddle.progress import print_status, print_text
 from heddle.serving.limits import ServeSettings
-from heddle.session import dtype_of, open_session
+from heddle.session import GENERATION_NEEDS, dtype_of, open_session
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,8 @@ def serve(settings: ServeSettings) -> None:
     token = _read_token(settings.token_file)
     check_installed()
     with ExitStack() as stack:
-        runtime = open_session(stack, settings, kernels=settings.kernel)
+        needs = () if settings.batch_invariant else GENERATION_NEEDS
+        runtime = open_session(stack, settings, kernels=settings.kernel, needs=needs)
         from heddle.serving.app import Access, Application
         from heddle.serving.chat_page import add_chat_page
         from heddle.serving.engine import Engine

@@ -115,9 +115,10 @@ def _profile(config: "ModelConfig", settings: ShowSettings) -> list[dict[str, An
     """Profile a training step and a token on this CPU; returns the tables as plain data."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes lines of its own to stderr
     from heddle.lab.profile import profile_design
+    from heddle.machine import measured_choices
     from heddle.runtime import set_up_runtime
 
-    set_up_runtime("cpu")
+    set_up_runtime("cpu", choices=measured_choices())
     length, precision = (settings.context_length or (PROFILED_LENGTH,))[0], settings.precision
     profiles = profile_design(config, settings.batch_size, length, precision)
     return [

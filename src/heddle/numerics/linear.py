@@ -4,12 +4,12 @@ A weight is stored [out, in], as in torch. With few rows, the time is spent on r
 kernels reach a fraction of the memory bandwidth. oneDNN reads a copy in its own blocked layout about twice as fast.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter, functional
 
+from heddle.errors import ConfigError
 from heddle.numerics.dispatch import Kernel, Operation, add_flops, device_type
 from heddle.torch_private import can_pack_weights, onednn_product, pack_weight, version_counters
 
@@ -27,7 +28,52 @@ from heddle.torch_private import can_pack_weights, onednn_product, pack_weight, 
 
 
 MAX_PACKED_ROWS = 64  # with more rows a product is bound by arithmetic, and packing gains little
-FOUR_ROW_ELEMENTS = 2**20  # oneDNN reads a weight this large faster for four rows than for one
+LARGE_ELEMENTS = 2**20  # of a weight that no cache of a core holds
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
+ROW_CLASSES = (1, 8, MAX_PACKED_ROWS)  # up to so many rows have one fastest way
+Way = Literal["plain", "packed", "four"]  # four: packed, and a single row repeated to four
+
+# By dtype, whether the weight is large, and class of rows. Which way is fastest depends on the CPU: see
+# `heddle.machine`, and `choose_ways`.
+WayKey = tuple[torch.dtype, bool, int]
+DEFAULT_WAYS: Mapping[WayKey, Way] = {
+    (dtype, is_large, rows): "four" if is_large and rows == 1 else "packed"
+    for dtype in PACKED_DTYPES
+    for is_large in (False, True)
+    for rows in ROW_CLASSES
+}
+_ways = dict(DEFAULT_WAYS)
+
+
+def way_name(key: WayKey) -> str:
+    """`float32 large 8`: the name of a class of products in a record."""
+    dtype, is_large, rows = key
+    return f"{str(dtype).removeprefix('torch.')} {'large' if is_large else 'small'} {rows}"
+
+
+def check_ways(ways: Mapping[str, Any]) -> dict[WayKey, Way]:
+    """Ways of products of few rows, by `way_name`. Raises ConfigError for a name or a way that there is not."""
+    keys, checked = {way_name(key): key for key in DEFAULT_WAYS}, dict[WayKey, Way]()
+    for name, way in ways.items():
+        if name not in keys:
+            raise ConfigError(f"packing {name}: unknown class of products; choices: {', '.join(keys)}")
+        if way not in get_args(Way) or (way == "four" and keys[name][2] > 1):
+            raise ConfigError(f"packing {name}: {way} is not a way to multiply; write plain, packed, or four for 1 row")
+        checked[keys[name]] = way
+    return checked
+
+
+def choose_ways(ways: Mapping[str, str]) -> None:
+    """From now on, products of few rows take these ways (see `check_ways`), and the default ones where none is named.
+
+    Packed copies that exist keep whether a single row is repeated.
+    """
+    _ways.update({**DEFAULT_WAYS, **check_ways(ways)})
+
+
+def _way(dtype: torch.dtype, elements: int, rows: int) -> Way:
+    return _ways[dtype, elements >= LARGE_ELEMENTS, next(most for most in ROW_CLASSES if rows <= most)]
+
 
 LinearMap = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
 
@@ -47,7 +93,7 @@ def pack_maps(linear_maps: Sequence[LinearMap]) -> PackedMaps:
         biases = (weight.new_zeros(len(weight)) if bias is None else bias.detach() for weight, bias in linear_maps)
         bias = torch.cat(list(biases))
     packed = pack_weight(weights, MAX_PACKED_ROWS)
-    return PackedMaps(packed, bias, weights.numel() >= FOUR_ROW_ELEMENTS)
+    return PackedMaps(packed, bias, _way(weights.dtype, weights.numel(), 1) == "four")
 
 
 def packed_linear(rows: Tensor, packed: PackedMaps) -> Tensor:
@@ -203,9 +249,13 @@ def _packed_unsupported(facts: LinearFacts) -> str | None:
         return f"it multiplies 1 to {MAX_PACKED_ROWS} rows, here are {facts.rows}"
     if facts.weight_elements < MIN_PACKED_ELEMENTS:
         return f"it pays for {MIN_PACKED_ELEMENTS} weights or more, here are {facts.weight_elements}"
-    if facts.dtype not in (torch.float32, torch.bfloat16):
+    if facts.dtype not in PACKED_DTYPES:
         return f"oneDNN cannot pack weights of {facts.dtype}"
-    return None if _can_pack(facts.dtype) else f"torch or this CPU cannot pack weights of {facts.dtype}"
+    if not _can_pack(facts.dtype):
+        return f"torch or this CPU cannot pack weights of {facts.dtype}"
+    if _way(facts.dtype, facts.weight_elements, facts.rows) == "plain":
+        return f"plain products of {facts.rows} rows are faster on this machine"
+    return None
 
 
 LINEAR = Operation(

@@ -12,18 +12,19 @@ from typing import Any
 from heddle.data.chat import ChatDataset, is_chat_argument, prepare_chat
 from heddle.data.corpus import MANY_BYTES_PER_CHARACTER, Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.recall import TaskStream, is_recall_argument, parse_recall
-from heddle.distributed.ranks import ParallelDegrees
+from heddle.distributed.ranks import ParallelDegrees, Ranks
 from heddle.distributed.started import enter_ranks
 from heddle.errors import CheckpointError, ConfigError
 from heddle.generation.generate import generate, sample_text
+from heddle.machine import measured_choices, recorded_choices, slow_precision
 from heddle.model import copies
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config, with_vocab_size
 from heddle.notebook import html_table
 from heddle.progress import print_status, print_text
-from heddle.runtime import Runtime, versions
-from heddle.session import open_session
+from heddle.runtime import Choices, Runtime, device_name, versions
+from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import shared
 from heddle.storage.options_file import read_options
 from heddle.storage.run_log import RUN_FILE, read_log
@@ -115,7 +116,9 @@ def _train(settings: TrainSettings) -> TrainedRun:
             kernels=settings.kernel,
             tf32=settings.tf32,
             deterministic=settings.deterministic,
+            choices=_choices(settings, device, ranks),
         )
+        warn_of_precision(runtime, settings.precision)
         degrees = ParallelDegrees(**shared(settings, ParallelDegrees))
         task = open_recall_task(settings)
         resolved = _resolve(settings, runtime, task)
@@ -159,6 +162,22 @@ def _train(settings: TrainSettings) -> TrainedRun:
         )
         training = run_job(job)
         return TrainedRun(job.out, training.model, _report(training, job, settings.json), text_tokenizer)
+
+
+def _choices(settings: TrainSettings, device: str, ranks: Ranks) -> Choices | None:
+    """What is fastest on this CPU, the same for all ranks; of a run that continues, what it began with."""
+    if settings.deterministic or device_name(device) != "cpu":
+        return None
+    if ranks.rank == 0:
+        choices = recorded_choices(settings.out) or measured_choices(settings.threads, TRAINING_NEEDS)
+    text = ranks.first_text(json.dumps(choices.dump()) if ranks.rank == 0 else None)
+    return Choices.read(json.loads(text or "{}"))
+
+
+def warn_of_precision(runtime: Runtime, precision: str) -> None:
+    """Say where bfloat16 is slower than float32 on this CPU."""
+    if precision == "bf16" and runtime.device == "cpu" and (sentence := slow_precision(runtime.threads)):
+        print_status(f"warning: {sentence}")
 
 
 def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None) -> Settings:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -303,6 +303,7 @@ class Bench:
     peer: str | None = None
     device: str = "cpu"
     threads: int = 1
+    choices: Mapping[str, Any] = field(default_factory=dict)
     part_files: Sequence[str] = ()
 
 
@@ -413,6 +414,7 @@ def _start(bench: Bench, name: str, side: str) -> SideProcess:
         "precision": bench.precision,
         "device": bench.device,
         "threads": bench.threads,
+        "choices": dict(bench.choices),
         "part_files": list(bench.part_files),
     }
     return SideProcess(name if side == HEDDLE else f"{name}, {side}", request)

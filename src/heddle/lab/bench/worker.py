@@ -43,13 +43,13 @@ class Side:
     """A design computed by heddle or transformers, in a process that is set up like the command line or not."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        """request: design, precision, device, threads, part_files, and the side's name."""
+        """request: design, precision, device, threads, choices, part_files, and the side's name."""
         import torch
 
         from heddle.config import load_part
         from heddle.lab.bench.run import DEFAULTS
         from heddle.model.load_config import load_config
-        from heddle.runtime import set_up_runtime
+        from heddle.runtime import Choices, set_up_runtime
 
         for file in request["part_files"]:
             load_part(file)
@@ -57,7 +57,7 @@ class Side:
         if self.name == DEFAULTS:
             torch.set_num_threads(request["threads"])
         else:
-            set_up_runtime(self.device, request["threads"])
+            set_up_runtime(self.device, request["threads"], choices=Choices.read(request["choices"]))
         self.config = load_config(request["design"])
         self.prepared: Prepared | None = None
         self.repetitions = 1

@@ -182,8 +182,9 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = replace(comparison, out=Path(folder))
         tasks = [calibration_task(elsewhere, entry) for entry in plan.entries]
-        threads = {"threads": comparison.workers.threads}
-        tasks = [replace(task, request={**task.request, **threads}) for task in tasks]
+        threads = comparison.workers.threads
+        as_in_trainings = {"threads": threads, "choices": comparison.runtime.choices_of_worker(threads)}
+        tasks = [replace(task, request={**task.request, **as_in_trainings}) for task in tasks]
         began = time.monotonic()
         results = run_tasks(tasks, replace(comparison.workers, share=None))
         seconds = time.monotonic() - began

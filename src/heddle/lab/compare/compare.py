@@ -71,17 +71,18 @@ from heddle.lab.compare.tuning import check_tuning, make_search
 from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.live import open_live_page
 from heddle.lab.workers import Workers
+from heddle.machine import with_worker_choices
 from heddle.notebook import html_table
 from heddle.progress import print_status, print_text, terminal_safe
 from heddle.runtime import Runtime, kind_of_device
-from heddle.session import dtype_of, open_session
+from heddle.session import ALL_NEEDS, TRAINING_NEEDS, dtype_of, open_session
 from heddle.settings import shared
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file
 from heddle.storage.run_log import to_plain_json
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
-from heddle.training.run import parse_scales, trackers_of, transfer_width_of
+from heddle.training.run import parse_scales, trackers_of, transfer_width_of, warn_of_precision
 from heddle.training.settings import Settings
 
 # Where the runs of a comparison take place: how many at a time, on which devices, shared among which processes.
@@ -214,6 +215,11 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         workers = choose_workers(
             plan, runtime, count=settings.workers, devices=devices, share=share, ranks=settings.nproc
         )
+        needs = {plan.threads or runtime.threads: ALL_NEEDS, workers.threads or runtime.threads: TRAINING_NEEDS}
+        if len(needs) == 1:
+            needs = dict.fromkeys(needs, ALL_NEEDS)
+        runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, needs)
+        warn_of_precision(runtime, settings.precision)
         plan, time_plan = _plan_time(settings, plan, runtime, workers, started)
         if settings.dry_run:
             print_text("Nothing was trained.")

@@ -49,6 +49,7 @@ from heddle.lab.compare.tuning import (
 from heddle.lab.live import LivePage
 from heddle.lab.pages.report import report_json, report_page, write_report
 from heddle.lab.workers import Result, Task, Workers, run_tasks
+from heddle.machine import record_worker_choices
 from heddle.runtime import Runtime, kind_of_device
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.lock import InUseError, RunLock, lock_output, wait_for_lock
@@ -340,6 +341,7 @@ def compare(
     """
     workers = workers or choose_workers(plan, runtime)
     with _open(out, plan, workers.share is not None) as is_anytime:
+        runtime = record_worker_choices(runtime, out)
         names = [entry.name for entry in plan.entries]
         results = Results(names, SPEED_ROUNDS, len(plan.recall_probes), is_anytime=is_anytime)
         time_plan = time_plan or TimePlan()

@@ -195,6 +195,7 @@ def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, desc
     seed, steps = choices.pop("seed", 0), choices.pop("steps", 1)
     stem = f"{entry.name}-{name}"
     runs = comparison.out / "runs"
+    threads = plan.threads if kind in ("calibrate", "speed") else comparison.workers.threads
     request = {
         "task": kind,
         "probe": choices.pop("probe", ""),
@@ -207,7 +208,8 @@ def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, desc
         "settings": asdict(comparison.settings(seed, steps)),
         "tf32": plan.tf32,
         "deterministic": plan.deterministic,
-        "threads": plan.threads if kind in ("calibrate", "speed") else comparison.workers.threads,
+        "threads": threads,
+        "choices": comparison.runtime.choices_of_worker(threads),
         "part_files": plan.part_files,
         "speed_contexts": plan.speed_contexts,
         "extrapolation": asdict(comparison.extrapolation),

@@ -96,12 +96,13 @@ def _exit_with_parent(parent_pid: int) -> None:
 def _set_up(task: dict[str, Any]) -> "Runtime":
     """Load the user's parts and configure torch."""
     from heddle.config import load_part
-    from heddle.runtime import set_up_runtime
+    from heddle.runtime import Choices, set_up_runtime
 
     for file in task["part_files"]:
         load_part(Path(file))
     tf32, deterministic = task.get("tf32", False), task.get("deterministic", False)  # a ladder has neither
-    return set_up_runtime(task["device"], task["threads"], tf32, deterministic)
+    choices = Choices.read(task.get("choices", {}))
+    return set_up_runtime(task["device"], task["threads"], tf32, deterministic, choices)
 
 
 def _environment(task: dict[str, Any], runtime: "Runtime") -> dict[str, Any]:

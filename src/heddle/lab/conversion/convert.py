@@ -22,6 +22,7 @@ from heddle.conversion.convert import convert as convert_model
 from heddle.conversion.heal import (
     CALIBRATION_TOKENS,
     CONVERTED_FOLDER,
+    HEAL_FOLDER,
     HEALING_BATCH,
     Original,
     calibration_from_corpus,
@@ -51,13 +52,14 @@ from heddle.lab.conversion.results import (
 )
 from heddle.lab.conversion.run import ConversionRecord, measure_conversion
 from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
+from heddle.machine import recorded_choices
 from heddle.model.decoder import build
 from heddle.model.size import size
 from heddle.progress import print_status, print_text, print_warning
-from heddle.runtime import Runtime
-from heddle.session import open_session
+from heddle.runtime import Choices, Runtime
+from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, sync_folder
-from heddle.storage.run_log import first_difference, to_plain_json
+from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
 from heddle.training.distillation import Distillation, LossWeights
 
 # From a model to the report of its conversion: of one, which is a model folder, or of several, in a folder of models.
@@ -230,10 +232,17 @@ def convert(
     return _convert(ConvertSettings.read({"model": model, "out": out, **options}))
 
 
+def _recorded_choices(out: Path | None) -> Choices | None:
+    """Those of a healing that was interrupted on the way to `out`."""
+    runs = () if out is None else sorted(partial_folder(out).rglob(f"{HEAL_FOLDER}/{RUN_FILE}"))
+    return recorded_choices(runs[0].parent) if runs else None
+
+
 def _convert(settings: ConvertSettings) -> ConvertedModel:
     out = settings.out
     with ExitStack() as stack:
-        runtime = open_session(stack, settings)
+        needs = () if settings.list_ else TRAINING_NEEDS
+        runtime = open_session(stack, settings, needs=needs, choices=_recorded_choices(out))
         if settings.list_:
             print_rewrites()
             return ConvertedModel(None)

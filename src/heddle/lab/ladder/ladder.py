@@ -33,9 +33,11 @@ from heddle.lab.ladder.report import best_size_table, cost_table, held_out_table
 from heddle.lab.ladder.results import EstimatedRun, LadderEstimate, LadderReport
 from heddle.lab.ladder.run import PLAN_FILE, Ladder, StepTimes, ladder_seconds, open_ladder, run_ladder, time_steps
 from heddle.lab.ladder.settings import DEFAULT_SEEDS, DEFAULT_SIZES, LadderSettings, parse_ratios, parse_sizes
+from heddle.lab.workers import default_workers
+from heddle.machine import with_worker_choices
 from heddle.progress import format_duration, print_status, print_text
 from heddle.runtime import Runtime
-from heddle.session import open_session
+from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import parse_named, shared
 from heddle.storage.file_io import read_json_file
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
@@ -237,7 +239,10 @@ def _ladder(settings: LadderSettings) -> TrainedLadder:
     started = time.monotonic()
     with ExitStack() as stack:
         runtime = open_session(stack, settings)
-        plan, choice, until = _plan_time(settings, _plan(settings, runtime), runtime, started)
+        plan = _plan(settings, runtime)
+        threads = plan.threads or default_workers(runtime.device, runtime.threads).threads or runtime.threads
+        runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, {threads: TRAINING_NEEDS})
+        plan, choice, until = _plan_time(settings, plan, runtime, started)
         if settings.dry_run:
             assert choice is not None
             estimate = _estimate(choice, settings.json)

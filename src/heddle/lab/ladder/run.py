@@ -32,6 +32,7 @@ from heddle.lab.ladder.report import ladder_report
 from heddle.lab.ladder.results import LadderReport
 from heddle.lab.pages.ladder import write_ladder_page
 from heddle.lab.workers import Result, Task, Workers, default_workers, run_tasks
+from heddle.machine import record_worker_choices
 from heddle.runtime import Runtime
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
@@ -110,6 +111,7 @@ def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str, unti
         ladder = prepare_ladder(join_with_saved(out / PLAN_FILE, plan), out, runtime, command)
         _check_text(out / DATA_FILE, ladder.corpus)
         save_plan(out / PLAN_FILE, ladder.plan, ladder.sizes)
+        ladder = replace(ladder, runtime=record_worker_choices(runtime, out))
         report = _write_report(ladder, _run_all(ladder, until))
         return report
 
@@ -285,6 +287,7 @@ def _request(ladder: Ladder, name: str, rung: Rung, ratio: float, seed: int) -> 
         "max_train_tokens": ladder.max_train_tokens,
         "settings": asdict(settings.training(rung.parameters, ratio, width_ratio, seed)),
         "threads": ladder.workers.threads,
+        "choices": ladder.runtime.choices_of_worker(ladder.workers.threads),
         "part_files": settings.part_files,
         "command": ladder.command,
     }

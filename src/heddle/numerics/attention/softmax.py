@@ -54,7 +54,9 @@ from heddle.numerics.norms import at_least_float32, without_autocast
 
 
 MAX_UNMASKED_ROWS = 16  # queries per group up to which two plain products are the fastest way to read all keys
-MAX_TRIANGLE_KEYS = 1024  # rows up to this length train faster with plain batched products than with torch's kernel
+LENGTHS = (128, 256, 512, 1024, 2048)  # rows up to each of them have one fastest way to train causal attention
+TRIANGLE_LENGTHS = (128, 256, 512, 1024)  # those that train with plain batched products, and not with torch's kernel
+triangle_lengths: tuple[int, ...] = TRIANGLE_LENGTHS  # on this machine: see `heddle.machine`
 MAX_PRODUCT_ROWS = 64  # queries of a group whose weights are all in memory, on CUDA
 MAX_FLASH_WIDTH = 256  # of the heads that torch's flash kernel takes
 MIN_FLEX_WIDTH, MAX_FLEX_WIDTH = 16, 256  # of the heads that FlexAttention takes
@@ -174,12 +176,16 @@ def causal_unsupported(facts: AttentionFacts) -> str | None:
     return _not_contiguous(facts)
 
 
+def _trains_with_products(keys: int) -> bool:
+    return next((length for length in LENGTHS if keys <= length), None) in triangle_lengths
+
+
 def triangle_unsupported(facts: AttentionFacts) -> str | None:
     if facts.device != "cpu":
         return "it is for the CPU"
     sdpa_supports_it = facts.queries == facts.keys and not facts.softcap and not facts.score_bias
-    if sdpa_supports_it and (facts.keys > MAX_TRIANGLE_KEYS or not facts.gradients):
-        return f"the fused kernel is faster for more than {MAX_TRIANGLE_KEYS} tokens, and without gradients"
+    if sdpa_supports_it and not (facts.gradients and _trains_with_products(facts.keys)):
+        return f"the fused kernel is faster for rows of {facts.keys} tokens, and without gradients"
     return _not_contiguous(facts)
 
 

@@ -1,0 +1,356 @@
+"""What is fastest on this CPU: measured once per machine, torch and number of threads, and kept in the cache folder.
+
+Several ways compute the same but for rounding: routes of float32 products, weights packed by oneDNN or as they are,
+plain or fused attention. Which of them is fast depends on the CPU's instructions, its caches and torch's build. Each is
+timed in alternation with the way that torch or heddle takes by default, which stays unless another takes less than
+1 / `TIE` of its time.
+
+$HEDDLE_MACHINE says otherwise: "default" keeps the defaults, and a file (the "choices" of `heddle doctor --json`) is
+what it says.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from math import exp, fsum, log
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from heddle.data.cache import DataCache
+from heddle.errors import CheckpointError, ConfigError, MachineError
+from heddle.numerics.attention import softmax
+from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.kernels import kernels
+from heddle.numerics.linear import DEFAULT_WAYS, LARGE_ELEMENTS, WayKey, pack_maps, packed_linear, way_name
+from heddle.progress import print_status
+from heddle.runtime import DEFAULT_CHOICES, EARLIER_CHOICES, Choices, Runtime, hardware, medium_is_exact
+from heddle.session import ALL_NEEDS
+from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.lock import wait_for_lock
+from heddle.storage.run_log import RUN_FILE
+from heddle.torch_private import can_pack_weights
+
+VARIABLE = "HEDDLE_MACHINE"
+VERSION = 1  # of what is measured, and how
+TIE = 1.1
+ROUNDS, MIN_ROUNDS = 7, 3
+SECONDS = 0.5  # of the rounds of one race, once each way ran MIN_ROUNDS times
+RECORD = "machine.json"  # of a comparison or a ladder
+# rows, inputs, outputs: of small, medium and large designs
+PRODUCTS = ((512, 128, 352), (1024, 512, 1408), (1024, 768, 2048))
+WEIGHTS = {False: (512, 512), True: (2048, 1024)}  # a small and a large one
+READ_BYTES = 2**25 + 2**24  # of weights that are multiplied one after the other: more than a core's cache
+MEASURED_ROWS = {1: 1, 8: 4, 64: 32}  # of each class of rows
+ROWS, HEADS, HEAD_DIM = 2, 4, 64  # of attention
+
+Facts = dict[str, Any]
+
+
+def measured_choices(threads: int | None = None, needs: Collection[str] = ALL_NEEDS) -> Choices:
+    """The choices for `threads` (None: torch's number); what is needed and not yet known is measured, in seconds.
+
+    needs: of ALL_NEEDS. Without a folder that keeps what was measured they are the defaults. Raises ConfigError for
+    a $HEDDLE_MACHINE that says nothing.
+    """
+    asked = os.environ.get(VARIABLE)
+    if asked == "default":
+        return DEFAULT_CHOICES
+    if asked:
+        return _choices_of_file(Path(asked))
+    try:
+        return choices_from(measured_facts(threads, needs))
+    except (ConfigError, MachineError):  # no home, or a full disk
+        return DEFAULT_CHOICES
+
+
+def _choices_of_file(path: Path) -> Choices:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        reason = "is not a file of choices; write default, or the file with the choices of `heddle doctor --json`"
+        raise ConfigError(f"{VARIABLE} {path}: {reason}") from None
+    return Choices.read(values, f"{VARIABLE} {path}")
+
+
+def choices_from(facts: Mapping[str, Any]) -> Choices:
+    """The choices that follow from what was measured; sections that were not have the defaults."""
+    products, packing, attention = (facts.get(section, {}) for section in ALL_NEEDS)
+    return Choices(
+        matmul=products.get("matmul", DEFAULT_CHOICES.matmul),
+        packing={name: row["way"] for name, row in packing.items()},
+        triangle_lengths=tuple(attention.get("triangle_lengths", DEFAULT_CHOICES.triangle_lengths)),
+    )
+
+
+def measured_facts(threads: int | None = None, needs: Collection[str] = ALL_NEEDS, anew: bool = False) -> Facts:
+    """What was measured, by section. anew: measure what the cache folder knows, too.
+
+    Raises ConfigError and MachineError where there is no folder to keep it.
+    """
+    count = torch.get_num_threads() if threads is None else threads
+    cache = DataCache(None)
+    path = cache.path("json", "machine", VERSION, _key(count))
+
+    def known() -> Facts:
+        with suppress(CheckpointError):
+            return read_json_file(path)
+        return {}
+
+    def is_known() -> bool:
+        return not anew and set(needs) <= set(known())
+
+    with wait_for_lock(path, is_known):  # two that measure at one time would measure each other
+        facts = known()
+        missing = [section for section in needs if anew or section not in facts]
+        if missing:
+            name = f"{count} thread{'s' if count > 1 else ''}"
+            print_status(f"measuring once what is fastest on this machine with {name}: a few seconds")
+            with _threads(count):
+                facts |= {section: MEASURES[section]() for section in missing}
+            write_json_file(path, facts)
+    return facts
+
+
+def _key(threads: int) -> Facts:
+    """What the measurements depend on."""
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
+    machine = hardware()
+    return {
+        "cpu": machine["cpu"],
+        "cores": machine["cores"],
+        "torch": torch.__version__,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads,
+        "environment": {name: os.environ.get(name) for name in names},
+    }
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def race(ways: Mapping[str, Callable[[], None]], rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[str, float]:
+    """The seconds of each way: the lower quartile of some rounds, in each of which all are timed once."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for run in ways.values():  # oneDNN prepares itself for new shapes
+        run()
+    began = time.perf_counter()
+    for number in range(rounds):
+        if number >= MIN_ROUNDS and time.perf_counter() - began > seconds:
+            break
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: sorted(each)[len(each) // 4] for name, each in times.items()}
+
+
+def fastest(seconds: Mapping[str, float], default: str) -> str:
+    """The fastest way, or the default one where that takes less than TIE times as long."""
+    best = min(seconds, key=lambda name: seconds[name])
+    return best if seconds[default] > TIE * seconds[best] else default
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _products() -> Facts:
+    """The route of float32 products, and the speed of products in float32 and bfloat16."""
+
+    def step(rows: int, inputs: int, outputs: int) -> Callable[[], None]:
+        x, weight, gradient = _random(rows, inputs), _random(outputs, inputs), _random(rows, outputs)
+
+        def run() -> None:
+            functional.linear(x, weight)
+            gradient.T @ x
+            gradient @ weight
+
+        return run
+
+    def on(route: str, run: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            torch.set_float32_matmul_precision(route)
+            run()
+
+        return call
+
+    routes = ("highest", "medium") if medium_is_exact() else ("highest",)
+    before = torch.get_float32_matmul_precision()
+    try:
+        with torch.no_grad():
+            seconds = [race({route: on(route, step(*shape)) for route in routes}) for shape in PRODUCTS]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    total = {route: exp(fsum(log(each[route]) for each in seconds) / len(seconds)) for route in routes}
+    rows, inputs, outputs = PRODUCTS[-1]
+    a, b = _random(rows, inputs, dtype=torch.bfloat16), _random(outputs, inputs, dtype=torch.bfloat16)
+    bf16 = race({"bf16": lambda: _run(functional.linear(a, b))})["bf16"]
+    route = fastest(total, "highest")
+    return {
+        "matmul": route,
+        "speedups": {name: total["highest"] / value for name, value in total.items()},
+        "fp32_flops_per_second": 6 * rows * inputs * outputs / seconds[-1][route],
+        "bf16_flops_per_second": 2 * rows * inputs * outputs / bf16,
+    }
+
+
+def _run(_: Tensor) -> None:
+    """The result of a call that is timed."""
+
+
+def _packing() -> Facts:
+    """By class of products of few rows: the fastest way, and how much faster each is than the default one."""
+    rows: Facts = {}
+    for key, default in DEFAULT_WAYS.items():
+        ways = {way: run for way, run in _ways(key).items() if run is not None}
+        if default not in ways:
+            rows[way_name(key)] = {"way": "plain", "speedups": {}}
+            continue
+        with torch.no_grad():
+            seconds = race(ways, ROUNDS, SECONDS / 4)
+        rows[way_name(key)] = {
+            "way": fastest(seconds, default),
+            "speedups": {way: seconds[default] / value for way, value in seconds.items()},
+        }
+    return rows
+
+
+def _ways(key: WayKey) -> dict[str, Callable[[], None] | None]:
+    dtype, is_large, row_class = key
+    outputs, inputs = WEIGHTS[is_large]
+    assert (outputs * inputs >= LARGE_ELEMENTS) is is_large
+    count = -(-READ_BYTES // (outputs * inputs * dtype.itemsize))
+    weights = [_random(outputs, inputs, dtype=dtype) for _ in range(count)]
+    x = _random(MEASURED_ROWS[row_class], inputs, dtype=dtype)
+
+    def plain() -> None:
+        for weight in weights:
+            functional.linear(x, weight)
+
+    if not can_pack_weights(dtype):
+        return {"plain": plain}
+    packed = [pack_maps([(weight, None)]) for weight in weights]
+
+    def multiply(pads: bool) -> Callable[[], None]:
+        maps = [each._replace(pad_to_four_rows=pads) for each in packed]
+
+        def run() -> None:
+            for each in maps:
+                packed_linear(x, each)
+
+        return run
+
+    return {"plain": plain, "packed": multiply(False), "four": multiply(True) if row_class == 1 else None}
+
+
+def _attention() -> Facts:
+    """The lengths of rows whose causal attention trains faster with plain products than with torch's fused kernel.
+
+    speedups: of plain products.
+    """
+    lengths, speedups, before = [], {}, softmax.triangle_lengths
+    softmax.triangle_lengths = softmax.LENGTHS
+    try:
+        for length in softmax.LENGTHS:
+            seconds = race(
+                {name: _attention_step(name, length) for name in ("triangle", "causal")}, ROUNDS, SECONDS / 2
+            )
+            speedups[str(length)] = seconds["causal"] / seconds["triangle"]
+            if fastest(seconds, "triangle" if length in softmax.TRIANGLE_LENGTHS else "causal") == "triangle":
+                lengths.append(length)
+    finally:
+        softmax.triangle_lengths = before
+    return {"triangle_lengths": lengths, "speedups": speedups}
+
+
+def _attention_step(kernel: str, length: int) -> Callable[[], None]:
+    q, k, v = (_random(ROWS, HEADS, length, HEAD_DIM).requires_grad_() for _ in range(3))
+    positions = torch.arange(length, dtype=torch.int32)[None]
+
+    def run() -> None:
+        mask = AttentionMask(positions, positions, contiguous=True)
+        with torch.enable_grad(), kernels(attention=kernel):
+            y = softmax.attention(q, k, v, mask, HEAD_DIM**-0.5)
+        torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+
+    return run
+
+
+MEASURES: Mapping[str, Callable[[], Facts]] = {"products": _products, "packing": _packing, "attention": _attention}
+
+
+# The choices of work that was begun: a run, a comparison and a ladder keep theirs, whatever the cache says later.
+
+
+def recorded_choices(run: Path) -> Choices | None:
+    """The choices of the run in a folder; None where there is none, or one that cannot be read."""
+    try:
+        runtime = read_json_file(run / RUN_FILE).get("runtime", {})
+        if "choices" in runtime:
+            return Choices.read(runtime["choices"], str(run / RUN_FILE))
+        return Choices(matmul=runtime["matmul"]) if runtime.get("matmul") in ("highest", "medium") else EARLIER_CHOICES
+    except (CheckpointError, ConfigError, AttributeError):
+        return None
+
+
+def with_worker_choices(
+    runtime: Runtime, folder: Path, plan_file: str, needs: Mapping[int, Collection[str]]
+) -> Runtime:
+    """The runtime with the choices of workers, for the work in a folder. Nothing else may run meanwhile.
+
+    needs: by the threads of a worker, what it needs. Work that was begun has the choices of its record, or those that
+    were usual before there was one.
+    """
+    if runtime.device != "cpu":
+        return runtime
+    saved, usual = _worker_choices_of(folder), None
+    if runtime.deterministic or saved:
+        usual = DEFAULT_CHOICES
+    elif (folder / plan_file).is_file():
+        usual = EARLIER_CHOICES
+    choices = {count: saved.get(count) or usual or measured_choices(count, each) for count, each in needs.items()}
+    return runtime.with_worker_choices({**saved, **choices})
+
+
+def record_worker_choices(runtime: Runtime, folder: Path) -> Runtime:
+    """Write the workers' choices into the folder, or take those that another process has written there."""
+    saved = _worker_choices_of(folder)
+    if not saved and runtime.worker_choices:
+        record = {str(count): each.dump() for count, each in runtime.worker_choices.items()}
+        write_json_file(folder / RECORD, record)
+    return runtime.with_worker_choices({**runtime.worker_choices, **saved})
+
+
+def _worker_choices_of(folder: Path) -> dict[int, Choices]:
+    record = folder / RECORD
+    saved = read_json_file(record) if record.is_file() else {}
+    return {int(count): Choices.read(values, str(record)) for count, values in saved.items()}
+
+
+def slow_precision(threads: int | None = None) -> str | None:
+    """A sentence where bfloat16 products are slower on this CPU than float32 ones; None where they are not, or unknown.
+
+    It measures nothing.
+    """
+    with suppress(ConfigError, MachineError):
+        path = DataCache(None).path("json", "machine", VERSION, _key(threads or torch.get_num_threads()))
+        products = read_json_file(path).get("products", {}) if path.is_file() else {}
+        if products and os.environ.get(VARIABLE) != "default":
+            ratio = products["fp32_flops_per_second"] / products["bf16_flops_per_second"]
+            if ratio > TIE:
+                return f"bf16: products take {ratio:.1f} times as long as in fp32 on this CPU; give --precision fp32"
+    return None
