@@ -32,12 +32,17 @@ from heddle.lab.bench.run import Calibration, Quartiles, measure_in_rounds, quar
 from heddle.runtime import hardware, versions
 
 QUICK_PAIRS = 2
+EQUAL = 1e-9  # the largest relative difference of two sides in float64
 
 Step = Callable[[], float]
 
 
 class Measured(NamedTuple):
-    """A step that returns its seconds, and some numbers that every side must compute alike."""
+    """A step that returns its seconds, and some numbers that every side must compute alike.
+
+    Before a case is timed its sides compute them in float64, where they must agree within EQUAL: sides with values have
+    an argument "precision", of which "fp64" is one.
+    """
 
     step: Step
     values: Callable[[], list[float]]
@@ -52,8 +57,8 @@ class Case:
 
     sides: those that run, heddle's first; empty: all. against: the peers of the goal, of which the fastest counts;
     empty: the first. figure: the row of `benchmarks.figures` that it answers. work: (a limit of `benchmarks.limits`,
-    how much of it one step takes), such as ("fp32 products", FLOPs) or ("read", bytes). tolerance: the largest relative
-    difference of the values of two sides.
+    how much of it one step takes), such as ("fp32 products", FLOPs) or ("read", bytes). rounding: the largest relative
+    difference of values, for a peer that cannot compute in float64.
     """
 
     name: str
@@ -64,7 +69,7 @@ class Case:
     against: tuple[str, ...] = ()
     figure: str = ""
     work: tuple[str, float] | None = None
-    tolerance: float = 0.05
+    rounding: float | None = None
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -200,9 +205,9 @@ def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
     `ratio` is the median of a peer's seconds over heddle's, with its quartiles: of the fastest peer of `case.against`.
     Other peers: `ratio to NAME`.
     """
+    equality = check_equality(module, sides, case)
     workers = {side: Worker(module, side, case.arguments) for side in sides}
     try:
-        values = [worker.values() for worker in workers.values()]
         rounds = measure_in_rounds({side: worker.step for side, worker in workers.items()}, case.pairs, calibration())
     finally:
         for worker in workers.values():
@@ -212,21 +217,42 @@ def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
         row["figure"] = case.figure
     if rounds.is_noisy:
         row["unsteady"] = True
-    return row | difference_row(case, sides, values) | seconds_row(case, rounds.seconds)
+    return row | equality | seconds_row(case, rounds.seconds)
 
 
-def difference_row(case: Case, sides: Sequence[str], values: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The largest relative difference of a side's values from heddle's. Raises ValueError above the tolerance."""
-    largest = 0.0
-    for side, numbers in zip(sides[1:], values[1:], strict=True):
-        if not numbers or not values[0]:
-            continue
-        size = max(abs(number) for number in values[0])
-        difference = max(abs(a - b) for a, b in zip(values[0], numbers, strict=True)) / size
-        if not difference <= case.tolerance:
-            raise ValueError(f"{case.name}: {side} computes something else: {list(numbers)} beside {list(values[0])}")
+def check_equality(module: str, sides: Sequence[str], case: Case) -> dict[str, Any]:
+    """Let each side compute its values in a process of its own, in float64 unless a peer cannot.
+
+    Returns the largest difference as a row of the results; {} where no peer has values.
+    """
+    has_float64 = case.rounding is None
+    arguments = case.arguments | ({"precision": "fp64"} if has_float64 else {})
+    values = {}
+    for side in sides:
+        worker = Worker(module, side, arguments)
+        try:
+            values[side] = worker.values()
+        finally:
+            worker.close()
+    largest = largest_difference(case.name, values, EQUAL if case.rounding is None else case.rounding)
+    return {} if largest is None else {f"difference in {'float64' if has_float64 else 'equal weights'}": largest}
+
+
+def largest_difference(name: str, values: Mapping[str, Sequence[float]], limit: float) -> float | None:
+    """The largest relative difference of a side's values from the first side's; None where only one side has some.
+
+    Raises ValueError above the limit, and where a side has other numbers of values.
+    """
+    first, *others = [side for side in values if values[side]] or [""]
+    if not others:
+        return None
+    size, largest = max(map(abs, values[first])), 0.0
+    for side in others:
+        difference = max(abs(a - b) for a, b in zip(values[first], values[side], strict=True)) / size
+        if not difference <= limit:
+            raise ValueError(f"{name}: {side} computes something else, {difference:.1e} apart; nothing was timed")
         largest = max(largest, difference)
-    return {"largest difference": largest} if any(values[1:]) and values[0] else {}
+    return largest
 
 
 def seconds_row(case: Case, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:

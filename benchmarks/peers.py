@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.harness import Step
 from benchmarks.machine import THREADS
+from heddle.exchange.transformers.peer import transformers_model
 from heddle.machine import measured_choices
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
@@ -19,46 +20,54 @@ from heddle.model.state import State
 from heddle.parts.layout import Layout
 from heddle.runtime import set_up_runtime
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCES = {"fp32": 0.01, "bf16": 0.1}  # of logits after 12 layers, relative to the largest
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DESIGN = "preset:gqa-medium"
 VOCABULARY = 32000
 
 
-def ours(design: str | dict[str, Any] = "preset:gqa-medium", dtype: torch.dtype = torch.float32) -> Decoder:
+def ours(design: str | dict[str, Any] = DESIGN, dtype: torch.dtype = torch.float32) -> Decoder:
     """A heddle model, in a process set up like the command line."""
     set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
-    return build(load_config(design), dtype=dtype)
+    return build(load_config(design)).to(dtype)
 
 
 def llama(dtype: torch.dtype = torch.float32, tuned: bool = False) -> Any:
-    """transformers' LlamaForCausalLM with the weights of `ours`. tuned: with the process settings of heddle."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
+    """transformers' model with the weights of `ours`. tuned: with the process settings of heddle."""
+    return transformers_peer(DESIGN, dtype, tuned)
 
-    from heddle.exchange.export import HFTensors
-    from heddle.exchange.family import families
 
-    logging.set_verbosity_error()
+def transformers_peer(design: str | dict[str, Any], dtype: torch.dtype, tuned: bool) -> Any:
+    """The model of transformers that computes a design, as heddle exports it, from equal weights."""
     if tuned:
         set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     torch.set_num_threads(THREADS)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        intermediate_size=2048,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-6,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model: Any = LlamaForCausalLM(config)
-    model.load_state_dict(dict(HFTensors(families()["llama"], build(load_config("preset:gqa-medium")))), strict=False)
-    return model.to(dtype)
+    model = transformers_model(load_config(design)).to(dtype)
+    return _without_float32(model) if dtype == torch.float64 else model
+
+
+def _without_float32(model: Any) -> Any:
+    """A model of transformers whose norms, angles and scores are in float64, too, in a process that does nothing else.
+
+    transformers asks for float32 by name, whatever the weights are.
+    """
+    for name in ("float", "float32"):
+        setattr(torch, name, torch.float64)
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = module.compute_default_rope_parameters(module.config)[0]
+    return model
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    """torch's fused AdamW with the settings of the benchmarks; it decays the weights that heddle's does."""
+    decayed = {name for name, weight in model.named_parameters() if weight.dim() >= 2 and not name.endswith(".bias")}
+    groups = [
+        {"params": [weight for name, weight in model.named_parameters() if (name in decayed) is is_decayed],
+         "weight_decay": 0.1 if is_decayed else 0.0}
+        for is_decayed in (True, False)
+    ]  # fmt: skip
+    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:

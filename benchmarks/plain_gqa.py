@@ -15,10 +15,10 @@ from heddle.model.decoder import Decoder
 class Layer(nn.Module):
     """One layer. rotation: cosines and sines, [T, head_dim / 2]."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, eps: float) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
-        self.mixer_norm, self.feedforward_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.mixer_norm, self.feedforward_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.dim, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
@@ -50,16 +50,17 @@ class PlainModel(nn.Module):
         super().__init__()
         config = ours.config
         mixer, feedforward = config.layers[0].mixer.dump(), config.layers[0].feedforward.dump()  # type: ignore[union-attr]
+        eps, dtype = config.norm.dump()["eps"], ours.embed.weight.dtype
         self.embed = nn.Embedding(config.vocab_size or 0, config.width)
         self.layers = nn.ModuleList(
-            Layer(config.width, mixer["heads"], mixer["kv_heads"], feedforward["hidden"]) for _ in ours.layers
+            Layer(config.width, mixer["heads"], mixer["kv_heads"], feedforward["hidden"], eps) for _ in ours.layers
         )
-        self.norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.norm = nn.RMSNorm(config.width, eps)
         dim = config.width // mixer["heads"]
-        angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        angles = torch.arange(length, dtype=dtype)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2, dtype=dtype) / dim)
         self.register_buffer("cosines", angles.cos(), persistent=False)
         self.register_buffer("sines", angles.sin(), persistent=False)
-        self.load(ours)
+        self.to(dtype).load(ours)
 
     @torch.no_grad()
     def load(self, ours: Decoder) -> None:

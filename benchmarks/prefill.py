@@ -53,7 +53,6 @@ def case(precision: str, goal: float) -> Case:
         against=("transformers tuned",),
         figure="prefill" if precision == "bf16" else "",
         work=(f"{precision} products", flops),
-        tolerance=peers.TOLERANCES[precision],
     )
 
 

@@ -21,7 +21,13 @@ from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 
 ROWS, LENGTH, DOCUMENTS, END = 4, 512, 3, 0
+WIDTH = load_config(peers.DESIGN).width
 TUNED, COMPILED = "transformers tuned", "transformers tuned, compiled"
+
+
+def weight_dtype(precision: str) -> torch.dtype:
+    """Weights are float32, but for the check of equality."""
+    return torch.float64 if precision == "fp64" else torch.float32
 
 
 def fresh_tokens(generator: np.random.Generator) -> np.ndarray:
@@ -32,23 +38,31 @@ def fresh_tokens(generator: np.random.Generator) -> np.ndarray:
     return tokens
 
 
-def training_loop(gradients: Callable[[np.ndarray], float], update: Callable[[], None]) -> Measured:
-    """The loop that every side runs. The value is the loss of one row without an end token, before any update."""
+def training_loop(
+    gradients: Callable[[np.ndarray], float], update: Callable[[], None], model: torch.nn.Module
+) -> Measured:
+    """The loop that every side runs. The values are a loss of rows without end tokens, and of its gradients the norm
+    and some numbers of the embedding, before any update.
+    """
     generator = np.random.default_rng(0)
     whole = np.random.default_rng(1).integers(1, peers.VOCABULARY, (ROWS, LENGTH + 1))
-    first_loss = gradients(whole)
+    values = [gradients(whole)]
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    (embedding,) = [gradient for gradient in found if gradient.shape == (peers.VOCABULARY, WIDTH)]
+    values += [float(torch.stack([gradient.norm() for gradient in found]).norm())]
+    values += embedding[int(whole[0, 0]), :8].tolist()
     update()
 
     def step() -> None:
         gradients(fresh_tokens(generator))
         update()
 
-    return Measured(lambda: timed(step), lambda: [first_loss])
+    return Measured(lambda: timed(step), lambda: values)
 
 
 def heddle_side(arguments: dict[str, Any]) -> Measured:
     """Gradients and an optimizer step of heddle."""
-    model = peers.ours().train()
+    model = peers.ours(dtype=weight_dtype(arguments["precision"])).train()
     optimizer = build_optimizer(model, 0.1)
     autocast = torch.bfloat16 if arguments["precision"] == "bf16" else None
     results = []
@@ -61,13 +75,13 @@ def heddle_side(arguments: dict[str, Any]) -> Measured:
     def update() -> None:
         apply_gradients(model, optimizer, results.pop(), 1e-4, 1.0)
 
-    return training_loop(gradients, update)
+    return training_loop(gradients, update, model)
 
 
 def transformers_side(tuned: bool, compiled: bool, arguments: dict[str, Any]) -> Measured:
     """Gradients and an optimizer step of transformers' model."""
-    model = peers.llama(tuned=tuned).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    model = peers.llama(weight_dtype(arguments["precision"]), tuned).train()
+    optimizer = peers.adamw(model)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments["precision"] == "bf16")
     run = torch.compile(model) if compiled else model
 
@@ -83,7 +97,7 @@ def transformers_side(tuned: bool, compiled: bool, arguments: dict[str, Any]) ->
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return training_loop(gradients, update)
+    return training_loop(gradients, update, model)
 
 
 def case(precision: str, goal: float, against: str, pairs: int) -> Case:
@@ -99,7 +113,6 @@ def case(precision: str, goal: float, against: str, pairs: int) -> Case:
         (against,),
         f"training {precision}",
         (f"{precision} products", flops),
-        1e-3,
     )
 
 

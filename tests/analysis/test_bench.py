@@ -91,7 +91,7 @@ def test_the_least_work_is_that_of_the_design() -> None:
 
 
 def side(name: str) -> Side:
-    facts = {"design": design().dump(), "side": name, "precision": "fp32", "device": "cpu", "threads": 1}
+    facts = {"design": design().dump(), "side": name, "precision": "fp32", "device": "cpu", "threads": 1, "choices": {}}
     return Side(facts | {"part_files": []})
 
 

@@ -36,7 +36,7 @@ def test_doctor_says_that_there_is_no_gpu_and_chooses_as_on_one(capsys: pytest.C
         "cuda: torch finds none on this machine; kernels are chosen as on one, and nothing runs there",
     ]
     assert [line.split()[0] for line in lines if line and not line.startswith(" ")][:6] == [
-        "device", "machine", "versions", "limits", "compile", "packages"
+        "device", "machine", "versions", "limits", "choices", "compile"
     ]  # fmt: skip
     assert "measured on cpu" in out
     assert "preset:gqa-tiny, 2,048 tokens in bf16 on cuda" in out

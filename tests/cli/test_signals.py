@@ -89,7 +89,7 @@ def test_a_signal_ends_a_command_in_one_sentence(
     assert err.splitlines()[-1] == f"heddle: ended by {signal.Signals(number).name} before it was done"
     assert "Traceback" not in err
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
-    assert {path.name for path in written} <= {"plan.json", "report.html", "report.json"}, written
+    assert {path.name for path in written} <= {"machine.json", "plan.json", "report.html", "report.json"}, written
 
 
 def test_a_signal_while_text_is_streamed(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from heddle import progress, runtime
+from heddle import progress
 from heddle.distributed import launcher
 from heddle.distributed.ranks import Ranks
 from heddle.errors import RankLost
@@ -76,7 +76,6 @@ def test_a_run_on_ranks_has_the_numbers_of_one_process(tmp_path: Path, monkeypat
     """Three ranks, which divide neither the held-out batches nor their number; a planted order of batches is caught."""
     for module in (built_models, width_transfer):
         monkeypatch.setattr(module, "build", partial(decoder.build, dtype=torch.float64))
-    monkeypatch.setattr(runtime, "_choose_matmul_precision", lambda: "highest")  # it measures with a shared setting
     monkeypatch.setattr(generate, "sample_text", lambda *_: "")
     settings = asdict(Settings(steps=2, batch_size=6, sequence_length=16))
 

@@ -8,8 +8,10 @@ converted layer (see `heddle.training.distillation`), or a weighted sum of them.
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,7 +176,13 @@ def healing_settings(
 
 
 def healing_job(
-    converted: Path, distillation: Distillation, corpus: Corpus, settings: Settings, out: Path, device: str = "cpu"
+    converted: Path,
+    distillation: Distillation,
+    corpus: Corpus,
+    settings: Settings,
+    out: Path,
+    device: str = "cpu",
+    environment: Mapping[str, Any] | None = None,
 ) -> TrainingJob:
     """Describe the healing of a converted model's folder as a training run in the folder `out`.
 
@@ -195,6 +203,7 @@ def healing_job(
         out=out,
         device=device,
         label="healing",
+        environment=dict(environment or {}),
         init_checkpoint=start,
         distillation=distillation,
         rows=RowProtocol.parse(read_json_file(run)["data"]) if run.is_file() else corpus.rows,
@@ -202,13 +211,19 @@ def healing_job(
 
 
 def heal(
-    converted: Path, distillation: Distillation, corpus: Corpus, settings: Settings, out: Path, device: str = "cpu"
+    converted: Path,
+    distillation: Distillation,
+    corpus: Corpus,
+    settings: Settings,
+    out: Path,
+    device: str = "cpu",
+    environment: Mapping[str, Any] | None = None,
 ) -> TrainingResult:
     """Heal a converted model, or continue a healing; the result is bit-equal however often it was interrupted.
 
     Raises what `train` raises.
     """
-    return train(healing_job(converted, distillation, corpus, settings, out, device))
+    return train(healing_job(converted, distillation, corpus, settings, out, device, environment))
 
 
 def _repeats(corpus: Corpus, settings: Settings) -> bool:
@@ -245,9 +260,11 @@ def convert_and_heal(
     out: Path,
     device: str = "cpu",
     adapt_rate: bool = True,
+    environment: Mapping[str, Any] | None = None,
 ) -> TrainingResult:
     """Convert a model, heal it, and write the result as a model folder, whole or not at all.
 
+    environment: what the healing's run.json says of versions and machine.
     adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added. The converted model
     and the run lie in the folder `out`.work beside it, so the same call continues after an interruption, with rows that
     begin as they did. Raises CheckpointError if `out` exists or the work is of another conversion, and what `convert`
@@ -267,7 +284,7 @@ def convert_and_heal(
     if adapt_rate:
         rate = _adapted_rate(conversion.source, converted, corpus, settings, work / RATE_FILE)
         settings = replace(settings, learning_rate=rate)
-    result = heal(converted, distillation, corpus, settings, work / HEAL_FOLDER, device)
+    result = heal(converted, distillation, corpus, settings, work / HEAL_FOLDER, device, environment)
     contents = read_folder(converted)
     healing = distillation.identity() | settings.identity() | {"text": corpus.hash} | corpus.rows.record()
     documents = dict(contents.documents)

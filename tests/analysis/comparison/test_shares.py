@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from heddle import runtime
 from heddle.cli.main import run_command
 from heddle.lab import workers as processes
 from heddle.storage import lock
@@ -43,8 +42,6 @@ def shared_workers(monkeypatch: pytest.MonkeyPatch) -> SharedWorkers:
     monkeypatch.setattr(processes, "start_worker", workers.start)
     monkeypatch.setattr(processes, "SHARED_POLL_SECONDS", 0.01)
     monkeypatch.setattr(lock, "POLL_SECONDS", 0.01)
-    # it measures with a setting that all threads of a process share
-    monkeypatch.setattr(runtime, "_choose_matmul_precision", lambda: "highest")
     return workers
 
 

@@ -56,7 +56,7 @@ from heddle.machine import recorded_choices
 from heddle.model.decoder import build
 from heddle.model.size import size
 from heddle.progress import print_status, print_text, print_warning
-from heddle.runtime import Choices, Runtime
+from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, sync_folder
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
@@ -285,8 +285,9 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             else:
                 assert corpus is not None
                 adapts_rate = settings.heal_lr is None
+                environment = {"runtime": runtime.describe(), "versions": versions()}
                 healed = convert_and_heal(
-                    conversion, distillation, corpus, healing, folder, runtime.device, adapts_rate
+                    conversion, distillation, corpus, healing, folder, runtime.device, adapts_rate, environment
                 )
                 if not (is_comparison or settings.json):
                     loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
