@@ -1,6 +1,9 @@
 """Every row of the table of figures has a benchmark, and the finite check's case answers its row."""
 
+import functools
+import math
 import runpy
+from typing import Any
 
 import pytest
 
@@ -25,3 +28,33 @@ def test_the_finite_check_costs_at_most_1_percent_in_30_pairs(monkeypatch: pytes
     runpy.run_module("benchmarks.finite_check", run_name="__main__")
     assert [(case.figure, case.goal, case.pairs) for case in cases] == [("finite check", 0.99, 30)]
     assert [figure.module for figure in FIGURES if figure.name == cases[0].figure] == ["finite_check"]
+
+
+def test_what_computes_something_else_is_not_timed() -> None:
+    values = {"heddle": [2.0, -1.0], "peer": [2.0, -1.0 + 1e-9], "no values": []}
+    assert harness.largest_difference("case", values, harness.EQUAL) == pytest.approx(5e-10)
+    assert harness.largest_difference("case", {"heddle": [1.0], "no values": []}, harness.EQUAL) is None
+    for wrong in ([2.0, -1.0 + 1e-8], [math.nan, -1.0]):
+        with pytest.raises(ValueError, match=r"case: peer computes something else, .* apart; nothing was timed"):
+            harness.largest_difference("case", values | {"peer": wrong}, harness.EQUAL)
+    with pytest.raises(ValueError, match="zip"):
+        harness.largest_difference("case", values | {"peer": [2.0]}, harness.EQUAL)
+
+
+def test_both_sides_of_the_tiny_training_are_equal() -> None:
+    """In float64; a plain model with another eps is caught."""
+    module = runpy.run_module("benchmarks.tiny_training")
+    sides = {"heddle": module["heddle_side"], "plain": functools.partial(module["plain_side"], False)}
+    module["heddle_side"].__globals__["STEPS"] = 2
+    values = {name: side({"precision": "fp64"}).values() for name, side in sides.items()}
+    assert harness.largest_difference("tiny", values, harness.EQUAL) is not None
+    plain = module["plain_side"].__globals__["PlainModel"]
+
+    def other_eps(ours: Any, length: int) -> Any:
+        model = plain(ours, length)
+        model.norm.eps = 1e-6
+        return model
+
+    module["plain_side"].__globals__["PlainModel"] = other_eps
+    with pytest.raises(ValueError, match="plain computes something else"):
+        harness.largest_difference("tiny", values | {"plain": sides["plain"]({"precision": "fp64"}).values()}, 1e-9)
