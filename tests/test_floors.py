@@ -15,17 +15,16 @@ FLOOR_2 = BASE | {"numerics"}
 FLOOR_3 = FLOOR_2 | {"parts"}
 FLOOR_4 = FLOOR_3 | {"model"}
 LAB = FLOOR_4 | {
-    "annotations", "conversion", "data", "distributed", "exchange", "generation", "machine", "notebook", "runtime",
+    "conversion", "data", "distributed", "exchange", "generation", "machine", "notebook", "runtime",
     "session", "settings", "signals", "storage", "tokenization", "training",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
-    "annotations": set(),
     "errors": set(),
     "progress": {"errors"},
     "notebook": set(),
     "torch_private": set(),
     "signals": set(),  # what loops and the command line answer
-    "config": {"annotations", "errors", "progress"},
+    "config": {"errors", "progress"},
     "settings": {"errors"},
     "session": {"config", "data", "errors", "machine", "numerics", "progress", "runtime", "settings"},  # for programs
     "runtime": {"errors", "numerics"},  # settings of the whole process: for programs that own it, decision 2

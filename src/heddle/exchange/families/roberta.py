@@ -8,7 +8,7 @@ GELU whatever `hidden_act` says. The pooler is left out; decoders, cross-attenti
 from typing import Any
 
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _bert
+from heddle.exchange.families import bert
 from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.positions.learned import LearnedConfig
@@ -23,22 +23,22 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     padding_id = config.get_nullable("pad_token_id", PADDING_ID)
     if type(padding_id) is not int or padding_id < 0:
         raise config.invalid("pad_token_id", "should be a whole number from 0 on, since positions are counted from it")
-    return _bert.read_config(config, BASE, offset=padding_id + 1, transform="gelu")
+    return bert.read_encoder(config, BASE, offset=padding_id + 1, transform="gelu")
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     position = design.embedding.position
     offset = position.offset if isinstance(position, LearnedConfig) else None
-    return _bert.write_config(design, BASE) | {"pad_token_id": (offset or 1) - 1}
+    return bert.write_encoder(design, BASE) | {"pad_token_id": (offset or 1) - 1}
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """The encoder below `roberta`, the head below `lm_head`."""
-    _bert.map_encoder(design, weights, "roberta")
+    bert.map_encoder(design, weights, "roberta")
     weights.add_module("lm_head.dense", "head.transform.dense")
     weights.add_module("lm_head.layer_norm", "head.transform.norm")
-    _bert.map_head(design, weights, "lm_head.decoder", "lm_head.bias")
+    bert.map_head(design, weights, "lm_head.decoder", "lm_head.bias")
 
 
 FAMILY = Family(

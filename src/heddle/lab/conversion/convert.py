@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from heddle.annotations import literal_values
-from heddle.config import DesignError
+from heddle.config import DesignError, literal_values
 from heddle.conversion.convert import (
     CONVERSION_FILE,
     Conversion,
