@@ -124,7 +124,7 @@ def test_a_file_of_choices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_the_measurements_choose_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes, and one round: what is measured is in order, whatever is fastest."""
-    monkeypatch.setattr(machine, "PRODUCTS", ((8, 16, 24),) * 3)
+    monkeypatch.setattr(machine, "PRODUCTS", ((8, 16, 24),) * 4)
     monkeypatch.setattr(machine, "READ_BYTES", 1)
     monkeypatch.setattr(machine, "SECONDS", 0.0)
     monkeypatch.setattr(softmax, "LENGTHS", (128, 256))
