@@ -42,7 +42,7 @@ DEFAULT_TEMPLATE = (
     "{% if loop.last and message['role'] == 'assistant' %}END{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ENDassistant\\n' }}{% endif %}"
 )
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]  # role and content, and what a template reads beside them
 
 
 class TokenizedConversation(NamedTuple):
@@ -93,9 +93,17 @@ class ChatFormat:
             return ()
         return (int(answered.tokens[answered.assistant_mask][-1]),)
 
-    def encode_prompt(self, messages: Messages) -> list[int]:
-        """The tokens up to where the assistant's next answer begins. Raises UnreadableError."""
-        return [token for token, _ in self.tokenizer.encode_with_offsets(self._render(messages, True))]
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template reads functions that the assistant may call."""
+        return "tools" in self._compiled_template.names
+
+    def encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The tokens up to where the assistant's next answer begins. Raises UnreadableError.
+
+        tools: functions that the assistant may call, in OpenAI's form, as transformers gives them to a template.
+        """
+        return [token for token, _ in self.tokenizer.encode_with_offsets(self._render(messages, True, tools))]
 
     def encode(self, messages: Messages, untrained: Collection[int] = ()) -> list[TokenizedConversation]:
         """Encode the conversation as one row; what follows the last answer is left out.
@@ -165,11 +173,13 @@ class ChatFormat:
         if match is not None:
             raise UnreadableError(f"has the special token '{printable(match[0])}' in a message: leave it out")
 
-    def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: Messages, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         return self._compiled_template.render(
             messages=[dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
-            tools=None,
+            tools=tools,
             documents=None,
             **self._special_tokens,
         )

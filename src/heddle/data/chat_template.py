@@ -48,6 +48,11 @@ class ChatTemplate:
         except Exception as error:  # Python refuses what nests too deeply in several ways
             raise UnreadableError(f"cannot be read as Jinja ({_reason(error)})") from error
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        return frozenset(find_undeclared_variables(self.parsed))
+
     def render(self, **variables: Any) -> str:
         """The text. Raises UnreadableError for what the template refuses, and for too much work."""
         self._environment.work = 0
@@ -208,5 +213,5 @@ def unknown_names(text: str) -> list[str]:
         if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
     }
     known = {*template.globals, *KNOWN_NAMES, *asked}
-    names = find_undeclared_variables(tree) - known
+    names = template.names - known
     return sorted(name for name in names if not name.endswith("_token"))

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -158,20 +158,78 @@ class Application:
         return ClosingStream(answer, first)
 
 
+# What an answer that calls tools begins its calls with (Hermes, Qwen), or is as a whole (Llama 3.1).
+CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
+
+
 @dataclass
 class Choice:
-    """How far one text of an answer is. score_bytes: of the tokens whose scores were given."""
+    """How far one text of an answer is. score_bytes: of the tokens whose scores were given.
+
+    held: text that may be a call of a tool, until its end tells. calls: those that it was.
+    """
 
     request: TextRequest
     score_bytes: bytes = b""
     new_tokens: int = 0
     finish_reason: str | None = None
+    held: str = ""
+    has_begun: bool = False  # text of the client's has been given out
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, event: Event) -> str:
         """Take an event in; what of its text is new to the client, with the echo of the prompt before the first."""
         text = event.text if self.new_tokens else self.request.echo + event.text
         self.new_tokens, self.finish_reason = event.new_tokens, event.finish_reason
+        return self._without_calls(text) if self.request.has_tools else text
+
+    def _without_calls(self, text: str) -> str:
+        self.held += text
+        if self.finish_reason is None:
+            if not self.has_begun and self.held.lstrip()[:1] in ("", "{"):
+                return ""
+            text, self.held = split_before_call(self.held)
+            self.has_begun = self.has_begun or bool(text)
+            return text
+        text, self.calls = read_tool_calls(self.held) if not self.has_begun or CALL_BEGINS in self.held else ("", [])
+        if not self.calls:
+            return self.held
+        self.finish_reason = "tool_calls"
         return text
+
+
+def split_before_call(text: str) -> tuple[str, str]:
+    """What no call of a tool can begin in, and the rest of a text that goes on."""
+    begin = text.find(CALL_BEGINS)
+    if begin < 0:  # its first characters may have come
+        lengths = range(min(len(CALL_BEGINS) - 1, len(text)), -1, -1)
+        begin = len(text) - next(length for length in lengths if text.endswith(CALL_BEGINS[:length]))
+    return text[:begin], text[begin:]
+
+
+def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """The text of an answer before its calls of tools, and these in OpenAI's shape.
+
+    Where one of them cannot be read, the whole text and none.
+    """
+    before, *parts = text.split(CALL_BEGINS)
+    if not parts:
+        before, parts = "", [text]
+    calls = []
+    for part in parts:
+        body, _, after = part.partition(CALL_ENDS)
+        try:
+            call = json.loads(body)
+        except (ValueError, RecursionError):
+            return text, []
+        if after.strip() or not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return text, []
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if not isinstance(arguments, dict):
+            return text, []
+        function = {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+        calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+    return before.rstrip(), calls
 
 
 class Answer:
@@ -250,7 +308,9 @@ class Answer:
                 usage = self._usage() if self.request.continuous_usage else None
                 yield self._chunk([self._choice(index, text, list(event.scores), None, "delta")], usage)
             if event.is_last:
-                yield self._chunk([self._choice(index, "", [], event.finish_reason, "delta")])
+                if self.choices[index].calls:
+                    yield self._chunk([self._calls_delta(index)])
+                yield self._chunk([self._choice(index, "", [], self.choices[index].finish_reason, "delta")])
             if self.is_done:
                 if self.request.include_usage:
                     yield self._chunk([], self._usage())
@@ -277,9 +337,16 @@ class Answer:
             choice.score_bytes += b"".join(tokenizer.token_bytes(score.token) for score in scores)
             return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         logprobs = chat_scores(scores, tokenizer) if has_scores else None
-        role = {"role": "assistant"} if part == "message" else {}
-        content = {} if part == "delta" and reason is not None else {"content": text}
+        role: dict[str, Any] = {"role": "assistant"} if part == "message" else {}
+        content: dict[str, Any] = {} if part == "delta" and reason is not None else {"content": text}
+        if part == "message" and self.choices[index].calls:
+            content = {"content": text or None, "tool_calls": self.choices[index].calls}
         return {"index": index, part: role | content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _calls_delta(self, index: int) -> dict[str, Any]:
+        """The calls of tools in a stream: each whole, in one piece."""
+        calls = [{"index": number} | call for number, call in enumerate(self.choices[index].calls)]
+        return {"index": index, "delta": {"tool_calls": calls}, "logprobs": None, "finish_reason": None}
 
     def _usage(self) -> dict[str, int]:
         """Tokens of all texts; a prompt that several texts continue counts once."""

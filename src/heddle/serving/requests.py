@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from heddle.data.chat import CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
+from heddle.data.chat import ASSISTANT, CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
 from heddle.data.documents import UnreadableError
 from heddle.errors import DataError, parse_error_reason, shorten_value
 from heddle.serving.limits import ServerLimits
@@ -15,6 +15,7 @@ from heddle.tokenization.tokenizer import Tokenizer
 
 MAX_ALTERNATIVES = 20  # OpenAI's limits of top_logprobs and logprobs
 MAX_MESSAGES = 1000
+MAX_TOOLS = 128  # OpenAI's limit
 MAX_CHOICES = 16  # texts of one request: prompts times n
 DEFAULT_TOKENS = 128  # where a request names no number of new tokens
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second one is vLLM's, as is top_k
@@ -24,7 +25,7 @@ _SHARED_FIELDS = {
 }  # fmt: skip
 _FIELDS = {
     "completions": _SHARED_FIELDS | {"prompt", "echo"},
-    "chat": _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"},
+    "chat": _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"},
 }
 # Fields of OpenAI's interface that ask for nothing at these values, which clients send by themselves; null is one, too.
 _ANY = object()  # whatever the value, nothing depends on it
@@ -50,7 +51,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Of an assistant's message that a client sends back as it came.
 _NEUTRAL_OF_MESSAGE: dict[str, tuple[Any, ...]] = {
-    name: (None, [], "", {}) for name in ("refusal", "annotations", "audio", "function_call", "tool_calls")
+    name: (None, [], "", {}) for name in ("refusal", "annotations", "audio", "function_call")
 }
 
 
@@ -73,7 +74,7 @@ class TextRequest:
     """A prompt and how to continue it. alternatives: how many tokens to score beside the chosen one; None: no score.
 
     stop_ids: tokens that end the text beside the tokenizer's `eos_ids`: the end of a turn.
-    echo: text of the prompt that the answer begins with.
+    echo: text of the prompt that the answer begins with. has_tools: the answer may hold calls of tools.
     include_usage: the numbers of tokens come at the end of a stream; continuous_usage: with each of its pieces, too.
     """
 
@@ -90,6 +91,7 @@ class TextRequest:
     top_k: int | None = None
     stop_ids: tuple[int, ...] = ()
     echo: str = ""
+    has_tools: bool = False
 
 
 class RequestReader:
@@ -135,7 +137,8 @@ class RequestReader:
         top_p = float(_number(fields, "top_p", 1.0, (0.0, 1.0)))
         if top_p == 0.0:
             raise RequestError("top_p: must be above 0 and at most 1", "top_p")
-        prompts = [(self._messages(fields), "")] if kind == "chat" else self._prompts(fields)
+        tools = self._tools(fields) if kind == "chat" else None
+        prompts = [(self._messages(fields, tools), "")] if kind == "chat" else self._prompts(fields)
         if len(prompts) * count > MAX_CHOICES:
             sentence = (
                 f"n: {len(prompts)} prompts times {count} are more than {MAX_CHOICES} texts; ask for fewer at a time"
@@ -154,6 +157,7 @@ class RequestReader:
             stream=_truth(fields, "stream"),
             include_usage=_truth(options, "include_usage"),
             continuous_usage=_truth(options, "continuous_usage_stats"),
+            has_tools=tools is not None,
         )
         if first.alternatives is not None and any(echo for _, echo in prompts):
             raise RequestError("echo: this server gives no logprobs of a prompt; leave one of the two out", "echo")
@@ -224,25 +228,57 @@ class RequestReader:
         except DataError as error:
             raise RequestError(f"prompt: {error}", "prompt") from error
 
-    def _messages(self, fields: Mapping[str, Any]) -> list[int]:
+    def _tools(self, fields: Mapping[str, Any]) -> list[Any] | None:
+        """The functions that the answer may call; None where it may call none."""
+        tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
+        if choice not in ("none", "auto"):
+            raise RequestError("tool_choice: this server knows none and auto; a call cannot be forced", "tool_choice")
+        if not isinstance(tools, list) or len(tools) > MAX_TOOLS or not all(map(_is_function, tools)):
+            sentence = f"tools: must be a list of at most {MAX_TOOLS} functions, each with a type and a name"
+            raise RequestError(sentence, "tools")
+        if not tools or choice == "none":
+            return None
+        if self.chat_format is None or not self.chat_format.takes_tools:
+            raise RequestError("tools: this model's chat template does not read them; leave them out", "tools")
+        self._refuse_special_tokens(tools, "tools")
+        return tools
+
+    def _refuse_special_tokens(self, value: Any, field: str) -> None:
+        """A text from outside must not stand for a token that only the template may write. Raises RequestError."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if any(special in text for special in self.tokenizer.special_tokens.values()):
+            raise RequestError(f"{field}: a content holds a special token of the model; leave it out", field)
+
+    def _messages(self, fields: Mapping[str, Any], tools: list[Any] | None) -> list[int]:
         if self.chat_format is None:
             raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
         messages = fields.get("messages")
         if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
             raise RequestError(f"messages: must be a list of 1 to {MAX_MESSAGES} messages", "messages")
         messages = [self._message(message) for message in messages]
-        self._refuse_long_text("".join(message["content"] for message in messages), "messages")
+        self._refuse_long_text("".join(message["content"] or "" for message in messages), "messages")
         try:
-            tokens = self.chat_format.encode_prompt(messages)
+            tokens = self.chat_format.encode_prompt(messages, tools)
         except (UnreadableError, DataError) as error:
             raise RequestError(f"messages: the conversation {error}", "messages") from error
         return self._within_limit(tokens, "messages")
 
-    def _message(self, message: Any) -> dict[str, str]:
-        """A message's role and text. Parts of text are joined; a name is not read, as templates read none."""
+    def _message(self, message: Any) -> dict[str, Any]:
+        """A message's role and text, the calls of an assistant, and of which call a tool's message is the result.
+
+        Parts of text are joined; the name of who speaks is not read, as templates read none but a tool's.
+        """
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise RequestError(f"messages: each has a role ({', '.join(ROLES)}) and a text as its content", "messages")
-        for name in sorted(set(message) - {"role", "content", "name"}):
+        role = message["role"]
+        read = {"role": role}
+        if role == ASSISTANT and message.get("tool_calls"):
+            read["tool_calls"] = self._tool_calls(message["tool_calls"])
+        if role == "tool":
+            read |= {name: _text(message, name, "") for name in ("tool_call_id", "name") if message.get(name)}
+        for name in sorted(set(message) - {"role", "content", "name"} - set(read)):
+            if name == "tool_calls" and not message[name]:
+                continue
             if not _is_neutral(message[name], _NEUTRAL_OF_MESSAGE.get(name, (None,))):
                 raise RequestError(
                     f"messages: this server does not read {shorten_value(name)}; leave it out", "messages"
@@ -250,11 +286,29 @@ class RequestReader:
         content = message.get("content")
         if isinstance(content, list):
             content = self._joined_parts(content)
-        if not isinstance(content, str):
+        if not isinstance(content, str) and not (content is None and "tool_calls" in read):
             raise RequestError("messages: a content must be a text, or a list of parts of text", "messages")
-        if any(text in content for text in self.tokenizer.special_tokens.values()):
-            raise RequestError("messages: a content holds a special token of the model; leave it out", "messages")
-        return {"role": message["role"], "content": content}
+        for value in (content or "", read):
+            self._refuse_special_tokens(value, "messages")
+        return read | {"content": content}
+
+    @staticmethod
+    def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+        """An assistant's calls, as templates read them: their arguments are tables, not texts of JSON."""
+        read = []
+        if not isinstance(calls, list) or not all(map(_is_function, calls)):
+            raise RequestError("messages: each of tool_calls has a type and a function with a name", "messages")
+        for call in calls:
+            function = call["function"]
+            try:
+                arguments = json.loads(function.get("arguments", "{}"), parse_constant=_refuse_constant)
+            except (TypeError, ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise RequestError("messages: the arguments of tool_calls must be a table as JSON text", "messages")
+            table = {"name": function["name"], "arguments": arguments}
+            read.append({"id": str(call.get("id", "")), "type": "function", "function": table})
+        return read
 
     @staticmethod
     def _joined_parts(parts: list[Any]) -> str:
@@ -292,6 +346,12 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise RequestError("body: must be a table in JSON")
     return fields
+
+
+def _is_function(tool: Any) -> bool:
+    """Whether a tool is a function with a name, as OpenAI's interface writes it."""
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
