@@ -75,7 +75,7 @@ def test_an_echoed_answer_passes(server: Running) -> None:
 
 
 ASKS: list[tuple[str, Any]] = [
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "grammar"}),
     ("response_format", {"type": "json_schema", "json_schema": {}}),
     ("presence_penalty", 0.5),
     ("frequency_penalty", False),

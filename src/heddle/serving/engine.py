@@ -20,12 +20,12 @@ from torch import Tensor
 from heddle.errors import HeddleError, MachineError, is_out_of_memory
 from heddle.generation.generate import StopStringBuffer
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, eval_mode
-from heddle.generation.sampling import Sampler
+from heddle.generation.sampling import NOT_FINITE, Sampler
 from heddle.generation.scheduler import BatchScheduler, NextToken, Scheduler, SeparateScheduler
 from heddle.model.decoder import Decoder
-from heddle.progress import print_warning
+from heddle.progress import print_warning, printable
 from heddle.serving.limits import ServerLimits
-from heddle.serving.requests import RequestError, TextRequest
+from heddle.serving.requests import Grammar, RequestError, TextRequest
 from heddle.tokenization.tokenizer import Tokenizer
 
 # What /metrics tells, in the text form that Prometheus reads.
@@ -111,24 +111,31 @@ class TokenScore(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScoringSampler(Sampler):
-    """A sampler of one row that keeps the score of each token it chose, before temperature, top-k and top-p.
+class RowSampler(Sampler):
+    """A sampler of one row that follows a grammar, and keeps the score of each token it chose.
 
-    For steps that run one by one: a recorded graph calls no sampler.
+    alternatives: how many tokens are scored beside it, all by the model's probabilities, before grammar, temperature,
+    top-k and top-p; None: none is. For steps that run one by one: a recorded graph calls no sampler.
     """
 
-    alternatives: int = 0
+    alternatives: int | None = None
     scores: list[TokenScore] = field(default_factory=list, repr=False, compare=False)
+    grammar: Grammar | None = field(default=None, repr=False, compare=False)
 
     @property
     def can_share(self) -> bool:
-        """Never: each row's score is its own."""
+        """Never: each row's scores and grammar are its own."""
         return False
 
     def choose(self, logits: Tensor, position: Tensor) -> Tensor:
         """As in `Sampler`."""
-        tokens = super().choose(logits, position)
-        token, log_probabilities = int(tokens[0]), logits[0].double().log_softmax(-1)
+        tokens = super().choose(logits if self.grammar is None else self.grammar.masked(logits), position)
+        token = int(tokens[0])
+        if self.grammar is not None and token != NOT_FINITE:
+            self.grammar.take(token)
+        if self.alternatives is None:
+            return tokens
+        log_probabilities = logits[0].double().log_softmax(-1)
         best = log_probabilities.topk(min(self.alternatives, len(log_probabilities)))
         pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         # JSON has no infinite number: a token without any probability has OpenAI's -9999.
@@ -206,20 +213,24 @@ class TokenReader:
         self._stream, self._buffer = tokenizer.decode_stream(request.prompt_ids), StopStringBuffer(request.stop)
         self._count, self._scores = 0, list[TokenScore]()
         self._end_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *request.stop_ids]))
+        self._grammar = None if request.grammar is None else request.grammar()
         sampling = (request.temperature, request.top_k, request.top_p, request.seed)
         self.generation = GenerationRequest(
             prompt_ids=[request.prompt_ids],
             max_new_tokens=request.new_tokens,
             sampler=Sampler(*sampling)
-            if request.alternatives is None
-            else ScoringSampler(*sampling, alternatives=request.alternatives, scores=self._scores),
+            if request.alternatives is None and self._grammar is None
+            else RowSampler(*sampling, alternatives=request.alternatives, scores=self._scores, grammar=self._grammar),
             vocab_limit=tokenizer.vocab_size,
             eos_ids=self._end_ids,
             unused_token_ids=tokenizer.unused_token_ids,
         )
 
     def read(self, token: int) -> Event:
-        """The event of the next token; the last one has a finish_reason."""
+        """The event of the next token; the last one has a finish_reason. Raises RequestError for a grammar's end."""
+        if self._grammar is not None and self._grammar.error:
+            reason = printable(self._grammar.error)[:200]
+            raise RequestError(f"response_format: the schema cannot be followed further ({reason})", "response_format")
         self._count += 1
         is_end = token in self._end_ids
         text = "" if is_end else self._buffer.push(self._stream.push(token))
@@ -324,6 +335,9 @@ class Engine:
                 return self.submit(request, deliver, own)
         if request.alternatives is not None and not self.gives_scores:
             raise RequestError("logprobs: this server decodes by recorded steps, which give none", "logprobs")
+        if request.grammar is not None and not self.gives_scores:
+            sentence = "response_format: this server decodes by recorded steps, which follow no schema"
+            raise RequestError(sentence, "response_format")
         now = time.monotonic()
         job = Job(request, deliver, now, now + self.limits.max_seconds)
         with self._changed:
@@ -428,6 +442,8 @@ class Engine:
 
 
 def _as_request_error(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
     if isinstance(error, HeddleError) and not isinstance(error, MachineError):
         return RequestError(str(error))
     if is_out_of_memory(error):

@@ -3,13 +3,20 @@
 import json
 import math
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from heddle.data.chat import ASSISTANT, CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
 from heddle.data.documents import UnreadableError
-from heddle.errors import DataError, parse_error_reason, shorten_value
+from heddle.errors import DataError, parse_error_reason, pip_install, shorten_value
+from heddle.numerics.dispatch import optional_module
+from heddle.progress import printable
 from heddle.serving.limits import ServerLimits
 from heddle.tokenization.tokenizer import Tokenizer
 
@@ -25,7 +32,8 @@ _SHARED_FIELDS = {
 }  # fmt: skip
 _FIELDS = {
     "completions": _SHARED_FIELDS | {"prompt", "echo"},
-    "chat": _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"},
+    "chat": _SHARED_FIELDS
+    | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "response_format"},
 }
 # Fields of OpenAI's interface that ask for nothing at these values, which clients send by themselves; null is one, too.
 _ANY = object()  # whatever the value, nothing depends on it
@@ -69,12 +77,75 @@ class RequestError(Exception):
         return {"error": {"message": self.sentence, "type": kind, "param": self.field, "code": None}}
 
 
+class Grammar:
+    """What the next tokens of one text may be, so that it is JSON of a schema: llguidance's matcher.
+
+    error: why it cannot go on, in llguidance's words; empty until then.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher, self.error = matcher, ""
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """logits [1, vocab], −inf for tokens that cannot come next."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        known = min(len(bits), len(allowed))
+        allowed[:known] = torch.from_numpy(bits[:known].astype(bool)).to(logits.device)
+        self.error = self.error or self._matcher.get_error()
+        return logits if self.error else logits.masked_fill(~allowed, -math.inf)
+
+    def take(self, token: int) -> None:
+        """Go on after a token."""
+        if not self.error and not self._matcher.consume_token(token):
+            self.error = self._matcher.get_error() or "the text has left the schema"
+
+
+class JsonGrammars:
+    """Makes grammars of JSON for a tokenizer. end_ids: tokens that may end a text."""
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]) -> None:
+        """Raises RequestError where llguidance is not installed."""
+        if optional_module("llguidance") is None:
+            sentence = f"response_format: needs llguidance; install it with {pip_install('serve')}"
+            raise RequestError(sentence, "response_format", 501)
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        class Words:
+            """The tokenizer as llguidance reads it."""
+
+            eos_token_id, bos_token_id = end_ids[0], None
+            tokens = tuple(tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size))
+            special_token_ids = tuple(tokenizer.special_tokens)
+
+            def __call__(self, text: bytes) -> list[int]:
+                return tokenizer.encode(text.decode("utf-8", "ignore"))
+
+        self._tokenizer = LLTokenizer(TokenizerWrapper(Words()), eos_token=list(end_ids))
+
+    def compile(self, schema: Mapping[str, Any]) -> Callable[[], Grammar]:
+        """A function that makes a grammar for one text. Raises RequestError for a schema that cannot be followed."""
+        from llguidance import LLMatcher
+
+        # without white space of its choice, of which a small model writes nothing else
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults={"whitespace_flexible": False})
+            reason = LLMatcher.validate_grammar(grammar, self._tokenizer)
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            sentence = f"response_format: the schema cannot be followed ({printable(reason)[:200]})"
+            raise RequestError(sentence, "response_format")
+        return lambda: Grammar(LLMatcher(self._tokenizer, grammar))
+
+
 @dataclass(frozen=True)
 class TextRequest:
     """A prompt and how to continue it. alternatives: how many tokens to score beside the chosen one; None: no score.
 
     stop_ids: tokens that end the text beside the tokenizer's `eos_ids`: the end of a turn.
     echo: text of the prompt that the answer begins with. has_tools: the answer may hold calls of tools.
+    grammar: makes what its tokens follow.
     include_usage: the numbers of tokens come at the end of a stream; continuous_usage: with each of its pieces, too.
     """
 
@@ -92,6 +163,7 @@ class TextRequest:
     stop_ids: tuple[int, ...] = ()
     echo: str = ""
     has_tools: bool = False
+    grammar: Callable[[], Grammar] | None = None
 
 
 class RequestReader:
@@ -100,6 +172,8 @@ class RequestReader:
     def __init__(self, tokenizer: Tokenizer, name: str, limits: ServerLimits) -> None:
         """Raises DataError for a chat template that cannot be read."""
         self.tokenizer, self.name, self.limits = tokenizer, name, limits
+        self._grammars: JsonGrammars | None = None  # made when a request asks for one
+        self._lock = threading.Lock()
         added = [len(text) for text in tokenizer.special_tokens.values()]
         self._longest_token = max([*(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), *added])
         files = tokenizer.companion_files
@@ -158,6 +232,7 @@ class RequestReader:
             include_usage=_truth(options, "include_usage"),
             continuous_usage=_truth(options, "continuous_usage_stats"),
             has_tools=tools is not None,
+            grammar=self._grammar(fields),
         )
         if first.alternatives is not None and any(echo for _, echo in prompts):
             raise RequestError("echo: this server gives no logprobs of a prompt; leave one of the two out", "echo")
@@ -227,6 +302,25 @@ class RequestReader:
             return self.tokenizer.encode(text)
         except DataError as error:
             raise RequestError(f"prompt: {error}", "prompt") from error
+
+    def _grammar(self, fields: Mapping[str, Any]) -> Callable[[], Grammar] | None:
+        """What `response_format` asks of a text: JSON, or JSON of a schema."""
+        form = fields.get("response_format", {"type": "text"})
+        kind = form.get("type") if isinstance(form, dict) else None
+        if kind == "text":
+            return None
+        schema: Any = {"type": "object"}
+        if kind == "json_schema":
+            inner = form.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+        if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+            sentence = "response_format: must be text, json_object, or json_schema with a schema"
+            raise RequestError(sentence, "response_format")
+        with self._lock:
+            if self._grammars is None:
+                turns = () if self.chat_format is None else self.chat_format.turn_end_ids
+                self._grammars = JsonGrammars(self.tokenizer, list(dict.fromkeys([*self.tokenizer.eos_ids, *turns])))
+        return self._grammars.compile(schema)
 
     def _tools(self, fields: Mapping[str, Any]) -> list[Any] | None:
         """The functions that the answer may call; None where it may call none."""
