@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "conversion": FLOOR_4 | {"data", "exchange", "settings", "storage", "tokenization", "training"},  # decision 52
     "lab": LAB | {"lab.bench"},  # decision 106: what studies models; no other room imports it
     "lab.bench": LAB | {"exchange.transformers", "lab"},  # the peer
-    "lab.plan": LAB | {"lab"},  # a rank of a process group that is not there
+    "lab.plan": LAB | {"lab", "lab.bench"},  # a rank of a process group that is not there; the limits of a CPU
     "serving": FLOOR_4 | {"data", "generation", "settings", "signals", "tokenization"},
 }
 TOP = {"", "__main__", "cli"}  # heddle itself, `python -m heddle` and the command line may import everything

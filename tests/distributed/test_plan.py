@@ -21,7 +21,7 @@ from heddle.lab.plan.costs import (
     tokens_per_second,
 )
 from heddle.lab.plan.gpus import GIB, GPUS
-from heddle.model.load_config import load_config
+from heddle.model.load_config import load_config, with_vocab_size
 from heddle.model.size import size
 from tests.distributed.fit_speeds import fit, speeds_in
 from tests.distributed.published import mpt_design, mpt_runs, published_design, published_runs
@@ -175,3 +175,33 @@ def test_the_command_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str]) -
     assert "gpu h10:" in capsys.readouterr().err
     assert run_command(["plan", "preset:gqa-tiny", "--tokens", "-1"]) == 2
     assert "--tokens -1.0:" in capsys.readouterr().err
+
+
+def test_a_plan_of_this_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("heddle.lab.compare.speed.time_training_steps", lambda job: [0.5, 0.25, 4.0])
+    line = ["plan", "preset:gqa-tiny", "--cpu", "--sequence-length", "64", "--batch-size", "2", "--tokens", "5.12e6"]
+    assert run_command([*line, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["step_seconds"] == 0.5
+    assert facts["tokens_per_second"] == 256
+    assert facts["training_seconds"] == 20_000
+    parameters = size(with_vocab_size(load_config("preset:gqa-tiny"), 4096), context_length=8).parameters
+    assert facts["parameters"] == parameters
+    assert facts["flops_per_token"] > 6 * (parameters - 4096 * 128)
+    assert 0 < facts["peak_memory"] <= facts["memory"]
+    assert run_command(line) == 0
+    assert "256 tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [["--gpus", "2"], ["--gpu", "h200"], ["--dry-run"]])
+def test_options_of_gpus_beside_a_cpu_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "preset:gqa-tiny", "--cpu", *options]) == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_a_cpu_with_too_little_memory_is_refused_before_a_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("heddle.runtime.hardware", lambda: {"cpu": "small", "memory_bytes": 10**6})
+    assert run_command(["plan", "preset:gqa-tiny", "--cpu"]) == 1
+    assert "choose a smaller design" in capsys.readouterr().err

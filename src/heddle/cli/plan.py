@@ -1,4 +1,4 @@
-"""`heddle plan`: what a training takes on many GPUs: memory, communication, speed; nothing is run."""
+"""`heddle plan`: what a training takes on many GPUs, where nothing is run, or on this CPU, where a step is timed."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,24 @@ def plan(settings: PlanSettings) -> None:
     facts = plan(settings).facts
     if settings.json:
         print(json.dumps(facts, indent=2))
+    elif settings.cpu:
+        _print_cpu(facts)
     else:
         _print(settings.design, facts)
+
+
+def _print_cpu(facts: dict[str, Any]) -> None:
+    print(
+        f"{facts['parameters']:,} parameters, {facts['flops_per_token'] / 1e9:,.3g} GFLOPs a trained token; "
+        f"{facts['cpu']}, {facts['threads']} threads, float32\n"
+        f"a step of {facts['batch_size']:,} × {facts['sequence_length']:,} tokens takes {facts['step_seconds']:.3g} s: "
+        f"{facts['tokens_per_second']:,.0f} tokens/s, {facts['share_of_products']:.0%} of what its products reach\n"
+        f"memory {format_amount(facts['peak_memory'], 'bytes')} of {format_amount(facts['memory'], 'bytes')}"
+    )
+    seconds = facts["training_seconds"]
+    if seconds is not None:
+        time = f"{seconds / _DAY:,.1f} days" if seconds > 2 * _DAY else format_duration(seconds)
+        print(f"the training takes {time}, without evaluations and checkpoints")
 
 
 def _print(design: str, facts: dict[str, Any]) -> None:

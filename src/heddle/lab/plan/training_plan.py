@@ -1,13 +1,16 @@
-"""What a training takes on many GPUs: memory, communication, speed; nothing is run: `heddle.plan`."""
+"""What a training takes on many GPUs, where nothing is run, or on this CPU, where a step is timed: `heddle.plan`."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, MachineError
 from heddle.lab.plan.gpus import GIB, find_gpu
 from heddle.lab.show import plain_design
+from heddle.progress import format_amount
 from heddle.session import load_parts
 from heddle.settings import Json, Option, PartFile, VerbSettings
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
@@ -18,12 +21,16 @@ if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
 
 
+STATE_BYTES = 16  # of a parameter in float32: weight, gradient and two moments
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(VerbSettings):
     """Settings of `heddle plan` and `heddle.plan`."""
 
     design: Design
     overrides: Overrides = ()
+    cpu: Annotated[bool, Option("", "This machine's CPU instead of GPUs: a step is timed.")] = False
     gpus: Annotated[int, Option("N", "How many GPUs.")] = 8
     gpu: Annotated[str, Option("NAME", "a100-40gb, a100, h100, h800, h200 or b200.")] = "h100"
     sequence_length: Annotated[int, Option("N", "Tokens of each sequence.")] = 4096
@@ -36,7 +43,7 @@ class PlanSettings(VerbSettings):
 
 @dataclass(frozen=True)
 class PlannedTraining:
-    """Layouts of a training on many GPUs. facts: what `heddle plan --json` prints, as plain values."""
+    """Layouts of a training on many GPUs, or its time on this CPU. facts: what `heddle plan --json` prints."""
 
     facts: dict[str, Any]
 
@@ -59,14 +66,71 @@ def plan(
     from heddle.model.load_config import load_config, read_design, with_vocab_size
 
     data, gpu = read_design(settings.design, settings.overrides), find_gpu(settings.gpu)
+    config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
+    if settings.cpu:
+        return PlannedTraining(_cpu_facts(settings, config))
     from heddle.lab.plan.costs import plan_training
 
-    config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
     result = plan_training(config, gpu, settings.gpus, settings.sequence_length, settings.batch_size)
     facts = _facts(result, settings.gpu, tokens)
     if settings.dry_run:
         facts["dry_run"] = _dry_run_facts(config, result)
     return PlannedTraining(facts)
+
+
+def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
+    """What a training in float32 takes on this CPU, from timed steps. Bytes, seconds, FLOPs.
+
+    training_seconds leaves out evaluations and checkpoints. Raises ConfigError for options of GPUs and sizes that
+    cannot be, MachineError where weights, gradients and moments alone do not fit.
+    """
+    for name in ("gpus", "gpu", "dry_run"):
+        value = getattr(settings, name)
+        if value != getattr(PlanSettings(design=settings.design), name):
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {value}: is for GPUs, and --cpu asks for this CPU; leave one of them out")
+    from heddle.lab.bench.run import measure_limits
+    from heddle.lab.compare.speed import RandomText, time_training_steps
+    from heddle.machine import measured_choices
+    from heddle.model.decoder import build
+    from heddle.model.size import flops_per_token, parameter_counts
+    from heddle.runtime import set_up_runtime
+    from heddle.training.job import TrainingJob, peak_process_memory
+    from heddle.training.settings import Settings
+
+    length, rows = settings.sequence_length, settings.batch_size or 1
+    timed = Settings(steps=1, batch_size=rows, sequence_length=length)
+    model = build(config, device="meta")
+    parameters = parameter_counts(model)[0]
+    runtime = set_up_runtime("cpu", choices=measured_choices())
+    memory, least = runtime.describe()["memory_bytes"], STATE_BYTES * parameters
+    if least > memory:
+        raise MachineError(
+            f"{settings.design}: weights, gradients and AdamW's moments take {format_amount(least, 'bytes')}, and this "
+            f"machine has {format_amount(memory, 'bytes')}; choose a smaller design"
+        )
+    with TemporaryDirectory(prefix="heddle-") as folder:
+        text = RandomText(config.vocab_size or 1, length)
+        job = TrainingJob(config=config, source=text, settings=timed, out=Path(folder), device="cpu", label="plan")
+        times = time_training_steps(job)
+    seconds, flops = statistics.median(times), 3 * flops_per_token(model, length)
+    products = measure_limits("cpu")["fp32_flops_per_second"]
+    rate = rows * length / seconds
+    return {
+        "parameters": parameters,
+        "flops_per_token": flops,
+        "sequence_length": length,
+        "batch_size": rows,
+        "cpu": runtime.describe()["cpu"],
+        "threads": runtime.threads,
+        "step_seconds": seconds,
+        "timed_steps": len(times),
+        "tokens_per_second": rate,
+        "share_of_products": rate * flops / products,
+        "peak_memory": peak_process_memory(),
+        "memory": memory,
+        "training_seconds": None if settings.tokens is None else settings.tokens / rate,
+    }
 
 
 def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
