@@ -109,6 +109,21 @@ def test_a_worker_holds_its_task_when_the_process_that_started_it_is_gone(
             pass
 
 
+def test_a_lock_that_is_removed_while_another_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, lstat = tmp_path / ".a.json.lock", os.lstat
+    lock.touch()
+
+    def removed(path: Path) -> os.stat_result:
+        monkeypatch.setattr(os, "lstat", lstat)
+        lock.unlink()
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", removed)
+    with lock_output(tmp_path / "a.json"):
+        assert lock.exists()
+    assert not lock.exists()
+
+
 def test_locks_that_are_shared(tmp_path: Path) -> None:
     alone, first, second = RunLock(tmp_path), RunLock(tmp_path, shared=True), RunLock(tmp_path, shared=True)
     with first, second, pytest.raises(InUseError, match="is in use by process"), alone:

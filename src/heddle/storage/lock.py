@@ -137,8 +137,10 @@ def _open_locked(lock_path: Path, refusal: str) -> int:
 
 def _open(lock_path: Path) -> int:
     """Open or create a lock file. Raises CheckpointError for a link, a pipe or anything else that is no file."""
-    if os.path.lexists(lock_path) and not stat.S_ISREG(os.lstat(lock_path).st_mode):
-        raise CheckpointError(f"{lock_path}: {describe_file_type(os.lstat(lock_path).st_mode)}, not a lock; remove it")
+    with suppress(FileNotFoundError):  # its holder may remove it at any time
+        mode = os.lstat(lock_path).st_mode
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(f"{lock_path}: {describe_file_type(mode)}, not a lock; remove it")
     descriptor: int = file_io.system.open(lock_path, LOCK_FLAGS, 0o666)
     return descriptor
 
