@@ -111,11 +111,13 @@ def test_a_worker_holds_its_task_when_the_process_that_started_it_is_gone(
 
 def test_a_lock_that_is_removed_while_another_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, lstat = tmp_path / ".a.json.lock", os.lstat
+    looks: list[Path] = []
     lock.touch()
 
-    def removed(path: Path) -> os.stat_result:
-        monkeypatch.setattr(os, "lstat", lstat)
-        lock.unlink()
+    def removed(path: Path) -> os.stat_result:  # between two looks at it
+        looks.append(path)
+        if len(looks) == 2:
+            lock.unlink()
         return lstat(path)
 
     monkeypatch.setattr(os, "lstat", removed)
