@@ -12,6 +12,7 @@ import pytest
 from heddle.data import sources
 from heddle.data.sources import FileSource, ScannedSource, parse_source
 from heddle.errors import DataError
+from heddle.storage.file_io import write_json_file
 
 
 def scan(argument: object) -> ScannedSource:
@@ -94,6 +95,22 @@ def scan_without(folder: Path, names: list[str]) -> ScannedSource:
     for name in names:
         (folder / name).unlink()
     return scan(folder)
+
+
+def test_what_heddle_wrote_inside_is_no_text(folder: Path) -> None:
+    """A comparison in the folder of its text would change the text; a file of that name that is another's is read."""
+    before = scan(folder)
+    out = folder / "out" / "runs"
+    out.mkdir(parents=True)
+    write_json_file(folder / "out" / "plan.json", {"designs": []})
+    for path in (folder / "out" / "notes.txt", out / "notes.txt"):
+        path.write_text("text\n" * 100)
+    after = scan(folder)
+    assert after.hash == before.hash
+    assert [skipped.file for skipped in after.skipped_files] == [*(s.file for s in before.skipped_files), "out"]
+    (folder / "out" / "plan.json").write_text('{"text": "a plan of another kind"}\n')
+    other = scan(folder)
+    assert other.hash != before.hash
 
 
 def test_an_unreadable_folder_inside_is_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

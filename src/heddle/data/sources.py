@@ -7,7 +7,8 @@ import math
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ from heddle.data import hub
 from heddle.data.cache import DataCache
 from heddle.data.documents import SkippedRecords, UnreadableError, looks_like_text, text_suffix
 from heddle.data.recall import is_recall_argument
-from heddle.errors import DataError, describe_path
+from heddle.errors import CheckpointError, DataError, describe_path
 from heddle.progress import printable
+from heddle.storage.file_io import read_json_file
 
 TEXT_SUFFIXES = frozenset(
     """
@@ -255,6 +257,11 @@ def _folder_source(root: Path, name: str, suffixes: frozenset[str]) -> FileSourc
         skipped_files.append(SkippedFile(printable(label), f"cannot be read ({error.strerror})"))
 
     for folder, subfolders, names in os.walk(root, onerror=unreadable):
+        if Path(folder) != root and _is_own_output(Path(folder), names):
+            label = printable(Path(folder).relative_to(root).as_posix())
+            skipped_files.append(SkippedFile(label, "is a run or a comparison of heddle's"))
+            subfolders.clear()
+            continue
         subfolders[:] = [n for n in subfolders if n not in _IGNORED_FOLDERS and not n.startswith(".")]
         for file_name in names:
             path = Path(folder, file_name)
@@ -270,6 +277,15 @@ def _folder_source(root: Path, name: str, suffixes: frozenset[str]) -> FileSourc
     skipped_files.sort(key=lambda entry: entry.file)
     left_out = dict(sorted(left_out.items()))
     return FileSource(name, tuple(file for _, file in files), tuple(skipped_files), ignored_files, left_out)
+
+
+def _is_own_output(folder: Path, names: Collection[str]) -> bool:
+    """Whether heddle writes a run, a comparison or a ladder there: its files would change the text while it trains."""
+    for name in {"run.json", "plan.json"}.intersection(names):
+        with suppress(CheckpointError):
+            read_json_file(folder / name)
+            return True
+    return False
 
 
 def _is_text(path: Path, suffixes: frozenset[str]) -> bool:
