@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -120,6 +121,28 @@ def test_what_cannot_be_is_refused_by_its_field(field: str, fields: dict[str, An
         reader(HERMES).read("chat", body(**fields))
     assert refused.value.status == 400
     assert refused.value.field in (field, "tool_call_id")
+
+
+def test_a_special_token_with_a_quote_is_seen_wherever_it_stands() -> None:
+    """In JSON text its quote is escaped."""
+    ours = reader(HERMES)
+    backend = Backend.from_str(ours.tokenizer.to_json())
+    backend.add_special_tokens([AddedToken('<|"|>', special=True, normalized=False)])
+    tokenizer = Tokenizer.from_json(backend.to_str())
+    tokenizer.companion_files = {"chat_template.jinja": HERMES}
+    quoted, text = RequestReader(tokenizer, NAME, ServerLimits(max_prompt=5000)), 'a <|"|> b'
+    described = {"type": "function", "function": {"name": "weave", "description": text}}
+    named = {"type": "function", "function": {"name": "weave", "parameters": {"properties": {text: {}}}}}
+    argued = [CALL | {"function": {"name": "weave", "arguments": json.dumps({"kind": [text]})}}]
+    for field, fields in (
+        ("tools", {"tools": [described]}),
+        ("tools", {"tools": [named]}),
+        ("messages", called(argued)),
+    ):
+        with pytest.raises(RequestError) as refused:
+            quoted.read("chat", body(**fields))
+        assert refused.value.field == field
+    assert quoted.read("chat", body(tools=TOOLS)).has_tools
 
 
 def test_a_template_without_tools_refuses_them() -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -339,8 +339,8 @@ class RequestReader:
 
     def _refuse_special_tokens(self, value: Any, field: str) -> None:
         """A text from outside must not stand for a token that only the template may write. Raises RequestError."""
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if any(special in text for special in self.tokenizer.special_tokens.values()):
+        specials = self.tokenizer.special_tokens.values()
+        if any(special in text for text in _texts_in(value) for special in specials):
             raise RequestError(f"{field}: a content holds a special token of the model; leave it out", field)
 
     def _messages(self, fields: Mapping[str, Any], tools: list[Any] | None) -> list[int]:
@@ -440,6 +440,19 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise RequestError("body: must be a table in JSON")
     return fields
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """The texts of plain data, names of fields included: in JSON some of their characters are escaped."""
+    inner = [value]
+    while inner:
+        part = inner.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, dict):
+            inner += [*part, *part.values()]
+        elif isinstance(part, list):
+            inner += part
 
 
 def _is_function(tool: Any) -> bool:
