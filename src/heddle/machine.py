@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from math import exp, fsum, log
 from pathlib import Path
 from typing import Any
@@ -94,19 +95,13 @@ def measured_facts(threads: int | None = None, needs: Collection[str] = ALL_NEED
     Raises ConfigError and MachineError where there is no folder to keep it.
     """
     count = torch.get_num_threads() if threads is None else threads
-    cache = DataCache(None)
-    path = cache.path("json", "machine", VERSION, _key(count))
-
-    def known() -> Facts:
-        with suppress(CheckpointError):
-            return read_json_file(path)
-        return {}
+    path = _facts_file(count)
 
     def is_known() -> bool:
-        return not anew and set(needs) <= set(known())
+        return not anew and set(needs) <= set(_known(path))
 
     with wait_for_lock(path, is_known):  # two that measure at one time would measure each other
-        facts = known()
+        facts = _known(path)
         missing = [section for section in needs if anew or section not in facts]
         if missing:
             name = f"{count} thread{'s' if count > 1 else ''}"
@@ -115,6 +110,17 @@ def measured_facts(threads: int | None = None, needs: Collection[str] = ALL_NEED
                 facts |= {section: MEASURES[section]() for section in missing}
             write_json_file(path, facts)
     return facts
+
+
+def _facts_file(threads: int) -> Path:
+    """Where the cache folder keeps what was measured. Raises ConfigError and MachineError where there is none."""
+    return DataCache(None).path("json", "machine", VERSION, _key(threads))
+
+
+def _known(path: Path) -> Facts:
+    with suppress(CheckpointError):
+        return read_json_file(path)
+    return {}
 
 
 def _key(threads: int) -> Facts:
@@ -323,7 +329,7 @@ def with_worker_choices(
     elif (folder / plan_file).is_file():
         usual = EARLIER_CHOICES
     choices = {count: saved.get(count) or usual or measured_choices(count, each) for count, each in needs.items()}
-    return runtime.with_worker_choices({**saved, **choices})
+    return replace(runtime, worker_choices={**saved, **choices})
 
 
 def record_worker_choices(runtime: Runtime, folder: Path) -> Runtime:
@@ -332,7 +338,7 @@ def record_worker_choices(runtime: Runtime, folder: Path) -> Runtime:
     if not saved and runtime.worker_choices:
         record = {str(count): each.dump() for count, each in runtime.worker_choices.items()}
         write_json_file(folder / RECORD, record)
-    return runtime.with_worker_choices({**runtime.worker_choices, **saved})
+    return replace(runtime, worker_choices={**runtime.worker_choices, **saved})
 
 
 def _worker_choices_of(folder: Path) -> dict[int, Choices]:
@@ -346,10 +352,11 @@ def slow_precision(threads: int | None = None) -> str | None:
 
     It measures nothing.
     """
+    if os.environ.get(VARIABLE) == "default":
+        return None
     with suppress(ConfigError, MachineError):
-        path = DataCache(None).path("json", "machine", VERSION, _key(threads or torch.get_num_threads()))
-        products = read_json_file(path).get("products", {}) if path.is_file() else {}
-        if products and os.environ.get(VARIABLE) != "default":
+        products = _known(_facts_file(threads or torch.get_num_threads())).get("products", {})
+        if products:
             ratio = products["fp32_flops_per_second"] / products["bf16_flops_per_second"]
             if ratio > TIE:
                 return f"bf16: products take {ratio:.1f} times as long as in fp32 on this CPU; give --precision fp32"

@@ -85,10 +85,6 @@ class Runtime:
             del settings["worker_choices"]
         return settings | hardware()
 
-    def with_worker_choices(self, choices: Mapping[int, Choices]) -> Self:
-        """The same settings, with these choices of workers."""
-        return replace(self, worker_choices=choices)
-
     def choices_of_worker(self, threads: int | None) -> dict[str, Any]:
         """What a worker of so many threads (None: as many as this process) is told, as plain data."""
         return self.worker_choices.get(threads or self.threads, DEFAULT_CHOICES).dump()

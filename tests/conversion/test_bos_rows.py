@@ -25,7 +25,7 @@ from heddle.conversion.convert import (
     open_source,
     saved_conversion,
 )
-from heddle.conversion.heal import Original, calibration_from_corpus, heal, healing_job, healing_settings
+from heddle.conversion.heal import Original, calibration_from_corpus, healing_job, healing_settings
 from heddle.conversion.targets import parse_rewrites
 from heddle.conversion.weights import ModelWeights, layer_activations
 from heddle.data import samples
@@ -44,6 +44,7 @@ from heddle.storage.file_io import read_json_file
 from heddle.storage.model import load as load_checkpoint
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import finite_ratio
+from heddle.training.loop import train
 from tests import small
 from tests.conversion.exactness import calibration_text
 from tests.exchange.tokenizer_cases import tokenizer_json
@@ -299,10 +300,10 @@ def test_a_healing_goes_on_as_it_began(
 ) -> None:
     source, out, corpus = fewer
     distillation, settings = Distillation(Original(source), LossWeights(text=1.0)), healing_settings(512, LENGTH, 1e-3)
-    heal(out, distillation, corpus_of(source, texts), settings, tmp_path / "heal")
+    train(healing_job(out, distillation, corpus_of(source, texts), settings, tmp_path / "heal"))
     earlier.undo()
     assert healing_job(out, distillation, corpus, settings, tmp_path / "heal").rows == PLAIN_ROWS
-    heal(out, distillation, corpus, settings, tmp_path / "heal")
+    train(healing_job(out, distillation, corpus, settings, tmp_path / "heal"))
     assert healing_job(out, distillation, corpus, settings, tmp_path / "other").rows == corpus.rows != PLAIN_ROWS
 
 

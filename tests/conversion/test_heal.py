@@ -17,7 +17,6 @@ from heddle.conversion.heal import (
     Original,
     calibration_from_corpus,
     convert_and_heal,
-    heal,
     healing_job,
     healing_rate,
     healing_settings,
@@ -76,7 +75,8 @@ def test_healing_brings_a_model_closer_to_the_original(
     source, converted = folders
     before = sorted(path.read_bytes() for path in converted.iterdir())
     more = dataclasses.replace(settings(), steps=40)
-    result = heal(converted, Distillation(Original(source), LossWeights(layers=1.0)), texts, more, tmp_path / "heal")
+    distillation = Distillation(Original(source), LossWeights(layers=1.0))
+    result = train(healing_job(converted, distillation, texts, more, tmp_path / "heal"))
     log = read_log(tmp_path / "heal")
     for name in ("divergence", "layer_error"):
         first, last = (np.mean([line[name] for line in lines]) for lines in (log[:5], log[-5:]))

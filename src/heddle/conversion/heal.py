@@ -184,7 +184,7 @@ def healing_job(
     device: str = "cpu",
     environment: Mapping[str, Any] | None = None,
 ) -> TrainingJob:
-    """Describe the healing of a converted model's folder as a training run in the folder `out`.
+    """Describe the healing of a converted model's folder as a training run in the folder `out`, for `train`.
 
     corpus: the one that the calibration read, encoded as far; rows begin as it says, and in a run that is there, as
     they did. Warns if its text is too short to read each window once.
@@ -208,22 +208,6 @@ def healing_job(
         distillation=distillation,
         rows=RowProtocol.parse(read_json_file(run)["data"]) if run.is_file() else corpus.rows,
     )
-
-
-def heal(
-    converted: Path,
-    distillation: Distillation,
-    corpus: Corpus,
-    settings: Settings,
-    out: Path,
-    device: str = "cpu",
-    environment: Mapping[str, Any] | None = None,
-) -> TrainingResult:
-    """Heal a converted model, or continue a healing; the result is bit-equal however often it was interrupted.
-
-    Raises what `train` raises.
-    """
-    return train(healing_job(converted, distillation, corpus, settings, out, device, environment))
 
 
 def _repeats(corpus: Corpus, settings: Settings) -> bool:
@@ -284,7 +268,8 @@ def convert_and_heal(
     if adapt_rate:
         rate = _adapted_rate(conversion.source, converted, corpus, settings, work / RATE_FILE)
         settings = replace(settings, learning_rate=rate)
-    result = heal(converted, distillation, corpus, settings, work / HEAL_FOLDER, device, environment)
+    job = healing_job(converted, distillation, corpus, settings, work / HEAL_FOLDER, device, environment)
+    result = train(job)
     contents = read_folder(converted)
     healing = distillation.identity() | settings.identity() | {"text": corpus.hash} | corpus.rows.record()
     documents = dict(contents.documents)

@@ -74,7 +74,7 @@ from heddle.lab.workers import Workers
 from heddle.machine import with_worker_choices
 from heddle.notebook import html_table
 from heddle.progress import print_status, print_text, terminal_safe
-from heddle.runtime import Runtime, kind_of_device
+from heddle.runtime import Runtime, device_name, kind_of_device, resolve_device
 from heddle.session import ALL_NEEDS, TRAINING_NEEDS, dtype_of, open_session
 from heddle.settings import shared
 from heddle.signals import Interrupted
@@ -95,8 +95,6 @@ def choose_devices(devices: str | None, device: str, workers: int | None, proces
 
     Raises ConfigError for numbers of devices, --workers and --nproc that do not fit each other.
     """
-    from heddle.runtime import device_name
-
     check_workers(workers, devices)
     if not 1 <= processes <= MAX_WORKERS:
         raise ConfigError(f"--nproc {processes}: must be from 1 to {MAX_WORKERS}")
@@ -128,8 +126,6 @@ def parse_devices(text: str | None, device: str) -> tuple[str, ...]:
 
     Raises ConfigError for a device that this machine lacks or that is named twice.
     """
-    from heddle.runtime import kind_of_device, resolve_device
-
     if text is None:
         return ()
     if device != "auto":
@@ -215,9 +211,8 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         workers = choose_workers(
             plan, runtime, count=settings.workers, devices=devices, share=share, ranks=settings.nproc
         )
-        needs = {plan.threads or runtime.threads: ALL_NEEDS, workers.threads or runtime.threads: TRAINING_NEEDS}
-        if len(needs) == 1:
-            needs = dict.fromkeys(needs, ALL_NEEDS)
+        # speeds need all; where they have the threads of the trainings, so do these
+        needs = {workers.threads or runtime.threads: TRAINING_NEEDS, plan.threads or runtime.threads: ALL_NEEDS}
         runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, needs)
         warn_of_precision(runtime, settings.precision)
         plan, time_plan = _plan_time(settings, plan, runtime, workers, started)

@@ -14,7 +14,7 @@ from heddle.progress import format_amount
 from heddle.session import load_parts
 from heddle.settings import Json, Option, PartFile, VerbSettings
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
-from heddle.training.settings import Design, Overrides
+from heddle.training.settings import Design, Overrides, Settings
 
 if TYPE_CHECKING:
     from heddle.lab.plan.costs import Candidate, Plan
@@ -96,7 +96,6 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
     from heddle.model.size import flops_per_token, parameter_counts
     from heddle.runtime import set_up_runtime
     from heddle.training.job import TrainingJob, peak_process_memory
-    from heddle.training.settings import Settings
 
     length, rows = settings.sequence_length, settings.batch_size or 1
     timed = Settings(steps=1, batch_size=rows, sequence_length=length)
