@@ -76,11 +76,12 @@ def test_only_fields_that_differ_are_shown(folder: Path) -> None:
 
 def test_the_command_lists_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["runs", str(folder)]) == 0
-    head, first, second, last = (line.rstrip() for line in capsys.readouterr().out.strip().splitlines())
+    head, first, second, metrics, note = (line.rstrip() for line in capsys.readouterr().out.strip().splitlines())
     assert head.split() == ["run", "step", "tokens", "training", "validation", "tokens/s", "differs", "in"]
     assert first.split() == ["b", "40", "4,000", "3.0000", "5.0000", "100", "seed=0"]
     assert second.split() == ["deep/a", "2", "of", "40", "200", "2.0000", "2.0000", "100", "seed=1"]
-    assert last == "training and validation: bits per byte"
+    assert metrics == "training and validation: bits per byte"
+    assert "of a part of the held-out text" in note
     assert run_command(["runs", str(folder), "--sort", "training", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["name"], row["differences"]) for row in rows] == [

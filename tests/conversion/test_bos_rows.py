@@ -44,6 +44,8 @@ from heddle.storage.file_io import read_json_file
 from heddle.storage.model import load as load_checkpoint
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import finite_ratio
+from heddle.training.init_checkpoint import model_rows
+from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from tests import small
 from tests.conversion.exactness import calibration_text
@@ -85,7 +87,8 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def corpus_of(source: ConversionSource, texts: Path) -> Corpus:
-    return prepare_corpus([str(texts)], vocab_size=None, max_train_tokens=None, tokenizer=source.tokenizer)
+    rows = model_rows(source.folder, source.tokenizer)
+    return prepare_corpus([str(texts)], vocab_size=None, max_train_tokens=None, tokenizer=source.tokenizer, rows=rows)
 
 
 Logits = Callable[[Tensor], Tensor]
@@ -295,6 +298,11 @@ def test_what_began_without_bos_goes_on_without_it(
     assert "bos_ids" not in read_json_file(cut / "convert.json")["text"]
 
 
+def rows_of(job: TrainingJob) -> RowProtocol:
+    assert isinstance(job.source, Corpus)
+    return job.source.rows
+
+
 def test_a_healing_goes_on_as_it_began(
     fewer: tuple[ConversionSource, Path, Corpus], texts: Path, tmp_path: Path, earlier: pytest.MonkeyPatch
 ) -> None:
@@ -302,9 +310,9 @@ def test_a_healing_goes_on_as_it_began(
     distillation, settings = Distillation(Original(source), LossWeights(text=1.0)), healing_settings(512, LENGTH, 1e-3)
     train(healing_job(out, distillation, corpus_of(source, texts), settings, tmp_path / "heal"))
     earlier.undo()
-    assert healing_job(out, distillation, corpus, settings, tmp_path / "heal").rows == PLAIN_ROWS
+    assert rows_of(healing_job(out, distillation, corpus, settings, tmp_path / "heal")) == PLAIN_ROWS
     train(healing_job(out, distillation, corpus, settings, tmp_path / "heal"))
-    assert healing_job(out, distillation, corpus, settings, tmp_path / "other").rows == corpus.rows != PLAIN_ROWS
+    assert rows_of(healing_job(out, distillation, corpus, settings, tmp_path / "other")) == corpus.rows != PLAIN_ROWS
 
 
 def test_rows_of_native_tokenizers_stay_as_they_were(tmp_path: Path) -> None:
@@ -328,3 +336,57 @@ def test_several_bos_tokens_begin_a_row() -> None:
     batch = rows.without_bos_targets(samples.Batch(rows.begin(tokens), ((4,), (4,)), np.arange(2)))
     assert batch.targets.tolist() == [[-1, 2, 3, 4], [-1, -1, -1, 9]]
     assert RowProtocol.parse(json.loads(json.dumps(rows.record()))) == rows
+
+
+QUIET_RUN = ["--batch-size", "2", "--sequence-length", str(LENGTH), "--steps", "1", "--device", "cpu", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def imported(gemma: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("imported") / "gemma"
+    assert run_command(["import", str(gemma), str(folder)]) == 0
+    return folder
+
+
+def recorded_rows(run: Path) -> RowProtocol:
+    return RowProtocol.parse(read_json_file(run / "run.json")["data"])
+
+
+def test_fine_tuning_begins_rows_with_bos(
+    gemma: Path, imported: Path, texts: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Nothing is learned, so the loss is that of the imported model: of a plain loop with BOS."""
+    corpus, run = corpus_of(open_source(gemma), texts), tmp_path / "run"
+    fine_tune = ["train", "--from", str(imported), "--data", str(texts), "--out", str(run), *QUIET_RUN, "--json"]
+    capsys.readouterr()
+    assert run_command([*fine_tune, "--lr", "1e-30"]) == 0
+    expected = plain_loss(our_logits(gemma), corpus)
+    assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+    assert recorded_rows(run) == model_rows(run, corpus.tokenizer) == corpus.rows != PLAIN_ROWS
+
+
+def test_a_training_goes_on_as_it_began(
+    imported: Path, texts: Path, tmp_path: Path, earlier: pytest.MonkeyPatch
+) -> None:
+    fine_tune = ["train", "--from", str(imported), "--data", str(texts), "--out", str(tmp_path / "run"), *QUIET_RUN]
+    assert run_command(fine_tune) == 0
+    earlier.undo()
+    assert run_command(fine_tune) == 0
+    assert recorded_rows(tmp_path / "run") == PLAIN_ROWS
+
+
+@pytest.mark.parametrize("with_bos", [True, False])
+def test_a_student_is_read_as_it_was_trained(
+    imported: Path, texts: Path, tmp_path: Path, earlier: pytest.MonkeyPatch, with_bos: bool
+) -> None:
+    """It reads what its teacher reads. One from before rows began with BOS is converted without."""
+    if with_bos:
+        earlier.undo()
+    run, fewer, design = tmp_path / "run", tmp_path / "fewer", tmp_path / "design.json"
+    design.write_text(json.dumps({key: value for key, value in DESIGN.items() if key != "vocab_size"}))
+    data = ["--data", str(texts), "--out", str(run)]
+    assert run_command(["train", str(design), "--distill", str(imported), *data, *QUIET_RUN]) == 0
+    earlier.undo()
+    assert bool(recorded_rows(run).bos_ids) == with_bos
+    assert run_command(command(run, texts, fewer, *TARGET)) == 0
+    assert results_of(fewer).text.bos_ids == recorded_rows(run).bos_ids

@@ -82,6 +82,8 @@ def _print_table(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, 
     from rich.markup import escape
     from rich.table import Table
 
+    from heddle.lab.runs import VALIDATION_NOTE
+
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold")
     for name in ("step", "tokens", "training", "validation", "tokens/s"):
@@ -96,6 +98,7 @@ def _print_table(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, 
     console.print(table)
     metrics = sorted({run.metric.replace("_", " ") for run in summaries})
     console.print(f"training and validation: {' or '.join(metrics)}")
+    console.print(VALIDATION_NOTE)
 
 
 def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, Any]]) -> None:
@@ -104,7 +107,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
     from rich.markup import escape
     from rich.table import Table
 
-    from heddle.lab.runs import at_equal_tokens
+    from heddle.lab.runs import VALIDATION_NOTE, at_equal_tokens
 
     tokens, values = at_equal_tokens(summaries)
     rows: dict[str, list[str]] = {
@@ -122,7 +125,9 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
         table.add_column(escape(terminal_safe(run.name)), justify="right", overflow="fold")
     for title, cells in rows.items():
         table.add_row(*(escape(terminal_safe(text)) for text in (title, *cells)))
-    Console(highlight=False, width=WIDTH).print(table)
+    console = Console(highlight=False, width=WIDTH)
+    console.print(table)
+    console.print(VALIDATION_NOTE)
 
 
 def _memory(value: int | None) -> str:

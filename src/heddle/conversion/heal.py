@@ -190,7 +190,8 @@ def healing_job(
     they did. Warns if its text is too short to read each window once.
     """
     start = open_init_checkpoint(converted)
-    run = out / RUN_FILE
+    if (run := out / RUN_FILE).is_file():
+        corpus = replace(corpus, rows=RowProtocol.parse(read_json_file(run)["data"]))
     if _repeats(corpus, settings):
         print_warning(
             f"healing reads {settings.steps * settings.tokens_per_step} tokens, more than the text has after "
@@ -206,7 +207,6 @@ def healing_job(
         environment=dict(environment or {}),
         init_checkpoint=start,
         distillation=distillation,
-        rows=RowProtocol.parse(read_json_file(run)["data"]) if run.is_file() else corpus.rows,
     )
 
 

@@ -269,8 +269,8 @@ class Corpus:
     """Tokenized text: one training file for each source, and one validation file for all of them.
 
     `hash` identifies content, weights, splits and tokenizer, but not how much of the text was encoded. `report` is
-    plain JSON: bytes, documents and tokens by split and source, the skipped files, the tokenizer. `rows`: how the model
-    of the tokenizer reads it.
+    plain JSON: bytes, documents and tokens by split and source, the skipped files, the tokenizer. `rows`: how every row
+    of it begins, in training and evaluation.
     """
 
     tokenizer: Tokenizer
@@ -296,13 +296,15 @@ def prepare_corpus(
     max_train_tokens: int | None,
     cache_folder: Path | None = None,
     tokenizer: Path | Tokenizer | None = None,
+    rows: RowProtocol = PLAIN_ROWS,
 ) -> Corpus:
     """Make a corpus from the sources (see `parse_source`), or read it from the cache.
 
     `max_train_tokens` is the largest number of training tokens that will be used (None: all). A training split of over
     48 MB is encoded only as far as that needs: an even sample of its documents, the same one whatever the cache holds.
     A given tokenizer may not have more than `vocab_size` tokens; without one, BPE learns that many tokens (None:
-    DEFAULT_VOCAB_SIZE) from at most 16 MB of the training split. Raises DataError and MachineError.
+    DEFAULT_VOCAB_SIZE) from at most 16 MB of the training split. rows: those of the model that will read it
+    (`heddle.training.init_checkpoint.model_rows`), if it is trained. Raises DataError and MachineError.
     """
     if not sources:
         raise DataError("no data was named: give a file, a folder or stdlib.")
@@ -334,7 +336,7 @@ def prepare_corpus(
         hash=json_sha256([RECIPE_VERSION, content, corpus_tokenizer.hash]),
         name="+".join(source.name for source in scanned),
         report={},
-        rows=RowProtocol.of(corpus_tokenizer),
+        rows=rows,
     )
     corpus.report.update(_report(corpus, splits))
     _announce(corpus, scanned)

@@ -19,6 +19,10 @@ from heddle.training.step import RouterSummary, average_router_summaries
 
 METRICS = ("bits_per_byte", "accuracy")
 SMOOTHED_STEPS = 20  # the training metric is the mean of so many steps
+# Why a run's numbers are not those that a training prints at its end, or that a report has.
+VALIDATION_NOTE = (
+    "Validation is of a part of the held-out text. A training's last line and a comparison's report are of more of it."
+)
 MAX_POINTS = 100
 _COMPARED = ("design", "data", "settings")  # of run.json; the rest describes the machine
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.distributed.ranks import ONE_PROCESS, Ranks
 from heddle.errors import CheckpointError, ConfigError
 from heddle.model.config import ModelConfig
@@ -14,9 +15,10 @@ from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.model.lora import TARGETS
 from heddle.progress import print_status
+from heddle.storage.file_io import read_json_file
 from heddle.storage.folder import FolderContents, read_folder, tensors_sha256
 from heddle.storage.model import CONFIG_FILE, WEIGHTS_FILE, find_model_folder, load_shards, read_config, restore_model
-from heddle.storage.run_log import first_difference, to_plain_json
+from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
 from heddle.tokenization.tokenizer import BOUNDARY_TOKENS_FILE, TOKENIZER_FILE, Tokenizer
 from heddle.training.checkpoint import PROGRESS_FILE
 
@@ -106,3 +108,16 @@ def open_init_checkpoint(folder: Path, ranks: Ranks = ONE_PROCESS) -> InitCheckp
     tokenizer = Tokenizer.from_files(contents.documents)
     documents = {name: text for name, text in contents.documents.items() if name not in OWN_FILES}
     return InitCheckpoint(contents, config, tokenizer, documents, tensors_sha256(contents, WEIGHTS_FILE))
+
+
+def model_rows(folder: Path, tokenizer: Tokenizer | None) -> RowProtocol:
+    """How the rows of a text begin for the model in `folder`, which may be a run: as in its own training.
+
+    An imported model reads each text after its BOS tokens. One that heddle trained from random weights reads rows as
+    its run.json says, whatever its tokenizer was made for.
+    """
+    run = read_json_file(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+    data = run.get("data", {})
+    if "bos_ids" in data or (run and run.get("init_checkpoint") is None):
+        return RowProtocol.parse(data)
+    return PLAIN_ROWS if tokenizer is None else RowProtocol.of(tokenizer)

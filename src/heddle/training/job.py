@@ -12,7 +12,6 @@ import torch
 
 from heddle.data.chat import ChatDataset
 from heddle.data.corpus import Corpus
-from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.distributed.ranks import ONE_PROCESS, ParallelDegrees, Ranks
 from heddle.errors import ConfigError, MachineError
 from heddle.model.config import ModelConfig
@@ -58,7 +57,6 @@ class TrainingJob:
     degrees: ParallelDegrees = field(default_factory=ParallelDegrees)
     async_save: bool | None = None
     trackers: tuple[str, ...] = ()
-    rows: RowProtocol = PLAIN_ROWS
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -75,7 +73,7 @@ class TrainingJob:
     def training_data(self) -> TrainingData:
         """Return the source as training data."""
         if isinstance(self.source, Corpus):
-            return TextData(self.source, self.rows)
+            return TextData(self.source)
         return ChatData(self.source) if isinstance(self.source, ChatDataset) else TaskData(self.source)
 
     @property

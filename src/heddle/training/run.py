@@ -12,6 +12,7 @@ from typing import Any
 from heddle.data.chat import ChatDataset, is_chat_argument, prepare_chat
 from heddle.data.corpus import MANY_BYTES_PER_CHARACTER, Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.recall import TaskStream, is_recall_argument, parse_recall
+from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.distributed.ranks import ParallelDegrees, Ranks
 from heddle.distributed.started import enter_ranks
 from heddle.errors import CheckpointError, ConfigError
@@ -26,12 +27,13 @@ from heddle.progress import print_status, print_text
 from heddle.runtime import Choices, Runtime, device_name, versions
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import shared
+from heddle.storage.file_io import read_json_file
 from heddle.storage.options_file import read_options
 from heddle.storage.run_log import RUN_FILE, read_log
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation, LossWeights
-from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings, open_init_checkpoint
+from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings, model_rows, open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import TrainingResult
 from heddle.training.loop import train as run_job
@@ -343,7 +345,13 @@ def _open_data(
     if not any(map(is_chat_argument, data)):
         vocab_size = config.vocab_size or settings.vocab_size or (None if tokenizer else DEFAULT_VOCAB_SIZE)
         max_tokens = resolved.steps * resolved.tokens_per_step
-        corpus = prepare_corpus(data, vocab_size=vocab_size, max_train_tokens=max_tokens, tokenizer=tokenizer)
+        corpus = prepare_corpus(
+            data,
+            vocab_size=vocab_size,
+            max_train_tokens=max_tokens,
+            tokenizer=tokenizer,
+            rows=_rows(settings, tokenizer),
+        )
         check_tokenizer_fits(corpus.tokenizer, config.vocab_size)
         return corpus
     for argument in data:
@@ -356,6 +364,14 @@ def _open_data(
     loaded = Tokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
     check_tokenizer_fits(loaded, config.vocab_size)
     return prepare_chat(data, loaded, resolved.sequence_length, documents)
+
+
+def _rows(settings: TrainSettings, tokenizer: Tokenizer | Path | None) -> RowProtocol:
+    """How rows of text begin: as in the run that continues, or as the model that is read, or taught from, needs."""
+    if (run := settings.out / RUN_FILE).is_file():
+        return RowProtocol.parse(read_json_file(run).get("data", {}))
+    folder = settings.from_ or settings.distill
+    return model_rows(folder, tokenizer) if folder is not None and isinstance(tokenizer, Tokenizer) else PLAIN_ROWS
 
 
 def say_if_diverged(job: TrainingJob) -> None:
@@ -377,7 +393,7 @@ def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[s
         report["sample"] = sample_text(training.model, job.source.tokenizer, job.settings.sequence_length)
         report["bits_per_character"] = training.bits_per_byte * job.source.bytes_per_character
         score = f"{training.bits_per_byte:.4f} bits per byte on held-out text"
-        score += f" ({job.rows})" if job.rows.bos_ids else ""
+        score += f" ({job.source.rows})" if job.source.rows.bos_ids else ""
     elif isinstance(job.source, ChatDataset):
         report["bits_per_byte"] = training.bits_per_byte
         score = f"{training.bits_per_byte:.4f} bits per byte of the assistant's text in held-out conversations"

@@ -11,7 +11,7 @@ import torch
 
 from heddle.data.chat import CHAT_TEMPLATE_FILE, ChatDataset
 from heddle.data.corpus import Corpus
-from heddle.data.samples import PLAIN_ROWS, Batch, CorpusLoader, RowProtocol, evaluation_windows
+from heddle.data.samples import Batch, CorpusLoader, evaluation_windows
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
 from heddle.tokenization.tokenizer import Tokenizer
@@ -67,10 +67,9 @@ class TrainingData(Protocol):
 
 @dataclass(frozen=True)
 class TextData:
-    """A text corpus. rows: how each row of it begins."""
+    """A text corpus."""
 
     corpus: Corpus
-    rows: RowProtocol = PLAIN_ROWS
     metric: str = "bits_per_byte"
 
     @property
@@ -91,12 +90,13 @@ class TextData:
         """Return a function from a step to a batch of windows of the training files."""
         files, weights, eod_id = self.corpus.train, self.corpus.weights, self.corpus.tokenizer.eod_id
         length, batch_size = settings.sequence_length, settings.batch_size
-        loader = CorpusLoader(files, weights, length, batch_size, settings.seed, eod_id, self.rows)
+        loader = CorpusLoader(files, weights, length, batch_size, settings.seed, eod_id, self.corpus.rows)
         return lambda step: loader.batch_from(settings.samples_before(step))
 
     def identity(self) -> dict[str, Any]:
         """Return the content's hash, how much of it is encoded, which decides the order of samples, and its rows."""
-        return {"hash": self.corpus.hash, "tokens": [len(file) for file in self.corpus.train], **self.rows.record()}
+        tokens = [len(file) for file in self.corpus.train]
+        return {"hash": self.corpus.hash, "tokens": tokens, **self.corpus.rows.record()}
 
     def report(self) -> dict[str, Any]:
         """Return the corpus's counts of bytes, documents and tokens."""
@@ -109,7 +109,7 @@ class TextData:
     def validation_batches(self, settings: Settings, tokens: int) -> Iterable[Batch]:
         """Return validation windows that are spread evenly over the text."""
         validation, batch_tokens = self.corpus.validation, settings.tokens_per_step
-        windows = evaluation_windows(validation, settings.sequence_length, settings.batch_size, self.rows)
+        windows = evaluation_windows(validation, settings.sequence_length, settings.batch_size, self.corpus.rows)
         validation_tokens = -(-len(validation) // batch_tokens) * batch_tokens  # in whole batches
         return itertools.islice(windows, 0, None, max(1, validation_tokens // tokens))
 

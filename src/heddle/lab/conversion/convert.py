@@ -60,6 +60,7 @@ from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, sync_folder
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
 from heddle.training.distillation import Distillation, LossWeights
+from heddle.training.init_checkpoint import model_rows
 
 # From a model to the report of its conversion: of one, which is a model folder, or of several, in a folder of models.
 #
@@ -341,14 +342,16 @@ def _corpus(
     if source.tokenizer is None:
         raise CheckpointError(f"{source.folder}: holds no tokenizer.json, so it cannot read a text")
     max_tokens, data = 4 * calibration_tokens + (settings.heal or 0), settings.data or ("stdlib",)
-    corpus = prepare_corpus(data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer)
-    if rows is None or rows == corpus.rows:
-        return corpus
-    print_warning(
-        "rows begin without the model's BOS token, as in the conversion that is continued, so losses are not those of "
-        "its use; remove what is there, to convert again"
+    own_rows = model_rows(source.folder, source.tokenizer)
+    if rows is not None and rows != own_rows:
+        how = "without the model's BOS token" if own_rows.bos_ids else "with BOS, which the model was trained without"
+        print_warning(
+            f"rows begin {how}, as in the conversion that is continued, so losses are not those of its use; remove "
+            "what is there, to convert again"
+        )
+    return prepare_corpus(
+        data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer, rows=rows or own_rows
     )
-    return replace(corpus, rows=rows)
 
 
 def check_report_tokens(tokens: int, sequence_length: int, is_required: bool) -> None:

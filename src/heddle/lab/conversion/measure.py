@@ -116,7 +116,7 @@ class MeasurementText:
         rows, length = self.settings.batch_size, self.settings.sequence_length
         training = Settings(steps=1, batch_size=rows, sequence_length=length, learning_rate=1e-3)
         tokens = self.settings.windows * length
-        return list(TextData(self.corpus, self.corpus.rows).validation_batches(training, tokens))
+        return list(TextData(self.corpus).validation_batches(training, tokens))
 
     @property
     def window_count(self) -> int:

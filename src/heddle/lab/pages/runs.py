@@ -13,7 +13,7 @@ from heddle.lab.pages.figures.base import Figure, axis, plotly_text
 from heddle.lab.pages.figures.lines import Series, Value, line_figure, value_range
 from heddle.lab.pages.render import DesignStyle, design_styles, render_figures
 from heddle.lab.pages.sections import ExpertLoads, expert_cards
-from heddle.lab.runs import RunSummary, WatchedRun, smoothed
+from heddle.lab.runs import VALIDATION_NOTE, RunSummary, WatchedRun, smoothed
 from heddle.progress import format_duration
 from heddle.storage.file_io import write_file
 
@@ -43,6 +43,7 @@ def runs_page(runs: Sequence[RunSummary], differences: Sequence[str]) -> str:
         figures,
         title=f"heddle runs: {len(runs)}",
         max_lines=MAX_LINES,
+        validation_note=VALIDATION_NOTE,
         rows=list(zip(runs, differences, strict=True)),
     )
 
