@@ -1,6 +1,8 @@
 """What clients of OpenAI's interface send by themselves passes; what asks for something else is refused by its name."""
 
+import copy
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -8,6 +10,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import torch
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -17,7 +20,7 @@ from heddle.model.load_config import load_config
 from heddle.serving import engine as engines
 from heddle.serving.engine import Engine, Event, TokenScore, completion_scores, token_text
 from heddle.serving.limits import ServerLimits
-from heddle.serving.requests import RequestError, RequestReader
+from heddle.serving.requests import RequestError, RequestReader, TextRequest
 from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 from tests import small
 from tests.exchange.tokenizer_cases import tokenizer_json
@@ -180,6 +183,83 @@ def test_an_echo_begins_with_the_prompt(stream: bool, server: Running) -> None:
     assert texts_of(server.complete(prompt=[tokens], echo=True, **fields)) == {0: echoed[1]}
 
 
+LONG = "The weaver of the loom. " * 40  # is read in several pieces
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_scores_of_a_prompt_are_those_of_one_forward_pass(invariant: bool) -> None:
+    """With and without new tokens, in float64; other requests run beside them."""
+    model, tokenizer = small_model()
+    model = copy.deepcopy(model).double()
+    reader = RequestReader(tokenizer, NAME, ServerLimits(max_prompt=1000))
+    body = {"model": NAME, "echo": True, "logprobs": 3, "top_k": 1}
+    bodies = [body | {"prompt": prompt, "max_tokens": count} for prompt in (LONG, "A loom") for count in (0, 1, 3)]
+    with Engine(model, tokenizer, ServerLimits(max_prompt=1000), batch_invariant=invariant) as engine:
+        requests = [reader.read("completions", json.dumps(body).encode()) for body in bodies]
+        answers = events_of(engine, requests)
+    for request, events in zip(requests, answers, strict=True):
+        scores = [score for event in events for score in event.scores]
+        tokens = [score.token for score in scores]
+        count = len(request.prompt_ids)
+        assert tokens[:count] == request.prompt_ids
+        assert len(tokens) == count + request.new_tokens
+        assert events[-1].new_tokens == request.new_tokens
+        assert scores[0].is_first
+        with torch.no_grad():
+            expected = model.head(model(torch.tensor([tokens]))[0])[0].log_softmax(-1)
+        for position, score in enumerate(scores[1:]):
+            assert score.log_probability == pytest.approx(float(expected[position, score.token]), rel=0, abs=1e-10)
+            best = expected[position].topk(3)
+            assert [token for token, _ in score.alternatives] == best.indices.tolist()
+            assert [value for _, value in score.alternatives] == pytest.approx(best.values.tolist(), rel=0, abs=1e-10)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_echo_has_scores_and_offsets_of_its_text(stream: bool, count: int, server: Running) -> None:
+    tokenizer = server.engine.tokenizer
+    fields = {"prompt": "The weaver", "max_tokens": count, "echo": True, "logprobs": 2, "seed": 5, "stream": stream}
+    answer = server.complete(**fields)
+    assert answer.status_code == 200, answer.text
+    text = texts_of(answer)[0]
+    bodies = [json.loads(line[6:]) for line in answer.text.split("\n\n") if "{" in line] if stream else [answer.json()]
+    pieces = [piece["logprobs"] for body in bodies for piece in body["choices"] if piece["logprobs"]]
+    joined = {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
+    assert len(joined["tokens"]) == len(tokenizer.bos_ids) + len(tokenizer.encode("The weaver")) + count
+    assert (joined["token_logprobs"][0], joined["top_logprobs"][0]) == (None, None)
+    assert all(value < 0 for value in joined["token_logprobs"][1:])
+    assert text.startswith("The weaver")
+    assert (text == "The weaver") == (count == 0)
+    for token, offset in zip(joined["token_ids"], joined["text_offset"], strict=True):
+        piece = tokenizer.token_bytes(token).decode("utf-8", "ignore")
+        assert text[offset : offset + len(piece)] == piece
+    if not stream:
+        assert answer.json()["usage"]["completion_tokens"] == count
+
+
+def test_a_damaged_model_scores_no_prompt() -> None:
+    model, tokenizer = small_model()
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.embed.weight[tokenizer.encode("loom")[0]] = math.nan
+    reader = RequestReader(tokenizer, NAME, ServerLimits())
+    body = {"model": NAME, "prompt": "A loom", "echo": True, "logprobs": 1, "max_tokens": 0}
+    with Engine(model, tokenizer, ServerLimits()) as engine:
+        ((*_, last),) = events_of(engine, [reader.read("completions", json.dumps(body).encode())])
+    assert last.error is not None
+    assert last.error.status == 500
+
+
+def test_offsets_leave_out_the_space_that_a_tokenizer_adds() -> None:
+    tokenizer = imported("llama2")
+    ids = tokenizer.encode("the warp")
+    answer = completion_scores([TokenScore(token, -1.0, []) for token in ids], tokenizer, added_spaces=1)
+    shown = [tokenizer.token_bytes(token).decode() for token in ids]
+    assert shown[0].startswith(" ")
+    for piece, offset in zip([shown[0][1:], *shown[1:]], answer["text_offset"], strict=True):
+        assert "the warp"[offset : offset + len(piece)] == piece
+
+
 def test_several_texts_that_find_no_room_leave_nothing_behind(server: Running) -> None:
     limits = server.engine.limits
     server.engine.limits = replace(limits, streams=1, queue=2)
@@ -232,7 +312,18 @@ def limited_engine(limits: ServerLimits) -> tuple[Engine, Tokenizer]:
 
 def last_events(engine: Engine, reader: RequestReader, new_tokens: list[int]) -> list[Event]:
     """How requests of the same prompt end that run together, with as many new tokens each."""
-    ends: list[list[Event]] = [[] for _ in new_tokens]
+    bodies = [
+        {"model": NAME, "prompt": "The weaver", "max_tokens": count, "top_k": 1, "stop_token_ids": []}
+        for count in new_tokens
+    ]
+    with engine:
+        requests = [reader.read("completions", json.dumps(body).encode()) for body in bodies]
+        return [events[-1] for events in events_of(engine, requests)]
+
+
+def events_of(engine: Engine, requests: list[TextRequest]) -> list[list[Event]]:
+    """The events of requests that run together."""
+    ends: list[list[Event]] = [[] for _ in requests]
     done = threading.Semaphore(0)
 
     def collect(events: list[Event]) -> Any:
@@ -243,13 +334,11 @@ def last_events(engine: Engine, reader: RequestReader, new_tokens: list[int]) ->
 
         return deliver
 
-    with engine:
-        for events, count in zip(ends, new_tokens, strict=True):
-            body = {"model": NAME, "prompt": "The weaver", "max_tokens": count, "top_k": 1, "stop_token_ids": []}
-            engine.submit(reader.read("completions", json.dumps(body).encode()), collect(events))
-        for _ in new_tokens:
-            assert done.acquire(timeout=60)
-    return [events[-1] for events in ends]
+    for events, request in zip(ends, requests, strict=True):
+        engine.submit(request, collect(events))
+    for _ in requests:
+        assert done.acquire(timeout=60)
+    return ends
 
 
 @pytest.mark.parametrize("invariant", [False, True])

@@ -121,7 +121,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"n": 0}, 400, "n"),
     ({"prompt": ["a", "b", "c"], "n": 6}, 400, "n"),
     ({"prompt": ["a"] * 17}, 400, "prompt"),
-    ({"echo": True, "logprobs": 1}, 400, "echo"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
     ({"echo": 1}, 400, "echo"),
     ({"logprobs": 1000}, 400, "logprobs"),
     ({"stream": "yes"}, 400, "stream"),

@@ -1,6 +1,6 @@
 """Run a model for generation: forward passes without gradients, and logits over the tokens it may generate."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from heddle.numerics.linear import PackedWeightCache, packed_weights
 from heddle.numerics.transfer import Constants, to_device
 from heddle.parts.layout import EncoderOutput, Layout
 
+READ_TOKENS = 16  # of a prompt whose logits are held at a time: a vocabulary may be large
 NewTokens = Iterator[list[tuple[int, int]]]  # at each step the new tokens, as (row, token)
 
 
@@ -29,6 +30,7 @@ class GenerationRequest:
     vocab_limit: generate only tokens below it (None: all), since a vocabulary may be larger than its tokenizer's.
     unused_token_ids: tokens below the limit that are never generated. eos_ids: any of these ends a row.
     encoder_output: what cross-attention reads, one row per prompt. compile_decoding: the step of a token is compiled.
+    read_prompt: gets the logits [n, vocab] after each token of a single prompt that has no prefix, a few at a time.
     """
 
     prompt_ids: Sequence[Sequence[int]]
@@ -40,6 +42,7 @@ class GenerationRequest:
     prefix: "Prefix | None" = None
     encoder_output: EncoderOutput | None = None
     compile_decoding: bool = False
+    read_prompt: Callable[[Tensor], None] | None = None
 
 
 class ModelRunner:
@@ -70,6 +73,12 @@ class ModelRunner:
             unused = self.constants.tensor(request.unused_token_ids, torch.int64, logits.device)
             logits = logits.index_fill(-1, unused, -torch.inf)
         return logits
+
+    def read_prompt(self, hidden: Tensor, request: GenerationRequest) -> None:
+        """Give the request the logits of the tokens of its prompt that were read. hidden: [1, T, width]."""
+        if request.read_prompt is not None:
+            for piece in hidden[0].split(READ_TOKENS):
+                request.read_prompt(self.logits(piece, request))
 
     def _packing(self) -> AbstractContextManager[None]:
         """A compiled graph cannot set the context, and holds no packed weight."""
@@ -136,6 +145,7 @@ def prefill(runner: ModelRunner, request: GenerationRequest, rollback: int = 0) 
         layout = Layout.padded(lengths, longest, side="left", device=model.embed.weight.device, start=shared)
     tokens = _token_tensor([[0] * (longest - len(row)) + row for row in remaining], model)
     hidden, state = runner.forward(tokens, layout, state)
+    runner.read_prompt(hidden, request)
     return hidden[:, -1], state
 
 

@@ -150,9 +150,10 @@ class BatchScheduler:
             left, row.read = left - len(piece), row.read + len(piece)
             try:
                 hidden, row.state = self._forward([piece], row.state)
+                self._runner.read_prompt(hidden, row.request)
                 if row.read < len(prompt):
                     continue
-                results += self._choose(hidden, [row])
+                results += self._choose(hidden[:, -1], [row])
             except Exception as error:
                 row.has_left = True
                 results.append(NextToken(row.key, NOT_FINITE, error))
@@ -173,7 +174,7 @@ class BatchScheduler:
                 longest = max(row.read + row.tokens for row in self._rows)
                 state = state.pinned(longest + SLOT_STEP - longest % SLOT_STEP)
             hidden, self._state = self._forward([[row.newest] for row in self._rows], state)
-            return ended + self._choose(hidden, self._rows)
+            return ended + self._choose(hidden[:, -1], self._rows)
         except Exception as error:  # they share one state: all of them end
             self._rows, self._joining, self._state = [], [], None
             return ended + [NextToken(row.key, NOT_FINITE, error) for row in running]
@@ -204,12 +205,11 @@ class BatchScheduler:
         return self._state
 
     def _forward(self, tokens: Sequence[Sequence[int]], state: State | None) -> tuple[Tensor, State]:
-        """The hidden state of each row's last token [B, width], and the new state."""
+        """Tokens [B, T] -> hidden [B, T, width], and the new state."""
         assert state is not None
         device = self._runner.model.embed.weight.device
         rows = to_device(torch.tensor([list(row) for row in tokens], device="cpu"), device)
-        hidden, new_state = self._runner.forward(rows, None, state)
-        return hidden[:, -1], new_state
+        return self._runner.forward(rows, None, state)
 
     def _choose(self, hidden: Tensor, rows: Sequence[_Row]) -> list[NextToken]:
         """Choose the next token of each row; a row whose logits are not finite ends alone."""

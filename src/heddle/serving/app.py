@@ -166,6 +166,7 @@ CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 class Choice:
     """How far one text of an answer is. score_bytes: of the tokens whose scores were given.
 
+    added_spaces: of the prompt's first token, which the echo of a text has not.
     held: text that may be a call of a tool, until its end tells. calls: those that it was.
     """
 
@@ -174,12 +175,13 @@ class Choice:
     new_tokens: int = 0
     finish_reason: str | None = None
     held: str = ""
+    added_spaces: int = 0
     has_begun: bool = False  # text of the client's has been given out
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, event: Event) -> str:
         """Take an event in; what of its text is new to the client, with the echo of the prompt before the first."""
-        text = event.text if self.new_tokens else self.request.echo + event.text
+        text = event.text if self.new_tokens else (self.request.echo or "") + event.text
         self.new_tokens, self.finish_reason = event.new_tokens, event.finish_reason
         return self._without_calls(text) if self.request.has_tools else text
 
@@ -237,7 +239,7 @@ class Answer:
 
     def __init__(self, application: Application, kind: str, requests: list[TextRequest], entry: object) -> None:
         self.engine, self.reader, self.request, self.kind = application.engine, application.reader, requests[0], kind
-        self.choices = [Choice(request) for request in requests]
+        self.choices = [Choice(request, added_spaces=self._added_spaces(request)) for request in requests]
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._look_at = time.monotonic() + DISCONNECT_SECONDS  # when to look whether the client is there
@@ -250,6 +252,12 @@ class Answer:
         except RequestError:  # the queue is full
             self.cancel()
             raise
+
+    def _added_spaces(self, request: TextRequest) -> int:
+        """Whether the tokens of a prompt begin with a space that its text has not: some tokenizers add one."""
+        pieces = map(self.reader.tokenizer.token_bytes, request.prompt_ids)
+        text = next((piece for piece in pieces if piece), b"")
+        return int(bool(request.echo) and text.startswith(b" ") and not str(request.echo).startswith(" "))
 
     def _deliver(self, index: int, event: Event) -> None:
         if not self._loop.is_closed():
@@ -333,7 +341,9 @@ class Answer:
         has_scores, tokenizer = self.request.alternatives is not None and bool(scores), self.reader.tokenizer
         if self.kind == "completions":
             choice = self.choices[index]
-            logprobs = completion_scores(scores, tokenizer, choice.score_bytes) if has_scores else None
+            logprobs = None
+            if has_scores:
+                logprobs = completion_scores(scores, tokenizer, choice.score_bytes, choice.added_spaces)
             choice.score_bytes += b"".join(tokenizer.token_bytes(score.token) for score in scores)
             return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         logprobs = chat_scores(scores, tokenizer) if has_scores else None

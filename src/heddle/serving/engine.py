@@ -20,7 +20,7 @@ from torch import Tensor
 from heddle.errors import HeddleError, MachineError, is_out_of_memory
 from heddle.generation.generate import StopStringBuffer
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, eval_mode
-from heddle.generation.sampling import NOT_FINITE, Sampler
+from heddle.generation.sampling import LOGITS_NOT_FINITE, NOT_FINITE, Sampler
 from heddle.generation.scheduler import BatchScheduler, NextToken, Scheduler, SeparateScheduler
 from heddle.model.decoder import Decoder
 from heddle.progress import print_warning, printable
@@ -99,15 +99,56 @@ def answer_lines(answers: Mapping[int, int]) -> list[str]:
     return ["# TYPE heddle_answers_total counter", *lines]
 
 
-# Log probabilities of new tokens, as OpenAI's interface gives them.
+# Log probabilities of tokens, as OpenAI's interface gives them.
 
 
 class TokenScore(NamedTuple):
-    """A token's log probability (natural), and those of the most likely tokens, most likely first."""
+    """A token's log probability (natural), and those of the most likely tokens, most likely first.
+
+    The first token of a prompt, before which there is nothing, has nan and none.
+    """
 
     token: int
     log_probability: float
     alternatives: list[tuple[int, float]]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first token of a prompt."""
+        return math.isnan(self.log_probability)
+
+
+LEAST_LOG_PROBABILITY = -9999.0  # OpenAI's, of a token without any probability: JSON has no infinite number
+
+
+def score_token(logits: Tensor, token: int, alternatives: int) -> TokenScore:
+    """The score of a token, by the logits [vocab] before it."""
+    log_probabilities = logits.double().log_softmax(-1).clamp(min=LEAST_LOG_PROBABILITY)
+    best = log_probabilities.topk(min(alternatives, len(log_probabilities)))
+    own = float(log_probabilities[token]) if token < len(log_probabilities) else LEAST_LOG_PROBABILITY
+    return TokenScore(token, own, list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+
+
+@dataclass
+class PromptScores:
+    """Adds the score of each token of a prompt to `scores`, as the model reads them."""
+
+    tokens: list[int]
+    alternatives: int
+    scores: list[TokenScore]
+    read: int = 0  # tokens whose logits were seen
+
+    def __call__(self, logits: Tensor) -> None:
+        """Take the logits [n, vocab] after the next n tokens of the prompt."""
+        if not self.read:
+            self.scores.append(TokenScore(self.tokens[0], math.nan, []))
+        following = self.tokens[self.read + 1 : self.read + 1 + len(logits)]
+        for row, token in zip(logits, following, strict=False):
+            score = score_token(row, token, self.alternatives)
+            if math.isnan(score.log_probability):
+                raise MachineError(LOGITS_NOT_FINITE)
+            self.scores.append(score)
+        self.read += len(logits)
 
 
 @dataclass(frozen=True)
@@ -135,12 +176,8 @@ class RowSampler(Sampler):
             self.grammar.take(token)
         if self.alternatives is None:
             return tokens
-        log_probabilities = logits[0].double().log_softmax(-1)
-        best = log_probabilities.topk(min(self.alternatives, len(log_probabilities)))
-        pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        # JSON has no infinite number: a token without any probability has OpenAI's -9999.
-        finite = [(other, max(score, -9999.0)) for other, score in pairs]
-        self.scores.append(TokenScore(token, float(log_probabilities[token]), finite))
+        if token != NOT_FINITE:
+            self.scores.append(score_token(logits[0], token, self.alternatives))
         return tokens
 
 
@@ -169,21 +206,25 @@ def chat_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any
     return {"content": content, "refusal": None}
 
 
-def completion_scores(scores: list[TokenScore], tokenizer: Tokenizer, before: bytes = b"") -> dict[str, Any]:
+def completion_scores(
+    scores: list[TokenScore], tokenizer: Tokenizer, before: bytes = b"", added_spaces: int = 0
+) -> dict[str, Any]:
     """`logprobs` of /v1/completions, and token_ids.
 
-    before: the bytes of the text so far. text_offset: whole characters of the text before each token.
+    before: the bytes of the text so far. text_offset: whole characters of the text before each token. added_spaces:
+    that the tokenizer puts before a text, which the text has not.
     """
     offsets, data = [], before
     for score in scores:
-        offsets.append(len(data.decode("utf-8", "ignore")))
+        offsets.append(max(0, len(data.decode("utf-8", "ignore")) - added_spaces))
         data += tokenizer.token_bytes(score.token)
     return {
         "tokens": [token_text(score.token, tokenizer) for score in scores],
         "token_ids": [score.token for score in scores],
-        "token_logprobs": [score.log_probability for score in scores],
+        "token_logprobs": [None if score.is_first else score.log_probability for score in scores],
         "top_logprobs": [
-            {token_text(token, tokenizer): value for token, value in score.alternatives} for score in scores
+            None if score.is_first else {token_text(token, tokenizer): value for token, value in score.alternatives}
+            for score in scores
         ],
         "text_offset": offsets,
     }
@@ -217,13 +258,16 @@ class TokenReader:
         sampling = (request.temperature, request.top_k, request.top_p, request.seed)
         self.generation = GenerationRequest(
             prompt_ids=[request.prompt_ids],
-            max_new_tokens=request.new_tokens,
+            max_new_tokens=max(1, request.new_tokens),
             sampler=Sampler(*sampling)
             if request.alternatives is None and self._grammar is None
             else RowSampler(*sampling, alternatives=request.alternatives, scores=self._scores, grammar=self._grammar),
             vocab_limit=tokenizer.vocab_size,
             eos_ids=self._end_ids,
             unused_token_ids=tokenizer.unused_token_ids,
+            read_prompt=PromptScores(request.prompt_ids, request.alternatives, self._scores)
+            if request.echo is not None and request.alternatives is not None
+            else None,
         )
 
     def read(self, token: int) -> Event:
@@ -231,6 +275,8 @@ class TokenReader:
         if self._grammar is not None and self._grammar.error:
             reason = printable(self._grammar.error)[:200]
             raise RequestError(f"response_format: the schema cannot be followed further ({reason})", "response_format")
+        if not self._new_tokens:  # the token shows that the prompt was read
+            return Event("", tuple(self._scores[:-1]), 0, "length")
         self._count += 1
         is_end = token in self._end_ids
         text = "" if is_end else self._buffer.push(self._stream.push(token))
@@ -425,8 +471,8 @@ class Engine:
             if result.error is not None:
                 raise result.error
             event = job.reader.read(result.token)
-            self.metrics.new_tokens += 1
-            is_first = event.new_tokens == 1
+            self.metrics.new_tokens += min(1, event.new_tokens)
+            is_first = event.new_tokens <= 1
             (self.metrics.first_token_seconds if is_first else self.metrics.token_seconds).observe(
                 now - (job.arrival if is_first else job.newest)
             )

@@ -144,7 +144,8 @@ class TextRequest:
     """A prompt and how to continue it. alternatives: how many tokens to score beside the chosen one; None: no score.
 
     stop_ids: tokens that end the text beside the tokenizer's `eos_ids`: the end of a turn.
-    echo: text of the prompt that the answer begins with. has_tools: the answer may hold calls of tools.
+    echo: text of the prompt that the answer begins with; with `alternatives`, its tokens are scored, too.
+    has_tools: the answer may hold calls of tools.
     grammar: makes what its tokens follow.
     include_usage: the numbers of tokens come at the end of a stream; continuous_usage: with each of its pieces, too.
     """
@@ -161,7 +162,7 @@ class TextRequest:
     continuous_usage: bool = False
     top_k: int | None = None
     stop_ids: tuple[int, ...] = ()
-    echo: str = ""
+    echo: str | None = None
     has_tools: bool = False
     grammar: Callable[[], Grammar] | None = None
 
@@ -212,7 +213,7 @@ class RequestReader:
         if top_p == 0.0:
             raise RequestError("top_p: must be above 0 and at most 1", "top_p")
         tools = self._tools(fields) if kind == "chat" else None
-        prompts = [(self._messages(fields, tools), "")] if kind == "chat" else self._prompts(fields)
+        prompts = [(self._messages(fields, tools), None)] if kind == "chat" else self._prompts(fields)
         if len(prompts) * count > MAX_CHOICES:
             sentence = (
                 f"n: {len(prompts)} prompts times {count} are more than {MAX_CHOICES} texts; ask for fewer at a time"
@@ -220,7 +221,7 @@ class RequestReader:
             raise RequestError(sentence, "n")
         first = TextRequest(
             prompt_ids=prompts[0][0],
-            new_tokens=self._new_tokens(fields),
+            new_tokens=self._new_tokens(fields, least=0 if prompts[0][1] is not None else 1),
             temperature=temperature,
             top_p=None if top_p == 1.0 else top_p,
             top_k=int(_number(fields, "top_k", 0, (0, self.tokenizer.vocab_size), whole=True)) or None,
@@ -234,18 +235,16 @@ class RequestReader:
             has_tools=tools is not None,
             grammar=self._grammar(fields),
         )
-        if first.alternatives is not None and any(echo for _, echo in prompts):
-            raise RequestError("echo: this server gives no logprobs of a prompt; leave one of the two out", "echo")
         return [
             replace(first, prompt_ids=prompt_ids, echo=echo, seed=(first.seed + index) % 2**62)
             for prompt_ids, echo in prompts
             for index in range(count)
         ]
 
-    def _new_tokens(self, fields: Mapping[str, Any]) -> int:
+    def _new_tokens(self, fields: Mapping[str, Any], least: int) -> int:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         default = min(DEFAULT_TOKENS, self.limits.max_new_tokens)
-        return int(_number(fields, name, default, (1, self.limits.max_new_tokens), whole=True))
+        return int(_number(fields, name, default, (least, self.limits.max_new_tokens), whole=True))
 
     def _stop_ids(self, fields: Mapping[str, Any], kind: str) -> tuple[int, ...]:
         """Tokens that end the text: those of `stop_token_ids`, special tokens among `stop`, and the end of a turn."""
@@ -271,16 +270,16 @@ class RequestReader:
                 raise RequestError(f"stop: each must be a text of 1 to {longest} characters", "stop")
         return tuple(strings)
 
-    def _prompts(self, fields: Mapping[str, Any]) -> list[tuple[list[int], str]]:
+    def _prompts(self, fields: Mapping[str, Any]) -> list[tuple[list[int], str | None]]:
         """The tokens of each prompt, and its text where the answer begins with it."""
         prompt, has_echo = fields.get("prompt", ""), _truth(fields, "echo")
         several = isinstance(prompt, list) and bool(prompt) and all(isinstance(each, str | list) for each in prompt)
         prompts = prompt if several else [prompt]
         if len(prompts) > MAX_CHOICES:
             raise RequestError(f"prompt: {len(prompts):,} prompts are more than {MAX_CHOICES}; send fewer", "prompt")
-        texts = []
+        texts: list[tuple[list[int], str | None]] = []
         for each in prompts:
-            tokens, echo = self._prompt(each), ""
+            tokens, echo = self._prompt(each), None
             if has_echo:
                 echo = each if isinstance(each, str) else self.tokenizer.decode(tokens)
             texts.append((tokens, echo))
