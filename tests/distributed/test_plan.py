@@ -205,3 +205,6 @@ def test_a_cpu_with_too_little_memory_is_refused_before_a_step(
     monkeypatch.setattr("heddle.runtime.hardware", lambda: {"cpu": "small", "memory_bytes": 10**6})
     assert run_command(["plan", "preset:gqa-tiny", "--cpu"]) == 1
     assert "choose a smaller design" in capsys.readouterr().err
+    monkeypatch.setattr("heddle.runtime.hardware", lambda: {"cpu": "small", "memory_bytes": 10**8})
+    assert run_command(["plan", "preset:gqa-tiny", "--cpu", "--batch-size", "64"]) == 1
+    assert "give a smaller --batch-size or --sequence-length" in capsys.readouterr().err

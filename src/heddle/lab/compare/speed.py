@@ -79,7 +79,7 @@ class RandomText:
 def time_training_steps(job: TrainingJob) -> list[float]:
     """Seconds of a few steps of a training, without evaluations, on a model that is thrown away.
 
-    Once they took `LONGEST_SECONDS` together, no more steps are timed.
+    Once two took `LONGEST_SECONDS` together, no more steps are timed: then the second one's time is enough.
     """
     settings = job.settings
     batch_of = job.training_data.train_batches(replace(settings, seed=0))
@@ -95,9 +95,9 @@ def time_training_steps(job: TrainingJob) -> list[float]:
             apply_gradients(model, optimizer, result, 1e-4, settings.max_gradient_norm)
 
         times.append(time_call(step, model)[0])
-        if number >= WARMUP_STEPS and sum(times) > LONGEST_SECONDS and job.ranks.count == 1:
+        if number and sum(times) > LONGEST_SECONDS and job.ranks.count == 1:
             break
-    return times[WARMUP_STEPS:]
+    return times[min(WARMUP_STEPS, len(times) - 1) :]
 
 
 def summarize_speeds(rounds: Sequence[dict[str, Samples]]) -> dict[str, list[tuple[int, float, float, float]]]:

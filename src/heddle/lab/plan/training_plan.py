@@ -82,7 +82,7 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
     """What a training in float32 takes on this CPU, from timed steps. Bytes, seconds, FLOPs.
 
     training_seconds leaves out evaluations and checkpoints. Raises ConfigError for options of GPUs and sizes that
-    cannot be, MachineError where weights, gradients and moments alone do not fit.
+    cannot be, MachineError where weights, gradients, moments and activations do not fit.
     """
     for name in ("gpus", "gpu", "dry_run"):
         value = getattr(settings, name)
@@ -103,10 +103,17 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
     parameters = parameter_counts(model)[0]
     runtime = set_up_runtime("cpu", choices=measured_choices())
     memory, least = runtime.describe()["memory_bytes"], STATE_BYTES * parameters
+    activations = rows * _activation_bytes(config, length)
     if least > memory:
         raise MachineError(
             f"{settings.design}: weights, gradients and AdamW's moments take {format_amount(least, 'bytes')}, and this "
             f"machine has {format_amount(memory, 'bytes')}; choose a smaller design"
+        )
+    if least + activations > memory:
+        raise MachineError(
+            f"{settings.design}: a step of {rows} x {length:,} tokens takes about "
+            f"{format_amount(least + activations, 'bytes')}, most of them for activations, and this machine has "
+            f"{format_amount(memory, 'bytes')}; give a smaller --batch-size or --sequence-length"
         )
     with TemporaryDirectory(prefix="heddle-") as folder:
         text = RandomText(config.vocab_size or 1, length)
@@ -130,6 +137,15 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
         "memory": memory,
         "training_seconds": None if settings.tokens is None else settings.tokens / rate,
     }
+
+
+def _activation_bytes(config: "ModelConfig", length: int) -> int:
+    """What the backward pass of one row needs, in float32; without the loss, which is computed in pieces."""
+    from heddle.lab.plan.costs import model_cost
+
+    if config.encoder is not None:
+        return 0  # not known before a step
+    return 2 * sum(layer.count * layer.saved_bytes for layer in model_cost(config, length).layers)
 
 
 def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
