@@ -10,9 +10,12 @@ import pytest
 
 from heddle.cli.main import run_command
 from heddle.lab import workers as processes
+from heddle.lab.compare import run as run_module
+from heddle.lab.compare.probes import MIN_FINAL_TOKENS, final_tokens
 from heddle.lab.compare.run import ReportWriter
 from heddle.signals import Interrupted
-from heddle.storage.file_io import write_json_file
+from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.training.loop import FINAL_EVALUATION_TOKENS
 from tests import small
 from tests.analysis.comparison import reports
 
@@ -34,6 +37,7 @@ class Workers:
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.stops_before: str | None = None
+        self.final_tokens: set[int] = set()
         template = reports.make_report({"a": reports.TINY["mha-tiny"]}, seeds=1)["designs"][0]["runs"][0]
         self.template = {**template, "extrapolation": []}
 
@@ -49,6 +53,7 @@ class Workers:
         if task["task"] != "train":
             write_json_file(target, {"status": "done", "train": [], "prefill": [], "decode": []})
             return Ended()
+        self.final_tokens.add(task["final_tokens"])
         name, seed = target.stem.split("-seed")
         rng = np.random.default_rng([zlib.crc32(name.encode()), int(seed)])
         loss = LOSSES[name] + np.random.default_rng(int(seed)).normal(0, 0.05) + rng.normal(0, 0.004)
@@ -109,6 +114,29 @@ def test_a_comparison_grows_by_seeds_and_designs(folder: Path, tmp_path: Path, w
     assert run_command(command(folder, tmp_path, "--seeds", "4", designs="abc")) == 0
     assert trained(workers) == []
     assert read_report(tmp_path)["pairs"] == grown["pairs"]
+
+
+def test_every_run_is_scored_on_the_text_that_the_first_was(
+    folder: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It follows from the length of the training; an older comparison goes on with what all had."""
+    assert run_command(command(folder, tmp_path, "--seeds", "1")) == 0
+    assert workers.final_tokens == {MIN_FINAL_TOKENS}
+    monkeypatch.setattr(run_module, "final_tokens", lambda *_: 1)
+    assert run_command(command(folder, tmp_path, "--seeds", "2", designs="abc")) == 0
+    assert workers.final_tokens == {MIN_FINAL_TOKENS}
+    data = read_json_file(tmp_path / "data.json")
+    write_json_file(tmp_path / "data.json", {"data": data["data"]})
+    assert run_command(command(folder, tmp_path, "--seeds", "3", designs="abc")) == 0
+    assert workers.final_tokens == {MIN_FINAL_TOKENS, FINAL_EVALUATION_TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("trained", "length", "expected"),
+    [(40_000, 128, 2**14), (100_000, 128, 30_000), (40_000, 512, 2**15), (10**6, 128, 2**16), (10, 4096, 2**16)],
+)
+def test_the_text_that_scores_a_run_grows_with_its_training(trained: int, length: int, expected: int) -> None:
+    assert final_tokens(trained, length) == expected
 
 
 def test_designs_that_are_added_do_not_change_how_it_stops(folder: Path, tmp_path: Path, workers: Workers) -> None:

@@ -15,14 +15,13 @@ from pathlib import Path
 from heddle.errors import ConfigError, MachineError
 from heddle.lab.compare.abilities import TaskChoice
 from heddle.lab.compare.plan import ComparisonPlan, all_candidates
-from heddle.lab.compare.probes import AUTO, RECALL_PROBES
+from heddle.lab.compare.probes import AUTO, RECALL_PROBES, final_tokens
 from heddle.lab.compare.tasks import SPEED_ROUNDS, Comparison, calibration_task, choose_recall_tasks, training_steps
 from heddle.lab.workers import run_tasks
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token, size
 from heddle.progress import format_duration
-from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
 MIN_STEPS = 64  # of a run that a budget chose: fewer are little but warmup and decay
 MIN_SEEDS = 2  # fewer have no interval
@@ -355,7 +354,8 @@ def _training_seconds(comparison: Comparison, times: Mapping[str, StepTime], ste
     """Of all runs, on all workers: no less than the rounds in which they take turns."""
     plan, workers = comparison.plan, comparison.workers.total
     tokens_per_step = plan.batch_size * plan.sequence_length
-    evaluated = (FINAL_EVALUATION_TOKENS + OTHER_EVALUATED_TOKENS) / tokens_per_step / 2
+    final = final_tokens(min(steps.values()) * tokens_per_step, plan.sequence_length)
+    evaluated = (final + OTHER_EVALUATED_TOKENS) / tokens_per_step / 2
     seconds = [
         each.start + each.step * (steps[name] * (1 + EVALUATED_SHARE) + evaluated) for name, each in times.items()
     ]

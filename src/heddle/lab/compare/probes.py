@@ -14,7 +14,7 @@ from heddle.errors import ConfigError, choices_hint
 from heddle.lab.compare.results import ProbeSummary
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.training.evaluation.scores import EvaluationBudget
-from heddle.training.loop import INTERIM_EVALUATION_TOKENS
+from heddle.training.loop import FINAL_EVALUATION_TOKENS, INTERIM_EVALUATION_TOKENS
 from heddle.training.settings import Settings
 
 # How often, and on how much text, a run is evaluated on its way: together at most a tenth of what it trains on.
@@ -53,6 +53,17 @@ def interim_tokens(settings: Settings, text_tokens: int) -> int:
     planned = max(1, plan_evaluations(settings.steps, settings.tokens_per_step).batches)
     available = -(-text_tokens // settings.tokens_per_step)
     return max(1, available * settings.tokens_per_step // -(-available // planned))
+
+
+# The evaluation at the end of a run. Differences of two designs on 16,384 tokens vary by the choice of text by about a
+# fifth of what they vary by the seed (docs/compare.md); it may take a tenth of a run's time.
+MIN_FINAL_TOKENS, MIN_FINAL_WINDOWS, MAX_FINAL_SHARE = 2**14, 64, 0.3
+
+
+def final_tokens(trained_tokens: int, sequence_length: int) -> int:
+    """The held-out tokens that each run of a comparison reads at its end, at most `FINAL_EVALUATION_TOKENS`."""
+    wanted = max(MIN_FINAL_TOKENS, MIN_FINAL_WINDOWS * sequence_length, int(MAX_FINAL_SHARE * trained_tokens))
+    return min(FINAL_EVALUATION_TOKENS, wanted)
 
 
 MAX_REPEAT = 2

@@ -129,7 +129,7 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
         command=comparison.command,
         hardware=comparison.runtime.describe() | {"torch": torch.__version__},
         workers=WorkerFacts(count=workers.total, threads=workers.threads or comparison.runtime.threads),
-        data=data_facts(plan.data, corpus),
+        data=data_facts(plan.data, corpus, comparison.final_tokens),
         budget=Budget(
             kind=plan.budget_kind,
             value=plan.budget_value,
@@ -189,7 +189,7 @@ def _verdict(report: Report, results: Results) -> list[str]:
     return [f"So far ({count}): {first}", *others]
 
 
-def data_facts(names: Sequence[str], corpus: Corpus | None) -> DataFacts:
+def data_facts(names: Sequence[str], corpus: Corpus | None, final_tokens: int) -> DataFacts:
     """The text of a comparison; None for its numbers while it is prepared."""
     if corpus is None:
         return DataFacts(name=", ".join(names))
@@ -199,6 +199,7 @@ def data_facts(names: Sequence[str], corpus: Corpus | None) -> DataFacts:
         train_bytes=sum(source["train"]["bytes"] for source in corpus.report["sources"]),
         train_tokens=sum(len(file) for file in corpus.train),
         validation_bytes=corpus.report["validation"]["bytes"],
+        final_tokens=min(final_tokens, len(corpus.validation)),
         vocab_size=corpus.tokenizer.vocab_size,
         report=corpus.report,
     )

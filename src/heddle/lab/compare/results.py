@@ -342,13 +342,17 @@ class WorkerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """The text; None for its numbers while it is prepared. report: of the corpus."""
+    """The text; None for its numbers while it is prepared. report: of the corpus.
+
+    final_tokens: of the held-out text that each run is scored on.
+    """
 
     name: str
     hash: str | None = None
     train_bytes: int | None = None
     train_tokens: int | None = None
     validation_bytes: int | None = None
+    final_tokens: int | None = None
     vocab_size: int | None = None
     report: Mapping[str, Any] | None = None
 

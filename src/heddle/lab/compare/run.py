@@ -19,7 +19,7 @@ from heddle.errors import CheckpointError, HeddleError, MachineError
 from heddle.lab.compare.budget import TimePlan
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
 from heddle.lab.compare.power import MAX_SEEDS, Spending, StoppingRule
-from heddle.lab.compare.probes import GONE
+from heddle.lab.compare.probes import GONE, final_tokens
 from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import Report, Run, ScoredRun, plain
 from heddle.lab.compare.statistics import pair_statistics
@@ -55,6 +55,7 @@ from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.lock import InUseError, RunLock, lock_output, wait_for_lock
 from heddle.storage.run_log import first_difference, to_plain_json
 from heddle.training.evaluation.length_extrapolation import plan_extrapolation
+from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
 # Which runs a comparison does next: every seed of every design, or seeds until it is resolved.
 
@@ -357,7 +358,12 @@ def compare(
             comparison.text.validation, plan.sequence_length, plan.max_length_multiple, trained_tokens
         )
         rows = count_recall_rows(plan.sequence_length, trained_tokens) if plan.recall_probes else 0
-        writer.comparison = comparison = replace(comparison, extrapolation=extrapolation, text_recall_rows=rows)
+        writer.comparison = comparison = replace(
+            comparison,
+            extrapolation=extrapolation,
+            text_recall_rows=rows,
+            final_tokens=_final_tokens(comparison, trained_tokens),
+        )
         results.task_choices = time_plan.affordable(comparison, choose_recall_tasks(comparison, results.steps))
         results.probes = sum(not choice.reason for choice in results.task_choices)
         writer.find_facts()
@@ -419,9 +425,25 @@ def _prepare_text(comparison: Comparison) -> Corpus:
         for entry in plan.entries:
             check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
         check_token_count(corpus.train, plan.sequence_length, plan.batch_size)
-        text = {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}
-        _check_identity(file, {"data": text})
+        text = to_plain_json({"data": {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}})
+        if not file.is_file():
+            write_json_file(file, text | {"final_tokens": None})
+        elif difference := first_difference({"data": read_json_file(file).get("data")}, text):
+            raise CheckpointError(f"{comparison.out}: holds another comparison: {difference}; {REMEDY}")
     return corpus
+
+
+def _final_tokens(comparison: Comparison, trained_tokens: int) -> int:
+    """The held-out tokens that each run is scored on: as many for designs and seeds that are added later."""
+    file = comparison.out / DATA_FILE
+    with wait_for_lock(file) if comparison.workers.share is not None else nullcontext():
+        saved = read_json_file(file)
+        if "final_tokens" not in saved:  # a comparison from before it was chosen
+            return FINAL_EVALUATION_TOKENS
+        if saved["final_tokens"] is None:
+            saved["final_tokens"] = final_tokens(trained_tokens, comparison.plan.sequence_length)
+            write_json_file(file, saved)
+        return int(saved["final_tokens"])
 
 
 def _train(writer: ReportWriter, schedule: Schedule) -> None:
@@ -576,13 +598,3 @@ def _run(
         writer.update()
 
     run_tasks(waiting, workers, add_and_write, until=until)
-
-
-def _check_identity(path: Path, identity: dict[str, Any]) -> None:
-    """Write the identity of a new comparison's text; compare that of a continued one with the file."""
-    if not path.is_file():
-        write_json_file(path, to_plain_json(identity))
-        return
-    difference = first_difference(read_json_file(path), to_plain_json(identity))
-    if difference:
-        raise CheckpointError(f"{path.parent}: holds another comparison: {difference}; use the same, or another folder")

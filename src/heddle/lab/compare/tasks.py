@@ -22,6 +22,7 @@ from heddle.runtime import Runtime
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan
+from heddle.training.loop import FINAL_EVALUATION_TOKENS
 from heddle.training.settings import Settings
 
 SPEED_ROUNDS = 2
@@ -35,7 +36,8 @@ class Comparison:
     """A running comparison: the plan, its text, its folder, the machine, and the command for the report.
 
     corpus: None until it is prepared. extrapolation: the validation text that each trained model reads at several
-    lengths. text_recall_rows: needles that each of them reads in held-out text. notes: what a budget of time chose.
+    lengths. text_recall_rows: needles that each of them reads in held-out text. final_tokens: of held-out text that
+    scores each of them. notes: what a budget of time chose.
     """
 
     plan: ComparisonPlan
@@ -46,6 +48,7 @@ class Comparison:
     command: str
     extrapolation: ExtrapolationPlan = NO_EXTRAPOLATION
     text_recall_rows: int = 0
+    final_tokens: int = FINAL_EVALUATION_TOKENS
     notes: tuple[str, ...] = ()
 
     def config(self, entry: DesignEntry) -> ModelConfig:
@@ -214,6 +217,7 @@ def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, desc
         "speed_contexts": plan.speed_contexts,
         "extrapolation": asdict(comparison.extrapolation),
         "text_recall_rows": comparison.text_recall_rows,
+        "final_tokens": comparison.final_tokens,
         "command": comparison.command,
         "trackers": plan.trackers,
     }

@@ -140,7 +140,10 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
         label=task["label"],
         environment=_environment(task, runtime) | {"ranks": {"count": ranks.count}},
         ranks=ranks,
-        evaluation=EvaluationBudget(interim_tokens=interim_tokens(settings, len(source.validation))),
+        evaluation=EvaluationBudget(
+            interim_tokens=interim_tokens(settings, len(source.validation)),
+            final_tokens=task.get("final_tokens"),  # a ladder has none
+        ),
         trackers=tuple(task.get("trackers", ())),  # a ladder has none
     )
     return job, corpus
