@@ -5,11 +5,12 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heddle.lab import workers
-from heddle.lab.workers import Result, Task, Workers, run_tasks, start_worker
+from heddle.lab.workers import Result, Workers, run_tasks, start_worker
 from heddle.storage.file_io import write_json_file
 from heddle.storage.lock import InUseError, RunLock, lock_output
 from tests.analysis.scripted_workers import Scripted, Scripts, ok, scripts, task
@@ -90,16 +91,28 @@ def test_what_fails_in_one_process_is_tried_by_the_other(tmp_path: Path, monkeyp
     assert sorted(attempts) == [("process 0", "f"), ("process 1", "f")]
 
 
+@pytest.mark.parametrize("kind", ["speed", "train"])
 def test_a_worker_holds_its_task_when_the_process_that_started_it_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nexec sleep 600\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    result = Task("a", tmp_path / "a.json", {}).result_file
+    """In a fresh process and in a forked one, which waits here for its request to be written."""
+    script, request, result = tmp_path / "python", tmp_path / "request", tmp_path / "a.json"
+    request.write_text(json.dumps({"task": kind, "devices": ["cpu"]}))
+    if kind == "speed":
+        script.write_text("#!/bin/sh\nexec sleep 600\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+    else:
+        start = workers._ForkServer.start
+
+        def start_waiting(self: Any, *arguments: Any) -> Any:
+            request.unlink()
+            os.mkfifo(request)  # nobody writes it
+            return start(self, *arguments)
+
+        monkeypatch.setattr(workers._ForkServer, "start", start_waiting)
     with lock_output(result) as descriptor:
-        worker = start_worker(tmp_path / "request", result, descriptor)
+        worker = start_worker(request, result, descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), descriptor)  # the lock is the worker's alone now
         with pytest.raises(InUseError, match=f"process {os.getpid()}"), lock_output(result):
             pass

@@ -99,7 +99,7 @@ def test_a_signal_while_a_worker_is_imported(
     """Python would answer SIGINT with a traceback of imports, and SIGTERM with nothing."""
     request = tmp_path / "request.json"
     request.write_text(
-        f'{{"parent_pid": {os.getpid()}, "label": "w", "quiet": false, "devices": ["cpu"], "task": "train"}}'
+        f'{{"parent_pid": {os.getpid()}, "label": "w", "quiet": false, "devices": ["cpu"], "task": "speed"}}'
     )
     worker = start_worker(request, tmp_path / "result.json")
     worker.send_signal(number)

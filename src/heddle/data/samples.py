@@ -174,14 +174,15 @@ def check_token_count(files: Sequence[TokenFile], sequence_length: int, batch_si
 
 
 def evaluation_windows(
-    token_file: TokenFile, sequence_length: int, batch_size: int = 8, rows: RowProtocol = PLAIN_ROWS
+    token_file: TokenFile, sequence_length: int, batch_size: int = 8, rows: RowProtocol = PLAIN_ROWS, every: int = 1
 ) -> Iterator[Batch]:
     """Batches of up to `batch_size` windows in order, in which every token but the first is a target once.
 
-    The tokens after the last full window form a final batch of one shorter row; there is no padding.
+    The tokens after the last full window form a final batch of one shorter row; there is no padding. every: only the
+    first of so many batches is read.
     """
     window_count, remainder = divmod(max(0, len(token_file) - 1), sequence_length)
-    for first in range(0, window_count, batch_size):
+    for first in range(0, window_count, batch_size * every):
         windows = np.arange(first, min(first + batch_size, window_count), dtype=np.int64)
         block = token_file.read(int(windows[0]) * sequence_length, (int(windows[-1]) + 1) * sequence_length + 1)
         tokens = np.ascontiguousarray(
@@ -189,7 +190,7 @@ def evaluation_windows(
         )
         tokens = rows.begin(tokens)
         yield Batch(tokens, document_lengths(tokens, token_file.eod_id), windows)
-    if remainder:
+    if remainder and -(-window_count // batch_size) % every == 0:
         tokens = rows.begin(token_file.read(window_count * sequence_length, len(token_file))[None])
         yield Batch(tokens, document_lengths(tokens, token_file.eod_id), np.array([window_count], dtype=np.int64))
 

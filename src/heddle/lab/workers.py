@@ -1,17 +1,21 @@
 """Run tasks in worker processes, several at once.
 
 A task is a request of plain values, and its result is a file. So work that was ended is continued: what has a result is
-not repeated. Each task has a process of its own: it reports its own memory, and no other suffers if it is killed.
+not repeated. Each task has a process of its own: it reports its own memory, and no other suffers if it is killed. On
+Linux, tasks of a CPU are forked from a process that has imported what they need, and has computed nothing; speeds are
+measured in fresh ones.
 
 Several processes, on several machines too, may share the tasks of a folder: each begins with its own share, and then
 takes what is left. A lock on the result's name tells that a task is taken. The worker inherits it, so that it ends with
 the worker, whatever ends first.
 """
 
+import atexit
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -279,9 +283,112 @@ class _Pool:
 
 def start_worker(request_file: Path, result_file: Path, *inherited: int) -> _Process:
     """Start a process for a request. Signals wait until it handles them. inherited: descriptors it holds."""
+    request = json.loads(request_file.read_text(encoding="utf-8"))
+    if sys.platform == "linux" and request["task"] in FORKED and list(request["devices"]) == ["cpu"]:
+        return _fork_server().start(request_file, result_file, inherited)
     command = [sys.executable, "-m", WORKER_MODULE, str(request_file), str(result_file)]
     with masked_stop_signals():
         return subprocess.Popen(command, start_new_session=True, pass_fds=inherited)
+
+
+# Forked workers. Importing torch and the trainer takes longer than a tiny design's training of a minute can hide.
+
+
+FORKED = ("calibrate", "train", "loss", "recall")
+
+
+class _Fork:
+    """A worker that the fork server has started, as `subprocess.Popen`."""
+
+    def __init__(self, server: "_ForkServer", pid: int) -> None:
+        self.server, self.pid = server, pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        self.server.read_ends()
+        return self.server.codes.get(self.pid, -signal.SIGKILL if self.server.has_ended else None)
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait for its end."""
+        while (code := self.poll()) is None:
+            time.sleep(POLL_SECONDS)
+        return code
+
+
+class _ForkServer:
+    """A process that forks a worker for each request: `worker.fork_workers`. It ends with this one.
+
+    codes: the exit codes of the workers that have ended, by process. place: what a worker takes from this process.
+    """
+
+    def __init__(self, place: object) -> None:
+        self.place, self.has_ended, self.codes = place, False, dict[int, int]()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, masked_stop_signals():
+            command = [sys.executable, "-m", WORKER_MODULE, "--fork", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, start_new_session=True, pass_fds=(theirs.fileno(),))
+
+    def start(self, request_file: Path, result_file: Path, inherited: Sequence[int]) -> _Fork:
+        """Fork a worker. Raises MachineError where the server is gone."""
+        with suppress(OSError):
+            socket.send_fds(self._socket, [json.dumps([str(request_file), str(result_file)]).encode()], inherited)
+            while not self.has_ended:
+                if (pid := self._read(0)) is not None:
+                    return _Fork(self, pid)
+        raise MachineError(f"{WORKER_MODULE}: was ended before it could start a worker; the same command continues")
+
+    def read_ends(self) -> None:
+        """Read which workers have ended since the last call."""
+        with suppress(BlockingIOError):
+            while not self.has_ended:
+                self._read(socket.MSG_DONTWAIT)
+
+    def _read(self, flags: int) -> int | None:
+        """Read a message; returns the process of a worker that was started."""
+        message = self._socket.recv(4096, flags)
+        if not message:
+            self.has_ended = True
+            return None
+        pid, code = json.loads(message)
+        if code is None:
+            self.codes.pop(pid, None)
+            return int(pid)
+        self.codes[pid] = code
+        return None
+
+    def close(self) -> None:
+        """End the server, which starts no more workers."""
+        self._socket.close()
+        self._process.wait()
+
+
+_servers: list[_ForkServer] = []
+
+
+@atexit.register
+def _close_servers() -> None:
+    while _servers:
+        _servers.pop().close()
+
+
+def _fork_server() -> _ForkServer:
+    """The server of this process; a new one where a worker would find another folder, environment or terminal."""
+    terminals = [(status.st_dev, status.st_ino) for status in (os.fstat(1), os.fstat(2))]
+    place = (os.getpid(), os.getcwd(), dict(os.environ), terminals)
+    if not _servers or _servers[0].place != place or _servers[0].has_ended:
+        _close_servers()
+        _servers.append(_ForkServer(place))
+    return _servers[0]
 
 
 def _read_result(task: Task, exit_code: int) -> Result:

@@ -37,7 +37,7 @@ class TrainingJob:
     evaluation: how much evaluations read, and whether a solved task ends the training. observer: of the last one.
     ranks: those that share the work, of `heddle.distributed.process_group.join_ranks`. degrees: how they share it.
     trackers: names of TRACKERS (`heddle.training.trackers`), to which the log's lines are sent.
-    rows: how each row of a text begins.
+    save_seconds: a checkpoint that is due within them after the last one, or the start, is left out.
     async_save: training goes on while a checkpoint is written from a copy in host memory; None: on an accelerator.
     """
 
@@ -57,6 +57,7 @@ class TrainingJob:
     degrees: ParallelDegrees = field(default_factory=ParallelDegrees)
     async_save: bool | None = None
     trackers: tuple[str, ...] = ()
+    save_seconds: float = 0.0
 
     @property
     def autocast(self) -> torch.dtype | None:

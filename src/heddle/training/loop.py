@@ -350,6 +350,7 @@ class _LoopState:
     queued: deque[QueuedStep] = field(default_factory=deque)
     last_read: float = 0.0  # when the numbers of the step before were read
     saved_step: int = 0  # that of the last checkpoint
+    saved_at: float = field(default_factory=time.monotonic)
     origin: str | None = None  # of numbers that are not finite, once they end the training
 
     def __post_init__(self) -> None:
@@ -396,7 +397,7 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
             state.saver.check()
             if step == first_step + 1:  # which may have compiled
                 job.ranks.limit_waits()
-            must_save = settings.is_save_step(step)
+            must_save = _must_save(job, state)
             read_steps(0 if must_save or settings.is_evaluation_step(step) else state.max_queued)
             signal_number = job.ranks.largest(state.stop_request.signal_number or 0)
             if signal_number or early_stop.is_over:
@@ -411,6 +412,14 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
             if signal_number and not finished:
                 raise Interrupted(signal_number, f"saved at step {state.saved_step}; the same command continues")
     return step_speed(settings.tokens_per_step, seconds) if seconds else math.nan
+
+
+def _must_save(job: TrainingJob, state: _LoopState) -> bool:
+    """Whether a checkpoint is due after the newest step. Ranks agree on it, and spikes depend on it: not on a clock."""
+    settings, step = job.settings, state.progress.step
+    if step == settings.steps or job.ranks.count > 1 or settings.spike_guard is not None:
+        return settings.is_save_step(step)
+    return settings.is_save_step(step) and time.monotonic() - state.saved_at >= job.save_seconds
 
 
 def _queue_step(job: TrainingJob, state: _LoopState, take: Callable[[int], PreparedBatch]) -> QueuedStep:
@@ -454,7 +463,7 @@ def _save(job: TrainingJob, state: _LoopState) -> None:
     documents = job.documents | ({} if tokenizer is None else tokenizer.to_files())
     model, log = state.models.model, state.log.position
     save_run(state.saver, model, state.optimizer, state.progress, documents, log)
-    state.saved_step = state.progress.step
+    state.saved_step, state.saved_at = state.progress.step, time.monotonic()
 
 
 def _rewind(job: TrainingJob, state: _LoopState, line: dict[str, Any]) -> None:

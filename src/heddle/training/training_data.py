@@ -1,6 +1,5 @@
 """The data of a training run: its batches and its metric. Text and chats give bits per byte, tasks an accuracy."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -109,9 +108,9 @@ class TextData:
     def validation_batches(self, settings: Settings, tokens: int) -> Iterable[Batch]:
         """Return validation windows that are spread evenly over the text."""
         validation, batch_tokens = self.corpus.validation, settings.tokens_per_step
-        windows = evaluation_windows(validation, settings.sequence_length, settings.batch_size, self.corpus.rows)
         validation_tokens = -(-len(validation) // batch_tokens) * batch_tokens  # in whole batches
-        return itertools.islice(windows, 0, None, max(1, validation_tokens // tokens))
+        every = max(1, validation_tokens // tokens)
+        return evaluation_windows(validation, settings.sequence_length, settings.batch_size, self.corpus.rows, every)
 
     def evaluate(
         self,

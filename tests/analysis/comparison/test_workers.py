@@ -6,17 +6,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from heddle import signals
-from heddle.errors import CheckpointError
-from heddle.lab.compare import worker
-from heddle.lab.workers import Task, Workers, run_tasks
+from heddle.cli.main import run_command
+from heddle.errors import CheckpointError, HeddleError
+from heddle.lab import workers as processes
+from heddle.lab.compare import run, worker
+from heddle.lab.workers import Result, Task, Workers, run_tasks
 from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.lock import RunLock
+from heddle.storage.model import load
+from heddle.storage.run_log import read_log
 from tests import small
 from tools.kill_test import done
 
@@ -115,7 +121,7 @@ def test_a_signal_is_handed_on_and_waited_for(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(Interrupted) as caught:
-        run_tasks([Task("a", tmp_path / "result.json", {"task": "train"})], Workers(("cpu",)))
+        run_tasks([Task("a", tmp_path / "result.json", {"task": "speed"})], Workers(("cpu",)))
     assert caught.value.exit_code == 143
     assert (tmp_path / "saved").read_text() == "saved\n"
 
@@ -138,8 +144,83 @@ def test_a_second_signal_kills_the_worker(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", -1.0)
     with pytest.raises(Interrupted):
-        run_tasks([Task("a", tmp_path / "result.json", {"task": "train"})], Workers(("cpu",)))
+        run_tasks([Task("a", tmp_path / "result.json", {"task": "speed"})], Workers(("cpu",)))
     assert started[0].returncode == -9
+
+
+def requests_of(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Task]:
+    """The training tasks of a comparison of two seeds, which is not run."""
+    tasks: dict[str, Task] = {}
+
+    def keep(asked: Iterable[Task], *_: object, **__: object) -> list[Result]:
+        tasks.update({task.result_file.stem: task for task in asked if task.request["task"] == "train"})
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "run_tasks", keep)
+        patch.setattr(run, "_train", lambda writer, _: keep(
+            [run._training_task(writer, entry, seed) for entry in writer.comparison.plan.entries for seed in (0, 1)]
+        ))  # fmt: skip
+        options = ["--data", f"{folder}/text", "--out", str(out), "--seeds", "2", "--tokens", "3000", *OPTIONS]
+        assert run_command(["compare", f"{folder}/one.yaml", *options, "--quiet"]) == 0
+    return tasks
+
+
+def timeless(result: Result) -> Result:
+    """A result without what depends on the clock."""
+    timed = ("seconds", "wall_seconds", "train_tokens_per_second", "train_speed_range", "peak_memory_bytes")
+    return {name: value for name, value in result.items() if name not in timed}
+
+
+def moved(task: Task, name: str, **fields: object) -> Task:
+    """The same task with a result and a folder of its own."""
+    file = task.result_file.with_name(f"{name}.json")
+    return Task(task.label, file, {**task.request, "out": str(file.with_suffix("")), **fields}, task.is_optional)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux")
+def test_a_forked_run_is_that_of_a_fresh_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, the weights too, after another run and after one that failed in the same server."""
+    first, second = requests_of(folder, tmp_path, monkeypatch).values()
+    failing = moved(second, "failing", design=second.request["design"] | {"width": 7})
+    with pytest.raises(HeddleError, match="width"):
+        run_tasks([failing], Workers(("cpu",)))
+    forked = run_tasks([moved(first, "a"), moved(second, "b")], Workers(("cpu", "cpu")))
+    server = processes._servers[0]
+    assert not server.has_ended
+    monkeypatch.setattr(processes, "FORKED", ())
+    fresh = run_tasks([moved(first, "c"), moved(second, "d")], Workers(("cpu", "cpu")))
+    assert [timeless(result) for result in forked] == [timeless(result) for result in fresh]
+    runs = tmp_path / "runs"
+    for ours, theirs in (("a", "c"), ("b", "d")):
+        weights = [load(runs / name)[0].state_dict() for name in (ours, theirs)]
+        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+    assert read_log(runs / "a")[-1]["loss"] != read_log(runs / "b")[-1]["loss"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux")
+def test_the_end_of_a_fork_server_ends_its_workers_and_a_new_one_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, _ = requests_of(folder, tmp_path, monkeypatch).values()
+    settings = task.request["settings"] | {"steps": 10**6, "save_every": None, "evaluate_every": None}
+    endless, out = moved(task, "endless", settings=settings), tmp_path / "runs" / "endless"
+
+    def kill(*_: object) -> None:
+        if done(out) > 2:
+            processes._servers[0]._process.kill()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", kill)
+        (result,) = run_tasks([endless], Workers(("cpu",)))
+    assert (result["status"], result["message"].partition(": ")[2].partition(",")[0]) == (
+        "failed", "was ended by SIGKILL"
+    )  # fmt: skip
+    while holder(out) is not None:  # the worker saves, and goes
+        time.sleep(0.01)
+    assert checkpoint_steps(out)
+    (result,) = run_tasks([moved(task, "next")], Workers(("cpu",)))
+    assert result["status"] == "done"
 
 
 @pytest.mark.soak

@@ -4,17 +4,23 @@ TASK.json describes one task, whose name is in TASKS. RESULT.json receives its r
 """
 
 import ctypes
+import importlib
 import json
 import os
+import select
 import signal
+import socket
 import statistics
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from heddle import progress
 from heddle.errors import HeddleError, RankLost, is_out_of_memory, nondeterministic_operation
@@ -29,29 +35,109 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the task of this process. After a signal exit with 129, 130 or 143, without a result."""
-    task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    """Run the task of this process, or fork a worker for each that comes."""
+    if sys.argv[1] == "--fork":
+        fork_workers(int(sys.argv[2]))
+    else:
+        sys.exit(work(sys.argv[1], sys.argv[2]))
+
+
+def work(request_file: str, result_file: str, parent_pid: int | None = None) -> int:
+    """Run a task; returns the exit code: after a signal 129, 130 or 143, without a result.
+
+    parent_pid: the process that started this one; None: as the request says.
+    """
+    task = json.loads(Path(request_file).read_text(encoding="utf-8"))
     try:
         with interrupted_on_stop_signals():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the parent masked them
-            _exit_with_parent(task["parent_pid"])
-            exit_code = _run_task(task)
+            _exit_with_parent(parent_pid or task["parent_pid"])
+            return _run_task(task, request_file, result_file)
     except Interrupted as interrupted:
         if not task["quiet"]:
             progress.print_status(f"{task['label']}: {interrupted}")
-        exit_code = interrupted.exit_code
-    sys.exit(exit_code)
+        return interrupted.exit_code
 
 
-def _run_task(task: dict[str, Any]) -> int:
+SAVE_SECONDS = 20.0  # of training that a crash may lose; a signal loses none
+
+# Modules that the tasks import, and what these import at their first use.
+IMPORTED = (
+    "heddle.config", "heddle.data.corpus", "heddle.data.recall", "heddle.data.token_file",
+    "heddle.distributed.sharding", "heddle.generation.generate", "heddle.lab.compare.abilities",
+    "heddle.lab.compare.branch", "heddle.lab.compare.speed", "heddle.lab.compare.text_profile",
+    "heddle.model.load_config", "heddle.runtime", "heddle.training.loop", "torch._dynamo",
+)  # fmt: skip
+
+
+def fork_workers(descriptor: int) -> NoReturn:
+    """Fork a worker for each request that comes by a socket, until its other end is closed.
+
+    Nothing but imports takes place here: a worker begins as a fresh process would. A request is a message [request
+    file, result file], with descriptors that the worker holds; answers are [process, null] and, at its end, [process,
+    exit code].
+    """
+    for name in IMPORTED:
+        importlib.import_module(name)
+    server, (ended, ends) = os.getpid(), os.pipe()
+    os.set_blocking(ends, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ends)
+    connection, running = socket.socket(fileno=descriptor), set[int]()
+    with suppress(BrokenPipeError, ConnectionResetError):
+        while True:
+            ready, _, _ = select.select([connection.fileno(), ended], [], [])
+            if ended in ready:
+                os.read(ended, 4096)
+                for pid in list(running):
+                    if (status := os.waitpid(pid, os.WNOHANG))[0]:
+                        running.remove(pid)
+                        connection.send(json.dumps([pid, os.waitstatus_to_exitcode(status[1])]).encode())
+            if connection.fileno() in ready:
+                message, held, _, _ = socket.recv_fds(connection, 65536, 16)
+                if not message:  # Python's own end takes longer; Linux tells the workers, which save
+                    os._exit(0)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # numpy's idle threads do not outlive a fork
+                    pid = os.fork()
+                if not pid:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for other in (connection.detach(), ended, ends):
+                        os.close(other)
+                    request_file, result_file = json.loads(message)
+                    _end_with(partial(work, request_file, result_file, server))
+                for other in held:
+                    os.close(other)
+                running.add(pid)
+                connection.send(json.dumps([pid, None]).encode())
+    os._exit(0)
+
+
+def _end_with(call: Callable[[], int]) -> NoReturn:
+    """End this process with the exit code that a call returns, or with the one of its error."""
+    code = 1
+    try:
+        code = call()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_task(task: dict[str, Any], request_file: str, result_file: str) -> int:
     """Run a task and write its result; returns the exit code."""
     started = time.monotonic()
     if len(task["devices"]) > 1 and task["task"] in ON_RANKS:
-        return run_on_ranks(task, *sys.argv[1:])
+        return run_on_ranks(task, request_file, result_file)
     # several workers share one terminal, so only one that is alone draws a progress bar
     with progress.quiet() if task["quiet"] or not task["alone"] else nullcontext():
         result, exit_code = perform_task(task)
-    write_json_file(Path(sys.argv[2]), result | {"wall_seconds": time.monotonic() - started})
+    write_json_file(Path(result_file), result | {"wall_seconds": time.monotonic() - started})
     return exit_code
 
 
@@ -140,6 +226,7 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
         label=task["label"],
         environment=_environment(task, runtime) | {"ranks": {"count": ranks.count}},
         ranks=ranks,
+        save_seconds=SAVE_SECONDS,
         evaluation=EvaluationBudget(
             interim_tokens=interim_tokens(settings, len(source.validation)),
             final_tokens=task.get("final_tokens"),  # a ladder has none
