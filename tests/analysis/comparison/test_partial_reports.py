@@ -10,6 +10,7 @@ from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import ProbeResult, Run, plain
 from heddle.lab.compare.tasks import Comparison
 from heddle.lab.workers import Workers
+from heddle.model.size import state_bytes
 from heddle.runtime import set_up_runtime
 from tests import small
 from tests.analysis.comparison import reports
@@ -134,6 +135,22 @@ def test_each_stage_says_what_is_finished(tmp_path: Path) -> None:
     report = running.report()
     assert 'class="progress"' not in report_page(report)
     assert "to come" not in Page(report_page(report)).text()
+
+
+@pytest.mark.parametrize(("rate", "is_said"), [(1e9, True), (1e7, False)])
+def test_decoding_that_is_mostly_overhead_is_said(tmp_path: Path, rate: float, is_said: bool) -> None:
+    """A token reads each weight once, and the state; the rest of its time is none of the design's bytes."""
+    running = Running(tmp_path)
+    for speeds in running.results.speeds.values():
+        speeds.append(SPEEDS | {"read": [(0, [rate])]})
+    report = running.report()
+    for design in report["designs"]:
+        config = next(each.config for each in running.comparison.plan.entries if each.name == design["name"])
+        state = state_bytes(config, 32)
+        [[context, share]] = design["reading_share"]
+        assert (context, share) == (32, pytest.approx(min(1.0, (4 * design["parameters"] + state) * 305 / rate)))
+    sentences = [text for text in report["warnings"] if "overhead of small operations: full" in text]
+    assert bool(sentences) == is_said
 
 
 def test_designs_are_compared_on_the_same_seeds(tmp_path: Path) -> None:

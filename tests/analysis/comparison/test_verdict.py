@@ -142,7 +142,7 @@ def test_verdict_of_one_design_compares_nothing() -> None:
     assert verdict_sentences(reports.single()) == [
         "mha-tiny reaches 2.249 bits per byte; there is no second design to compare it with.",
         "Recall (MQAR): mha-tiny answers 100 % correctly; guessing gives 8.3 %.",
-        "At 8 × the trained length bits per byte change, on the same text, on one seed: mha-tiny −0.091 (better).",
+        "At 8 × the trained length bits per byte change, on the same text, on one seed: mha-tiny −0.091 ± 0.004.",
     ]
 
 

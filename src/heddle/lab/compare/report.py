@@ -26,6 +26,7 @@ from heddle.lab.compare.results import (
     Progress,
     Report,
     Run,
+    Series,
     Stage,
     TextRecallFacts,
     TuningReport,
@@ -34,6 +35,7 @@ from heddle.lab.compare.results import (
 )
 from heddle.lab.compare.speed import Samples, summarize_speeds
 from heddle.lab.compare.statistics import mean_bits_per_byte
+from heddle.lab.compare.tables import format_percent, join_names, shared_context, value_at
 from heddle.lab.compare.tasks import Comparison
 from heddle.lab.compare.text_profile import describe_text_recall, profile_rows, recall_in_text
 from heddle.lab.compare.tuning import Tuning, tuning_report
@@ -120,6 +122,7 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
     comparable = {name: results.comparable_runs(name) for name in results.names}
     multiples = comparison.extrapolation.multiples
     designs = [_design(name, comparable, baseline, results, multiples) for name in results.names]
+    designs = [replace(design, reading_share=_reading_shares(comparison, results, design)) for design in designs]
     judging = Judging(results.is_anytime, not results.pending, plan.until_resolved, workers.total)
     pairs = pair_report(comparable, baseline, judging)
     drawn, left_out = summarize_abilities(results.task_choices, results.recall, AUTO in plan.recall_probes)
@@ -218,7 +221,42 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
     parameters = {design.name: design.parameters for design in designs}
     available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
     chosen = [f"Chosen for the budget of time: {'; '.join(comparison.notes)}."] if comparison.notes else []
-    return [*chosen, *plan_warnings(plan, parameters, trained_tokens, available)]
+    return [*chosen, *plan_warnings(plan, parameters, trained_tokens, available), *overhead_warning(designs)]
+
+
+MIN_READING_SHARE = 0.5
+
+
+def overhead_warning(designs: Sequence[Design]) -> list[str]:
+    """A caveat where decoding is not limited by the bytes of weights and state."""
+    context = shared_context(designs, "decode")
+    shares = {design.name: value_at(design.reading_share, context) for design in designs}
+    slow = [
+        f"{name} {format_percent(1 - share)}"
+        for name, share in shares.items()
+        if share is not None and share < MIN_READING_SHARE
+    ]
+    if not slow:
+        return []
+    return [
+        f"Decoding at these sizes is mostly overhead of small operations: {join_names(slow, 4)} of a token's time; the "
+        "rest reads weights and state. Of larger models, whose bytes decide, these speeds say little."
+    ]
+
+
+def _reading_shares(comparison: Comparison, results: Results, design: Design) -> Series | None:
+    """Of each context, the time that weights and state take to be read, over that of a decoded token."""
+    samples = [sample for speeds in results.speeds[design.name] for sample in speeds.get("read", ())]
+    rates = [rate for _, of_round in samples for rate in of_round]
+    if not rates:
+        return None
+    config = comparison.config(next(entry for entry in comparison.plan.entries if entry.name == design.name))
+    dtype = torch.float32 if comparison.plan.precision == "fp32" else torch.bfloat16
+    weights = dtype.itemsize * (design.active_parameters or design.parameters)
+    return [
+        (context, min(1.0, (weights + state_bytes(config, context, dtype=dtype)) * speed / median_high(rates)))
+        for context, speed, _, _ in design.decode
+    ]
 
 
 def design_facts(comparison: Comparison, entry: DesignEntry) -> DesignFacts:

@@ -296,7 +296,11 @@ class DesignFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Design(DesignFacts):
-    """A design, and what is measured of it so far."""
+    """A design, and what is measured of it so far.
+
+    reading_share: (context, share) of a decoded token's time in which this machine reads weights and state; the rest
+    is mostly the overhead of small operations.
+    """
 
     runs: Sequence[Run]
     bits_per_byte: MeanLoss | None
@@ -309,6 +313,7 @@ class Design(DesignFacts):
     extrapolation: Sequence[LengthChange]
     loss_profile: Mapping[str, Sequence[ProfileRow]] | None = None
     text_recall: TextRecallRow | None = None
+    reading_share: Series | None = field(default=None, metadata={"left_out": True})
 
     def profile(self, name: str) -> Sequence[ProfileRow]:
         """The loss in each group of "positions" or "frequencies"; empty where it was not measured."""

@@ -15,7 +15,7 @@ import torch
 
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
-from heddle.lab.bench.run import synchronize
+from heddle.lab.bench.run import fastest_seconds, synchronize
 from heddle.lab.compare.statistics import quartiles
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
@@ -31,6 +31,7 @@ MAX_PREFILLS = 2
 REPEAT_LIMIT_SECONDS = 2.0  # once its prefills took this long together, a context is not prefilled again
 MEASURED_STEPS, WARMUP_STEPS = 5, 2
 LONGEST_SECONDS = 10.0
+READ_BYTES = 2**27  # more than caches hold
 
 Value = TypeVar("Value")
 Samples = list[tuple[int, list[float]]]  # (context, tokens per second, one number for each measurement)
@@ -51,6 +52,12 @@ def measure_speeds(config: ModelConfig, contexts: Sequence[int], device: str, dt
             speeds["prefill"].append((context, [context / seconds for seconds in prefill_seconds]))
             speeds["decode"].append((context, [1 / seconds for seconds in decode_seconds]))
     return speeds
+
+
+def read_rate(device: str) -> float:
+    """Bytes per second at which memory is read: those of weights and state limit a decoded token."""
+    words = torch.zeros(READ_BYTES // 4, device=device)
+    return READ_BYTES / fastest_seconds(words.sum, device)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from heddle.training.settings import Settings
 SPEED_ROUNDS = 2
 CHECKPOINTS_PER_RUN = 4
 NO_EXTRAPOLATION = ExtrapolationPlan(sequence_length=1)
-PHASES = ("train", "prefill", "decode")
+PHASES = ("train", "prefill", "decode", "read")
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def run_result(seed: int, result: Mapping[str, Any]) -> Run:
 def speed_result(result: Mapping[str, Any]) -> dict[str, Samples]:
     """The samples of one round; none where measuring failed."""
     if result["status"] == "done":
-        return {phase: result[phase] for phase in PHASES}
+        return {phase: result.get(phase, []) for phase in PHASES}  # older ones have no "read"
     progress.print_status(f"warning: {result['message']}")
     return {phase: [] for phase in PHASES}
 

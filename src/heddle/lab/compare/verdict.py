@@ -18,7 +18,6 @@ from heddle.lab.compare.tables import (
     format_difference,
     format_percent,
     format_share,
-    format_signed,
     half_width,
     join_names,
     judgment,
@@ -236,7 +235,7 @@ def length_verdict(report: Report) -> list[str]:
     changes = sorted(
         ((change.mean, name, change) for name, change in changed if change.mean is not None), key=lambda row: row[:2]
     )
-    parts = [f"{name} {format_signed(mean)} ({judgment(change).partition(',')[0]})" for mean, name, change in changes]
+    parts = [f"{name} {format_difference(change)}" for _, name, change in changes]
     measured = {name for _, name, _ in changes}
     parts += [f"{name} {missing_reason(row)}" for name, row in rows.items() if name not in measured]
     one_seed = ", on one seed" if max((change.pairs for _, _, change in changes), default=0) == 1 else ""

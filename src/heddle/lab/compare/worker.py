@@ -393,14 +393,15 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
 def _speed(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from heddle.lab.compare.speed import measure_speeds, time_training_steps
+    from heddle.lab.compare.speed import measure_speeds, read_rate, time_training_steps
 
     job, _ = _text_job(task)
     settings = job.settings
     rates = [settings.tokens_per_step / seconds for seconds in time_training_steps(job)]
     dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
     speeds = measure_speeds(job.config, task["speed_contexts"], job.device, dtype)
-    return {"status": "done", "train": [(settings.sequence_length, rates)], **speeds}
+    read = [(0, [read_rate(job.device)])]
+    return {"status": "done", "train": [(settings.sequence_length, rates)], **speeds, "read": read}
 
 
 TASKS = {"train": _train, "calibrate": _calibrate, "speed": _speed, "recall": _recall, "loss": _loss}

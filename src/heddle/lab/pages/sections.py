@@ -35,7 +35,6 @@ from heddle.lab.compare.tables import (
     format_signed,
     half_width,
     join_names,
-    judgment,
     mean_loss,
     missing_reason,
     range_at,
@@ -208,8 +207,8 @@ def _length_cell(row: LengthChange) -> tuple[str, str, str]:
         return missing_reason(row), "", ""
     if change is None:
         return format_bits(row.bits_per_byte), "", ""
-    missing = f", {row.not_finite} not finite" if row.not_finite else ""
-    return format_difference(change), f"{judgment(change)}{missing}", change.method
+    missing = f"{row.not_finite} not finite" if row.not_finite else ""
+    return format_difference(change), missing, change.method
 
 
 def refusals(report: Report) -> list[tuple[str, int, str]]:
@@ -325,8 +324,7 @@ def text_recall_table(report: Report) -> TextTable | None:
     for design, recall in measured:
         needle, span = recall.needle, recall.span
         is_baseline = design.name == report.baseline
-        change = span.difference
-        words = "baseline" if is_baseline else f"{format_difference(change)}, {_more_or_less(change)}"
+        to_baseline = "baseline" if is_baseline else format_difference(span.difference)
         rows.append(
             [
                 design.name,
@@ -336,7 +334,7 @@ def text_recall_table(report: Report) -> TextTable | None:
                 format_bits(span.control),
                 format_bits(span.value),
                 format_difference(span.gain),
-                words,
+                to_baseline,
             ]
         )
     header = ["held-out text", "needle", "without it", "gain", "span, first", "again", "again − first"]
@@ -349,12 +347,6 @@ def _percent_difference(difference: Difference) -> str:
         return NO_VALUE
     half = half_width(difference)
     return f"{format_signed(100 * difference.mean, 1)}{'' if half is None else f' ± {100 * half:.1f}'} %"
-
-
-def _more_or_less(change: Difference) -> str:
-    """What the difference of two gains says: below 0 the second occurrence helps this design more."""
-    word = judgment(change)
-    return word.replace("better", "copies more").replace("worse", "copies less")
 
 
 def profile_labels(groups: ProfileGroups) -> tuple[list[str], list[str]]:
@@ -430,7 +422,7 @@ def profile_map(report: Report, name: str, columns: Sequence[str]) -> HeatMap:
                 continue
             mean = row.difference.mean or 0.0
             heat = PROFILE_HEAT * max(0.0, mean) / largest if largest else 0.0
-            cells.append(HeatCell(format_difference(row.difference), heat, (judgment(row.difference),)))
+            cells.append(HeatCell(format_difference(row.difference), heat))
         rows.append((design.name, cells))
     return HeatMap(["bits per byte"], list(columns), rows)
 

@@ -20,10 +20,11 @@
   const hoverTemplate = (trace) => trace.customdata?.[0] === " " ? "%{text}<extra></extra>"
     : `<b>%{${trace.customdata ? "customdata" : "fullData.name"}}</b><br>%{text}<extra></extra>`;
 
-  const draw = () => {
+  // A figure in a closed section has no size; it is drawn when the section opens.
+  const draw = (within = document) => {
     for (const [name, figure] of Object.entries(figures)) {
       const place = document.getElementById("plot-" + name);
-      if (!figure || !place) continue;
+      if (!figure || !place || !within.contains(place) || place.closest("details:not([open])")) continue;
       const { data, layout } = convert(figure, "");
       for (const trace of data) {
         trace.visible = !hiddenDesigns.has(trace.meta);
@@ -52,7 +53,21 @@
     const button = event.target.closest("[data-design], [data-full-range]");
     if (button?.dataset.design) toggle(hiddenDesigns, Number(button.dataset.design));
     if (button?.dataset.fullRange) toggle(fullRangeFigures, button.dataset.fullRange);
+    const opener = event.target.closest("[data-open-sections]");
+    if (opener) openSections(opener.getAttribute("aria-expanded") === "false");
   });
+  const sections = () => [...document.querySelectorAll("details.section")];
+  const openSections = (open) => {
+    for (const section of sections()) section.open = open;
+  };
+  document.addEventListener("toggle", (event) => {
+    if (event.target.open) draw(event.target);
+    const opener = document.querySelector("[data-open-sections]");
+    if (!opener) return;
+    const all = sections().every((section) => section.open);
+    opener.setAttribute("aria-expanded", String(all));
+    opener.textContent = all ? "close all sections" : "open all sections";
+  }, true);
 
   // The content as it is in the page; on a page that follows a command it is replaced now and then.
   const show = () => {
@@ -66,10 +81,16 @@
   };
   addEventListener("heddle-content", show);
 
-  // Print in the light scheme.
-  const setPaper = (on) => () => { root.classList.toggle("paper", on); draw(); };
+  // Print in the light scheme, with every section.
+  let closed = [];
+  const setPaper = (on) => () => {
+    root.classList.toggle("paper", on);
+    if (on) closed = sections().filter((section) => !section.open);
+    for (const section of closed) section.open = on;
+    draw();
+  };
   addEventListener("beforeprint", setPaper(true));
   addEventListener("afterprint", setPaper(false));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
   show();
 })();
