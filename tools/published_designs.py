@@ -23,6 +23,7 @@ def page() -> str:
         counts[family.model_type] += 1
         if counts[family.model_type] <= MOST:
             config = design_from_config(entry.config, family, entry.name)
-            designs.append({"name": entry.name.rpartition("/")[2], "design": explorer_design(config)})
+            name = entry.name.rpartition("/")[2]
+            designs.append({"name": name, "family": family.model_type, "design": explorer_design(config)})
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in designs)
     return f"[\n{lines}\n]\n"

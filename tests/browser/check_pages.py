@@ -180,6 +180,30 @@ def test_a_choice_changes_what_it_must(browser: Browser, explorers: dict[str, Pa
     assert browser.errors == []
 
 
+def test_every_formula_is_whole_on_a_phone(browser: Browser, explorers: dict[str, Path]) -> None:
+    browser.look(PHONE, 900)
+    browser.open(explorers["design"])
+    cut = browser.run("""Object.values(DATA.about).flatMap(kinds => Object.entries(kinds).filter(([, about]) => {
+      $("about").innerHTML = about;
+      fitFormulas();
+      return [...document.querySelectorAll("#about .formula")].some(each => each.scrollWidth > each.clientWidth + 1);
+    }).map(([kind]) => kind))""")
+    assert cut == []
+    assert browser.errors == []
+
+
+def test_published_models_stand_with_their_family(browser: Browser, explorers: dict[str, Path]) -> None:
+    browser.open(explorers["design"])
+    shown = """[...document.querySelectorAll("#design-model optgroup")].map(group =>
+      [group.label, [...group.children].map(each => each.textContent)])"""
+    families: dict[str, list[str]] = {}
+    for model in published_designs():
+        families.setdefault(model["family"], []).append(model["name"])
+    assert {family: sorted(names) for family, names in browser.run(shown)} == {
+        family: sorted(names) for family, names in families.items()
+    }
+
+
 def test_every_published_model_opens_after_any_layer_of_another(browser: Browser, explorers: dict[str, Path]) -> None:
     browser.open(explorers["design"])
     choose = """const list = document.getElementById("design-model");

@@ -185,7 +185,7 @@ FILE = Path(__file__).with_name("published.json")
 
 @cache
 def published_designs() -> list[dict[str, Any]]:
-    """Name and design of each model in published.json, which tools/published_designs.py writes."""
+    """Name, family and design of each model in published.json, which tools/published_designs.py writes."""
     designs: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return designs
 

@@ -73,7 +73,7 @@ function drawForm() {
   const number = (id, label, value) => html`<label for="${id}"><span>${label}</span><input id="${id}" type="number" min="1" step="1" value="${value ?? ""}"></label>`;
   const entries = design.layers.length < 2 ? "" : html`<label for="design-entry"><span>layers shown</span><select id="design-entry">${design.layers.map((each, index) => html`<option value="${index}" ${index === state.layer ? "selected" : ""}>${each.count} × ${each.mixer?.kind ?? "no mixer"}${each.mixer?.window ? `, window ${each.mixer.window}` : ""}, ${each.feedforward?.kind ?? "no feed-forward"}</option>`)}</select></label>`;
   const whole = DATA.whole ? [number("design-vocab_size", "vocabulary", design.vocab_size), number("layer-count", "layers", layer().count), entries] : "";
-  const models = DATA.whole ? html`<label for="design-model"><span>start from</span><select id="design-model"><option value="">this design</option>${DATA.models.map((model, index) => html`<option value="${index}">${model.name}</option>`)}</select></label>` : "";
+  const models = DATA.whole ? html`<label for="design-model"><span>start from</span><select id="design-model"><option value="">this design</option>${byFamily(DATA.models).map(([family, models]) => html`<optgroup label="${family}">${models.map(model => html`<option value="${DATA.models.indexOf(model)}">${model.name}</option>`)}</optgroup>`)}</select></label>` : "";
   write("around", [models, number("design-width", "model width", design.width), number("design-tokens", "context, tokens", design.tokens),
     html`<label for="design-bytes"><span>numbers</span><select id="design-bytes">${[[4, "float32"], [2, "bfloat16"]].map(([bytes, name]) => html`<option value="${bytes}" ${design.bytes === bytes ? "selected" : ""}>${name}</option>`)}</select></label>`, whole]);
   const none = ["positions", "mixers", "feedforwards", "scalings"].includes(state.slot) && (["positions", "scalings"].includes(state.slot) || DATA.whole) ? [["", "none"]] : [];
@@ -115,17 +115,26 @@ function numbers(design) {
   return html`<div class="numbers">${cards.map(([name, , big, detail]) => html`<div><span>${name}</span><strong>${big}</strong><small>${detail}</small></div>`)}</div>${share}`;
 }
 
-function curve(title, valueAt, unit) {
+// Models by family, both in the order of their names.
+function byFamily(models) {
+  const families = Object.groupBy(models, model => model.family), sorted = (a, b) => a.localeCompare(b, "en", { numeric: true });
+  return Object.keys(families).sort(sorted).map(family => [family, families[family].sort((a, b) => sorted(a.name, b.name))]);
+}
+
+// base: of the axis of values; bytes have powers of 2, numbers have powers of 10.
+function curve(title, valueAt, unit, base) {
+  const log = value => Math.log2(value) / Math.log2(base);
   const contexts = Array.from({ length: 25 }, (_, index) => Math.round(2 ** (7 + index * 13 / 24)));
   const lines = [[state.design, SERIES[0], "now"], ...(state.pinned && !refusals(state.pinned).length ? [[state.pinned, SERIES[1], "kept"]] : [])].map(([design, stroke, name]) => ({ stroke, name, values: contexts.map(tokens => valueAt({ ...design, tokens })) }));
   const all = lines.flatMap(each => each.values).filter(value => value > 0);
   if (!all.length) return "";
-  let low = Math.floor(Math.log2(Math.min(...all)) - 0.5), high = Math.ceil(Math.log2(Math.max(...all)) + 0.5);
-  if (high - low < 4) { low -= 1; high += 2; }
-  const x = tokens => 64 + (Math.log2(tokens) - 7) / 13 * 320, y = value => 150 - (Math.log2(Math.max(value, 2 ** low)) - low) / (high - low) * 126;
+  const room = base === 2 ? 0.5 : 0.1;
+  let low = Math.floor(log(Math.min(...all)) - room), high = Math.ceil(log(Math.max(...all)) + room);
+  if (base === 2 && high - low < 4) { low -= 1; high += 2; }
+  const x = tokens => 64 + (Math.log2(tokens) - 7) / 13 * 320, y = value => 150 - (log(Math.max(value, base ** low)) - low) / (high - low) * 126;
   const step = Math.max(1, Math.round((high - low) / 5));
   const body = [];
-  for (let power = low; power <= high; power += step) body.push(line(64, y(2 ** power), 388, y(2 ** power), "var(--grid)"), text(58, y(2 ** power) + 4, unit(2 ** power), html`text-anchor="end" class="tick"`));
+  for (let power = low; power <= high; power += step) body.push(line(64, y(base ** power), 388, y(base ** power), "var(--grid)"), text(58, y(base ** power) + 4, unit(base ** power), html`text-anchor="end" class="tick"`));
   for (const power of [8, 11, 14, 17, 20]) body.push(text(x(2 ** power), 168, ["256", "2 k", "16 k", "131 k", "1 M"][[8, 11, 14, 17, 20].indexOf(power)], html`text-anchor="middle" class="tick"`));
   const here = state.design.tokens;
   if (here >= 128 && here <= 2 ** 20) body.push(line(x(here), 20, x(here), 150, "var(--soft)", html`stroke-dasharray="3 4"`));
@@ -139,7 +148,7 @@ function curve(title, valueAt, unit) {
 function curves() {
   if (undeclared(state.design).length) return "";
   const pick = design => { const all = sizes(design, Math.min(state.layer, design.layers.length - 1)); return DATA.whole ? all.sums : all.slots[state.slot === "scalings" ? "mixers" : state.slot] ?? [0, 0, 0, 0, 0]; };
-  return [curve("state, one text", design => stateBytes(pick(design), design), bytesOf), curve("FLOPs per token", design => pick(design)[2] / design.tokens, short)];
+  return [curve("state of one text, bytes", design => stateBytes(pick(design), design), bytesOf, 2), curve("FLOPs per token, forward pass", design => pick(design)[2] / design.tokens, short, 10)];
 }
 
 function pictures(slot, part) {
@@ -209,6 +218,7 @@ function draw() {
   $("kind-name").textContent = part ? part.kind : "none";
   $("aliases").textContent = kind?.aliases.length ? `also called ${kind.aliases.join(", ")}` : "";
   write("about", part ? new Markup(DATA.about[slot][part.kind]) : html`<p>Nothing is chosen.</p>`);
+  fitFormulas();
   if (!wrong.length || drawn !== `${slot} ${part?.kind}`) {
     const possible = part && !wrong.length;
     write("pictures", possible ? pictures(slot, part) : "");
@@ -216,13 +226,23 @@ function draw() {
     drawn = `${slot} ${part?.kind}`;
   }
   const models = part ? DATA.models.filter(model => uses(model.design, slot, part.kind)) : [];
-  write("models", models.length ? models.map(model => html`<button type="button" data-model="${DATA.models.indexOf(model)}">${model.name}</button>`) : html`<p class="small">None of the models that this page knows.</p>`);
+  write("models", models.length ? byFamily(models).map(([family, members]) => html`<p><b>${family}</b>${members.map(model => html`<button type="button" data-model="${DATA.models.indexOf(model)}">${model.name}</button>`)}</p>`) : html`<p class="small">None of the models that this page knows.</p>`);
   const mistakes = part ? DATA.mistakes.filter(each => each.slot === slot && each.kinds.includes(part.kind)) : [];
   write("mistakes", mistakes.length ? html`<dl>${mistakes.map(each => html`<dt>${each.title}</dt><dd>${each.text} <span class="law">Caught by ${each.law}.</span></dd>`)}</dl>` : html`<p class="small">No mistake is recorded for this kind.</p>`);
   $("yaml").textContent = DATA.whole ? yaml(designData(state.design)) : part ? yaml({ [SINGULAR[slot]]: part }) : "";
   $("pin").textContent = state.pinned ? "forget the kept one" : "keep, to compare";
   history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(state)));
 }
+
+// A formula has no line breaks: on a phone it is set smaller, and only then scrolls.
+function fitFormulas() {
+  for (const box of document.querySelectorAll("#about .formula")) {
+    box.style.removeProperty("--fit");
+    const share = (box.clientWidth - 32) / (box.scrollWidth - 32);
+    if (share < 1) box.style.setProperty("--fit", Math.max(0.6, 0.97 * share)); // spaces do not shrink with it
+  }
+}
+addEventListener("resize", fitFormulas);
 
 function render() { drawForm(); draw(); }
 
