@@ -3,7 +3,8 @@
 //   {"model": "model.gguf", "runs": [{"text": "Once" or "tokens": [1, 2], "n": 64, "logits": true, "spell": false}]}
 //
 // Each run answers {"tokens", "text", "prompt", "logits"}: what greedy decoding wrote, the prompt's tokens, and, where
-// asked for, the logits of all tokens after each token of the prompt. `spell` only cuts the text into tokens.
+// asked for, the logits of all tokens after each token of the prompt. `spell` only cuts the text into tokens. With
+// `embed`, of an encoder, the answer is {"embedding"}: the pooled outputs of the text.
 
 import process from "node:process";
 import {getLlama} from "node-llama-cpp";
@@ -37,7 +38,15 @@ async function write(model, sequence, prompt, n) {
     return tokens;
 }
 
+async function embed(model, run) {
+    const context = await model.createEmbeddingContext({contextSize: 256, threads: 1});
+    const {vector} = await context.getEmbeddingFor(run.tokens ?? run.text);
+    await context.dispose();
+    return {embedding: Array.from(vector)};
+}
+
 async function answer(model, run) {
+    if (run.embed) return await embed(model, run);
     const prompt = promptOf(model, run);
     if (run.spell) return {prompt, tokens: [], text: "", logits: null};
     const context = await model.createContext({

@@ -36,6 +36,7 @@ class Architecture:
     has them. partial_rope: RoPE may rotate some dims of a head only.
     nope_period: every so many layers there is one without positions. transposed: the family stores the matrices of a
     layer as [inputs, outputs]. interleaved_heads: the family's rows of q, k and v in one matrix lie head by head.
+    encoder: it has no language head, and pools the outputs of a text.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Architecture:
     nope_period: int | None = None
     transposed: bool = False
     interleaved_heads: bool = False
+    encoder: bool = False
 
 
 def _expert_keys(config: ConfigFields) -> ConfigFields:
@@ -93,6 +95,8 @@ RENORMALIZED = {"norm_topk_prob": ("layers.*.feedforward.renormalize", True)}
 NOT_RENORMALIZED = {"norm_topk_prob": ("layers.*.feedforward.renormalize", False)}
 LLAMA_SCALINGS = (LinearConfig, YarnConfig, Llama3Config)
 
+# llama.cpp's number of the mean over tokens, as sentence encoders are trained. Nothing in a design says it.
+MEAN_POOLING = 1
 # By the model_type of the family. Mistral is Llama, as long as it has no window.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", SILU, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
@@ -177,6 +181,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         square_heads=True,
         rope_scalings=(),
     ),
+    "bert": Architecture(
+        "bert",
+        {"hidden_act": (ACTIVATION, "gelu")},
+        extra_keys=lambda config: {"attention.causal": False, "pooling_type": MEAN_POOLING},
+        square_heads=True,
+        grouped_heads=False,
+        qk_norm=False,
+        encoder=True,
+    ),
 }
 
 
@@ -184,7 +197,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<after>.*)")
-FLOAT32_WEIGHTS = ("ffn_gate_inp", "position_embd")  # routers and learned positions
+FLOAT32_WEIGHTS = ("ffn_gate_inp", "position_embd", "token_types")  # routers, learned positions and types of tokens
 SUFFIXES = (".weight", ".bias")
 Transform = Callable[[Tensor], Tensor]
 
@@ -216,7 +229,7 @@ def gguf_tensors(
 ) -> Iterator[GGUFTensor]:
     """All tensors of a GGUF, in the order of the family's tensors.
 
-    dtype: of matrices. Vectors, routers and learned positions are always float32, as llama.cpp requires.
+    dtype: of matrices. Vectors and what FLOAT32_WEIGHTS names are always float32, as llama.cpp requires.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 

@@ -21,7 +21,7 @@ from heddle.exchange.gguf.architectures import ARCHITECTURES, Architecture, Conf
 from heddle.exchange.gguf.file import HASH_KEY, MAGIC, NO_DIGITS, seal
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
-from heddle.model.config import ModelConfig
+from heddle.model.config import HeadConfig, ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.positions.learned import LearnedConfig
 from heddle.parts.positions.rope import RopeConfig
@@ -56,6 +56,7 @@ def match_architecture(design: ModelConfig) -> tuple[FamilyMatch, Architecture]:
         match, graph = match_family(design, families()[name]), ARCHITECTURES[name]
         family_mismatches = [mismatch for mismatch in match.mismatches if mismatch.actual != mismatch.required]
         mismatches = _outermost([*family_mismatches, *_graph_mismatches(design, match.config, graph)])
+        mismatches = [mismatch for mismatch in mismatches if mismatch.actual != mismatch.required]
         if not mismatches and not match.mismatches:
             return match, graph
         if mismatches:
@@ -100,6 +101,10 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
     for scale in {getattr(each, "scale", None) for each in design_parts.mixers(design)}:
         if scale is not None and not math.isclose(scale, scaled_dim**-0.5, rel_tol=1e-6):
             yield Mismatch("layers.*.mixer.scale", scale, scaled_dim**-0.5)
+    if graph.encoder:
+        plain, head = HeadConfig().dump(), design.head.dump()
+        for name in dict.fromkeys((*head, *plain)) if head != plain else ():  # all of them: none is as in the family
+            yield Mismatch(f"head.{name}", head.get(name, MISSING), plain.get(name, MISSING))
     if not graph.qk_norm and mixer.qk_norm is not None:
         yield Mismatch("layers.*.mixer.qk_norm", mixer.qk_norm, MISSING)
     if graph.square_heads and mixer.heads * head_dim != design.width:
@@ -206,6 +211,8 @@ def export_gguf(
     keys |= {"general.name": file.stem, "general.file_type": Q8_0_FILE_TYPE if q8_0 else GGML_TYPES[dtype][1]}
     rows = model.config.vocab_size or 0
     keys |= {"tokenizer.ggml.model": "none"} if tokenizer is None else tokenizer_keys(tokenizer, rows)
+    if graph.encoder:
+        keys |= {"tokenizer.ggml.token_type_count": match.config["type_vocab_size"]}
     plan = [_StoredTensor.of(spec, q8_0) for spec in gguf_tensors(tensors, match.config, graph, dtype)]
     _write(file, graph.name, keys, plan, tensors, _rope_factors(model))
     return match, graph.name

@@ -44,6 +44,7 @@ MISSING_FIELDS = {
     "gptneox": ("head_dim", "num_key_value_heads", "rms_norm_eps"),
     "command-r": ("rms_norm_eps",),
     "cohere2": ("rms_norm_eps",),
+    "bert": ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"),
 }
 GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
 # Of the scalings that Llama 3 was published with; a GGUF holds its factors alone.
@@ -289,6 +290,17 @@ def _cohere(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _bert(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "hidden_act": "gelu",
+        "layer_norm_eps": keys.get(f"{graph}.attention.layer_norm_epsilon", 1e-12),
+        "max_position_embeddings": shapes.get("position_embd.weight", (512,))[0],
+        "type_vocab_size": shapes.get("token_types.weight", (2,))[0],
+    }
+
+
 ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, str, Shapes], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": lambda keys, graph, shapes: {"model_type": "qwen2"},
@@ -309,6 +321,7 @@ ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, str, Shapes], dict[str, Any]]] = 
     "gptneox": _gpt_neox,
     "command-r": _cohere,
     "cohere2": _cohere,
+    "bert": _bert,
 }
 
 

@@ -1,9 +1,10 @@
-"""The tokenizer keys of a GGUF, both ways: byte-level BPE (`gpt2`), and SentencePiece's BPE (`llama`).
+"""The tokenizer keys of a GGUF, both ways: byte-level BPE (`gpt2`), SentencePiece's BPE (`llama`), WordPiece (`bert`).
 
 llama.cpp has a fixed list of named pre-tokenizers (rules that split a text into words) for byte-level BPE. A tokenizer
 trained by heddle splits as GPT-2's does, except that it also cuts runs of more than 256 characters of the same kind.
 SentencePiece's has no merges: the neighbors whose union has the highest score are joined first, so that its merges and
-their order follow from the scores. Bytes outside of the vocabulary are tokens such as <0xE2>.
+their order follow from the scores. Bytes outside of the vocabulary are tokens such as <0xE2>. WordPiece's tokens that
+begin a word begin with ▁ there, and those that go on with one have no ##; texts are always in lower case.
 """
 
 import json
@@ -24,9 +25,13 @@ if TYPE_CHECKING:
     from heddle.exchange.gguf.read import Keys
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
-BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+BYTE_LEVEL, SENTENCEPIECE, WORDPIECE = "gpt2", "llama", "bert"
+CONTINUING = "##"
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
-NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # in a GGUF
+NAMED_TOKENS = {
+    "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask",
+    "sep_token": "seperator",  # as a GGUF spells it
+}  # fmt: skip
 NO_SCORE = -1000.0  # of tokens that no merge makes, as in Gemma's files
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -53,21 +58,21 @@ def tokenizer_keys(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """
     data = json.loads(tokenizer.to_json())
     model = data["model"]
-    if model.get("type") != "BPE":
-        raise DataError(f"tokenizer: is {model.get('type')}; a GGUF is written with BPE only")
+    if model.get("type") not in ("BPE", "WordPiece"):
+        raise DataError(f"tokenizer: is {model.get('type')}; a GGUF is written with BPE and WordPiece only")
     tokens: dict[int, str] = {index: token for token, index in model["vocab"].items()}
     token_types = dict.fromkeys(tokens, NORMAL)
     for added in data.get("added_tokens", []):
         tokens[added["id"]] = added["content"]
         token_types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     make_keys = _sentencepiece_keys if model.get("byte_fallback") else _byte_level_keys
-    keys = make_keys(data, tokens, token_types) | {
+    keys = (_wordpiece_keys if model["type"] == "WordPiece" else make_keys)(data, tokens, token_types) | {
         "tokens": [tokens.get(index, f"[PAD{index}]") for index in range(vocab_size)],
         "token_type": [token_types.get(index, UNUSED) for index in range(vocab_size)],
     }
     if "scores" in keys:
         keys["scores"] = [keys["scores"].get(index, NO_SCORE) for index in range(vocab_size)]
-    keys = {f"tokenizer.ggml.{name}": value for name, value in (keys | _special_token_keys(tokenizer)).items()}
+    keys = {f"tokenizer.ggml.{name}": value for name, value in (_special_token_keys(tokenizer) | keys).items()}
     template = chat_template_text(tokenizer.companion_files)
     return keys | ({} if template is None else {"tokenizer.chat_template": template})
 
@@ -121,6 +126,34 @@ def _sentencepiece_keys(data: dict[str, Any], tokens: dict[int, str], token_type
         "add_space_prefix": prefix,
     }
     return keys | ({"unknown_token_id": vocabulary[unknown]} if unknown in vocabulary else {})
+
+
+# What llama.cpp does with a text before WordPiece.
+BERT_NORMALIZER = {"clean_text": True, "handle_chinese_chars": True, "lowercase": True}
+
+
+def _wordpiece_keys(data: dict[str, Any], tokens: dict[int, str], token_types: dict[int, int]) -> dict[str, Any]:
+    """`tokens` is changed to llama.cpp's spelling."""
+    normalizer, model = dict(data.get("normalizer") or {}), data["model"]
+    steps = (normalizer.get("type"), (data.get("pre_tokenizer") or {}).get("type"))
+    if steps != ("BertNormalizer", "BertPreTokenizer"):
+        raise DataError("tokenizer: is WordPiece, but splits texts otherwise than BERT; llama.cpp knows that alone")
+    expected = BERT_NORMALIZER | ({"strip_accents": True} if normalizer.get("strip_accents") is False else {})
+    for name, value in expected.items():
+        if normalizer.get(name) != value:
+            raise DataError(f"tokenizer: is WordPiece whose {name} is {normalizer.get(name)}; llama.cpp knows {value}")
+    prefix = model.get("continuing_subword_prefix", CONTINUING)
+    for index, kind in token_types.items():
+        if kind != CONTROL:
+            is_inner = tokens[index].startswith(prefix) and tokens[index] != prefix
+            tokens[index] = tokens[index].removeprefix(prefix) if is_inner else SPIECE_UNDERLINE + tokens[index]
+    ids = {"unknown": model.get("unk_token"), "padding": "[PAD]", "mask": "[MASK]"}
+    ids |= {"bos": "[CLS]", "eos": "[SEP]", "seperator": "[SEP]"}
+    vocabulary = model["vocab"]
+    if not {"[CLS]", "[SEP]"} <= vocabulary.keys():
+        raise DataError("tokenizer: is WordPiece without [CLS] and [SEP], between which llama.cpp puts a text")
+    named = {f"{name}_token_id": vocabulary[token] for name, token in ids.items() if token in vocabulary}
+    return {"model": WORDPIECE, **named}
 
 
 def _adds_space_prefix(data: dict[str, Any]) -> bool:
@@ -202,7 +235,7 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
     rows: of the embedding. Raises DataError for damaged keys.
     """
     kind, pre = (keys.get(f"tokenizer.ggml.{name}", "none") for name in ("model", "pre"))
-    is_read = kind == SENTENCEPIECE or (kind == BYTE_LEVEL and pre in SPLITS)
+    is_read = kind in (SENTENCEPIECE, WORDPIECE) or (kind == BYTE_LEVEL and pre in SPLITS)
     if not is_read:
         if kind != "none":
             remedy = "give one with `--tokenizer FILE`, the model's tokenizer.json"
@@ -218,10 +251,13 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
             prefix = keys.get("tokenizer.ggml.add_space_prefix", True)
             unknown = keys.get("tokenizer.ggml.unknown_token_id", -1)
             text = _sentencepiece_json(kinds, scores, prefix, tokens[unknown] if unknown >= 0 else None)
+        elif kind == WORDPIECE:
+            text = _wordpiece_json(kinds, *(_token_id(keys, name, token) for name, token in WORDPIECE_IDS.items()))
         else:
             text = _bpe_json(kinds, merges, SPLITS[pre], pre in IGNORE_MERGES)
         boundaries = _boundary_tokens(keys, kind, pre)
-        text = _with_begin_token(text, [(token, tokens[token]) for token in boundaries.bos_ids])
+        if kind != WORDPIECE:
+            text = _with_begin_token(text, [(token, tokens[token]) for token in boundaries.bos_ids])
         return Tokenizer(read_backend(text, source), source, text, boundaries)
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise DataError(f"{source}: its tokenizer is damaged ({error}); download it again") from error
@@ -232,10 +268,16 @@ def _boundary_tokens(keys: "Keys", kind: str, pre: str) -> BoundaryTokens:
     names = ("bos", "eos", "eot", "eom")
     bos, *ends = (keys.get(f"tokenizer.ggml.{name}_token_id", -1) for name in names)
     begins = keys.get("tokenizer.ggml.add_bos_token", kind == SENTENCEPIECE or pre in BEGINS_BY_DEFAULT) and bos >= 0
+    if kind == WORDPIECE:
+        begins, bos = True, _token_id(keys, "bos", WORDPIECE_IDS["bos"])
+        ends = [bos]  # each text begins with it, and no other token ends one
     template = keys.get("tokenizer.chat_template", "")
     tokens = keys.get("tokenizer.ggml.tokens", list[str]())
     ids = {name: keys.get(f"tokenizer.ggml.{key}_token_id", -1) for name, key in NAMED_TOKENS.items()}
     named: dict[str, Any] = {name: tokens[token] for name, token in ids.items() if 0 <= token < len(tokens)}
+    if kind == WORDPIECE:  # BERT's names: a text has a class token and separators, and no token that ends it
+        named |= {"cls_token": named.pop("bos_token", tokens[bos])}
+        named.pop("eos_token", None)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | named
     files = {TOKENIZER_CONFIG_FILE: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
     files |= {CHAT_TEMPLATE_FILE: template} if template else {}
@@ -271,6 +313,41 @@ def _sentencepiece_json(kinds: list[tuple[str, int]], scores: list[float], prefi
     steps = [decoders.Replace(SPIECE_UNDERLINE, " "), decoders.ByteFallback(), decoders.Fuse()]
     engine.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
     return _with_added_tokens(engine, kinds)
+
+
+# Of BERT, where a file does not name them: as in llama.cpp.
+WORDPIECE_IDS = {"unknown": 100, "bos": 101, "seperator": 102}
+
+
+def _token_id(keys: "Keys", name: str, default: int) -> int:
+    return keys.get(f"tokenizer.ggml.{name}_token_id", default)
+
+
+def _wordpiece_json(kinds: list[tuple[str, int]], unknown: int, begin: int, end: int) -> str:
+    """The tokenizer.json of WordPiece without case; a text stands between two tokens."""
+
+    def spelled(token: str, index: int, kind: int) -> str:
+        if kind != NORMAL or index in (unknown, begin, end):
+            return token
+        is_first = token.startswith(SPIECE_UNDERLINE)
+        return token.removeprefix(SPIECE_UNDERLINE) if is_first else CONTINUING + token
+
+    spellings = [spelled(token, index, kind) for index, (token, kind) in enumerate(kinds)]
+    vocabulary = {token: index for index, token in enumerate(spellings) if kinds[index][1] != UNUSED}
+    engine = Engine(models.WordPiece(vocabulary, unk_token=spellings[unknown], max_input_chars_per_word=100))
+    engine.normalizer = normalizers.BertNormalizer(**BERT_NORMALIZER, strip_accents=None)
+    engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    engine.decoder = decoders.WordPiece(CONTINUING)
+    first, last = spellings[begin], spellings[end]
+    engine.post_processor = processors.TemplateProcessing(
+        single=[first, "$A", last],
+        pair=[first, "$A", last, "$B:1", f"{last}:1"],
+        special_tokens=[(first, begin), (last, end)],
+    )
+    special = {unknown, begin, end} | {index for index, (_, kind) in enumerate(kinds) if kind == CONTROL}
+    engine.add_special_tokens([AddedToken(spellings[index], normalized=False) for index in sorted(special)])
+    text: str = engine.to_str()
+    return text
 
 
 def _with_begin_token(text: str, begin: list[tuple[int, str]]) -> str:
