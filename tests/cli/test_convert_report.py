@@ -10,11 +10,14 @@ from heddle.conversion import weights as weights_module
 from heddle.conversion.targets import conversion_variants
 from heddle.conversion.weights import Weights
 from heddle.errors import ConfigError
+from heddle.lab.compare.speed import time_training_steps
+from heddle.lab.conversion import convert as convert_module
 from heddle.lab.conversion import measure as measure_module
 from heddle.lab.conversion.results import parse_results
 from heddle.model.decoder import Decoder
 from heddle.storage.file_io import read_json_file
 from heddle.storage.model import load
+from heddle.training.job import TrainingJob
 from tests import small
 
 QUICK = ["--sequence-length", "16", "--report-tokens", "128", "--calibration-tokens", "256", "--quiet"]
@@ -77,6 +80,32 @@ def test_one_conversion_is_measured_before_and_after_healing(
     assert model.config.resolved().layers[0].mixer.dump()["kv_heads"] == 2  # type: ignore[union-attr]
     assert run_command(command(workspace, out, *target)) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(256, 4), (2048, 32)])
+def test_a_healing_says_how_long_it_takes(
+    workspace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    steps: int,
+) -> None:
+    """From timed steps towards the teacher, before the first one; a short one is not timed, nor one that goes on."""
+    timed: list[float] = []
+
+    def time_steps(job: TrainingJob) -> list[float]:
+        timed.extend(time_training_steps(job))
+        return [60.0, 50.0, 100.0]
+
+    monkeypatch.setattr(convert_module, "time_training_steps", time_steps)
+    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", str(tokens), "--heal-batch-size", "4"]
+    words = [word for word in command(workspace, tmp_path / "fewer", *options) if word != "--quiet"]
+    assert run_command(words) == 0
+    said = f"healing: {steps} steps of 64 tokens" + (", about 32 min (60 s a step)" if steps > 20 else "")
+    assert said in capsys.readouterr().err.splitlines()
+    assert bool(timed) == (steps > 20)
+    assert all(seconds > 0 for seconds in timed)
 
 
 def test_a_sweep_continues_where_it_was_killed(

@@ -90,7 +90,7 @@ def time_training_steps(job: TrainingJob) -> list[float]:
     """
     settings = job.settings
     batch_of = job.training_data.train_batches(replace(settings, seed=0))
-    model = build_models(job).model
+    model, _, teacher = build_models(job)
     optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
     times = []
     for number in range(WARMUP_STEPS + MEASURED_STEPS):
@@ -98,7 +98,7 @@ def time_training_steps(job: TrainingJob) -> list[float]:
         def step(number: int = number) -> None:
             parts = settings.gradient_accumulation_steps
             batch = prepare_batch(batch_of(number), job.device, parts, job.ranks)
-            result = accumulate_gradients(model, batch, (0, number), parts, job.autocast)
+            result = accumulate_gradients(model, batch, (0, number), parts, job.autocast, teacher)
             apply_gradients(model, optimizer, result, 1e-4, settings.max_gradient_norm)
 
         times.append(time_call(step, model)[0])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from heddle.config import DesignError, literal_values
@@ -40,6 +41,7 @@ from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.family_match import match_report
+from heddle.lab.compare.speed import time_training_steps
 from heddle.lab.conversion.measure import MeasurementSettings, ModelToMeasure
 from heddle.lab.conversion.results import (
     CONVERTED,
@@ -54,13 +56,14 @@ from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
 from heddle.machine import recorded_choices
 from heddle.model.decoder import build
 from heddle.model.size import size
-from heddle.progress import print_status, print_text, print_warning
+from heddle.progress import format_duration, print_status, print_text, print_warning
 from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, sync_folder
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.init_checkpoint import model_rows
+from heddle.training.job import TrainingJob
 
 # From a model to the report of its conversion: of one, which is a model folder, or of several, in a folder of models.
 #
@@ -204,6 +207,7 @@ def _move_work_aside(folder: Path) -> None:
 
 DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
 MIN_WINDOWS = 4  # fewer give no interval
+MIN_TIMED_STEPS = 20  # a healing of fewer is about as long as timing it
 
 
 @dataclass(frozen=True)
@@ -287,7 +291,15 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                 adapts_rate = settings.heal_lr is None
                 environment = {"runtime": runtime.describe(), "versions": versions()}
                 healed = convert_and_heal(
-                    conversion, distillation, corpus, healing, folder, runtime.device, adapts_rate, environment
+                    conversion,
+                    distillation,
+                    corpus,
+                    healing,
+                    folder,
+                    runtime.device,
+                    adapts_rate,
+                    environment,
+                    say_plan,
                 )
                 if not (is_comparison or settings.json):
                     loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
@@ -308,6 +320,17 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                 results = report_conversion(conversion, out, report)
     print_results(results, out, settings.json)
     return ConvertedModel(out, results)
+
+
+def say_plan(job: TrainingJob) -> None:
+    """Say how long a healing takes, from timed steps; one that is about as long as timing it is not timed."""
+    steps, tokens = job.settings.steps, job.settings.tokens_per_step
+    plan = f"healing: {steps:,} steps of {tokens:,} tokens"
+    if steps <= MIN_TIMED_STEPS:
+        print_status(plan)
+        return
+    seconds = median(time_training_steps(job))
+    print_status(f"{plan}, about {format_duration(seconds * steps)} ({seconds:.2g} s a step)")
 
 
 def _check(settings: ConvertSettings) -> None:
