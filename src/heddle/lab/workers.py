@@ -134,10 +134,12 @@ def run_tasks(
     on_result: Callable[[Task, Result], None] | None = None,
     *,
     until: float = math.inf,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> list[Result]:
     """The results of tasks, in their order; each runs here, or in another process that shares them.
 
     until: in time.monotonic() seconds; then the workers save and end, and tasks without a result have none.
+    while_waiting: called again and again while workers run.
 
     A result's status is done, diverged or failed; a failed one is not saved, so that the next call tries it again, and
     before it each process that shares the tasks. on_result: called after each task that ended during the call. Raises
@@ -165,6 +167,7 @@ def run_tasks(
                     pool.stop(signal.SIGTERM)
                     break
                 if pool.is_busy:
+                    while_waiting()
                     time.sleep(SHARED_POLL_SECONDS if is_shared else POLL_SECONDS)
         except HeddleError:
             pool.stop(signal.SIGTERM)

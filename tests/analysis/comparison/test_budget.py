@@ -216,7 +216,7 @@ def test_a_machine_that_becomes_slow_ends_in_time_with_what_it_has(
 def test_the_clock_can_fail(folder: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.slower, started = 2.5, machine.clock.now
     monkeypatch.setattr(
-        comparison_run, "run_tasks", lambda tasks, workers, add, until: processes.run_tasks(tasks, workers, add)
+        comparison_run, "run_tasks", lambda tasks, workers, add, **_: processes.run_tasks(tasks, workers, add)
     )
     assert compare(folder, tmp_path / "out", "--budget", "3m") == 0
     assert machine.clock.now - started > 200

@@ -1,17 +1,21 @@
 """Reports of a comparison that still runs: each stage says what is finished, and no unfinished mean looks final."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from heddle.lab.compare import run
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
 from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import ProbeResult, Run, plain
 from heddle.lab.compare.tasks import Comparison
+from heddle.lab.pages.figures.comparison import overview_figures
 from heddle.lab.workers import Workers
 from heddle.model.size import state_bytes
 from heddle.runtime import set_up_runtime
+from heddle.storage.manifest import LogPosition
+from heddle.storage.run_log import RunLog
 from tests import small
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import plain_report, plain_terminal, typed
@@ -151,6 +155,43 @@ def test_decoding_that_is_mostly_overhead_is_said(tmp_path: Path, rate: float, i
         assert (context, share) == (32, pytest.approx(min(1.0, (4 * design["parameters"] + state) * 305 / rate)))
     sentences = [text for text in report["warnings"] if "overhead of small operations: full" in text]
     assert bool(sentences) == is_said
+
+
+class Shown:
+    """Stands for a live page."""
+
+    def __init__(self) -> None:
+        self.revisions = 0
+
+    def publish(self, *_: object) -> None:
+        self.revisions += 1
+
+
+def test_curves_grow_while_a_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of a run that is not done has its curve so far, dotted; it goes once the run has a result."""
+    running, shown = Running(tmp_path), Shown()
+    monkeypatch.setattr(run, "LOOK_SECONDS", 0.0)
+    writer = run.ReportWriter(running.comparison, running.results, cast("Any", shown))
+    writer.follow_trainings()
+    assert shown.revisions == 0
+    (tmp_path / "runs" / "full-seed1").mkdir(parents=True)
+    log = RunLog(tmp_path / "runs" / "full-seed1")
+    log.resume(LogPosition())
+    for step, loss in ((1, None), (2, 3.5), (3, None), (4, 3.25)):
+        line = {"step": step, "tokens": 256 * step, "loss": 6.0, "seconds": 0.1}
+        log.write(line if loss is None else line | {"validation_bits_per_byte": loss})
+    log.close()
+    writer.follow_trainings()
+    writer.follow_trainings()
+    assert shown.revisions == 1
+    curve = [[512, 3.5], [1024, 3.25]]
+    assert running.report()["running"] == [{"design": "full", "seed": 1, "curve": curve}]
+    figure = overview_figures(comparison_report(running.comparison, running.results))["loss"]
+    assert figure is not None
+    (trace,) = figure["data"]
+    assert (trace["x"], trace["y"], trace["line"]["dash"]) == ([512, 1024], [3.5, 3.25], "dot")
+    running.finish("full", 1)
+    assert "running" not in running.report()
 
 
 def test_designs_are_compared_on_the_same_seeds(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from heddle.lab.compare.plan import DesignEntry, plan_warnings
 from heddle.lab.compare.probes import AUTO
 from heddle.lab.compare.results import (
     Budget,
+    Curve,
     DataFacts,
     Design,
     DesignFacts,
@@ -26,6 +27,7 @@ from heddle.lab.compare.results import (
     Progress,
     Report,
     Run,
+    RunningCurve,
     Series,
     Stage,
     TextRecallFacts,
@@ -54,7 +56,7 @@ class Results:
     as they are known. pending: (design, seed) of the runs that are planned and have no result. speeds: the samples of
     each round. recall: by probe. task_choices: the recall tasks, once they are chosen. loss_groups: of its profile.
     stop_reason: why no more runs were planned, where that is not the plan itself. tuning: the search for training
-    fields. shared_runs: at values that all designs share, as in `tuning_report`.
+    fields. shared_runs: at values that all designs share, as in `tuning_report`. running: the curves so far, by pair.
     is_anytime: whether the number of seeds followed from results, as in a comparison that grew.
     """
 
@@ -74,6 +76,7 @@ class Results:
     is_anytime: bool = False
     tuning: Tuning | None = None
     shared_runs: dict[str, list[Run]] | None = None
+    running: dict[tuple[str, int], Curve] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.runs = {name: [] for name in self.names}
@@ -159,6 +162,12 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
         effects=field_effects(designs, baseline, judging),
         equal_size=plan.equal_size,
         tuning=_tuning(results),
+        running=[
+            RunningCurve(design=name, seed=seed, curve=curve)
+            for (name, seed), curve in results.running.items()
+            if curve and (name, seed) in results.pending
+        ]
+        or None,
     )
     all_runs = [replace(design, runs=results.runs[design.name]) for design in designs]  # so far the comparable ones
     return replace(report, verdict=_verdict(report, results), designs=all_runs)

@@ -584,6 +584,15 @@ class TuningReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunningCurve:
+    """The learning curve so far of a run that is not done."""
+
+    design: str
+    seed: int
+    curve: Curve
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """All that is known of a comparison; numbers that are still to come are None."""
 
@@ -610,3 +619,4 @@ class Report:
     equal_size: str | None = None
     tuning: TuningReport | None = None
     verdict: Sequence[str] = ()
+    running: Sequence[RunningCurve] | None = field(default=None, metadata={"left_out": True})

@@ -53,7 +53,7 @@ from heddle.machine import record_worker_choices
 from heddle.runtime import Runtime, kind_of_device
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.lock import InUseError, RunLock, lock_output, wait_for_lock
-from heddle.storage.run_log import first_difference, to_plain_json
+from heddle.storage.run_log import LogReader, first_difference, to_plain_json
 from heddle.training.evaluation.length_extrapolation import plan_extrapolation
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
@@ -243,6 +243,7 @@ def _name_budget(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 REPORT_FILES = ("report.json", "report.html")
+LOOK_SECONDS = 2.0  # between two looks at the logs of running trainings
 SLOW_REPORT_SECONDS, MAX_REPORT_SHARE = 1.0, 0.05
 MAX_LISTED_RUNS = 6  # in a sentence
 
@@ -258,7 +259,8 @@ class ReportWriter:
     ) -> None:
         self.comparison, self.results, self.live = comparison, results, live
         self.time_plan = time_plan or TimePlan()
-        self.seconds = self.written_at = 0.0
+        self.seconds = self.written_at = self.looked_at = 0.0
+        self.logs: dict[tuple[str, int], LogReader] = {}
         self.find_facts()
 
     def find_facts(self) -> None:
@@ -300,6 +302,25 @@ class ReportWriter:
         elif is_shared and self.seconds < limit:
             with suppress(InUseError), lock_output(self.comparison.out / REPORT_FILES[0]):
                 self._write()
+
+    def follow_trainings(self) -> None:
+        """Show on the live page how far the curves of the running trainings are."""
+        now = time.monotonic()
+        if self.live is None or now - self.looked_at < LOOK_SECONDS:
+            return
+        self.looked_at, is_new = now, False
+        for name, seed in self.results.pending:
+            folder = result_file(self.comparison.out, name, seed).with_suffix("")
+            log = self.logs.setdefault((name, seed), LogReader(folder))
+            with suppress(CheckpointError):  # its own process names what is altered
+                if not log.read():
+                    continue
+                scored = [line for line in log.lines if line.get("validation_bits_per_byte") is not None]
+                curve = [(line["tokens"], line["validation_bits_per_byte"]) for line in scored]
+                is_new = is_new or curve != self.results.running.get((name, seed), [])
+                self.results.running[name, seed] = curve
+        if is_new:
+            self.update()
 
     @contextmanager
     def first_report(self) -> Iterator[None]:
@@ -597,4 +618,4 @@ def _run(
         add(task, result)
         writer.update()
 
-    run_tasks(waiting, workers, add_and_write, until=until)
+    run_tasks(waiting, workers, add_and_write, until=until, while_waiting=writer.follow_trainings)

@@ -78,7 +78,7 @@ def mean_curve(design: Design) -> Points:
 
 
 def _loss_figure(report: Report) -> Figure:
-    """Thin lines for the runs, a cross where one diverged, thick lines for the means."""
+    """Thin lines for the runs, dotted while they run, a cross where one diverged, thick lines for the means."""
     data: list[Figure] = []
     for design in report.designs:
         for run in design.runs:
@@ -92,6 +92,11 @@ def _loss_figure(report: Report) -> Figure:
                 end = design_trace(report, design, points[-1:], [f"seed {run.seed} {run.status} here"])
                 end["marker"] = {"color": end["marker"]["color"], "symbol": "x", "size": 10}
                 data.append(end | {"mode": "markers"})
+    by_name = {design.name: design for design in report.designs}
+    for running in report.running or ():
+        thin = design_trace(report, by_name[running.design], finite_points(running.curve), [])
+        line = {"color": thin["line"]["color"], "width": 1, "dash": "dot"}
+        data.append(thin | {"mode": "lines", "hoverinfo": "skip", "line": line})
     mean_curves = []
     for design in report.designs:
         points = mean_curve(design)
