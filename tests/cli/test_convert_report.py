@@ -108,6 +108,48 @@ def test_a_healing_says_how_long_it_takes(
     assert all(seconds > 0 for seconds in timed)
 
 
+def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first step; what was converted is kept, and a command with as many tokens as are named goes on."""
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [60.0])
+    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
+    words = [word for word in command(workspace, tmp_path / "fewer", *options) if word != "--quiet"]
+    assert run_command([*words, "--heal", "6400"]) == 1
+    err = capsys.readouterr().err
+    assert "--heal 6400: takes about 100 min, and --budget 30m leaves" in err
+    assert "what was converted is kept" in err
+    fits = int(err.partition("give --heal ")[2].partition(" ")[0])
+    assert 0.8 * 30 * 64 < fits <= 30 * 64
+    assert not (tmp_path / "fewer").exists()
+    assert (tmp_path / "fewer.work").is_dir()
+    assert run_command([*words, "--heal", str(fits)]) == 0
+    assert f"healing: {fits // 64} steps of 64 tokens, about" in capsys.readouterr().err
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1e6])
+    words[2] = str(tmp_path / "other")
+    assert run_command([*words, "--heal", "6400"]) == 1
+    assert "give a larger --budget" in capsys.readouterr().err
+
+
+def test_a_sweep_is_refused_by_the_time_of_all_healings(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [60.0])
+    options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
+    assert run_command([*command(workspace, tmp_path / "sweep", *options), "--heal", "1280"]) == 1
+    assert "--heal 1280: takes about 40 min" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("budget", "named"), [("30m", "give --heal too"), ("x", "--budget x: must be a time")])
+def test_budgets_that_cannot_be(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str, named: str
+) -> None:
+    heal = ["--heal", "256"] if budget == "x" else []
+    target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
+    assert run_command([*command(workspace, tmp_path / "fewer", *target), "--budget", budget, *heal]) == 2
+    assert named in capsys.readouterr().err
+
+
 def test_a_sweep_continues_where_it_was_killed(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], built: list[Weights]
 ) -> None:

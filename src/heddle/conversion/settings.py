@@ -40,6 +40,10 @@ class ConvertSettings(SessionSettings):
     heal_batch_size: Annotated[
         int | None, Option("N", "Its sequences per step; fewer, or a shorter --sequence-length, need less memory. [8]")
     ] = None
+    budget: Annotated[
+        str | None,
+        Option("TIME", "Of the whole command, such as 30m; a --heal that takes longer is refused."),
+    ] = None
     report_tokens: Annotated[int, Option("N", "Held-out tokens of the report; 0: none.", parse_tokens)] = 2**16
     speed_context_length: Annotated[tuple[int, ...], Option("N", "Context length for the speed test; repeatable.")] = ()
     json: Json = False

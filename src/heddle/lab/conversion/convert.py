@@ -2,9 +2,11 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +41,9 @@ from heddle.conversion.targets import ConversionVariant, conversion_variants
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.family_match import match_report
+from heddle.lab.compare.budget import parse_duration
 from heddle.lab.compare.speed import time_training_steps
 from heddle.lab.conversion.measure import MeasurementSettings, ModelToMeasure
 from heddle.lab.conversion.results import (
@@ -208,6 +211,7 @@ def _move_work_aside(folder: Path) -> None:
 DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
 MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # a healing of fewer is about as long as timing it
+SPEED_SECONDS = 10.0  # of measuring one model's speeds
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,7 @@ def _recorded_choices(out: Path | None) -> Choices | None:
 
 
 def _convert(settings: ConvertSettings) -> ConvertedModel:
-    out = settings.out
+    out, started = settings.out, time.monotonic()
     with ExitStack() as stack:
         needs = () if settings.list_ else TRAINING_NEEDS
         runtime = open_session(stack, settings, needs=needs, choices=_recorded_choices(out))
@@ -251,6 +255,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             print_rewrites()
             return ConvertedModel(None)
         _check(settings)
+        end = None if settings.budget is None else started + parse_duration(settings.budget, "--budget")
         assert settings.model is not None
         variants = conversion_variants(settings.to, settings.sweep, settings.method == "all")
         is_comparison = bool(settings.sweep or settings.method)
@@ -283,11 +288,15 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         if corpus is None and (healing is not None or with_report):
             corpus = _corpus(settings, source, count, rows)
 
+        plan = HealingPlan(settings, end, 1 + 2 * len(variants))
+
         def write(conversion: Conversion, folder: Path) -> None:
             if healing is None:
                 convert_model(conversion, folder)
             else:
                 assert corpus is not None
+                order = [variant.rewrites for variant in variants]
+                left = len(order) - order.index(conversion.rewrites)
                 adapts_rate = settings.heal_lr is None
                 environment = {"runtime": runtime.describe(), "versions": versions()}
                 healed = convert_and_heal(
@@ -299,7 +308,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                     runtime.device,
                     adapts_rate,
                     environment,
-                    say_plan,
+                    partial(plan.check, count=left),
                 )
                 if not (is_comparison or settings.json):
                     loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
@@ -322,15 +331,40 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
     return ConvertedModel(out, results)
 
 
-def say_plan(job: TrainingJob) -> None:
-    """Say how long a healing takes, from timed steps; one that is about as long as timing it is not timed."""
-    steps, tokens = job.settings.steps, job.settings.tokens_per_step
-    plan = f"healing: {steps:,} steps of {tokens:,} tokens"
-    if steps <= MIN_TIMED_STEPS:
-        print_status(plan)
-        return
-    seconds = median(time_training_steps(job))
-    print_status(f"{plan}, about {format_duration(seconds * steps)} ({seconds:.2g} s a step)")
+@dataclass(frozen=True)
+class HealingPlan:
+    """Says how long the healings take, and refuses what a budget of time does not leave room for.
+
+    end: of the budget, in time.monotonic() seconds; None: there is none. models: that are measured for the report.
+    """
+
+    settings: ConvertSettings
+    end: float | None
+    models: int
+
+    def check(self, job: TrainingJob, count: int) -> None:
+        """Time a few steps before the first healing of `count` that are to come. Raises MachineError."""
+        steps, tokens = job.settings.steps, job.settings.tokens_per_step
+        plan = f"healing: {steps:,} steps of {tokens:,} tokens"
+        if steps <= MIN_TIMED_STEPS and self.end is None:  # timing would take as long
+            print_status(plan)
+            return
+        seconds = median(time_training_steps(job))
+        print_status(f"{plan}, about {format_duration(seconds * steps)} ({seconds:.2g} s a step)")
+        if self.end is None:
+            return
+        # A token is read for a third of what a step takes for it: a forward pass of three.
+        read = self.settings.report_tokens / tokens * seconds / 3
+        report = self.models * (read + SPEED_SECONDS) if self.settings.report_tokens else 0.0
+        left = max(0.0, self.end - time.monotonic() - report)
+        if seconds * steps * count > left:
+            fits = int(left / (seconds * count)) * tokens
+            remedy = f"--heal {fits} or fewer, or a larger --budget" if fits else "a larger --budget"
+            raise MachineError(  # of all variants, not of this one
+                f"--heal {self.settings.heal}: takes about {format_duration(seconds * steps * count)}, and --budget "
+                f"{self.settings.budget} leaves {format_duration(left)} beside the report; give {remedy}; what was "
+                "converted is kept"
+            )
 
 
 def _check(settings: ConvertSettings) -> None:
@@ -344,6 +378,8 @@ def _check(settings: ConvertSettings) -> None:
     for name, value in healing.items():
         if settings.heal is None and value is not None:
             raise ConfigError(f"--heal-{name} {value}: says how to heal; give --heal too")
+    if settings.heal is None and settings.budget is not None:
+        raise ConfigError(f"--budget {settings.budget}: is the time that a healing may take; give --heal too")
     if settings.heal_batch_size is not None and settings.heal_batch_size < 1:
         raise ConfigError(f"--heal-batch-size {settings.heal_batch_size}: must be at least 1")
     if settings.model is None:
