@@ -73,10 +73,11 @@ HOMES = {
     "torch.distributed": {"distributed", "lab.plan", "storage", "torch_private"},
 }
 # Modules outside cli/ that may read or set environment variables: where the cache lies, what the terminal is, what
-# torch reads when it starts, and what torchrun and Slurm say.
+# torch reads when it starts, what torchrun and Slurm say, and what a process that is started later would find.
 READS_ENVIRONMENT = {
     "heddle.lab.compare.compare",
     "heddle.lab.show",
+    "heddle.lab.workers",
     "heddle.data.cache",
     "heddle.distributed.started",
     "heddle.machine",
