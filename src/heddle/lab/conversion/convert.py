@@ -43,7 +43,7 @@ from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.family_match import match_report
-from heddle.lab.compare.budget import parse_duration
+from heddle.lab.compare.budget import TimeBudget, parse_duration
 from heddle.lab.compare.speed import time_training_steps
 from heddle.lab.conversion.measure import MeasurementSettings, ModelToMeasure
 from heddle.lab.conversion.results import (
@@ -255,7 +255,8 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             print_rewrites()
             return ConvertedModel(None)
         _check(settings)
-        end = None if settings.budget is None else started + parse_duration(settings.budget, "--budget")
+        seconds = None if settings.budget is None else parse_duration(settings.budget, "--budget")
+        budget = None if seconds is None else TimeBudget(seconds, started)
         assert settings.model is not None
         variants = conversion_variants(settings.to, settings.sweep, settings.method == "all")
         is_comparison = bool(settings.sweep or settings.method)
@@ -288,7 +289,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         if corpus is None and (healing is not None or with_report):
             corpus = _corpus(settings, source, count, rows)
 
-        plan = HealingPlan(settings, end, 1 + 2 * len(variants))
+        plan = HealingPlan(settings, budget, 1 + 2 * len(variants))
 
         def write(conversion: Conversion, folder: Path) -> None:
             if healing is None:
@@ -335,28 +336,28 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
 class HealingPlan:
     """Says how long the healings take, and refuses what a budget of time does not leave room for.
 
-    end: of the budget, in time.monotonic() seconds; None: there is none. models: that are measured for the report.
+    budget: of the whole command; None: there is none. models: that are measured for the report.
     """
 
     settings: ConvertSettings
-    end: float | None
+    budget: TimeBudget | None
     models: int
 
     def check(self, job: TrainingJob, count: int) -> None:
         """Time a few steps before the first healing of `count` that are to come. Raises MachineError."""
         steps, tokens = job.settings.steps, job.settings.tokens_per_step
         plan = f"healing: {steps:,} steps of {tokens:,} tokens"
-        if steps <= MIN_TIMED_STEPS and self.end is None:  # timing would take as long
+        if steps <= MIN_TIMED_STEPS and self.budget is None:  # timing would take as long
             print_status(plan)
             return
         seconds = median(time_training_steps(job))
         print_status(f"{plan}, about {format_duration(seconds * steps)} ({seconds:.2g} s a step)")
-        if self.end is None:
+        if self.budget is None:
             return
         # A token is read for a third of what a step takes for it: a forward pass of three.
         read = self.settings.report_tokens / tokens * seconds / 3
         report = self.models * (read + SPEED_SECONDS) if self.settings.report_tokens else 0.0
-        left = max(0.0, self.end - time.monotonic() - report)
+        left = max(0.0, self.budget.remaining - report)
         if seconds * steps * count > left:
             fits = int(left / (seconds * count)) * tokens
             remedy = f"--heal {fits} or fewer, or a larger --budget" if fits else "a larger --budget"

@@ -141,11 +141,11 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
 
 def _activation_bytes(config: "ModelConfig", length: int) -> int:
     """What the backward pass of one row needs, in float32; without the loss, which is computed in pieces."""
-    from heddle.lab.plan.costs import model_cost
+    from heddle.lab.plan.costs import RankLayout, model_cost, saved_for_backward
 
     if config.encoder is not None:
         return 0  # not known before a step
-    return 2 * sum(layer.count * layer.saved_bytes for layer in model_cost(config, length).layers)
+    return 2 * saved_for_backward(model_cost(config, length), RankLayout(1, 1, 1))  # which counts in bfloat16
 
 
 def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:

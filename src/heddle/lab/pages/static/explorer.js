@@ -117,7 +117,8 @@ function numbers(design) {
 
 // Models by family, both in the order of their names.
 function byFamily(models) {
-  const families = Object.groupBy(models, model => model.family), sorted = (a, b) => a.localeCompare(b, "en", { numeric: true });
+  const families = {}, sorted = (a, b) => a.localeCompare(b, "en", { numeric: true });
+  for (const model of models) (families[model.family] ??= []).push(model);
   return Object.keys(families).sort(sorted).map(family => [family, families[family].sort((a, b) => sorted(a.name, b.name))]);
 }
 
