@@ -439,6 +439,7 @@ CASES |= {
     "residual-parallel-dropout": wired("parallel", *APART, norms=2, dropout=0.2, drop_path=0.3),
     "residual-post-norm": wired("post_norm", drop_path=0.4, dropout=0.2),
     "residual-post-norm-apart": wired("post_norm", *APART, norm={"kind": "rms"}),
+    "residual-post-norm-outer-sum": wired("post_norm", outer_sum=True, drop_path=0.4, drop_path_first=0.2),
     "residual-deep-norm": wired("deep_norm", drop_path=0.4, dropout=0.2),
     "residual-deep-norm-factors": wired(
         "deep_norm", *APART, alpha=1.7, feedforward_alpha=0.6, multiplier=0.8, feedforward_multiplier=1.3, drop_path=0.3

@@ -1,7 +1,10 @@
 """Training steps of a design on one process and on ranks as threads, with all numbers, for comparison."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -83,10 +86,19 @@ def run_steps(model: Decoder, config: ModelConfig, way: Way, ranks: Ranks) -> di
     return {"losses": losses, "norms": norms, "penalties": penalties, "gradients": gradients, "weights": weights}
 
 
+@contextmanager
+def exact_muon() -> Iterator[None]:
+    """Muon orthogonalizes in float64: in bfloat16, a difference in the last bit of a gradient may tip a rounding."""
+    with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+        yield
+
+
+@exact_muon()
 def on_one_process(config: ModelConfig, way: Way) -> dict[str, Any]:
     return run_steps(build(config, torch.float64), config, way, ONE_PROCESS)
 
 
+@exact_muon()
 def on_mesh(config: ModelConfig, way: Way, mesh: tuple[int, int]) -> list[dict[str, Any]]:
     """The numbers of each rank."""
 

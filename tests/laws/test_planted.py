@@ -725,6 +725,9 @@ BUGS = [
                 forward(block, stream, branches) + 0.1 * stream)),
     Bug("a post-norm block without its norm", "residual_identity", "residual-post-norm",
         calls(PostNorm.forward, "norms", lambda norm, stream: stream)),
+    Bug("an outer sum over the normalized input", "residual_identity", "residual-post-norm-outer-sum",
+        wrapped(PostNorm.forward, lambda forward, block, stream, branches:
+                forward(block, stream, branches) - stream + block.norms["mixer"](stream))),
     Bug("the second norm of a sandwich applied to the sum", "residual_identity", "residual-sandwich",
         replaced(Sandwich.forward, norm_of_the_sum)),
     Bug("ResiDual without its second stream", "residual_identity", "residual-dual",

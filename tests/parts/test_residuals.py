@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "pre_norm": {},
     "pre_norm, multiplied": {"kind": "pre_norm", "multiplier": 0.6},
     "post_norm": {},
+    "post_norm, outer sum": {"kind": "post_norm", "outer_sum": True},
     "deep_norm": {},
     "deep_norm, all factors": {"kind": "deep_norm", **FACTORS},
     "deep_norm, two factors": {"kind": "deep_norm", "alpha": 1.4, "multiplier": 0.7},
@@ -108,11 +109,12 @@ def norm(x: Array, gain: Array) -> Array:
 def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
     """The kinds with a single stream and sequential branches."""
     for index in range(depth):
+        entered = x
         for branch in names:
             f, gain = PLAIN[branch], weights[f"layers.{index}.norms.{branch}.weight"]
             if name.startswith("pre_norm"):
                 x = x + KINDS[name].get("multiplier", 1.0) * f(norm(x, gain))
-            elif name == "post_norm":
+            elif name.startswith("post_norm"):
                 x = norm(x + f(x), gain)
             elif name == "deep_norm":
                 x = norm((2 * depth) ** (1 / 4) * x + f(x), gain)
@@ -124,6 +126,8 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
                 x = x + norm(f(x), gain)
             else:
                 x = x + norm(f(norm(x, gain)), weights[f"layers.{index}.after.{branch}.weight"])
+        if name.endswith("outer sum"):
+            x = entered + x
     return x if name.startswith(("post_norm", "deep_norm")) else norm(x, weights["final_norm.norm.weight"])
 
 

@@ -2,6 +2,9 @@
 
 x ──┬── mixer ──(+)── N ──┬── feedforward ──(+)── N ── …
     └────────────┘        └──────────────────┘
+
+With `outer_sum` the layer's input is added once more: `x + N(y + g(y))`, `y = N(x + f(x))`. Notebooks call this
+ResiDual; the paper's ResiDual (`residual_dual`) carries two streams through the whole stack.
 """
 
 from torch import Tensor, nn
@@ -12,34 +15,40 @@ from heddle.parts.residuals import Branches, Residual, ResidualConfig
 
 
 class PostNormConfig(ResidualConfig):
-    """No fields of its own."""
+    """`outer_sum`: whether the input of each layer is added to its output, around both norms."""
 
     aliases = ("postnorm",)
+    later_fields = (*ResidualConfig.later_fields, "outer_sum")
+
+    outer_sum: bool = False
 
     def build(self, context: ResidualContext) -> "PostNorm":
         """Build the block of one layer."""
-        return PostNorm(context)
+        return PostNorm(context, self)
 
     def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
-        """An identity: the last layer ends in a norm already."""
+        """An identity: the last layer ends in a norm, or in the outer sum."""
         return nn.Identity()
 
 
 class PostNorm(Residual):
     """The block: one norm per branch, applied to the sum."""
 
-    def __init__(self, context: ResidualContext) -> None:
+    def __init__(self, context: ResidualContext, config: PostNormConfig) -> None:
         super().__init__(context)
+        self.outer_sum = config.outer_sum
         self.norms = context.build_norms()
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""
+        x = stream
         for name, branch in branches.items():
-            stream = self.norms[name](stream + self.drops[name](branch(stream)))
-        return stream
+            x = self.norms[name](x + self.drops[name](branch(x)))
+        return stream + x if self.outer_sum else x
 
     def identity_output(self, stream: Tensor) -> Tensor:
-        """The stream, normalized once per branch."""
+        """The stream, normalized once per branch; with the outer sum, beside itself."""
+        x = stream
         for norm in self.norms.values():
-            stream = norm(stream)
-        return stream
+            x = norm(x)
+        return stream + x if self.outer_sum else x
