@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError, MachineError
+from heddle.generation import scheduler as scheduler_module
 from heddle.generation.generate import generate, prefix
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
 from heddle.generation.sampling import Sampler
@@ -70,6 +71,39 @@ def test_logits_in_a_changing_batch_are_those_alone(name: str) -> None:
     model = build_double(name)
     amplify_layers(model)
     assert largest_difference(model) <= 1e-10
+
+
+def test_short_prompts_pass_long_ones_which_take_turns() -> None:
+    scheduler = BatchScheduler(ModelRunner(build_double("attention-gqa").eval()), prefill_tokens=4)
+    for key, length in enumerate((12, 8, 3)):
+        scheduler.join(key, GenerationRequest([[5] * length], 1, Sampler()))
+    first_tokens = []
+    while len(scheduler):
+        first_tokens += [result.key for result in scheduler.step()]
+    assert first_tokens == [2, 1, 0]
+
+
+def test_long_prompts_take_a_third_of_the_time_while_others_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that counts tokens: a piece of 4 takes as long as four steps of the one request that is decoded."""
+    now, pieces, forward = [0.0], [], BatchScheduler._forward
+
+    def timed(self: BatchScheduler, tokens: Any, state: Any) -> Any:
+        pieces.append(len(tokens[0]))
+        now[0] += len(tokens[0])
+        return forward(self, tokens, state)
+
+    monkeypatch.setattr(BatchScheduler, "_forward", timed)
+    monkeypatch.setattr(scheduler_module.time, "perf_counter", lambda: now[0])
+    scheduler = BatchScheduler(ModelRunner(build_double("attention-gqa").eval()), prefill_tokens=4)
+    scheduler.join(0, GenerationRequest([[5]], 33, Sampler()))
+    scheduler.step()
+    scheduler.join(1, GenerationRequest([[5] * 99], 1, Sampler()))
+    while 0 in [row.key for row in scheduler._all_rows()]:
+        scheduler.step()
+    assert (pieces.count(1), pieces.count(4)) == (33, 5)  # one each 8 of 32 steps, and one after the last
+    while len(scheduler):
+        scheduler.step()
+    assert sum(pieces) == 33 + 99
 
 
 def test_rows_mixed_up_when_one_leaves_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

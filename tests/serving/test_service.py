@@ -1,5 +1,7 @@
 """The server under load and abuse: who may ask, what waits, what a client that goes away leaves, how it ends."""
 
+import asyncio
+import contextlib
 import gc
 import json
 import random
@@ -14,8 +16,12 @@ from heddle.errors import ConfigError
 from heddle.generation.generate import generate
 from heddle.generation.scheduler import BatchScheduler
 from heddle.model.state import State
+from heddle.serving import app
 from heddle.serving import server as connections
+from heddle.serving.app import Turns
+from heddle.serving.chat_page import add_chat_page
 from heddle.serving.limits import ServerLimits
+from heddle.serving.requests import RequestError
 from heddle.serving.server import host_names, listen
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.laws.planting import Plant, assigned, calls, result
@@ -69,6 +75,65 @@ def test_a_body_is_refused_while_it_is_read() -> None:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 1000000000\r\n\r\n"
             connection.sendall(head.encode() + b"x" * 2000)  # and the rest never comes
             assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_without_a_length_is_refused_while_it_is_read() -> None:
+    with running_server(max_body=1000) as server:
+        answer = server.client.post("/v1/completions", content=iter([b"x" * 600] * 2))
+        assert (answer.status_code, answer.json()["error"]["message"][:25]) == (413, "body: has more than 1,000")
+
+
+def test_turns_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [100.0], []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(round(seconds, 9))
+        now[0] += max(0.0, seconds)
+
+    async def take(turns: Turns, *seconds: float) -> None:
+        for each in seconds:
+            async with turns.turn():
+                now[0] += each
+
+    monkeypatch.setattr(app.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(app.asyncio, "sleep", sleep)
+    asyncio.run(take(Turns(0.25, 1), 2.0, 1.0, 0.0, 0.0))
+    assert slept[1:] == [6.0, 3.0, 3 * app.LEAST_TURN]  # three times as long as each took
+
+
+def test_more_waiting_for_a_turn_than_there_is_room_for_are_refused() -> None:
+    async def wait_in_line() -> list[object]:
+        turns = Turns(0.5, 2)
+
+        async def take() -> None:
+            async with turns.turn():
+                await asyncio.sleep(0.01)
+
+        return await asyncio.gather(take(), take(), take(), return_exceptions=True)
+
+    first, second, third = asyncio.run(wait_in_line())
+    assert (first, second) == (None, None)
+    assert isinstance(third, RequestError)
+    assert (third.status, third.retry_seconds) == (429, 1)
+
+
+def test_large_bodies_and_looks_at_the_model_are_answered_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, turn = [], Turns.turn
+
+    def counted(turns: Turns) -> contextlib.AbstractAsyncContextManager[None]:
+        begun.append(turns.share)
+        return turn(turns)
+
+    monkeypatch.setattr(Turns, "turn", counted)
+    with running_server() as server:
+        add_chat_page(server.server.application, "")
+        assert server.complete(max_tokens=1).status_code == 200
+        assert server.complete(prompt="x" * app.LARGE_BODY).status_code == 400
+        assert server.client.post("/v1/completions", content=b"x" * 2**21).status_code == 413
+        request = {"model": NAME, "prompt": "The weaver"}
+        look = {"kind": "completions", "request": request, "reply": "s"}
+        assert server.client.post("/chat/attention", json=look).status_code == 200
+    assert begun == [app.READING_SHARE, app.READING_SHARE, app.LOOKING_SHARE]
 
 
 def test_streams_beyond_the_queue_get_429_and_cancelled_ones_free_their_state() -> None:

@@ -1,9 +1,11 @@
 """Many requests at once, each with a state of its own row: continuous batching (Yu et al. 2022, Orca).
 
-Requests join and leave between steps. A prompt is read in pieces, so that running requests wait for one piece at most.
+Requests join and leave between steps. A long prompt is read in pieces: between two steps running requests wait for one
+piece at most, and over time for a third of it. Short prompts pass long ones, which take turns.
 Noise is keyed by a request's own seed and row: what else runs changes no draw.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +21,8 @@ from heddle.generation.sampling import LOGITS_NOT_FINITE, NOT_FINITE
 from heddle.model.state import State
 from heddle.numerics.transfer import to_device
 
-PREFILL_TOKENS = 128  # of prompts that are read between two steps
+PREFILL_TOKENS = 128  # of short prompts, and of a long one, that are read between two steps
+READING_SHARE = 0.5  # seconds of reading long prompts for a second of decoding, while requests run
 SLOT_STEP = 64  # the slots that attention reads in a batch are multiples of it
 
 
@@ -92,6 +95,11 @@ class _Row:
     newest: int = 0
     has_left: bool = False
 
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that are still to be read."""
+        return len(self.request.prompt_ids[0]) - self.read
+
 
 class BatchScheduler:
     """Takes one step of all requests in one call. A text is that of its request alone, but for rounding."""
@@ -102,6 +110,7 @@ class BatchScheduler:
         self._joining: list[_Row] = []
         self._rows: list[_Row] = []  # as in the state
         self._state: State | None = None
+        self._debt = 0.0  # seconds that long prompts were read beyond their share
 
     def __len__(self) -> int:
         return sum(not row.has_left for row in self._all_rows())
@@ -132,33 +141,52 @@ class BatchScheduler:
 
     def step(self) -> list[NextToken]:
         """As in `Scheduler`."""
-        results = self._decode() + self._read_prompts()
+        started = time.perf_counter()
+        results = self._decode()
+        decoded = READING_SHARE * (time.perf_counter() - started)
+        self._debt = max(0.0, self._debt - decoded) if self._is_decoding() else 0.0
+        results += self._read_prompts()
         self._forget_empty_batch()
         return results
+
+    def _is_decoding(self) -> bool:
+        return any(not row.has_left for row in (*self._rows, *self._joining))
 
     def _forget_empty_batch(self) -> None:
         if all(row.has_left for row in self._rows):
             self._rows, self._state = [], None
 
     def _read_prompts(self) -> list[NextToken]:
-        """Read the next pieces of prompts, those that came first before the others."""
+        """Read short prompts whole, those that came first before the others, and a piece of the next long one."""
         results, left = [], self._prefill_tokens
-        while left > 0 and self._reading:
-            row = self._reading[0]
-            prompt = row.request.prompt_ids[0]
-            piece = prompt[row.read : row.read + left]
-            left, row.read = left - len(piece), row.read + len(piece)
-            try:
-                hidden, row.state = self._forward([piece], row.state)
-                self._runner.read_prompt(hidden, row.request)
-                if row.read < len(prompt):
-                    continue
-                results += self._choose(hidden[:, -1], [row])
-            except Exception as error:
-                row.has_left = True
-                results.append(NextToken(row.key, NOT_FINITE, error))
-            self._reading.popleft()
-            self._joining += [] if row.has_left else [row]
+        long = [row for row in self._reading if row.unread > self._prefill_tokens]
+        for row in [row for row in self._reading if row.unread <= self._prefill_tokens]:
+            if row.unread > left:
+                break
+            left -= row.unread
+            results += self._read(row, row.unread)
+        if long and self._debt == 0.0:
+            started = time.perf_counter()
+            results += self._read(long[0], self._prefill_tokens)
+            self._debt = time.perf_counter() - started
+        return results
+
+    def _read(self, row: _Row, count: int) -> list[NextToken]:
+        """Read the next tokens of a prompt, which goes behind the others, or joins the batch with its first token."""
+        self._reading.remove(row)
+        piece = row.request.prompt_ids[0][row.read : row.read + count]
+        row.read += count
+        try:
+            hidden, row.state = self._forward([piece], row.state)
+            self._runner.read_prompt(hidden, row.request)
+            if row.unread:
+                self._reading.append(row)
+                return []
+            results = self._choose(hidden[:, -1], [row])
+        except Exception as error:
+            row.has_left = True
+            return [NextToken(row.key, NOT_FINITE, error)]
+        self._joining += [] if row.has_left else [row]
         return results
 
     def _decode(self) -> list[NextToken]:

@@ -107,7 +107,39 @@ def refusal(error: RequestError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers)
 
 
+class Turns:
+    """Work of one kind, one request at a time and at most a share of the time, so that it slows others by no more.
+
+    most: how many requests may wait for their turn.
+    """
+
+    def __init__(self, share: float, most: int) -> None:
+        self.share, self.most = share, most
+        self._lock, self._waiting, self._next = asyncio.Lock(), 0, 0.0
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn and take it. Raises RequestError where too many wait."""
+        if self._waiting >= self.most:
+            raise RequestError("the server has too many requests of this kind; try again after 1 s", None, 429, 1)
+        self._waiting += 1
+        try:
+            async with self._lock:
+                await asyncio.sleep(self._next - time.monotonic())
+                started = time.monotonic()
+                try:
+                    yield
+                finally:
+                    ended = time.monotonic()
+                    self._next = ended + max(LEAST_TURN, ended - started) * (1 / self.share - 1)
+        finally:
+            self._waiting -= 1
+
+
 BODY_SECONDS = 10.0  # within which a body must have come
+LARGE_BODY = 2**16  # bytes; larger ones are read in turns
+READING_SHARE, LOOKING_SHARE = 0.1, 0.25  # of the time, for large bodies, and for the chat page's looks at the model
+LEAST_TURN = 0.005  # seconds: a connection costs as much
 DISCONNECT_SECONDS = 0.25  # between two looks whether a client that waits for a whole answer is still there
 
 
@@ -117,6 +149,8 @@ class Application:
     def __init__(self, engine: Engine, reader: RequestReader, access: Access) -> None:
         self.engine, self.reader = engine, reader
         self.started = int(time.time())
+        self.large_bodies = Turns(READING_SHARE, engine.limits.queue)
+        self.looks = Turns(LOOKING_SHARE, engine.limits.queue)
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         app.add_api_route("/health", self._health, methods=["GET"])
         app.add_api_route("/metrics", self._metrics, methods=["GET"])
@@ -148,14 +182,34 @@ class Application:
         return await self._answer(request, "chat")
 
     async def _answer(self, request: Request, kind: str) -> Response:
-        body = await read_body(request, self.engine.limits.max_body)
+        body = await self.read_body(request)
         with self.engine.entry() as entry:  # before the body is tokenized
-            requests = await asyncio.to_thread(self.reader.read_choices, kind, body)
+            async with self.large_bodies.turn() if len(body) > LARGE_BODY else contextlib.nullcontext():
+                requests = await asyncio.to_thread(self.reader.read_choices, kind, body)
             answer = Answer(self, kind, requests, entry)
         if not requests[0].stream:
             return await answer.whole(request.is_disconnected)
         first = await answer.first_event(request.is_disconnected)
         return ClosingStream(answer, first)
+
+    async def read_body(self, request: Request) -> bytes:
+        """The body. Raises RequestError as soon as it is too long, or comes too slowly."""
+        limit, body = self.engine.limits.max_body, bytearray()
+        length = request.headers.get("content-length", "0")
+        is_long = length.isdecimal() and int(length[:20]) > limit  # then no byte of it is read
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                stream = request.stream()
+                while not is_long and (chunk := await anext(stream, None)) is not None:
+                    body += chunk
+                    is_long = len(body) > limit
+        except TimeoutError:
+            sentence = f"body: did not come within {BODY_SECONDS:.0f} s; send it at once"
+            raise RequestError(sentence, status=408) from None
+        if is_long:
+            async with self.large_bodies.turn():
+                raise RequestError(f"body: has more than {limit:,} bytes; send a shorter one", status=413)
+        return bytes(body)
 
 
 # What an answer that calls tools begins its calls with (Hermes, Qwen), or is as a whole (Llama 3.1).
@@ -378,20 +432,6 @@ class ClosingStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises RequestError as soon as it is too long, or comes too slowly."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    raise RequestError(f"body: has more than {limit:,} bytes; send a shorter one", status=413)
-    except TimeoutError:
-        raise RequestError(f"body: did not come within {BODY_SECONDS:.0f} s; send it at once", status=408) from None
-    return bytes(body)
 
 
 async def _answer_refused(request: Request, error: Exception) -> Response:

@@ -16,7 +16,7 @@ from heddle.model.config import describe
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.attention.observer import Observation
 from heddle.numerics.transfer import to_device
-from heddle.serving.app import Application, json_answer, read_body
+from heddle.serving.app import Application, json_answer
 from heddle.serving.requests import RequestError, parse_object
 
 # What a reader of an answer may see of the model: the attention of its last step, and the size of its state.
@@ -106,11 +106,12 @@ def _add_routes(application: Application) -> None:
         return {"tokens": [reader.tokenizer.decode([token]) for token in tokens], "layers": view.last_step(tokens)}
 
     async def attention(request: Request) -> Response:
-        body = await read_body(request, application.engine.limits.max_body)
-        return json_answer(await asyncio.to_thread(look, body))
+        body = await application.read_body(request)
+        async with application.looks.turn():
+            return json_answer(await asyncio.to_thread(look, body))
 
     async def state(request: Request) -> Response:
-        body = await read_body(request, application.engine.limits.max_body)
+        body = await application.read_body(request)
         lengths = parse_object(body).get("lengths")
         if not isinstance(lengths, list):
             raise RequestError("lengths: must be a list of numbers of tokens", "lengths")
