@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError, MachineError
-from heddle.generation import scheduler as scheduler_module
 from heddle.generation.generate import generate, prefix
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
 from heddle.generation.sampling import Sampler
@@ -93,7 +92,7 @@ def test_long_prompts_take_a_third_of_the_time_while_others_are_decoded(monkeypa
         return forward(self, tokens, state)
 
     monkeypatch.setattr(BatchScheduler, "_forward", timed)
-    monkeypatch.setattr(scheduler_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("heddle.generation.scheduler.time.perf_counter", lambda: now[0])
     scheduler = BatchScheduler(ModelRunner(build_double("attention-gqa").eval()), prefill_tokens=4)
     scheduler.join(0, GenerationRequest([[5]], 33, Sampler()))
     scheduler.step()

@@ -95,14 +95,14 @@ def test_turns_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> 
             async with turns.turn():
                 now[0] += each
 
-    monkeypatch.setattr(app.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(app.asyncio, "sleep", sleep)
+    monkeypatch.setattr("heddle.serving.app.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("heddle.serving.app.asyncio.sleep", sleep)
     asyncio.run(take(Turns(0.25, 1), 2.0, 1.0, 0.0, 0.0))
     assert slept[1:] == [6.0, 3.0, 3 * app.LEAST_TURN]  # three times as long as each took
 
 
 def test_more_waiting_for_a_turn_than_there_is_room_for_are_refused() -> None:
-    async def wait_in_line() -> list[object]:
+    async def wait_in_line() -> tuple[BaseException | None, ...]:
         turns = Turns(0.5, 2)
 
         async def take() -> None:
