@@ -9,6 +9,7 @@ from heddle.cli.main import run_command
 from heddle.conversion import weights as weights_module
 from heddle.conversion.targets import conversion_variants
 from heddle.conversion.weights import Weights
+from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.errors import ConfigError
 from heddle.lab.compare.speed import time_training_steps
 from heddle.lab.conversion import convert as convert_module
@@ -19,6 +20,7 @@ from heddle.storage.file_io import read_json_file
 from heddle.storage.model import load
 from heddle.training.job import TrainingJob
 from tests import small
+from tests.training.test_resume import dying
 
 QUICK = ["--sequence-length", "16", "--report-tokens", "128", "--calibration-tokens", "256", "--quiet"]
 SPEED = ["--speed-context-length", "4", "--speed-context-length", "8", "--device", "cpu"]
@@ -140,13 +142,66 @@ def test_a_sweep_is_refused_by_the_time_of_all_healings(
     assert "--heal 1280: takes about 40 min" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("budget", "named"), [("30m", "give --heal too"), ("x", "--budget x: must be a time")])
-def test_budgets_that_cannot_be(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str, named: str
+def test_a_budget_alone_heals_for_what_it_leaves(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heal = ["--heal", "256"] if budget == "x" else []
+    """All variants as long, also those that a later call heals, whatever a step takes then."""
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [60.0])
+    options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
+    words = [word for word in command(workspace, tmp_path / "sweep", *options) if word != "--quiet"]
+    with dying(monkeypatch, "apply_gradients", 3, before=True):
+        assert run_command(words) != 0
+    said = capsys.readouterr().err
+    steps = int(said.partition("the budget chose: --heal ")[2].partition(" ")[0]) // 64
+    assert steps in (11, 12)  # of 60 s twice, in 30 minutes less 50 s for each of five measured models
+    assert f"{steps * 64} (what the budget leaves)" in said
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1.0])
+    assert run_command(words) == 0
+    assert "the budget chose" not in capsys.readouterr().err
+    documents = sorted((tmp_path / "sweep").rglob("conversion.json"))
+    healings = [json.loads(path.read_text(encoding="utf-8")).get("healing") for path in documents]
+    assert [healing["steps"] for healing in healings if healing] == [steps, steps]
+
+
+def test_a_long_budget_reads_the_text_once(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1e-3])
+    words = command(workspace, tmp_path / "fewer", "--to", "kv_heads=2,groups=contiguous,merge=mean", "--budget", "9h")
+    assert run_command([word for word in words if word != "--quiet"]) == 0
+    said = capsys.readouterr().err
+    chosen = int(said.partition("the budget chose: --heal ")[2].partition(" ")[0])
+    assert f"{chosen} (the whole text once, in less than the budget)" in said
+    assert chosen <= sum(len(tokens) for tokens in text_of(workspace).train) < chosen + 8 * 16
+
+
+def text_of(workspace: Path) -> Corpus:
+    tokenizer = load(workspace / "run")[1]
+    return prepare_corpus([f"{workspace}/text"], vocab_size=None, max_train_tokens=10**6, tokenizer=tokenizer)
+
+
+def test_an_exact_conversion_has_nothing_to_heal(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command(workspace, tmp_path / "exact", "--to", "rope_layout,layout=interleaved", "--budget", "30m")
+    assert run_command([word for word in words if word != "--quiet"]) == 0
+    assert "an exact conversion has nothing to heal" in capsys.readouterr().err
+    assert "healing" not in (tmp_path / "exact/conversion.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "named"),
+    [
+        (["--budget", "x", "--heal", "256"], 2, "--budget x: must be a time"),
+        (["--budget", "1s"], 1, "--budget 1s: leaves no time to heal beside the report; give a larger one"),
+        (["--heal-lr", "0.1"], 2, "give --heal or --budget too"),
+    ],
+)
+def test_budgets_that_cannot_be(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, named: str
+) -> None:
     target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
-    assert run_command([*command(workspace, tmp_path / "fewer", *target), "--budget", budget, *heal]) == 2
+    assert run_command([*command(workspace, tmp_path / "fewer", *target), *options]) == code
     assert named in capsys.readouterr().err
 
 

@@ -245,11 +245,12 @@ def convert_and_heal(
     device: str = "cpu",
     adapt_rate: bool = True,
     environment: Mapping[str, Any] | None = None,
-    before: Callable[[TrainingJob], None] = lambda job: None,
+    plan_steps: Callable[[TrainingJob], int] | None = None,
 ) -> TrainingResult:
     """Convert a model, heal it, and write the result as a model folder, whole or not at all.
 
-    environment: what the healing's run.json says of versions and machine. before: called before the first step.
+    environment: what the healing's run.json says of versions and machine. plan_steps: called before the first step; how
+    many steps to train, instead of those of the settings.
     adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added. The converted model
     and the run lie in the folder `out`.work beside it, so the same call continues after an interruption, with rows that
     begin as they did. Raises CheckpointError if `out` exists or the work is of another conversion, and what `convert`
@@ -270,8 +271,9 @@ def convert_and_heal(
         rate = _adapted_rate(conversion.source, converted, corpus, settings, work / RATE_FILE)
         settings = replace(settings, learning_rate=rate)
     job = healing_job(converted, distillation, corpus, settings, work / HEAL_FOLDER, device, environment)
-    if not (job.out / RUN_FILE).is_file():
-        before(job)
+    if plan_steps is not None and not (job.out / RUN_FILE).is_file():
+        settings = replace(settings, steps=plan_steps(job))
+        job = replace(job, settings=settings)
     result = train(job)
     contents = read_folder(converted)
     healing = distillation.identity() | settings.identity() | {"text": corpus.hash} | corpus.rows.record()

@@ -42,7 +42,9 @@ class ConvertSettings(SessionSettings):
     ] = None
     budget: Annotated[
         str | None,
-        Option("TIME", "Of the whole command, such as 30m; a --heal that takes longer is refused."),
+        Option(
+            "TIME", "Of the whole command, such as 30m: heal for what it leaves; a --heal that takes longer is refused."
+        ),
     ] = None
     report_tokens: Annotated[int, Option("N", "Held-out tokens of the report; 0: none.", parse_tokens)] = 2**16
     speed_context_length: Annotated[tuple[int, ...], Option("N", "Context length for the speed test; repeatable.")] = ()

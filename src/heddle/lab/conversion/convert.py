@@ -60,7 +60,7 @@ from heddle.machine import recorded_choices
 from heddle.model.decoder import build
 from heddle.model.size import size
 from heddle.progress import format_duration, print_status, print_text, print_warning
-from heddle.runtime import Choices, Runtime, versions
+from heddle.runtime import Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, sync_folder
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
@@ -212,6 +212,7 @@ DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
 MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # a healing of fewer is about as long as timing it
 SPEED_SECONDS = 10.0  # of measuring one model's speeds
+MOST_TOKENS_A_SECOND = 10_000  # of a healing whose length a budget chooses: so much text is encoded before it
 
 
 @dataclass(frozen=True)
@@ -240,17 +241,19 @@ def convert(
     return _convert(ConvertSettings.read({"model": model, "out": out, **options}))
 
 
-def _recorded_choices(out: Path | None) -> Choices | None:
-    """Those of a healing that was interrupted on the way to `out`."""
+def _interrupted_healing(out: Path | None) -> Path | None:
+    """The run of a healing that was interrupted on the way to `out`."""
     runs = () if out is None else sorted(partial_folder(out).rglob(f"{HEAL_FOLDER}/{RUN_FILE}"))
-    return recorded_choices(runs[0].parent) if runs else None
+    return runs[0].parent if runs else None
 
 
 def _convert(settings: ConvertSettings) -> ConvertedModel:
     out, started = settings.out, time.monotonic()
     with ExitStack() as stack:
         needs = () if settings.list_ else TRAINING_NEEDS
-        runtime = open_session(stack, settings, needs=needs, choices=_recorded_choices(out))
+        interrupted = _interrupted_healing(out)
+        choices = None if interrupted is None else recorded_choices(interrupted)
+        runtime = open_session(stack, settings, needs=needs, choices=choices)
         if settings.list_:
             print_rewrites()
             return ConvertedModel(None)
@@ -270,14 +273,20 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         length, design = settings.sequence_length, source.weights.design
         loss_weights = LossWeights.parse(settings.heal_loss, "--heal-loss")
         distillation = Distillation(Original(source), loss_weights, settings.heal_parameters or "all")
-        if settings.heal is not None:
+        if settings.heal is not None or budget is not None:
             rate = healing_rate(design.width) if settings.heal_lr is None else settings.heal_lr
             batch_size = HEALING_BATCH if settings.heal_batch_size is None else settings.heal_batch_size
             first_sample = calibration_samples(count, length)
-            healing = healing_settings(settings.heal, length, rate, first_sample, batch_size)
+            tokens = batch_size * length if settings.heal is None else settings.heal
+            healing = healing_settings(tokens, length, rate, first_sample, batch_size)
+            if settings.heal is None and interrupted is not None:  # as long as the budget of that call allowed
+                healing = replace(healing, steps=read_json_file(interrupted / RUN_FILE)["settings"]["steps"])
         used = [rewrite for variant in variants for rewrite in variant.rewrites]
+        if settings.heal is None and healing is not None and all(rewrite.is_exact(design) for rewrite in used):
+            print_status("an exact conversion has nothing to heal: the budget is not needed")
+            healing = None
         if any(rewrite.needs_text and not rewrite.is_exact(design) for rewrite in used):
-            corpus = _corpus(settings, source, count, rows)
+            corpus = _corpus(settings, source, _most_tokens(settings, count, seconds), rows)
             text = calibration_from_corpus(corpus, count, length, runtime.device)
         if settings.dry_run:
             plans = {v.name: Conversion(source, v.rewrites, text).plan().design for v in variants}
@@ -287,9 +296,12 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         assert out is not None
         with_report = settings.report_tokens > 0 and can_report(source)
         if corpus is None and (healing is not None or with_report):
-            corpus = _corpus(settings, source, count, rows)
+            corpus = _corpus(settings, source, _most_tokens(settings, count, seconds), rows)
 
-        plan = HealingPlan(settings, budget, 1 + 2 * len(variants))
+        most_tokens = 0 if corpus is None else sum(len(tokens) for tokens in corpus.train)
+        plan = HealingPlan(settings, budget, 1 + 2 * len(variants), most_tokens)
+        if interrupted is not None and healing is not None:
+            plan.chosen_steps = healing.steps
 
         def write(conversion: Conversion, folder: Path) -> None:
             if healing is None:
@@ -297,7 +309,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             else:
                 assert corpus is not None
                 order = [variant.rewrites for variant in variants]
-                left = len(order) - order.index(conversion.rewrites)
+                left, begun = len(order) - order.index(conversion.rewrites), time.monotonic()
                 adapts_rate = settings.heal_lr is None
                 environment = {"runtime": runtime.describe(), "versions": versions()}
                 healed = convert_and_heal(
@@ -309,7 +321,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                     runtime.device,
                     adapts_rate,
                     environment,
-                    partial(plan.check, count=left),
+                    partial(plan.steps, count=left, begun=begun),
                 )
                 if not (is_comparison or settings.json):
                     loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
@@ -332,33 +344,41 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
     return ConvertedModel(out, results)
 
 
-@dataclass(frozen=True)
+@dataclass
 class HealingPlan:
-    """Says how long the healings take, and refuses what a budget of time does not leave room for.
+    """Says how long the healings take; a budget of time chooses their length, or refuses the one that was given.
 
-    budget: of the whole command; None: there is none. models: that are measured for the report.
+    budget: of the whole command; None: there is none. models: that are measured for the report. text_tokens: to heal
+    on; a budget reads them at most once. chosen_steps: of each healing, once the budget has chosen.
     """
 
     settings: ConvertSettings
     budget: TimeBudget | None
     models: int
+    text_tokens: int
+    chosen_steps: int | None = None
 
-    def check(self, job: TrainingJob, count: int) -> None:
-        """Time a few steps before the first healing of `count` that are to come. Raises MachineError."""
-        steps, tokens = job.settings.steps, job.settings.tokens_per_step
-        plan = f"healing: {steps:,} steps of {tokens:,} tokens"
-        if steps <= MIN_TIMED_STEPS and self.budget is None:  # timing would take as long
-            print_status(plan)
-            return
+    def steps(self, job: TrainingJob, count: int, begun: float) -> int:
+        """The steps of the first healing of `count` that are to come, from the time of a few. Raises MachineError.
+
+        begun: when its conversion began, in time.monotonic() seconds; the others take as long.
+        """
+        steps, tokens = self.chosen_steps or job.settings.steps, job.settings.tokens_per_step
+        is_chosen = self.settings.heal is not None or self.chosen_steps is not None
+        if is_chosen and steps <= MIN_TIMED_STEPS and self.budget is None:  # timing would take as long
+            print_status(f"healing: {steps:,} steps of {tokens:,} tokens")
+            return steps
+        converting = (count - 1) * (time.monotonic() - begun)
         seconds = median(time_training_steps(job))
-        print_status(f"{plan}, about {format_duration(seconds * steps)} ({seconds:.2g} s a step)")
-        if self.budget is None:
-            return
         # A token is read for a third of what a step takes for it: a forward pass of three.
         read = self.settings.report_tokens / tokens * seconds / 3
         report = self.models * (read + SPEED_SECONDS) if self.settings.report_tokens else 0.0
-        left = max(0.0, self.budget.remaining - report)
-        if seconds * steps * count > left:
+        left = 0.0 if self.budget is None else max(0.0, self.budget.remaining - report - converting)
+        if not is_chosen:
+            steps = self.chosen_steps = self._choose(int(left / (seconds * count)), tokens)
+        plan = f"healing: {steps:,} steps of {tokens:,} tokens"
+        print_status(f"{plan}, about {format_duration(seconds * steps)} ({seconds:.2g} s a step)")
+        if self.settings.heal is not None and self.budget is not None and seconds * steps * count > left:
             fits = int(left / (seconds * count)) * tokens
             remedy = f"--heal {fits} or fewer, or a larger --budget" if fits else "a larger --budget"
             raise MachineError(  # of all variants, not of this one
@@ -366,6 +386,19 @@ class HealingPlan:
                 f"{self.settings.budget} leaves {format_duration(left)} beside the report; give {remedy}; what was "
                 "converted is kept"
             )
+        return steps
+
+    def _choose(self, steps: int, tokens: int) -> int:
+        """At most `steps` of so many tokens, and once through the text. Raises MachineError where none fits."""
+        if steps < 1:
+            raise MachineError(
+                f"--budget {self.settings.budget}: leaves no time to heal beside the report; give a larger one, or "
+                "none, to convert alone; what was converted is kept"
+            )
+        once = max(1, self.text_tokens // tokens)
+        end = "the whole text once, in less than the budget" if once < steps else "what the budget leaves"
+        print_status(f"the budget chose: --heal {min(steps, once) * tokens} ({end})")
+        return min(steps, once)
 
 
 def _check(settings: ConvertSettings) -> None:
@@ -377,10 +410,8 @@ def _check(settings: ConvertSettings) -> None:
         "batch-size": settings.heal_batch_size,
     }
     for name, value in healing.items():
-        if settings.heal is None and value is not None:
-            raise ConfigError(f"--heal-{name} {value}: says how to heal; give --heal too")
-    if settings.heal is None and settings.budget is not None:
-        raise ConfigError(f"--budget {settings.budget}: is the time that a healing may take; give --heal too")
+        if settings.heal is None and settings.budget is None and value is not None:
+            raise ConfigError(f"--heal-{name} {value}: says how to heal; give --heal or --budget too")
     if settings.heal_batch_size is not None and settings.heal_batch_size < 1:
         raise ConfigError(f"--heal-batch-size {settings.heal_batch_size}: must be at least 1")
     if settings.model is None:
@@ -392,16 +423,20 @@ def _check(settings: ConvertSettings) -> None:
         raise ConfigError(f"--method {settings.method}: {reason}")
 
 
-def _corpus(
-    settings: ConvertSettings, source: ConversionSource, calibration_tokens: int, rows: RowProtocol | None
-) -> Corpus:
+def _most_tokens(settings: ConvertSettings, calibration_tokens: int, seconds: float | None) -> int:
+    """The tokens that are read at most to calibrate and heal, `seconds` of which are in the budget."""
+    healing = int((seconds or 0.0) * MOST_TOKENS_A_SECOND) if settings.heal is None else settings.heal
+    return 4 * calibration_tokens + healing
+
+
+def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int, rows: RowProtocol | None) -> Corpus:
     """The text to calibrate and heal on, in the model's own tokens; how far it is encoded decides its order.
 
     rows: how rows begin in the conversion that is continued.
     """
     if source.tokenizer is None:
         raise CheckpointError(f"{source.folder}: holds no tokenizer.json, so it cannot read a text")
-    max_tokens, data = 4 * calibration_tokens + (settings.heal or 0), settings.data or ("stdlib",)
+    data = settings.data or ("stdlib",)
     own_rows = model_rows(source.folder, source.tokenizer)
     if rows is not None and rows != own_rows:
         how = "without the model's BOS token" if own_rows.bos_ids else "with BOS, which the model was trained without"
