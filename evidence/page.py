@@ -13,7 +13,7 @@ INTRODUCTION = """# What papers found, and what heddle finds
 Each row trains small designs for minutes, and says whether they agree with the papers, disagree, or do not resolve the
 question. Numbers are differences paired by seed, with intervals (Student's t, Bonferroni) that hold for all claims of a
 row together with a probability of 95 %. They say what holds at this size and budget, not at a paper's. They cover
-the luck of training, not the choice of text. The text is Python's standard library, in 512 tokens.
+seed variance, not the sampling error of the held-out text. The text is Python's standard library, in 512 tokens.
 
     make evidence                        # all rows, about an hour of one core; continues where it stopped
     python -m evidence recall_of_mixers  # one row

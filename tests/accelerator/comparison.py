@@ -1,4 +1,4 @@
-"""A design on the pretended accelerator and on the CPU: the same weights, the same inputs, the same results."""
+"""A design on the simulated GPU and on the CPU: the same weights, the same inputs, the same results."""
 
 from collections.abc import Callable
 

@@ -278,7 +278,7 @@ def attend(counter: LaunchCounter, qkv: tuple[Tensor, Tensor, Tensor], pairs: fl
 
 
 class StandIns(TorchFunctionMode):
-    """Answers calls that have no kernel for fake tensors on a pretended device: `stand_ins[function](*args)`."""
+    """Answers calls that have no kernel for fake tensors on a simulated GPU: `stand_ins[function](*args)`."""
 
     def __init__(self, stand_ins: dict[Any, Callable[..., Any]]) -> None:
         super().__init__()

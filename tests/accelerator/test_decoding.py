@@ -1,4 +1,4 @@
-"""Decoding on the pretended accelerator: the host waits once for each block of tokens, and the text is the CPU's."""
+"""Decoding on the simulated GPU: the host waits once for each block of tokens, and the text is the CPU's."""
 
 from collections.abc import Callable
 from typing import Any

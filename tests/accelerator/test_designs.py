@@ -1,4 +1,4 @@
-"""Every design on the pretended accelerator: no mixed devices, no host wait, the CPU's results.
+"""Every design on the simulated GPU: no mixed devices, no host wait, the CPU's results.
 
 The CI takes a few cases that have every kind of part and every form of attention, and each law on one of them. The soak
 takes every case, with every law.
@@ -26,7 +26,7 @@ CI_CASES = list(dict.fromkeys((*fewest(KINDS), *FORMS)))
 
 
 def violations(name: str, laws: list[str]) -> list[str]:
-    """The laws that a case violates on the pretended accelerator."""
+    """The laws that a case violates on the simulated GPU."""
     with pretending():
         results = list(run(case(name), laws, device=DEVICE))
     return [f"{name}: {result.name}: {result.message}" for result in results if not result.passed]

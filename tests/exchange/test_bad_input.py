@@ -181,16 +181,16 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "escapes in rope": (fields(rope_parameters={"rope_type": "\x1b[2J"}), r"rope_type '\\x1b\[2J' is not known"),
     "rope is no table": (fields(rope_parameters=[1]), r"field 'rope_parameters' .* should be a table"),
     "no config": (lambda f: (f / CONFIG_FILE).unlink(), r"holds no config\.json"),
-    "config is a list": (replaced(CONFIG_FILE, b"[1, 2]"), r"config\.json: is no table in JSON"),
+    "config is a list": (replaced(CONFIG_FILE, b"[1, 2]"), r"config\.json: is not a table in JSON"),
     "config is not UTF-8": (replaced(CONFIG_FILE, b'{"a": "\xff"}'), r"config\.json: is not text in UTF-8"),
-    "config is nothing": (replaced(CONFIG_FILE, b""), r"config\.json: is no table in JSON"),
+    "config is nothing": (replaced(CONFIG_FILE, b""), r"config\.json: is not a table in JSON"),
     "config is deep": (
         replaced(CONFIG_FILE, b'{"a":' * 5000 + b"1" + b"}" * 5000), r"config\.json: .*nested too deeply",
     ),
     "config is rather deep": (replaced(CONFIG_FILE, b'{"a":' * 200 + b"1" + b"}" * 200), r"config\.json: .*too deeply"),
     "config is huge": (lambda f: os.truncate(f / CONFIG_FILE, 2**33), r"config\.json: has \d+ bytes, over"),
     "config is large": (replaced(CONFIG_FILE, b'{"a": "' + b"x" * 2**26 + b'"}'), r"config\.json: has more than"),
-    "config with a key twice": (duplicate, r"config\.json: is no table in JSON \(a key stands twice\)"),
+    "config with a key twice": (duplicate, r"config\.json: is not a table in JSON \(a key stands twice\)"),
     "config with NaN": (replaced(CONFIG_FILE, b'{"rms_norm_eps": NaN}'), r"config\.json: .*NaN is not a JSON number"),
     "a text for a number": (fields(hidden_size="42"), r"field 'hidden_size' is '42'; should be of kind int"),
     "true for a number": (fields(num_hidden_layers=True), r"field 'num_hidden_layers' is True; should be of kind int"),
@@ -206,7 +206,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a large tokenizer": (
         replaced("tokenizer.json", tokenizer_json("gpt2").encode()), r"tokenizer\.json: has 352 tokens, but",
     ),
-    "settings that are no table": (replaced("generation_config.json", b"[]"), r"generation_config\.json: is no table"),
+    "settings that are no table": (replaced("generation_config.json", b"[]"), r"generation_config\.json: is not a tab"),
     "a template of bytes": (replaced("chat_template.jinja", b"\xff"), r"chat_template\.jinja: is not text in UTF-8"),
 }  # fmt: skip
 

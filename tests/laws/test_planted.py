@@ -254,7 +254,7 @@ BUGS = [
     # Temperatures of queries
     Bug("a temperature that counts from the start of the call", "chunked_decoding", "attention-temperature",
         calls(query_temperature, "clamp", lambda x, **limit: (x - x[:, :1]).clamp(**limit))),
-    Bug("a temperature of padding that is no number", "padding_gradients", "attention-temperature",
+    Bug("a temperature of padding that is not a number", "padding_gradients", "attention-temperature",
         calls(query_temperature, "clamp", lambda x, **_: x)),
     Bug("a temperature that nothing reads", "options_have_effect", "attention-temperature",
         condition(Attention.forward, "temperature_beta", False)),

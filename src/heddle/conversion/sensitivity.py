@@ -36,7 +36,7 @@ def count_layers(field: str, value: LayerCount, layers: int) -> int:
     try:
         number = Fraction(str(value))
     except (ValueError, ZeroDivisionError):
-        raise DesignError(field, f"{value!r} is no number; give a number of layers or a share, such as 1/4") from None
+        raise DesignError(field, f"{value!r} is not a number; give a count of layers or a share, like 1/4") from None
     count = number if number >= 1 else number * layers
     if count.denominator != 1:
         raise DesignError(field, f"{value} of {layers} layers is not a whole number; give a number of layers")

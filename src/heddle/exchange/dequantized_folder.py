@@ -119,7 +119,7 @@ def _parse_description(raw: bytes) -> dict[str, Any]:
     """The fields of a weight that bitsandbytes packed. Raises ValueError for one that is missing or of another type."""
     description = json.loads(raw.decode("utf-8"))
     if not isinstance(description, dict):
-        raise ValueError("the description is no table")
+        raise ValueError("the description is not a table")
     fields = {"nested_blocksize": 0, "nested_offset": 0.0} | description
     shape, sizes = fields.get("shape"), [fields.get("blocksize"), fields["nested_blocksize"]]
     if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape + sizes):

@@ -253,7 +253,7 @@ def parse_json(text: str, path: Path) -> dict[str, Any]:
         if _depth(data) > MAX_JSON_DEPTH:
             raise ValueError("it is nested too deeply")
     except ValueError as error:
-        raise CheckpointError(f"{path}: is no table in JSON ({error}); restore the file") from None
+        raise CheckpointError(f"{path}: is not a table in JSON ({error}); restore the file") from None
     return data
 
 

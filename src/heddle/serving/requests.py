@@ -433,9 +433,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         fields = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
         json.dumps(fields, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text
     except UnicodeError as error:
-        raise RequestError("body: is no text in UTF-8") from error
+        raise RequestError("body: is not text in UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"body: is no JSON ({parse_error_reason(error)})") from error
+        raise RequestError(f"body: is not JSON ({parse_error_reason(error)})") from error
     if not isinstance(fields, dict):
         raise RequestError("body: must be a table in JSON")
     return fields
@@ -469,7 +469,7 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _number(

@@ -120,7 +120,7 @@ def _parse_document(contents: FolderContents, name: str) -> dict[str, Any]:
         return parse_json_object(contents.documents[name].encode())
     except ValueError as error:
         raise CheckpointError(
-            f"{contents.folder}/{name}: is no table in JSON ({error}); save the model again"
+            f"{contents.folder}/{name}: is not a table in JSON ({error}); save the model again"
         ) from error
 
 

@@ -85,7 +85,7 @@ def mixer_at_width(mixer: MixerConfig, width: int, new_width: int) -> MixerConfi
         if name not in mixer.width_fields or value is None or (value == 1 and several_heads):
             continue
         if value * new_width % width:
-            reason = f"{value} at width = {width} is no whole number at {new_width}; choose another width"
+            reason = f"{value} at width = {width} is not a whole number at {new_width}; choose another width"
             raise DesignError(name, reason)
         changes[name] = value * new_width // width
     return mixer.replace(**changes)

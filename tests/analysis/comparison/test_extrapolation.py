@@ -53,7 +53,7 @@ def test_four_spans_give_a_text_part() -> None:
     assert "a bootstrap over spans of text" in change["method"]
     one_seed = length_changes(runs({1: level[:1], 2: spread[:1]}), [1, 2])[1]["change"]
     assert one_seed["pairs"] == 1
-    assert "not the luck of training" in one_seed["method"]
+    assert "not seed variance" in one_seed["method"]
     # of five apart values: t(4) · s / √5, which a bootstrap of single ones must come near to
     assert one_seed["high"] - one_seed["mean"] == pytest.approx(2.776 * 0.0158 / math.sqrt(5), rel=0.1)
 

@@ -96,7 +96,7 @@ def test_before_the_text_is_prepared(tmp_path: Path) -> None:
         ],
         "stop_reason": None,
     }
-    assert report["verdict"] == ["Nothing is trained yet: 0 of 4 runs are done. The page has what needs no training."]
+    assert report["verdict"] == ["Costs are below; losses appear as runs finish: 0 of 4 are done."]
     for design in report["designs"]:
         assert design["bits_per_byte"] == {"mean": None, "low": None, "high": None, "basis": "2 runs to come"}
         assert design["flops_per_token"] > 0

@@ -50,7 +50,7 @@ def finished_run(seed: int, bits: np.ndarray, size: int = 1000) -> dict[str, Any
 
 
 def trial(rng: np.random.Generator, seeds: int, luck: float, text: float) -> tuple[list[Any], list[Any]]:
-    """Two designs that are equal on average: they differ by the luck of training and by this text alone."""
+    """Two designs that are equal on average: they differ by seed variance and by this text alone."""
     base = rng.normal(2.3, 0.4, 48)
     taste = rng.normal(0, text, 48)
     sides: tuple[list[Any], list[Any]] = ([], [])
@@ -91,7 +91,7 @@ def test_one_seed_does_not_cover_training_and_says_so() -> None:
     assert coverage(1, 0.05, 0.1) < 0.80
     row = paired_difference(*trial(np.random.default_rng(0), 1, 0.02, 0.1))
     assert row["pairs"] == 1
-    assert "not the luck of training" in row["method"]
+    assert "not seed variance" in row["method"]
 
 
 def test_pairing_by_seed_resolves_what_shared_luck_would_hide() -> None:

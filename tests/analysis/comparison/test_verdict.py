@@ -59,8 +59,8 @@ def test_a_resolved_difference_without_the_leader_is_said() -> None:
 def test_what_is_not_resolved_comes_with_what_would_resolve_it() -> None:
     pair = reports.make_report({name: reports.TINY[name] for name in ("mha-tiny", "gqa-tiny")})
     assert pair["verdict"][1:3] == [
-        "A tie within ± 0.025; a true difference of 0.020 would be resolved four times in five.",
-        "± 0.01 needs 7 seeds of each, 3 min more.",
+        "A tie within ± 0.025; 80 % power to detect 0.020.",
+        "To narrow to ± 0.01, train 7 seeds of each, 3 min more.",
     ]
     several = reports.make_report({"a": reports.TINY["mha-tiny"], "b": reports.TINY["gqa-tiny"], "c": (0.3, *LUCK)})
     assert several["verdict"][1].startswith("A tie with a: b within ± 0.0")
@@ -71,10 +71,11 @@ def test_what_is_not_resolved_comes_with_what_would_resolve_it() -> None:
 def test_the_text_is_named_where_it_is_the_larger_part() -> None:
     [needed] = [row["needs"] for row in reports.make_report()["pairs"] if not row["resolved"]]
     assert need_words(needed[1]) == (
-        "± 0.005 needs 1.3 times the held-out text, which is the larger part, and 37 seeds of each, 25 min more"
+        "To narrow to ± 0.005, read 1.3 times the held-out text, the larger part, "
+        "and train 37 seeds of each, 25 min more"
     )
     assert need_words({"half_width": 0.02, "seeds": None, "seconds": None, "text_factor": 1.0}) == (
-        "± 0.02 needs more than 100 seeds of each"
+        "To narrow to ± 0.02, train more than 100 seeds of each"
     )
 
 
@@ -130,9 +131,9 @@ def test_verdict_says_what_the_smallest_state_costs() -> None:
 def test_verdict_mentions_one_seed_and_failures() -> None:
     first, second, *_ = reports.make_report(seeds=1)["verdict"]
     assert "on one seed" in first
-    assert "resolved for the choice of text only" in first
-    assert "luck of training" in second
-    assert "luck of training" not in " ".join(reports.make_report(seeds=3)["verdict"])
+    assert "resolved for the sampling error of the text only" in first
+    assert "seed variance" in second
+    assert "seed variance" not in " ".join(reports.make_report(seeds=3)["verdict"])
     text = " ".join(reports.crowd()["verdict"])
     assert "Only some seeds finished" in text
     assert "No run finished: experiments" in text

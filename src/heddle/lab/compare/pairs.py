@@ -171,7 +171,7 @@ def _has_number(run: ScoredRun) -> bool:
 # The effect of a value is the difference between its designs and those with the baseline's value. Each design is paired
 # with the one that is equal in every other field, on the same seed. For each seed the pairs are averaged, so the
 # interval
-# covers the luck of training and the choice of text, but no other choice of the other fields. The interaction of two
+# covers seed variance and sampling error of the text, but no other choice of the other fields. The interaction of two
 # fields is what both changes together do beyond the sum of each alone:
 #
 #     (y[a, b] − y[a₀, b]) − (y[a, b₀] − y[a₀, b₀])       where a₀, b₀ are the baseline's values

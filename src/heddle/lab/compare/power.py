@@ -1,7 +1,7 @@
 """What a comparison can resolve, and what a narrower interval needs: seeds, time, or held-out text.
 
 The smallest difference that is resolved with probability 0.8 follows from the noncentral t distribution. Seeds narrow
-the part of an interval that is the luck of training, and only text narrows the part that is the choice of text: with m
+the part of an interval that is seed variance, and only text narrows the part that is sampling error of the text: with m
 times the text it is 1/√m as wide.
 """
 
@@ -55,7 +55,7 @@ def detectable_difference(error: float, degrees_of_freedom: float, critical: flo
 def smallest_resolvable(statistics: PairStatistics, row: int, column: int, level: Level = fixed_level) -> float | None:
     """The true difference of two designs that these seeds and this text resolve with probability 0.8.
 
-    None where there is no interval. The luck of training and the choice of text add up as in Welch's t.
+    None where there is no interval. Seed variance and the sampling error of the text add up as in Welch's t.
     """
     half = statistics.half_width(row, column, level)
     if math.isnan(half):
@@ -92,7 +92,7 @@ def need_for(
 def seeds_for(
     statistics: PairStatistics, row: int, column: int, seed_half_width: float, level: Level = fixed_level
 ) -> int | None:
-    """The fewest seeds (2 to 100) with which the luck of training adds no more than this half-width, or None.
+    """The fewest seeds (2 to 100) with which seed variance adds no more than this half-width, or None.
 
     The spread is taken to stay as it is.
     """

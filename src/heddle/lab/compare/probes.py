@@ -55,7 +55,7 @@ def interim_tokens(settings: Settings, text_tokens: int) -> int:
     return max(1, available * settings.tokens_per_step // -(-available // planned))
 
 
-# The evaluation at the end of a run may take about a tenth of its time. On 16,384 tokens, the choice of text varies the
+# The evaluation at the end of a run may take about a tenth of its time. On 16,384 tokens, sampling varies the
 # difference of two close designs by about an eighth of what the seed does, after 40,000 tokens of training.
 MIN_FINAL_TOKENS, MIN_FINAL_WINDOWS, MAX_FINAL_SHARE = 2**14, 64, 0.3
 

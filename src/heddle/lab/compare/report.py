@@ -193,7 +193,7 @@ def _verdict(report: Report, results: Results) -> list[str]:
         return verdict_sentences(report)
     planned = results.finished_runs + len(results.pending)
     if not results.finished_runs:
-        return [f"Nothing is trained yet: 0 of {planned} runs are done. The page has what needs no training."]
+        return [f"Costs are below; losses appear as runs finish: 0 of {planned} are done."]
     count = f"{results.finished_runs} of {planned} runs are done"
     if not all(results.comparable_runs(name) for name in results.names):
         return [f"{count}; designs are compared once each has finished the same seed."]

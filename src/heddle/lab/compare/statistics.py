@@ -59,7 +59,7 @@ def seed_half_width(values: Sequence[float]) -> float:
 
 
 def text_half_width(bits: Windows, sizes: Windows, block_length: int | None = None) -> float | None:
-    """Half of the 95 % interval of sum(bits) / sum(sizes) over the choice of text; None below four windows.
+    """Half of the 95 % interval of sum(bits) / sum(sizes) over the sampling of the text; None below four windows.
 
     bits, sizes: [windows], in the order of the text. A circular block bootstrap, because neighboring windows resemble
     each other; block_length is ⌈windows^(1/3)⌉ by default. Its standard deviation is multiplied by a t quantile of
@@ -113,7 +113,7 @@ def finished_runs(runs: Sequence[R]) -> list[R]:
 def mean_bits_per_byte(runs: Sequence[ScoredRun]) -> MeanLoss:
     """Mean bits per byte of a design's finished runs, and in `basis` what it rests on.
 
-    With two seeds or more the interval covers the luck of training on this validation text, with one seed the choice
+    With two seeds or more the interval covers seed variance on this validation text, with one seed the sampling
     of text. All are None where nothing finished. Designs share the text, so compare them by `paired_difference`, not
     by whether their intervals overlap.
     """
@@ -184,7 +184,7 @@ def run_windows(run: ScoredRun) -> Windows | None:
 
 
 def _text_half_width_of_pairs(pairs: Sequence[tuple[ScoredRun, ScoredRun]], sampling: TextSampling) -> float | None:
-    """The half-width that the choice of text gives to the difference averaged over the seeds."""
+    """The half-width that the sampling error of the text gives to the difference averaged over the seeds."""
     tables = []
     for run, reference in pairs:
         windows, reference_windows = run_windows(run), run_windows(reference)
@@ -220,8 +220,8 @@ def describe_method(pairs: int, text: bool, sampling: TextSampling, designs: int
     at_once = f" for all pairs of {designs} designs at once" if designs > 2 else ""
     if pairs == 1:
         return (
-            f"One seed: the 95 % interval{at_once} ({sampling.description}) covers the choice of text "
-            "but not the luck of training. Another seed may give a result outside it."
+            f"One seed: the 95 % interval{at_once} ({sampling.description}) covers the sampling error of the text "
+            "but not seed variance. Another seed may give a result outside it."
         )
     statistic = "studentized range" if designs > 2 else "Student t"
     method = f"95 % interval{at_once}: {statistic} over {pairs} differences paired by seed"
@@ -315,7 +315,7 @@ def _deviation_density(degrees: float) -> tuple[FloatArray, FloatArray]:
 # moderated t, Smyth 2004). The degrees of freedom are Satterthwaite's (1946), less a tenth, for which simulated
 # intervals
 # cover 95 %. The critical value is that of the studentized range: it holds for all pairs, also for those chosen because
-# they looked best. The choice of text has its own standard error, from a block bootstrap of all designs on the same
+# they looked best. The text has its own standard error, from a block bootstrap of all designs on the same
 # blocks, and its own critical value; the two half-widths are added as squares.
 
 
@@ -336,7 +336,7 @@ class PairStatistics:
 
     seeds: that both finished; mean: of the differences; variance: of one seed's difference; degrees: of this variance;
     effects: [designs], each design's loss apart from the luck that a seed brings to all; run_variance: of one run apart
-    from that luck, from all pairs, with pooled_degrees; text_error: the standard error over the choice of text, with
+    from that luck, from all pairs, with pooled_degrees; text_error: the standard error from sampling the text, with
     text_degrees.
     """
 
@@ -358,12 +358,12 @@ class PairStatistics:
 
     @cached_property
     def seed_error(self) -> FloatArray:
-        """The standard error of the mean over the luck of training."""
+        """The standard error of the mean over seed variance."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.sqrt(self.variance / self.seeds)
 
     def seed_half_width(self, row: int, column: int, level: Level = fixed_level) -> float:
-        """Half of the interval over the luck of training; nan below two seeds."""
+        """Half of the interval over seed variance; nan below two seeds."""
         if self.seeds[row, column] < 2:
             return float("nan")
         alpha = level(int(self.seeds[row, column]))
@@ -384,13 +384,13 @@ class PairStatistics:
         return np.where(np.isnan(halves), text, np.hypot(halves, np.nan_to_num(text)))
 
     def text_half_width(self, row: int, column: int) -> float:
-        """Half of the interval over the choice of text; nan without text."""
+        """Half of the interval over the sampling of the text; nan without text."""
         if np.isnan(self.text_error[row, column]):
             return float("nan")
         return pair_critical_value(len(self.names), self.text_degrees, ALPHA) * float(self.text_error[row, column])
 
     def half_width(self, row: int, column: int, level: Level = fixed_level) -> float:
-        """Half of the interval; with one seed that over the choice of text, nan where that is missing too."""
+        """Half of the interval; with one seed that over the sampling of the text, nan where that is missing too."""
         seed, text = self.seed_half_width(row, column, level), self.text_half_width(row, column)
         return text if np.isnan(seed) else float(np.hypot(seed, np.nan_to_num(text)))
 
@@ -492,7 +492,7 @@ def _pooled_degrees(losses: FloatArray) -> float:
 
 
 def _text_errors(by_seed: Sequence[Mapping[int, ScoredRun]], sampling: TextSampling) -> tuple[FloatArray, float]:
-    """([designs, designs] standard errors over the choice of text, degrees of freedom); nan without enough text."""
+    """([designs, designs] standard errors from sampling the text, degrees of freedom); nan without enough text."""
     designs, degrees = len(by_seed), float("nan")
     errors = np.full((designs, designs), np.nan)
     groups: dict[tuple[int, ...], set[int]] = {}

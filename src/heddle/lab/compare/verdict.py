@@ -45,23 +45,23 @@ def resolution_sentences(report: Report) -> list[str]:
         if len(report.designs) > 2:
             names = join_names([f"{row.reference} within ± {format_bound(row.tie_within or 0.0)}" for row in rows], 8)
             ties = f"A tie with {report.leader}: {names}"
-        power = f"a true difference of {format_bound(widest.resolvable or 0.0)} would be resolved four times in five"
+        power = f"80 % power to detect {format_bound(widest.resolvable or 0.0)}"
         sentences.append(f"{ties}; {power}.")
         sentences += [f"{need_words(need)}." for need in (widest.needs or ())[:1]]
     return sentences
 
 
 def need_words(need: NeededRuns) -> str:
-    """ "± 0.01 needs 2.1 times the held-out text, which is the larger part, and 9 seeds of each, 4 min more"."""
-    start = f"± {need.half_width:g} needs"
+    """ "To narrow to ± 0.01, read 2.1 times the held-out text, the larger part, and train 9 seeds of each"."""
+    start = f"To narrow to ± {need.half_width:g},"
     if need.seeds is None:
         seeds = f"more than {MAX_SEEDS} seeds of each"
     else:
         more = f", {format_duration(need.seconds)} more" if need.seconds else ""
         seeds = f"{need.seeds} seeds of each{more}"
     if need.text_factor == 1:
-        return f"{start} {seeds}"
-    return f"{start} {need.text_factor:.1f} times the held-out text, which is the larger part, and {seeds}"
+        return f"{start} train {seeds}"
+    return f"{start} read {need.text_factor:.1f} times the held-out text, the larger part, and train {seeds}"
 
 
 def _short_need(need: NeededRuns) -> str:
@@ -128,8 +128,8 @@ def _lowest_loss(report: Report, ranking: list[Design]) -> str:
     unresolved = [name for name in differences if name not in resolved]
     start, word = f"{best.name} has the lowest bits per byte, {loss}", "resolved"
     if max(row.pairs for row in differences.values()) == 1:
-        # one seed says nothing about the luck of training, so the first sentence may not either
-        start, word = f"{start}, on one seed", "resolved for the choice of text only"
+        # one seed says nothing about seed variance, so the first sentence may not either
+        start, word = f"{start}, on one seed", "resolved for the sampling error of the text only"
     if len(others) == 1 and differences[others[0].name].mean is not None:
         [(name, row)] = differences.items()
         if not resolved:
@@ -161,7 +161,7 @@ def _leads(best: Design, behind: list[str], word: str) -> str:
 def _single_seed_warning(ranking: list[Design]) -> list[str]:
     if len(ranking) < 2 or max(len(finished_runs(design.runs)) for design in ranking) > 1:
         return []
-    return ["With one seed no interval covers the luck of training: another seed may change the order."]
+    return ["With one seed no interval covers seed variance: another seed may change the order."]
 
 
 def _state_costs(report: Report, ranking: list[Design]) -> list[str]:

@@ -182,7 +182,7 @@ def decode_context(results: ConversionResults) -> int | None:
 # What a conversion changed: paired differences of loss and recall with intervals, and the share of the state.
 #
 # All models read the same windows and rows. A difference is a ratio of sums over them; its 95 % interval is a bootstrap
-# over the text (`heddle.lab.compare.statistics`). It covers the choice of text, not that of the calibration
+# over the text (`heddle.lab.compare.statistics`). It covers the sampling error of the text, not that of the calibration
 # text
 # or of seeds.
 

@@ -143,7 +143,7 @@ def explorer_page(slot: str | None = None, config: ModelConfig | None = None) ->
         "explorer.html",
         title="heddle explore" + ("" if slot is None else f": {slot}"),
         subject=subject,
-        heading=f"What follows from the choice of {'a design' if slot is None else SLOTS[slot]}",
+        heading="Design explorer" + ("" if slot is None else f": {SLOTS[slot]}"),
         kind_count=len(kinds),
         data={
             "slots": {name: [_kind_data(kind) for kind in each] for name, each in slots.items()},

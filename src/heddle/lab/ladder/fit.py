@@ -302,7 +302,7 @@ class FormFits:
     def bic(self) -> float:
         """Schwarz's criterion, up to a constant of all forms: n·log(S / n) + p·log n.
 
-        S is not below what the luck of training leaves on average: to come nearer to the points earns nothing.
+        S is not below what seed variance leaves on average: to come nearer to the points earns nothing.
         """
         parameters = self.points - self.degrees_of_freedom
         squares = max(float(self.squares.min()), self.degrees_of_freedom * self.seed_deviation**2)
@@ -457,7 +457,7 @@ def fit_ladder(
 ) -> LadderFit:
     """Fit the points of all designs: L(N, D) where they have tokens, else L(N).
 
-    seed_deviation: the standard deviation of a point's log loss that the luck of training alone gives: no curve is
+    seed_deviation: the standard deviation of a point's log loss that seed variance alone gives: no curve is
     believed to come nearer. share_irreducible: whether all designs have one E; else each is fitted alone. correlation:
     of L(N, D), between what two points of one size have besides their curve, since their runs share a trunk. Raises
     DataError where a design has too few sizes or numbers of tokens, or its loss does not fall with them.

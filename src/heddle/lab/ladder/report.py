@@ -417,7 +417,7 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
     if failed:
         sentences.append(f"{failed} of {len(runs)} runs gave no number; a mean without them may look too good.")
     if ladder.plan.seeds == 1:
-        sentences.append("One seed: the luck of training is judged by how far the points lie from the curve alone.")
+        sentences.append("One seed: seed variance is judged by how far the points lie from the curve alone.")
     tokens = max(rung.tokens for design in report.designs for rung in design.rungs)
     if tokens > report.data.train_tokens:
         sentences.append(
@@ -429,7 +429,7 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
     deviation = 0.0 if fit is None else fit.seed_deviation / math.sqrt(ladder.plan.seeds)
     if deviation and misfit > 3 * deviation:
         sentences.append(
-            f"The points lie {misfit / deviation:.0f} times as far from the curve as the luck of training explains: "
+            f"The points lie {misfit / deviation:.0f} times as far from the curve as seed variance explains: "
             "sizes differ in more than size, in how well the learning rate suits them, say."
         )
     if report.law == "L(N, D)":

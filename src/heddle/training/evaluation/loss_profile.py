@@ -1,7 +1,7 @@
 """Where the loss lies: bits and bytes by the position of a token in its document, and by how frequent the token is.
 
 A profile is taken from an evaluation's own token losses; nothing is read twice. Neighboring windows are added up into
-at most `MAX_BLOCKS` blocks, which are what an interval over the choice of text draws from.
+at most `MAX_BLOCKS` blocks, which are what an interval over the sampling of the text draws from.
 
 Frequencies: the tokens of the vocabulary are sorted by their count in the training text and cut into ten groups, each
 of which makes up about a tenth of the training text (deciles of the text, not of the vocabulary: half of a vocabulary

@@ -126,7 +126,7 @@ function byFamily(models) {
 function curve(title, valueAt, unit, base) {
   const log = value => Math.log2(value) / Math.log2(base);
   const contexts = Array.from({ length: 25 }, (_, index) => Math.round(2 ** (7 + index * 13 / 24)));
-  const lines = [[state.design, SERIES[0], "now"], ...(state.pinned && !refusals(state.pinned).length ? [[state.pinned, SERIES[1], "kept"]] : [])].map(([design, stroke, name]) => ({ stroke, name, values: contexts.map(tokens => valueAt({ ...design, tokens })) }));
+  const lines = [[state.design, SERIES[0], "now"], ...(state.pinned && !refusals(state.pinned).length ? [[state.pinned, SERIES[1], "pinned"]] : [])].map(([design, stroke, name]) => ({ stroke, name, values: contexts.map(tokens => valueAt({ ...design, tokens })) }));
   const all = lines.flatMap(each => each.values).filter(value => value > 0);
   if (!all.length) return "";
   const room = base === 2 ? 0.5 : 0.1;
@@ -231,7 +231,7 @@ function draw() {
   const mistakes = part ? DATA.mistakes.filter(each => each.slot === slot && each.kinds.includes(part.kind)) : [];
   write("mistakes", mistakes.length ? html`<dl>${mistakes.map(each => html`<dt>${each.title}</dt><dd>${each.text} <span class="law">Caught by ${each.law}.</span></dd>`)}</dl>` : html`<p class="small">No mistake is recorded for this kind.</p>`);
   $("yaml").textContent = DATA.whole ? yaml(designData(state.design)) : part ? yaml({ [SINGULAR[slot]]: part }) : "";
-  $("pin").textContent = state.pinned ? "forget the kept one" : "keep, to compare";
+  $("pin").textContent = state.pinned ? "Unpin" : "Pin";
   history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(state)));
 }
 
