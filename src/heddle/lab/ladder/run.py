@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -257,12 +258,13 @@ def _check_text(path: Path, corpus: Corpus) -> None:
 
 
 def _training_tasks(ladder: Ladder, ratio: float) -> dict[Task, RunKey]:
-    """A task for each run with these tokens per parameter, small sizes first."""
-    rungs = [(name, rung) for name, each in ladder.rungs.items() for rung in each]
-    rungs.sort(key=lambda pair: pair[1].parameters)
+    """A task for each run with these tokens per parameter: small sizes first, and of a size a seed of every design.
+
+    So time that ends leaves each design its largest size, on fewer seeds.
+    """
     tasks = {}
-    for name, rung in rungs:
-        for seed in range(ladder.plan.seeds):
+    for rungs in zip(*([(name, rung) for rung in each] for name, each in ladder.rungs.items()), strict=True):
+        for seed, (name, rung) in product(range(ladder.plan.seeds), rungs):
             stem, folder = f"{name}-w{rung.width}-seed{seed}", ladder.out / "runs"
             label = f"{name}, width {rung.width}, seed {seed}"
             trunks: dict[str, str | None] = {}
