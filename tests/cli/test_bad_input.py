@@ -88,7 +88,7 @@ ERRORS: list[tuple[str, int, str]] = [
     ("check", 2, "DESIGN:"),
     (f"{TRAIN} --frob", 2, ".*--frob"),
     (f"{TRAIN} --steps x", 2, "--steps x:"),
-    (f"{TRAIN} --steps", 2, ".*'--steps'"),
+    (f"{TRAIN} --steps", 2, ".*'--steps' requires an argument; see heddle train --help"),
     (f"{TRAIN} --steps 5 --tokens 500", 2,
      "--steps and --tokens:"),
     (f"{TRAIN} --steps 0", 2, "steps 0:"),

@@ -368,7 +368,7 @@ def _run_command(arguments: list[str]) -> int:
     except Interrupted:
         raise
     except BaseException as error:
-        return _handle_other(error)
+        return _handle_other(error, arguments)
     return result
 
 
@@ -404,7 +404,7 @@ def _flush_or_discard() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _handle_other(error: BaseException) -> int:
+def _handle_other(error: BaseException, arguments: Sequence[str]) -> int:
     """Exit codes of usage errors and lack of memory. Any other error is a bug and is raised again."""
     if isinstance(error, click.ClickException) and not is_first_rank():
         return 2  # all ranks find it, and the first one says it
@@ -412,7 +412,7 @@ def _handle_other(error: BaseException) -> int:
         context = getattr(error, "ctx", None)
         sentence, see = (
             error.format_message().rstrip("."),
-            f"see {context.command_path if context else 'heddle'} --help",
+            f"see {context.command_path if context else ' '.join(['heddle', *_verb(arguments)])} --help",
         )
         return _print_error(f"{sentence} S{see[1:]}" if sentence.endswith("?") else f"{sentence}; {see}", 2)
     if is_out_of_memory(error):
@@ -424,6 +424,11 @@ def _handle_other(error: BaseException) -> int:
         remedy = "leave --deterministic out, or use --device cpu"
         return _print_error(f"--deterministic: torch has no deterministic form of {operation} here; {remedy}", 1)
     raise error
+
+
+def _verb(arguments: Sequence[str]) -> list[str]:
+    """The verb of a command line, if it begins with one: click's parser does not say whose option it could not read."""
+    return [name for name in arguments[:1] if name in COMMANDS]
 
 
 def _print_error(sentence: str, code: int) -> int:
