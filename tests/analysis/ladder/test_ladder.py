@@ -99,6 +99,9 @@ def test_a_whole_ladder(folder: Path, tmp_path: Path, workers: Workers, capsys: 
     out, _ = capsys.readouterr()
     report = read_report(tmp_path)
     assert len(workers.ran) == 2 * 4 * 2
+    for size in range(4):  # a seed of every design before the next, so that time that ends leaves each its largest size
+        ran = [re.sub(r"-w\d+-", " ", name) for name in workers.ran[4 * size :][:4]]
+        assert ran == ["one seed0", "two seed0", "one seed1", "two seed1"]
     assert [design["name"] for design in report["designs"]] == ["one", "two"]
     for design in report["designs"]:
         sizes = [rung["parameters"] for rung in design["rungs"]]
