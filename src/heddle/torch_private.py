@@ -219,9 +219,11 @@ def limit_waits(seconds: float) -> None:
     """Limit how long collectives of every group of gloo or NCCL in this process wait from now on."""
     from torch.distributed import distributed_c10d
 
+    named = getattr(distributed_c10d, "set_timeout", None)  # of torch 2.15
+    limit = distributed_c10d._set_pg_timeout if named is None else named
     for group, (backend, _) in distributed_c10d._world.pg_map.items():
         if "gloo" in backend or "nccl" in backend:
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            limit(timedelta(seconds=seconds), group)
 
 
 def resolve_group(name: Any) -> "ProcessGroup":

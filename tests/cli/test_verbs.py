@@ -15,6 +15,7 @@ from heddle import __version__
 from heddle.cli.main import COMMANDS, SUBCOMMANDS, VERBS, run_command
 from heddle.errors import pip_install
 from heddle.generation.generate import generate
+from heddle.lab.bench import run as bench_run
 from heddle.model.copies import quantize_weights
 from heddle.model.load_config import load_config
 from heddle.storage.checkpoints import checkpoint_steps
@@ -144,6 +145,23 @@ def test_show_as_json(workspace: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_show_of_a_bidirectional_design_keeps_no_state(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = call(capsys, "show", f"{workspace}/a design.yaml", "layers.0.mixer.causal=false", "--device", "cpu")
     assert "kernels in decode" not in out
+
+
+def test_usual_lengths_end_where_learned_positions_end(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of show, plan and bench; a length that is asked for is refused."""
+    design = [f"{workspace}/a design.yaml", "embedding.position={kind: learned, length: 300}"]
+    facts = json.loads(call(capsys, "show", *design, "--json")[0])
+    assert [context["context_length"] for context in facts["contexts"]] == [300]
+    assert json.loads(call(capsys, "show", *design, "--profile", "--json")[0])["profile"]
+    assert json.loads(call(capsys, "plan", *design, "--json")[0])["sequence_length"] == 300
+    assert run_command(["show", *design, "--context-length", "301"]) == 2
+    assert "beyond the 300 learned positions" in capsys.readouterr().err
+    measured = list[Any]()
+    monkeypatch.setattr(bench_run, "run_bench", lambda bench, *_: measured.extend(bench.measured) or [])
+    call(capsys, "bench", *design, "--json")
+    assert [workload.length for workload in measured] == [300, 128, 128, 300 - bench_run.TOKENS, 300 - bench_run.TOKENS]
 
 
 def test_the_schema_is_valid(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from heddle.lab.bench.run import Bench, MeasuredWorkload, Measurement, Quartiles
     from heddle.model.config import ModelConfig
 
-CONTEXT_LENGTHS = [128, 2048]
+SEQUENCE_LENGTH, CONTEXT_LENGTHS = 512, (128, 2048)
 MAX_ROUNDS, MAX_LENGTH = 1000, 2**20
 _TRAINED_BYTES = 16  # of a float32 weight, its gradient and AdamW's two moments
 
@@ -32,7 +32,7 @@ class BenchSettings(SessionSettings):
         str | None, Option("NAME", "transformers: its model of each design, at its defaults and tuned.")
     ] = None
     batch_size: Annotated[int, Option("N", "Sequences of a training step.")] = 4
-    sequence_length: Annotated[int, Option("N", "Tokens of each.")] = 512
+    sequence_length: Annotated[int | None, Option("N", "Tokens of each. [512, or fewer learned positions]")] = None
     context_length: Annotated[tuple[int, ...], Option("N", "Tokens before a decoded one; repeatable. [128 2048]")] = ()
     rounds: Annotated[int, Option("N", "Measurements of each.")] = 9
     precision: TrainingPrecision = "fp32"
@@ -44,11 +44,10 @@ def bench(settings: BenchSettings) -> None:
 
     Each design runs in a process of its own. While it measures, run nothing else.
     """
-    contexts = sorted(set(settings.context_length or CONTEXT_LENGTHS))
     for option, values, most in (
         ("--batch-size", [settings.batch_size], MAX_LENGTH),
-        ("--sequence-length", [settings.sequence_length], MAX_LENGTH),
-        ("--context-length", contexts, MAX_LENGTH),
+        ("--sequence-length", [] if settings.sequence_length is None else [settings.sequence_length], MAX_LENGTH),
+        ("--context-length", settings.context_length, MAX_LENGTH),
         ("--rounds", [settings.rounds], MAX_ROUNDS),
     ):
         for value in values:
@@ -60,6 +59,7 @@ def bench(settings: BenchSettings) -> None:
             PEER_PROCESSES,
             PREFILL,
             TOKEN,
+            TOKENS,
             TRAINING,
             Bench,
             Workload,
@@ -74,7 +74,11 @@ def bench(settings: BenchSettings) -> None:
         configs = {entry.name: with_vocab_size(entry.config, DEFAULT_VOCAB_SIZE) for entry in entries}
         check_peer(settings.peer, configs)
         _check_memory(configs, len(PEER_PROCESSES[settings.peer]), runtime.device)
-        training = Workload(TRAINING, settings.batch_size, settings.sequence_length)
+        shortest = min(configs.values(), key=lambda config: config.position_limit or MAX_LENGTH)
+        length = settings.sequence_length or shortest.usual_length(SEQUENCE_LENGTH)
+        usual = {shortest.usual_length(context, TOKENS) for context in CONTEXT_LENGTHS}
+        contexts = sorted(set(settings.context_length) or usual)
+        training = Workload(TRAINING, settings.batch_size, length)
         decoding = [Workload(kind, 1, length) for length in contexts for kind in (PREFILL, TOKEN)]
         asked = Bench(
             designs=configs,

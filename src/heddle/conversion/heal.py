@@ -8,6 +8,7 @@ converted layer (see `heddle.training.distillation`), or a weighted sum of them.
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.layout import Layout
 from heddle.progress import print_warning
-from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
 from heddle.storage.folder import read_folder, write_folder
 from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
@@ -246,11 +247,11 @@ def convert_and_heal(
     adapt_rate: bool = True,
     environment: Mapping[str, Any] | None = None,
     plan_steps: Callable[[TrainingJob], int] | None = None,
-) -> TrainingResult:
+) -> TrainingResult | None:
     """Convert a model, heal it, and write the result as a model folder, whole or not at all.
 
     environment: what the healing's run.json says of versions and machine. plan_steps: called before the first step; how
-    many steps to train, instead of those of the settings.
+    many steps to train, instead of those of the settings; for 0, the model is not healed, and there is no result.
     adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added. The converted model
     and the run lie in the folder `out`.work beside it, so the same call continues after an interruption, with rows that
     begin as they did. Raises CheckpointError if `out` exists or the work is of another conversion, and what `convert`
@@ -272,7 +273,12 @@ def convert_and_heal(
         settings = replace(settings, learning_rate=rate)
     job = healing_job(converted, distillation, corpus, settings, work / HEAL_FOLDER, device, environment)
     if plan_steps is not None and not (job.out / RUN_FILE).is_file():
-        settings = replace(settings, steps=plan_steps(job))
+        steps = plan_steps(job)
+        if not steps:
+            os.rename(converted, out)
+            sync_folder(out.parent)
+            return None
+        settings = replace(settings, steps=steps)
         job = replace(job, settings=settings)
     result = train(job)
     contents = read_folder(converted)

@@ -91,7 +91,8 @@ def _print_notes(noted: list[str], family: Family, source: str) -> None:
     if len(others) < len(noted):
         print_status(f"noted: {source}: the code that 'auto_map' names is never run; read as {family.model_type}")
     if others:
-        print_status(f"noted: {source}: {list_fields(others)} change nothing that the model computes")
+        changes = "changes" if len(others) == 1 else "change"
+        print_status(f"noted: {source}: {list_fields(others)} {changes} nothing that the model computes")
 
 
 def original_design(

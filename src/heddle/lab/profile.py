@@ -35,6 +35,7 @@ from heddle.parts.mixers import Mixer
 
 PART, BACKWARD = "part: ", "autograd::engine::evaluate_function: "
 STEPS, PROFILED_STEPS = 3, 2
+PROFILED_TOKENS = 4 * TOKENS * (STEPS + PROFILED_STEPS)  # after the text, at most
 REST = {"forward": "loss", "backward": "loss", "update": "optimizer"}  # what runs in no part
 OUTSIDE = "outside of operations"  # Python, and the profiler itself
 
@@ -89,7 +90,7 @@ def _profile_decoding(config: ModelConfig, workload: Workload, precision: str, l
     model = build(config, dtype=weight_dtype(workload, precision)).eval()
     with torch.no_grad(), packed_weights():
         text = torch.zeros(1, workload.length, dtype=torch.int64)
-        _, state = model(text, None, model.init_state(1, workload.length + 4 * TOKENS * (STEPS + PROFILED_STEPS)))
+        _, state = model(text, None, model.init_state(1, workload.length + PROFILED_TOKENS))
 
         def step() -> None:
             nonlocal state

@@ -76,8 +76,7 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
     load_parts(settings.part)
     if source is None:
         raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
-    context_lengths = list(settings.context_length) or CONTEXT_LENGTHS
-    counts = [*context_lengths, settings.batch_size, 1 if encoder_length is None else encoder_length]
+    counts = [*settings.context_length, settings.batch_size, 1 if encoder_length is None else encoder_length]
     if min(counts) < 1 or max(counts) > MAX_COUNT:
         reason = "at least 1" if min(counts) < 1 else "at most 10^9"
         raise ConfigError(f"show: --context-length, --batch-size and --encoder-length must be {reason}")
@@ -97,7 +96,7 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
         config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
         # Kernels are chosen as on the device, which this machine need not have.
         dtype, device = dtype_of(settings.precision), device_name(settings.device)
-        facts = measure(config, context_lengths, settings.batch_size, dtype, device, encoder_length)
+        facts = measure(config, list(settings.context_length), settings.batch_size, dtype, device, encoder_length)
         facts["exports_as"] = family_lines(config, imported_family(source) if isinstance(source, str) else None)
         if settings.profile:
             facts["profile"] = _profile(config, settings)
@@ -114,12 +113,13 @@ def plain_design(design: Any) -> Any:
 def _profile(config: "ModelConfig", settings: ShowSettings) -> list[dict[str, Any]]:
     """Profile a training step and a token on this CPU; returns the tables as plain data."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes lines of its own to stderr
-    from heddle.lab.profile import profile_design
+    from heddle.lab.profile import PROFILED_TOKENS, profile_design
     from heddle.machine import measured_choices
     from heddle.runtime import set_up_runtime
 
     set_up_runtime("cpu", choices=measured_choices())
-    length, precision = (settings.context_length or (PROFILED_LENGTH,))[0], settings.precision
+    usual = config.usual_length(PROFILED_LENGTH, PROFILED_TOKENS)
+    length, precision = (settings.context_length or (usual,))[0], settings.precision
     profiles = profile_design(config, settings.batch_size, length, precision)
     return [
         {
@@ -141,10 +141,15 @@ def measure(
     device: str,
     encoder_length: int | None = None,
 ) -> dict[str, Any]:
-    """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context."""
+    """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context.
+
+    context_lengths: empty are the usual ones, as far as the model has positions.
+    """
     from heddle.model.size import build_distinct_layers, measure_size
 
     model = build_distinct_layers(config, dtype)
+    if not context_lengths:
+        context_lengths = sorted({config.usual_length(length) for length in CONTEXT_LENGTHS})
     sizes = [measure_size(model, length, batch_size, encoder_length) for length in context_lengths]
     first = sizes[0]
     kernels = kernels_by_phase(model, context_lengths[0], device, encoder_length)
@@ -178,7 +183,7 @@ def kernels_by_phase(
     """The kernels of a meta model on a device, as plain data: in training, and in decoding if it has a state."""
     from heddle.model.size import measure_kernel_choices
 
-    phases = {"training": (context_length, -1), "decode": (1, context_length)}
+    phases = {"training": (context_length, -1), "decode": (1, model.config.usual_length(context_length, 1))}
     kernels = {}
     for phase, (queries, cached_tokens) in phases.items():
         if cached_tokens >= 0 and not model.causal:

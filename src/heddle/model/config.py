@@ -206,6 +206,15 @@ class ModelConfig(Config):
         caption += f", norm {describe(self.norm.dump())}, residual {describe(self.residual.dump())}"
         return html_table(("layers", "mixer", "feed-forward"), rows, caption)
 
+    @property
+    def position_limit(self) -> int | None:
+        """How many tokens a text may have: the number of learned positions; None where no table of them ends."""
+        return getattr(self.embedding.position, "length", None)
+
+    def usual_length(self, length: int, following: int = 0) -> int:
+        """A default number of tokens: `length`, or as many as leave positions for those that follow."""
+        return length if self.position_limit is None else max(1, min(length, self.position_limit - following))
+
     @cached_property
     def depth(self) -> int:
         """The number of layers, repeats counted."""

@@ -253,8 +253,8 @@ class Decoder(nn.Module):
 
     @property
     def position_limit(self) -> int | None:
-        """How many tokens a text may have: the number of learned positions; None where no table of them ends."""
-        return getattr(self.config.embedding.position, "length", None)
+        """That of the design."""
+        return self.config.position_limit
 
     def forward(
         self, tokens: Tensor, layout: Layout | None = None, state: State | None = None

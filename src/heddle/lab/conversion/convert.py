@@ -101,12 +101,16 @@ def interrupted_report_rows(out: Path) -> RowProtocol | None:
     return None
 
 
-def is_converted(conversion: Conversion, out: Path, healed: bool) -> bool:
-    """Whether `out` holds this conversion, but not its whole report: a killed call left it."""
+def is_converted(conversion: Conversion, out: Path, healed: bool | None) -> bool:
+    """Whether `out` holds this conversion, but not its whole report: a killed call left it.
+
+    healed: whether it must be; None where a budget decided.
+    """
     if not (out / CONVERSION_FILE).is_file() or (out / PAGE_FILE).exists():
         return False
     saved = saved_conversion(out)
-    return (saved.pop("healing", None) is not None) == healed and saved == _identity(conversion)
+    was_healed = saved.pop("healing", None) is not None
+    return healed in (None, was_healed) and saved == _identity(conversion)
 
 
 def report_conversion(conversion: Conversion, out: Path, report: ConversionReport) -> ConversionResults:
@@ -323,7 +327,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                     environment,
                     partial(plan.steps, count=left, begun=begun),
                 )
-                if not (is_comparison or settings.json):
+                if healed is not None and not (is_comparison or settings.json):
                     loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
                     others = ", on other sequences than the report's" if with_report else ""
                     print_text(f"{loss} ({corpus.rows}{others})")
@@ -336,7 +340,8 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             results = report_variants(source, variants, text, write, out, require_report(report))
         else:
             conversion = Conversion(source, variants[0].rewrites, text)
-            if report is None or not is_converted(conversion, out, healed=healing is not None):
+            is_healed = None if settings.heal is None and healing is not None else healing is not None
+            if report is None or not is_converted(conversion, out, is_healed):
                 write(conversion, out)
             if report is not None:
                 results = report_conversion(conversion, out, report)
@@ -359,11 +364,15 @@ class HealingPlan:
     chosen_steps: int | None = None
 
     def steps(self, job: TrainingJob, count: int, begun: float) -> int:
-        """The steps of the first healing of `count` that are to come, from the time of a few. Raises MachineError.
+        """The steps of the first healing of `count` that are to come, from the time of a few; 0 for none.
 
-        begun: when its conversion began, in time.monotonic() seconds; the others take as long.
+        begun: when its conversion began, in time.monotonic() seconds; the others take as long. Raises MachineError
+        where a length that was given does not fit.
         """
-        steps, tokens = self.chosen_steps or job.settings.steps, job.settings.tokens_per_step
+        if self.chosen_steps == 0:
+            return 0
+        tokens = job.settings.tokens_per_step
+        steps = job.settings.steps if self.chosen_steps is None else self.chosen_steps
         is_chosen = self.settings.heal is not None or self.chosen_steps is not None
         if is_chosen and steps <= MIN_TIMED_STEPS and self.budget is None:  # timing would take as long
             print_status(f"healing: {steps:,} steps of {tokens:,} tokens")
@@ -376,6 +385,8 @@ class HealingPlan:
         left = 0.0 if self.budget is None else max(0.0, self.budget.remaining - report - converting)
         if not is_chosen:
             steps = self.chosen_steps = self._choose(int(left / (seconds * count)), tokens)
+        if not steps:
+            return 0
         plan = f"healing: {steps:,} steps of {tokens:,} tokens"
         print_status(f"{plan}, about {format_duration(seconds * steps)} ({seconds:.2g} s a step)")
         if self.settings.heal is not None and self.budget is not None and seconds * steps * count > left:
@@ -389,12 +400,10 @@ class HealingPlan:
         return steps
 
     def _choose(self, steps: int, tokens: int) -> int:
-        """At most `steps` of so many tokens, and once through the text. Raises MachineError where none fits."""
+        """At most `steps` of so many tokens, and once through the text."""
         if steps < 1:
-            raise MachineError(
-                f"--budget {self.settings.budget}: leaves no time to heal beside the report; give a larger one, or "
-                "none, to convert alone; what was converted is kept"
-            )
+            print_status("the budget chose: no healing, since it leaves no time beside the report")
+            return 0
         once = max(1, self.text_tokens // tokens)
         end = "the whole text once, in less than the budget" if once < steps else "what the budget leaves"
         print_status(f"the budget chose: --heal {min(steps, once) * tokens} ({end})")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
 
 
+SEQUENCE_LENGTH = 4096
 STATE_BYTES = 16  # of a parameter in float32: weight, gradient and two moments
 
 
@@ -33,7 +34,9 @@ class PlanSettings(VerbSettings):
     cpu: Annotated[bool, Option("", "This machine's CPU instead of GPUs: a step is timed.")] = False
     gpus: Annotated[int, Option("N", "How many GPUs.")] = 8
     gpu: Annotated[str, Option("NAME", "a100-40gb, a100, h100, h800, h200 or b200.")] = "h100"
-    sequence_length: Annotated[int, Option("N", "Tokens of each sequence.")] = 4096
+    sequence_length: Annotated[
+        int | None, Option("N", "Tokens of each sequence. [4096, or fewer learned positions]")
+    ] = None
     batch_size: Annotated[int | None, Option("N", "Sequences of a step on all GPUs. [one micro-batch on each]")] = None
     tokens: Annotated[float | None, Option("N", "Tokens of the training, such as 2e12, for its time.")] = None
     dry_run: Annotated[bool, Option("", "Also trace a step of the first layout on tensors without values.")] = False
@@ -71,11 +74,16 @@ def plan(
         return PlannedTraining(_cpu_facts(settings, config))
     from heddle.lab.plan.costs import plan_training
 
-    result = plan_training(config, gpu, settings.gpus, settings.sequence_length, settings.batch_size)
+    result = plan_training(config, gpu, settings.gpus, _length(settings, config), settings.batch_size)
     facts = _facts(result, settings.gpu, tokens)
     if settings.dry_run:
         facts["dry_run"] = _dry_run_facts(config, result)
     return PlannedTraining(facts)
+
+
+def _length(settings: PlanSettings, config: "ModelConfig") -> int:
+    usual = config.usual_length(SEQUENCE_LENGTH)
+    return usual if settings.sequence_length is None else settings.sequence_length
 
 
 def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
@@ -97,7 +105,7 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
     from heddle.runtime import set_up_runtime
     from heddle.training.job import TrainingJob, peak_process_memory
 
-    length, rows = settings.sequence_length, settings.batch_size or 1
+    length, rows = _length(settings, config), settings.batch_size or 1
     timed = Settings(steps=1, batch_size=rows, sequence_length=length)
     model = build(config, device="meta")
     parameters = parameter_counts(model)[0]
