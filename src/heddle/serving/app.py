@@ -183,10 +183,10 @@ class Application:
 
     async def _answer(self, request: Request, kind: str) -> Response:
         body = await self.read_body(request)
-        with self.engine.entry() as entry:  # before the body is tokenized
-            async with self.large_bodies.turn() if len(body) > LARGE_BODY else contextlib.nullcontext():
+        async with self.large_bodies.turn() if len(body) > LARGE_BODY else contextlib.nullcontext():
+            with self.engine.entry() as entry:  # before the body is tokenized
                 requests = await asyncio.to_thread(self.reader.read_choices, kind, body)
-            answer = Answer(self, kind, requests, entry)
+                answer = Answer(self, kind, requests, entry)
         if not requests[0].stream:
             return await answer.whole(request.is_disconnected)
         first = await answer.first_event(request.is_disconnected)
