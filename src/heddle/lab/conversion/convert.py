@@ -45,7 +45,7 @@ from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.family_match import match_report
 from heddle.lab.compare.budget import TimeBudget, parse_duration
 from heddle.lab.compare.speed import time_training_steps
-from heddle.lab.conversion.measure import MeasurementSettings, ModelToMeasure
+from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, ModelToMeasure, measured_rows
 from heddle.lab.conversion.results import (
     CONVERTED,
     HEALED,
@@ -215,7 +215,8 @@ def _move_work_aside(folder: Path) -> None:
 DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
 MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # a healing of fewer is about as long as timing it
-SPEED_SECONDS = 10.0  # of measuring one model's speeds
+SPEED_SECONDS = 25.0  # of measuring one model's speeds
+MIN_CHOSEN_STEPS = 50  # that a budget heals for: the rate rises over the first ten, and ends in none
 MOST_TOKENS_A_SECOND = 10_000  # of a healing whose length a budget chooses: so much text is encoded before it
 
 
@@ -303,7 +304,12 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             corpus = _corpus(settings, source, _most_tokens(settings, count, seconds), rows)
 
         most_tokens = 0 if corpus is None else sum(len(tokens) for tokens in corpus.train)
-        plan = HealingPlan(settings, budget, 1 + 2 * len(variants), most_tokens)
+        report = None
+        if with_report:
+            assert corpus is not None
+            report = conversion_report(settings, source, corpus, runtime)
+        read = 0 if report is None else measured_rows(MeasurementText(report.corpus, report.settings))
+        plan = HealingPlan(settings, budget, 1 + 2 * len(variants), read, most_tokens)
         if interrupted is not None and healing is not None:
             plan.chosen_steps = healing.steps
 
@@ -332,10 +338,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                     others = ", on other sequences than the report's" if with_report else ""
                     print_text(f"{loss} ({corpus.rows}{others})")
 
-        report = results = None
-        if with_report:
-            assert corpus is not None
-            report = conversion_report(settings, source, corpus, runtime)
+        results = None
         if is_comparison:
             results = report_variants(source, variants, text, write, out, require_report(report))
         else:
@@ -353,13 +356,14 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
 class HealingPlan:
     """Says how long the healings take; a budget of time chooses their length, or refuses the one that was given.
 
-    budget: of the whole command; None: there is none. models: that are measured for the report. text_tokens: to heal
-    on; a budget reads them at most once. chosen_steps: of each healing, once the budget has chosen.
+    budget: of the whole command; None: there is none. models: that are measured for the report, on so many rows each.
+    text_tokens: to heal on; a budget reads them at most once. chosen_steps: of each healing, once chosen.
     """
 
     settings: ConvertSettings
     budget: TimeBudget | None
     models: int
+    rows: int
     text_tokens: int
     chosen_steps: int | None = None
 
@@ -380,8 +384,8 @@ class HealingPlan:
         converting = (count - 1) * (time.monotonic() - begun)
         seconds = median(time_training_steps(job))
         # A token is read for a third of what a step takes for it: a forward pass of three.
-        read = self.settings.report_tokens / tokens * seconds / 3
-        report = self.models * (read + SPEED_SECONDS) if self.settings.report_tokens else 0.0
+        read = self.rows * self.settings.sequence_length / tokens * seconds / 3
+        report = self.models * (read + SPEED_SECONDS) if self.rows else 0.0
         left = 0.0 if self.budget is None else max(0.0, self.budget.remaining - report - converting)
         if not is_chosen:
             steps = self.chosen_steps = self._choose(int(left / (seconds * count)), tokens)
@@ -400,11 +404,12 @@ class HealingPlan:
         return steps
 
     def _choose(self, steps: int, tokens: int) -> int:
-        """At most `steps` of so many tokens, and once through the text."""
-        if steps < 1:
-            print_status("the budget chose: no healing, since it leaves no time beside the report")
+        """At most `steps` of so many tokens, and once through the text; 0 where that is too few."""
+        if min(steps, self.text_tokens // tokens) < MIN_CHOSEN_STEPS:
+            few = f"the budget leaves {steps} steps beside the report, and fewer than {MIN_CHOSEN_STEPS} may harm"
+            print_status(f"the budget chose: no healing: {few}")
             return 0
-        once = max(1, self.text_tokens // tokens)
+        once = self.text_tokens // tokens
         end = "the whole text once, in less than the budget" if once < steps else "what the budget leaves"
         print_status(f"the budget chose: --heal {min(steps, once) * tokens} ({end})")
         return min(steps, once)
