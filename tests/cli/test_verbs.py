@@ -159,7 +159,12 @@ def test_usual_lengths_end_where_learned_positions_end(
     assert run_command(["show", *design, "--context-length", "301"]) == 2
     assert "beyond the 300 learned positions" in capsys.readouterr().err
     measured = list[Any]()
-    monkeypatch.setattr(bench_run, "run_bench", lambda bench, *_: measured.extend(bench.measured) or [])
+
+    def run_bench(bench: bench_run.Bench, *_: Any) -> list[bench_run.MeasuredWorkload]:
+        measured.extend(bench.measured)
+        return []
+
+    monkeypatch.setattr(bench_run, "run_bench", run_bench)
     call(capsys, "bench", *design, "--json")
     assert [workload.length for workload in measured] == [300, 128, 128, 300 - bench_run.TOKENS, 300 - bench_run.TOKENS]
 

@@ -501,7 +501,8 @@ def cost_table(report: LadderReport) -> TextTable:
         ends = ["no lower end" if each.low is None else f"{each.low:.2f}"]
         ends.append("no upper end" if each.high is None else f"{each.high:.2f}")
         ratio = NO_VALUE if each.ratio is None else f"{each.ratio:.2f} ×"
-        rows.append([each.design, ratio, " to ".join(ends)])
+        interval = "out of reach" if each.low == math.inf else " to ".join(ends)
+        rows.append([each.design, ratio, interval])
     title = f"the FLOPs of {report.baseline} for its loss at {format_number(report.target)} parameters"
     return TextTable(["design", title, "95 % interval"], rows, "Cost of equal loss")
 

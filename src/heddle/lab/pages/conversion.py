@@ -273,16 +273,15 @@ def needle_table(results: ConversionResults) -> HeatMap:
 
 
 def cost_tables(results: ConversionResults) -> list[TextTable]:
-    """Sizes, and states over the context."""
+    """Sizes, states over the context, and the class that each model exports as."""
     sizes = TextTable(
-        ["model", "parameters", "FLOPs a token", "state a token", "exports as"],
+        ["model", "parameters", "FLOPs a token", "state a token"],
         [
             [
                 model.name,
                 format_number(model.parameters),
                 format_number(model.flops_per_token),
                 format_bytes(state_per_token(results, model)),
-                model.architecture,
             ]
             for model in results.models
         ],
@@ -294,7 +293,8 @@ def cost_tables(results: ConversionResults) -> list[TextTable]:
         [[m.name, *(format_bytes(value_at(m.state_bytes, context)) for context in contexts)] for m in results.models],
         "State by context",
     )
-    return [sizes, states]
+    classes = TextTable(["model", "exports as"], [[m.name, m.architecture] for m in results.models], "Classes")
+    return [sizes, states, classes]
 
 
 def speed_tables(results: ConversionResults) -> list[TextTable]:
