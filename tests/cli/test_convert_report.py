@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heddle.cli.main import run_command
 from heddle.conversion import weights as weights_module
+from heddle.conversion.convert import Conversion
+from heddle.conversion.heal import convert_and_heal
 from heddle.conversion.targets import conversion_variants
 from heddle.conversion.weights import Weights
 from heddle.data.corpus import Corpus, prepare_corpus
@@ -19,6 +22,7 @@ from heddle.model.decoder import Decoder
 from heddle.storage.file_io import read_json_file
 from heddle.storage.model import load
 from heddle.training.job import TrainingJob
+from heddle.training.loop import TrainingResult
 from tests import small
 from tests.training.test_resume import dying
 
@@ -161,6 +165,37 @@ def test_a_budget_alone_heals_for_what_it_leaves(
     documents = sorted((tmp_path / "sweep").rglob("conversion.json"))
     healings = [json.loads(path.read_text(encoding="utf-8")).get("healing") for path in documents]
     assert [healing["steps"] for healing in healings if healing] == [steps, steps]
+
+
+def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later call has more time for the variants that are left, and would heal these alone; the next one is new."""
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [600.0])
+    options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
+    words = [word for word in command(workspace, tmp_path / "sweep", *options) if word != "--quiet"]
+    with monkeypatch.context() as patch:
+        chosen: list[Path] = []
+
+        def convert_one(conversion: Conversion, *arguments: Any) -> TrainingResult | None:
+            if chosen:
+                raise KeyboardInterrupt
+            chosen.append(arguments[3])
+            return convert_and_heal(conversion, *arguments)
+
+        patch.setattr(convert_module, "convert_and_heal", convert_one)
+        assert run_command(words) != 0
+    assert "the budget chose: no healing" in capsys.readouterr().err
+    assert (chosen[0] / "conversion.json").is_file()
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1e-3])
+    assert run_command(words) == 0
+    results = parse_results(read_json_file(tmp_path / "sweep/convert.json"))
+    assert [model.stage for model in results.models] == ["original", "converted", "converted"]
+    (tmp_path / "sweep").rename(tmp_path / "first")
+    assert run_command(words) == 0
+    assert "the budget chose: --heal" in capsys.readouterr().err
+    left = sorted(path.name for path in (tmp_path / "sweep.work").iterdir())
+    assert left == ["healing", "healing-2"]  # of both calls
 
 
 def test_a_long_budget_reads_the_text_once(

@@ -79,7 +79,7 @@ def bench(settings: BenchSettings) -> None:
         usual = {shortest.usual_length(context, TOKENS) for context in CONTEXT_LENGTHS}
         contexts = sorted(set(settings.context_length) or usual)
         training = Workload(TRAINING, settings.batch_size, length)
-        decoding = [Workload(kind, 1, length) for length in contexts for kind in (PREFILL, TOKEN)]
+        decoding = [Workload(kind, 1, context) for context in contexts for kind in (PREFILL, TOKEN)]
         asked = Bench(
             designs=configs,
             measured=[training, *decoding],

@@ -20,6 +20,7 @@ from heddle.lab.conversion.results import (
     describe_change,
     difference,
     healed_share,
+    healing_change,
     needle_gain,
     parse_results,
     state_per_token,
@@ -74,6 +75,22 @@ def test_one_conversion_in_words() -> None:
     assert first.endswith("bits per byte (+6.0 %).")
     assert second.startswith("Healed, it adds 0.011")
     assert second.endswith("(+0.6 %): healing removed 91 % of the added loss.")
+
+
+def test_a_healing_that_harmed_is_said_with_what_helps() -> None:
+    """Of one conversion, and of the worst of several; not of one that the interval does not resolve."""
+    whole = single()
+    original, converted, healed = whole.models
+    assert describe_change(healing_change(whole, healed)) == "better"
+    assert describe_change(healing_change(whole, converted)) == "not measured"
+    worse = dataclasses.replace(healed, windows=scores(2.3, 5, len(converted.windows)))
+    sentence = conversion_verdict(dataclasses.replace(whole, models=[original, converted, worse]))[-1]
+    assert sentence.startswith("Healing made")
+    assert "worse, by 0.1" in sentence
+    assert "--heal-lr" in sentence
+    unclear = dataclasses.replace(healed, windows=scores(2.12, 6, len(converted.windows), noise=0.5))
+    verdict = conversion_verdict(dataclasses.replace(whole, models=[original, converted, unclear]))
+    assert not any("Healing made" in sentence for sentence in verdict)
 
 
 def test_an_exact_conversion_in_words() -> None:

@@ -1,5 +1,6 @@
 """Convert a trained model as `heddle convert` does, from settings: `heddle.convert`."""
 
+import itertools
 import json
 import os
 import time
@@ -62,7 +63,7 @@ from heddle.model.size import size
 from heddle.progress import format_duration, print_status, print_text, print_warning
 from heddle.runtime import Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session
-from heddle.storage.file_io import read_json_file, sync_folder
+from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.init_checkpoint import model_rows
@@ -74,6 +75,7 @@ from heddle.training.job import TrainingJob
 
 RESULTS_FILE = "convert.json"
 RESULT_FOLDER, MODELS_FOLDER = "result", "models"
+CHOICE_FILE = "budget.json"  # what a budget chose, until the work is whole: all of it is healed as long
 
 WriteModel = Callable[[Conversion, Path], None]  # converts, and heals where that is asked for, into a folder
 
@@ -205,11 +207,14 @@ def _identity(conversion: Conversion) -> dict[str, Any]:
 
 
 def _move_work_aside(folder: Path) -> None:
-    """Move what healing left between the models to the folder that stays beside `out`."""
-    work = folder.parent.parent / "healing"
-    for path in sorted(folder.glob("*.work")):
-        work.mkdir(exist_ok=True)
-        os.rename(path, work / path.name)
+    """Move what healing left between the models to the folder that stays beside `out`, as an earlier call's does."""
+    left = sorted(folder.glob("*.work"))
+    if left:
+        names = itertools.chain(["healing"], (f"healing-{number}" for number in itertools.count(2)))
+        work = next(path for path in (folder.parent.parent / name for name in names) if not path.exists())
+        work.mkdir()
+        for path in left:
+            os.rename(path, work / path.name)
 
 
 DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
@@ -252,6 +257,11 @@ def _interrupted_healing(out: Path | None) -> Path | None:
     return runs[0].parent if runs else None
 
 
+def _chosen_steps(choice: Path) -> int | None:
+    """The steps of each healing that the budget of an interrupted call chose."""
+    return int(read_json_file(choice)["healing_steps"]) if choice.is_file() else None
+
+
 def _convert(settings: ConvertSettings) -> ConvertedModel:
     out, started = settings.out, time.monotonic()
     with ExitStack() as stack:
@@ -273,6 +283,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             raise ConfigError("OUT: is missing; name the folder to write")
         source = open_source(settings.model)
         rows = None if out is None else interrupted_report_rows(out)
+        chosen_steps = None if out is None else _chosen_steps(partial_folder(out) / CHOICE_FILE)
         text = corpus = healing = None
         count = CALIBRATION_TOKENS if settings.calibration_tokens is None else settings.calibration_tokens
         length, design = settings.sequence_length, source.weights.design
@@ -284,8 +295,8 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             first_sample = calibration_samples(count, length)
             tokens = batch_size * length if settings.heal is None else settings.heal
             healing = healing_settings(tokens, length, rate, first_sample, batch_size)
-            if settings.heal is None and interrupted is not None:  # as long as the budget of that call allowed
-                healing = replace(healing, steps=read_json_file(interrupted / RUN_FILE)["settings"]["steps"])
+            if settings.heal is None and chosen_steps:
+                healing = replace(healing, steps=chosen_steps)
         used = [rewrite for variant in variants for rewrite in variant.rewrites]
         if settings.heal is None and healing is not None and all(rewrite.is_exact(design) for rewrite in used):
             print_status("an exact conversion has nothing to heal: the budget is not needed")
@@ -309,9 +320,10 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             assert corpus is not None
             report = conversion_report(settings, source, corpus, runtime)
         read = 0 if report is None else measured_rows(MeasurementText(report.corpus, report.settings))
-        plan = HealingPlan(settings, budget, 1 + 2 * len(variants), read, most_tokens)
-        if interrupted is not None and healing is not None:
-            plan.chosen_steps = healing.steps
+        steps = chosen_steps if settings.heal is None or healing is None else healing.steps
+        plan = HealingPlan(
+            settings, budget, 1 + 2 * len(variants), read, most_tokens, partial_folder(out) / CHOICE_FILE, steps
+        )
 
         def write(conversion: Conversion, folder: Path) -> None:
             if healing is None:
@@ -331,7 +343,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                     runtime.device,
                     adapts_rate,
                     environment,
-                    partial(plan.steps, count=left, begun=begun),
+                    partial(plan.decide, count=left, begun=begun),
                 )
                 if healed is not None and not (is_comparison or settings.json):
                     loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
@@ -341,11 +353,13 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         results = None
         if is_comparison:
             results = report_variants(source, variants, text, write, out, require_report(report))
+            plan.choice.unlink(missing_ok=True)
         else:
             conversion = Conversion(source, variants[0].rewrites, text)
             is_healed = None if settings.heal is None and healing is not None else healing is not None
             if report is None or not is_converted(conversion, out, is_healed):
                 write(conversion, out)
+                plan.choice.unlink(missing_ok=True)
             if report is not None:
                 results = report_conversion(conversion, out, report)
     print_results(results, out, settings.json)
@@ -357,7 +371,8 @@ class HealingPlan:
     """Says how long the healings take; a budget of time chooses their length, or refuses the one that was given.
 
     budget: of the whole command; None: there is none. models: that are measured for the report, on so many rows each.
-    text_tokens: to heal on; a budget reads them at most once. chosen_steps: of each healing, once chosen.
+    text_tokens: to heal on; a budget reads them at most once. choice: the file that keeps what the budget chose until
+    the work is whole. steps: of each healing; None where the budget has not chosen yet.
     """
 
     settings: ConvertSettings
@@ -365,43 +380,43 @@ class HealingPlan:
     models: int
     rows: int
     text_tokens: int
-    chosen_steps: int | None = None
+    choice: Path
+    steps: int | None
 
-    def steps(self, job: TrainingJob, count: int, begun: float) -> int:
+    def decide(self, job: TrainingJob, count: int, begun: float) -> int:
         """The steps of the first healing of `count` that are to come, from the time of a few; 0 for none.
 
         begun: when its conversion began, in time.monotonic() seconds; the others take as long. Raises MachineError
         where a length that was given does not fit.
         """
-        if self.chosen_steps == 0:
+        if self.steps == 0:
             return 0
         tokens = job.settings.tokens_per_step
-        steps = job.settings.steps if self.chosen_steps is None else self.chosen_steps
-        is_chosen = self.settings.heal is not None or self.chosen_steps is not None
-        if is_chosen and steps <= MIN_TIMED_STEPS and self.budget is None:  # timing would take as long
-            print_status(f"healing: {steps:,} steps of {tokens:,} tokens")
-            return steps
+        if self.budget is None and self.steps is not None and self.steps <= MIN_TIMED_STEPS:  # timing would take longer
+            print_status(f"healing: {self.steps:,} steps of {tokens:,} tokens")
+            return self.steps
         converting = (count - 1) * (time.monotonic() - begun)
         seconds = median(time_training_steps(job))
         # A token is read for a third of what a step takes for it: a forward pass of three.
         read = self.rows * self.settings.sequence_length / tokens * seconds / 3
         report = self.models * (read + SPEED_SECONDS) if self.rows else 0.0
         left = 0.0 if self.budget is None else max(0.0, self.budget.remaining - report - converting)
-        if not is_chosen:
-            steps = self.chosen_steps = self._choose(int(left / (seconds * count)), tokens)
-        if not steps:
+        fitting = int(left / (seconds * count))
+        if self.steps is None:
+            self.steps = self._choose(fitting, tokens)
+            write_json_file(self.choice, {"healing_steps": self.steps})
+        if not self.steps:
             return 0
-        plan = f"healing: {steps:,} steps of {tokens:,} tokens"
-        print_status(f"{plan}, about {format_duration(seconds * steps)} ({seconds:.2g} s a step)")
-        if self.settings.heal is not None and self.budget is not None and seconds * steps * count > left:
-            fits = int(left / (seconds * count)) * tokens
-            remedy = f"--heal {fits} or fewer, or a larger --budget" if fits else "a larger --budget"
-            raise MachineError(  # of all variants, not of this one
-                f"--heal {self.settings.heal}: takes about {format_duration(seconds * steps * count)}, and --budget "
-                f"{self.settings.budget} leaves {format_duration(left)} beside the report; give {remedy}; what was "
-                "converted is kept"
+        plan = f"healing: {self.steps:,} steps of {tokens:,} tokens"
+        print_status(f"{plan}, about {format_duration(seconds * self.steps)} ({seconds:.2g} s a step)")
+        if self.settings.heal is not None and self.budget is not None and self.steps > fitting:
+            remedy = f"--heal {fitting * tokens} or fewer, or a larger --budget" if fitting else "a larger --budget"
+            takes = format_duration(seconds * self.steps * count)  # of all variants, not of this one
+            raise MachineError(
+                f"--heal {self.settings.heal}: takes about {takes}, and --budget {self.settings.budget} leaves "
+                f"{format_duration(left)} beside the report; give {remedy}; what was converted is kept"
             )
-        return steps
+        return self.steps
 
     def _choose(self, steps: int, tokens: int) -> int:
         """At most `steps` of so many tokens, and once through the text; 0 where that is too few."""

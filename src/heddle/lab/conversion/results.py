@@ -183,8 +183,7 @@ def decode_context(results: ConversionResults) -> int | None:
 #
 # All models read the same windows and rows. A difference is a ratio of sums over them; its 95 % interval is a bootstrap
 # over the text (`heddle.lab.compare.statistics`). It covers the sampling error of the text, not that of the calibration
-# text
-# or of seeds.
+# text or of seeds.
 
 
 ROUNDING = 1e-5  # bits per byte; a smaller change is one of float32
@@ -250,6 +249,12 @@ def healed_share(results: ConversionResults, healed: ModelResult) -> float | Non
     if describe_change(added) != "worse" or left.mean is None:
         return None
     return 1 - left.mean / (added.mean or math.nan)
+
+
+def healing_change(results: ConversionResults, model: ModelResult) -> Difference:
+    """Bits per byte of a healed model minus those it had before; not measured for one that was not healed."""
+    before = converted_from(results, model)
+    return difference([], []) if before is None else difference(model.windows, before.windows)
 
 
 def copying_gain(model: ModelResult) -> Difference:
@@ -318,6 +323,13 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
         return ["No converted model gave a finite loss."]
     designs = {(model.method, model.design_key) for model in measured}
     sentences = _describe_pair(results, measured) if len(designs) == 1 else _describe_sweep(results, measured)
+    if harmed := [model for model in measured if describe_change(healing_change(results, model)) == "worse"]:
+        worst = max(harmed, key=lambda model: healing_change(results, model).mean or 0.0)
+        which = worst.name if len(designs) == 1 else f"{len(harmed)} of the models, most of all {worst.name}"
+        amount = format_difference(healing_change(results, worst)).removeprefix("+")
+        remedy = "heal for more tokens or with a lower --heal-lr"
+        kept = "the converted model is kept beside it, in the folder that ends in .work"
+        sentences.append(f"Healing made {which} worse, by {amount} bits per byte: {remedy}; {kept}.")
     if len(results.original.first_spans) and not copying_gain(results.original).resolved:
         sentences.append("The original hardly copies from its context, so recall says little here.")
     return sentences
