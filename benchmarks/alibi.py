@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import alternate, limit_row, ratio_row, show, write
+from benchmarks.harness import EQUAL, alternate, largest_difference, limit_row, ratio_row, show, write
 from benchmarks.machine import THREADS
 from heddle.machine import measured_choices
 from heddle.numerics.attention.mask import NO_MODIFIERS, AttentionMask, ScoreModifiers
@@ -52,7 +52,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's fused kernel with a dense mask."""
     distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
     mask = (-torch.tensor(SLOPES)[:, None, None] * distance).masked_fill(distance < 0, float("-inf"))
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None], enable_gqa=True)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None].to(q.dtype), enable_gqa=True)
+
+
+def check_equality() -> None:
+    """Raise ValueError unless both forms are equal in float64."""
+    inputs, biased = [x.double() for x in heads(300, 300)], heddle_attention(ScoreModifiers(score_bias=alibi))
+    values = {name: call(*inputs).flatten()[-64:].tolist() for name, call in (("alibi", biased), ("dense", dense))}
+    largest_difference("ALiBi", values, EQUAL)
 
 
 def forward(call: Callable[..., Tensor], queries: int, keys: int) -> Callable[[], Any]:
@@ -71,6 +78,7 @@ def forward_backward(call: Callable[..., Tensor], length: int) -> Callable[[], A
 def run(train: int, prompt: int, context: int, rounds: int) -> list[dict[str, Any]]:
     """All rows, for texts of these lengths."""
     set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
+    check_equality()
     biased, plain = heddle_attention(ScoreModifiers(score_bias=alibi)), heddle_attention(NO_MODIFIERS)
     pairs = {
         f"forward and backward, {train}": tuple(forward_backward(call, train) for call in (biased, plain, dense)),

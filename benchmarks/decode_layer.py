@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Case, Step, main, timed
+from benchmarks.harness import Case, Measured, main, timed
 from benchmarks.machine import THREADS
 from benchmarks.peers import DTYPES
 from heddle.machine import measured_choices
@@ -29,11 +29,13 @@ MAX_NEW_TOKENS = 1024  # of all measurements together
 
 def token(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [1, heads, length, 64]."""
-    q, k, v = (torch.randn(1, heads, length, WIDTH, dtype=dtype) for heads in (HEADS, GROUPS, GROUPS))
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(1, heads, length, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     return q, k, v
 
 
-def heddle_side(arguments: dict[str, Any]) -> Step:
+def heddle_side(arguments: dict[str, Any]) -> Measured:
     """heddle's position table and caches, and the choice of a kernel in every layer."""
     set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     dtype, context = DTYPES[arguments["precision"]], arguments["context"]
@@ -51,12 +53,14 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
             table, layout = table.extend(table.next_layout(1))
             for index, cache in enumerate(caches):
                 keys, values, mask, caches[index] = cache.extend(k, v, layout, None)
-                attention(q, keys, values, mask, WIDTH**-0.5)
+                outputs.append(attention(q, keys, values, mask, WIDTH**-0.5)[0, -1, 0, :8])
+            del outputs[1:]
 
-    return torch.no_grad()(lambda: timed(work) / (STEPS * LAYERS))
+    outputs: list[Tensor] = []
+    return Measured(torch.no_grad()(lambda: timed(work) / (STEPS * LAYERS)), lambda: [float(x) for x in outputs[0]])
 
 
-def transformers_side(arguments: dict[str, Any]) -> Step:
+def transformers_side(arguments: dict[str, Any]) -> Measured:
     """transformers' cache and attention function."""
     from transformers import DynamicCache
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -73,9 +77,12 @@ def transformers_side(arguments: dict[str, Any]) -> Step:
         for _ in range(STEPS):
             for index in range(LAYERS):
                 keys, values = cache.update(k, v, index)
-                sdpa_attention_forward(module, q, keys, values, None, dropout=0.0, scaling=WIDTH**-0.5)
+                y, _ = sdpa_attention_forward(module, q, keys, values, None, dropout=0.0, scaling=WIDTH**-0.5)
+                outputs.append(y[0, 0, -1, :8])
+            del outputs[1:]
 
-    return torch.no_grad()(lambda: timed(work) / (STEPS * LAYERS))
+    outputs: list[Tensor] = []
+    return Measured(torch.no_grad()(lambda: timed(work) / (STEPS * LAYERS)), lambda: [float(x) for x in outputs[0]])
 
 
 def case(precision: str, context: int, goal: float | None) -> Case:

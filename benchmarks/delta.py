@@ -5,15 +5,17 @@ Qwen3-Next without extra kernels, and with torch's grouped convolution.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import alternate, limit_row, ratio_row, run_rows
+from benchmarks.harness import Case, Measured, alternate, limit_row, main, timed
 from benchmarks.machine import THREADS
+from benchmarks.peers import DTYPES, float32_is_float64
 from heddle.config import parse_config
 from heddle.machine import measured_choices
 from heddle.model.config import ModelConfig
@@ -26,6 +28,7 @@ from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule,
 from heddle.runtime import set_up_runtime
 
 HEADS, WIDTH, KERNEL = 8, 64, 4
+LENGTH, SHORT, LONG, ROUNDS = 2048, 1024, 32768, 9
 QUESTION = "How much faster is the chunked gated delta rule, and does a decoding step depend on the context length?"
 MIXER = {"kind": "gated_delta", "heads": HEADS, "head_dim": WIDTH}
 LAYERS = [{"repeat": 6, "mixer": MIXER, "feedforward": {"kind": "gated", "hidden": 1408}}]
@@ -34,58 +37,75 @@ DESIGN: dict[str, Any] = DEFAULTS | {"vocab_size": 512, "width": 512, "layers": 
 Call = Callable[[], Any]
 
 
-def delta_inputs(length: int) -> tuple[DeltaInputs, Tensor]:
+def delta_inputs(length: int, dtype: torch.dtype = torch.float32) -> tuple[DeltaInputs, Tensor]:
     """Inputs of `length` tokens that need gradients, and a recurrent state."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator) for _ in range(3))
-    log_decay, beta = (torch.rand(1, HEADS, length, generator=generator) for _ in range(2))
+    q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator).to(dtype) for _ in range(3))
+    log_decay, beta = (torch.rand(1, HEADS, length, generator=generator).to(dtype) for _ in range(2))
     tensors = (l2_normalize(q), l2_normalize(k), v, -log_decay[..., None], beta)
     q, k, v, log_decay, beta = (x.requires_grad_() for x in tensors)
-    return DeltaInputs(q, k, v, log_decay, beta), torch.zeros(1, HEADS, WIDTH, WIDTH)
+    return DeltaInputs(q, k, v, log_decay, beta), torch.zeros(1, HEADS, WIDTH, WIDTH, dtype=dtype)
 
 
-def heddle_rule(kernel: str, length: int) -> Call:
-    """Forward and backward of one of heddle's kernels."""
-    inputs, state = delta_inputs(length)
-    output_gradient = torch.ones_like(inputs.v)
+def rule_loop(rule: Callable[[DeltaInputs], Tensor], arguments: dict[str, Any]) -> Measured:
+    """Forward and backward of a rule from inputs to outputs [1, heads, length, width]."""
+    inputs, _ = delta_inputs(arguments["length"], DTYPES[arguments["precision"]])
+    return gradients_loop(lambda: rule(inputs), inputs[:5])
 
-    def call() -> Any:
+
+def gradients_loop(forward: Call, inputs: Sequence[Tensor]) -> Measured:
+    """Forward and backward. The values are some of the output and of every input's gradient."""
+    output_gradient = torch.ones_like(forward())
+    y, *found = forward(), *torch.autograd.grad(forward(), inputs, output_gradient)
+    values = [float(number) for x in (y.detach(), *found) for number in x.flatten()[-8:]]
+    return Measured(lambda: timed(lambda: torch.autograd.grad(forward(), inputs, output_gradient)), lambda: values)
+
+
+def heddle_rule(kernel: str, arguments: dict[str, Any]) -> Measured:
+    """One of heddle's kernels."""
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
+
+    def rule(inputs: DeltaInputs) -> Tensor:
+        scaled = inputs._replace(q=inputs.q * WIDTH**-0.5)  # as transformers' rule does by itself
         with kernels(delta=kernel):
-            return torch.autograd.grad(gated_delta_rule(inputs, state)[0], inputs[:5], output_gradient)
+            return gated_delta_rule(scaled, torch.zeros(1, HEADS, WIDTH, WIDTH, dtype=inputs.v.dtype))[0]
 
-    return call
+    return rule_loop(rule, arguments)
 
 
-def transformers_rule(length: int) -> Call:
-    """Forward and backward of transformers' chunked rule."""
+def transformers_rule(arguments: dict[str, Any]) -> Measured:
+    """transformers' chunked rule, in a process with the settings of heddle."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    inputs, _ = delta_inputs(length)
-    output_gradient = torch.ones_like(inputs.v).transpose(1, 2)
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
+    if arguments["precision"] == "fp64":
+        float32_is_float64()
 
-    def call() -> Any:
+    def rule(inputs: DeltaInputs) -> Tensor:
         per_head = inputs._replace(log_decay=inputs.log_decay[..., 0])
-        y, _ = torch_chunk_gated_delta_rule(*(x.transpose(1, 2) for x in per_head[:5]))
-        return torch.autograd.grad(y, inputs[:5], output_gradient)
+        y: Tensor = torch_chunk_gated_delta_rule(*(x.transpose(1, 2) for x in per_head[:5]))[0].transpose(1, 2)
+        return y
 
-    return call
+    return rule_loop(rule, arguments)
 
 
-def convolution(grouped: bool, length: int) -> Call:
-    """Forward and backward of the convolution of q, k and v: heddle's, or torch's grouped convolution."""
-    channels = 3 * HEADS * WIDTH
-    x, weight = torch.randn(1, length, channels).requires_grad_(), torch.randn(channels, KERNEL).requires_grad_()
-    output_gradient = torch.ones(1, length, channels)
+def convolution(is_grouped: bool, arguments: dict[str, Any]) -> Measured:
+    """The convolution of q, k and v: heddle's, or torch's grouped convolution."""
+    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
+    channels, length, dtype = 3 * HEADS * WIDTH, arguments["length"], DTYPES[arguments["precision"]]
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((1, length, channels), (channels, KERNEL))
+    )
+    inputs = (x.requires_grad_(), weight.requires_grad_())
 
-    def call() -> Any:
-        if grouped:
-            wide = functional.conv1d(x.mT, weight[:, None], padding=KERNEL - 1, groups=channels)
-            y = wide[..., :length].mT
-        else:
-            y = causal_conv1d(x, weight, None, None)
-        return torch.autograd.grad(y, (x, weight), output_gradient)
+    def forward() -> Tensor:
+        if not is_grouped:
+            return causal_conv1d(x, weight, None, None)
+        wide = functional.conv1d(x.mT, weight[:, None], padding=KERNEL - 1, groups=channels)
+        return wide[..., :length].mT
 
-    return call
+    return gradients_loop(forward, inputs)
 
 
 def steps(context: int, count: int = 16) -> Call:
@@ -110,48 +130,41 @@ def forward(length: int) -> Call:
     return torch.no_grad()(lambda: gated_delta_rule(inputs, state))
 
 
-def comparison_row(name: str, calls: dict[str, Call], goal: float | None, rounds: int) -> dict[str, Any]:
-    """A row with the ratio of the second call's seconds to the first's."""
-    seconds_of = alternate(calls, rounds)
-    fast, slow = seconds_of.values()
-    seconds = {f"{side} seconds": statistics.median(values) for side, values in seconds_of.items()}
-    return {"case": name, **seconds, **ratio_row([b / a for a, b in zip(fast, slow, strict=True)], goal)}
-
-
-def run(length: int, short: int, long: int, rounds: int) -> list[dict[str, Any]]:
-    """All rows, training at `length` tokens, decoding after `short` and `long`."""
+def growth_rows() -> list[dict[str, Any]]:
+    """Whether a forward pass is linear in the length, and a step's time and a state's size independent of it."""
     set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
-    chunked = heddle_rule("chunked", length)
-    rows = [
-        comparison_row(
-            "training, recurrent form",
-            {"chunked": chunked, "recurrent": heddle_rule("reference", length)},
-            20.0,
-            rounds,
-        ),
-        comparison_row(
-            "training, transformers", {"chunked": chunked, "transformers": transformers_rule(length)}, 3.0, rounds
-        )
-        | {"figure": "delta training"},
-        comparison_row(
-            "convolution, torch", {"ours": convolution(False, length), "torch": convolution(True, length)}, 2.0, rounds
-        ),
-    ]
-    seconds = alternate({"short": forward(8 * short), "long": forward(long)}, rounds)
-    growth = [b / a * 8 * short / long for a, b in zip(seconds["short"], seconds["long"], strict=True)]
-    rows.append(limit_row(f"forward, time a token of {long} over {8 * short}", statistics.median(growth), 1.1, "times"))
-    seconds = alternate({"short": steps(short), "long": steps(long)}, rounds)
+    seconds = alternate({"short": forward(8 * SHORT), "long": forward(LONG)}, ROUNDS)
+    growth = [b / a * 8 * SHORT / LONG for a, b in zip(seconds["short"], seconds["long"], strict=True)]
+    rows = [limit_row(f"forward, time a token of {LONG} over {8 * SHORT}", statistics.median(growth), 1.1, "times")]
+    seconds = alternate({"short": steps(SHORT), "long": steps(LONG)}, ROUNDS)
     growth = [b / a for a, b in zip(seconds["short"], seconds["long"], strict=True)]
-    rows.append(limit_row(f"a step after {long} over after {short}", statistics.median(growth), 1.1, "times"))
-    sizes = [state_bytes(parse_config(ModelConfig, DESIGN), context) for context in (short, long)]
-    rows.append(limit_row(f"state of {long} tokens over {short}", sizes[1] / sizes[0], 1.0, "times"))
+    rows.append(limit_row(f"a step after {LONG} over after {SHORT}", statistics.median(growth), 1.1, "times"))
+    sizes = [state_bytes(parse_config(ModelConfig, DESIGN), context) for context in (SHORT, LONG)]
+    rows.append(limit_row(f"state of {LONG} tokens over {SHORT}", sizes[1] / sizes[0], 1.0, "times"))
     return rows
 
 
-def all_rows(quick: bool) -> list[dict[str, Any]]:
-    """Small sizes, to see that it runs, or those of the question."""
-    return run(96, 16, 256, 2) if quick else run(2048, 1024, 32768, 9)
+def case(name: str, sides: tuple[str, str], goal: float, figure: str = "") -> Case:
+    """One comparison at LENGTH tokens."""
+    arguments = {"length": LENGTH, "precision": "fp32"}
+    return Case(name, arguments, goal, ROUNDS, sides, figure=figure)
 
 
 if __name__ == "__main__":
-    run_rows("benchmarks.delta", QUESTION, all_rows)
+    main(
+        "benchmarks.delta",
+        QUESTION,
+        {
+            "heddle": partial(heddle_rule, "chunked"),
+            "recurrent": partial(heddle_rule, "reference"),
+            "transformers": transformers_rule,
+            "convolution": partial(convolution, False),
+            "grouped convolution": partial(convolution, True),
+        },
+        [
+            case("training, recurrent form", ("heddle", "recurrent"), 20.0),
+            case("training, transformers", ("heddle", "transformers"), 3.0, "delta training"),
+            case("convolution, torch", ("convolution", "grouped convolution"), 2.0),
+        ],
+        growth_rows,
+    )

@@ -60,6 +60,17 @@ FIGURES = tuple(
         ("cold start", "startup", "`heddle train preset:gqa-tiny --data stdlib` to the first step, s"),
     )
 )
+# The rows of README's table, beside transformers: what, benchmark, case.
+README = (
+    ("training step, 4 × 512 tokens, float32", "training_step", "training fp32"),
+    ("training step, bfloat16 autocast", "training_step", "training bf16 autocast"),
+    ("prompt of 2,048 tokens, float32", "prefill", "prefill fp32"),
+    ("prompt of 2,048 tokens, bfloat16", "prefill", "prefill bf16"),
+    ("one token after 2,000, float32", "decode", "decode fp32 after 2000"),
+    ("one token after 128, bfloat16", "decode", "decode bf16 after 128"),
+    ("one token after 2,000, bfloat16", "decode", "decode bf16 after 2000"),
+    ("latent attention (MLA), one token after 8,192, float32", "latent", "latent decode fp32 after 8192"),
+)
 BAR, ROW, LABEL, VALUE, WIDTH = 14, 22, 480, 60, 960  # pixels of the plot
 
 
@@ -111,6 +122,35 @@ def limits_table(folder: Path) -> str:
         scale, unit = scales[row["unit"]]
         rows.append((row["case"], f"{row['value'] / scale:,.1f} {unit}"))
     return table(("limit", "measured"), rows)
+
+
+def readme_table() -> str:
+    """Ratios beside transformers: of each row the worst and the best machine, by the tuned peer where there is one."""
+    lines = []
+    for text, module, name in README:
+        found = []
+        for folder in sorted(RESULTS.iterdir()):
+            file = folder / f"{module}.json"
+            content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"results": []}
+            for row in content["results"]:
+                if row["case"] == name:
+                    found.append((*beside_transformers(row), folder.name, content["date"]))
+        ordered = sorted(found, key=lambda ratios: ratios[1] or ratios[0])
+        cells = [_machine_cell(*ratios) for ratios in (ordered[:1] + ordered[1:][-1:])]
+        lines.append((text, *cells, *[""] * (2 - len(cells))))
+    return table(("100 M parameters, 2 cores", "worst machine", "best machine"), lines)
+
+
+def beside_transformers(row: dict[str, Any]) -> tuple[float, float | None]:
+    """The ratios to transformers at its defaults, and tuned; results that name no peer have the defaults' ratio."""
+    ratios = {row.get("against", "transformers"): row["ratio"]}
+    ratios |= {key.removeprefix("ratio to "): value for key, value in row.items() if key.startswith("ratio to ")}
+    return ratios["transformers"], ratios.get("transformers tuned")
+
+
+def _machine_cell(defaults: float, tuned: float | None, machine: str, date: str) -> str:
+    name = f"[{machine.removesuffix('-2-cores')}](benchmarks/results/{machine}), {date}"
+    return f"{defaults:.2f} / {'–' if tuned is None else f'{tuned:.2f}'} ({name})"
 
 
 def plot(folder: Path) -> str:

@@ -1,25 +1,27 @@
 """The sections of `benchmarks.gpu` on whole models: training and decoding, beside transformers and a plain loop."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from benchmarks.gpu_setup import Call, Comparison, Setup
+from benchmarks.harness import EQUAL, EQUAL_IN_FLOAT32, largest_difference
+from benchmarks.plain_gqa import PlainDecoder, PlainModel
+from heddle.exchange.transformers.peer import transformers_model
 from heddle.generation.decode import DECODING, DecodingFacts
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
 from heddle.generation.sampling import Sampler
+from heddle.model.config import ModelConfig
 from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.model.size import flops_per_token
 from heddle.model.state import State
-from heddle.numerics.cross_entropy import loss_sum
+from heddle.numerics.cross_entropy import OutputHead, loss_sum
 from heddle.parts.layout import Layout
 
 PEAK = 989e12  # FLOP/s of bfloat16 products of an H100 or H200 by its data sheet
@@ -62,7 +64,11 @@ MIXERS = ("gqa", "window", "soft cap", "alibi", "mla", "linear", "retention", "g
 
 
 def train(setup: Setup) -> Iterator[Comparison]:
-    """Training steps in bfloat16: forward, loss, backward, fused AdamW. transformers' Llama beside gqa."""
+    """Training steps in bfloat16: forward, loss, backward, fused AdamW. transformers' Llama beside gqa.
+
+    Raises ValueError where both compute something else.
+    """
+    largest_difference("training", transformers_losses(setup), EQUAL_IN_FLOAT32)
     for name, size in {"toy": TOY_SIZE}.items() if setup.toy else SIZES.items():
         for mixer in MIXERS:
             batch, length = (2, 16) if setup.toy else (8 if name == "1 B" else 16, 4096)
@@ -70,7 +76,7 @@ def train(setup: Setup) -> Iterator[Comparison]:
             work = 3 * flops_per_token(_on_meta(config), length) * batch * length
             yield Comparison(
                 f"training, {mixer}, {name}",
-                partial(_training, setup, config, (batch, length), mixer == "gqa", size),
+                partial(_training, setup, config, (batch, length), mixer == "gqa"),
                 goal=1.0 if mixer == "gqa" else None,
                 work=("MFU", work / PEAK),
             )
@@ -80,29 +86,29 @@ def _on_meta(config: Any) -> Decoder:
     return build(config, dtype=torch.bfloat16, device="meta")
 
 
-def _training(
-    setup: Setup, config: Any, shape: tuple[int, int], with_peers: bool, size: tuple[int, ...]
-) -> dict[str, Call]:
+def _training(setup: Setup, config: ModelConfig, shape: tuple[int, int], with_peers: bool) -> dict[str, Call]:
     model = build(config, dtype=setup.dtype, device=setup.device).train()
     tokens = torch.randint(config.vocab_size, (shape[0], shape[1] + 1), device=setup.device)
-    layout = Layout.causal(*shape, device=setup.device)
     forward_model = model if setup.toy else compiled(model)
-
-    def loss() -> Tensor:
-        hidden, _ = forward_model(tokens[:, :-1], replace(layout, cache={}))
-        return loss_sum(hidden.flatten(0, 1), model.head.output_head, tokens[:, 1:].flatten()) / tokens[:, 1:].numel()
-
-    calls = {"heddle": _step(model, loss)}
+    calls = {"heddle": _step(model, partial(_loss, forward_model, model.head.output_head, tokens))}
     if with_peers:
         for side, tuned in (("transformers compiled", True), ("transformers", False)):
-            peer = llama(size, config.vocab_size, setup)
+            peer = transformers_model(config).to(setup.device, setup.dtype)
             forward = setup.compiled(peer) if tuned else peer
-            calls[side] = _step(peer, partial(_peer_loss, forward, tokens[:, :-1]))
+            calls[side] = _step(peer, partial(_peer_loss, forward, tokens))
     return calls
 
 
+def _loss(forward: Callable[..., Any], head: OutputHead, tokens: Tensor) -> Tensor:
+    """The mean loss of tokens int64 [B, T + 1]."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    hidden, _ = forward(inputs, Layout.causal(*inputs.shape, device=tokens.device))
+    return loss_sum(hidden.flatten(0, 1), head, targets.flatten()) / targets.numel()
+
+
 def _peer_loss(forward: Callable[..., Any], tokens: Tensor) -> Tensor:
-    loss: Tensor = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
+    shifted = tokens[:, 1:].contiguous()  # the same targets as heddle's
+    loss: Tensor = forward(input_ids=tokens[:, :-1], shift_labels=shifted, labels=tokens, use_cache=False).loss
     return loss
 
 
@@ -117,38 +123,26 @@ def _step(model: nn.Module, loss: Callable[[], Tensor]) -> Call:
     return step
 
 
-def llama(size: tuple[int, ...], vocab_size: int, setup: Setup) -> Any:
-    """transformers' Llama of the same shape."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    width, layers, heads, kv_heads, hidden = size
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, intermediate_size=hidden, max_position_embeddings=65536,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)
-    return model.to(setup.device, setup.dtype)
-
-
 def decode(setup: Setup) -> Iterator[Comparison]:
-    """A decoded token after a context, by heddle's own loop, and by a plain compiled loop with a static cache."""
+    """A decoded token after a context, by heddle's own loop, and by a plain compiled loop with a static cache.
+
+    Raises ValueError where both compute something else.
+    """
+    largest_difference("decoding", plain_logits(setup), EQUAL)
     size, vocab_size = (TOY_SIZE, 64) if setup.toy else (SIZES["1 B"], VOCABULARY)
     for mixer in ("gqa", "mla", "gated_delta"):
         for batch in (1, 32):
             for context in (32,) if setup.toy else CONTEXTS:
                 yield Comparison(
                     f"decoding, {mixer}, batch {batch}, after {context:,}",
-                    partial(_decoding, setup, (design(mixer, size, vocab_size), size), batch, context, mixer == "gqa"),
+                    partial(_decoding, setup, design(mixer, size, vocab_size), batch, context, mixer == "gqa"),
                     goal=0.9 if mixer == "gqa" else None,
                     work=("tokens per second", batch * (4 if setup.toy else NEW_TOKENS)),
                 )
 
 
-def _decoding(
-    setup: Setup, designed: tuple[dict[str, Any], tuple[int, ...]], batch: int, context: int, with_peer: bool
-) -> dict[str, Call]:
-    model = build(load_config(designed[0]), dtype=setup.dtype, device=setup.device).eval()
+def _decoding(setup: Setup, designed: dict[str, Any], batch: int, context: int, with_peer: bool) -> dict[str, Call]:
+    model = build(load_config(designed), dtype=setup.dtype, device=setup.device).eval()
     new_tokens = 4 if setup.toy else NEW_TOKENS
     runner, request = ModelRunner(model), GenerationRequest([[1]] * batch, new_tokens, Sampler())
     hidden = torch.randn(batch, model.config.width, device=setup.device).to(setup.dtype)
@@ -160,7 +154,7 @@ def _decoding(
 
     calls: dict[str, Call] = {"heddle": call}
     if with_peer:
-        calls["plain loop"] = plain_loop(setup, designed[1], model.embed.weight.shape[0], (batch, context, new_tokens))
+        calls["plain loop"] = plain_loop(setup, model, batch, context, new_tokens)
     return calls
 
 
@@ -173,66 +167,43 @@ def _filled(model: Decoder, batch: int, context: int, new_tokens: int) -> State:
     return State(table, state.layers, state.fingerprint)
 
 
-class PlainLayer(nn.Module):
-    """Pre-norm GQA with a static cache and SwiGLU, without positions: what one token of a plain loop computes."""
-
-    def __init__(self, size: tuple[int, ...], cache: tuple[int, int]) -> None:
-        super().__init__()
-        width, _, self.heads, self.groups, hidden = size
-        self.head_dim = width // self.heads
-        (batch, slots), kv_width = cache, self.groups * self.head_dim
-        self.qkv, self.out = nn.Linear(width, width + 2 * kv_width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.keys: Tensor
-        self.values: Tensor
-        for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(batch, self.groups, slots, self.head_dim))
-
-    def forward(self, x: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-        """x [B, 1, width] -> the same shape; writes the cache at `position`."""
-        width, kv_width = x.shape[-1], self.groups * self.head_dim
-        projected = self.qkv(self.norms[0](x)).split([width, kv_width, kv_width], dim=-1)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
-        keys, values = self.keys.index_copy_(2, position, k), self.values.index_copy_(2, position, v)
-        y = functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
-        down: Tensor = self.down(functional.silu(gate) * up)
-        return x + down
-
-
-class PlainModel(nn.Module):
-    """Layers, a tied head, and the greedy next token."""
-
-    def __init__(self, size: tuple[int, ...], vocab_size: int, cache: tuple[int, int]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab_size, size[0])
-        self.layers = nn.ModuleList(PlainLayer(size, cache) for _ in range(size[1]))
-        self.norm = nn.RMSNorm(size[0])
-
-    def forward(self, tokens: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-        """tokens [B, 1] -> the next ones."""
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, position, mask)
-        return (self.norm(x) @ self.embed.weight.T).argmax(-1)
-
-
-def plain_loop(setup: Setup, size: tuple[int, ...], vocab_size: int, shape: tuple[int, int, int]) -> Call:
-    """A loop as gpt-fast's: one compiled step with CUDA graphs over a static cache."""
-    batch, context, new_tokens = shape
-    slots = context + new_tokens
-    model = PlainModel(size, vocab_size, (batch, slots)).to(setup.device, setup.dtype).eval()
-    step = setup.compiled(model, mode="reduce-overhead", fullgraph=True)
-    slot = torch.arange(slots, device=setup.device)
+def plain_loop(setup: Setup, model: Decoder, batch: int, context: int, new_tokens: int) -> Call:
+    """A loop as gpt-fast's: one compiled step with CUDA graphs over a static cache, from the model's weights."""
+    plain = plain_decoder(model, batch, context + new_tokens)
+    step = setup.compiled(lambda *token: plain(*token).argmax(-1, keepdim=True), mode="reduce-overhead", fullgraph=True)
 
     @torch.no_grad()
     def loop() -> None:
         tokens = torch.ones(batch, 1, dtype=torch.int64, device=setup.device)
         for index in range(new_tokens):
-            position = torch.tensor([context + index], device=setup.device)
-            tokens = step(tokens, position, (slot <= position)[None, None, None]).clone()
+            tokens = step(tokens, torch.tensor([context + index], device=setup.device)).clone()
         tokens.tolist()
 
     return loop
+
+
+def plain_decoder(model: Decoder, batch: int, slots: int) -> PlainDecoder:
+    """The plain model with the weights, dtype and device of heddle's."""
+    return PlainDecoder(PlainModel(model, slots).to(model.embed.weight.device), batch, slots)
+
+
+@torch.no_grad()
+def plain_logits(setup: Setup) -> dict[str, list[float]]:
+    """Logits of the last of a few tokens in float64: of a tiny model, and of the plain loop with its weights."""
+    model = build(load_config(design("gqa", TOY_SIZE, 64)), dtype=torch.float64, device=setup.device).eval()
+    tokens = torch.arange(1, 13, device=setup.device).view(2, 6)
+    plain = plain_decoder(model, *tokens.shape)
+    for position, token in enumerate(tokens.split(1, dim=1)):
+        logits = plain(token, torch.tensor([position], device=setup.device))
+    ours = model.head(model(tokens)[0][:, -1])
+    return {"heddle": ours.flatten().tolist(), "plain loop": logits.flatten().tolist()}
+
+
+@torch.no_grad()
+def transformers_losses(setup: Setup) -> dict[str, list[float]]:
+    """The loss of a tiny model in float32, and of transformers' with its weights, whose norms have no float64."""
+    config = load_config(design("gqa", TOY_SIZE, 64))
+    tokens = torch.arange(1, 15, device=setup.device).view(2, 7)
+    model, peer = build(config, device=setup.device), transformers_model(config).to(setup.device)
+    ours = _loss(model, model.head.output_head, tokens)
+    return {"heddle": [float(ours)], "transformers": [float(_peer_loss(peer, tokens))]}

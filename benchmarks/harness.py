@@ -33,6 +33,7 @@ from heddle.runtime import hardware, versions
 
 QUICK_PAIRS = 2
 EQUAL = 1e-9  # the largest relative difference of two sides in float64
+EQUAL_IN_FLOAT32 = 1e-4  # where a peer has no float64
 
 Step = Callable[[], float]
 
@@ -41,7 +42,7 @@ class Measured(NamedTuple):
     """A step that returns its seconds, and some numbers that every side must compute alike.
 
     Before a case is timed its sides compute them in float64, where they must agree within EQUAL: sides with values have
-    an argument "precision", of which "fp64" is one.
+    an argument "precision", of which "fp64" is one. Where a peer has no float64, they agree in float32.
     """
 
     step: Step
@@ -57,8 +58,8 @@ class Case:
 
     sides: those that run, heddle's first; empty: all. against: the peers of the goal, of which the fastest counts;
     empty: the first. figure: the row of `benchmarks.figures` that it answers. work: (a limit of `benchmarks.limits`,
-    how much of it one step takes), such as ("fp32 products", FLOPs) or ("read", bytes). rounding: the largest relative
-    difference of values, for a peer that cannot compute in float64.
+    how much of it one step takes), such as ("fp32 products", FLOPs) or ("read", bytes). has_float64: whether all sides
+    can compute their values in it; otherwise they do in float32, with the argument "exact".
     """
 
     name: str
@@ -69,7 +70,7 @@ class Case:
     against: tuple[str, ...] = ()
     figure: str = ""
     work: tuple[str, float] | None = None
-    rounding: float | None = None
+    has_float64: bool = True
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -221,12 +222,12 @@ def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
 
 
 def check_equality(module: str, sides: Sequence[str], case: Case) -> dict[str, Any]:
-    """Let each side compute its values in a process of its own, in float64 unless a peer cannot.
+    """Let each side compute its values from equal weights in a process of its own, in float64 unless a peer cannot.
 
     Returns the largest difference as a row of the results; {} where no peer has values.
     """
-    has_float64 = case.rounding is None
-    arguments = case.arguments | ({"precision": "fp64"} if has_float64 else {})
+    precision, limit = ("fp64", EQUAL) if case.has_float64 else ("fp32", EQUAL_IN_FLOAT32)
+    arguments = case.arguments | {"precision": precision, "exact": True}
     values = {}
     for side in sides:
         worker = Worker(module, side, arguments)
@@ -234,21 +235,23 @@ def check_equality(module: str, sides: Sequence[str], case: Case) -> dict[str, A
             values[side] = worker.values()
         finally:
             worker.close()
-    largest = largest_difference(case.name, values, EQUAL if case.rounding is None else case.rounding)
-    return {} if largest is None else {f"difference in {'float64' if has_float64 else 'equal weights'}": largest}
+    largest = largest_difference(case.name, values, limit)
+    return {} if largest is None else {f"difference in {precision}": largest}
 
 
 def largest_difference(name: str, values: Mapping[str, Sequence[float]], limit: float) -> float | None:
     """The largest relative difference of a side's values from the first side's; None where only one side has some.
 
-    Raises ValueError above the limit, and where a side has other numbers of values.
+    A value that is smaller than most is measured by their median, since it may be a difference of larger ones. Raises
+    ValueError above the limit, and where a side has other numbers of values.
     """
     first, *others = [side for side in values if values[side]] or [""]
     if not others:
         return None
-    size, largest = max(map(abs, values[first])), 0.0
+    size, largest = statistics.median(map(abs, values[first])), 0.0
     for side in others:
-        difference = max(abs(a - b) for a, b in zip(values[first], values[side], strict=True)) / size
+        pairs = zip(values[first], values[side], strict=True)
+        difference = max(abs(ours - theirs) / max(abs(ours), size) for ours, theirs in pairs)
         if not difference <= limit:
             raise ValueError(f"{name}: {side} computes something else, {difference:.1e} apart; nothing was timed")
         largest = max(largest, difference)

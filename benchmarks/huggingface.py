@@ -1,46 +1,43 @@
 """How long does a token take through transformers' `generate`, with heddle's classes and with transformers' own?
 
 Greedy, one row, both with their default dynamic cache: `preset:gqa-medium` and LlamaForCausalLM of the same shape after
-2,000 tokens; the latent attention of `benchmarks.latent` and DeepseekV3ForCausalLM after 8,192. There is no prefill:
-caches are filled with random numbers. A logits processor measures the time between tokens.
+2,000 tokens; the latent attention of `benchmarks.latent` and DeepseekV2ForCausalLM after 8,192. There is no prefill:
+caches are filled with the same random numbers. A logits processor measures the time between tokens.
 """
 
 from typing import Any
 
-import torch
-
 from benchmarks import latent, peers
-from benchmarks.harness import Case, Step, main
+from benchmarks.harness import Case, Measured, main
+from heddle.model.decoder import build
+from heddle.model.load_config import load_config
+
+DESIGNS: dict[str, Any] = {"llama": peers.DESIGN, "deepseek": latent.DESIGN}
 
 
-def heddle_side(arguments: dict[str, Any]) -> Step:
+def heddle_side(arguments: dict[str, Any]) -> Measured:
     """HeddleForCausalLM."""
     from heddle.exchange.transformers import HeddleCache, HeddleForCausalLM
 
     context, steps = arguments["context"], arguments["steps"]
-    design = "preset:gqa-medium" if arguments["peer"] == "llama" else latent.DESIGN
-    model = peers.ours(design, peers.DTYPES[arguments["precision"]]).eval()
+    model = peers.ours(DESIGNS[arguments["peer"]], peers.DTYPES[arguments["precision"]]).eval()
     start = HeddleCache()
     start.layers[0].state = peers.filled(model, context, steps + 2)
     start.layers[0].seq_length = context
     prompt = peers.tokens(1, context + 1)
+    if arguments["precision"] == "fp64":
+        peers.float32_is_float64()  # of `generate`, which rounds the logits
     return peers.generating(HeddleForCausalLM.from_decoder(model), prompt, start, steps)
 
 
-def transformers_side(arguments: dict[str, Any]) -> Step:
-    """transformers' own class."""
-    from transformers import DynamicCache
-
-    dtype, context = peers.DTYPES[arguments["precision"]], arguments["context"]
-    if arguments["peer"] == "deepseek":
-        return latent.transformers_side(arguments)
-    model = peers.llama(dtype).eval()
-    config = model.config
-    start = DynamicCache(config=config)
-    for layer in range(config.num_hidden_layers):
-        keys, values = torch.randn(2, 1, config.num_key_value_heads, context, config.head_dim, dtype=dtype)
-        start.update(keys, values, layer)
-    return peers.generating(model, peers.tokens(1, context + 1), start, arguments["steps"])
+def transformers_side(arguments: dict[str, Any]) -> Measured:
+    """transformers' own class, with equal weights and an equal cache."""
+    dtype, context, steps = peers.DTYPES[arguments["precision"]], arguments["context"], arguments["steps"]
+    design = DESIGNS[arguments["peer"]]
+    start = peers.filled(build(load_config(design), dtype=dtype), context, steps + 2)
+    model = peers.transformers_peer(design, dtype, False).eval()
+    cache = peers.transformers_cache(start, context, model.config)
+    return peers.generating(model, peers.tokens(1, context + 1), cache, steps)
 
 
 def case(peer: str, precision: str, context: int, goal: float, pairs: int) -> Case:

@@ -1,8 +1,8 @@
 """How long does decoding a token with latent attention take after 2k, 8k and 32k tokens, and how large is its state?
 
 12 layers, width 768, 12 heads of 64 + 32 dims, latents of 256 + 32, dense feed-forwards. The peer is transformers'
-DeepSeek-V3 of that shape in its own `generate`, with its default dynamic cache (which stores latents and expands them
-at every step). There is no prefill: both states are filled with random latents.
+DeepSeek-V2 with equal weights (its attention is V3's) in its own `generate`, with its default dynamic cache, which
+stores latents and expands them at every step. There is no prefill: both states hold the same random latents.
 """
 
 from functools import partial
@@ -11,14 +11,11 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import Case, Step, limit_row, main, timed
-from benchmarks.machine import THREADS
-from heddle.machine import measured_choices
+from benchmarks.harness import Case, Measured, limit_row, main, timed
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import size
 from heddle.numerics.linear import packed_weights
-from heddle.runtime import set_up_runtime
 
 LAYERS, WIDTH, HEADS, HIDDEN, RANK, NOPE, ROPE = 12, 768, 12, 2048, 256, 64, 32
 DESIGN: dict[str, Any] = {
@@ -41,77 +38,41 @@ DESIGN: dict[str, Any] = {
 }
 
 
-def heddle_side(arguments: dict[str, Any]) -> Step:
+def heddle_side(arguments: dict[str, Any]) -> Measured:
     """Greedy steps: model, head of the last position, argmax."""
-    set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
-    model = build(load_config(DESIGN), dtype=peers.DTYPES[arguments["precision"]]).eval()
-    steps = arguments["steps"]
-    start = peers.filled(model, arguments["context"], steps)
+    model = peers.ours(DESIGN, peers.DTYPES[arguments["precision"]]).eval()
+    context, steps = arguments["context"], arguments["steps"]
+    start, first = peers.filled(model, context, steps), peers.tokens(1, context + 1)[:, -1:]
+    values: list[float] = []
 
     @torch.no_grad()
     def step() -> float:
-        state, token = start.fork(), peers.tokens(1, 1)
+        state, token = start.fork(), first
 
         def work() -> None:
             nonlocal state, token
-            for _ in range(steps):
+            for number in range(steps):
                 hidden, state = model(token, None, state)
-                token = model.head(hidden[:, -1:]).argmax(-1)
+                logits = model.head(hidden[:, -1:])
+                if number == 0:
+                    values[:] = logits[0, -1, :8].tolist()
+                token = logits.argmax(-1)
 
         with packed_weights():
             work()  # packs the weights, which a generation does once
-            state, token = start.fork(), peers.tokens(1, 1)
+            state, token = start.fork(), first
             return timed(work) / steps
 
-    return step
+    return Measured(step, lambda: values)
 
 
-def deepseek(dtype: torch.dtype, tuned: bool = False) -> Any:
-    """transformers' DeepseekV3ForCausalLM of the same shape. tuned: with the process settings of heddle."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    if tuned:
-        set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
-    torch.set_num_threads(THREADS)
-    torch.manual_seed(0)
-    config = DeepseekV3Config(
-        vocab_size=peers.VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        intermediate_size=HIDDEN,
-        kv_lora_rank=RANK,
-        q_lora_rank=None,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=NOPE,
-        first_k_dense_replace=LAYERS,
-        num_mtp_layers=0,
-        max_position_embeddings=65536,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model: Any = DeepseekV3ForCausalLM(config)
-    return model.to(dtype).eval()
-
-
-def transformers_side(arguments: dict[str, Any], tuned: bool = False) -> Step:
+def transformers_side(arguments: dict[str, Any], tuned: bool = False) -> Measured:
     """The median time between two calls of a logits processor within `generate`."""
-    from transformers import DynamicCache
-
     dtype, context, steps = peers.DTYPES[arguments["precision"]], arguments["context"], arguments["steps"]
-    model = deepseek(dtype, tuned)
-    start = DynamicCache(config=model.config)
-    for layer in range(LAYERS):
-        latent, k_rope = (torch.randn(1, 1, context, dim, dtype=dtype) for dim in (RANK, ROPE))
-        start.update(latent, k_rope, layer)
+    start = peers.filled(build(load_config(DESIGN), dtype=dtype), context, steps)
+    model = peers.transformers_peer(DESIGN, dtype, tuned).eval()
     prompt = peers.tokens(1, context + 1)
-    return peers.generating(model, prompt, start, steps)
+    return peers.generating(model, prompt, peers.transformers_cache(start, context, model.config), steps)
 
 
 def case(precision: str, context: int, goal: float, steps: int = 4, pairs: int = 9) -> Case:
@@ -125,7 +86,8 @@ def case(precision: str, context: int, goal: float, steps: int = 4, pairs: int =
 def state_rows() -> list[dict[str, Any]]:
     """Bytes that a token adds to the state of a layer."""
     rows = []
-    for precision, dtype in peers.DTYPES.items():
+    for precision in ("fp32", "bf16"):
+        dtype = peers.DTYPES[precision]
         bytes_per_token = size(load_config(DESIGN), 2048, dtype=dtype).state_bytes_per_token / LAYERS
         latent_bytes = (RANK + ROPE) * dtype.itemsize
         rows.append(limit_row(f"state of a token in a layer, {precision}", bytes_per_token, latent_bytes, "bytes"))
@@ -135,7 +97,7 @@ def state_rows() -> list[dict[str, Any]]:
 if __name__ == "__main__":
     main(
         "benchmarks.latent",
-        "How much faster is decoding a token with latent attention than with transformers' DeepSeek-V3?",
+        "How much faster is decoding a token with latent attention than with transformers' DeepSeek?",
         {
             "heddle": heddle_side,
             "transformers": transformers_side,

@@ -2,7 +2,8 @@
 
 llama.cpp runs from its npm build (`tools/llama_cpp`), with our number of threads and its own cache of half floats; with
 and without its flash attention. It measures its own seconds, so that no pipe counts. Q8_0 is made from the float32 GGUF
-by the package gguf, and stands beside our 8-bit weights.
+by the package gguf, and stands beside our 8-bit weights. It has no float64: before it is timed, both compute the logits
+of the float32 weights with a float32 cache.
 """
 
 import json
@@ -24,8 +25,6 @@ from heddle.tokenization.tokenizer import Tokenizer
 from tools.llama_cpp import runner
 
 PEERS = ("llama.cpp", "llama.cpp flash")
-# llama.cpp has no float64, and its cache holds half floats: relative differences of logits after 12 layers.
-ROUNDING = {"fp32": 0.01, "bf16": 0.1, "int8": 0.2}  # Q8_0 and our 8 bits round differently
 
 
 def heddle_side(arguments: dict[str, Any]) -> Measured:
@@ -49,6 +48,7 @@ def llama_cpp_side(flash: bool, arguments: dict[str, Any]) -> Measured:
             "n": decode.STEPS,
             "threads": THREADS,
             "flashAttention": flash,
+            "cacheType": "F32" if arguments.get("exact") else "F16",
             "batchSize": 512,
         }
         command = ["node", str(runner.HERE / "bench.mjs")]
@@ -125,7 +125,7 @@ def case(precision: str, context: int, goal: float | None, figure: str = "") -> 
         against=PEERS,
         figure=figure,
         work=work,
-        rounding=ROUNDING[precision],
+        has_float64=False,
     )
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import Case, Step, main, timed
+from benchmarks.harness import Case, Measured, Step, main, timed
 from benchmarks.machine import THREADS
-from benchmarks.peers import DTYPES
+from benchmarks.peers import DTYPES, transformers_peer
 from heddle.machine import measured_choices
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.numerics.linear import PackedWeightCache, packed_weights
@@ -32,17 +33,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "deepseek": {"routing": "sigmoid", "groups": 4, "top_groups": 2, "shared": 1, "scale": 2.5, "bias_update": 0.001},
 }
+PRECISIONS = ("fp32", "bf16")
 CALLS, CALLS_OF_ONE_TOKEN = 4, 16  # in one measurement
 LAYERS = 12  # that one token runs through, so that weights do not stay in the CPU's caches
 
 
-class SingleFeedforward(nn.Module):
-    """A feed-forward of heddle with its initial weights."""
+def design(feedforward: dict[str, Any], peer: str) -> ModelConfig:
+    """One layer with a feed-forward, whose mixer makes it a model of the peer's family."""
+    mixer: dict[str, Any] = {"kind": "attention", "heads": 8, "position": {"kind": "rope"}}
+    if peer == "qwen3":
+        mixer["qk_norm"] = "head"
+    if peer == "deepseek":
+        mixer |= {"kind": "latent_attention", "kv_rank": 64, "nope_dim": 32, "rope_dim": 32}
+    layer = {"mixer": mixer, "feedforward": feedforward}
+    return load_config({"vocab_size": 8, "width": WIDTH, "layers": [layer], "head": {"tied": False}})
 
-    def __init__(self, data: dict[str, Any], dtype: torch.dtype) -> None:
+
+class SingleFeedforward(nn.Module):
+    """The feed-forward of such a model of heddle."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        layer = {"mixer": None, "feedforward": data}
-        model = build(load_config({"vocab_size": 8, "width": WIDTH, "layers": [layer]}), dtype=dtype)
+        model = build(config).to(dtype)
         (self.part,) = (module for module in model.modules() if isinstance(module, Feedforward))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,63 +63,48 @@ class SingleFeedforward(nn.Module):
         return y
 
 
-def heddle_side(arguments: dict[str, Any]) -> Step:
+def heddle_side(arguments: dict[str, Any]) -> Measured:
     """heddle's mixture of experts."""
     set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
-    experts, top_k, hidden = SHAPES[arguments["shape"]]
-    fields = {"experts": experts, "top_k": top_k, "hidden": hidden, **FAMILIES[arguments["peer"]]}
-    return timed_step(lambda: SingleFeedforward({"kind": "moe", **fields}, DTYPES[arguments["precision"]]), arguments)
+    config = design(experts(arguments), arguments["peer"])
+    return timed_step(lambda: SingleFeedforward(config, DTYPES[arguments["precision"]]), arguments)
 
 
-def peer_side(arguments: dict[str, Any]) -> Step:
-    """heddle's dense feed-forward, or a mixture of experts of transformers."""
-    experts, top_k, hidden = SHAPES[arguments["shape"]]
+def experts(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The fields of heddle's mixture."""
+    count, top_k, hidden = SHAPES[arguments["shape"]]
+    return {"kind": "moe", "experts": count, "top_k": top_k, "hidden": hidden, **FAMILIES[arguments["peer"]]}
+
+
+def peer_side(arguments: dict[str, Any]) -> Step | Measured:
+    """heddle's dense feed-forward, which computes something else, or transformers' mixture with equal weights."""
     dtype, peer = DTYPES[arguments["precision"]], arguments["peer"]
     if peer == "dense":
         set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
-        return timed_step(lambda: SingleFeedforward({"kind": "gated", "hidden": top_k * hidden}, dtype), arguments)
-    torch.set_num_threads(THREADS)
+        _, top_k, hidden = SHAPES[arguments["shape"]]
+        config = design({"kind": "gated", "hidden": top_k * hidden}, peer)
+        return timed_step(lambda: SingleFeedforward(config, dtype), arguments).step
+    config = design(experts(arguments), peer)
 
     def block() -> nn.Module:
-        moe_block = transformers_block(peer, (experts, top_k, hidden), arguments["implementation"])
-        for parameter in moe_block.parameters():
-            nn.init.normal_(parameter, std=0.02)
-        return moe_block.to(dtype)
+        model = transformers_peer(config, dtype, tuned=False)
+        model.set_experts_implementation(arguments["implementation"])
+        mixture: nn.Module = model.model.layers[0].mlp
+        return mixture
 
     return timed_step(block, arguments)
 
 
-def transformers_block(peer: str, shape: tuple[int, int, int], implementation: str) -> nn.Module:
-    """A mixture of experts of transformers."""
-    from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+def timed_step(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Measured:
+    """A step: seconds of a call, with all gradients or without. One token: seconds per layer of a stack.
 
-    experts, top_k, hidden = shape
-    sizes: dict[str, Any] = {
-        "hidden_size": WIDTH,
-        "num_experts_per_tok": top_k,
-        "experts_implementation": implementation,
-    }
-    block: nn.Module
-    if peer == "mixtral":
-        block = MixtralSparseMoeBlock(MixtralConfig(num_local_experts=experts, intermediate_size=hidden, **sizes))
-    elif peer == "qwen3":
-        sizes |= {"num_experts": experts, "moe_intermediate_size": hidden, "norm_topk_prob": True}
-        block = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**sizes))
-    else:
-        sizes |= {"num_local_experts": experts, "moe_intermediate_size": hidden, "n_shared_experts": 1}
-        block = DeepseekV3MoE(DeepseekV3Config(n_group=4, topk_group=2, **sizes))
-    return block
-
-
-def timed_step(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step:
-    """A step: seconds of a call, with all gradients or without. One token: seconds per layer of a stack."""
+    The values are some of what comes out of the first layer, and of the gradient of what went in.
+    """
     tokens, dtype = arguments["tokens"], DTYPES[arguments["precision"]]
     stack = [make() for _ in range(LAYERS if tokens == 1 else 1)]
     shape = (CALLS_OF_ONE_TOKEN if tokens == 1 else CALLS, 1, tokens, WIDTH)
     xs = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
+    values = first_values(stack[0], xs[0], arguments["gradients"])
     if tokens == 1:
         packed_weight_cache: PackedWeightCache = {}
 
@@ -117,7 +114,7 @@ def timed_step(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step
                     for call in stack:
                         call(token)
 
-        return torch.no_grad()(lambda: timed(decode) / len(xs) / LAYERS)
+        return Measured(torch.no_grad()(lambda: timed(decode) / len(xs) / LAYERS), lambda: values)
     (call,) = stack
     parameters = [parameter for parameter in call.parameters() if parameter.requires_grad]
     output_gradient = torch.ones_like(xs[0])
@@ -138,7 +135,20 @@ def timed_step(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step
         inputs = new_inputs()
         return timed(lambda: (forward_backward if arguments["gradients"] else forward)(inputs)) / CALLS
 
-    return step if arguments["gradients"] else torch.no_grad()(step)
+    return Measured(step if arguments["gradients"] else torch.no_grad()(step), lambda: values)
+
+
+def first_values(call: nn.Module, x: Tensor, gradients: bool) -> list[float]:
+    """Numbers of an output and, with gradients, of the input's gradient and the norm of all weights' gradients."""
+    x = x.detach().clone().requires_grad_(gradients)
+    with torch.set_grad_enabled(gradients):
+        y = call(x)
+    values = y[0, -1, :8].tolist()
+    if gradients:
+        weights = [parameter for parameter in call.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(y, [x, *weights], torch.ones_like(y))
+        values += [*found[0][0, -1, :8].tolist(), float(torch.stack([gradient.norm() for gradient in found]).norm())]
+    return [float(value) for value in values]
 
 
 def cases() -> list[Case]:
@@ -146,13 +156,13 @@ def cases() -> list[Case]:
     max_ratios = {("2 of 8", "fp32"): 1.1, ("2 of 8", "bf16"): 1.2, ("4 of 32", "fp32"): 1.4, ("4 of 32", "bf16"): 1.7}
     peers = [("dense", ""), *product(list(FAMILIES)[1:], ("eager", "grouped_mm"))]
     comparisons = []
-    for (peer, implementation), shape, precision, gradients in product(peers, SHAPES, DTYPES, (False, True)):
+    for (peer, implementation), shape, precision, gradients in product(peers, SHAPES, PRECISIONS, (False, True)):
         dense_goal = 1 / max_ratios[shape, precision] if gradients else None
         goal = dense_goal if peer == "dense" else 1 / 1.05
         fields = {"peer": peer, "implementation": implementation, "shape": shape, "precision": precision}
         comparisons.append(case(fields, TOKENS, gradients, goal))
     one_token_peers = (("dense", "", 1 / 1.25), ("mixtral", "eager", 1 / 1.05))
-    for (peer, implementation, goal), precision in product(one_token_peers, DTYPES):
+    for (peer, implementation, goal), precision in product(one_token_peers, PRECISIONS):
         fields = {"peer": peer, "implementation": implementation, "shape": "2 of 8", "precision": precision}
         comparisons.append(case(fields, 1, False, goal))
     return comparisons
@@ -170,7 +180,9 @@ def case(fields: dict[str, Any], tokens: int, gradients: bool, goal: float | Non
         figure = f"experts {fields['precision']}" if gradients else ""
         figure = "experts token" if tokens == 1 and fields["precision"] == "fp32" else figure
     pairs = 15 if tokens == 1 else 5
-    return Case(name, arguments, None if goal is None else round(goal, 3), pairs, figure=figure)
+    has_float64 = fields["implementation"] != "grouped_mm"
+    rounded = None if goal is None else round(goal, 3)
+    return Case(name, arguments, rounded, pairs, figure=figure, has_float64=has_float64)
 
 
 if __name__ == "__main__":

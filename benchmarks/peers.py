@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Step
+from benchmarks.harness import Measured
 from benchmarks.machine import THREADS
 from heddle.exchange.transformers.peer import transformers_model
 from heddle.machine import measured_choices
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.model.state import State
 from heddle.parts.layout import Layout
+from heddle.parts.states import KVCache
 from heddle.runtime import set_up_runtime
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,27 +38,26 @@ def llama(dtype: torch.dtype = torch.float32, tuned: bool = False) -> Any:
     return transformers_peer(DESIGN, dtype, tuned)
 
 
-def transformers_peer(design: str | dict[str, Any], dtype: torch.dtype, tuned: bool) -> Any:
+def transformers_peer(design: str | dict[str, Any] | ModelConfig, dtype: torch.dtype, tuned: bool) -> Any:
     """The model of transformers that computes a design, as heddle exports it, from equal weights."""
     if tuned:
         set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
     torch.set_num_threads(THREADS)
-    model = transformers_model(load_config(design)).to(dtype)
-    return _without_float32(model) if dtype == torch.float64 else model
+    config = design if isinstance(design, ModelConfig) else load_config(design)
+    model = transformers_model(config).to(dtype)
+    if dtype == torch.float64:
+        float32_is_float64()
+        for module in model.modules():
+            if hasattr(module, "inv_freq"):
+                module.inv_freq = module.compute_default_rope_parameters(module.config)[0]
+    return model
 
 
-def _without_float32(model: Any) -> Any:
-    """A model of transformers whose norms, angles and scores are in float64, too, in a process that does nothing else.
-
-    transformers asks for float32 by name, whatever the weights are.
-    """
+def float32_is_float64() -> None:
+    """Let transformers compute in float64, in a process that does nothing else: it asks for float32 by name."""
     for name in ("float", "float32"):
         setattr(torch, name, torch.float64)
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):
-            module.inv_freq = module.compute_default_rope_parameters(module.config)[0]
-    return model
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
@@ -85,16 +86,36 @@ def filled(model: Decoder, context: int, max_new_tokens: int) -> State:
     return State(table, [None if layer is None else layer.map(draw) for layer in state.layers], state.fingerprint)
 
 
-def generating(model: Any, prompt: torch.Tensor, start: Any, steps: int) -> Step:
+def transformers_cache(state: State, context: int, config: Any) -> Any:
+    """transformers' default cache with the `context` tokens of a state of full or latent attention.
+
+    config: that of transformers' model; its cache of latent attention holds latents and rotated keys side by side.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=config)
+    for index, layer in enumerate(state.layers):
+        assert isinstance(layer, KVCache)
+        keys, values = (x[:, :, :context].clone() for x in (layer.keys, layer.values))
+        if not values.shape[-1]:
+            keys, values = keys.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        cache.update(keys, values, index)
+    return cache
+
+
+def generating(model: Any, prompt: torch.Tensor, start: Any, steps: int) -> Measured:
     """transformers' greedy `generate` from a cache of all tokens but the last: seconds per token after the first.
 
-    A logits processor measures the time between tokens.
+    A logits processor measures the time between tokens. The values are logits of the first one.
     """
     from transformers import LogitsProcessorList
 
     times: list[float] = []
+    values: list[float] = []
 
     def watch(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not times:
+            values[:] = scores[0, :8].tolist()
         times.append(time.perf_counter())
         return scores
 
@@ -110,4 +131,4 @@ def generating(model: Any, prompt: torch.Tensor, start: Any, steps: int) -> Step
         )
         return (times[-1] - times[0]) / (len(times) - 1)
 
-    return step
+    return Measured(step, lambda: values)

@@ -1,9 +1,11 @@
 """Plain PyTorch, by hand: grouped-query attention, RoPE, SwiGLU, tied head. The peer of small designs.
 
 What a careful user writes without a library: torch's fused causal attention, one product for all of q, k and v, one for
-gate and up, torch's RMS norm, its cross-entropy, its fused AdamW. `load` takes heddle's weights, so that both compute
-the same loss.
+gate and up, torch's RMS norm, its cross-entropy, its fused AdamW; and to decode, a static cache, as in gpt-fast. `load`
+takes heddle's weights, so that both compute the same.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +26,24 @@ class Layer(nn.Module):
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor, attend: "Attend") -> Tensor:
         """x [B, T, width] -> the same shape."""
         sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
         parts = self.qkv(self.mixer_norm(x)).split(sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.dim)).transpose(1, 2) for part in parts)
         q, k = rotate(q, cosines, sines), rotate(k, cosines, sines)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
+        x = x + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.feedforward_norm(x)).chunk(2, dim=-1)
         z: Tensor = x + self.down(functional.silu(gate) * up)
         return z
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k and v [B, heads, T, dim] -> the shape of q
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention within a whole text."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -57,7 +66,8 @@ class PlainModel(nn.Module):
         )
         self.norm = nn.RMSNorm(config.width, eps)
         dim = config.width // mixer["heads"]
-        angles = torch.arange(length, dtype=dtype)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2, dtype=dtype) / dim)
+        frequencies = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
         self.register_buffer("cosines", angles.cos(), persistent=False)
         self.register_buffer("sines", angles.sin(), persistent=False)
         self.to(dtype).load(ours)
@@ -87,6 +97,34 @@ class PlainModel(nn.Module):
         length = tokens.shape[1]
         cosines, sines = self.get_buffer("cosines")[:length], self.get_buffer("sines")[:length]
         for layer in self.layers:
-            x = layer(x, cosines, sines)
+            x = layer(x, cosines, sines, causal)
         logits = self.norm(x) @ self.embed.weight.T
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class PlainDecoder(nn.Module):
+    """A plain model over a static cache of some slots, token by token."""
+
+    def __init__(self, model: PlainModel, batch: int, slots: int) -> None:
+        super().__init__()
+        self.model = model
+        layers: list[Layer] = list(model.layers)  # type: ignore[arg-type]
+        shape = (len(layers), 2, batch, layers[0].kv_heads, slots, layers[0].dim)
+        self.register_buffer("cache", model.embed.weight.new_zeros(shape), persistent=False)
+
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """Logits [B, vocabulary] after tokens [B, 1] at `position` int64 [1], whose keys and values are written."""
+        cache = self.get_buffer("cache")
+        mask = (torch.arange(cache.shape[-2], device=tokens.device) <= position)[None, None, None]
+        x = self.model.embed(tokens)
+        rotation = [self.model.get_buffer(name)[position] for name in ("cosines", "sines")]
+        for layer, (keys, values) in zip(self.model.layers, cache.unbind(), strict=True):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+                keys.index_copy_(2, position, k)
+                values.index_copy_(2, position, v)
+                return functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+
+            x = layer(x, *rotation, attend)
+        logits: Tensor = (self.model.norm(x) @ self.model.embed.weight.T)[:, -1]
+        return logits

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import alternate, limit_row, peak_memory, ratio_row, show, write
+from benchmarks.harness import (
+    EQUAL,
+    alternate,
+    largest_difference,
+    limit_row,
+    peak_memory,
+    ratio_row,
+    show,
+    write,
+)
 from benchmarks.machine import ROOT, THREADS
 from heddle.machine import measured_choices
 from heddle.model.load_config import load_config
@@ -50,6 +59,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def check_equality() -> None:
+    """Raise ValueError unless both forms are equal in float64."""
+    inputs = [x.double() for x in heads(700)]
+    values = {name: call(*inputs).flatten()[-64:].tolist() for name, call in (("local", local), ("dense", dense))}
+    largest_difference("window", values, EQUAL)
+
+
 def forward(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
     """Without gradients."""
     q, k, v = heads(length)
@@ -82,6 +98,7 @@ def peak(length: int) -> None:
 def run() -> list[dict[str, Any]]:
     """All rows."""
     set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
+    check_equality()
     rows: list[dict[str, Any]] = []
     seconds_of = alternate({"8k": forward(local, 8192), "32k": forward(local, 32768)}, rounds=9)
     growth = [long / short for short, long in zip(seconds_of["8k"], seconds_of["32k"], strict=True)]

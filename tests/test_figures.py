@@ -32,8 +32,11 @@ def test_the_finite_check_costs_at_most_1_percent_in_30_pairs(monkeypatch: pytes
 
 def test_what_computes_something_else_is_not_timed() -> None:
     values = {"heddle": [2.0, -1.0], "peer": [2.0, -1.0 + 1e-9], "no values": []}
-    assert harness.largest_difference("case", values, harness.EQUAL) == pytest.approx(5e-10)
+    assert harness.largest_difference("case", values, harness.EQUAL) == pytest.approx(1e-9 / 1.5)
     assert harness.largest_difference("case", {"heddle": [1.0], "no values": []}, harness.EQUAL) is None
+    small = {"heddle": [1000.0, 1.0, 1.0], "peer": [1000.0, 1.0, 1.0 + 1e-8]}  # a large value hides no small one
+    with pytest.raises(ValueError, match="something else"):
+        harness.largest_difference("case", small, harness.EQUAL)
     for wrong in ([2.0, -1.0 + 1e-8], [math.nan, -1.0]):
         with pytest.raises(ValueError, match=r"case: peer computes something else, .* apart; nothing was timed"):
             harness.largest_difference("case", values | {"peer": wrong}, harness.EQUAL)

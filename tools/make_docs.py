@@ -139,6 +139,8 @@ def pages() -> dict[Path, str]:
     contents_of[FILE] = published_designs.page()
     contents_of[ROOT / "docs/rank-laws.md"] = rank_laws.page(WRITTEN)
     contents_of[ROOT / "docs/options.md"] = joined(OPTIONS.strip(), *option_blocks())
+    readme = ROOT / "README.md"
+    contents_of[readme] = between(readme.read_text(encoding="utf-8"), "measured", figures.readme_table())
     contents_of |= figures.pages(ROOT / "docs", joined(BENCHMARKS.strip()).strip())
     contents_of[folder / "kernels.md"] = joined("# Kernels", WRITTEN, kernels_intro(), *kernel_blocks())
     return contents_of

@@ -1,6 +1,7 @@
 // Times llama.cpp on a GGUF. The first line of standard input says on what:
 //
-//   {"model": "model.gguf", "prompt": [1, 2], "tokens": [3], "n": 8, "threads": 2, "flashAttention": true}
+//   {"model": "model.gguf", "prompt": [1, 2], "tokens": [3], "n": 8, "threads": 2, "flashAttention": true,
+//    "batchSize": 512, "cacheType": "F16"}
 //
 // With `tokens`, the prompt is read once, and each further line times what n tokens after `tokens` take, each time after
 // the same prompt. Without, each line times the prompt. The answer to a line is {"seconds", "logits"}: of one token or
@@ -14,8 +15,9 @@ const LOGITS = 8;
 
 async function makeContext(request, model) {
     const size = request.prompt.length + request.n + 8;
-    const {threads, flashAttention} = request;
-    return await model.createContext({contextSize: size, batchSize: request.batchSize, sequences: 1, threads, flashAttention});
+    const {threads, flashAttention, batchSize, cacheType} = request;
+    const cache = {experimentalKvCacheKeyType: cacheType, experimentalKvCacheValueType: cacheType};
+    return await model.createContext({contextSize: size, batchSize, sequences: 1, threads, flashAttention, ...cache});
 }
 
 async function firstLogits(sequence, tokens) {
