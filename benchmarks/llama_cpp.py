@@ -3,7 +3,7 @@
 llama.cpp runs from its npm build (`tools/llama_cpp`), with our number of threads and its own cache of half floats; with
 and without its flash attention. It measures its own seconds, so that no pipe counts. Q8_0 is made from the float32 GGUF
 by the package gguf, and stands beside our 8-bit weights. It has no float64: before it is timed, both compute the logits
-of the float32 weights with a float32 cache.
+of the float32 weights with a float32 cache, and without flash attention, which rounds to half floats within.
 """
 
 import json
@@ -39,6 +39,7 @@ def heddle_side(arguments: dict[str, Any]) -> Measured:
 def llama_cpp_side(flash: bool, arguments: dict[str, Any]) -> Measured:
     """llama.cpp in a process of its own."""
     runner.install()
+    is_exact = bool(arguments.get("exact"))
     with tempfile.TemporaryDirectory() as folder:
         prompt = peers.tokens(1, arguments["context"] or prefill.LENGTH)[0].tolist()
         request = {
@@ -47,8 +48,8 @@ def llama_cpp_side(flash: bool, arguments: dict[str, Any]) -> Measured:
             "tokens": peers.tokens(1, 1)[0].tolist() if arguments["context"] else None,
             "n": decode.STEPS,
             "threads": THREADS,
-            "flashAttention": flash,
-            "cacheType": "F32" if arguments.get("exact") else "F16",
+            "flashAttention": flash and not is_exact,
+            "cacheType": "F32" if is_exact else "F16",
             "batchSize": 512,
         }
         command = ["node", str(runner.HERE / "bench.mjs")]

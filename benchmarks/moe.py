@@ -147,7 +147,10 @@ def first_values(call: nn.Module, x: Tensor, gradients: bool) -> list[float]:
     if gradients:
         weights = [parameter for parameter in call.parameters() if parameter.requires_grad]
         found = torch.autograd.grad(y, [x, *weights], torch.ones_like(y))
-        values += [*found[0][0, -1, :8].tolist(), float(torch.stack([gradient.norm() for gradient in found]).norm())]
+        values += [
+            *found[0][0, -1, :8].tolist(),
+            float(torch.stack([gradient.double().norm() for gradient in found]).norm()),
+        ]
     return [float(value) for value in values]
 
 
