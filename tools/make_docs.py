@@ -8,6 +8,7 @@ the committed pages are up to date. Pages list names, not totals: a total would 
 
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -121,8 +122,7 @@ def pages() -> dict[Path, str]:
     """The contents of every generated page."""
     laws = ROOT / "docs/laws.md"
     text = laws.read_text(encoding="utf-8")
-    for name, generated in {"laws": laws_table(), "planted bugs": bugs_table()}.items():
-        text = between(text, name, generated)
+    text = between(text, "laws", laws_table())
     folder = ROOT / "docs/parts"
     contents_of = {folder / "README.md": joined(HEAD.strip(), contents(), COSTS, PAIRS, refused_pairs()), laws: text}
     contents_of[folder / "model.md"] = joined("# The model", WRITTEN, *model_blocks())
@@ -175,14 +175,10 @@ def option_blocks() -> Iterator[str]:
 
 
 def laws_table() -> str:
-    """Every law and its statement."""
-    return table(("law", "statement"), [(f"`{law.name}`", law.statement) for law in LAWS.values()])
-
-
-def bugs_table() -> str:
-    """Every law and the planted bugs that break it."""
-    rows = [(f"`{name}`", "; ".join(bug.description for bug in BUGS if bug.law == name)) for name in LAWS]
-    return table(("law", "planted bugs that it catches"), rows)
+    """Every law, its statement, and how many planted bugs break it."""
+    counts = Counter(bug.law for bug in BUGS)
+    rows = [(f"`{law.name}`", law.statement, counts[law.name]) for law in LAWS.values()]
+    return table(("law", "statement", "planted bugs"), rows)
 
 
 def model_blocks() -> Iterator[str]:

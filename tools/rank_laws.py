@@ -41,16 +41,17 @@ NO_STEP = "A caller gives the vectors of its cross-attention: there is no traini
 EQUAL_LAWS = ("first weights", "evaluation", "checkpoint")  # bit for bit
 CLOSE_LAWS = ("losses", "norms", "penalties", "gradients", "weights")  # after three steps, to TOLERANCE
 TOLERANCE = 1e-10
-INTRO = """Every case of `tests/cases.py` on every layout of ranks, against one process, in float64. *First weights*,
-the *evaluation* of a batch and a *checkpoint* that ranks write and one process reads are equal bit for bit, or the cell
-says *differs*. A number is the largest difference of the losses, gradient norms, penalties, gradients and weights of
-three training steps; the law allows 10⁻¹⁰. Muon orthogonalizes in float64 here; in bfloat16, as in training, a
-difference in the last bit of a gradient may tip a rounding. Ranks are threads with torch's own test group. An
-evaluation reads text: designs with an encoder have none.
+INTRO = """Every case of `tests/cases.py` on every layout of ranks, against one process, in float64. The first weights,
+the evaluation of a batch and a checkpoint that ranks write and one process reads are equal bit for bit. A number is the
+largest difference of the losses, gradient norms, penalties, gradients and weights of three training steps; the law
+allows 10⁻¹⁰. Muon orthogonalizes in float64 here; in bfloat16, as in training, a difference in the last bit of a
+gradient may tip a rounding. Ranks are threads with torch's own test group. An evaluation reads text: designs with an
+encoder have none.
 
-Each case was run in one way of computing a batch on each layout, which its cell names, and in others where more are
-named: plain, accumulated (two parts), recomputed (layers), uneven targets (half of the rows have fewer), muon, and
-everything at once. `python tools/rank_laws.py` runs what is missing, `--all-ways` all of them."""
+A row is a way of computing a batch: plain, accumulated (two parts), recomputed (layers), uneven targets (half of the
+rows have fewer), muon, and everything at once. Each case was run in one way at least on each layout. `python
+tools/rank_laws.py` runs what is missing, `--all-ways` all of them; every case stands in
+[laws.jsonl](../tests/distributed/laws.jsonl)."""
 REFUSED = f"""## Refused
 
 {NO_STEP}: {", ".join(f"`{name}`" for name in sorted(WITHOUT_ENCODER))}.
@@ -161,12 +162,11 @@ def read_results() -> list[dict[str, Any]]:
 def page(written: str) -> str:
     """docs/rank-laws.md."""
     lines = read_results()
-    rows = []
-    for name in sorted(CASES.keys() - WITHOUT_ENCODER):
-        own = [line for line in lines if line["case"] == name]
-        rows.append((f"`{name}`", *(equal_cell(own, law) for law in EQUAL_LAWS), *(close_cell(own, m) for m in MESHES)))
-    laws = table(("case", *EQUAL_LAWS, *MESHES), rows)
-    return joined("# Laws of ranks", written, INTRO, laws, REFUSED, table(("what", "why", "instead"), refusals()))
+    rows = [(way, *(cell(lines, way, mesh) for mesh in MESHES)) for way in WAYS]
+    laws = table(("way of computing a batch", *MESHES), rows)
+    return joined(
+        "# Laws of ranks", written, INTRO, laws, exceptions(lines), REFUSED, table(("what", "why", "instead"), refusals())
+    )
 
 
 def refusals() -> list[tuple[str, str, str]]:
@@ -176,24 +176,23 @@ def refusals() -> list[tuple[str, str, str]]:
     return [*refused, (degrees, "such parallelism does not exist yet", "leave it at 1")]
 
 
-def equal_cell(lines: list[dict[str, Any]], law: str) -> str:
-    """Whether a case's bits are equal on all layouts that were run."""
-    if not lines:
-        return "not run yet"
-    broken = [line["layout"] for line in lines if not line[law]]
-    return f"**differs**: {', '.join(broken)}" if broken else "equal"
+def cell(lines: list[dict[str, Any]], way: str, mesh: str) -> str:
+    """How many cases were run in one way on a layout, and their largest difference."""
+    own = [line for line in lines if (line["way"], line["layout"]) == (way, mesh)]
+    largest = max((line[law] for line in own for law in CLOSE_LAWS), default=0.0)
+    return f"{len(own)} cases: {largest:.0e}" if own else "not run yet"
 
 
-def close_cell(lines: list[dict[str, Any]], mesh: str) -> str:
-    """The largest difference on a layout, and the ways that were run."""
-    own = [line for line in lines if line["layout"] == mesh]
-    if not own:
-        return "not run yet"
-    largest = max(line[law] for line in own for law in CLOSE_LAWS)
-    number = "0" if largest == 0 else f"{largest:.0e}"
-    return (
-        f"{number} ({', '.join(line['way'] for line in own)})" if all(map(are_close, own)) else f"**broken**: {number}"
-    )
+def exceptions(lines: list[dict[str, Any]]) -> str:
+    """What breaks a law, and what was not run on every layout."""
+    run = {(line["case"], line["layout"]) for line in lines}
+    missing = [name for name in sorted(CASES.keys() - WITHOUT_ENCODER) if any((name, mesh) not in run for mesh in MESHES)]
+    broken = [f"`{line['case']}` on {line['layout']}, {line['way']}" for line in lines if not holds(line)]
+    sentences = [
+        f"**Broken**: {'; '.join(broken)}." if broken else "No case breaks a law.",
+        f"Not run on every layout yet: {', '.join(f'`{name}`' for name in missing)}." if missing else "",
+    ]
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
 if __name__ == "__main__":

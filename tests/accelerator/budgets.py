@@ -1,6 +1,6 @@
 """What heddle costs on a GPU, counted without one, and the budgets: `python -m tests.accelerator.budgets`.
 
-The command rewrites `tests/goldens/gpu_budgets.json` and the table of docs/gpu.md. The column of the start was counted
+The command rewrites `tests/goldens/gpu_budgets.json` and the table of docs/gpu/budgets.md. The column of the start was counted
 the same way on the source as it was before heddle had kernels for a GPU.
 """
 
@@ -21,7 +21,7 @@ from tests.accelerator.launches import Launches, counting, without_pages
 from tests.source import ROOT
 
 GOLDEN = ROOT / "tests/goldens/gpu_budgets.json"
-PAGE = ROOT / "docs/gpu.md"
+PAGE = ROOT / "docs/gpu/budgets.md"
 MARKS = "<!-- budgets: begin -->", "<!-- budgets: end -->"
 LAYERS = 16
 PEAK = 989e12  # FLOP/s of bf16 products of an H200 by its data sheet, what MFU is measured against
@@ -220,7 +220,7 @@ class Table:
             PAGE.write_text(self.in_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
     def markdown(self) -> str:
-        """The table as it stands in docs/gpu.md."""
+        """The table as it stands in docs/gpu/budgets.md."""
         lines = ["| path | counted | at the start | now | budget | |", "| --- | --- | ---: | ---: | ---: | --- |"]
         for name, row in ROWS.items():
             start, now = (_number(figures.get(name)) for figures in (self.start, self.now))

@@ -1,6 +1,6 @@
 """Which mixers are compiled as whole graphs, and how many graphs many calls take.
 
-python -m tests.accelerator.graphs      writes tests/goldens/graphs.json, and its table in docs/gpu.md
+python -m tests.accelerator.graphs      writes tests/goldens/graphs.json, and its table in docs/gpu/budgets.md
 
 A training step is forward, loss and backward, compiled with `fullgraph=True`. Each packed batch has other documents. A
 decoding step reads a token of each row with a pinned state and chooses the next one.
@@ -29,7 +29,7 @@ from heddle.parts.modules.router_statistics import record_router_statistics
 from tests.cases import case
 
 GOLDEN = Path(__file__).parent.parent / "goldens/graphs.json"
-PAGE = Path(__file__).parent.parent.parent / "docs/gpu.md"
+PAGE = Path(__file__).parent.parent.parent / "docs/gpu/budgets.md"
 BEGIN, END = "<!-- graphs: begin -->", "<!-- graphs: end -->"
 
 MIXERS = {
@@ -176,7 +176,7 @@ def table(calls: int = 50) -> dict[str, dict[str, Cell]]:
 
 
 def markdown(cells: dict[str, dict[str, Cell]]) -> str:
-    """The table of docs/gpu.md."""
+    """The table of docs/gpu/budgets.md."""
     head = [f"| graphs / calls | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]
     rows = [[row[kind].text if kind in row else "not measured" for kind in KINDS] for row in cells.values()]
     return "\n".join([*head, *(f"| {mixer} | {' | '.join(row)} |" for mixer, row in zip(cells, rows, strict=True))])

@@ -1,4 +1,4 @@
-"""The table of hazards in docs/gpu.md: each hazard is mended and names a test that exists, or is shown not to apply."""
+"""The table of hazards in docs/gpu/hazards.md: each is mended and names a test that exists, or is shown not to apply."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 TESTS = ROOT / "tests"
-TITLE = "## Hazards, one by one"
+TITLE = "# Hazards of GPUs, one by one"
 STATES = ("mended", "does not apply")
 NAMED = re.compile(r"`(test_\w+|tests/[\w/]+\.py)`")
 
@@ -43,7 +43,7 @@ def faults(page: str) -> list[str]:
 
 
 def page() -> str:
-    return (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    return (ROOT / "docs/gpu/hazards.md").read_text(encoding="utf-8")
 
 
 def test_each_hazard_names_a_test_that_exists() -> None:

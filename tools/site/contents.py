@@ -20,10 +20,21 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/parts/kernels.md", "docs/explore.md", "docs/add-a-part.md", "docs/states-and-layouts.md",
     ),
     "Train and compare": (
-        "docs/training.md", "docs/lora.md", "docs/compare.md", "docs/ladder.md", "docs/inspect.md", "docs/gpu.md",
+        "docs/training.md", "docs/training/data.md", "docs/training/settings.md", "docs/training/learning-rates.md",
+        "docs/training/widths.md", "docs/training/precision.md", "docs/training/finetune.md", "docs/lora.md",
+        "docs/training/conversations.md", "docs/training/tasks.md", "docs/training/files.md",
+        "docs/training/resume.md", "docs/training/signals.md", "docs/runs.md",
+        "docs/compare.md", "docs/compare/reading.md", "docs/compare/intervals.md", "docs/compare/seeds.md",
+        "docs/compare/budgets.md", "docs/compare/variants.md", "docs/compare/equal-size.md",
+        "docs/compare/tuning.md", "docs/compare/abilities.md", "docs/compare/losses.md",
+        "docs/compare/longer-texts.md", "docs/compare/machines.md", "docs/ladder.md", "docs/ladder/tokens.md",
+        "docs/ladder/measured.md", "docs/inspect.md",
+        "docs/gpu.md", "docs/gpu/hazards.md", "docs/gpu/budgets.md",
         "docs/ranks.md", "docs/cluster.md", "docs/plan.md",
     ),
-    "Convert": ("docs/convert.md", "docs/add-a-rewrite.md"),
+    "Convert": (
+        "docs/convert.md", "docs/convert/healing.md", "docs/convert/measured.md", "docs/add-a-rewrite.md",
+    ),
     "Hugging Face": (
         "docs/huggingface/README.md", "docs/huggingface/loading.md", "docs/huggingface/families.md",
         "docs/huggingface/generation.md", "docs/huggingface/training.md", "docs/huggingface/peft.md",

@@ -1,6 +1,6 @@
 """Simulated comparisons with known truth: coverage, false claims, and widths.
 
-`python -m tests.analysis.comparison.simulation` prints the tables of docs/compare.md.
+`python -m tests.analysis.comparison.simulation` prints the tables of docs/compare/.
 """
 
 from collections.abc import Callable, Sequence
