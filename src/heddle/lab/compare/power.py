@@ -130,7 +130,7 @@ def round_widths_below(half_width: float, count: int = 2) -> list[float]:
 # from
 # 2 to 100 seeds, and whichever pairs of equal designs, the probability that any interval at any look misses the truth
 # is
-# at most 5 % (simulated: docs/compare.md). These are repeated confidence intervals (Jennison and
+# at most 5 % (simulated: docs/compare/seeds.md). These are repeated confidence intervals (Jennison and
 # Turnbull 1989) whose levels are spent as in Lan and DeMets (1983), at the significance level of each t (Jennison and
 # Turnbull 2000, section 4.4). A mixture martingale (Lai 1976; Wang and Ramdas 2023) also holds without end; its
 # intervals
