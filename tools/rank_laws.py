@@ -165,7 +165,13 @@ def page(written: str) -> str:
     rows = [(way, *(cell(lines, way, mesh) for mesh in MESHES)) for way in WAYS]
     laws = table(("way of computing a batch", *MESHES), rows)
     return joined(
-        "# Laws of ranks", written, INTRO, laws, exceptions(lines), REFUSED, table(("what", "why", "instead"), refusals())
+        "# Laws of ranks",
+        written,
+        INTRO,
+        laws,
+        exceptions(lines),
+        REFUSED,
+        table(("what", "why", "instead"), refusals()),
     )
 
 
@@ -186,7 +192,9 @@ def cell(lines: list[dict[str, Any]], way: str, mesh: str) -> str:
 def exceptions(lines: list[dict[str, Any]]) -> str:
     """What breaks a law, and what was not run on every layout."""
     run = {(line["case"], line["layout"]) for line in lines}
-    missing = [name for name in sorted(CASES.keys() - WITHOUT_ENCODER) if any((name, mesh) not in run for mesh in MESHES)]
+    missing = [
+        name for name in sorted(CASES.keys() - WITHOUT_ENCODER) if any((name, mesh) not in run for mesh in MESHES)
+    ]
     broken = [f"`{line['case']}` on {line['layout']}, {line['way']}" for line in lines if not holds(line)]
     sentences = [
         f"**Broken**: {'; '.join(broken)}." if broken else "No case breaks a law.",

@@ -52,6 +52,17 @@ INJECT = """(() => {
   return new Promise(done => setTimeout(() => done(window.ran)));
 })()"""
 
+# What users ask the search of the documentation, and what one of its first three answers leads to.
+QUESTIONS = {
+    "how do I convert to GQA?": "docs/convert",
+}
+ASK = """((words) => {
+  const box = document.getElementById("search");
+  box.value = words;
+  box.dispatchEvent(new Event("input"));
+  return [...document.querySelectorAll("#results a")].slice(0, 3).map((link) => link.getAttribute("href")).join(" ");
+})"""
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
@@ -123,6 +134,9 @@ def test_site(browser: Browser, tmp_path: Path) -> None:
     for letter in "retention":
         browser.press(letter, letter)
     browser.wait_for("document.getElementById('results').textContent.includes('retention')")
+    for asked, answer in QUESTIONS.items():
+        links = browser.run(f"{ASK}({json.dumps(asked)})")
+        assert answer in links, (asked, links)
     assert browser.errors == []
 
 

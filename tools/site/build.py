@@ -111,7 +111,10 @@ class Site:
             neighbors=neighbors, sections=[section for section in content.sections if section.level in {2, 3}],
         )  # fmt: skip
         for section in content.sections:
-            self._index(content.title, section, f"{page.target}#{section.anchor}")
+            link = f"{page.target}#{section.anchor}"
+            self._index(content.title, section, link)
+            for name, text in section.rows:
+                self._index(section.title, Section(section.level, section.anchor, name.split(" ")[0], text), link)
 
     def _index(self, title: str, section: Section, link: str) -> None:
         self.search.append((title, section.title, link, " ".join(section.text.split())[:SEARCH_TEXT]))

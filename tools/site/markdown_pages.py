@@ -22,16 +22,21 @@ from heddle.lab.explore.page import Piece, pieces_of
 
 LEXERS = {"python": "python", "yaml": "yaml", "sh": "bash", "console": "console", "json": "json"}
 SIMPLE = HtmlFormatter(nowrap=True)
+NAMING = {"field", "option", "setting"}  # heads of tables whose rows the search finds by name
 
 
 @dataclass
 class Section:
-    """A heading and the text below it. level: 1 to 6. anchor: its id. text: without marks, for the search."""
+    """A heading and the text below it. level: 1 to 6. anchor: its id. text: without marks, for the search.
+
+    rows: of tables of fields or options, (name, what it does).
+    """
 
     level: int
     anchor: str
     title: str
     text: str = ""
+    rows: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -130,7 +135,18 @@ def _number_headings(tokens: list[Token]) -> Iterator[Section]:
     """Give each heading its id, and collect the text of each section."""
     used: dict[str, int] = {}
     section = None
+    head, cells = "", list[str]()
     for index, token in enumerate(tokens):
+        if token.type == "tr_open":
+            cells = []
+        elif token.type == "inline" and tokens[index - 1].type in {"th_open", "td_open"}:
+            cells.append(_plain(token).strip())
+        elif token.type == "thead_close":
+            head = cells[0]
+        elif (
+            token.type == "tr_close" and section is not None and head in NAMING and tokens[index - 1].type == "td_close"
+        ):
+            section.rows.append((cells[0], " ".join(cells[1:])))
         if token.type == "heading_open":
             if section is not None:
                 yield section

@@ -38,6 +38,9 @@ def test_recall_beside_the_mean_loss(folder: Path, tmp_path: Path, workers: Work
         "my local-recall-mqar", "my local-recall-parity",
         "twin-recall-parity",
     ]  # fmt: skip
+    kinds = ["speed" if "speed" in name else "recall" if "recall" in name else "training" for name in workers.ran]
+    # one queue of trainings and recall tasks, so that no worker waits for the last training; speeds have the machine
+    assert kinds == ["training"] * 3 + ["recall"] * 5 + ["speed"] * 6
     report = read_report(tmp_path)
     designs = {design["name"]: design for design in report["designs"]}
     assert designs["twin"]["recall"]["mqar"] == designs["full"]["recall"]["mqar"]

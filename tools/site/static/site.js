@@ -20,19 +20,32 @@ function load() {
   document.head.append(script);
 }
 
+// Words that questions are asked with; a search for these alone looks for them.
+const ASKING = new Set("a an and are can do does for from how i in is it my of on or the to what when where which why with".split(" "));
+
+function wordsOf(text) {
+  const all = text.toLowerCase().split(/[\s?]+/).filter(Boolean);
+  const asked = all.filter((word) => !ASKING.has(word));
+  return asked.length ? asked : all;
+}
+
+function points(entry, word) {
+  const last = entry.title.split(".").pop().replace(/^-+/, "");
+  const stem = word.length > 5 ? word.replace(/(ing|ed|es|s)$/, "") : word.length > 3 ? word.replace(/s$/, "") : word;
+  if (entry.title === word || last === word) return 60;
+  if (last.startsWith(stem)) return 30;
+  if (entry.title.includes(stem)) return 20;
+  if (entry.whole.includes(stem)) return 10;
+  return entry.low.includes(stem) ? 4 : 0;
+}
+
+// Fields, options and guides before internals; an entry needs half of the words, and all count most.
 function score(entry, words) {
-  let total = 0;
-  for (const word of words) {
-    const last = entry.title.split(".").pop();
-    if (entry.title === word || last === word) total += 60;
-    else if (last.startsWith(word)) total += 30;
-    else if (entry.title.includes(word)) total += 20;
-    else if (entry.whole.includes(word)) total += 10;
-    else if (entry.low.includes(word)) total += 4;
-    else return 0;
-  }
-  if (entry.link.startsWith("docs/") || entry.link.startsWith("index")) total += 5;
-  return total - (/CHANGELOG|docs\/log/.test(entry.link) ? 8 : 0);
+  const found = words.map((word) => points(entry, word)).filter(Boolean);
+  if (!found.length || found.length < words.length / 2) return 0;
+  const total = found.reduce((a, b) => a + b) * (found.length / words.length) ** 2;
+  if (/CHANGELOG|docs\/log|docs\/decisions/.test(entry.link)) return total * 0.3;
+  return entry.link.startsWith("docs/") || entry.link.startsWith("index") ? total + 5 : total * 0.4;
 }
 
 function marked(text, words) {
@@ -53,7 +66,7 @@ function marked(text, words) {
 }
 
 function show() {
-  const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const words = wordsOf(input.value);
   list.hidden = !words.length || entries === null;
   input.setAttribute("aria-expanded", String(!list.hidden));
   input.removeAttribute("aria-activedescendant");
@@ -75,7 +88,7 @@ function show() {
   }));
   if (!hits.length) {
     const nothing = document.createElement("p");
-    nothing.textContent = "Nothing has all of these words.";
+    nothing.textContent = "Nothing has these words.";
     list.replaceChildren(nothing);
   }
 }

@@ -16,6 +16,7 @@ from heddle import progress
 from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.samples import check_token_count
 from heddle.errors import CheckpointError, HeddleError, MachineError
+from heddle.lab.compare.abilities import TaskChoice
 from heddle.lab.compare.budget import TimePlan
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
 from heddle.lab.compare.power import MAX_SEEDS, Spending, StoppingRule
@@ -342,6 +343,7 @@ class ReportWriter:
 
 
 PLAN_FILE, DATA_FILE = "plan.json", "data.json"
+Tasks = dict[Task, Callable[[Result], None]]  # with what takes each result
 
 
 def compare(
@@ -394,7 +396,10 @@ def compare(
             spent = sum(_saved_seconds(out, pair) for pair in saved_runs(out, names)) / workers.total
             seconds = spent + max(0.0, writer.training_end - time.monotonic())
             schedule = choose_schedule(replace(plan, time_budget=seconds), workers.total, saved_runs(out, names))
-        _train(writer, schedule)
+        # Between the last trainings and the recall tasks no worker waits, unless how many trainings there are, or what
+        # time they leave, is not known before.
+        is_fixed = plan.until_resolved is None and time_plan.budget is None
+        _train(writer, schedule, _recall_tasks(writer) if is_fixed else {})
         _train_at_shared_values(writer)
         _measure_speeds(writer)
         _measure_recall(writer)
@@ -467,8 +472,8 @@ def _final_tokens(comparison: Comparison, trained_tokens: int) -> int:
         return int(saved["final_tokens"])
 
 
-def _train(writer: ReportWriter, schedule: Schedule) -> None:
-    """Train as the schedule says, one batch of runs after another."""
+def _train(writer: ReportWriter, schedule: Schedule, then: Tasks) -> None:
+    """Train as the schedule says, one batch of runs after another; workers that are free begin with what comes then."""
     comparison, results = writer.comparison, writer.results
     entries = {entry.name: entry for entry in comparison.plan.entries}
     while True:
@@ -476,17 +481,9 @@ def _train(writer: ReportWriter, schedule: Schedule) -> None:
         results.stop_reason = schedule.reason
         if not results.pending:
             return
-        tasks = {_training_task(writer, entries[name], seed): (name, seed) for name, seed in results.pending}
-
-        def add(task: Task, result: Result, tasks: dict[Task, tuple[str, int]] = tasks) -> None:
-            name, seed = tasks[task]
-            results.add_run(name, run_result(seed, result))
-            if result["status"] == "done":
-                total = results.finished_runs + len(results.pending)
-                bits = format_bits(result["bits_per_byte"])
-                progress.print_status(f"{task.label}: {bits} bits per byte (run {results.finished_runs} of {total})")
-
-        _run(writer, list(tasks), comparison.workers, add, writer.training_end)
+        tasks = [(_training_task(writer, entries[name], seed), name, seed) for name, seed in results.pending]
+        runs = {task: partial(_add_run, results, task.label, name, seed) for task, name, seed in tasks}
+        _run(writer, runs | then, comparison.workers, writer.training_end)
         if results.pending:  # the budget of time ended first
             missing = ", ".join(f"seed {seed} of {name}" for name, seed in results.pending[:MAX_LISTED_RUNS])
             more = len(results.pending) - MAX_LISTED_RUNS
@@ -494,6 +491,15 @@ def _train(writer: ReportWriter, schedule: Schedule) -> None:
             results.stop_reason = f"{writer.time_plan.ended} before {missing}{others}; a larger budget continues."
             results.pending = []
             return
+
+
+def _add_run(results: Results, label: str, name: str, seed: int, result: Result) -> None:
+    """Add a training, and say that it is done."""
+    results.add_run(name, run_result(seed, result))
+    if result["status"] == "done":
+        total = results.finished_runs + len(results.pending)
+        bits = format_bits(result["bits_per_byte"])
+        progress.print_status(f"{label}: {bits} bits per byte (run {results.finished_runs} of {total})")
 
 
 def _saved_seconds(out: Path, pair: tuple[str, int]) -> float:
@@ -516,7 +522,7 @@ def _tune(writer: ReportWriter) -> None:
     end = writer.training_end
 
     def run(tasks: list[Task], add: Callable[[Task, Result], None]) -> None:
-        _run(writer, tasks, comparison.workers, add, end)
+        _run(writer, {task: partial(add, task) for task in tasks}, comparison.workers, end)
         if any(not task.result_file.is_file() for task in tasks) and time.monotonic() >= end:
             raise MachineError(f"{writer.time_plan.ended} while values were tuned; a larger budget continues")
 
@@ -533,17 +539,16 @@ def _train_at_shared_values(writer: ReportWriter) -> None:
         entries = [entry for entry in comparison.plan.entries if needs_shared_run(tuning, entry.name)]
         shared_runs = {name: [] if any(name == entry.name for entry in entries) else list(runs)
                        for name, runs in results.runs.items()}  # fmt: skip
-        tasks = {
-            shared_task(comparison, tuning, entry, run.seed): (entry.name, run.seed)
+
+        def add(name: str, seed: int, result: Result) -> None:
+            shared_runs[name].append(run_result(seed, result))
+
+        tasks: Tasks = {
+            shared_task(comparison, tuning, entry, run.seed): partial(add, entry.name, run.seed)
             for entry in entries
             for run in results.runs[entry.name]
         }
-
-        def add(task: Task, result: Result) -> None:
-            name, seed = tasks[task]
-            shared_runs[name].append(run_result(seed, result))
-
-        _run(writer, list(tasks), comparison.workers, add, writer.training_end)
+        _run(writer, tasks, comparison.workers, writer.training_end)
         if not all(task.result_file.is_file() for task in tasks):  # the budget of time ended first
             return
     results.shared_runs = shared_runs
@@ -552,42 +557,47 @@ def _train_at_shared_values(writer: ReportWriter) -> None:
 def _measure_speeds(writer: ReportWriter) -> None:
     """Measure speeds in rounds, with nothing else running: on one device, and by one of several processes."""
     comparison, results = writer.comparison, writer.results
-    tasks = {
-        speed_task(comparison, entry, number): entry.name
+
+    def add(name: str, result: Result) -> None:
+        results.speeds[name].append(speed_result(result))
+
+    tasks: Tasks = {
+        speed_task(comparison, entry, number): partial(add, entry.name)
         for number in range(1, SPEED_ROUNDS + 1)
         for entry in comparison.plan.entries
     }
-
-    def add(task: Task, result: Result) -> None:
-        results.speeds[tasks[task]].append(speed_result(result))
-
     is_shared = comparison.workers.share is not None
     with wait_for_lock(comparison.out / "runs" / "speed") if is_shared else nullcontext():
         end = writer.time_plan.speed_end(comparison, results.task_choices)
-        _run(writer, list(tasks), replace(comparison.workers.first(), share=None), add, end)
+        _run(writer, tasks, replace(comparison.workers.first(), share=None), end)
 
 
-def _measure_recall(writer: ReportWriter) -> None:
+def _recall_tasks(writer: ReportWriter) -> Tasks:
+    """The recall probes; the result of one copy is that of every design with an equal one."""
     comparison, results = writer.comparison, writer.results
     trained = [choice for choice in results.task_choices if not choice.reason]
     order = [choice.probe for choice in trained]
-    tasks = {
-        recall_task(comparison, entry, choice.probe): (entry.name, choice)
-        for entry in comparison.plan.entries
-        for choice in trained
-        if choice.copies[entry.name] == entry.name
-    }
 
-    def add(task: Task, result: Result) -> None:
-        owner, choice = tasks[task]
+    def add(owner: str, choice: TaskChoice, result: Result) -> None:
         probe_result = recall_result(result)
         for name in (name for name, copied in choice.copies.items() if copied == owner):
             finished = results.recall[name] | {choice.probe: probe_result}
             results.recall[name] = {probe: finished[probe] for probe in order if probe in finished}
 
-    _run(writer, list(tasks), comparison.workers, add, writer.time_plan.end)
+    return {
+        recall_task(comparison, entry, choice.probe): partial(add, entry.name, choice)
+        for entry in comparison.plan.entries
+        for choice in trained
+        if choice.copies[entry.name] == entry.name
+    }
+
+
+def _measure_recall(writer: ReportWriter) -> None:
+    """Train what is left of the recall probes, until the end of the budget of time."""
+    results, tasks = writer.results, _recall_tasks(writer)
+    _run(writer, tasks, writer.comparison.workers, writer.time_plan.end)
     reason = f"{writer.time_plan.ended[:1].lower()}{writer.time_plan.ended[1:]} first"
-    cut = {choice.probe for task, (_, choice) in tasks.items() if not task.result_file.is_file()}
+    cut = {str(task.request["probe"]) for task in tasks if not task.result_file.is_file()}
     if cut and time.monotonic() >= writer.time_plan.end:
         results.task_choices = [
             replace(choice, reason=reason) if choice.probe in cut else choice for choice in results.task_choices
@@ -597,25 +607,23 @@ def _measure_recall(writer: ReportWriter) -> None:
                 del of_design[probe]
 
 
-def _run(
-    writer: ReportWriter, tasks: list[Task], workers: Workers, add: Callable[[Task, Result], None], until: float
-) -> None:
+def _run(writer: ReportWriter, tasks: Tasks, workers: Workers, until: float) -> None:
     """Add the results of tasks, those that were saved before at first; the report is written after each new one.
 
     until: in time.monotonic() seconds; tasks that are not done by then have no result.
     """
-    waiting = tasks
+    waiting = list(tasks)
     if workers.share is None:
         for task in tasks:
             saved = task.saved_result()
             if saved is not None:
-                add(task, saved)
+                tasks[task](saved)
         waiting = [task for task in tasks if not task.result_file.is_file()]
     if waiting:
         writer.update()
 
     def add_and_write(task: Task, result: Result) -> None:
-        add(task, result)
+        tasks[task](result)
         writer.update()
 
     run_tasks(waiting, workers, add_and_write, until=until, while_waiting=writer.follow_trainings)
