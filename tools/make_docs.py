@@ -177,7 +177,7 @@ def option_blocks() -> Iterator[str]:
 def laws_table() -> str:
     """Every law, its statement, and how many planted bugs break it."""
     counts = Counter(bug.law for bug in BUGS)
-    rows = [(f"`{law.name}`", law.statement, counts[law.name]) for law in LAWS.values()]
+    rows = [(f"`{law.name}`", law.statement, str(counts[law.name])) for law in LAWS.values()]
     return table(("law", "statement", "planted bugs"), rows)
 
 

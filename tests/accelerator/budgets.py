@@ -1,7 +1,7 @@
 """What heddle costs on a GPU, counted without one, and the budgets: `python -m tests.accelerator.budgets`.
 
-The command rewrites `tests/goldens/gpu_budgets.json` and the table of docs/gpu/budgets.md. The column of the start was counted
-the same way on the source as it was before heddle had kernels for a GPU.
+The command rewrites `tests/goldens/gpu_budgets.json` and the table of docs/gpu/budgets.md. The column of the start was
+counted the same way on the source as it was before heddle had kernels for a GPU.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The table of hazards in docs/gpu/hazards.md: each is mended and names a test that exists, or is shown not to apply."""
+"""The table of hazards in docs/gpu/hazards.md: each is mended and names a test, or is shown not to apply."""
 
 import ast
 import re

@@ -21,7 +21,7 @@ def test_recall_is_measured_for_every_design_and_saved(folder: Path, tmp_path: P
     assert workers.ran[-1] == "full-recall-mqar"
     workers.ran, workers.interrupts, workers.kills = [], set(), {"my local-recall-mqar"}
     assert run_command(asked) == 0
-    assert workers.ran == ["my local-recall-mqar"]
+    assert [name for name in workers.ran if "speed" not in name] == ["my local-recall-mqar"]
     report = read_report(tmp_path)
     assert list(report["recall"]) == ["mqar"]
     full, local = (design["recall"]["mqar"] for design in report["designs"])

@@ -158,7 +158,7 @@ def requests_of(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> dic
 
     with monkeypatch.context() as patch:
         patch.setattr(run, "run_tasks", keep)
-        patch.setattr(run, "_train", lambda writer, _: keep(
+        patch.setattr(run, "_train", lambda writer, *_: keep(
             [run._training_task(writer, entry, seed) for entry in writer.comparison.plan.entries for seed in (0, 1)]
         ))  # fmt: skip
         options = ["--data", f"{folder}/text", "--out", str(out), "--seeds", "2", "--tokens", "3000", *OPTIONS]

@@ -573,7 +573,7 @@ def _measure_speeds(writer: ReportWriter) -> None:
 
 
 def _recall_tasks(writer: ReportWriter) -> Tasks:
-    """The recall probes; the result of one copy is that of every design with an equal one."""
+    """The recall probes without a result; the result of one copy is that of every design with an equal one."""
     comparison, results = writer.comparison, writer.results
     trained = [choice for choice in results.task_choices if not choice.reason]
     order = [choice.probe for choice in trained]
@@ -588,7 +588,7 @@ def _recall_tasks(writer: ReportWriter) -> Tasks:
         recall_task(comparison, entry, choice.probe): partial(add, entry.name, choice)
         for entry in comparison.plan.entries
         for choice in trained
-        if choice.copies[entry.name] == entry.name
+        if choice.copies[entry.name] == entry.name and choice.probe not in results.recall[entry.name]
     }
 
 
