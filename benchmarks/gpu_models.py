@@ -88,7 +88,7 @@ def _on_meta(config: Any) -> Decoder:
 
 def _training(setup: Setup, config: ModelConfig, shape: tuple[int, int], with_peers: bool) -> dict[str, Call]:
     model = build(config, dtype=setup.dtype, device=setup.device).train()
-    tokens = torch.randint(config.vocab_size, (shape[0], shape[1] + 1), device=setup.device)
+    tokens = torch.randint(model.embed.weight.shape[0], (shape[0], shape[1] + 1), device=setup.device)
     forward_model = model if setup.toy else compiled(model)
     calls = {"heddle": _step(model, partial(_loss, forward_model, model.head.output_head, tokens))}
     if with_peers:
@@ -102,7 +102,7 @@ def _training(setup: Setup, config: ModelConfig, shape: tuple[int, int], with_pe
 def _loss(forward: Callable[..., Any], head: OutputHead, tokens: Tensor) -> Tensor:
     """The mean loss of tokens int64 [B, T + 1]."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    hidden, _ = forward(inputs, Layout.causal(*inputs.shape, device=tokens.device))
+    hidden, _ = forward(inputs, Layout.causal(inputs.shape[0], inputs.shape[1], device=tokens.device))
     return loss_sum(hidden.flatten(0, 1), head, targets.flatten()) / targets.numel()
 
 
