@@ -55,6 +55,15 @@ INJECT = """(() => {
 # What users ask the search of the documentation, and what one of its first three answers leads to.
 QUESTIONS = {
     "how do I convert to GQA?": "docs/convert",
+    "kv_heads": "docs/parts/mixers",
+    "--budget": "docs/options",
+    "resume a training": "docs/training/resume",
+    "learning rate": "docs/training/learning-rates",
+    "how many seeds": "docs/compare/seeds",
+    "export to llama.cpp": "docs/deploy/llama-cpp",
+    "rope scaling": "docs/parts/positions",
+    "decode speed": "docs/compare/reading",
+    "fine-tuning": "docs/training/finetune",
 }
 ASK = """((words) => {
   const box = document.getElementById("search");
