@@ -127,15 +127,12 @@ def round_widths_below(half_width: float, count: int = 2) -> list[float]:
 # Which seeds to buy next, and when to stop: repeated intervals that hold at whatever number of seeds one stops.
 #
 # A look at n seeds uses the nominal level 0.006 · min(√(n/8), √(8/n)) in place of 5 %. Whatever the number of looks
-# from
-# 2 to 100 seeds, and whichever pairs of equal designs, the probability that any interval at any look misses the truth
-# is
-# at most 5 % (simulated: docs/compare/seeds.md). These are repeated confidence intervals (Jennison and
+# from 2 to 100 seeds, and whichever pairs of equal designs, the probability that any interval at any look misses the
+# truth is at most 5 % (simulated: docs/compare/seeds.md). These are repeated confidence intervals (Jennison and
 # Turnbull 1989) whose levels are spent as in Lan and DeMets (1983), at the significance level of each t (Jennison and
 # Turnbull 2000, section 4.4). A mixture martingale (Lai 1976; Wang and Ramdas 2023) also holds without end; its
-# intervals
-# are wider from 6 seeds on. Seeds that share one text say nothing of other texts: the text's part of an interval keeps
-# its own level, which looks do not spend.
+# intervals are wider from 6 seeds on. Seeds that share one text say nothing of other texts: the text's part of an
+# interval keeps its own level, which looks do not spend.
 
 
 LOOK_LEVEL, TYPICAL_SEEDS = 0.006, 8
