@@ -157,3 +157,17 @@ def test_a_closed_stderr_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch)
 )
 def test_amounts(n: float, unit: str, text: str) -> None:
     assert progress.format_amount(n, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "unit", "text"),
+    [
+        (0.137, "layers", "0.14 layers/s"),
+        (9.96, "runs", "10 runs/s"),
+        (12.6, "steps", "12 steps/s"),
+        (0.0, "runs", "0 runs/s"),
+    ]
+    + [(0.5, "bytes", "0 bytes/s")],
+)
+def test_slow_rates_keep_two_digits(rate: float, unit: str, text: str) -> None:
+    assert progress.format_rate(rate, unit) == text

@@ -140,6 +140,12 @@ def format_amount(n: float, unit: str) -> str:
     return f"{int(n)} bytes"
 
 
+def format_rate(rate: float, unit: str) -> str:
+    """Units per second: 1,234 tokens/s, 31.5 MB/s; of few, two digits, such as 0.14 layers/s."""
+    few = unit != "bytes" and 0 < rate < 10
+    return f"{rate:.2g} {unit}/s" if few else f"{format_amount(rate, unit)}/s"
+
+
 def format_duration(seconds: float) -> str:
     """A duration: 45 s, 12 min, 3.5 h."""
     if seconds < 120:
@@ -180,7 +186,7 @@ class _LineBar:
         if self.total and rate and self.done < self.total:
             suffix += f", {format_duration((self.total - self.done) / rate)} left"
         shown = rate if self.rate is None else self.rate
-        print_status(f"{self.description}: {count}, {format_amount(shown, self.unit)}/s{suffix}")
+        print_status(f"{self.description}: {count}, {format_rate(shown, self.unit)}{suffix}")
 
     def close(self) -> None:
         """Print the final count, if any line was printed before it."""
@@ -202,9 +208,9 @@ class _TerminalBar:
             rate = (self.done - self.initial) / max(time.monotonic() - self.started, 1e-9)
         # With a known total the bar itself shows the fraction; leave the count out, since 80 columns are narrow.
         text = (
-            f"{format_amount(rate, self.unit)}/s"
+            format_rate(rate, self.unit)
             if self.total
-            else f"{format_amount(self.done, self.unit)}, {format_amount(rate, self.unit)}/s"
+            else f"{format_amount(self.done, self.unit)}, {format_rate(rate, self.unit)}"
         )
         text += f", {printable(self.note)}" if self.note else ""
         self.progress.update(self.task, completed=self.done, text=text)
