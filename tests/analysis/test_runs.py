@@ -19,10 +19,14 @@ from heddle.storage.run_log import LOG_FILE, RunLog, open_run
 from tests.html_page import Page
 
 
-def write_run(folder: Path, losses: list[float], steps: int = 40, **settings: Any) -> Path:
+DESIGN = {"width": 16, "layers": [{"mixer": {"kind": "attention"}}]}
+
+
+def write_run(
+    folder: Path, losses: list[float], steps: int = 40, design: dict[str, Any] = DESIGN, **settings: Any
+) -> Path:
     """A run of 100 tokens a step, one step a second, the first of which took ten."""
     folder.mkdir(parents=True)
-    design = {"width": 16, "layers": [{"mixer": {"kind": "attention"}}]}
     identity = {"design": design, "data": {"hash": "a"}, "settings": {"steps": steps, **settings}}
     open_run(folder, identity, {"command": "heddle train"})
     log = RunLog(folder)
@@ -72,6 +76,15 @@ def test_only_fields_that_differ_are_shown(folder: Path) -> None:
     runs = [summarize(path, folder) for path in find_runs(folder)]
     assert varied_fields(runs) == [{"settings.seed": 0}, {"settings.seed": 1}]
     assert varied_fields(runs[:1]) == [{}]
+
+
+def test_what_is_off_in_a_run_is_not_listed_unless_nothing_else_differs(tmp_path: Path, capsys: Any) -> None:
+    write_run(tmp_path / "mla", [1.0], design={"kind": "latent_attention", "sink": None})
+    write_run(tmp_path / "gqa", [1.0], design={"kind": "attention", "sink": False})
+    assert run_command(["runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert 'kind="latent_attention"' in out
+    assert "sink" not in out
 
 
 def test_the_command_lists_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -363,7 +363,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "fold": ({"fold": 2}, "fold: changes a smaller state only"),
     "exportable": ({"exportable": True}, "exportable: changes a smaller state only"),
     "both": ({"exportable": True, "fold": 2, "kv_rank": 4, "rope_dim": 2}, "fold: follows from rope_dim"),
-    "share": ({"state_budget": "much"}, "state_budget: 'much' is no share; write 25% or 0.25"),
+    "share": ({"state_budget": "much"}, "state_budget: 'much' is not a share; write 25% or 0.25"),
 }
 
 

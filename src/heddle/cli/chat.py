@@ -149,7 +149,7 @@ class Terminal:
             for conversation in self.conversations:
                 _print_tokens(conversation) if name == "tokens" else _print_state(conversation)
         else:
-            print_warning(f"/{name}: is no command; /help lists them")
+            print_warning(f"/{name}: is not a command; /help lists them")
 
     def _set(self, name: str, value: str) -> None:
         """Change a setting, if the models take it."""

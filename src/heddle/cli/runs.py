@@ -53,7 +53,7 @@ def runs(settings: RunsSettings) -> None:
     if settings.yes:
         raise ConfigError("--yes: is for --prune; leave it out")
     if order not in _ORDERS:
-        raise ConfigError(f"--sort: '{printable(order)}' is no column; choose from {', '.join(_ORDERS)}")
+        raise ConfigError(f"--sort: '{printable(order)}' is not a column; choose from {', '.join(_ORDERS)}")
     summaries = []
     for path in find_runs(folder):
         try:
@@ -139,9 +139,9 @@ def _number(value: float | None) -> str:
 
 
 def _shown(fields: dict[str, Any]) -> str:
-    """`settings.seed=1, design.width=64 and 3 more`."""
-    values = ((path, _value(value)) for path, value in fields.items())
-    texts = [f"{path.partition('.')[2]}={value}" for path, value in values]
+    """`seed=1, width=64 and 3 more`, without what is off in this run, unless that is all."""
+    on = {path: value for path, value in fields.items() if value is not None and value is not False} or fields
+    texts = [f"{path.partition('.')[2]}={_value(value)}" for path, value in on.items()]
     rest = f" and {len(texts) - MAX_DIFFERENCES} more" if len(texts) > MAX_DIFFERENCES else ""
     return ", ".join(texts[:MAX_DIFFERENCES]) + rest
 

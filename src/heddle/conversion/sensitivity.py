@@ -160,7 +160,7 @@ def parse_share(value: Any) -> Any:
     try:
         return float(value.removesuffix("%")) / 100 if value.endswith("%") else float(value)
     except ValueError:
-        refuse("", f"'{value}' is no share; write 25% or 0.25")
+        refuse("", f"'{value}' is not a share; write 25% or 0.25")
 
 
 # The share of the source's state that is left.

@@ -44,7 +44,9 @@ class Ranks:
         share, rest = divmod(rows, parts * self.count)
         if rest:
             shares = f"{self.count} ranks" if parts == 1 else f"{self.count} ranks × {parts} accumulated parts"
-            raise ConfigError(f"batch_size {rows}: is no multiple of {shares}; take a multiple of {parts * self.count}")
+            raise ConfigError(
+                f"batch_size {rows}: is not a multiple of {shares}; take a multiple of {parts * self.count}"
+            )
         starts = range(self.rank * share, rows, share * self.count)
         return [slice(start, start + share) for start in starts]
 

@@ -112,7 +112,7 @@ class SafetensorsFolder:
             raise CheckpointError(f"{folder}: is an adapter{base}, not a model; {remedy}")
         if not (folder / CONFIG_FILE).is_file():
             raise CheckpointError(
-                f"{folder}: holds no {CONFIG_FILE}, so it is no model of transformers; name its folder"
+                f"{folder}: holds no {CONFIG_FILE}, so it is not a model of transformers; name its folder"
             )
         self.records: Mapping[str, FileRecord] = {}
         self.verified_texts: Mapping[str, str] = {}

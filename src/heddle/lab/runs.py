@@ -58,7 +58,7 @@ def find_runs(folder: Path) -> list[Path]:
     Raises ConfigError if the folder does not exist.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: is no folder; name one that holds runs")
+        raise ConfigError(f"{folder}: is not a folder; name one that holds runs")
     folders = []
     for path, names, files in os.walk(folder):
         if RUN_FILE in files:
@@ -252,7 +252,7 @@ class FolderFollower:
         self._followers: dict[Path, RunFollower] = {}
         for folder in folders:
             if not folder.is_dir():
-                raise ConfigError(f"{folder}: is no folder; name a run, or a folder of runs")
+                raise ConfigError(f"{folder}: is not a folder; name a run, or a folder of runs")
 
     def follow(self) -> list[WatchedRun]:
         """All runs as they are now, in the order of the folders. A run whose folder has gone is left out."""

@@ -111,7 +111,9 @@ def _check_two_axes(module: Rotation, x: Tensor) -> None:
         for by in torch.eye(2).tolist()
     )
     if len(by_x) != len(by_y) or int(by_x.max()) >= int(by_y.min()):
-        raise LawViolation(f"{name}: x rotates the dims {by_x.tolist()} and y {by_y.tolist()}, which are no two halves")
+        raise LawViolation(
+            f"{name}: x rotates the dims {by_x.tolist()} and y {by_y.tolist()}, which are not two halves"
+        )
     order = torch.arange(x.shape[-1])
     order[by_x], order[by_y] = by_y, by_x
     assert_close(

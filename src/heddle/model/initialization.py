@@ -35,7 +35,7 @@ def initialize_module(
     config = stack.config.initialization
     if not isinstance(module, SelfInitialized):
         if next(module.parameters(recurse=False), None) is not None:
-            raise TypeError(f"{name}: owns parameters but is no SelfInitialized, so nothing initializes them")
+            raise TypeError(f"{name}: owns parameters but is not a SelfInitialized, so nothing initializes them")
         return
     scales = stack.config.residual.initial_scales(stack.config.depth) if config.depth_scaled else InitialScales()
     module.value_scale, module.output_scale = scales

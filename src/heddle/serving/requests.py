@@ -197,7 +197,7 @@ class RequestReader:
         fields = {name: value for name, value in fields.items() if value is not None}
         for name in sorted(set(fields) - _FIELDS[kind]):
             if name not in _NEUTRAL:
-                raise RequestError(f"{shorten_value(name)}: is no field that this server knows; leave it out", name)
+                raise RequestError(f"{shorten_value(name)}: is not a field of this server; leave it out", name)
             if not _is_neutral(fields[name], _NEUTRAL[name]):
                 raise RequestError(f"{name}: this server does not do what this asks for; leave it out", name)
         if fields.get("model") != self.name:

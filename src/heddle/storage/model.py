@@ -106,7 +106,7 @@ def model_documents(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, st
 def read_config(contents: FolderContents) -> dict[str, Any]:
     """Return the design in a folder, as plain data. Raises CheckpointError."""
     if CONFIG_FILE not in contents.documents:
-        raise CheckpointError(f"{contents.folder}/{CONFIG_FILE}: is missing; this is no model folder")
+        raise CheckpointError(f"{contents.folder}/{CONFIG_FILE}: is missing; this is not a model folder")
     return _parse_document(contents, CONFIG_FILE)
 
 

@@ -285,12 +285,12 @@ def _read_lines(path: Path) -> list[bytes]:
 def _whole_lines(path: Path, lines: list[bytes], before: int = 0) -> list[bytes]:
     """The lines without a last one that a crash cut short. before: how many lines the file has before them.
 
-    Raises CheckpointError if what follows the last whole line is no beginning of a line, such as bytes of zero.
+    Raises CheckpointError if what follows the last whole line is not the beginning of a line, such as bytes of zero.
     """
     if not lines or lines[-1].endswith(b"\n"):
         return lines
     if not lines[-1].startswith(b"{") or b"\0" in lines[-1]:
-        raise CheckpointError(f"{path}: line {before + len(lines)} is no beginning of a line; {LOG_REMEDY}")
+        raise CheckpointError(f"{path}: line {before + len(lines)} is not the beginning of a line; {LOG_REMEDY}")
     return lines[:-1]
 
 

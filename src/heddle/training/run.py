@@ -251,7 +251,7 @@ def transfer_width_of(transfer: str | None) -> int | None:
         return None
     name, _, number = transfer.partition("=")
     if name != "width" or not number.isdecimal() or not int(number):
-        raise ConfigError(f"--transfer {transfer}: is no width; write width=64, where --lr was chosen at width 64")
+        raise ConfigError(f"--transfer {transfer}: is not a width; write width=64, where --lr was chosen at width 64")
     return int(number)
 
 

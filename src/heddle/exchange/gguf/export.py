@@ -382,7 +382,7 @@ def _check_target(file: Path) -> None:
             start = bytearray(min(size, len(MAGIC)))
             file_io.read_exactly(descriptor, memoryview(start), file)
         if start != MAGIC:
-            raise CheckpointError(f"{file}: is no GGUF and is left as it is; choose another name")
+            raise CheckpointError(f"{file}: is not a GGUF and is left as it is; choose another name")
 
 
 def _write_contents(

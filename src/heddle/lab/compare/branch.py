@@ -65,7 +65,7 @@ def _start_from(job: TrainingJob, source: Path) -> None:
     difference = first_difference(trunk_identity(saved), trunk_identity(identity))
     step = int(path.name.removeprefix("step-"))
     if difference or contents.log is None or step > job.settings.steps:
-        raise CheckpointError(f"{source}: {job.out} is no branch of it: {difference or f'it is at step {step}'}")
+        raise CheckpointError(f"{source}: {job.out} is not a branch of it: {difference or f'it is at step {step}'}")
     environment = {key: value for key, value in saved.items() if key not in IDENTITY_KEYS}
     with RunLock(job.out):
         open_run(job.out, identity, environment)

@@ -248,7 +248,7 @@ def parse_tuned_fields(assignments: Sequence[str]) -> tuple[TunedField, ...]:
         known = name.startswith(LR_SCALE_PREFIX) and name != LR_SCALE_PREFIX
         if name not in SETTINGS_NAMES and not known:
             hint = choices_hint(name, [*SETTINGS_NAMES, f"{LR_SCALE_PREFIX}PATH"])
-            raise ConfigError(f"tune {assignment}: {name} is no training field that can be tuned; {hint}")
+            raise ConfigError(f"tune {assignment}: {name} is not a training field that can be tuned; {hint}")
         fields[name] = TunedField(name, _parse_grid(name, text, f"tune {assignment}"))
     count = math.prod(len(field.values) for field in fields.values())
     if count > MAX_CANDIDATES:
@@ -345,7 +345,7 @@ def _rounded(name: str, value: float) -> float | int:
 def _parse_value(name: str, text: str, argument: str) -> Value:
     if name in WORDS:
         if text not in WORDS[name]:
-            raise ConfigError(f"{argument}: {text} is no {name}; {choices_hint(text, WORDS[name])}")
+            raise ConfigError(f"{argument}: unknown {name} {text}; {choices_hint(text, WORDS[name])}")
         return text
     try:
         value: float | int = int(text) if name in INTEGER_FIELDS else float(text)

@@ -225,7 +225,7 @@ def _flash_unsupported(facts: AttentionFacts) -> str | None:
     if not _card_runs_flash():
         return "the card does not run torch's flash kernel, which needs compute capability 8.0"
     if facts.width % WIDTH_STEP or facts.width > MAX_FLASH_WIDTH:
-        return f"the width of heads is no multiple of {WIDTH_STEP}, or above {MAX_FLASH_WIDTH}"
+        return f"the width of heads is not a multiple of {WIDTH_STEP}, or above {MAX_FLASH_WIDTH}"
     if facts.softcap or facts.score_bias:
         return "torch's flash kernel has no softcap and no score bias"
     if facts.sink and facts.gradients:

@@ -55,7 +55,7 @@ class Mamba2Config(MixerConfig):
         check_head_groups("groups", self.groups, self.heads)
         limits = self.time_step_limit
         if limits is not None and (len(limits) != 2 or limits[0] >= limits[1]):
-            refuse("time_step_limit", f"{list(limits)} is no range; give the least and the greatest time step")
+            refuse("time_step_limit", f"{list(limits)} is not a range; give the least and the greatest time step")
         if self.multipliers is not None and len(self.multipliers) != 5:
             refuse("multipliers", f"{list(self.multipliers)} should be five numbers; give those of z, v, k, q and a")
         if self.gated_norm == "none" and self.norm is not None:
