@@ -166,8 +166,8 @@ def test_amounts(n: float, unit: str, text: str) -> None:
         (9.96, "runs", "10 runs/s"),
         (12.6, "steps", "12 steps/s"),
         (0.0, "runs", "0 runs/s"),
-    ]
-    + [(0.5, "bytes", "0 bytes/s")],
+        (0.5, "bytes", "0 bytes/s"),
+    ],
 )
 def test_slow_rates_keep_two_digits(rate: float, unit: str, text: str) -> None:
     assert progress.format_rate(rate, unit) == text

@@ -18,7 +18,6 @@ from heddle.storage.manifest import LogPosition
 from heddle.storage.run_log import LOG_FILE, RunLog, open_run
 from tests.html_page import Page
 
-
 DESIGN = {"width": 16, "layers": [{"mixer": {"kind": "attention"}}]}
 
 
