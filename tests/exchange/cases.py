@@ -252,6 +252,16 @@ FACTORS = scaled(
 )
 OF_LATENTS = frozenset(["num_key_value_heads", "qk_head_dim", "output_router_logits"])
 
+GRANITE_DENSE_ONLY: Fields = {name: GRANITE[name] for name in GRANITE if "multiplier" in name or "scaling" in name}
+GRANITE_EXPERTS: Fields = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}
+OF_DOTS: Fields = {name: SIGMOID[name] for name in SIGMOID if name != "num_mtp_layers"} | {"sliding_window": None}
+OF_SOLAR: Fields = {name: OF_DOTS[name] for name in OF_DOTS if name not in ("first_k_dense_replace", "sliding_window")}
+OF_YOUTU: Fields = {
+    name: LATENT[name] for name in LATENT if name not in ("head_dim", "moe_intermediate_size", "first_k_dense_replace")
+    and "experts" not in name
+}  # fmt: skip
+OF_GLM_LITE: Fields = OF_YOUTU | {name: OF_SOLAR[name] for name in OF_SOLAR}
+
 # Their product of all experts takes rows of multiples of 16 bytes. A limit that no number reaches would be read by
 # nobody.
 GPT_OSS: Fields = {
@@ -723,6 +733,119 @@ CASES: dict[str, Case] = {
         refused=SPELLINGS | {"plain:no_rope_layers", "windows-untied-biases:no_rope_layers"},
         exact=True,
         narrow=True,
+    ),
+    "seed_oss": Case(
+        {
+            "plain": {},
+            "all-biases-tied-yarn": YARN
+            | {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+            "no-biases-llama3": LLAMA3
+            | {"attention_bias": False, "num_key_value_heads": 3, "rms_norm_eps": 1e-3, "hidden_act": "gelu"},
+        },
+        inert=frozenset({"residual_dropout"}),
+    ),
+    "arcee": Case(
+        {
+            "plain": {},
+            "biases-tied-yarn": YARN | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            "one-kv-head-gelu": LLAMA3 | {"num_key_value_heads": 1, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
+        },
+    ),
+    "granite": Case(
+        {
+            "plain": GRANITE_DENSE_ONLY,
+            "biases-tied-yarn": GRANITE_DENSE_ONLY
+            | YARN
+            | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "logits_scaling": 3.0},
+            "one-kv-head": GRANITE_DENSE_ONLY | {"num_key_value_heads": 1, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
+        },
+    ),
+    "granitemoe": Case(
+        {
+            "plain": GRANITE_DENSE_ONLY | GRANITE_EXPERTS,
+            "three-of-six-tied-biases-yarn": GRANITE_DENSE_ONLY
+            | GRANITE_EXPERTS
+            | YARN
+            | {"num_experts_per_tok": 3, "tie_word_embeddings": True, "attention_bias": True},
+            "one-kv-head": GRANITE_DENSE_ONLY | GRANITE_EXPERTS | {"num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+        },
+        inert=OF_LOSSES,
+    ),
+    "starcoder2": Case(
+        {
+            "plain": {"norm_epsilon": 1e-4},
+            "window-untied-yarn": YARN | {"sliding_window": 7, "tie_word_embeddings": False},
+            "no-biases-one-kv-head": {"use_bias": False, "num_key_value_heads": 1, "hidden_act": "relu"},
+        },
+        inert=frozenset({"residual_dropout", "embedding_dropout"}),
+    ),
+    "stablelm": Case(
+        {
+            "plain": {"num_key_value_heads": 3},
+            "parallel-biases-tied": {"use_parallel_residual": True, "use_qkv_bias": True, "tie_word_embeddings": True}
+            | scaled("default", partial_rotary_factor=0.5),
+            "one-kv-head-linear": {"num_key_value_heads": 1, "hidden_act": "gelu", "layer_norm_eps": 1e-3}
+            | scaled("linear", factor=3.0, partial_rotary_factor=1.0),
+        },
+        base=OWN_BASE | {"num_key_value_heads": 2},
+        fixed=frozenset({"qk_layernorm", "hidden_dropout"}),
+    ),
+    "exaone4": Case(
+        {
+            "windows": {"sliding_window": 7, "sliding_window_pattern": 3},
+            "by-types-tied-yarn": YARN
+            | {"sliding_window": 5, "layer_types": [FULL, SLIDING, SLIDING], "tie_word_embeddings": True},
+            "no-windows-one-kv-head": {"sliding_window": None, "layer_types": [FULL] * 3, "num_key_value_heads": 1}
+            | {"rms_norm_eps": 1e-3, "hidden_act": "gelu"},
+        },
+        inert=frozenset({"sliding_window_pattern"}),
+    ),
+    "cwm": Case(
+        {
+            "by-default": {"sliding_window": 7},
+            "by-types-tied-biases": {"sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING], "mlp_bias": True}
+            | {"tie_word_embeddings": True, "num_key_value_heads": 1, **scaled("default")},
+            "all-full-yarn": YARN | {"layer_types": [FULL] * 3, "num_key_value_heads": 3, "rms_norm_eps": 1e-3},
+        },
+        base=BASE | {"bos_token_id": 1},
+    ),
+    "dots1": Case(
+        {
+            "plain": OF_DOTS,
+            "windows-biases-tied": OF_DOTS
+            | {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 7, "attention_bias": True}
+            | {"tie_word_embeddings": True, "norm_topk_prob": True, "num_key_value_heads": 1},
+            "two-dense-yarn": OF_DOTS | YARN | {"first_k_dense_replace": 2, "routed_scaling_factor": 1.5},
+        },
+        inert=frozenset({"output_router_logits"}),
+    ),
+    "solar_open": Case(
+        {
+            "plain": OF_SOLAR,
+            "biases-tied-yarn": OF_SOLAR | YARN | {"attention_bias": True, "tie_word_embeddings": True},
+            "one-kv-head": OF_SOLAR | {"num_key_value_heads": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+        },
+        base={name: value for name, value in BASE.items() if name != "intermediate_size"},
+        inert=frozenset({"output_router_logits"}),
+    ),
+    "glm4_moe_lite": Case(
+        {
+            "plain": OF_GLM_LITE,
+            "by-types-halves-no-query-rank": OF_GLM_LITE
+            | {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None, "rope_interleave": False}
+            | {"norm_topk_prob": False, "routed_scaling_factor": 0.75},
+            "yarn-bias-tied": OF_GLM_LITE | FACTORS | {"attention_bias": True, "tie_word_embeddings": True},
+        },
+        inert=OF_LATENTS,
+    ),
+    "youtu": Case(
+        {
+            "plain": OF_YOUTU,
+            "halves-no-query-rank-untied": OF_YOUTU
+            | {"q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": False, "hidden_act": "gelu"},
+            "yarn-biases": OF_YOUTU | FACTORS | {"attention_bias": True, "rms_norm_eps": 1e-3},
+        },
+        inert=OF_LATENTS | {"embedding_initializer_range"},
     ),
     "glm4_moe": Case(
         {

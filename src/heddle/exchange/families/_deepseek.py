@@ -12,11 +12,14 @@ from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 
 
-def read_attention(config: ConfigReader, layout: str) -> dict[str, Any]:
-    """The latent attention of every layer. layout: how RoPE pairs dims, `interleaved` or `half`."""
+def read_attention(config: ConfigReader, layout: str, query_rank: int = 1536) -> dict[str, Any]:
+    """The latent attention of every layer.
+
+    layout: how RoPE pairs dims, `interleaved` or `half`. query_rank: the family's default for `q_lora_rank`.
+    """
     rope_dim = config.require("qk_rope_head_dim", int)
     config.expect("head_dim", rope_dim, None)  # written as the width of the rotated part
-    return read_latents(config, query_rank=1536) | {"position": _read_rope(config, rope_dim) | {"layout": layout}}
+    return read_latents(config, query_rank) | {"position": _read_rope(config, rope_dim) | {"layout": layout}}
 
 
 def read_latents(config: ConfigReader, query_rank: int | None) -> dict[str, Any]:
@@ -53,7 +56,16 @@ def _read_rope(config: ConfigReader, rope_dim: int) -> dict[str, Any]:
 def read_layers(
     config: ConfigReader, mixer: dict[str, Any], routing: dict[str, Any], bias: bool
 ) -> list[dict[str, Any]]:
-    """Dense layers, then layers with experts. bias: of dense layers and shared experts; routed experts have none.
+    """Dense layers, then layers with experts. bias: of dense layers and shared experts; routed experts have none."""
+    config.expect("moe_layer_freq", 1, default=1)
+    depth, dense = config.require("num_hidden_layers", int), _common.read_gated(config, bias=bias)
+    dense_layers = min(config.require("first_k_dense_replace", int), depth)
+    groups = ((dense_layers, dense), (depth - dense_layers, read_experts(config, routing, bias)))
+    return [{"repeat": count, "mixer": mixer, "feedforward": feedforward} for count, feedforward in groups if count]
+
+
+def read_experts(config: ConfigReader, routing: dict[str, Any], bias: bool = False) -> dict[str, Any]:
+    """Routed and shared experts.
 
     DeepSeek's own code has a balancing loss per sequence, as heddle does: `aux_loss_alpha` is heddle's `aux_loss`.
     transformers has no such loss.
@@ -61,44 +73,35 @@ def read_layers(
     config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
     config.optional("ep_size")  # expert parallelism
     config.get("output_router_logits", False)
-    config.expect("moe_layer_freq", 1, default=1)
     config.expect("seq_aux", True, default=True)
-    depth, activation = config.require("num_hidden_layers", int), _common.read_activation(config)
-    dense_layers = min(config.require("first_k_dense_replace", int), depth)
-    dense = {
-        "kind": "gated",
-        "hidden": config.require("intermediate_size", int),
-        "activation": activation,
-        "bias": bias,
-    }
-    alpha = config.get("aux_loss_alpha", 0.0)
-    moe = {
+    return {
         "kind": "moe",
         "experts": config.require("n_routed_experts", int),
         "top_k": config.require("num_experts_per_tok", int),
         "hidden": config.require("moe_intermediate_size", int),
-        "activation": activation,
+        "activation": _common.read_activation(config),
         "shared": config.require("n_shared_experts", int),
         "scale": config.require("routed_scaling_factor", float),
         "bias": "shared" if bias else False,
-        "aux_loss": alpha or None,
+        "aux_loss": config.get("aux_loss_alpha", 0.0) or None,
         **routing,
     }
-    groups = ((dense_layers, dense), (depth - dense_layers, moe))
-    return [{"repeat": count, "mixer": mixer, "feedforward": feedforward} for count, feedforward in groups if count]
 
 
-def read_sigmoid_routing(config: ConfigReader) -> dict[str, Any]:
-    """Routing by sigmoid scores within groups. The balancing bias keeps its loaded value (`bias_update` 0)."""
+def read_sigmoid_routing(config: ConfigReader, renormalize: bool = True) -> dict[str, Any]:
+    """Routing by sigmoid scores within groups, of which there is one by default.
+
+    The balancing bias keeps its loaded value (`bias_update` 0). renormalize: the family's default.
+    """
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         config.optional(name)
     config.expect("scoring_func", "sigmoid", default="sigmoid")
     config.expect("topk_method", "noaux_tc", default="noaux_tc")
     return {
         "routing": "sigmoid",
-        "renormalize": config.get("norm_topk_prob", True),
-        "groups": config.require("n_group", int),
-        "top_groups": config.require("topk_group", int),
+        "renormalize": config.get("norm_topk_prob", renormalize),
+        "groups": config.get("n_group", 1),
+        "top_groups": config.get("topk_group", 1),
         "bias_update": 0.0,
     }
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _mamba, _moe
-from heddle.exchange.family import STACKED, Family, WeightMap
-from heddle.exchange.rope import FULL, read_rope
+from heddle.exchange.families import _common, _layer_types, _mamba, _moe, granite, granitemoe
+from heddle.exchange.family import Family, WeightMap
+from heddle.exchange.rope import FULL
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.mamba2 import Mamba2Config
 from heddle.parts.positions.rope import RopeConfig
-from heddle.parts.residuals.pre_norm import PreNormConfig
 
 LINEAR = "linear_attention"
 ALIASES = {"mamba": LINEAR, "attention": FULL}
@@ -42,22 +41,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     mixers = {LINEAR: _read_mamba(config, eps), FULL: _read_attention(config)}
     feedforward = _read_feedforward(config, activation, len(types))
     layers = [{"mixer": mixers[kind], "feedforward": feedforward} for kind in types]
-    scaling = config.get("logits_scaling", 1.0)
-    if not scaling > 0:
-        raise config.invalid("logits_scaling", "divides the logits and should be above 0")
-    return _common.design_fields(
-        config,
-        {"kind": "rms", "eps": eps},
-        _layer_types.merge_repeats(layers),
-        embedding={"multiplier": _read_multiplier(config, "embedding_multiplier")},
-        residual={"kind": "pre_norm", "multiplier": _read_multiplier(config, "residual_multiplier")},
-        head={"tied": config.get("tie_word_embeddings", False), "scale": 1 / scaling},
-    )
-
-
-def _read_multiplier(config: ConfigReader, name: str) -> float | None:
-    multiplier = config.get(name, 1.0)
-    return None if multiplier == 1.0 else multiplier
+    layers = _layer_types.merge_repeats(layers)
+    return _common.design_fields(config, {"kind": "rms", "eps": eps}, layers, **granite.read_multipliers(config))
 
 
 def _read_types(config: ConfigReader) -> list[str]:
@@ -80,17 +65,9 @@ def _read_mamba(config: ConfigReader, eps: float) -> dict[str, Any]:
 
 
 def _read_attention(config: ConfigReader) -> dict[str, Any]:
-    heads = _common.read_heads(config, config.require("hidden_size", int))
     rotary = config.expect("position_embedding_type", None, NO_POSITION, ROTARY) == ROTARY
-    rope = read_rope(config, heads["head_dim"])
-    return {
-        "kind": "attention",
-        **heads,
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "scale": config.get("attention_multiplier", 1.0),
-        "position": rope if rotary else None,
-    }
+    mixer = granite.read_mixer(config)
+    return mixer if rotary else mixer | {"position": None}
 
 
 def _read_feedforward(config: ConfigReader, activation: str, depth: int) -> dict[str, Any]:
@@ -116,22 +93,17 @@ def _read_feedforward(config: ConfigReader, activation: str, depth: int) -> dict
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    mixer, residual = design_parts.first_attention(design), design.residual
-    is_rotary = isinstance(mixer.position, RopeConfig)
+    is_rotary = isinstance(design_parts.first_attention(design).position, RopeConfig)
     types = [LINEAR if isinstance(layer.mixer, Mamba2Config) else FULL for layer in design_parts.layers(design)]
     return (
         _common.write_common(design)
         | _common.write_attention(design)
         | (_mamba.write_mixer(design, NAMES) if LINEAR in types else {NAMES.heads[0]: 1})
         | _write_feedforward(design)
+        | granite.write_multipliers(design)
         | {
             "layer_types": types,
             "position_embedding_type": ROTARY if is_rotary else None,
-            "attention_bias": mixer.bias is True,
-            "attention_multiplier": mixer.scale,
-            "embedding_multiplier": design.embedding.multiplier or 1.0,
-            "residual_multiplier": (isinstance(residual, PreNormConfig) and residual.multiplier) or 1.0,
-            "logits_scaling": float(f"{1 / design.head.scale:.12g}"),
             "rms_norm_eps": design_parts.norm_eps(design),
         }
     )
@@ -171,10 +143,7 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
         shared = own
         if f"{own}.router.weight" in weights.shapes:
             shared = f"{own}.shared"
-            weights.add_tensor(f"{experts}.router.layer.weight", f"{own}.router.weight")
-            gate_up = (f"{own}.gate.weight", f"{own}.up.weight")
-            weights.add_tensor(f"{experts}.input_linear.weight", *gate_up, transform=STACKED)
-            weights.add_tensor(f"{experts}.output_linear.weight", f"{own}.down.weight")
+            granitemoe.map_experts(weights, experts, own)
         weights.add_module(f"{hf}.shared_mlp.input_linear", f"{shared}.gate", f"{shared}.up")
         weights.add_module(f"{hf}.shared_mlp.output_linear", f"{shared}.down")
 

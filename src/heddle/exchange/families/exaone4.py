@@ -1,0 +1,73 @@
+"""EXAONE 4 (LG AI Research 2025): norms after each branch and of q and k; layers without a window have no RoPE."""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _layer_types, olmo2
+from heddle.exchange.family import Family
+from heddle.exchange.rope import FULL, read_rope
+from heddle.model.config import ModelConfig
+from heddle.parts.positions.rope import RopeConfig
+
+DEFAULT_WINDOW, DEFAULT_PERIOD = 4096, 4  # if the field is absent
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """With `sliding_window`: null, no layer has a window and all have RoPE."""
+    config.require("num_key_value_heads", int)
+    heads = _common.read_heads(config, config.require("hidden_size", int))
+    window = config.get_nullable("sliding_window", DEFAULT_WINDOW)
+    mixer = {
+        "kind": "attention",
+        **heads,
+        "qk_norm": "head",
+        "dropout": config.get("attention_dropout", 0.0),
+    }
+    rope, types = read_rope(config, heads["head_dim"]), _read_types(config, window)
+    feedforward = _common.read_gated(config)
+    layers = [
+        {"mixer": mixer | {"window": width, "position": rope if width or not window else None}}
+        | {"feedforward": feedforward}
+        for width in _layer_types.layer_windows(config, types, window)
+    ]
+    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}
+    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers), residual={"kind": "reordered"})
+
+
+def _read_types(config: ConfigReader, window: int | None) -> list[str]:
+    """The type of each layer; `sliding_window_pattern` counts where `layer_types` is absent."""
+    depth, pattern = _layer_types.read_depth(config), config.optional("sliding_window_pattern")
+    if config.data.get("layer_types") is not None or window is None:
+        return _layer_types.read_types(config, [FULL] * depth)
+    if isinstance(pattern, str) or (pattern is not None and not pattern > 0):
+        raise config.invalid("sliding_window_pattern", "give layer_types beside it, as transformers requires")
+    return _layer_types.full_every(pattern or DEFAULT_PERIOD, config)
+
+
+def _period(types: list[str]) -> int:
+    """The period that alone would give these types, or the default one."""
+    period = types.index(FULL) + 1 if FULL in types else DEFAULT_PERIOD
+    is_regular = all((kind == FULL) == ((index + 1) % period == 0) for index, kind in enumerate(types))
+    return period if is_regular else DEFAULT_PERIOD
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    positions = (getattr(layer.mixer, "position", None) for layer in design_parts.layers(design))
+    ropes = [position for position in positions if isinstance(position, RopeConfig)]
+    has_windows = design_parts.first_window(design) is not None or len(ropes) < design.depth
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design, ropes[0] if ropes else RopeConfig())
+        | _common.write_gated(design)
+        | {
+            "sliding_window": (design_parts.first_window(design) or DEFAULT_WINDOW) if has_windows else None,
+            "sliding_window_pattern": _period(design_parts.layer_types(design)),
+            "layer_types": design_parts.layer_types(design),
+            "rms_norm_eps": design_parts.norm_eps(design),
+        }
+    )
+
+
+FAMILY = Family("exaone4", "Exaone4ForCausalLM", read_config, write_config, olmo2.map_weights)

@@ -1,0 +1,60 @@
+"""GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3's latent attention and experts, with a list of which layers are dense.
+
+The multi-token prediction layers (`num_nextn_predict_layers`) are ignored; they do not change the next token's logits.
+"""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _deepseek, _layer_types
+from heddle.exchange.family import Family
+from heddle.model.config import ModelConfig
+
+DENSE, SPARSE = "dense", "sparse"
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
+    layout = "interleaved" if config.get("rope_interleave", True) else "half"
+    mixer = _deepseek.read_attention(config, layout, query_rank=768)
+    feedforwards = {
+        DENSE: _common.read_gated(config),
+        SPARSE: _deepseek.read_experts(config, _deepseek.read_sigmoid_routing(config)),
+    }
+    layers = [{"mixer": mixer, "feedforward": feedforwards[kind]} for kind in _read_types(config)]
+    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}
+    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
+
+
+def _read_types(config: ConfigReader) -> list[str]:
+    """`mlp_layer_types`; in the published file it is absent, and the first layer is dense."""
+    depth, types = _layer_types.read_depth(config), config.optional("mlp_layer_types")
+    config.expect("first_k_dense_replace", 1, default=1)
+    config.expect("moe_layer_freq", 1, default=1)
+    types = [DENSE] + [SPARSE] * (depth - 1) if types is None else types
+    if len(types) != depth or set(types) - {DENSE, SPARSE}:
+        raise config.invalid("mlp_layer_types", f"should say {DENSE} or {SPARSE} of each of {depth} layers")
+    return types
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    rope = design_parts.rope_of(design_parts.first_latent_attention(design))
+    fields = _deepseek.write_common(design) | _deepseek.write_sigmoid_routing(design)
+    for name in ("first_k_dense_replace", "moe_layer_freq", "head_dim"):
+        del fields[name]
+    return fields | {
+        "mlp_layer_types": [SPARSE if is_sparse else DENSE for is_sparse in design_parts.has_experts(design)],
+        "rope_interleave": rope.layout == "interleaved",
+    }
+
+
+FAMILY = Family(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    read_config,
+    write_config,
+    _deepseek.map_weights,
+    ignored_tensors=("model.layers.{depth}.",),
+)

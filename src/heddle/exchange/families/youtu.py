@@ -1,0 +1,43 @@
+"""Youtu-LLM (Tencent 2025): DeepSeek-V3's latent attention and a gated feed-forward in every layer."""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _deepseek
+from heddle.exchange.family import Family
+from heddle.exchange.rope import write_rope
+from heddle.model.config import ModelConfig
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same. `embedding_initializer_range` is of training from scratch, and noted."""
+    layout = "interleaved" if config.get("rope_interleave", True) else "half"
+    config.note("embedding_initializer_range")
+    layer = {
+        "repeat": config.require("num_hidden_layers", int),
+        "mixer": _deepseek.read_attention(config, layout, query_rank=1536),
+        "feedforward": _common.read_gated(config),
+    }
+    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
+    head = {"tied": config.get("tie_word_embeddings", True)}
+    return _common.design_fields(config, norm, [layer], head=head)
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    mixer = design_parts.first_latent_attention(design)
+    rope, rope_dim = design_parts.rope_of(mixer), mixer.rope_dim or 2
+    return (
+        _common.write_common(design)
+        | _common.write_gated(design)
+        | _deepseek.write_latents(mixer)
+        | write_rope(rope, rope_dim, _common.DEFAULT_MAX_POSITIONS)
+        | {
+            "rope_interleave": rope.layout == "interleaved",
+            "rms_norm_eps": design_parts.norm_eps(design),
+        }
+    )
+
+
+FAMILY = Family("youtu", "YoutuForCausalLM", read_config, write_config, _deepseek.map_weights)
