@@ -287,3 +287,4 @@ def refused_lines() -> list[str]:
 if __name__ == "__main__":
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text("".join(f"{line}\n" for line in refused_lines()), encoding="utf-8")
+    print(f"{GOLDEN.name}: {len(covering().refused)} pairs are refused")

@@ -70,6 +70,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             content["runs"] = runs(Path(folder)) | settled["runs"]
     GOLDEN.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"{GOLDEN.name}: {len(designs.keys() - settled['designs'].keys())} designs added")
 
 
 if __name__ == "__main__":

@@ -301,7 +301,9 @@ def _resolve(base: type[Part], data: dict[str, Any], path: str) -> tuple[type[Pa
     name = data["kind"]
     cls = build_under(path, find_kind, base.slot, name)
     if cls is None:
-        raise DesignError(path, _unknown("kind", name, kind_names(base)))
+        problem = _unknown("kind", name, kind_names(base))
+        own = "" if "did you mean" in problem else "; for one of your own, give the file that defines it: --part FILE"
+        raise DesignError(path, problem + own)
     if not issubclass(cls, base):
         raise DesignError(path, f"kind '{name}' does not belong here; choices: {', '.join(kind_names(base))}")
     fields = {field: value for field, value in data.items() if field != "kind"}

@@ -16,6 +16,7 @@ from tests.cases import attention, design, layer
 MIXERS, NORMS, MIXER_POSITIONS, ADDITIVE_POSITIONS = (
     ", ".join(kind_names(base)) for base in (MixerConfig, NormConfig, MixerPositionConfig, AdditivePositionConfig)
 )
+OWN = "; for one of your own, give the file that defines it: --part FILE"
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = (
     "bias, causal, dropout, gate, head_dim, heads, kv_heads, norm_after_rotation, position, qk_norm, scale, sink, "
@@ -25,8 +26,8 @@ CHOICES = (
 MESSAGES = {
     "layers.0.mixer.kind=attenton": "layers[0].mixer: unknown kind 'attenton'; did you mean 'attention'? "
     f"choices: {MIXERS}",
-    "layers.0.mixer.kind=../x": f"layers[0].mixer: unknown kind '../x'; choices: {MIXERS}",
-    "layers.0.mixer.kind=rope": f"layers[0].mixer: unknown kind 'rope'; choices: {MIXERS}",
+    "layers.0.mixer.kind=../x": f"layers[0].mixer: unknown kind '../x'; choices: {MIXERS}{OWN}",
+    "layers.0.mixer.kind=rope": f"layers[0].mixer: unknown kind 'rope'; choices: {MIXERS}{OWN}",
     "layers.0.mixer.position.kind=learned": "layers[0].mixer.position: kind 'learned' does not belong here; "
     f"choices: {MIXER_POSITIONS}",
     "embedding.position.kind=rope": "embedding.position: kind 'rope' does not belong here; "

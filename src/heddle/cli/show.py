@@ -95,14 +95,16 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("context", "FLOPs per token", "state", "of it positions", "each further token"):
+    for name in ("context", "FLOPs per token", "state", "of which positions", "each further token"):
         table.add_column(name, justify="right")
     for context in facts["contexts"]:
         names = ("state_bytes", "position_table_bytes", "state_bytes_per_token")
-        amounts = (format_amount(context[name], "bytes") for name in names)
+        sequences = (1, 1, facts["batch_size"])  # a further token of each
+        amounts = (format_amount(context[name] * count, "bytes") for name, count in zip(names, sequences, strict=True))
         table.add_row(f"{context['context_length']:,}", f"{context['flops_per_token'] / 1e6:,.1f} M", *amounts)
     rows = "one sequence" if facts["batch_size"] == 1 else f"{facts['batch_size']} sequences"
     lengths = sorted({context["encoder_length"] for context in facts["contexts"]} - {0})
     encoder = f" and an encoder output of {' or '.join(f'{length:,}' for length in lengths)} tokens" if lengths else ""
-    console.print(f"\ncost of {rows}{encoder}; FLOPs of a forward pass, training takes 3 times as many")
+    console.print(f"\ncost of {rows}{encoder} in {facts['dtype']}")
+    console.print("forward FLOPs, the mean over the context; training takes 3 times as many")
     console.print(table)

@@ -161,6 +161,7 @@ def measure(
         "encoder": [vars(layer) for layer in first.encoder],
         "layers": [vars(layer) for layer in first.layers],
         "batch_size": batch_size,
+        "dtype": str(dtype).removeprefix("torch."),
         "contexts": [
             {
                 "context_length": context.context_length,

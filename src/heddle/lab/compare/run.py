@@ -499,7 +499,9 @@ def _add_run(results: Results, label: str, name: str, seed: int, result: Result)
     if result["status"] == "done":
         total = results.finished_runs + len(results.pending)
         bits = format_bits(result["bits_per_byte"])
-        progress.print_status(f"{label}: {bits} bits per byte (run {results.finished_runs} of {total})")
+        progress.print_status(
+            f"{label}: {bits} bits per byte of held-out text (run {results.finished_runs} of {total})"
+        )
 
 
 def _saved_seconds(out: Path, pair: tuple[str, int]) -> float:
