@@ -252,6 +252,7 @@ FACTORS = scaled(
 )
 OF_LATENTS = frozenset(["num_key_value_heads", "qk_head_dim", "output_router_logits"])
 
+ERNIE: Fields = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20}
 GRANITE_DENSE_ONLY: Fields = {name: GRANITE[name] for name in GRANITE if "multiplier" in name or "scaling" in name}
 GRANITE_EXPERTS: Fields = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}
 OF_DOTS: Fields = {name: SIGMOID[name] for name in SIGMOID if name != "num_mtp_layers"} | {"sliding_window": None}
@@ -733,6 +734,35 @@ CASES: dict[str, Case] = {
         refused=SPELLINGS | {"plain:no_rope_layers", "windows-untied-biases:no_rope_layers"},
         exact=True,
         narrow=True,
+    ),
+    "ministral": Case(
+        {
+            "window": {"sliding_window": 7, "num_key_value_heads": 3},
+            "by-types-tied-yarn": YARN
+            | {"sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING], "tie_word_embeddings": True},
+            "no-window-one-kv-head": {"layer_types": [FULL] * 3, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+        },
+    ),
+    "hunyuan_v1_moe": Case(
+        {
+            "plain": {"num_experts": 6, "moe_topk": 2},
+            "biases-tied-alpha": NTK_ALPHA
+            | {"num_experts": 5, "moe_topk": 3, "attention_bias": True, "tie_word_embeddings": True},
+            "one-kv-head": {"num_experts": 4, "moe_topk": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+        },
+        inert=frozenset({"output_router_logits", "eod_token_id", "sep_token_id"}),
+    ),
+    "ernie4_5_moe": Case(
+        {
+            "plain": ERNIE | {"moe_layer_end_index": 3, "num_hidden_layers": 5},
+            "biases-untied-yarn": ERNIE
+            | YARN
+            | {"use_bias": True, "tie_word_embeddings": False, "moe_num_shared_experts": 1, "num_key_value_heads": 3},
+            "every-second": ERNIE
+            | {"moe_layer_interval": 2, "moe_layer_end_index": 3, "num_hidden_layers": 5, "num_key_value_heads": 1},
+        },
+        base=OWN_BASE | {"num_key_value_heads": 2},
+        inert=OF_LOSSES | {"moe_norm_min"},
     ),
     "seed_oss": Case(
         {

@@ -19,13 +19,23 @@ UNUSED_FIELDS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same. `attention_bias` gives biases to all four projections."""
+    """All layers are the same."""
+    layer = {
+        "repeat": _layer_types.read_depth(config),
+        "mixer": read_mixer(config),
+        "feedforward": _common.read_gated(config),
+    }
+    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}, [layer])
+
+
+def read_mixer(config: ConfigReader) -> dict[str, Any]:
+    """The attention of every layer. `attention_bias` gives biases to all four projections."""
     heads = _common.read_heads(config, config.require("hidden_size", int))
     config.expect("use_qk_norm", True, None)
     config.get("pretraining_tp", 1)  # as in Llama
     config.expect("use_cla", False, None)
     config.note("cla_share_factor", "org_vocab_size")
-    mixer = {
+    return {
         "kind": "attention",
         **heads,
         "qk_norm": "head",
@@ -34,8 +44,6 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "dropout": config.get("attention_dropout", 0.0),
         "position": _read_rope(config, heads["head_dim"]),
     }
-    layer = {"repeat": _layer_types.read_depth(config), "mixer": mixer, "feedforward": _common.read_gated(config)}
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}, [layer])
 
 
 def _read_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
@@ -61,13 +69,15 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     return data
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+def map_weights(
+    design: ModelConfig, weights: WeightMap, map_feedforward: _common.MapModule = _common.map_gated
+) -> None:
     """Llama's tensor names, and longer ones of the norms of q and k."""
     _common.map_embedding_and_head(design, weights)
     for index in range(design.depth):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
         _common.map_attention(weights, hf, heddle, norms=("query_layernorm", "key_layernorm"))
-        _common.map_gated(weights, f"{hf}.mlp", f"{heddle}.feedforward")
+        map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward")
         _common.map_pre_norms(weights, hf, heddle)
 
 
