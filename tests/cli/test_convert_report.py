@@ -327,6 +327,24 @@ def test_bad_requests_are_one_sentence_and_write_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_window_that_no_sequence_of_the_report_fills_is_said(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "wide"
+    assert run_command(command(workspace, out, "--to", "window=64")) == 0
+    printed = capsys.readouterr()
+    results = parse_results(read_json_file(out / "convert.json"))
+    length = results.text.sequence_length
+    assert length <= 64
+    (warning,) = results.warnings
+    assert f"sequences of {length} tokens fit in a window of 64" in warning
+    assert "--sequence-length 128" in warning
+    assert warning in printed.err
+    assert f"has the loss of the original on sequences of {length} tokens" in printed.out
+    assert run_command(command(workspace, tmp_path / "kept", "--to", "window=64,keep=1")) == 2
+    assert "keep: sequences of" in capsys.readouterr().err
+
+
 def test_a_report_can_be_left_out(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bare"
     words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", "--report-tokens", "0")

@@ -95,7 +95,7 @@ def test_a_healing_that_harmed_is_said_with_what_helps() -> None:
 
 def test_an_exact_conversion_in_words() -> None:
     whole = results([model("original", ORIGINAL, ""), model("converted", CONVERTED, "rope_layout")])
-    assert conversion_verdict(whole) == ["The conversion has the loss of the original."]
+    assert conversion_verdict(whole) == ["The conversion has the loss of the original on sequences of 256 tokens."]
 
 
 def test_the_sweep_says_how_small_the_state_can_get() -> None:

@@ -57,6 +57,7 @@ class Window(Rewrite):
             raise DesignError("window", reason)
         if self.keep is not None:
             assert text is not None
+            self._check_reaches(text)
             count = count_layers("keep", self.keep, len(changed))
             effects = self._effects(source, text, replace_layers(design, changed), frozenset(changed))
             full = top_layers(effects, count)
@@ -65,6 +66,13 @@ class Window(Rewrite):
             print_status(f"window {self.window}: {what}: {shown}; unchanged: {list(full)}")
             changed = {index: layer for index, layer in changed.items() if index not in full}
         return ConvertedWeights(source, replace_layers(design, changed))
+
+    def _check_reaches(self, text: CalibrationText) -> None:
+        """Raises DesignError where no sequence of the text is longer than the window, so that no layer would differ."""
+        longest = max(batch.shape[1] for batch in text.batches)
+        if longest <= self.window:
+            reason = f"sequences of {longest} tokens fit in a window of {self.window}, so no layer can be told apart"
+            raise DesignError("keep", f"{reason}; give --sequence-length {2 * self.window}, or name the layers")
 
     def _effects(
         self, source: Weights, text: CalibrationText, design: ModelConfig, changed: frozenset[int]

@@ -37,6 +37,7 @@ from heddle.conversion.heal import (
     partial_folder,
 )
 from heddle.conversion.rewrite import Rewrite, rewrites
+from heddle.conversion.rewrites.window import Window
 from heddle.conversion.settings import ConvertSettings
 from heddle.conversion.targets import ConversionVariant, conversion_variants
 from heddle.conversion.weights import CalibrationText
@@ -318,7 +319,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         report = None
         if with_report:
             assert corpus is not None
-            report = conversion_report(settings, source, corpus, runtime)
+            report = conversion_report(settings, source, corpus, runtime, used)
         read = 0 if report is None else measured_rows(MeasurementText(report.corpus, report.settings))
         steps = chosen_steps if settings.heal is None or healing is None else healing.steps
         plan = HealingPlan(
@@ -501,9 +502,16 @@ def can_report(source: ConversionSource) -> bool:
 
 
 def conversion_report(
-    settings: ConvertSettings, source: ConversionSource, corpus: Corpus, runtime: Runtime
+    settings: ConvertSettings,
+    source: ConversionSource,
+    corpus: Corpus,
+    runtime: Runtime,
+    rewrites: Sequence[Rewrite] = (),
 ) -> ConversionReport:
-    """How the conversions of a model are measured. Raises ConfigError for a context that is not positive."""
+    """How the conversions of a model are measured. Raises ConfigError for a context that is not positive.
+
+    Warns of rewrites whose windows no sequence of the report reaches beyond.
+    """
     default = MeasurementSettings()
     contexts = tuple(sorted(set(settings.speed_context_length or default.speed_contexts)))
     if min(contexts) < 1:
@@ -516,8 +524,22 @@ def conversion_report(
         needle_rows=max(4, min(default.needle_rows, windows // 8)),
         speed_contexts=contexts,
     )
-    record = ConversionRecord(Path(), settings.command_line("convert"), str(source.folder), runtime.describe())
+    warnings = _unseen_windows(rewrites, settings.sequence_length)
+    for warning in warnings:
+        print_warning(warning)
+    command, folder = settings.command_line("convert"), str(source.folder)
+    record = ConversionRecord(Path(), command, folder, runtime.describe(), warnings)
     return ConversionReport(corpus, record, measured, runtime.device)
+
+
+def _unseen_windows(rewrites: Sequence[Rewrite], length: int) -> tuple[str, ...]:
+    """A sentence where sequences of `length` tokens fit in a window, so that a report on them cannot show its cost."""
+    windows = sorted({rewrite.window for rewrite in rewrites if isinstance(rewrite, Window)})
+    wide = [window for window in windows if window >= length]
+    if not wide:
+        return ()
+    fit = f"sequences of {length} tokens fit in a window of {wide[0]}, so the report cannot show what it costs"
+    return (f"{fit}; give --sequence-length {2 * wide[-1]}",)
 
 
 def require_report(report: ConversionReport | None) -> ConversionReport:

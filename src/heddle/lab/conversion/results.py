@@ -377,7 +377,7 @@ def _describe_added(results: ConversionResults, model: ModelResult) -> str:
     added, share = added_loss(results, model), added_share(results, model)
     word = describe_change(added)
     if word == "equal":
-        return "has the loss of the original"
+        return f"has the loss of the original on sequences of {results.text.sequence_length:,} tokens"
     amount = f"{format_difference(added).removeprefix('+')} bits per byte ({format_signed_percent(share)})"
     return f"adds {amount}" + (", which is not resolved" if word == "not resolved" else "")
 
