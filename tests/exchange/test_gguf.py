@@ -27,7 +27,15 @@ from heddle.model.config import ModelConfig
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES as DESIGNS
 from tests.exchange.cases import LLAMA3, Fields, scaled
-from tests.exchange.hf_models import AutoConfig, AutoModelForCausalLM, drawn, our_logits, their_logits, write
+from tests.exchange.hf_models import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    drawn,
+    imported,
+    our_logits,
+    their_logits,
+    write,
+)
 from tests.source import ROOT
 from tools.llama_cpp.runner import run
 
@@ -390,6 +398,13 @@ def test_layers_without_positions_are_those_of_the_graph(every: int, runs: bool)
         assert match_architecture(design)[1].name == "smollm3"
     else:
         assert "layers.2.mixer.position is " in (refused(design) or "")
+
+
+def test_a_refusal_is_of_the_graph_of_the_family_that_a_model_came_from() -> None:
+    design = imported("gemma3_text", "plain").model.config
+    for preferred in ("gemma3_text", "llama"):
+        with pytest.raises(ConfigError, match=f"its {preferred.removesuffix('_text')} runs it with"):
+            match_architecture(design.replace(residual=heddle.load_config("preset:gqa-tiny").residual), preferred)
 
 
 def refused(design: ModelConfig) -> str | None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
@@ -435,7 +436,9 @@ def _print_error(sentence: str, code: int) -> int:
     limit = MAX_LIST if "choices: " in sentence or sentence.count(", ") > 10 else MAX_SENTENCE
     paths = sum(len(word) for word in sentence.split(" ") if "/" in word and len(word) <= MAX_SENTENCE)
     if len(sentence) - paths > limit:  # it quotes a value that nobody can read
-        sentence = f"{sentence[: limit * 2 // 3]} … {sentence[-limit // 4 :]}"
+        start = re.sub(r"\s\S{0,60}$", "", sentence[: limit * 2 // 3])  # between words, where they are short
+        end = re.sub(r"^\S{0,60}\s", "", sentence[-limit // 4 :])
+        sentence = f"{start} … {end}"
     # A closed or full stderr must not change the exit code.
     with contextlib.suppress(OSError, ValueError):
         print(f"heddle: {printable(sentence)}", file=sys.stderr, flush=True)

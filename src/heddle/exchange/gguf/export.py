@@ -49,9 +49,13 @@ YARN_DEFAULTS = {
 }  # fmt: skip
 
 
-def match_architecture(design: ModelConfig) -> tuple[FamilyMatch, Architecture]:
-    """The family and the graph for a design. If none matches, raises ConfigError naming what to change."""
-    candidates = []
+def match_architecture(design: ModelConfig, preferred: str | None = None) -> tuple[FamilyMatch, Architecture]:
+    """The family and the graph for a design.
+
+    If none matches, raises ConfigError naming what to change for the graph of the family `preferred`, from which the
+    model came, or for the nearest one.
+    """
+    candidates: list[tuple[bool, list[Mismatch], Architecture]] = []
     for name in (name for name in ARCHITECTURES if name in families()):
         match, graph = match_family(design, families()[name]), ARCHITECTURES[name]
         family_mismatches = [mismatch for mismatch in match.mismatches if mismatch.actual != mismatch.required]
@@ -60,10 +64,10 @@ def match_architecture(design: ModelConfig) -> tuple[FamilyMatch, Architecture]:
         if not mismatches and not match.mismatches:
             return match, graph
         if mismatches:
-            candidates.append((mismatches, graph))
+            candidates.append((name != preferred, mismatches, graph))
     if not candidates:
         raise ConfigError("llama.cpp cannot run this design, nor one near it; begin with preset:gqa-tiny")
-    mismatches, graph = min(candidates, key=lambda candidate: len(candidate[0]))
+    _, mismatches, graph = min(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
     reasons = ", ".join(f"{mismatch.path} is {mismatch.actual}" for mismatch in mismatches[:MAX_LISTED])
     changes = " ".join(str(mismatch) for mismatch in mismatches[:MAX_LISTED])
     raise ConfigError(f"llama.cpp cannot run this design: {reasons}; its {graph.name} runs it with {changes}")
@@ -202,12 +206,11 @@ def export_gguf(
     """
     file = Path(file)
     dtype = torch.float32 if q8_0 else _matrix_dtype(model, dtype)
-    match, graph = match_architecture(model.config)
+    imported_config = (model if imported is None else imported.model).imported_config
+    match, graph = match_architecture(model.config, imported_config.get("model_type"))
     check_package()
     tensors = HFTensors(match.family, model)
-    keys = {HASH_KEY: NO_DIGITS} | _model_keys(
-        match.config, model, graph, (model if imported is None else imported.model).imported_config
-    )
+    keys = {HASH_KEY: NO_DIGITS} | _model_keys(match.config, model, graph, imported_config)
     keys |= {"general.name": file.stem, "general.file_type": Q8_0_FILE_TYPE if q8_0 else GGML_TYPES[dtype][1]}
     rows = model.config.vocab_size or 0
     keys |= {"tokenizer.ggml.model": "none"} if tokenizer is None else tokenizer_keys(tokenizer, rows)
