@@ -1,5 +1,6 @@
 """Errors of wrong designs: one sentence with the path, the value and the remedy."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +124,13 @@ def test_deep_nesting_and_huge_sizes_are_refused() -> None:
         load_config(design(layer(None, experts), width=2**20, vocab_size=2**31 - 1))
     with pytest.raises(ConfigError, match=r"^width:.*1048576.*2147483647"):
         load_config(design(layer(None), width=2**31 - 1, vocab_size=2**31 - 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("model.gguf", "heddle import {}/model.gguf"), ("x.safetensors", "heddle import {} ")]
+)
+def test_weights_are_not_a_design(tmp_path: Path, name: str, remedy: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / name)
+    assert remedy.format(tmp_path) in str(caught.value)

@@ -231,7 +231,7 @@ VERBS = {
     },
     "Exchange": {
         "convert": "Convert a trained model to another design.",
-        "import": "Convert a transformers checkpoint.",
+        "import": "Read a transformers folder or a GGUF.",
         "export": "Convert a model for transformers or llama.cpp.",
     },
 }

@@ -1,21 +1,18 @@
 """`heddle runs`: the runs below a folder: how far, how good, how fast, and in what they differ."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from heddle.errors import CheckpointError, ConfigError
-from heddle.progress import format_amount, print_warning, printable, terminal_safe
+from heddle.progress import format_amount, print_status, print_text, print_warning, printable, terminal_safe
 from heddle.settings import Argument, Json, Option, VerbSettings
 
 if TYPE_CHECKING:
     from heddle.lab.runs import RunSummary
-
-import sys
-
-from heddle.progress import print_status, print_text
 
 _ORDERS = ("name", "time", "training", "validation", "tokens", "tokens_per_second")
 MAX_DIFFERENCES = 6  # fields shown for a run; JSON has all
@@ -66,6 +63,7 @@ def runs(settings: RunsSettings) -> None:
         from heddle.lab.pages.runs import write_runs_page
 
         write_runs_page(summaries, [_shown(fields) for fields in varying], settings.plot)
+        print_status(f"page: {settings.plot}")
     if settings.json:
         rows = [asdict(run) | {"differences": fields} for run, fields in zip(summaries, varying, strict=True)]
         print(json.dumps(rows, indent=1))

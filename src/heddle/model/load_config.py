@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # The parsers of YAML and TOML are slow: each limit is read in about a second.
 MAX_FILE_BYTES = {".json": 4 * 2**20, ".toml": 2**16}
+WEIGHT_SUFFIXES = frozenset({".gguf", ".safetensors"})
 MAX_YAML_BYTES = 2**20
 DEFAULTS = {"norm": {"kind": "rms"}, "residual": {"kind": "pre_norm"}}
 
@@ -152,6 +153,9 @@ def _read_file(path: Path) -> Any:
     if what == "does not exist":
         hint = f"; did you mean preset:{path}?" if re.fullmatch(r"[a-z_]+-(tiny|small|medium)", str(path)) else ""
         raise ConfigError(f"{path}: no such design file{hint or '; name a file, preset:NAME or a checkpoint folder'}")
+    if path.suffix in WEIGHT_SUFFIXES:
+        remedy = f"first `heddle import {path if path.suffix == '.gguf' else path.parent} FOLDER`, then name the folder"
+        raise ConfigError(f"{path}: holds weights, not a design; {remedy}")
     try:
         limit = MAX_FILE_BYTES.get(path.suffix, MAX_YAML_BYTES)
         if path.stat().st_size > limit:
