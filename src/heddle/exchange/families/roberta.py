@@ -18,19 +18,19 @@ PADDING_ID = 1  # if the field is absent
 BASE = "RobertaModel"  # without a language head
 
 
-def read_config(config: ConfigReader) -> dict[str, Any]:
+def read_config(config: ConfigReader, base: str = BASE) -> dict[str, Any]:
     """All layers are the same. Raises ConfigError for a padding id that is null, which the class cannot count from."""
     padding_id = config.get_nullable("pad_token_id", PADDING_ID)
     if type(padding_id) is not int or padding_id < 0:
         raise config.invalid("pad_token_id", "should be a whole number from 0 on, since positions are counted from it")
-    return bert.read_encoder(config, BASE, offset=padding_id + 1, transform="gelu")
+    return bert.read_encoder(config, base, offset=padding_id + 1, transform="gelu")
 
 
-def write_config(design: ModelConfig) -> dict[str, Any]:
+def write_config(design: ModelConfig, base: str = BASE) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     position = design.embedding.position
     offset = position.offset if isinstance(position, LearnedConfig) else None
-    return bert.write_encoder(design, BASE) | {"pad_token_id": (offset or 1) - 1}
+    return bert.write_encoder(design, base) | {"pad_token_id": (offset or 1) - 1}
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
