@@ -20,7 +20,7 @@ RUN := .venv/bin/python
 export PYTHON TORCH_INDEX PIP_ARGS HASHES TORCH
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare compare-all ablation test test-browser quick nightly soak clients bench evidence docs package clean core dev
+.PHONY: help compare compare-all ablation test test-browser quick nightly soak clients bench evidence docs package lock clean core dev
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -29,7 +29,7 @@ help: ## list the targets
 	@echo "  WORKERS=4           test processes             PIP_ARGS='...'    options of every pip call"
 	@echo "  DESIGNS='...'       what compare compares      COMPARE_ARGS='...', PYTEST_ARGS='...'"
 	@echo "  TORCH=newest        another version of torch than that of constraints.txt: newest, or 2.14.1"
-	@echo "  HASHES=1            install the files of hashes.txt, checked by SHA-256, into a new .venv (Linux, x86-64)"
+	@echo "  HASHES=1            install the files of hashes.txt, checked by SHA-256, into a new .venv"
 
 compare: core ## train three small designs on the same text and open the report: about 3 minutes on 2 cores
 	@open=; if [ -z "$${CI:-}" ] && [ "$$(uname)" = Darwin -o -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ]; then open=--open; fi; \
@@ -82,6 +82,10 @@ docs: ## build the documentation as a site, offline: build/docs/index.html
 
 package: dev ## build the sdist and the wheel into dist/, offline, and try the wheel from an empty folder
 	@$(RUN) tools/package.py
+
+lock: ## write hashes.txt for the pins of constraints.txt, with uv; a pin that has not changed loses no hash
+	@uv pip compile -q constraints.txt --no-deps --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --no-emit-index-url --custom-compile-command "make lock" -o hashes.txt
 
 clean: ## remove .venv, caches and build outputs, but not runs/
 	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -58,9 +58,6 @@ case $answer in
 *) stop "Python 3.11 or newer is needed and '$python', asked for its version, answered '$answer'; name another as in: make test PYTHON=python3.12." ;;
 esac
 
-if [ -n "${HASHES:-}" ] && [ "$(uname -sm)" != "Linux x86_64" ]; then
-    stop "hashes.txt holds the files for Linux on x86-64, and this is $(uname -sm); leave HASHES out."
-fi
 if [ -n "${HASHES:-}" ] || [ -e "$mark" ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1 || ! same_python; then
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         stop "'$python' cannot make a virtual environment, its venv or ensurepip module is missing; on Debian or Ubuntu: apt-get install python3-venv."
@@ -86,7 +83,7 @@ if [ -n "${TORCH:-}" ]; then
 fi
 echo "heddle: installing torch and heddle ($extra) into .venv; the first time takes minutes"
 if [ -n "${HASHES:-}" ]; then # setuptools first: it builds the packages that have no wheel
-    grep '^setuptools==' hashes.txt >.venv/setuptools.txt
+    sed -n '/^setuptools==/,/[^\\]$/p' hashes.txt >.venv/setuptools.txt
     install setuptools --require-hashes --no-deps -r .venv/setuptools.txt
     install "the files of hashes.txt" --require-hashes --no-deps --no-build-isolation \
         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r hashes.txt

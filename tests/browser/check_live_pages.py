@@ -1,6 +1,7 @@
 """The pages that a server of this machine shows, in a real browser: a run that trains, and a model that answers."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, expect
 
 from heddle.model.size import size
 from heddle.storage.manifest import LogPosition
@@ -16,12 +18,11 @@ from heddle.storage.model import save
 from heddle.storage.run_log import RunLog, read_log
 from heddle.training.smoothed_loss import SmoothedLoss
 from tests.analysis.test_runs import write_run
-from tests.browser.browser import Browser
-from tests.browser.check_pages import browser, check_page
+from tests.browser.browser import PHONE, chromium, errors, open_page
+from tests.browser.check_pages import check_page
 from tests.serving.running import TEMPLATE, small_model
 
-__all__ = ["browser"]  # a fixture
-NOTE = "document.getElementById('live-note').textContent"
+__all__ = ["chromium"]  # a fixture
 
 
 @contextmanager
@@ -41,27 +42,28 @@ def serving(*arguments: str, exit_code: int) -> Iterator[tuple[str, subprocess.P
         process.wait()
 
 
-def test_a_watched_run_is_followed(browser: Browser, tmp_path: Path) -> None:
+def test_a_watched_run_is_followed(chromium: Browser, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [8.0, 4.0, 2.0])
     with serving("watch", str(tmp_path), exit_code=130) as (address, process):
-        check_page(browser, address)
+        check_page(chromium, address)
+        page = open_page(chromium, address)
         cells = "[...document.querySelectorAll('.watched td')].map(cell => cell.textContent.trim())"
-        assert browser.run(cells)[1].startswith("3 of 40")
-        browser.run("document.getElementById('runs').focus()")
+        assert page.evaluate(cells)[1].startswith("3 of 40")
+        page.focus("#runs")
         loss = SmoothedLoss()
         smoothed = [loss.add(line["bits_per_byte"]) for line in read_log(run)]
-        assert browser.run(cells)[3] == f"{smoothed[-1]:.4f}"
+        assert page.evaluate(cells)[3] == f"{smoothed[-1]:.4f}"
         log = RunLog(run)
         log.resume(LogPosition())
         log.write({"step": 1, "tokens": 100, "loss": 5.0, "bits_per_byte": 5.5, "seconds": 1.0})
         log.close()
-        browser.wait_for(f"{cells}[1].startsWith('1 of 40')")
-        assert browser.run("document.activeElement.id") == "runs"
-        assert browser.run("document.querySelectorAll('.plot .trace').length") >= 1
-        assert browser.errors == []
+        expect(page.locator(".watched td").nth(1)).to_have_text(re.compile("^1 of 40"))
+        assert page.evaluate("document.activeElement.id") == "runs"
+        assert page.locator(".plot .trace").count() >= 1
+        assert errors(page) == []
         process.send_signal(signal.SIGINT)
         process.wait(60)
-        browser.wait_for(f"{NOTE}.startsWith('heddle watch has ended')")
+        expect(page.locator("#live-note")).to_have_text(re.compile("^heddle watch has ended"))
 
 
 @pytest.fixture
@@ -97,64 +99,53 @@ def readable(count: int) -> str:
     return f"{count / 1000:.1f} KB" if count >= 1000 else f"{count} bytes"
 
 
-def test_top_k_of_the_page(browser: Browser, models: list[str]) -> None:
+def test_top_k_of_the_page(chromium: Browser, models: list[str]) -> None:
     texts = []
     with serving("chat", models[1], "--page", "--device", "cpu", "--threads", "1", exit_code=0) as (address, _):
-        browser.look(1280, 900)
         for top_k in ("", "1", "1"):
-            browser.open(address)
+            page = open_page(chromium, address)
             fields = {"temperature": "2", "top-p": "1", "top-k": top_k, "max-tokens": "24", "text": "The weaver"}
             for field, value in fields.items():
-                browser.run(f"document.getElementById('{field}').value = '{value}'")
-            browser.run("document.getElementById('send').click()")
-            browser.wait_for("document.querySelector('.status').textContent.includes('a second')")
-            texts.append(browser.run("[...document.querySelectorAll('.token')].map(each => each.textContent).join('')"))
+                page.fill(f"#{field}", value)
+            page.click("#send")
+            expect(page.locator(".status")).to_contain_text("a second")
+            texts.append("".join(page.locator(".token").all_text_contents()))
         assert texts[0] != texts[1] == texts[2]
-        assert browser.errors == []
+        assert errors(page) == []
 
 
-def test_two_models_answer_side_by_side(browser: Browser, models: list[str]) -> None:
+def test_two_models_answer_side_by_side(chromium: Browser, models: list[str]) -> None:
     with serving("chat", *models, "--page", "--device", "cpu", "--threads", "1", exit_code=0) as (address, _):
-        check_page(browser, address)
-        browser.look(1280, 900)
-        browser.open(address)
-        for field, value in (("temperature", "0"), ("max-tokens", "12"), ("mode", "completions")):
-            browser.run(f"$ = document.getElementById('{field}'); $.value = '{value}'; $.onchange?.()")
-        browser.run("document.getElementById('text').focus()")
-        for letter in "The weaver":
-            browser.press(letter, letter)
-        browser.run(WATCH_STATE)
-        browser.run("document.getElementById('send').focus()")
-        browser.press("Enter", "\r")
-        drawn = "document.querySelectorAll('.state > svg').length === 2"
-        browser.wait_for(drawn)
-        answers = browser.run(
-            "[...document.querySelectorAll('.model')].map(model => [...model.querySelectorAll('.token')]"
-            ".map(token => token.textContent).join(''))"
-        )
+        check_page(chromium, address)
+        page = open_page(chromium, address)
+        page.fill("#temperature", "0")
+        page.fill("#max-tokens", "12")
+        page.select_option("#mode", "completions")
+        page.locator("#text").press_sequentially("The weaver")
+        page.evaluate(WATCH_STATE)
+        page.locator("#send").press("Enter")
+        expect(page.locator(".state > svg")).to_have_count(2)
+        answers = ["".join(model.locator(".token").all_text_contents()) for model in page.locator(".model").all()]
         assert answers[0] == answers[1] != ""  # the same weights
-        assert browser.run("document.querySelectorAll('.model .token').length") == 24
-        check_growth(browser.run("window.drawn"))
-        attended = "document.querySelector('.attended').textContent"
-        before = browser.run(attended)
-        assert before.startswith("The weaver") or before.endswith(answers[0][:-1]) or "The weaver" in before
-        browser.run("document.querySelector('.transcript').focus()")
-        browser.press("ArrowLeft")
-        browser.wait_for(f"{attended} !== {before!r}")
-        assert browser.run("document.querySelectorAll('.chosen div').length") >= 5
-        assert browser.run("document.querySelector('.views').scrollWidth") <= 1280
-        assert browser.errors == []
-        browser.run("document.getElementById('undo').click()")
-        assert browser.run("document.querySelectorAll('.token').length") == 0
+        assert page.locator(".model .token").count() == 24
+        check_growth(page.evaluate("window.drawn"))
+        attended = page.locator(".attended").first
+        before = attended.text_content() or ""
+        assert before.endswith(answers[0][:-1]) or "The weaver" in before
+        page.locator(".transcript").first.press("ArrowLeft")
+        expect(attended).not_to_have_text(before)
+        assert page.locator(".chosen div").count() >= 5
+        assert page.evaluate("document.querySelector('.views').scrollWidth") <= 1280
+        assert errors(page) == []
+        page.click("#undo")
+        assert page.locator(".token").count() == 0
 
 
-def test_what_is_refused_is_said_and_typed_text_stays(browser: Browser, models: list[str]) -> None:
+def test_what_is_refused_is_said_and_typed_text_stays(chromium: Browser, models: list[str]) -> None:
     with serving("chat", models[1], "--page", "--device", "cpu", "--threads", "1", exit_code=0) as (address, _):
-        browser.look(390, 900, dark=True)
-        browser.open(address)
-        browser.run("document.getElementById('text').value = 'word '.repeat(9000)")
-        browser.run("document.getElementById('send').click()")
-        browser.wait_for("document.querySelector('.status.failed') !== null")
-        assert "this server reads 1 to" in browser.run("document.querySelector('.status').textContent")
-        assert browser.run("document.getElementById('text').value.length") == 45000
-        assert browser.run("document.documentElement.scrollWidth") <= 390
+        page = open_page(chromium, address, width=PHONE, dark=True)
+        page.fill("#text", "word " * 9000)
+        page.click("#send")
+        expect(page.locator(".status.failed")).to_contain_text("this server reads 1 to")
+        assert len(page.input_value("#text")) == 45000
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -2,12 +2,12 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from playwright.sync_api import Browser, Page
 
 import heddle
 from heddle.cli.main import run_command
@@ -32,15 +32,14 @@ from tests.analysis.comparison.reports import make_report
 from tests.analysis.conversion.conversions import single, sweep
 from tests.analysis.explorer.random_choices import TEXT, random_designs
 from tests.analysis.ladder.test_ladder import command, folder, workers
-from tests.browser.browser import LOCAL, Browser
+from tests.browser.browser import LOCAL, PHONE, chromium, errors, open_page
 from tests.browser.hostile_addresses import MARK, PLACES, VALUES, addresses, at
 from tools.site.build import Site
 
 report_page = plain_report.report_page
 
-__all__ = ["folder", "workers"]  # fixtures
+__all__ = ["chromium", "folder", "workers"]  # fixtures
 CHOICES = 400
-PHONE = 390
 # What markup of others would do if a page let it in: the policy stops each of these.
 INJECT = """(() => {
   const script = document.createElement("script"), button = document.createElement("button");
@@ -65,18 +64,12 @@ QUESTIONS = {
     "decode speed": "docs/compare/reading",
     "fine-tuning": "docs/training/finetune",
 }
-ASK = """((words) => {
+ASK = """(words) => {
   const box = document.getElementById("search");
   box.value = words;
   box.dispatchEvent(new Event("input"));
   return [...document.querySelectorAll("#results a")].slice(0, 3).map((link) => link.getAttribute("href")).join(" ");
-})"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -89,23 +82,22 @@ def explorers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return pages
 
 
-def check_page(browser: Browser, page: Path | str) -> None:
+def check_page(chromium: Browser, address: Path | str) -> None:
     """No script of others, error, or request but for itself; no horizontal scroll on a phone; dark; keyboard."""
-    browser.open(page)
-    assert browser.run(INJECT) is None, f"{page} runs scripts that its policy does not name"
+    page = open_page(chromium, address)
+    assert page.evaluate(INJECT) is None, f"{address} runs scripts that its policy does not name"
     for width, dark in ((1280, False), (PHONE, True)):
-        browser.look(width, 900, dark)
-        browser.open(page)
-        assert browser.errors == []
-        assert [url for url in browser.requests if not url.startswith((*LOCAL, str(page)))] == []
-        assert browser.run("document.documentElement.scrollWidth") <= width, f"{page} scrolls at {width} px"
-        background = browser.run("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").split(",")
+        page = open_page(chromium, address, width=width, dark=dark)
+        assert errors(page) == []
+        assert [each.url for each in page.requests() if not each.url.startswith((*LOCAL, str(address)))] == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{address} scrolls at {width} px"
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").split(",")
         assert (int(background[0]) < 90) == dark
-    browser.press("Tab")
-    assert browser.run("document.activeElement !== document.body || !document.querySelector('a, button, input')")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement !== document.body || !document.querySelector('a, button, input')")
 
 
-def test_reports(browser: Browser, tmp_path: Path) -> None:
+def test_reports(chromium: Browser, tmp_path: Path) -> None:
     model = model_under_test(
         parse_config(ModelConfig, cases.design(cases.layer(cases.attention(heads=4, kv_heads=2, window=3))))
     )
@@ -124,34 +116,31 @@ def test_reports(browser: Browser, tmp_path: Path) -> None:
     for name, text in pages.items():
         file = tmp_path / f"{name}.html"
         file.write_text(text, encoding="utf-8")
-        check_page(browser, file)
+        check_page(chromium, file)
 
 
 @pytest.mark.usefixtures("workers")
-def test_ladder(browser: Browser, folder: Path, tmp_path: Path) -> None:
+def test_ladder(chromium: Browser, folder: Path, tmp_path: Path) -> None:
     assert run_command(command(folder, tmp_path, "--target", "200k")) == 0
-    check_page(browser, tmp_path / "ladder.html")
+    check_page(chromium, tmp_path / "ladder.html")
 
 
-def test_site(browser: Browser, tmp_path: Path) -> None:
+def test_site(chromium: Browser, tmp_path: Path) -> None:
     Site(tmp_path, highlighted=False).build()
-    for page in ("index", "docs/parts/mixers", "api/heddle.model.size", "explorer/index", "docs/start/student"):
-        check_page(browser, tmp_path / f"{page}.html")
-    browser.look(1280, 900)
-    browser.open(tmp_path / "index.html")
-    browser.run("document.getElementById('search').focus()")
-    for letter in "retention":
-        browser.press(letter, letter)
-    browser.wait_for("document.getElementById('results').textContent.includes('retention')")
+    for name in ("index", "docs/parts/mixers", "api/heddle.model.size", "explorer/index", "docs/start/student"):
+        check_page(chromium, tmp_path / f"{name}.html")
+    page = open_page(chromium, tmp_path / "index.html")
+    page.locator("#search").press_sequentially("retention")
+    page.locator("#results", has_text="retention").wait_for()
     for asked, answer in QUESTIONS.items():
-        links = browser.run(f"{ASK}({json.dumps(asked)})")
+        links = page.evaluate(ASK, asked)
         assert answer in links, (asked, links)
-    assert browser.errors == []
+    assert errors(page) == []
 
 
 @pytest.mark.parametrize("slot", [*SLOTS, "design"])
-def test_explorer_pages(browser: Browser, explorers: dict[str, Path], slot: str) -> None:
-    check_page(browser, explorers[slot])
+def test_explorer_pages(chromium: Browser, explorers: dict[str, Path], slot: str) -> None:
+    check_page(chromium, explorers[slot])
 
 
 def in_page(design: dict[str, Any]) -> dict[str, Any]:
@@ -160,11 +149,11 @@ def in_page(design: dict[str, Any]) -> dict[str, Any]:
     return {**design, "layers": layers, "tokens": TEXT, "bytes": 4}
 
 
-def test_random_choices_have_the_sizes_of_built_models(browser: Browser, explorers: dict[str, Path]) -> None:
-    browser.open(explorers["design"])
+def test_random_choices_have_the_sizes_of_built_models(chromium: Browser, explorers: dict[str, Path]) -> None:
+    page = open_page(chromium, explorers["design"])
     designs = list(random_designs(CHOICES, seed=1))
-    argument = json.dumps([in_page(design) for design in designs])
-    answers = browser.run(f"{argument}.map(design => refusals(design).length ? null : summary(design))")
+    sizes = "designs => designs.map(design => refusals(design).length ? null : summary(design))"
+    answers = page.evaluate(sizes, [in_page(design) for design in designs])
     built = 0
     for design, answer in zip(designs, answers, strict=True):
         assert answer == measured(design), design
@@ -186,49 +175,47 @@ def measured(design: dict[str, Any]) -> dict[str, int] | None:
     }
 
 
-def test_a_choice_changes_what_it_must(browser: Browser, explorers: dict[str, Path]) -> None:
-    browser.look(1280, 900)
-    browser.open(explorers["mixers"])
-    before = browser.run("[$('numbers').textContent, $('yaml').textContent, $('pictures').innerHTML, location.hash]")
-    browser.run("$('kind-latent_attention').focus()")
-    browser.press("Enter", "\r")
-    after = browser.run("[$('numbers').textContent, $('yaml').textContent, $('pictures').innerHTML, location.hash]")
-    assert browser.run("$('kind-name').textContent") == "latent_attention"
-    assert browser.run("document.activeElement.id") == "kind-latent_attention"
+def test_a_choice_changes_what_it_must(chromium: Browser, explorers: dict[str, Path]) -> None:
+    page = open_page(chromium, explorers["mixers"])
+    before = page.evaluate("[$('numbers').textContent, $('yaml').textContent, $('pictures').innerHTML, location.hash]")
+    page.evaluate("$('kind-latent_attention').focus()")
+    page.keyboard.press("Enter")
+    after = page.evaluate("[$('numbers').textContent, $('yaml').textContent, $('pictures').innerHTML, location.hash]")
+    assert page.evaluate("$('kind-name').textContent") == "latent_attention"
+    assert page.evaluate("document.activeElement.id") == "kind-latent_attention"
     assert all(first != second for first, second in zip(before, after, strict=True))
-    browser.open(explorers["mixers"], after[3])
-    assert browser.run("$('yaml').textContent") == after[1]
-    browser.run("$('field.kv_rank').value = 999; $('field.kv_rank').dispatchEvent(new Event('input', {bubbles: true}))")
-    assert "999 is larger than width = 512" in browser.run("$('refusals').textContent")
-    assert browser.errors == []
+    page = open_page(chromium, explorers["mixers"], after[3])
+    assert page.evaluate("$('yaml').textContent") == after[1]
+    page.fill("[id='field.kv_rank']", "999")
+    assert "999 is larger than width = 512" in page.evaluate("$('refusals').textContent")
+    assert errors(page) == []
 
 
-def test_every_formula_is_whole_on_a_phone(browser: Browser, explorers: dict[str, Path]) -> None:
-    browser.look(PHONE, 900)
-    browser.open(explorers["design"])
-    cut = browser.run("""Object.values(DATA.about).flatMap(kinds => Object.entries(kinds).filter(([, about]) => {
+def test_every_formula_is_whole_on_a_phone(chromium: Browser, explorers: dict[str, Path]) -> None:
+    page = open_page(chromium, explorers["design"], width=PHONE)
+    cut = page.evaluate("""Object.values(DATA.about).flatMap(kinds => Object.entries(kinds).filter(([, about]) => {
       $("about").innerHTML = about;
       fitFormulas();
       return [...document.querySelectorAll("#about .formula")].some(each => each.scrollWidth > each.clientWidth + 1);
     }).map(([kind]) => kind))""")
     assert cut == []
-    assert browser.errors == []
+    assert errors(page) == []
 
 
-def test_published_models_stand_with_their_family(browser: Browser, explorers: dict[str, Path]) -> None:
-    browser.open(explorers["design"])
+def test_published_models_stand_with_their_family(chromium: Browser, explorers: dict[str, Path]) -> None:
+    page = open_page(chromium, explorers["design"])
     shown = """[...document.querySelectorAll("#design-model optgroup")].map(group =>
       [group.label, [...group.children].map(each => each.textContent)])"""
     families: dict[str, list[str]] = {}
     for model in published_designs():
         families.setdefault(model["family"], []).append(model["name"])
-    assert {family: sorted(names) for family, names in browser.run(shown)} == {
+    assert {family: sorted(names) for family, names in page.evaluate(shown)} == {
         family: sorted(names) for family, names in families.items()
     }
 
 
-def test_every_published_model_opens_after_any_layer_of_another(browser: Browser, explorers: dict[str, Path]) -> None:
-    browser.open(explorers["design"])
+def test_every_published_model_opens_after_any_layer_of_another(chromium: Browser, explorers: dict[str, Path]) -> None:
+    page = open_page(chromium, explorers["design"])
     choose = """const list = document.getElementById("design-model");
       list.value = String(index);
       list.dispatchEvent(new Event("input", {bubbles: true}));
@@ -236,15 +223,15 @@ def test_every_published_model_opens_after_any_layer_of_another(browser: Browser
     walk = """state.layer = layer;
       const drawn = DATA.pages.map(slot => { state.slot = slot; render(); return $("pictures").innerHTML; });
       return drawn.join().includes("NaN");"""
-    count = browser.run("history.replaceState = () => {}; state.design.tokens = 4096; DATA.models.length")
+    count = page.evaluate("history.replaceState = () => {}; state.design.tokens = 4096; DATA.models.length")
     opened = []
     for index in range(count):
-        name, refused, layers = browser.run(f"(index => {{ {choose} }})({index})")
-        broken = [browser.run(f"(layer => {{ {walk} }})({layer})") for layer in range(layers)]
+        name, refused, layers = page.evaluate(f"(index => {{ {choose} }})({index})")
+        broken = [page.evaluate(f"(layer => {{ {walk} }})({layer})") for layer in range(layers)]
         opened.append((name, any(broken), refused))
     assert len(opened) == len(published_designs())
     assert [name for name, is_broken, refused in opened if is_broken or refused] == []
-    assert browser.errors == []
+    assert errors(page) == []
 
 
 # The page lives: it shows a known kind, and numbers or the reason why there are none. Nothing of others stands in it.
@@ -256,26 +243,26 @@ LIVES = f"""(() => {{
 }})()"""
 
 
-def test_a_hostile_address_runs_nothing(browser: Browser, explorers: dict[str, Path]) -> None:
+def test_a_hostile_address_runs_nothing(chromium: Browser, explorers: dict[str, Path]) -> None:
     for name, address in addresses():
-        browser.open(explorers["design"], f"#{address}")
-        assert browser.run(LIVES), name
-        browser.run("document.getElementById('again').click()")
-        assert browser.run("$('kind-name').textContent === chosen().kind && !$('refusals').textContent"), name
-        assert browser.errors == [], name
+        page = open_page(chromium, explorers["design"], f"#{address}")
+        assert page.evaluate(LIVES), name
+        page.evaluate("document.getElementById('again').click()")
+        assert page.evaluate("$('kind-name').textContent === chosen().kind && !$('refusals').textContent"), name
+        assert errors(page) == [], name
 
 
-def test_a_damaged_address_opens_the_first_choice(browser: Browser, explorers: dict[str, Path]) -> None:
-    browser.open(explorers["design"])
-    first = browser.run("$('yaml').textContent")
+def test_a_damaged_address_opens_the_first_choice(chromium: Browser, explorers: dict[str, Path]) -> None:
+    page = open_page(chromium, explorers["design"])
+    first = page.evaluate("$('yaml').textContent")
     for address in ("#%7B", "#not%20data", "#%7B%22design%22%3A%7B%22layers%22%3A%5B%5D%7D%7D"):
-        browser.open(explorers["design"], address)
-        assert browser.run("$('yaml').textContent") == first
-        assert browser.errors == []
+        page = open_page(chromium, explorers["design"], address)
+        assert page.evaluate("$('yaml').textContent") == first
+        assert errors(page) == []
 
 
-@pytest.mark.parametrize("page", ["design", "scalings"])
-def test_a_wrong_value_is_ignored_in_every_place(browser: Browser, explorers: dict[str, Path], page: str) -> None:
+@pytest.mark.parametrize("explorer", ["design", "scalings"])
+def test_a_wrong_value_is_ignored_in_every_place(chromium: Browser, explorers: dict[str, Path], explorer: str) -> None:
     """What remains is a right choice: it opens as itself, and holds nothing of the value."""
     check = f"""text => {{
       state = stateFrom(encodeURIComponent(text));
@@ -283,17 +270,17 @@ def test_a_wrong_value_is_ignored_in_every_place(browser: Browser, explorers: di
       const left = JSON.stringify(state);
       return [left, {LIVES}, JSON.stringify(stateFrom(encodeURIComponent(left))) === left];
     }}"""
-    browser.open(explorers[page])
-    browser.run("history.replaceState = () => {}; 0")
+    page = open_page(chromium, explorers[explorer])
+    page.evaluate("history.replaceState = () => {}; 0")
     for place in PLACES:
         texts = [at(place, value) for value in VALUES.values()]
         for (name, value), (left, lives, is_right) in zip(
-            VALUES.items(), browser.run(f"{json.dumps(texts)}.map({check})"), strict=True
+            VALUES.items(), page.evaluate(f"texts => texts.map({check})", texts), strict=True
         ):
             assert lives, (place, name)
             assert is_right, (place, name)
             assert not holds(json.loads(left), value), (place, name)
-    assert browser.errors == []
+    assert errors(page) == []
 
 
 def holds(data: Any, value: Any) -> bool:
@@ -302,33 +289,33 @@ def holds(data: Any, value: Any) -> bool:
     return (type(data) is type(value) and data == value) or any(holds(each, value) for each in inner)
 
 
-def test_the_address_of_a_right_choice_opens_it(browser: Browser, explorers: dict[str, Path]) -> None:
-    browser.open(explorers["design"])
+def test_the_address_of_a_right_choice_opens_it(chromium: Browser, explorers: dict[str, Path]) -> None:
+    page = open_page(chromium, explorers["design"])
     opens = """(design => { state = {slot: "mixers", layer: 0, design, pinned: design}; const before = copy(state);
       const after = stateFrom(encodeURIComponent(JSON.stringify(state)));
       const same = each => yaml(designData(each.design)) + yaml(designData(each.pinned)) + each.slot + each.layer;
       return same(before) === same(after) && before.design.tokens === after.design.tokens; })"""
-    models = browser.run(f"DATA.models.map(model => ({{tokens: 512, bytes: 4, ...model.design}})).map({opens})")
+    models = page.evaluate(f"DATA.models.map(model => ({{tokens: 512, bytes: 4, ...model.design}})).map({opens})")
     assert models == [True] * len(published_designs())
     designs = [in_page(design) for design in random_designs(CHOICES, seed=5)]
-    assert browser.run(f"{json.dumps(designs)}.map({opens})") == [True] * CHOICES
-    index = browser.run("DATA.models.findIndex(model => model.design.layers.length === 3)")
+    assert page.evaluate(f"designs => designs.map({opens})", designs) == [True] * CHOICES
+    index = page.evaluate("DATA.models.findIndex(model => model.design.layers.length === 3)")
     shown = "[$('yaml').textContent, $('numbers').textContent, $('kind-name').textContent, $('curves').innerHTML]"
     choice = "state.slot = 'feedforwards'; state.layer = 2; state.pinned = copy(DATA.models[0].design)"
-    browser.run(f"setModel({index}); {choice}; state.pinned.tokens = 512; state.pinned.bytes = 2; render()")
-    before, address = browser.run(shown), browser.run("location.hash")
-    browser.open(explorers["design"], address)
-    assert browser.run(shown) == before
-    assert browser.run("state.layer") == 2
-    assert browser.errors == []
+    page.evaluate(f"setModel({index}); {choice}; state.pinned.tokens = 512; state.pinned.bytes = 2; render()")
+    before, address = page.evaluate(shown), page.evaluate("location.hash")
+    page = open_page(chromium, explorers["design"], address)
+    assert page.evaluate(shown) == before
+    assert page.evaluate("state.layer") == 2
+    assert errors(page) == []
 
 
-def test_the_yaml_builds_the_shown_design(browser: Browser, explorers: dict[str, Path], tmp_path: Path) -> None:
-    browser.open(explorers["design"])
+def test_the_yaml_builds_the_shown_design(chromium: Browser, explorers: dict[str, Path], tmp_path: Path) -> None:
+    page = open_page(chromium, explorers["design"])
     for design in [each for each in random_designs(40, seed=2) if builds(each)][:6]:
-        browser.run(f"state.design = {json.dumps(in_page(design))}; state.layer = 0; render()")
+        page.evaluate("design => { state.design = design; state.layer = 0; render(); }", in_page(design))
         file = tmp_path / "design.yaml"
-        file.write_text(browser.run("$('yaml').textContent"), encoding="utf-8")
+        file.write_text(page.evaluate("$('yaml').textContent"), encoding="utf-8")
         assert heddle.load_config(str(file)).resolved() == heddle.load_config(design).resolved()
 
 
@@ -341,31 +328,30 @@ def builds(design: dict[str, Any]) -> bool:
     return True
 
 
-def test_pictures_are_drawn_from_the_numbers_of_heddle(browser: Browser, explorers: dict[str, Path]) -> None:
-    browser.open(explorers["design"])
+def test_pictures_are_drawn_from_the_numbers_of_heddle(chromium: Browser, explorers: dict[str, Path]) -> None:
+    page = open_page(chromium, explorers["design"])
     tokens = torch.arange(16)[None]
     for causal, window in ((True, None), (True, 1), (True, 5), (False, None), (False, 3)):
         mask = AttentionMask(tokens, tokens, causal=causal, window=window).materialize()[0].tolist()
-        part = json.dumps({"kind": "attention", "causal": causal} | ({} if window is None else {"window": window}))
-        drawn = browser.run(
-            f"Array.from({{length: 16}}, (_, i) => Array.from({{length: 16}}, (_, j) => visible({part}, i, j)))"
-        )
+        part = {"kind": "attention", "causal": causal} | ({} if window is None else {"window": window})
+        rows = "Array.from({length: 16}, (_, i) => Array.from({length: 16}, (_, j) => visible(part, i, j)))"
+        drawn = page.evaluate(f"part => {rows}", part)
         assert drawn == mask
     draw = random.Random(3)
     for dims in (8, 64):
         base = draw.choice((10000.0, 500000.0))
-        assert browser.run(f"pairFrequencies({dims}, {base})") == pytest.approx(inverse_frequencies(dims, base))
+        assert page.evaluate(f"pairFrequencies({dims}, {base})") == pytest.approx(inverse_frequencies(dims, base))
     slopes = AlibiConfig().build(12, True).slopes
-    assert browser.run("Array.from({length: 12}, (_, h) => alibiSlope(h, 12))") == pytest.approx(list(slopes))
+    assert page.evaluate("Array.from({length: 12}, (_, h) => alibiSlope(h, 12))") == pytest.approx(list(slopes))
     for buckets, most in ((32, 128), (8, 20), (5, 9)):
         expected = buckets_by_offset(buckets, most, True)[most:]
-        assert browser.run(f"Array.from({{length: {most + 1}}}, (_, d) => bucketOf(d, {buckets}, {most}))") == list(
+        assert page.evaluate(f"Array.from({{length: {most + 1}}}, (_, d) => bucketOf(d, {buckets}, {most}))") == list(
             expected
         )
     table = sinusoidal_embedding(torch.arange(8)[None], 12, torch.float64)[0]
-    drawn = browser.run("Array.from({length: 8}, (_, p) => Array.from({length: 12}, (_, d) => sinusoid(p, d, 12)))")
+    drawn = page.evaluate("Array.from({length: 8}, (_, p) => Array.from({length: 12}, (_, d) => sinusoid(p, d, 12)))")
     assert torch.allclose(torch.tensor(drawn, dtype=torch.float64), table)
-    check_norms(browser)
+    check_norms(page)
 
 
 SCALINGS: list[dict[str, Any]] = [
@@ -380,47 +366,45 @@ SCALINGS: list[dict[str, Any]] = [
 ]
 
 
-def test_scalings_are_drawn_from_the_frequencies_of_heddle(browser: Browser, explorers: dict[str, Path]) -> None:
-    browser.open(explorers["scalings"])
+def test_scalings_are_drawn_from_the_frequencies_of_heddle(chromium: Browser, explorers: dict[str, Path]) -> None:
+    page = open_page(chromium, explorers["scalings"])
     assert {each["kind"] for each in SCALINGS} == set(kinds("scalings"))
     for scaling in SCALINGS:
         part = parse_config(kind_class("scalings", scaling["kind"]), {k: v for k, v in scaling.items() if k != "kind"})
         for tokens in (1024, 5000):
             expected = part.scale_frequencies(32, 10000.0, tokens, torch.float64).inv_freq  # type: ignore[attr-defined]
-            drawn = browser.run(f"scaledFrequencies({json.dumps(scaling)}, 32, 10000, {tokens})")
+            drawn = page.evaluate(f"scaling => scaledFrequencies(scaling, 32, 10000, {tokens})", scaling)
             assert drawn == pytest.approx(expected, rel=1e-12), scaling
 
 
 def test_a_chosen_scaling_is_the_design_that_is_built(
-    browser: Browser, explorers: dict[str, Path], tmp_path: Path
+    chromium: Browser, explorers: dict[str, Path], tmp_path: Path
 ) -> None:
-    browser.look(1280, 900)
-    browser.open(explorers["design"])
-    browser.run("document.getElementById('tab-scalings').click(); state.design.tokens = 32768; render()")
+    page = open_page(chromium, explorers["design"])
+    page.evaluate("document.getElementById('tab-scalings').click(); state.design.tokens = 32768; render()")
     seen = set()
     for kind in kinds("scalings"):
-        browser.run(f"document.getElementById('kind-{kind}').click()")
-        assert browser.run("$('refusals').textContent") == ""
+        page.evaluate(f"document.getElementById('kind-{kind}').click()")
+        assert page.evaluate("$('refusals').textContent") == ""
         file = tmp_path / "design.yaml"
-        file.write_text(browser.run("$('yaml').textContent"), encoding="utf-8")
+        file.write_text(page.evaluate("$('yaml').textContent"), encoding="utf-8")
         mixer = heddle.load_config(str(file)).dump()["layers"][0]["mixer"]
         assert mixer["position"]["scaling"]["kind"] == kind
-        seen.add(browser.run("$('pictures').innerHTML"))
+        seen.add(page.evaluate("$('pictures').innerHTML"))
     assert len(seen) == len(kinds("scalings"))
-    wrong = {"beta_fast": 0.5, "attention_factor": -1}
-    browser.run("document.getElementById('kind-yarn').click()")
+    wrong = {"beta_fast": "0.5", "attention_factor": "-1"}
+    page.evaluate("document.getElementById('kind-yarn').click()")
     for field, value in wrong.items():
-        event = "dispatchEvent(new Event('input', {bubbles: true}))"
-        browser.run(f"$('field.{field}').value = {value}; $('field.{field}').{event}")
-        assert f"scaling.{field}" in browser.run("$('refusals').textContent")
-    assert browser.errors == []
+        page.fill(f"[id='field.{field}']", value)
+        assert f"scaling.{field}" in page.evaluate("$('refusals').textContent")
+    assert errors(page) == []
 
 
-def check_norms(browser: Browser) -> None:
+def check_norms(page: Page) -> None:
     """The vector that the picture shows is that of the part itself."""
     x = torch.linspace(-1, 2, 14, dtype=torch.float64)
     for kind in ("rms", "layer"):
         norm = kind_class("norms", kind)().build(14).double()  # type: ignore[attr-defined]
         norm.init_weights(0.0, lambda name: None)
-        drawn = browser.run(f"normedValues({{kind: '{kind}'}}, {x.tolist()})")
+        drawn = page.evaluate(f"normedValues({{kind: '{kind}'}}, {x.tolist()})")
         assert torch.allclose(torch.tensor(drawn, dtype=torch.float64), norm(x)), kind
