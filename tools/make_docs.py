@@ -130,7 +130,7 @@ def pages() -> dict[Path, str]:
         blocks = [block for kind in own_kinds(slot) for block in kind_blocks(slot, kind)]
         contents_of[folder / f"{slot}.md"] = joined(f"# {slot.capitalize()}", WRITTEN, prose(slot_doc(slot)), *blocks)
     contents_of[ROOT / "docs/huggingface/families.md"] = family_facts.page(WRITTEN)
-    plan = ROOT / "docs/plan.md"
+    plan = ROOT / "docs/plan/accuracy.md"
     text = plan.read_text(encoding="utf-8")
     for name, (header, rows) in validation.tables().items():
         text = between(text, name, table(header, rows))

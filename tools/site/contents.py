@@ -31,6 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/ladder/tokens.md", "docs/ladder/measured.md", "docs/inspect.md",
         "docs/gpu.md", "docs/gpu/hazards.md", "docs/gpu/budgets.md",
         "docs/ranks.md", "docs/cluster.md", "docs/plan.md",
+        "docs/plan/accuracy.md",
     ),
     "Convert": (
         "docs/convert.md", "docs/convert/healing.md", "docs/convert/measured.md", "docs/add-a-rewrite.md",
