@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/huggingface/serving.md", "docs/huggingface/compile.md", "docs/huggingface/published.md",
     ),
     "Serve": (
-        "docs/serve.md", "docs/serve/requests.md", "docs/serve/limits.md",
+        "docs/generation.md", "docs/serve.md", "docs/serve/requests.md", "docs/serve/limits.md",
         "docs/deploy/README.md", "docs/deploy/transformers.md", "docs/deploy/llama-cpp.md", "docs/deploy/ollama.md",
         "docs/deploy/vllm.md", "docs/deploy/transcript.md",
     ),
