@@ -18,6 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/parts/README.md", "docs/parts/mixers.md", "docs/parts/positions.md", "docs/parts/scalings.md",
         "docs/parts/norms.md", "docs/parts/feedforwards.md", "docs/parts/residuals.md", "docs/parts/model.md",
         "docs/parts/kernels.md", "docs/explore.md", "docs/add-a-part.md", "docs/states-and-layouts.md",
+        "docs/layouts.md", "docs/encoders.md",
     ),
     "Train and compare": (
         "docs/training.md", "docs/training/data.md", "docs/training/settings.md", "docs/training/learning-rates.md",
