@@ -38,7 +38,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/convert.md", "docs/convert/healing.md", "docs/convert/measured.md", "docs/add-a-rewrite.md",
     ),
     "Hugging Face": (
-        "docs/huggingface/README.md", "docs/huggingface/loading.md", "docs/huggingface/families.md",
+        "docs/huggingface/README.md", "docs/huggingface/loading.md", "docs/huggingface/quantized.md",
+        "docs/huggingface/encoders.md", "docs/huggingface/families.md",
         "docs/huggingface/generation.md", "docs/huggingface/training.md", "docs/huggingface/peft.md",
         "docs/huggingface/serving.md", "docs/huggingface/compile.md", "docs/huggingface/published.md",
     ),
