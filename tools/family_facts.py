@@ -8,25 +8,26 @@ from heddle.exchange.family_match import HEDDLE
 from tests.exchange.cases import CASES
 from tools.markdown import joined, prose, table
 
-INTRO = """A family is a `model_type` of transformers: one file in `src/heddle/exchange/families`, which maps config fields and tensor
-names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as close to the float32 logits as
-transformers' own."""
+INTRO = """A family is a `model_type` of transformers: one file in `src/heddle/exchange/families`, which maps config
+fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as
+close to the float32 logits as transformers' own."""
 HEADS = ("family", "class", "bit for bit")
-MEANING = """The tests check every variant, with models that transformers creates with random weights and uneven shapes, and saves in
-shards:
+MEANING = """The tests check every variant, with models that transformers creates with random weights and uneven
+shapes, and saves in shards:
 
-- Logits: a batch of different lengths padded on the left, and a single row, longer than windows and original lengths. In bfloat16
-  the median error is at most 1.25 times transformers'. *Bit for bit*: the logits of the batch are equal.
-- Greedy text: 64 tokens are equal, with heddle's state and transformers' cache. Masked language models write no text; their logits are
-  within 1e-10 in float64 (ModernBERT's rotations, which transformers computes in float32, in float64 too).
-- Files: `export` writes the names, dtypes and bytes that were read; transformers reads the same class and config, and computes the
-  same bits. New weights are exported and read again without a changed bit.
-- Fields: each number and boolean of each config is changed, one at a time, to a value that both sides accept. Both must
-  then compute the same logits, and the logits must change, unless only training reads the field.
+- Logits: a batch of different lengths padded on the left, and a single row, longer than windows and original lengths.
+  In bfloat16 the median error is at most 1.25 times transformers'. *Bit for bit*: the logits of the batch are equal.
+- Greedy text: 64 tokens are equal, with heddle's state and transformers' cache. Masked language models write no text;
+  their logits are within 1e-10 in float64 (ModernBERT's rotations, which transformers computes in float32, in float64
+  too).
+- Files: `export` writes the names, dtypes and bytes that were read; transformers reads the same class and config, and
+  computes the same bits. New weights are exported and read again without a changed bit.
+- Fields: each number and boolean of each config is changed, one at a time, to a value that both sides accept. Both
+  must then compute the same logits, and the logits must change, unless only training reads the field.
 
-Unknown fields are refused by name. Fields that are off or null, defaults and old spellings are read, and so are fields that change
-nothing that the model computes, which an import names. Code that `auto_map` names is never run. [published.md](published.md)
-lists published models."""
+Unknown fields are refused by name. Fields that are off or null, defaults and old spellings are read, and so are
+fields that change nothing that the model computes, which an import names. Code that `auto_map` names is never run.
+[published.md](published.md) lists published models."""
 
 
 def page(written: str) -> str:
