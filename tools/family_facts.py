@@ -12,8 +12,8 @@ INTRO = """A family is a `model_type` of transformers: one file in `src/heddle/e
 fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as
 close to the float32 logits as transformers' own."""
 HEADS = ("family", "class", "bit for bit")
-MEANING = """The tests check every family in several variants (`tests/exchange/cases.py`), with models that transformers creates with random weights and uneven
-shapes, and saves in shards:
+MEANING = """The tests check several variants of every family (`tests/exchange/cases.py`), with models that transformers
+creates with random weights and uneven shapes, and saves in shards:
 
 - Logits: a batch of different lengths padded on the left, and a single row, longer than windows and original lengths.
   In bfloat16 the median error is at most 1.25 times transformers'. *Bit for bit*: the logits of the batch are equal.

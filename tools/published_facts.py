@@ -13,8 +13,8 @@ downloaded. `tests/exchange/test_published.py` compares each design with transfo
 number of parameters with the published total: exactly, or to the last digit of a rounded one such as 671B. *Hub* is the
 hub's count in the headers of the weights, from the list HUB. The files, with all
 their fields, are in `tests/exchange/published`, as seen in the public repository of the last column; where a model's
-own file was not seen, the row says what stands for it, and no total is compared. *Saved again* means a file that another
-version of transformers wrote."""
+own file was not seen, the row says what stands for it, and no total is compared. *Saved again* means a file that
+another version of transformers wrote."""
 HUB = "r-pedro17/llmatch: `data/hf_models.json`, the hub's counts"
 READ = ("model", "family", "parameters", "compared with", "seen in")
 REFUSED_INTRO = """## Refused
