@@ -175,7 +175,7 @@ def option_blocks() -> Iterator[str]:
         yield f"## {group}"
         for words in (words for words in verbs if words.split()[0] in names):
             own = [row for row in rows[words] if row not in shared]
-            others = [row[0].strip("`").split()[0] for row in rows[words] if row in shared]
+            others = [row[0].strip("`").split(", ")[-1].split()[0] for row in rows[words] if row in shared]
             also = f"And {', '.join(f'`{name}`' for name in others)}, as above." if others else ""
             listed = table(("option", "what it does"), own) if own else ""
             yield joined(f"### heddle {words}", prose(verbs[words].help), listed, also).strip()
@@ -337,9 +337,12 @@ def kernels_intro() -> str:
 
 def kernel_blocks() -> Iterator[str]:
     """Each operation: what it computes, its kernels, and the calls that they reject."""
+    described: dict[str | None, str] = {}
     for name, operation in OPERATIONS.items():
         yield f"## {name}"
-        yield prose(sys.modules[operation.kernels[-1].run.__module__].__doc__)
+        text = sys.modules[operation.kernels[-1].run.__module__].__doc__
+        yield f"Described under [{described[text]}](#{described[text]})." if text in described else prose(text)
+        described.setdefault(text, name)
         yield f"Kernels: {', '.join(f'`{kernel.name}`' for kernel in operation.kernels)}."
         rejecting: dict[str, list[str]] = {}
         for kernel in operation.kernels:
