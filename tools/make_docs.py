@@ -72,6 +72,7 @@ NUMBERS = {
     bool: "true or false",
 }
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+SHARED_BY = 3  # an option that as many verbs have stands once
 MAX_CASES = 12  # a kind with more cases lists only those named after it
 REFUSED_PAIRS = ROOT / "tests/goldens/refused_pairs.txt"
 WRITTEN = "<!-- Written by tools/make_docs.py from the code. Change the code, then run it again. -->"
@@ -98,7 +99,7 @@ OPTIONS = f"""# Options
 
 {WRITTEN}
 
-Every verb with its arguments and options, as `heddle VERB --help-all` prints them; `--help` shows the most used ones.
+Every verb with its arguments and options. `heddle VERB --help-all` prints them all, `--help` the most used ones.
 In Python, in a file of options (`--config FILE`) and in the record of a run, an option has the same name with `_`
 for `-`: `heddle.train("preset:gqa-tiny", batch_size=4)`, `batch_size: 4`. A default stands in brackets.
 """
@@ -130,7 +131,7 @@ def pages() -> dict[Path, str]:
         blocks = [block for kind in own_kinds(slot) for block in kind_blocks(slot, kind)]
         contents_of[folder / f"{slot}.md"] = joined(f"# {slot.capitalize()}", WRITTEN, prose(slot_doc(slot)), *blocks)
     contents_of[ROOT / "docs/huggingface/families.md"] = family_facts.page(WRITTEN)
-    plan = ROOT / "docs/plan.md"
+    plan = ROOT / "docs/plan/accuracy.md"
     text = plan.read_text(encoding="utf-8")
     for name, (header, rows) in validation.tables().items():
         text = between(text, name, table(header, rows))
@@ -156,22 +157,38 @@ def between(text: str, name: str, table: str) -> str:
 
 
 def option_blocks() -> Iterator[str]:
-    """Each verb, its arguments and its options."""
+    """The options that several verbs share, then each verb, its arguments and its own options."""
     context = click.Context(app, info_name="heddle")
-    for group, verbs in VERBS.items():
+    verbs = {
+        words: command
+        for group in VERBS.values()
+        for verb in group
+        for words in (verb, *(f"{verb} {word}" for word in SUBCOMMANDS.get(verb, {})))
+        if isinstance(command := app.get_command(context, words.split()[-1]), VerbCommand)
+    }
+    rows = {words: _option_rows(command) for words, command in verbs.items()}
+    counts = Counter(row for of_verb in rows.values() for row in of_verb)
+    shared = [row for row, count in counts.items() if count >= SHARED_BY and _forms(row[0], counts) == 1]
+    yield "## Options of several verbs"
+    yield table(("option", "what it does"), shared)
+    for group, names in VERBS.items():
         yield f"## {group}"
-        for verb in verbs:
-            for words in (verb, *(f"{verb} {word}" for word in SUBCOMMANDS.get(verb, {}))):
-                command = app.get_command(context, words.split()[-1])
-                assert isinstance(command, VerbCommand)
-                rows = [
-                    (f"`{setting.usage}`", setting.help)
-                    for setting in settings_of(command.settings).values()
-                    if not setting.option.hidden
-                ]
-                yield joined(
-                    f"### heddle {words}", prose(command.help), table(("option", "what it does"), rows)
-                ).strip()
+        for words in (words for words in verbs if words.split()[0] in names):
+            own = [row for row in rows[words] if row not in shared]
+            others = [row[0].strip("`").split(", ")[-1].split()[0] for row in rows[words] if row in shared]
+            also = f"And {', '.join(f'`{name}`' for name in others)}, as above." if others else ""
+            listed = table(("option", "what it does"), own) if own else ""
+            yield joined(f"### heddle {words}", prose(verbs[words].help), listed, also).strip()
+
+
+def _forms(usage: str, counts: Counter[tuple[str, str]]) -> int:
+    """With how many texts several verbs have an option of this usage."""
+    return sum(row[0] == usage and count >= SHARED_BY for row, count in counts.items())
+
+
+def _option_rows(command: VerbCommand) -> list[tuple[str, str]]:
+    settings = settings_of(command.settings).values()
+    return [(f"`{setting.usage}`", setting.help) for setting in settings if not setting.option.hidden]
 
 
 def laws_table() -> str:
@@ -319,12 +336,25 @@ def kernels_intro() -> str:
 
 
 def kernel_blocks() -> Iterator[str]:
-    """Each operation: what it computes, its kernels, and why they reject a call."""
+    """Each operation: what it computes, its kernels, and the calls that they reject."""
+    described: dict[str | None, str] = {}
     for name, operation in OPERATIONS.items():
         yield f"## {name}"
-        yield prose(sys.modules[operation.kernels[-1].run.__module__].__doc__)
-        rows = [(f"`{kernel.name}`", "; ".join(reasons(kernel.unsupported)) or "never") for kernel in operation.kernels]
-        yield table(("kernel", "rejected because"), rows)
+        text = sys.modules[operation.kernels[-1].run.__module__].__doc__
+        yield f"Described under [{described[text]}](#{described[text]})." if text in described else prose(text)
+        described.setdefault(text, name)
+        yield f"Kernels: {', '.join(f'`{kernel.name}`' for kernel in operation.kernels)}."
+        rejecting: dict[str, list[str]] = {}
+        for kernel in operation.kernels:
+            for reason in reasons(kernel.unsupported):
+                rejecting.setdefault(reason, []).append(f"`{kernel.name}`")
+        fast = len(operation.kernels) - 1
+        rows = [
+            (reason, ", ".join(who) if len(who) < max(fast, 2) else "all but the reference")
+            for reason, who in rejecting.items()
+        ]
+        if rows:
+            yield table(("a call is rejected because", "by"), rows)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ from tests.exchange.published import Published, published_configs
 from tools.markdown import joined, table
 
 INTRO = """These `config.json` files of published models are read or refused as the tables say; no weights were
-downloaded. `tests/exchange/test_published.py` reads each file, compares the design with what transformers makes of the
-same file, and compares the number of parameters with the published one. The files are facts, kept in
-`tests/exchange/published` with all their fields, as they were seen in the public repository that the last column names;
-where a model's own file was not seen, the row says what stands for it, and no number of parameters is compared.
-A number such as 671B is compared to its last digit, others exactly. Of those marked *hub*, the total is the one that
-the hub counts in the headers of the weights, as the list HUB holds it. *Saved again* means a file that another version
-of transformers wrote."""
+downloaded. `tests/exchange/test_published.py` compares each design with transformers' reading of the same file, and the
+number of parameters with the published total: exactly, or to the last digit of a rounded one such as 671B. *Hub* is the
+hub's count in the headers of the weights, from the list HUB. The files, with all
+their fields, are in `tests/exchange/published`, as seen in the public repository of the last column; where a model's
+own file was not seen, the row says what stands for it, and no total is compared. *Saved again* means a file that
+another version of transformers wrote."""
 HUB = "r-pedro17/llmatch: `data/hf_models.json`, the hub's counts"
-READ = ("model", "family", "parameters", "published", "seen in")
+READ = ("model", "family", "parameters", "compared with", "seen in")
 REFUSED_INTRO = """## Refused
 
 Other architectures are refused by their name, and quantized weights by theirs. Nothing is guessed, and no code of a
@@ -53,8 +52,8 @@ def row(entry: Published) -> tuple[str, ...]:
     """The cells of a model that is read."""
     family = family_of(entry.config, entry.name)
     parameters = size(design_from_config(entry.config, family, entry.name), context_length=8, batch=1).parameters
-    published = f"{entry.published:,}" if isinstance(entry.published, int) else entry.published or "–"
-    published += ", *hub*" if entry.counted_in == HUB else ""
+    exact = "hub" if entry.counted_in == HUB else "published"
+    published = exact if isinstance(entry.published, int) else entry.published or "–"
     return (
         entry.name,
         f"[`{family.model_type}`](families.md#{family.model_type})",

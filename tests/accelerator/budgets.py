@@ -1,7 +1,7 @@
 """What heddle costs on a GPU, counted without one, and the budgets: `python -m tests.accelerator.budgets`.
 
-The command rewrites `tests/goldens/gpu_budgets.json` and the table of docs/gpu/budgets.md. The column of the start was
-counted the same way on the source as it was before heddle had kernels for a GPU.
+The command rewrites `tests/goldens/gpu_budgets.json` and the table of docs/gpu/budgets.md. The numbers of the start
+were counted the same way on the source as it was before heddle had kernels for a GPU.
 """
 
 import argparse
@@ -221,14 +221,14 @@ class Table:
 
     def markdown(self) -> str:
         """The table as it stands in docs/gpu/budgets.md."""
-        lines = ["| path | counted | at the start | now | budget | |", "| --- | --- | ---: | ---: | ---: | --- |"]
+        lines = ["| path | counted | now | budget | |", "| --- | --- | ---: | ---: | --- |"]
         for name, row in ROWS.items():
-            start, now = (_number(figures.get(name)) for figures in (self.start, self.now))
+            now = _number(self.now.get(name))
             sign = "≥" if row.unit == "% MFU" else "≤"
             budget = "" if row.budget is None else f"{sign} {row.budget:,}"
             met = row.met(self.now[name]) if name in self.now else None
             note = "" if met is None else "met" if met else "open"
-            lines.append(f"| {row.title} | {row.unit} | {start} | {now} | {budget} | {note} |")
+            lines.append(f"| {row.title} | {row.unit} | {now} | {budget} | {note} |")
         return "\n".join(lines)
 
     def in_page(self, page: str) -> str:

@@ -178,8 +178,11 @@ def table(calls: int = 50) -> dict[str, dict[str, Cell]]:
 def markdown(cells: dict[str, dict[str, Cell]]) -> str:
     """The table of docs/gpu/budgets.md."""
     head = [f"| graphs / calls | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]
-    rows = [[row[kind].text if kind in row else "not measured" for kind in KINDS] for row in cells.values()]
-    return "\n".join([*head, *(f"| {mixer} | {' | '.join(row)} |" for mixer, row in zip(cells, rows, strict=True))])
+    mixers: dict[tuple[str, ...], list[str]] = {}  # mixers with equal counts share a row
+    for mixer, row in cells.items():
+        counts = tuple(row[kind].text if kind in row else "not measured" for kind in KINDS)
+        mixers.setdefault(counts, []).append(mixer)
+    return "\n".join([*head, *(f"| {'; '.join(names)} | {' | '.join(row)} |" for row, names in mixers.items())])
 
 
 def read() -> dict[str, dict[str, Cell]]:

@@ -51,7 +51,7 @@ def speed_errors() -> tuple[list[float], list[float]]:
 
 
 def tables() -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Header and rows of each table of docs/plan.md."""
+    """Header and rows of each table of docs/plan/accuracy.md."""
     flop_rows: list[tuple[str, ...]] = []
     for row in published_runs("flops"):
         result = flops(row)

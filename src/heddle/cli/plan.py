@@ -18,7 +18,7 @@ def plan(settings: PlanSettings) -> None:
     """Print the fastest layouts of ranks that fit, and why others do not.
 
     Memory, communication and FLOPs follow from the design. The speed is what published trainings reached; see
-    docs/plan.md for how far it was right.
+    docs/plan/accuracy.md for its accuracy.
     """
     from heddle.lab.plan.training_plan import plan
 

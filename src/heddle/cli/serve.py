@@ -95,7 +95,7 @@ def require_causal(model: "Decoder", folder: Path) -> None:
     """Raises ConfigError for a model that sees later tokens."""
     if not model.causal:
         reason = "sees later tokens (causal: false), so it writes no text"
-        raise ConfigError(f"{folder}: {reason}; read its logits in Python, as docs/huggingface/loading.md shows")
+        raise ConfigError(f"{folder}: {reason}; read its logits in Python, as docs/huggingface/encoders.md shows")
 
 
 def _read_token(file: Path | None) -> str | None:

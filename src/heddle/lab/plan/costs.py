@@ -365,7 +365,7 @@ def _loss(cost: ModelCost, layout: RankLayout, tokens: int) -> int:
 #     where layers are recomputed;   step = compute + communication − o · min(compute, communication) + optimizer
 #
 # w is the model's width: narrow layers spend more of their time between the products. The constants are fitted to
-# published trainings of one program (docs/plan.md); they say what a good trainer reached, not what this one will.
+# published trainings of one program (docs/plan/accuracy.md): what a good trainer reached, not what this one will.
 
 
 OPTIMIZER_BYTES = 32  # read and written for each parameter: weight, gradient, two moments, and again all but one
