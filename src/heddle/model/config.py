@@ -226,11 +226,12 @@ class ModelConfig(Config):
         index_of_parts: dict[Any, int] = {}
         index_of_object: dict[int, int] = {}  # repeats are the same object, which is faster to look up than its fields
         order: list[int] = []
-        for _, layer in self.expand():
-            differs = not order and self.residual.first_layer_differs
+        for number, (_, layer) in enumerate(self.expand()):
+            differs = self.residual.stream_grows or (not order and self.residual.first_layer_differs)
             index = None if differs else index_of_object.get(id(layer))
             if index is None:
-                index = index_of_parts.setdefault((differs, layer.mixer, layer.feedforward), len(index_of_parts))
+                own = number if differs else None
+                index = index_of_parts.setdefault((own, layer.mixer, layer.feedforward), len(index_of_parts))
             if not differs:
                 index_of_object[id(layer)] = index
             order.append(index)

@@ -32,11 +32,14 @@ class ResidualConfig(Part, ABC):
     (Huang et al. 2016, §3). dropout: rate at which elements of a branch's output are dropped, the same in every layer
     (Vaswani et al. 2017, §5.4).
     keeps_stream: whether a layer whose branches add zero leaves any stream as it is, whatever its other weights.
+    stream_grows: whether the stream of a layer is larger than that of the layer before, so that no layer costs what
+    another one does.
     """
 
     slot: ClassVar[str] = "residuals"
     later_fields: ClassVar[tuple[str, ...]] = ("drop_path_first",)
     keeps_stream: ClassVar[bool] = False
+    stream_grows: ClassVar[bool] = False
 
     drop_path: Probability = 0.0
     drop_path_first: Probability = 0.0
@@ -116,6 +119,10 @@ class Residual(nn.Module, ABC):
         It is unchanged, unless the block normalizes the stream itself.
         """
         return stream
+
+    def dropped_output(self, stream: Stream) -> Stream:
+        """The stream after this layer if stochastic depth drops every branch here: as if none added anything."""
+        return self.identity_output(stream)
 
 
 class FinalNorm(nn.Module):
