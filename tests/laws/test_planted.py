@@ -752,8 +752,8 @@ BUGS = [
     Bug("a dropped branch that stays in the softmax", "drop_path_scaling", "residual-attention",
         calls(AttentionResiduals.forward, "_written", lambda block, stream, name, y, keep:
               block._written(stream, name, y, None))),
-    Bug("a source that is forgotten", "residual_identity", "residual-attention-blocks",
-        result(AttentionResiduals.forward, lambda stream: (stream[0], *stream[2:], torch.ones_like(stream[-1])))),
+    Bug("an embedding that is forgotten", "residual_identity", "residual-attention-blocks-apart",
+        result(AttentionResiduals.forward, lambda stream: (stream[0], *stream[2:]))),
     Bug("a branch dropped before its norm", "drop_path_scaling", "residual-reordered",
         replaced(Reordered.forward, dropped_before_the_norm)),
     Bug("a branch dropped in only one of two streams", "drop_path_scaling", "residual-dual",
