@@ -9,12 +9,14 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 from heddle.cli.main import run_command
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.lab.plan import dry_run as dry_run_module
 from heddle.lab.plan.costs import RankLayout, collectives, model_cost
 from heddle.lab.plan.dry_run import DryRun, Run, dry_run, extrapolate, folded, runs_of
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
+from heddle.parts.residuals import ResidualConfig
 from tests.distributed.steps import memory_of_four_ranks
 
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "position": {"kind": "rope"}}
@@ -36,6 +38,11 @@ def uniform(repeat: int = 8, width: int = 64, vocab_size: int = 128) -> ModelCon
     return load_config({"vocab_size": vocab_size, "width": width, "layers": [layer]})
 
 
+def growing() -> ModelConfig:
+    """Each layer has a larger stream than the one before: none stands for another."""
+    return uniform(6).replace(residual=parse_config(ResidualConfig, {"kind": "attention_residuals", "block_size": 2}))
+
+
 def largest_error(predicted: DryRun, whole: DryRun) -> float:
     """Relative, of memory by component, FLOPs and bytes of each collective."""
     pairs = [(predicted.flops, whole.flops)]
@@ -47,6 +54,7 @@ def largest_error(predicted: DryRun, whole: DryRun) -> float:
 
 CASES = {
     "hybrid": (hybrid, RankLayout(1, 4, rows=2)),
+    "growing": (growing, RankLayout(1, 2, rows=1)),
     "accumulated": (uniform, RankLayout(2, 4, rows=1, accumulation=4, recompute="layers", reduce_once=True)),
 }
 

@@ -115,11 +115,11 @@ from heddle.parts.positions import Rotation, check_base
 from heddle.parts.positions.axial_rope import AxialRope
 from heddle.parts.positions.rope import Rope
 from heddle.parts.positions.sinusoidal import Sinusoidal
+from heddle.parts.residuals.attention_residuals import AttentionResiduals
 from heddle.parts.residuals.parallel import Parallel
 from heddle.parts.residuals.post_norm import PostNorm
 from heddle.parts.residuals.pre_norm import PreNorm
 from heddle.parts.residuals.reordered import Reordered
-from heddle.parts.residuals.attention_residuals import AttentionResiduals
 from heddle.parts.residuals.residual_dual import ResidualDual
 from heddle.parts.residuals.sandwich import Sandwich
 from heddle.parts.states import KVCache, MixerState, _mask_of_cache, _mask_of_ring_and_call, without_padding

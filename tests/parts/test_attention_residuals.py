@@ -14,6 +14,7 @@ from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.numerics.random import RandomKey, use_random_key
 from heddle.parts.build import ResidualContext
+from heddle.parts.modules.dropout import BranchDropout, Dropout
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Residual, ResidualConfig
 from heddle.parts.residuals.attention_residuals import (
@@ -55,7 +56,7 @@ class Stack(nn.Module):
         self.final_norm = self.config.build_final_norm(self.width, norm)
         self.double()
         for site, module in enumerate(self.modules()):
-            if hasattr(module, "site"):
+            if isinstance(module, Dropout):
                 module.site = site
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -97,31 +98,30 @@ def normed(x: Tensor, gain: Tensor) -> Tensor:
 
 def loop(stack: Stack, x: Tensor) -> Tensor:
     """Each sample alone: a branch that it drops is not in its lists."""
-    kept = {}
-    for index, block in enumerate(stack.layers):
-        assert isinstance(block, AttentionResiduals)
+    kept: dict[Any, tuple[Tensor | None, float]] = {}
+    blocks = [block for block in stack.layers if isinstance(block, AttentionResiduals)]
+    for index, block in enumerate(blocks):
         for name, drop in block.drops.items():
-            kept[index, name] = drop.draw_path(x), drop.path.rate  # type: ignore[union-attr, operator]
-    rows = []
+            assert isinstance(drop, BranchDropout)
+            kept[index, name] = drop.draw_path(x), drop.path.rate
+    weights, size, rows = dict(stack.named_parameters()), stack.config.block_size, []
     for row in range(len(x)):
-        sources, block_outputs = [x[row]], list[Tensor]()
-        is_first = True
-        for index, block in enumerate(stack.layers):
-            size = stack.config.block_size
-            for number, name in enumerate(block.drops):  # type: ignore[arg-type]
-                if size is not None and index % size == 0 and number == 0 and block_outputs:
-                    sources, block_outputs = [*sources, sum_of(block_outputs)], []
-                seen = [*sources, sum_of(block_outputs)] if block_outputs else sources
-                h = x[row] if is_first else mixed(seen, block.mixes[name].query[0], stack.config)  # type: ignore
-                y = FUNCTIONS[name](normed(h, block.norms[name].weight))  # type: ignore[index, union-attr]
-                is_first = False
+        sources, summed = [x[row]], list[Tensor]()
+        for index, block in enumerate(blocks):
+            for number, name in enumerate(block.drops):
+                if size is not None and index % size == 0 and number == 0 and summed:
+                    sources, summed = [*sources, sum_of(summed)], []
+                seen = [*sources, sum_of(summed)] if summed else sources
+                is_first = index == number == 0
+                h = x[row] if is_first else mixed(seen, weights[f"layers.{index}.mixes.{name}.query"][0], stack.config)
+                y = FUNCTIONS[name](normed(h, weights[f"layers.{index}.norms.{name}.weight"]))
                 keep, rate = kept[index, name]
                 if keep is None or bool(keep[row]):
                     y = y if keep is None else y / (1 - rate)
-                    (sources if size is None else block_outputs).append(y)
-        seen = [*sources, sum_of(block_outputs)] if block_outputs else sources
-        query, gain = stack.final_norm.mix.query[0], stack.final_norm.norm.weight  # type: ignore[union-attr]
-        rows.append(normed(mixed(seen, query, stack.config), gain))  # type: ignore[arg-type]
+                    (sources if size is None else summed).append(y)
+        seen = [*sources, sum_of(summed)] if summed else sources
+        last = mixed(seen, weights["final_norm.mix.query"][0], stack.config)
+        rows.append(normed(last, weights["final_norm.norm.weight"]))
     return torch.stack(rows)
 
 

@@ -126,13 +126,13 @@ class Residual(nn.Module, ABC):
 
 
 class FinalNorm(nn.Module):
-    """The final norm of a stream that is one tensor: hidden states are the output of its `norm`."""
+    """The final norm of a stream that is one tensor, or of one made from it: hidden states are its `norm`'s output."""
 
     def __init__(self, width: int, norm: NormConfig) -> None:
         super().__init__()
         self.norm = norm.build(width)
 
-    def forward(self, stream: Tensor) -> Tensor:
+    def forward(self, stream: Stream) -> Tensor:
         """[B, T, width] -> the same shape."""
         y: Tensor = self.norm(stream)
         return y

@@ -30,8 +30,8 @@ from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
-# The stream: the newest source first, then the older ones from the embedding on, each [B, T, width]. Where branches may be
-# dropped, one more tensor follows, [B, T, sources]: 1 for a source that the sample has, else 0; the newest one is last.
+# The stream: the newest source first, then the older ones from the embedding on, each [B, T, width]. Where branches may
+# be dropped, one more tensor follows, [B, T, sources]: 1 for a source that the sample has, else 0; the newest is last.
 Sources = tuple[Tensor, ...]
 
 
@@ -60,7 +60,9 @@ class AttentionResidualsConfig(ResidualConfig):
         if self.block_size is None:
             return
         if self.block_size > depth:
-            raise DesignError("block_size", f"{self.block_size} is more than the layers = {depth}; give at most as many")
+            raise DesignError(
+                "block_size", f"{self.block_size} is more than the layers = {depth}; give at most as many"
+            )
         if self.block_size == 1 and most_branches == 1:
             raise DesignError("block_size", "1 is one branch where every layer has only one; leave it out")
 
