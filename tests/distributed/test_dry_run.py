@@ -3,20 +3,19 @@
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 from heddle.cli.main import run_command
-from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.lab.plan import dry_run as dry_run_module
 from heddle.lab.plan.costs import RankLayout, collectives, model_cost
 from heddle.lab.plan.dry_run import DryRun, Run, dry_run, extrapolate, folded, runs_of
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from heddle.parts.residuals import ResidualConfig
 from tests.distributed.steps import memory_of_four_ranks
 
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "position": {"kind": "rope"}}
@@ -33,14 +32,15 @@ def hybrid() -> ModelConfig:
     return load_config({"vocab_size": 128, "width": 32, "layers": layers})
 
 
-def uniform(repeat: int = 8, width: int = 64, vocab_size: int = 128) -> ModelConfig:
+def uniform(repeat: int = 8, width: int = 64, vocab_size: int = 128, **residual: Any) -> ModelConfig:
     layer = {"repeat": repeat, "mixer": ATTENTION, "feedforward": {"kind": "gated", "hidden": 2 * width}}
-    return load_config({"vocab_size": vocab_size, "width": width, "layers": [layer]})
+    data = {"vocab_size": vocab_size, "width": width, "layers": [layer]}
+    return load_config(data | ({"residual": residual} if residual else {}))
 
 
 def growing() -> ModelConfig:
     """Each layer has a larger stream than the one before: none stands for another."""
-    return uniform(6).replace(residual=parse_config(ResidualConfig, {"kind": "attention_residuals", "block_size": 2}))
+    return uniform(6, kind="attention_residuals", block_size=2)
 
 
 def largest_error(predicted: DryRun, whole: DryRun) -> float:

@@ -16,7 +16,7 @@ v₀ ──┬─────────────┬────────
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from heddle.numerics.dispatch import add_flops
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import ResidualContext
+from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
@@ -113,7 +114,7 @@ class SourceMix(SelfInitialized):
         weights = logits.softmax(-1)
         if self.value_norm:
             weights = weights * torch.cat(inverse, dim=-1)
-        mix = weights[..., :1] * sources[0]
+        mix: Tensor = weights[..., :1] * sources[0]
         for index, source in enumerate(sources[1:], start=1):
             mix = mix + weights[..., index : index + 1] * source
         return mix.to(stream[0].dtype)
@@ -155,7 +156,7 @@ class AttentionResiduals(Residual):
         """The stream, with the output of each branch as a source, or added to the newest one."""
         for name, branch in branches.items():
             x = self.mixes[name](stream) if name in self.mixes else stream[0]
-            y, drop = branch(self.norms[name](x)), self.drops[name]
+            y, drop = branch(self.norms[name](x)), cast(BranchDropout, self.drops[name])
             keep = drop.draw_path(y)
             stream = self._written(stream, name, drop(y, keep), keep)
         return stream
