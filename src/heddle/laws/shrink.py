@@ -92,7 +92,7 @@ def _stack(config: ModelConfig, context: ShrinkContext, sizes: bool) -> ModelCon
     """A design without its encoder, with each distinct layer once, and more where blocks of layers need them."""
     kept = [layer.config for layer in config.distinct_layers]
     if config.residual.stream_grows:  # then all layers are distinct, also those of the same parts
-        kept = list({(layer.mixer, layer.feedforward): layer for layer in kept}.values())
+        kept = [LayerConfig(mixer=mixer, feedforward=feedforward) for mixer, feedforward in config.equal_layers]
     layers = [_layer(layer, context, sizes) for layer in kept]
     residual, least = config.residual, min(config.depth, 2)
     if isinstance(residual, AttentionResidualsConfig) and residual.block_size is not None:

@@ -114,14 +114,16 @@ class SourceMix(SelfInitialized):
         weights = logits.softmax(-1)
         if self.value_norm:
             weights = weights * torch.cat(inverse, dim=-1)
-        mix: Tensor = weights[..., :1] * sources[0]
+        mix = weights[..., :1] * sources[0]
         for index, source in enumerate(sources[1:], start=1):
             mix = mix + weights[..., index : index + 1] * source
-        return mix.to(stream[0].dtype)
+        result: Tensor = mix.to(stream[0].dtype)
+        return result
 
     def _inverse_rms(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, 1] in at least float32."""
-        length = torch.linalg.vector_norm(source, dim=-1, keepdim=True, dtype=torch.promote_types(source.dtype, dtype))
+        wide = torch.promote_types(source.dtype, dtype)
+        length: Tensor = torch.linalg.vector_norm(source, dim=-1, keepdim=True, dtype=wide)
         return (length.square() / source.shape[-1] + self.eps).rsqrt()
 
 
