@@ -115,7 +115,7 @@ from heddle.parts.positions import Rotation, check_base
 from heddle.parts.positions.axial_rope import AxialRope
 from heddle.parts.positions.rope import Rope
 from heddle.parts.positions.sinusoidal import Sinusoidal
-from heddle.parts.residuals.attention_residuals import AttentionResiduals
+from heddle.parts.residuals.attention_residuals import AttentionResiduals, SourceMix
 from heddle.parts.residuals.parallel import Parallel
 from heddle.parts.residuals.post_norm import PostNorm
 from heddle.parts.residuals.pre_norm import PreNorm
@@ -752,6 +752,8 @@ BUGS = [
     Bug("a dropped branch that stays in the softmax", "drop_path_scaling", "residual-attention",
         calls(AttentionResiduals.forward, "_written", lambda block, stream, name, y, keep:
               block._written(stream, name, y, None))),
+    Bug("a softmax over tokens instead of sources", "causality", "residual-attention-blocks",
+        calls(SourceMix.forward, "softmax", lambda logits, dim: logits.softmax(1))),
     Bug("an embedding that is forgotten", "residual_identity", "residual-attention-blocks-apart",
         result(AttentionResiduals.forward, lambda stream: (stream[0], *stream[2:]))),
     Bug("a branch dropped before its norm", "drop_path_scaling", "residual-reordered",

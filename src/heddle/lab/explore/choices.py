@@ -323,6 +323,11 @@ MISTAKES = (
         "Without the second stream it is post-norm: each norm shrinks what earlier layers added.", "residual_identity",
     ),
     Mistake(
+        "residuals", ("attention_residuals",), "Attention residuals whose softmax runs over tokens",
+        "Stacked in another dim, the sources' weights sum to 1 over tokens, and every token reads later ones.",
+        "causality",
+    ),
+    Mistake(
         "mixers", ("attention",), "Dropout that stays on",
         "A dropout called as a function stays on in evaluation unless it is told, and answers vary.",
         "dropout_off_in_eval",
