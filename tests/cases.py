@@ -453,6 +453,14 @@ CASES |= {
     "residual-dual-apart": wired("residual_dual", *APART, norm={"kind": "rms"}, drop_path=0.3),
     "residual-hyper": wired("hyper_connections", streams=3, iterations=9, drop_path=0.4, dropout=0.2),
     "residual-hyper-apart": wired("hyper_connections", *APART, norm={"kind": "rms"}, streams=2, iterations=4),
+    "residual-attention": wired("attention_residuals", drop_path=0.4, dropout=0.2),
+    "residual-attention-apart": wired(
+        "attention_residuals", *APART, norm={"kind": "rms"}, value_norm=True, eps=1e-3, drop_path=0.3
+    ),
+    "residual-attention-blocks": wired(
+        "attention_residuals", layer(attention(), repeat=4), block_size=2, drop_path=0.4, drop_path_first=0.3
+    ),
+    "residual-attention-blocks-apart": wired("attention_residuals", *APART, block_size=1, value_norm=True),
 }
 CASES |= {
     "head-bias-scale-softcap": design(

@@ -250,6 +250,12 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     "layers and a whole": ("attention-gqa", [Depth(depth=9, layers=(0,))], "depth: belongs to the whole design"),
     "numbered layers": ("differential", [Depth(depth=4)], "layers.1.mixer: kind differential_attention depends on"),
     "same width": ("attention-gqa", [StreamWidth(width=24)], "width: 24 is what the design has already"),
+    "queries of sources": (
+        "residual-attention-apart",
+        [StreamWidth(width=32)],
+        "layers.1.residual.mixes.feedforward.query: depends on the width",
+    ),
+    "a stream that grows": ("residual-attention", [Depth(depth=9)], "residual: kind attention_residuals changes"),
     "layer norm": ("delta-convolution-2", [StreamWidth(width=32)], "norm: kind layer is not scaled"),
     "experts of a multiplied layer": (
         "pair-multipliers",

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from torch import distributed
@@ -31,9 +32,15 @@ def hybrid() -> ModelConfig:
     return load_config({"vocab_size": 128, "width": 32, "layers": layers})
 
 
-def uniform(repeat: int = 8, width: int = 64, vocab_size: int = 128) -> ModelConfig:
+def uniform(repeat: int = 8, width: int = 64, vocab_size: int = 128, **residual: Any) -> ModelConfig:
     layer = {"repeat": repeat, "mixer": ATTENTION, "feedforward": {"kind": "gated", "hidden": 2 * width}}
-    return load_config({"vocab_size": vocab_size, "width": width, "layers": [layer]})
+    data = {"vocab_size": vocab_size, "width": width, "layers": [layer]}
+    return load_config(data | ({"residual": residual} if residual else {}))
+
+
+def growing() -> ModelConfig:
+    """Each layer has a larger stream than the one before: none stands for another."""
+    return uniform(6, kind="attention_residuals", block_size=2)
 
 
 def largest_error(predicted: DryRun, whole: DryRun) -> float:
@@ -47,6 +54,7 @@ def largest_error(predicted: DryRun, whole: DryRun) -> float:
 
 CASES = {
     "hybrid": (hybrid, RankLayout(1, 4, rows=2)),
+    "growing": (growing, RankLayout(1, 2, rows=1)),
     "accumulated": (uniform, RankLayout(2, 4, rows=1, accumulation=4, recompute="layers", reduce_once=True)),
 }
 

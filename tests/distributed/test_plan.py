@@ -40,6 +40,23 @@ def test_flops_are_the_published_ones() -> None:
     assert errors[-1] < 0.04
 
 
+@pytest.mark.parametrize(("block_size", "sources"), [(None, 15), (4, 8)])
+def test_a_source_that_all_later_layers_read_is_kept_once(block_size: int | None, sources: int) -> None:
+    """Layers after the first: in full their two outputs below, in blocks the sum so far; and the embedding."""
+    costs = []
+    for residual in ({"kind": "pre_norm"}, {"kind": "attention_residuals", "block_size": block_size}):
+        layers = [
+            {"repeat": 8, "mixer": {"kind": "attention", "heads": 4}, "feedforward": {"kind": "mlp", "hidden": 64}}
+        ]
+        design = {"vocab_size": 50, "width": 64, "layers": layers, "residual": residual}
+        costs.append(model_cost(load_config(design), 128))
+    one = 2 * 64 * 128
+    assert [layer.input_bytes // one for layer in costs[0].layers] == [1]
+    assert sum(layer.input_bytes for layer in costs[1].layers) == sources * one
+    kept = [sum(layer.count * layer.saved_bytes for layer in cost.layers) / one for cost in costs]
+    assert 0 < kept[1] - kept[0] < 16 * 4  # not all sources of every mix, which are over a hundred
+
+
 @pytest.mark.parametrize("row", published_runs("memory"), ids=lambda row: f"{row['gpus']}-{row['gib']}")
 def test_memory_is_within_15_percent_of_the_published(row: dict[str, float]) -> None:
     assert abs(memory(row).error) < 0.15

@@ -115,6 +115,7 @@ from heddle.parts.positions import Rotation, check_base
 from heddle.parts.positions.axial_rope import AxialRope
 from heddle.parts.positions.rope import Rope
 from heddle.parts.positions.sinusoidal import Sinusoidal
+from heddle.parts.residuals.attention_residuals import AttentionResiduals, SourceMix
 from heddle.parts.residuals.parallel import Parallel
 from heddle.parts.residuals.post_norm import PostNorm
 from heddle.parts.residuals.pre_norm import PreNorm
@@ -746,7 +747,15 @@ BUGS = [
     Bug("dropout of elements without dropout of branches", "drop_path_rates", "residual-dual",
         replaced(BranchDropout.forward, lambda dropout, y: dropout.elements(y))),
     Bug("surviving branches that are not rescaled", "drop_path_scaling", "residual-post-norm",
-        wrapped(Dropout._dropped, lambda drop, dropout, x: drop(dropout, x) * (1.0 - dropout.rate))),
+        wrapped(Dropout.forward, lambda forward, dropout, x, keep=None:
+                forward(dropout, x, keep) * (1.0 - dropout.rate if dropout.active else 1.0))),
+    Bug("a dropped branch that stays in the softmax", "drop_path_scaling", "residual-attention",
+        calls(AttentionResiduals.forward, "_written", lambda block, stream, name, y, keep:
+              block._written(stream, name, y, None))),
+    Bug("a softmax over tokens instead of sources", "causality", "residual-attention-blocks",
+        calls(SourceMix.forward, "softmax", lambda logits, dim: logits.softmax(1))),
+    Bug("an embedding that is forgotten", "residual_identity", "residual-attention-blocks-apart",
+        result(AttentionResiduals.forward, lambda stream: (stream[0], *stream[2:]))),
     Bug("a branch dropped before its norm", "drop_path_scaling", "residual-reordered",
         replaced(Reordered.forward, dropped_before_the_norm)),
     Bug("a branch dropped in only one of two streams", "drop_path_scaling", "residual-dual",

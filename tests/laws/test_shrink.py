@@ -53,6 +53,13 @@ def test_distinct_layers_stay_and_repeats_are_reduced() -> None:
     assert shrink(load_config(design(layer(attention())))).depth == 1
 
 
+@pytest.mark.parametrize(("block_size", "small"), [(None, (2, None)), (8, (3, 2)), (1, (2, 1)), (30, (3, 2))])
+def test_blocks_of_layers_stay_and_shrink(block_size: int | None, small: tuple[int, int | None]) -> None:
+    residual = {"kind": "attention_residuals", "block_size": block_size}
+    config = shrink(load_config(design(layer(attention(), repeat=30), residual=residual)))
+    assert (config.depth, config.dump()["residual"].get("block_size")) == small
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "small"),
     [(32, 32, (2, 2)), (32, 8, (4, 2)), (71, 1, (3, 1)), (12, 4, (6, 2)), (9, 3, (9, 3)), (15, 5, (9, 3))],

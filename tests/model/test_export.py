@@ -16,6 +16,9 @@ DESIGNS: dict[str, Data] = {
     ),
     "gate": design(layer(attention(gate="channel", bias=True, window=9))),
     "alibi-dual": design(layer(attention(position=ALIBI), repeat=2), residual={"kind": "residual_dual"}),
+    "attention-residuals": design(
+        layer(attention(position=ALIBI), repeat=3), residual={"kind": "attention_residuals", "block_size": 2}
+    ),
     "sink-softcap": design(layer(attention(sink=True)), layer(attention(softcap=3.0))),
     "bidirectional": design(layer(attention(causal=False))),
     "latent": design(layer(latent())),

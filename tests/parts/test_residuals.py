@@ -17,6 +17,7 @@ from heddle.numerics.norms import sinkhorn
 from heddle.parts.build import ResidualContext
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import FinalNorm, ResidualConfig
+from heddle.parts.residuals.attention_residuals import AttentionResiduals, MixFinalNorm, SourceMix
 from heddle.parts.residuals.deep_norm import DeepNorm
 from heddle.parts.residuals.hyper_connections import HyperConnections, MixingMaps
 from heddle.parts.residuals.parallel import Parallel
@@ -49,6 +50,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "parallel, two norms": {"kind": "parallel", "norms": 2},
     "residual_dual": {},
     "hyper_connections": {"streams": 3, "iterations": 7},
+    "attention_residuals": {},
+    "attention_residuals, normed values": {"kind": "attention_residuals", "value_norm": True, "eps": 0.1},
+    "attention_residuals, blocks": {"kind": "attention_residuals", "block_size": 2},
 }
 
 
@@ -66,8 +70,8 @@ class Stack(torch.nn.Module):
     def __init__(self, name: str, names: tuple[str, ...] = NAMES, depth: int = DEPTH) -> None:
         super().__init__()
         self.config = config(name)
-        context = ResidualContext(names, WIDTH, NORM, depth=depth)
-        self.layers = torch.nn.ModuleList(self.config.build(context) for _ in range(depth))
+        contexts = [ResidualContext(names, WIDTH, NORM, depth=depth, layer_index=index) for index in range(depth)]
+        self.layers = torch.nn.ModuleList(map(self.config.build, contexts))
         self.final_norm = self.config.build_final_norm(WIDTH, NORM)
         self.double()
         with torch.no_grad():
@@ -188,10 +192,41 @@ def hyper(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Arr
     return norm(streams.mean(2), weights["final_norm.norm.weight"])
 
 
+def mixed(sources: list[Array], query: Array, name: str) -> Array:
+    """Kimi Team 2026, equations 2 to 4: a softmax over the sources, for each token."""
+    roots = [np.sqrt((v**2).mean(-1, keepdims=True) + KINDS[name].get("eps", 1e-6)) for v in sources]
+    scores = [np.exp(v / root @ query[0])[..., None] for v, root in zip(sources, roots, strict=True)]
+    values = [v / root for v, root in zip(sources, roots, strict=True)] if "value_norm" in KINDS[name] else sources
+    total: Array = sum(score * v for score, v in zip(scores, values, strict=True)) / sum(scores)
+    return total
+
+
+def attention_residuals(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
+    """Each output is a source; with blocks, `sources` are finished ones and `current` is the sum of the last."""
+    sources, current, size = [x], None, KINDS[name].get("block_size")
+    for index in range(depth):
+        for branch in names:
+            if size is not None and index % size == 0 and branch == names[0] and current is not None:
+                sources, current = [*sources, current], None
+            seen = sources if current is None else [*sources, current]
+            query = weights.get(f"layers.{index}.mixes.{branch}.query")
+            h = x if query is None else mixed(seen, query, name)
+            assert (query is None) == (len(seen) == 1)
+            y = PLAIN[branch](norm(h, weights[f"layers.{index}.norms.{branch}.weight"]))
+            if size is None:
+                sources = [*sources, y]
+            else:
+                current = y if current is None else current + y
+    seen = sources if current is None else [*sources, current]
+    return norm(mixed(seen, weights["final_norm.mix.query"], name), weights["final_norm.norm.weight"])
+
+
 def oracle(name: str, x: Array, weights: Weights, names: tuple[str, ...] = NAMES, depth: int = DEPTH) -> Array:
     oracles = {"residual_dual": residual_dual, "hyper_connections": hyper}
     if name in oracles:
         return oracles[name](x, weights, names, depth)
+    if name.startswith("attention_residuals"):
+        return attention_residuals(name, x, weights, names, depth)
     if name.startswith("parallel"):
         return parallel(x, weights, names, depth)
     return serial(name, x, weights, names, depth)
@@ -281,6 +316,24 @@ BUGS: dict[str, tuple[str, Plant]] = {
     "streams mixed backwards": (
         "hyper_connections",
         calls(HyperConnections.forward, "_mix_streams", lambda mix, maps, stream: mix(maps.mT, stream), nth=1),
+    ),
+    "keys that are not normed": (
+        "attention_residuals",
+        result(SourceMix._inverse_rms, torch.ones_like),
+    ),
+    "values that are normed": ("attention_residuals", condition(SourceMix.forward, "value_norm", True)),
+    "values that are not normed": (
+        "attention_residuals, normed values",
+        condition(SourceMix.forward, "value_norm", False),
+    ),
+    "scores divided by the root of the width": (
+        "attention_residuals",
+        calls(SourceMix.forward, "sum", lambda x, *rest, **options: x.sum(*rest, **options) / WIDTH**0.5),
+    ),
+    "no last mix": ("attention_residuals, blocks", calls(MixFinalNorm.forward, "mix", lambda mix, stream: stream[0])),
+    "blocks of one layer more": (
+        "attention_residuals, blocks",
+        reads(AttentionResiduals.__init__, "layer_index", lambda index: index + 1, nth=1),
     ),
     "rows before columns": (
         "hyper_connections",

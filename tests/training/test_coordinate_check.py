@@ -75,7 +75,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "embedding_scale": two_layers(embedding={"scale": True}, head={"bias": True}),
 } | {
     kind: two_layers(residual={"kind": kind})
-    for kind in ("hyper_connections", "post_norm", "deep_norm", "sandwich", "parallel", "residual_dual", "reordered")
+    for kind in (
+        "hyper_connections", "post_norm", "deep_norm", "sandwich", "parallel", "residual_dual", "reordered",
+        "attention_residuals",
+    )
 }  # fmt: skip
 
 

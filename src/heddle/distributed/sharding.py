@@ -8,7 +8,7 @@ whole on each rank. Gradients are summed over ranks, not averaged: the loss is d
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,8 @@ def shard_model(model: Decoder, mesh: "DeviceMesh", sharding: Sharding | None = 
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     whole = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     stacks = [model] if model.encoder is None else [model, model.encoder]
+    for layer in (layer for stack in stacks if stack.config.residual.stream_grows for layer in stack.layers):
+        layer.register_forward_hook(_without_views)
     groups: list[nn.Module] = [layer for stack in stacks for layer in stack.layers]
     for group in (*groups, model):
         own_parameters = set(group.parameters())
@@ -77,6 +79,28 @@ def shard_model(model: Decoder, mesh: "DeviceMesh", sharding: Sharding | None = 
     if model.encoder is not None:
         register_fsdp_forward_method(model, "encode")
     return model
+
+
+class _SameStorage(torch.autograd.Function):
+    """Tensors with the storages of others, which autograd does not call views of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+def _without_views(_layer: nn.Module, _inputs: Any, output: tuple[Any, Any]) -> Any:
+    """A layer's output without views: what enters a sharded layer is one, and FSDP warns of those that leave it."""
+    stream, state = output
+    passed = [tensor for tensor in stream if tensor.requires_grad]
+    if not passed:
+        return output
+    own = iter(_SameStorage.apply(*passed))
+    return tuple(next(own) if tensor.requires_grad else tensor for tensor in stream), state
 
 
 def reshard(model: Decoder) -> None:

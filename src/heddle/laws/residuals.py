@@ -76,13 +76,13 @@ def drop_path_scaling(config: ModelConfig) -> None:
     for what, stack in _stacks_with_drop_path(config):
         for index, (block, rate, stream) in enumerate(_streams(stack, SMALL_SAMPLES)):
             survivors, got = list(_surviving_samples(block, stream).values()), _forward_constants(block, stream)
-            identity, scaled = _flat(block.identity_output(stream)), _scaled(block, stream, 1.0 / (1.0 - rate))
+            dropped, scaled = _flat(block.dropped_output(stream)), _scaled(block, stream, 1.0 / (1.0 - rate))
             all_kept, none_kept = torch.stack(survivors).all(0), ~torch.stack(survivors).any(0)
             where = f"{what}layer {index}"
             assert_close(
                 got[none_kept],
-                identity[none_kept],
-                f"{where}: samples that drop every branch, against the identity output",
+                dropped[none_kept],
+                f"{where}: samples that drop every branch, against the output without them",
             )
             assert_close(
                 got[all_kept],

@@ -19,6 +19,7 @@ from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
 from heddle.parts.positions import MixerPositionConfig
 from heddle.parts.positions.axial_rope import AxialRopeConfig
+from heddle.parts.residuals.attention_residuals import AttentionResidualsConfig
 from heddle.parts.scalings import ScalingConfig
 
 V = TypeVar("V")
@@ -88,14 +89,22 @@ def _shrunk(config: ModelConfig, sizes: bool) -> ModelConfig:
 
 
 def _stack(config: ModelConfig, context: ShrinkContext, sizes: bool) -> ModelConfig:
-    """A design without its encoder, with each distinct layer once."""
-    layers = [_layer(distinct.config, context, sizes) for distinct in config.distinct_layers]
-    if len(layers) == 1 and config.depth > 1:
-        layers *= 2
+    """A design without its encoder, with each distinct layer once, and more where blocks of layers need them."""
+    kept = [layer.config for layer in config.distinct_layers]
+    if config.residual.stream_grows:  # then all layers are distinct, also those of the same parts
+        kept = [LayerConfig(mixer=mixer, feedforward=feedforward) for mixer, feedforward in config.equal_layers]
+    layers = [_layer(layer, context, sizes) for layer in kept]
+    residual, least = config.residual, min(config.depth, 2)
+    if isinstance(residual, AttentionResidualsConfig) and residual.block_size is not None:
+        block_size = min(residual.block_size, 2)
+        residual, least = residual.replace(block_size=block_size), min(config.depth, block_size + 1)
+    if len(layers) < least:
+        layers = (layers * least)[: max(least, len(layers))]
     embedding = config.embedding
     if embedding.position is not None and "length" in type(embedding.position).model_fields:
         embedding = embedding.replace(position=embedding.position.replace(length=SMALL_TEXT))
-    return config.replace(width=context.small_width, layers=tuple(layers), embedding=embedding, encoder=None)
+    fields = {"layers": tuple(layers), "residual": residual, "embedding": embedding}
+    return config.replace(width=context.small_width, encoder=None, **fields)
 
 
 def _layer(layer: LayerConfig, context: ShrinkContext, sizes: bool) -> LayerConfig:

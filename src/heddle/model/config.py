@@ -197,9 +197,8 @@ class ModelConfig(Config):
 
     def _repr_html_(self) -> str:
         rows = [
-            (layer.count, *("none" if part is None else describe(part.dump()) for part in parts))
-            for layer in self.distinct_layers
-            for parts in [(layer.config.mixer, layer.config.feedforward)]
+            (count, *("none" if part is None else describe(part.dump()) for part in parts))
+            for parts, count in self.equal_layers.items()
         ]
         vocab_size = "that of the data" if self.vocab_size is None else f"{self.vocab_size:,}"
         caption = f"width {self.width:,}, vocabulary {vocab_size}, {self.depth} layers"
@@ -226,11 +225,12 @@ class ModelConfig(Config):
         index_of_parts: dict[Any, int] = {}
         index_of_object: dict[int, int] = {}  # repeats are the same object, which is faster to look up than its fields
         order: list[int] = []
-        for _, layer in self.expand():
-            differs = not order and self.residual.first_layer_differs
+        for number, (_, layer) in enumerate(self.expand()):
+            differs = self.residual.stream_grows or (not order and self.residual.first_layer_differs)
             index = None if differs else index_of_object.get(id(layer))
             if index is None:
-                index = index_of_parts.setdefault((differs, layer.mixer, layer.feedforward), len(index_of_parts))
+                own = number if differs else None
+                index = index_of_parts.setdefault((own, layer.mixer, layer.feedforward), len(index_of_parts))
             if not differs:
                 index_of_object[id(layer)] = index
             order.append(index)
@@ -246,6 +246,15 @@ class ModelConfig(Config):
         for layer_index, (index, (path, layer)) in enumerate(zip(self.layer_order, self.expand(), strict=True)):
             first_layers.setdefault(index, (layer, path, layer_index))
         return tuple(DistinctLayer(*first_layers[index], count) for index, count in counts.items())
+
+    @property
+    def equal_layers(self) -> dict[tuple[MixerConfig | None, FeedforwardConfig | None], int]:
+        """How many layers have the same mixer and feed-forward, in the order of their first occurrence."""
+        counts: dict[tuple[MixerConfig | None, FeedforwardConfig | None], int] = {}
+        for layer in self.distinct_layers:
+            parts = layer.config.mixer, layer.config.feedforward
+            counts[parts] = counts.get(parts, 0) + layer.count
+        return counts
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the design as plain data with repeats written out. Equal designs have equal ones."""

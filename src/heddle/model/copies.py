@@ -115,5 +115,8 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) ->
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
     for stack in (compiled_model, compiled_model.encoder):
         for layer in () if stack is None else stack.layers:
-            layer.compile() if backend is None else layer.compile(backend=backend)
+            options: dict[str, Any] = {} if backend is None else {"backend": backend}
+            if stack is not None and stack.config.residual.stream_grows:
+                options["isolate_recompiles"] = True  # each layer has graphs of its own
+            layer.compile(**options)
     return compiled_model

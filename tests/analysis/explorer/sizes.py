@@ -27,10 +27,12 @@ def declared_size(config: ModelConfig, tokens: int, element_bytes: int = WIDE) -
     """
     sums = [0] * 5
     config = config.resolved()
+    before = [0, 0]
     for layer in config.distinct_layers:
-        if not _add(sums, config, layer.config, layer.count, tokens):
+        if not _add(sums, config, layer.config, layer.count, tokens, before):
             return None
     surroundings = {"width": config.width, "norm_weights": norm_weights(config.norm), "tokens": tokens}
+    surroundings |= {"layers": before[0], "all_branches": before[1]}
     final = formulas_of(config.residual.slot, config.residual.kind)
     if final is None:
         return None
@@ -62,10 +64,10 @@ def norm_weights(norm: Part) -> int:
     return 1 if costs is None else costs[0]
 
 
-def refused_fields(part: Part, width: int, branches: int = 2) -> list[tuple[str, str]]:
+def refused_fields(part: Part, width: int, branches: int = 2, layers: int = 1) -> list[tuple[str, str]]:
     """(path, sentence) of what the formulas refuse of a part that may be invalid."""
     formulas: Formulas | None = formulas_of(part.slot, part.kind)
-    values = values_of(part) | {"width": width, "branches": branches}
+    values = values_of(part) | {"width": width, "branches": branches, "layers": layers}
     found = [] if formulas is None else formulas.refused(values)
     rotation = getattr(part, "position", None)
     if rotation is not None and getattr(rotation, "scaling", None) is not None:
@@ -91,9 +93,12 @@ def unchecked(slot: str, fields: dict[str, Any]) -> Part:
     return part
 
 
-def _add(sums: list[int], config: ModelConfig, layer: LayerConfig, count: int, tokens: int) -> bool:
+def _add(sums: list[int], config: ModelConfig, layer: LayerConfig, count: int, tokens: int, before: list[int]) -> bool:
+    """before: layers and branches below, to which these are added."""
     parts = [part for part in (layer.mixer, layer.feedforward) if part is not None]
     surroundings = {"width": config.width, "tokens": tokens, "branches": len(parts)}
+    surroundings |= {"count": count, "layers_before": before[0], "branches_before": before[1]}
+    before[:] = before[0] + count, before[1] + count * len(parts)
     surroundings["norm_weights"] = norm_weights(config.norm)
     for part in (*parts, config.residual):
         costs = _costs(part, surroundings)

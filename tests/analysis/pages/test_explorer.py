@@ -14,7 +14,7 @@ from heddle.errors import ConfigError
 from heddle.lab.explore import page as explorer
 from heddle.lab.explore.choices import MISTAKES, SLOTS, explorer_design, kinds_of, published_designs
 from heddle.lab.explore.costs import Costs, cost_functions
-from heddle.lab.explore.formulas import formulas_of
+from heddle.lab.explore.formulas import formulas_of, values_of
 from heddle.lab.explore.page import explorer_page
 from heddle.model.size import size
 from tests.analysis.explorer.random_choices import TEXT, random_designs
@@ -42,10 +42,32 @@ def test_formulas_give_the_sizes_of_built_models() -> None:
         layer = config.layers[0]
         for part in (layer.mixer, layer.feedforward, config.residual):
             assert part is not None
-            assert refused_fields(part, config.width) == []
+            assert refused_fields(part, config.width, layers=config.depth) == []
             checked.add((part.slot, part.kind))
     for slot in ("mixers", "feedforwards", "residuals"):
         assert {kind for known, kind in checked if known == slot} == {kind.kind for kind in kinds_of(slot)}
+
+
+@pytest.mark.parametrize("fields", [{}, {"block_size": 1}, {"block_size": 3}, {"block_size": 11}], ids=str)
+def test_formulas_of_a_stream_that_grows(fields: dict[str, int]) -> None:
+    """Layer by layer, and for several equal layers in a row, as the page has them."""
+    mixer, feedforward = {"kind": "attention", "heads": 2}, {"kind": "mlp", "hidden": 24}
+    parts = [{"mixer": mixer, "feedforward": feedforward}, {"mixer": mixer}, {"feedforward": feedforward}]
+    layers = [{"repeat": count, **each} for count, each in zip((4, 5, 2), parts, strict=True)]
+    residual = {"kind": "attention_residuals", **fields}
+    config = heddle.load_config({"vocab_size": 50, "width": 24, "layers": layers, "residual": residual})
+    built, declared = size(config, TEXT), declared_size(config, TEXT)
+    assert declared is not None
+    assert (declared.parameters, declared.flops) == (built.parameters, round(built.flops_per_token * TEXT))
+    formulas: Any = formulas_of("residuals", "attention_residuals")
+    around = values_of(config.residual) | {"width": 24, "tokens": TEXT, "norm_weights": 1, "branches": 2}
+    rows = [(count, before) for before in range(5) for count in range(1, 8)]
+    for count, before in rows:
+        at = [
+            around | {"count": 1, "layers_before": i, "branches_before": 2 * i} for i in range(before, before + count)
+        ]
+        mean = formulas.costs_of(around | {"count": count, "layers_before": before, "branches_before": 2 * before})
+        assert abs(sum(formulas.costs_of(each)[2] for each in at) - count * mean[2]) <= count / 2
 
 
 def test_every_kind_declares_its_costs() -> None:
@@ -78,12 +100,14 @@ def test_the_page_refuses_what_the_config_refuses() -> None:
         for name, slot in (("mixer", "mixers"), ("feedforward", "feedforwards")):
             fields = refused_fields(unchecked(slot, layer[name]), width)
             found += [(f"layers[0].{name}.{path}", text) for path, text in fields]
+        block = unchecked("residuals", design["residual"])
+        found += [(f"residual.{path}", text) for path, text in refused_fields(block, width, layers=layer["repeat"])]
         error = refusal(design)
         expected = None if error is None else (error.path, error.reason.replace(".0 ", " "))
         assert expected in found if error is not None else not found, (design, expected, found)
         if error is not None:
-            slot = error.path.split(".")[1]
-            refused.add((slot, layer[slot]["kind"], error.path))
+            slot, *inner = error.path.removeprefix("layers[0].").split(".")
+            refused.add((slot, (design | layer)[slot]["kind"], ".".join(inner)))
     assert len(refused) > 40
 
 

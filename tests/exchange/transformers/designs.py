@@ -42,6 +42,9 @@ DESIGNS: dict[str, Data] = {
     "hybrid": design(delta(repeat=1, conv_kernel=3), layer(attention(kv_heads=2))),
     "pair": design(layer({"kind": "pair", "first": attention(3, window=2), "second": attention(kv_heads=2, window=5)})),
     "moe": design(layer(attention(3), MOE, repeat=2)),
+    "attention-residuals": design(
+        layer(attention(position=ROPE), repeat=2), residual={"kind": "attention_residuals", "value_norm": True}
+    ),
     "dual-alibi": design(layer(attention(position=ALIBI), repeat=2), residual={"kind": "residual_dual"}),
     "learned": design(layer(attention(position=None)), embedding={"position": {"kind": "learned", "length": 64}}),
 }

@@ -28,7 +28,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.mixers.attention import Attention
-from heddle.parts.modules.linear import fill_normal
+from heddle.parts.modules.linear import Linear, fill_normal
 from heddle.parts.norms.rms import RMSConfig, RMSNorm
 from heddle.parts.positions.learned import LearnedConfig
 
@@ -83,6 +83,7 @@ class _Wider(ConvertedWeights):
         Raises DesignError for a layer in which more than readers and writers of the stream depend on the width.
         """
         old, new, path = layer_modules(self.old, index), layer_modules(self.new, index), layer_path(index)
+        self._check_block(old.residual, new.residual, f"{path}.residual")
         scaled = []
         for branch in branch_names(new):
             read = {f"{name}.weight" for name in input_projections(new, branch, path)}
@@ -102,6 +103,16 @@ class _Wider(ConvertedWeights):
                     raise DesignError(f"{path}.{owner}.{name}", f"{reason}; leave the width alone")
                 scaled.append(f"{owner}.{projection}")
         return scaled
+
+    def _check_block(self, old: nn.Module, new: nn.Module, path: str) -> None:
+        """Raises DesignError for a residual block in which more than norms and projections depend on the width."""
+        for name, parameter in new.named_parameters():
+            owner = new.get_submodule(name.rpartition(".")[0])
+            if f"{path}.{name}" in self.gains or isinstance(owner, Linear):
+                continue
+            if parameter.shape != old.get_parameter(name).shape:
+                reason = "depends on the width in a way that zeros cannot keep; leave the width alone"
+                raise DesignError(f"{path}.{name}", reason)
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer with zeros written to the new dims."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from heddle.config import Config, kind_class, kinds
-from heddle.model.config import ModelConfig, schema
+from heddle.model.config import LayerConfig, ModelConfig, schema
 
 SLOTS = {
     "mixers": "mixer", "positions": "position", "feedforwards": "feed-forward", "residuals": "residual",
@@ -193,7 +193,10 @@ def published_designs() -> list[dict[str, Any]]:
 def explorer_design(config: ModelConfig) -> dict[str, Any]:
     """A design as plain data with its different layers and how many there are of each. An encoder is left out."""
     data = config.dump()
-    layers = [layer.config.dump() | {"count": layer.count} for layer in config.distinct_layers]
+    layers = [
+        LayerConfig(mixer=mixer, feedforward=feedforward).dump() | {"count": count}
+        for (mixer, feedforward), count in config.equal_layers.items()
+    ]
     for layer in layers:
         layer.pop("repeat")
     names = ("vocab_size", "width", "norm", "residual", "embedding", "head")
@@ -205,7 +208,8 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
 
 ATTENTION = ("attention", "differential_attention", "latent_attention")
 ALL_BLOCKS = (
-    "deep_norm", "hyper_connections", "parallel", "post_norm", "pre_norm", "reordered", "residual_dual", "sandwich",
+    "attention_residuals", "deep_norm", "hyper_connections", "parallel", "post_norm", "pre_norm", "reordered",
+    "residual_dual", "sandwich",
 )  # fmt: skip
 
 
@@ -317,6 +321,11 @@ MISTAKES = (
     Mistake(
         "residuals", ("residual_dual",), "ResiDual with one stream",
         "Without the second stream it is post-norm: each norm shrinks what earlier layers added.", "residual_identity",
+    ),
+    Mistake(
+        "residuals", ("attention_residuals",), "Attention residuals whose softmax runs over tokens",
+        "Stacked in another dim, the sources' weights sum to 1 over tokens, and every token reads later ones.",
+        "causality",
     ),
     Mistake(
         "mixers", ("attention",), "Dropout that stays on",

@@ -23,13 +23,19 @@ Number = Any  # an int, a float or a symbol
 class Quantities(Protocol):
     """The fields of a part as numbers, and its surroundings.
 
-    width: of the stream. tokens: of the sequence; an encoder output has as many. branches: of a layer. A field is an
-    attribute: one that is missing or false counts 0, true counts 1.
+    width: of the stream. tokens: of the sequence; an encoder output has as many. branches: of a layer. layers,
+    all_branches: of the design. count: equal layers in a row, whose mean is asked for; layers_before, branches_before:
+    below them. A field is an attribute: one that is missing or false counts 0, true counts 1.
     """
 
     width: Number
     tokens: Number
     branches: Number
+    layers: Number
+    all_branches: Number
+    count: Number
+    layers_before: Number
+    branches_before: Number
 
     def __getattr__(self, name: str) -> Number:
         """A field. A field of a part within this one: `position_buckets`. The length of a list: `count_decay`."""
@@ -565,6 +571,40 @@ def hyper_connections(n: Quantities) -> Costs:
     maps = projection(n, streams, mixed, 1) + Costs(parameters=3 + n.norm(streams))
     mixing = Costs(flops=2 * n.tokens * streams * (1 + n.streams))
     return residual(n) + (maps + mixing).scaled(n.branches)
+
+
+@costs_of("residuals", "attention_residuals")
+def attention_residuals(n: Quantities) -> Costs:
+    """A norm and a query for each branch, and products with all that its mix reads."""
+    n.refuse(n.above(n.block_size, n.layers), block_size=2)
+    n.refuse(n.has("block_size") * n.above(2, n.block_size) * n.above(2, n.branches), block_size=1, branches=1)
+    branches, after = n.count * n.branches, n.layers_before + n.count
+    in_full = branches * (n.branches_before + 1 + (branches - 1) / 2)
+    below, starts = (_blocks(n, after)[i] - _blocks(n, n.layers_before)[i] for i in range(2))
+    in_blocks = n.branches * (below + 2 * n.count) - starts
+    sources = in_full + n.has("block_size") * (in_blocks - in_full)
+    return residual(n) + Costs(parameters=n.branches * n.width) + _mixes(n, sources / n.count)
+
+
+def _mixes(n: Quantities, sources: Number) -> Costs:
+    """Scores and sums over so many sources."""
+    return Costs(flops=4 * n.tokens * n.width * sources)
+
+
+def _blocks(n: Quantities, layers: Number) -> tuple[Number, Number]:
+    """Over the first layers: the sum of each one's blocks below its own, and how many start a block."""
+    size = n.block_size + 1 - n.has("block_size")
+    rest = n.remainder(layers, size)  # not a factor below: sympy 1.14 prints a · (b mod c) as (a · b) mod c
+    whole = (layers - rest) / size
+    return whole * layers - size * whole * (whole + 1) / 2, whole + n.least(rest, 1)
+
+
+@costs_of("final", "attention_residuals")
+def last_mix(n: Quantities) -> Costs:
+    """A norm, and a query instead of that of the first branch, which reads the embedding without a mix."""
+    in_blocks = 1 + _blocks(n, n.layers)[1]
+    sources = n.all_branches + 1 + n.has("block_size") * (in_blocks - n.all_branches - 1)
+    return final_norm(n) + _mixes(n, sources - 1)
 
 
 @costs_of("final", "*")

@@ -217,7 +217,7 @@ def refusal_sentence(
     else:
         raise ValueError(f"{slot} {kind}: {part} is not refused")
     defaulted = {field.name: field.default for field in choices.fields}
-    values = raw_values(defaulted | part) | {"width": WITNESS_WIDTH, "branches": branches}
+    values = raw_values(defaulted | part) | {"width": WITNESS_WIDTH, "branches": branches, "layers": 1}
     values |= {f"rotation_{name}": value for name, value in ({"base": 10000.0} | rotation).items()}
     values.setdefault("rotation_dims", values.get("rotation_rotary_dim", WITNESS_WIDTH // 8))
     for name, default in defaults.items():

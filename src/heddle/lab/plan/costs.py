@@ -189,10 +189,17 @@ def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
     traces = [_LayerTrace() for _ in model.layers]
     current: list[_LayerTrace] = []
     weights = {storage_key(parameter.untyped_storage()) for parameter in model.parameters()}
+    streams: dict[int, Any] = {}  # storages of all streams so far: a tensor that passes through layers is kept once
+    entering: set[int] = set()
 
     def enter(index: int, inputs: tuple[Any, ...]) -> None:
         current.append(traces[index])
-        traces[index].input_bytes = sum(x.nbytes for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
+        stream = inputs[0] if isinstance(inputs[0], tuple) else (inputs[0],)
+        storages = {storage_key(x.untyped_storage()): x.untyped_storage() for x in stream}
+        traces[index].input_bytes = sum(x.nbytes for x in stream if storage_key(x.untyped_storage()) not in streams)
+        streams.update(storages)
+        entering.clear()
+        entering.update(storages)
 
     def leave(index: int) -> None:
         current.pop()
@@ -200,6 +207,8 @@ def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if current and (key := storage_key(storage)) not in weights and x.is_meta:
+            if key in entering and any(key in trace.saved for trace in traces if trace is not current[-1]):
+                return x
             current[-1].saved.setdefault(key, (storage.nbytes(), storage))
         return x
 

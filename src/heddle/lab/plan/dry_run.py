@@ -356,9 +356,11 @@ class DryRun:
 def dry_run(config: ModelConfig, layout: RankLayout, sequence_length: int, fold: bool = True) -> DryRun:
     """Run a step of the trainer on fake tensors. fold: equal layers are told by three and four of them.
 
-    Raises ConfigError for a layout that the trainer does not offer, and within a process group.
+    No layer is left out where the stream grows from layer to layer. Raises ConfigError for a layout that the trainer
+    does not offer, and within a process group.
     """
     _check(config, layout)
+    fold = fold and not config.residual.stream_grows
     runs = runs_of(config.layer_order) if fold else [Run((kind,), 1) for kind in config.layer_order]
     longer = {index: folded(runs, index) for index, run in enumerate(runs) if run.is_long}
     with fake_ranks(layout) as mesh:

@@ -26,16 +26,17 @@ class Dropout(nn.Module):
         """Whether a call changes its input."""
         return self.training and self.rate > 0.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, ...] -> the same shape."""
+    def draw(self, x: Tensor) -> Tensor | None:
+        """Which elements of x the next call keeps: bool, of x's shape or [B, 1, ...]. None: all."""
         if not self.active:
-            return x
-        return self._dropped(x)
-
-    def _dropped(self, x: Tensor) -> Tensor:
+            return None
         shape = (x.shape[0], *(1 for _ in x.shape[1:])) if self.per_sample else tuple(x.shape)
-        keep = uniform(shape, self.site, x.device) >= self.rate
-        return x * keep.to(x.dtype) / (1.0 - self.rate)
+        return uniform(shape, self.site, x.device) >= self.rate
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        """x [B, ...] -> the same shape. keep: what `draw` returned; None: it is drawn here."""
+        keep = self.draw(x) if keep is None else keep
+        return x if keep is None else x * keep.to(x.dtype) / (1.0 - self.rate)
 
     def extra_repr(self) -> str:
         """The rate."""
@@ -50,7 +51,11 @@ class BranchDropout(nn.Module):
         self.elements = Dropout(dropout)
         self.path = Dropout(drop_path, per_sample=True)
 
-    def forward(self, y: Tensor) -> Tensor:
-        """y [B, ...] -> the same shape."""
-        dropped: Tensor = self.path(self.elements(y))
+    def draw_path(self, y: Tensor) -> Tensor | None:
+        """Which samples keep the branch: bool [B, 1, ...]. None: all."""
+        return self.path.draw(y)
+
+    def forward(self, y: Tensor, keep: Tensor | None = None) -> Tensor:
+        """y [B, ...] -> the same shape. keep: what `draw_path` returned; None: it is drawn here."""
+        dropped: Tensor = self.path(self.elements(y), keep)
         return dropped

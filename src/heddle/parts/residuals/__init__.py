@@ -32,11 +32,14 @@ class ResidualConfig(Part, ABC):
     (Huang et al. 2016, §3). dropout: rate at which elements of a branch's output are dropped, the same in every layer
     (Vaswani et al. 2017, §5.4).
     keeps_stream: whether a layer whose branches add zero leaves any stream as it is, whatever its other weights.
+    stream_grows: whether the stream of a layer is larger than that of the layer before, so that no layer costs what
+    another one does.
     """
 
     slot: ClassVar[str] = "residuals"
     later_fields: ClassVar[tuple[str, ...]] = ("drop_path_first",)
     keeps_stream: ClassVar[bool] = False
+    stream_grows: ClassVar[bool] = False
 
     drop_path: Probability = 0.0
     drop_path_first: Probability = 0.0
@@ -117,15 +120,19 @@ class Residual(nn.Module, ABC):
         """
         return stream
 
+    def dropped_output(self, stream: Stream) -> Stream:
+        """The stream after this layer if stochastic depth drops every branch here: as if none added anything."""
+        return self.identity_output(stream)
+
 
 class FinalNorm(nn.Module):
-    """The final norm of a stream that is one tensor: hidden states are the output of its `norm`."""
+    """The final norm of a stream that is one tensor, or of one made from it: hidden states are its `norm`'s output."""
 
     def __init__(self, width: int, norm: NormConfig) -> None:
         super().__init__()
         self.norm = norm.build(width)
 
-    def forward(self, stream: Tensor) -> Tensor:
+    def forward(self, stream: Stream) -> Tensor:
         """[B, T, width] -> the same shape."""
         y: Tensor = self.norm(stream)
         return y

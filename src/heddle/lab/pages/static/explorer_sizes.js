@@ -96,16 +96,28 @@ function refusePart(slot, part, design, path, found, around = {}) {
     if (field.type === "part") refusePart(field.slot, value, design, where, found);
     else if (outside(field, value)) found.push([where, outside(field, value)]);
   }
-  const branches = Math.max(...design.layers.map(layer => (layer.mixer ? 1 : 0) + (layer.feedforward ? 1 : 0)));
-  const v = complete(slot, part, { width: design.width, tokens: design.tokens, branches, ...around });
+  const branches = Math.max(...design.layers.map(branchesOf)), { layers } = below(design, design.layers.length);
+  const v = complete(slot, part, { width: design.width, tokens: design.tokens, branches, layers, ...around });
   const from = slot === "scalings" ? path.slice(0, path.lastIndexOf(".")) : path;
   for (const [name, condition, sentence] of FORMULAS[slot][part.kind]?.refusals ?? [])
     if (condition(v) > 0) found.push([`${from}.${name}`, sentence(v)]);
 }
 
+const branchesOf = layer => (layer.mixer ? 1 : 0) + (layer.feedforward ? 1 : 0);
+
+// How many layers and branches the first entries of a design have.
+function below(design, entries) {
+  const found = { layers: 0, branches: 0 };
+  for (const layer of design.layers.slice(0, entries)) { found.layers += layer.count; found.branches += layer.count * branchesOf(layer); }
+  return found;
+}
+
 function surroundings(design, layer) {
-  const branches = (layer.mixer ? 1 : 0) + (layer.feedforward ? 1 : 0);
-  return { width: design.width, tokens: design.tokens, branches, norm_weights: normWeights(design.norm) };
+  const all = below(design, design.layers.length), before = below(design, Math.max(0, design.layers.indexOf(layer)));
+  return {
+    width: design.width, tokens: design.tokens, branches: branchesOf(layer), norm_weights: normWeights(design.norm),
+    layers: all.layers, all_branches: all.branches, count: layer.count ?? 1, layers_before: before.layers, branches_before: before.branches,
+  };
 }
 
 // The numbers of the formulas of the embedding and the head.

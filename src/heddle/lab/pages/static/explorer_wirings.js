@@ -54,6 +54,7 @@ function residualPicture(part) {
   const before = ["pre_norm", "sandwich"].includes(kind), after = ["sandwich", "reordered"].includes(kind), onStream = ["post_norm", "deep_norm", "residual_dual"].includes(kind);
   if (kind === "parallel") return parallelPicture(part);
   if (kind === "hyper_connections") return streamsPicture(part);
+  if (kind === "attention_residuals") return sourcesPicture(part);
   if (!before && !after && !onStream) return "";  // a kind of the user's own
   const body = [];
   let x = 30, end = 0;
@@ -102,6 +103,21 @@ function streamsPicture(part) {
     body.push(times(shown, s => html`<circle cx="${at + 196}" cy="${round(y(s))}" r="4.5" fill="var(--card)" stroke="var(--ink)" stroke-width="1.4"/>`));
   }
   return figure(svg(480, last + 26, "The wiring of hyper-connections", html`<g class="wiring">${body}</g>`), `${n} streams. R reads them as one, W writes the branch’s output to each, M mixes them (rows and columns sum to 1). All three are computed from the token.`);
+}
+
+function sourcesPicture(part) {
+  const y = index => 24 + index * 52, body = [], end = 516;
+  const lane = (index, x, name) => body.push(wire(`M${x} ${y(index)}H${end}`, color(index)), text(x - 6, y(index) + 5, name, html`text-anchor="end"`));
+  lane(0, 40, "v₀");
+  [["mixer", 64], ["feed-forward", 250]].forEach(([name, x], index) => {
+    const row = y(index + 1), at = index ? x + 36 : x;
+    body.push(wire(`M${x} ${y(0)}V${row}H${at + 14}`));
+    if (index) body.push(html`<circle cx="${x}" cy="${y(1)}" r="4.5" fill="var(--card)" stroke="var(--ink)" stroke-width="1.4"/>`, box(x + 14, row - 15, 28, 30, "α", SERIES[2]), wire(`M${x + 42} ${row}h8`));
+    body.push(box(at + 14, row - 15, 28, 30, "N", SERIES[1]), wire(`M${at + 42} ${row}h8`), box(at + 50, row - 18, 96, 36, name, SERIES[0]));
+    lane(index + 1, at + 172, index ? "v₂" : "v₁");
+  });
+  const size = part.block_size, blocks = size ? ` The outputs of ${size} ${size === 1 ? "layer are" : "layers are"} summed into one source.` : "";
+  return figure(svg(end + 20, y(2) + 34, "The wiring of attention residuals", html`<g class="wiring">${body}</g>`), `Every output stays a source of its own. α is a softmax over all earlier sources of a token, with a learned query for each branch.${blocks}`);
 }
 
 function normedValues(part, x) {
