@@ -5,7 +5,8 @@
 
 q̂, k̂ and v̂ are projections of x after a causal depthwise convolution and SiLU; the argument of β is a plain projection.
 The decay and the output gate have low-rank projections of their own, A is one number per head. The state S has
-d_k · d_v elements per head, whatever the length of the text.
+d_k · d_v elements per head, whatever the length of the text. With `negative_eigenvalues` β is 2 σ(·), as in
+`gated_delta`.
 """
 
 from typing import Self
@@ -26,12 +27,15 @@ from heddle.parts.states import ConvRecurrentState
 class KDAConfig(MixerConfig):
     """Fields of `kda`. None: the default named in the comment."""
 
+    later_fields = ("negative_eigenvalues",)
+
     heads: Width
     head_dim: Width | None = None  # of queries and keys; default: width / heads
     value_dim: Width | None = None  # default: head_dim
     gate_rank: Width | None = None  # of the projections of decay and output gate; default: head_dim
     conv_kernel: Width = 4  # tokens that the convolution reads, itself included
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
+    negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
 
     def resolved(self, context: BuildContext) -> Self:
         """Widths, rank and norm written out."""
@@ -62,6 +66,7 @@ class KDA(DeltaRuleMixer):
             head_dim=head_dim,
             value_dim=config.value_dim or head_dim,
             conv_kernel=config.conv_kernel,
+            negative_eigenvalues=config.negative_eigenvalues,
         )
         rank = config.gate_rank or self.head_dim
         value_width = self.heads * self.value_dim

@@ -133,17 +133,27 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
     """A mixer of the gated delta rule. Its state is a `ConvRecurrentState`.
 
     A subclass adds the other projections and the convolution, whose channels are those of q and k, then those of v.
+    negative_eigenvalues: β is 2 σ(·) and not σ(·), so that I − β k kᵀ may reflect k, not only erase along it.
     """
 
     convolution: ShortConvolution
 
     def __init__(
-        self, width: int, *, heads: int, key_heads: int, head_dim: int, value_dim: int, conv_kernel: int
+        self,
+        width: int,
+        *,
+        heads: int,
+        key_heads: int,
+        head_dim: int,
+        value_dim: int,
+        conv_kernel: int,
+        negative_eigenvalues: bool,
     ) -> None:
         super().__init__()
         self.heads, self.key_heads = heads, key_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.conv_kernel = conv_kernel
+        self.negative_eigenvalues = negative_eigenvalues
         self.conv_widths = [2 * key_heads * head_dim, heads * value_dim]
         self.q = Linear(width, key_heads * head_dim)
         self.k = Linear(width, key_heads * head_dim)
@@ -165,12 +175,15 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
         convolved = self.convolution(qkv, layout, None if state is None else state.conv_state)
         qk, v = convolved.split(self.conv_widths, dim=-1)
         q, k = l2_normalize(split_heads(qk, 2 * self.key_heads)).chunk(2, dim=1)
+        beta = at_least_float32(beta).sigmoid()
+        if self.negative_eigenvalues:
+            beta = 2.0 * beta
         inputs = DeltaInputs(
             q * self.head_dim**-0.5,
             k,
             split_heads(v, self.heads),
             without_padding(log_decay, layout),  # padding, whose keys and values are zero, does not decay the state
-            at_least_float32(beta).sigmoid().transpose(1, 2),
+            beta.transpose(1, 2),
             layout.call_segment_ids,
             self._cu_seqlens(layout),
             qkv.dtype,
