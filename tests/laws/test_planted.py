@@ -594,6 +594,8 @@ BUGS = [
     Bug("decays initialized alike for every seed", "seeded_initialization", "delta",
         calls(GatedDecay.init_weights, "uniform", lambda stream, start, stop:
               torch.linspace(0.1, 0.9, stop - start, dtype=torch.float64), nth=0)),
+    Bug("a factor of β that nothing reads", "options_have_effect", "delta-negative-eigenvalues",
+        condition(DeltaRuleMixer._delta_rule, "negative_eigenvalues", False)),
     # Kimi Delta Attention
     Bug("channels that decay at padding", "padding_not_cached", "kda", DECAY_AT_PADDING),
     Bug("keys undecayed from one half of a chunk to the other", "kernel_equivalence", "kda",

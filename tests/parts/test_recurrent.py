@@ -197,6 +197,7 @@ RECURRENT = [
     "retention-rope-gate",
     "retention-learned-decays",
     "kda-own-widths",
+    "delta-negative-eigenvalues",
     "mamba2-groups",
 ]
 
