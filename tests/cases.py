@@ -402,6 +402,7 @@ CASES |= {
     "kda-negative-eigenvalues": design(
         layer({"kind": "kda", "heads": 3, "value_dim": 5, "negative_eigenvalues": True}, repeat=2)
     ),
+    "kda-decay-bound": design(layer({"kind": "kda", "heads": 2, "head_dim": 5, "decay_bound": 1.5}, repeat=2)),
     "mamba2": design(layer({"kind": "mamba2", "heads": 6, "state_size": 5}, repeat=2), norm={"kind": "layer"}),
     "mamba2-groups": design(
         layer(

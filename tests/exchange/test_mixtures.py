@@ -164,6 +164,7 @@ DELTA_OPTIONS = [
     ("qwen3_next", "gated_delta", {"negative_eigenvalues": True}),
     ("qwen3_5_text", "gated_delta", {"negative_eigenvalues": True}),
     ("kimi_linear", "kda", {"negative_eigenvalues": True}),
+    ("kimi_linear", "kda", {"decay_bound": 5.0}),
 ]
 
 

@@ -107,7 +107,7 @@ from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.short_conv import ShortConv
 from heddle.parts.modules.dropout import BranchDropout, Dropout
 from heddle.parts.modules.linear import fill_normal
-from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay, ShortConvolution
+from heddle.parts.modules.recurrent import BoundedDecay, DeltaRuleMixer, GatedDecay, ShortConvolution
 from heddle.parts.modules.router_statistics import record
 from heddle.parts.norms.layer import LayerNorm
 from heddle.parts.position_table import PositionTable, SlotMapping, join_tables
@@ -602,6 +602,8 @@ BUGS = [
         calls(channel_decays, "exp", torch.ones_like, nth=1)),
     Bug("documents that share a recurrent state of many rates", "document_isolation", "kda-own-widths",
         wrapped(mask_documents, lambda mask, products, *rest: (products, mask(products, *rest)[1]))),
+    Bug("a bound of decays that nothing reads", "options_have_effect", "kda-decay-bound",
+        reads(BoundedDecay.forward, "bound", lambda bound: 1.0)),
     # Recurrences for accelerators
     Bug("decays of a state left out where all chunks are computed at once", "kernel_equivalence", "retention-plain",
         calls(batched_sums, "addcmul", lambda torch, within, reads, decay: within + reads)),

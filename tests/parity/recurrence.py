@@ -116,7 +116,9 @@ def loop_delta_rule(fields: Data, mixer: Any, x: Tensor) -> Tensor:
         state, bias = torch.zeros(d_k, d_v, dtype=x.dtype), mixer.decay.bias.unflatten(0, (heads, -1))[head]
         outputs = []
         for t in range(len(x)):
-            log_decay = -torch.exp(mixer.decay.rate[head]) * torch.log1p(torch.exp(decays[t, head] + bias))
+            rate, step = torch.exp(mixer.decay.rate[head]), decays[t, head] + bias
+            bound = fields.get("decay_bound")
+            log_decay = -bound * sigmoid(rate * step) if bound else -rate * torch.log1p(torch.exp(step))
             state = torch.exp(log_decay)[:, None] * state
             k, q = ks[t, keys], qs[t, keys]
             k, q = k / (k @ k + 1e-6).sqrt(), q / (q @ q + 1e-6).sqrt() / d_k**0.5

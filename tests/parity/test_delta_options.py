@@ -12,10 +12,10 @@ from torch import Tensor
 from heddle.config import kind_class, parse_config
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
-from heddle.parts.modules.recurrent import DeltaRuleMixer
+from heddle.parts.modules.recurrent import BoundedDecay, DeltaRuleMixer
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data
-from tests.laws.planting import Plant, condition
+from tests.laws.planting import Plant, calls, condition, result
 from tests.parity.recurrence import (
     EPS,
     PIECES,
@@ -31,7 +31,9 @@ from tests.parity.recurrence import (
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
-    from transformers import DynamicCache, OlmoHybridConfig
+    from transformers import BailingHybridConfig, DynamicCache, Glm5NextTextConfig, OlmoHybridConfig
+    from transformers.models.bailing_hybrid import modeling_bailing_hybrid
+    from transformers.models.glm5_next import modeling_glm5_next
     from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 DESIGNS = 48
@@ -63,7 +65,7 @@ def random_fields(draw: random.Random) -> Data:
         "negative_eigenvalues": draw.random() < 0.7,
     }
     if fields["kind"] == "kda":
-        return fields | {"gate_rank": draw.randint(1, 5)}
+        return fields | {"gate_rank": draw.randint(1, 5), "decay_bound": draw.choice([None, 0.3, 1.0, 5.0])}
     return fields | {"key_heads": draw.choice([n for n in range(1, heads + 1) if heads % n == 0])}
 
 
@@ -113,6 +115,11 @@ def test_decoding_equals_a_loop_of_the_papers(number: int) -> None:
 BUGS: dict[str, Plant] = {
     "β without its factor 2": condition(DeltaRuleMixer._delta_rule, "negative_eigenvalues", False),
     "a factor 2 for every β": condition(DeltaRuleMixer._delta_rule, "negative_eigenvalues", True),
+    "a bound whose rate is no exponential": calls(BoundedDecay.forward, "exp", lambda rate: rate),
+    "a bounded decay without its bias": calls(
+        BoundedDecay.forward, "at_least_float32", lambda wide, x: 0 * wide(x), nth=1
+    ),
+    "a bounded decay of the other sign": result(BoundedDecay.forward, lambda pair: (-pair[0], pair[1])),
 }
 
 
@@ -163,6 +170,64 @@ def test_negative_eigenvalues_equal_those_of_olmo_hybrid(sharpness: float, monke
     with torch.no_grad():
         x = inputs(2)
         assert float((mixer(x, Layout.causal(*x.shape[:2]))[0] - olmo(mixer, negative=False)(x)).abs().max()) > 0.1
+
+
+KDA_NAMES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "beta": "b_proj", "norm": "o_norm", "out": "o_proj"}
+LOW_RANK = {"decay_down": "forget_gate.f_a_proj", "decay_up": "forget_gate.f_b_proj", "gate_down": "g_a_proj",
+            "gate_up": "g_b_proj"}  # fmt: skip
+SIZES: Data = {"kind": "kda", "heads": 3, "head_dim": 8, "conv_kernel": 3}
+
+
+def kda_weights(mixer: Any) -> Data:
+    own = mixer.state_dict()
+    weights = {f"{theirs}.weight": own[f"{name}.weight"] for name, theirs in KDA_NAMES.items()}
+    weights |= {"conv1d.weight": own["convolution.weight"][:, None]}
+    return weights | {"forget_gate.A_log": own["decay.rate"], "forget_gate.dt_bias": own["decay.bias"]}
+
+
+@pytest.mark.parametrize("bound", [None, 0.7, 5.0])
+def test_a_bounded_decay_equals_that_of_glm_5_next(bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_in_float64(monkeypatch, modeling_glm5_next)
+    mixer = ours(SIZES | {"decay_bound": bound})
+    config = Glm5NextTextConfig(
+        hidden_size=WIDTH,
+        linear_num_heads=3,
+        linear_head_dim=8,
+        linear_conv_kernel_dim=3,
+        linear_lower_bound=None if bound is None else -bound,
+        num_hidden_layers=4,
+        rms_norm_eps=EPS,
+    )
+    own = mixer.state_dict()
+    weights = kda_weights(mixer) | {f"{theirs}.weight": own[f"{name}.weight"] for name, theirs in LOW_RANK.items()}
+    module = modeling_glm5_next.Glm5NextTextLinearAttention(config, 0)
+    module.double().eval().load_state_dict(weights)
+    compare_with_module(mixer, module, config)
+
+
+@pytest.mark.parametrize("bound", [None, 5.0])
+def test_a_bounded_decay_equals_that_of_bailing_hybrid(bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its projections of decay and gate have full rank: ours are their products."""
+    compute_in_float64(monkeypatch, modeling_bailing_hybrid)
+    mixer = ours(SIZES | {"decay_bound": bound})
+    config = BailingHybridConfig(
+        hidden_size=WIDTH,
+        num_attention_heads=3,
+        head_dim=8,
+        short_conv_kernel_size=3,
+        kda_safe_gate=bound is not None,
+        kda_lower_bound=-(bound or 1.0),
+        num_hidden_layers=2,
+        rms_norm_eps=EPS,
+    )
+    own = mixer.state_dict()
+    weights = kda_weights(mixer) | {
+        "forget_gate.f_proj.weight": own["decay_up.weight"] @ own["decay_down.weight"],
+        "g_proj.weight": own["gate_up.weight"] @ own["gate_down.weight"],
+    }
+    module = modeling_bailing_hybrid.BailingHybridDeltaAttention(config, 0)
+    module.double().eval().load_state_dict(weights)
+    compare_with_module(mixer, module, config)
 
 
 def compare_with_module(mixer: Any, module: Any, config: Any) -> None:

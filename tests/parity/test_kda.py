@@ -145,6 +145,17 @@ def test_each_channel_draws_its_own_initial_decay() -> None:
     assert 0.009 < float(step.median()) < 0.011
 
 
+def test_a_bounded_decay_starts_as_in_the_authors_code() -> None:
+    config = parse_config(ModelConfig, design(layer({"kind": "kda", "heads": 40, "head_dim": 50, "decay_bound": 5.0})))
+    mixer = heddle.build(config).layers[0].mixer
+    assert isinstance(mixer, KDA)
+    assert not bool(mixer.decay.rate.any())
+    with torch.no_grad():
+        log_decay, share = mixer.decay(torch.zeros(1, 1, 2000))
+    assert 0.00098 < float(share.min()) < 0.00102 < 0.094 < float(share.max()) < 0.0953
+    assert torch.equal(log_decay, -5.0 * share)
+
+
 def test_the_state_has_a_fixed_size() -> None:
     model = heddle.build(parse_config(ModelConfig, design(layer({"kind": "kda", **OWN_WIDTHS}))))
     for cache_length in (None, 5000):
@@ -153,7 +164,12 @@ def test_the_state_has_a_fixed_size() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"heads": 5}, r"heads: 5.*24"), ({"gate_rank": 0}, "gate_rank:")],
+    [
+        ({"heads": 5}, r"heads: 5.*24"),
+        ({"gate_rank": 0}, "gate_rank:"),
+        ({"decay_bound": -5.0}, "decay_bound: .*greater than 0"),
+        ({"decay_bound": float("inf")}, "decay_bound: .*finite"),
+    ],
 )
 def test_invalid_fields_raise(fields: Data, message: str) -> None:
     with pytest.raises(DesignError, match=message):

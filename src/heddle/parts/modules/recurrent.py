@@ -121,6 +121,26 @@ class GatedDecay(SelfInitialized):
         return log_decay.transpose(1, 2), time_step.transpose(1, 2)
 
 
+class BoundedDecay(GatedDecay):
+    """log α = −bound · σ(exp(A) (a + b)): no channel decays below exp(−bound) a token (GLM-5 Next 2026)."""
+
+    def __init__(self, heads: int, channels: int, bound: float) -> None:
+        super().__init__(heads, channels)
+        self.bound = bound
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """A of 0, as the authors' code does; b as above, so that log α / −bound begins in [0.001, 0.0952]."""
+        super().init_weights(std, draws)
+        nn.init.zeros_(self.rate)
+
+    def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """a [B, T, heads · channels] -> log α and, in place of Δ, log α / −bound [B, heads, T, channels]."""
+        rate, bias = at_least_float32(self.rate), at_least_float32(self.bias)
+        argument = (at_least_float32(a) + bias).unflatten(-1, (len(rate), -1))
+        share = (rate.exp()[:, None] * argument).sigmoid().transpose(1, 2)
+        return -self.bound * share, share
+
+
 def _softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)). For its gradient torch's compiler expects other strides than torch's kernel returns."""
     return torch.logaddexp(x, torch.zeros_like(x)) if is_compiling() else functional.softplus(x)
