@@ -199,6 +199,9 @@ CASES: dict[str, Data] = {
     "delta-convolution-2": design(delta(heads=2, key_heads=1, head_dim=7, conv_kernel=2), norm={"kind": "layer"}),
     "delta-norm": design(delta(heads=3, norm={"kind": "rms", "eps": 1e-6}), norm={"kind": "rms", "offset": 1.0}),
     "delta-negative-eigenvalues": design(delta(heads=4, key_heads=2, head_dim=5, negative_eigenvalues=True)),
+    "delta-steps": design(
+        delta(heads=4, key_heads=2, head_dim=5, value_dim=3, steps=3, negative_eigenvalues=True), norm={"kind": "layer"}
+    ),
     "delta-hybrid": design(
         layer({"kind": "gated_delta", "heads": 4, "key_heads": 2, "head_dim": 6, "value_dim": 8}, None, repeat=3),
         layer(attention(kv_heads=2)),

@@ -163,6 +163,8 @@ def test_what_a_family_has_not_is_told_as_the_change_that_is_needed(
 DELTA_OPTIONS = [
     ("qwen3_next", "gated_delta", {"negative_eigenvalues": True}),
     ("qwen3_5_text", "gated_delta", {"negative_eigenvalues": True}),
+    ("qwen3_next", "gated_delta", {"steps": 2}),
+    ("qwen3_5_text", "gated_delta", {"steps": 2}),
     ("kimi_linear", "kda", {"negative_eigenvalues": True}),
     ("kimi_linear", "kda", {"decay_bound": 5.0}),
 ]

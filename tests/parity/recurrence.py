@@ -101,8 +101,12 @@ def loop_delta_rule(fields: Data, mixer: Any, x: Tensor) -> Tensor:
     is_kda, heads, factor = fields["kind"] == "kda", fields["heads"], 1 + fields.get("negative_eigenvalues", False)
     widths = [len(mixer.get_parameter(f"{name}.weight")) for name in "qkv"]
     qs, ks, vs = loop_convolution(mixer, torch.cat([projected(mixer, name, x) for name in "qkv"], 1)).split(widths, 1)
-    key_heads = fields.get("key_heads") or heads
-    d_k, d_v, betas = widths[0] // key_heads, widths[2] // heads, factor * sigmoid(projected(mixer, "beta", x))
+    key_heads, steps = fields.get("key_heads") or heads, fields.get("steps", 1)
+    d_k, d_v, betas = (
+        widths[0] // key_heads,
+        widths[2] // (steps * heads),
+        factor * sigmoid(projected(mixer, "beta", x)),
+    )
     if is_kda:
         decays = projected(mixer, "decay_up", projected(mixer, "decay_down", x)).unflatten(1, (heads, d_k))
         gates = sigmoid(projected(mixer, "gate_up", projected(mixer, "gate_down", x)))
@@ -120,10 +124,13 @@ def loop_delta_rule(fields: Data, mixer: Any, x: Tensor) -> Tensor:
             bound = fields.get("decay_bound")
             log_decay = -bound * sigmoid(rate * step) if bound else -rate * torch.log1p(torch.exp(step))
             state = torch.exp(log_decay)[:, None] * state
-            k, q = ks[t, keys], qs[t, keys]
-            k, q = k / (k @ k + 1e-6).sqrt(), q / (q @ q + 1e-6).sqrt() / d_k**0.5
-            state = state + betas[t, head] * torch.outer(k, vs[t, values] - k @ state)
-            o = q @ state
+            for step in range(steps):
+                k = ks[t].view(steps, key_heads, d_k)[step, group]
+                v = vs[t].view(steps, heads, d_v)[step, head]
+                k = k / (k @ k + 1e-6).sqrt()
+                state = state + betas[t].view(steps, heads)[step, head] * torch.outer(k, v - k @ state)
+            q = qs[t, keys]
+            o = q / (q @ q + 1e-6).sqrt() / d_k**0.5 @ state
             outputs.append(mixer.norm.weight * o / (o.pow(2).mean() + EPS).sqrt() * gates[t, values])
         rows.append(torch.stack(outputs))
     return projected(mixer, "out", torch.cat(rows, dim=1))

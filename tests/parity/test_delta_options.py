@@ -12,7 +12,7 @@ from torch import Tensor
 from heddle.config import kind_class, parse_config
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
-from heddle.parts.modules.recurrent import BoundedDecay, DeltaRuleMixer
+from heddle.parts.modules.recurrent import BoundedDecay, DeltaRuleMixer, in_steps
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data
 from tests.laws.planting import Plant, calls, condition, result
@@ -66,7 +66,8 @@ def random_fields(draw: random.Random) -> Data:
     }
     if fields["kind"] == "kda":
         return fields | {"gate_rank": draw.randint(1, 5), "decay_bound": draw.choice([None, 0.3, 1.0, 5.0])}
-    return fields | {"key_heads": draw.choice([n for n in range(1, heads + 1) if heads % n == 0])}
+    key_heads = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    return fields | {"key_heads": key_heads, "steps": draw.randint(1, 3)}
 
 
 def random_rows(draw: random.Random) -> tuple[Layout, list[list[slice]]]:
@@ -118,6 +119,15 @@ BUGS: dict[str, Plant] = {
     "a bound whose rate is no exponential": calls(BoundedDecay.forward, "exp", lambda rate: rate),
     "a bounded decay without its bias": calls(
         BoundedDecay.forward, "at_least_float32", lambda wide, x: 0 * wide(x), nth=1
+    ),
+    "a decay before each step": calls(
+        in_steps, "pad", lambda _, x, sides: x.expand(*x.shape[:3], 1 + sum(sides), -1), nth=1
+    ),
+    "a state read before the last step": calls(
+        in_steps, "pad", lambda functional, x, sides: functional.pad(x, (0, 0, *sides[:1:-1])), nth=0
+    ),
+    "heads and steps exchanged": calls(
+        in_steps, "unflatten", lambda x, dim, sizes: x.unflatten(dim, sizes[::-1]).transpose(1, 2)
     ),
     "a bounded decay of the other sign": result(BoundedDecay.forward, lambda pair: (-pair[0], pair[1])),
 }

@@ -198,6 +198,7 @@ RECURRENT = [
     "retention-learned-decays",
     "kda-own-widths",
     "delta-negative-eigenvalues",
+    "delta-steps",
     "mamba2-groups",
 ]
 

@@ -310,6 +310,10 @@ MISTAKES = (
         "tests/parity/test_delta_options.py",
     ),
     Mistake(
+        "mixers", ("gated_delta",), "A decay before each step of a token",
+        "The state decays once a token. Repeated for each of n steps, it forgets n times as fast.", "chunked_decoding",
+    ),
+    Mistake(
         "norms", ("rms",), "RMSNorm that multiplies by the root, or adds ε outside it",
         "Multiplying by the root instead of dividing squares the scale. ε outside it shows only in small inputs.",
         "kernel_equivalence",

@@ -6,7 +6,9 @@
 q̂, k̂ and v̂ are projections of x after a causal depthwise convolution and SiLU; a, z and the argument of β are plain
 projections of x. Value head h reads key head h // (heads / key_heads). The state S has d_k · d_v elements per head,
 whatever the length of the text. With `negative_eigenvalues` β is 2 · sigmoid(·): I − β k kᵀ then has an eigenvalue from
-1 − β = −1, which reflects what is stored along k, to 1 (Grazzi et al. 2024), and tracks states such as a parity.
+1 − β = −1, which reflects what is stored along k, to 1 (Grazzi et al. 2024), and tracks states such as a parity. With
+`steps` n a token corrects the state n times, each with its own k, v and β, after one decay and before one output
+(Gated DeltaProduct, Siems et al. 2025): its transition is a product of n such matrices, such as a rotation.
 """
 
 from typing import Self
@@ -30,7 +32,7 @@ class GatedDeltaConfig(MixerConfig):
     """Fields of `gated_delta`. None: the default named in the comment."""
 
     aliases = ("gated_deltanet", "gdn")
-    later_fields = ("negative_eigenvalues",)
+    later_fields = ("negative_eigenvalues", "steps")
 
     heads: Width  # of values, states and outputs
     key_heads: Width | None = None  # of queries and keys; default: heads
@@ -39,6 +41,7 @@ class GatedDeltaConfig(MixerConfig):
     conv_kernel: Width = 4  # tokens that the convolution reads, itself included
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
     negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
+    steps: Width = 1  # corrections of the state a token, each with its own k, v and β (DeltaProduct)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -75,11 +78,12 @@ class GatedDelta(DeltaRuleMixer):
             value_dim=config.value_dim or head_dim,
             conv_kernel=config.conv_kernel,
             negative_eigenvalues=config.negative_eigenvalues,
+            steps=config.steps,
         )
         value_width = self.heads * self.value_dim
         self.gate = Linear(context.width, value_width)
         self.a = Linear(context.width, self.heads)
-        self.beta = Linear(context.width, self.heads)
+        self.beta = Linear(context.width, self.steps * self.heads)
         self.convolution = ShortConvolution(sum(self.conv_widths), self.conv_kernel)
         self.decay = GatedDecay(self.heads)
         check_norm_width("value_dim", self.value_dim)
