@@ -198,6 +198,10 @@ CASES: dict[str, Data] = {
     "delta-convolution-1": design(delta(heads=3, conv_kernel=1, value_dim=10)),
     "delta-convolution-2": design(delta(heads=2, key_heads=1, head_dim=7, conv_kernel=2), norm={"kind": "layer"}),
     "delta-norm": design(delta(heads=3, norm={"kind": "rms", "eps": 1e-6}), norm={"kind": "rms", "offset": 1.0}),
+    "delta-negative-eigenvalues": design(delta(heads=4, key_heads=2, head_dim=5, negative_eigenvalues=True)),
+    "delta-steps": design(
+        delta(heads=4, key_heads=2, head_dim=5, value_dim=3, steps=3, negative_eigenvalues=True), norm={"kind": "layer"}
+    ),
     "delta-hybrid": design(
         layer({"kind": "gated_delta", "heads": 4, "key_heads": 2, "head_dim": 6, "value_dim": 8}, None, repeat=3),
         layer(attention(kv_heads=2)),
@@ -398,6 +402,10 @@ CASES |= {
     "kda-own-widths": design(
         layer({"kind": "kda", "heads": 4, "head_dim": 5, "value_dim": 3, "gate_rank": 2, "conv_kernel": 2}, repeat=2)
     ),
+    "kda-negative-eigenvalues": design(
+        layer({"kind": "kda", "heads": 3, "value_dim": 5, "negative_eigenvalues": True}, repeat=2)
+    ),
+    "kda-decay-bound": design(layer({"kind": "kda", "heads": 2, "head_dim": 5, "decay_bound": 1.5}, repeat=2)),
     "mamba2": design(layer({"kind": "mamba2", "heads": 6, "state_size": 5}, repeat=2), norm={"kind": "layer"}),
     "mamba2-groups": design(
         layer(

@@ -344,7 +344,9 @@ def test_why_causal_conv1d_is_not_chosen(facts: ConvolutionFacts, reason: str | 
     assert conv_library.conv_unsupported(facts) == reason
 
 
-@pytest.mark.parametrize("name", ["delta-key-heads", "kda-own-widths", "mamba2-groups", "retention-rope-gate"])
+@pytest.mark.parametrize(
+    "name", ["delta-key-heads", "delta-steps", "kda-own-widths", "mamba2-groups", "retention-rope-gate"]
+)
 def test_models_pass_documents_and_their_dtype(name: str) -> None:
     """A model in bfloat16 whose mixers call the library, on packed rows, is as near to float64 as without it."""
     config = case(name)

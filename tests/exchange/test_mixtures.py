@@ -14,7 +14,7 @@ from heddle.config import parse_config
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
-from heddle.exchange.family_match import best_match, design_from_config, match_family
+from heddle.exchange.family_match import HEDDLE, best_match, chosen_match, design_from_config, match_family
 from heddle.exchange.load import load, original_design
 from heddle.model.config import ModelConfig
 from heddle.parts.modules.router_statistics import record_router_statistics
@@ -158,6 +158,29 @@ def test_what_a_family_has_not_is_told_as_the_change_that_is_needed(
     variant = {"deepseek_v2": "greedy", "qwen3_moe": "dense-between"}.get(family, "plain")
     actual = match_family(altered(family, variant, **fields), families()[family])
     assert {str(mismatch).partition("feedforward.")[2] for mismatch in actual.mismatches} == {change}
+
+
+DELTA_OPTIONS = [
+    ("qwen3_next", "gated_delta", {"negative_eigenvalues": True}),
+    ("qwen3_5_text", "gated_delta", {"negative_eigenvalues": True}),
+    ("qwen3_next", "gated_delta", {"steps": 2}),
+    ("qwen3_5_text", "gated_delta", {"steps": 2}),
+    ("kimi_linear", "kda", {"negative_eigenvalues": True}),
+    ("kimi_linear", "kda", {"decay_bound": 5.0}),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "option"), DELTA_OPTIONS)
+def test_an_option_of_the_delta_rule_that_a_family_has_not_is_refused_by_name(
+    family: str, kind: str, option: dict[str, Any]
+) -> None:
+    data = load(saved(family, "plain")[1]).model.config.dump()
+    for layer in data["layers"]:
+        layer["mixer"] |= option if layer["mixer"]["kind"] == kind else {}
+    design, (name,) = parse_config(ModelConfig, data), option
+    with pytest.raises(ConfigError, match=rf"family '{family}': cannot express this design \(.*mixer\.{name} is"):
+        chosen_match(design, family)
+    assert best_match(design).family.model_type == HEDDLE
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [

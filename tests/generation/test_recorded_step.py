@@ -17,7 +17,7 @@ from heddle.numerics.linear import ProductTable, packed_weights, uncounted_linea
 from tests.cases import CASES, case
 from tests.generation.loops import is_causal
 
-COVERING = ["attention-softcap-sink-window", "latent-hybrid", "kda"]
+COVERING = ["attention-softcap-sink-window", "latent-hybrid", "kda", "delta-steps"]
 ROUTED = [name for name in CASES if "moe" in name]  # the counts of tokens of each expert are read
 CAUSAL = [name for name in CASES if is_causal(case(name)) and name not in ROUTED]
 REST = [pytest.param(name, marks=pytest.mark.soak) for name in CAUSAL if name not in COVERING]

@@ -107,7 +107,14 @@ from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.short_conv import ShortConv
 from heddle.parts.modules.dropout import BranchDropout, Dropout
 from heddle.parts.modules.linear import fill_normal
-from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay, ShortConvolution
+from heddle.parts.modules.recurrent import (
+    BoundedDecay,
+    DeltaRuleMixer,
+    GatedDecay,
+    ShortConvolution,
+    in_steps,
+    one_step,
+)
 from heddle.parts.modules.router_statistics import record
 from heddle.parts.norms.layer import LayerNorm
 from heddle.parts.position_table import PositionTable, SlotMapping, join_tables
@@ -595,12 +602,23 @@ BUGS = [
     Bug("decays initialized alike for every seed", "seeded_initialization", "delta",
         calls(GatedDecay.init_weights, "uniform", lambda stream, start, stop:
               torch.linspace(0.1, 0.9, stop - start, dtype=torch.float64), nth=0)),
+    Bug("a factor of β that nothing reads", "options_have_effect", "delta-negative-eigenvalues",
+        condition(DeltaRuleMixer._delta_rule, "negative_eigenvalues", False)),
+    Bug("a decay before each step of a single token", "chunked_decoding", "delta-steps",
+        wrapped(one_step, lambda make, inputs, step:
+                make(inputs, step)._replace(log_decay=inputs.log_decay[:, :, :1]))),
+    Bug("a document that begins anew at each step of a token", "chunked_ragged_batch", "delta-steps",
+        condition(one_step, "step", True, nth=0)),
+    Bug("steps of a token that follow those of all tokens", "causality", "delta-steps",
+        calls(in_steps, "movedim", lambda x, source, to: x.movedim(1, 2))),
     # Kimi Delta Attention
     Bug("channels that decay at padding", "padding_not_cached", "kda", DECAY_AT_PADDING),
     Bug("keys undecayed from one half of a chunk to the other", "kernel_equivalence", "kda",
         calls(channel_decays, "exp", torch.ones_like, nth=1)),
     Bug("documents that share a recurrent state of many rates", "document_isolation", "kda-own-widths",
         wrapped(mask_documents, lambda mask, products, *rest: (products, mask(products, *rest)[1]))),
+    Bug("a bound of decays that nothing reads", "options_have_effect", "kda-decay-bound",
+        reads(BoundedDecay.forward, "bound", lambda bound: 1.0)),
     # Recurrences for accelerators
     Bug("decays of a state left out where all chunks are computed at once", "kernel_equivalence", "retention-plain",
         calls(batched_sums, "addcmul", lambda torch, within, reads, decay: within + reads)),

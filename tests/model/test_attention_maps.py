@@ -134,6 +134,11 @@ LINEAR = {
 }
 
 
+def test_several_values_a_token_have_no_implied_weights() -> None:
+    model = model_under_test(case("delta-steps"))
+    assert heddle.attention_weights(model, random_tokens(model.config, 2, 9), implied=True) == [None] * 2
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LINEAR)
 def test_implied_weights_times_values_equal_the_output(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,50 @@ def test_equal_keys_and_extreme_gates_stay_exact(decay: float, channels: int) ->
 
 
 @pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.parametrize("keys", ["random", "equal", "in turns"])
+@pytest.mark.parametrize("decay", [0.0, -1e-6, -1e-2, -1.0])
+@pytest.mark.parametrize("lowest", [1.9, 2.0])
+def test_beta_near_two_stays_exact(lowest: float, decay: float, keys: str, channels: int) -> None:
+    """β from `lowest` to 2, five chunks: each token reflects the state along its key, so errors do not die away."""
+    inputs, state = near_two(lowest, decay, keys, channels)
+    expected = run("reference", inputs, state)
+    size = float(expected[0].abs().max())
+    narrow = narrowed(inputs)
+    for kernel in ("chunked", "batched"):
+        for actual_part, single_precision, expected_part in zip(
+            run(kernel, inputs, state), run(kernel, narrow, state.float()), expected, strict=True
+        ):
+            torch.testing.assert_close(actual_part, expected_part, rtol=0, atol=1e-10)
+            torch.testing.assert_close(single_precision.double(), expected_part, rtol=0, atol=1e-4 * size)
+
+
+def near_two(lowest: float, decay: float, keys: str, channels: int) -> tuple[DeltaInputs, Tensor]:
+    length = 5 * CHUNK_TOKENS + 3
+    inputs, state = random(length, channels=channels)
+    uniform = torch.rand(inputs.beta.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    chosen = {"random": torch.arange(length), "equal": torch.zeros(length), "in turns": torch.arange(length) % 2}[keys]
+    return inputs._replace(
+        k=inputs.k[:, :, chosen.long()],
+        beta=lowest + (2.0 - lowest) * uniform,
+        log_decay=inputs.log_decay * 0 + decay,
+    ), state
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.parametrize("keys", ["random", "equal"])
+@pytest.mark.parametrize("kernel", ["chunked", "batched"])
+def test_gradients_of_beta_near_two_stay_exact(kernel: str, keys: str, channels: int) -> None:
+    inputs, state = near_two(1.9, -1e-2, keys, channels)
+    tensors = [x.requires_grad_() for x in (*inputs[:5], state)]
+    actual, expected = (
+        torch.autograd.grad(sum(part.sin().sum() for part in run(name, inputs, state)), tensors)  # type: ignore[arg-type]
+        for name in (kernel, "reference")
+    )
+    for gradient, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("channels", [1, 5])
 def test_a_sudden_strong_decay_costs_no_precision(channels: int) -> None:
     """After α near zero, decays near one must be as exact as before: their logarithms are summed separately."""
     inputs, state = random(CHUNK_TOKENS, channels=channels)

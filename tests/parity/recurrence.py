@@ -12,8 +12,10 @@ from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
 from heddle.parts.position_table import PositionTable
 from heddle.parts.states import StateSpec
+from tests.cases import Data
 
 WIDTH = 24
+EPS = 1e-4  # of the norm of a head's output
 PIECES = [40, 1, 1, 3, 1, 29]
 DOCUMENTS = [31, 2, 1, 41]
 LENGTH = sum(PIECES)
@@ -52,7 +54,7 @@ def randomize(module: torch.nn.Module) -> None:
 
 def close(got: Tensor, want: Tensor) -> None:
     """Equal to 1e-10, where the outputs are not small."""
-    assert float(want.std()) > 0.1, "outputs this small would agree whatever the module does"
+    assert float(want.detach().std()) > 0.1, "outputs this small would agree whatever the module does"
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
@@ -92,3 +94,48 @@ def loop_convolution(mixer: Mixer, x: Tensor) -> Tensor:
         y = bias + sum(weight[:, -1 - back] * x[t - back] for back in range(min(t + 1, weight.shape[1])))
         rows.append(y / (1 + torch.exp(-y)))
     return torch.stack(rows)
+
+
+def loop_delta_rule(fields: Data, mixer: Any, x: Tensor) -> Tensor:
+    """One document x [T, WIDTH] by a mixer of the delta rule with these fields, one head and one token at a time."""
+    is_kda, heads, factor = fields["kind"] == "kda", fields["heads"], 1 + fields.get("negative_eigenvalues", False)
+    widths = [len(mixer.get_parameter(f"{name}.weight")) for name in "qkv"]
+    qs, ks, vs = loop_convolution(mixer, torch.cat([projected(mixer, name, x) for name in "qkv"], 1)).split(widths, 1)
+    key_heads, steps = fields.get("key_heads") or heads, fields.get("steps", 1)
+    d_k, d_v, betas = (
+        widths[0] // key_heads,
+        widths[2] // (steps * heads),
+        factor * sigmoid(projected(mixer, "beta", x)),
+    )
+    if is_kda:
+        decays = projected(mixer, "decay_up", projected(mixer, "decay_down", x)).unflatten(1, (heads, d_k))
+        gates = sigmoid(projected(mixer, "gate_up", projected(mixer, "gate_down", x)))
+    else:
+        decays, gates = projected(mixer, "a", x)[:, :, None], projected(mixer, "gate", x)
+        gates = gates * sigmoid(gates)
+    rows = []
+    for head in range(heads):
+        group = head // (heads // key_heads)
+        keys, values = slice(group * d_k, (group + 1) * d_k), slice(head * d_v, (head + 1) * d_v)
+        state, bias = torch.zeros(d_k, d_v, dtype=x.dtype), mixer.decay.bias.unflatten(0, (heads, -1))[head]
+        outputs = []
+        for t in range(len(x)):
+            rate, step = torch.exp(mixer.decay.rate[head]), decays[t, head] + bias
+            bound = fields.get("decay_bound")
+            log_decay = -bound * sigmoid(rate * step) if bound else -rate * torch.log1p(torch.exp(step))
+            state = torch.exp(log_decay)[:, None] * state
+            for step in range(steps):
+                k = ks[t].view(steps, key_heads, d_k)[step, group]
+                v = vs[t].view(steps, heads, d_v)[step, head]
+                k = k / (k @ k + 1e-6).sqrt()
+                state = state + betas[t].view(steps, heads)[step, head] * torch.outer(k, v - k @ state)
+            q = qs[t, keys]
+            o = q / (q @ q + 1e-6).sqrt() / d_k**0.5 @ state
+            outputs.append(mixer.norm.weight * o / (o.pow(2).mean() + EPS).sqrt() * gates[t, values])
+        rows.append(torch.stack(outputs))
+    return projected(mixer, "out", torch.cat(rows, dim=1))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(−x))."""
+    return 1 / (1 + torch.exp(-x))

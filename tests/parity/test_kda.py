@@ -1,11 +1,11 @@
 """Kimi Delta Attention against a loop of the paper's formulas and against transformers, in float64."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 import heddle
@@ -20,6 +20,7 @@ from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, design, layer
 from tests.laws.planting import calls, result, wrapped
 from tests.parity.recurrence import (
+    EPS,
     PIECES,
     WIDTH,
     close,
@@ -27,8 +28,7 @@ from tests.parity.recurrence import (
     compute_in_float64,
     in_pieces,
     inputs,
-    loop_convolution,
-    projected,
+    loop_delta_rule,
     randomize,
 )
 
@@ -37,7 +37,6 @@ with warnings.catch_warnings():
     from transformers import DynamicCache, KimiLinearConfig
     from transformers.models.kimi_linear import modeling_kimi_linear
 
-EPS = 1e-4
 PLAIN: Data = {"heads": 3}
 OTHERS: Data = {"heads": 4, "head_dim": 5, "conv_kernel": 2}
 OWN_WIDTHS: Data = {"heads": 2, "head_dim": 7, "value_dim": 11, "gate_rank": 3}
@@ -50,38 +49,14 @@ def ours(sizes: Data) -> KDA:
     return mixer
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
-def loop(mixer: Any, x: Tensor) -> Tensor:
-    """One document x [T, WIDTH], one head and one token at a time."""
-    widths = [len(mixer.get_parameter(f"{name}.weight")) for name in "qkv"]
-    qs, ks, vs = loop_convolution(mixer, torch.cat([projected(mixer, name, x) for name in "qkv"], 1)).split(widths, 1)
-    decays = projected(mixer, "decay_up", projected(mixer, "decay_down", x))
-    gates = projected(mixer, "gate_up", projected(mixer, "gate_down", x))
-    betas, d_k, d_v = projected(mixer, "beta", x), widths[0] // mixer.heads, widths[2] // mixer.heads
-    out = torch.zeros_like(vs)
-    for head in range(mixer.heads):
-        keys, values = slice(head * d_k, (head + 1) * d_k), slice(head * d_v, (head + 1) * d_v)
-        state = torch.zeros(d_k, d_v, dtype=x.dtype)
-        for t in range(len(x)):
-            step = torch.log1p(torch.exp(decays[t, keys] + mixer.decay.bias[keys]))
-            alpha = torch.exp(-torch.exp(mixer.decay.rate[head]) * step)
-            beta, k, q = sigmoid(betas[t, head]), ks[t, keys], qs[t, keys]
-            k, q = k / (k @ k + 1e-6).sqrt(), q / (q @ q + 1e-6).sqrt() / d_k**0.5
-            state = (torch.eye(d_k, dtype=x.dtype) - beta * torch.outer(k, k)) @ torch.diag(alpha) @ state
-            state = state + beta * torch.outer(k, vs[t, values])
-            o = q @ state
-            o = mixer.norm.weight * o / (o.pow(2).mean() + EPS).sqrt()
-            out[t, values] = o * sigmoid(gates[t, values])
-    return projected(mixer, "out", out)
+def compare(sizes: Data) -> None:
+    compare_with_loop(ours(sizes), partial(loop_delta_rule, {"kind": "kda"} | sizes))
 
 
 @pytest.mark.parametrize("sizes", [PLAIN, OTHERS, OWN_WIDTHS])
 @torch.no_grad()
 def test_values_equal_a_loop_of_the_paper(sizes: Data) -> None:
-    compare_with_loop(ours(sizes), loop)
+    compare(sizes)
 
 
 BUGS = {
@@ -104,7 +79,7 @@ BUGS = {
 def test_a_planted_bug_is_caught_by_the_loop(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
-        compare_with_loop(ours(OTHERS), loop)
+        compare(OTHERS)
 
 
 def their_config(mixer: KDA) -> Any:
@@ -170,6 +145,17 @@ def test_each_channel_draws_its_own_initial_decay() -> None:
     assert 0.009 < float(step.median()) < 0.011
 
 
+def test_a_bounded_decay_starts_as_in_the_authors_code() -> None:
+    config = parse_config(ModelConfig, design(layer({"kind": "kda", "heads": 40, "head_dim": 50, "decay_bound": 5.0})))
+    mixer = heddle.build(config).layers[0].mixer
+    assert isinstance(mixer, KDA)
+    assert not bool(mixer.decay.rate.any())
+    with torch.no_grad():
+        log_decay, share = mixer.decay(torch.zeros(1, 1, 2000))
+    assert 0.00098 < float(share.min()) < 0.00102 < 0.094 < float(share.max()) < 0.0953
+    assert torch.equal(log_decay, -5.0 * share)
+
+
 def test_the_state_has_a_fixed_size() -> None:
     model = heddle.build(parse_config(ModelConfig, design(layer({"kind": "kda", **OWN_WIDTHS}))))
     for cache_length in (None, 5000):
@@ -178,7 +164,12 @@ def test_the_state_has_a_fixed_size() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"heads": 5}, r"heads: 5.*24"), ({"gate_rank": 0}, "gate_rank:")],
+    [
+        ({"heads": 5}, r"heads: 5.*24"),
+        ({"gate_rank": 0}, "gate_rank:"),
+        ({"decay_bound": -5.0}, "decay_bound: .*greater than 0"),
+        ({"decay_bound": float("inf")}, "decay_bound: .*finite"),
+    ],
 )
 def test_invalid_fields_raise(fields: Data, message: str) -> None:
     with pytest.raises(DesignError, match=message):

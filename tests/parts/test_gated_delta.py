@@ -11,7 +11,9 @@ from heddle.config import DesignError, parse_config
 from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, new_state, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.numerics.random import ParameterDraws
+from heddle.numerics.recurrent.gated_delta import gated_delta_rule
 from heddle.parts.layout import Layout
+from heddle.parts.modules import recurrent
 from heddle.parts.modules.recurrent import GatedDecay
 from tests.cases import case, delta, design
 
@@ -50,6 +52,33 @@ def test_parameter_shapes() -> None:
     }
 
 
+def test_parameter_shapes_with_several_steps() -> None:
+    """Keys, values and β of each step; one query, one decay and one gate a token."""
+    mixer = heddle.build(config_of(heads=6, key_heads=2, head_dim=5, value_dim=3, steps=3)).layers[0].mixer
+    shapes = {name: tuple(value.shape) for name, value in mixer.named_parameters()}  # type: ignore[union-attr]
+    assert shapes["k.weight"] == (30, 24)
+    assert shapes["v.weight"] == (54, 24)
+    assert shapes["beta.weight"] == (18, 24)
+    assert shapes["convolution.weight"] == (10 + 30 + 54, 4)
+    assert [shapes[f"{name}.weight"] for name in ("q", "a", "gate")] == [(10, 24), (6, 24), (18, 24)]
+
+
+def test_one_token_takes_one_kernel_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk pads a token's steps to 32 tokens; the state is the one of a chunk."""
+    model = model_under_test(case("delta-steps"))
+    tokens = random_tokens(model.config, 2, 5)
+    _, state = forward_with_state(model, new_state(model, 2), tokens[:, :4])
+    lengths: list[int] = []
+
+    def spy(inputs: Any, state: Any) -> Any:
+        lengths.append(inputs.v.shape[2])
+        return gated_delta_rule(inputs, state)
+
+    monkeypatch.setattr(recurrent, "gated_delta_rule", spy)
+    forward_with_state(model, state, tokens[:, 4:])
+    assert lengths == [1, 1, 1] * len(model.layers)
+
+
 def test_decays_are_initialized_as_in_the_authors_code() -> None:
     decay = GatedDecay(2000)
     decay.init_weights(0.02, ParameterDraws(0, "decay"))
@@ -65,6 +94,7 @@ def test_decays_are_initialized_as_in_the_authors_code() -> None:
         ({"heads": 6, "key_heads": 4}, "key_heads: 4"),
         ({"heads": 5}, r"heads: 5.*24.*head_dim"),
         ({"conv_kernel": 0}, r"conv_kernel:.*0"),
+        ({"steps": 0}, r"steps:.*0"),
         ({"conv_kernel": None}, r"conv_kernel:.*integer"),
     ],
 )

@@ -197,6 +197,8 @@ RECURRENT = [
     "retention-rope-gate",
     "retention-learned-decays",
     "kda-own-widths",
+    "delta-negative-eigenvalues",
+    "delta-steps",
     "mamba2-groups",
 ]
 

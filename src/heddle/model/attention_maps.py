@@ -47,8 +47,9 @@ def attention_weights(
     Weights are in at least float32, before dropout. Each row sums to 1, or to less with a sink; rows of padding are
     zero. S is T, or the length of the encoder output that cross-attention reads. A layer has no weights if it has no
     mixer or its mixer has no softmax. With `implied`, mixers without a softmax return the factor of each value (after
-    its convolution) in each output (before its norm and gate): these rows need not sum to 1 and may be negative. The
-    heads of two mixers in one layer are concatenated. Raises ConfigError if these two read different lengths.
+    its convolution) in each output (before its norm and gate): these rows need not sum to 1 and may be negative; there
+    are none where a token has several values. The heads of two mixers in one layer are concatenated. Raises
+    ConfigError if these two read different lengths.
     """
     weights = AttentionWeights([None] * len(model.layers))
 

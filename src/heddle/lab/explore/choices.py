@@ -309,6 +309,15 @@ MISTAKES = (
         "size_matches_model",
     ),
     Mistake(
+        "mixers", ("gated_delta", "kda"), "β without its factor 2",
+        "With negative eigenvalues β is 2 σ(·). Without the 2 the state is erased and can never flip its sign.",
+        "tests/parity/test_delta_options.py",
+    ),
+    Mistake(
+        "mixers", ("gated_delta",), "A decay before each step of a token",
+        "The state decays once a token. Repeated for each of n steps, it forgets n times as fast.", "chunked_decoding",
+    ),
+    Mistake(
         "norms", ("rms",), "RMSNorm that multiplies by the root, or adds ε outside it",
         "Multiplying by the root instead of dividing squares the scale. ε outside it shows only in small inputs.",
         "kernel_equivalence",

@@ -202,9 +202,9 @@ def convolution_costs(n: Quantities, channels: Number, bias: Number = 0) -> Cost
     )
 
 
-def delta_rule_costs(n: Quantities, dim: Number, value_dim: Number) -> Costs:
-    """The delta rule with keys of `dim` elements."""
-    flops = delta_rule_flops(n.tokens, n.heads, dim, value_dim)
+def delta_rule_costs(n: Quantities, dim: Number, value_dim: Number, steps: Number = 1) -> Costs:
+    """The delta rule with keys of `dim` elements and this many steps a token."""
+    flops = delta_rule_flops(n.tokens * steps, n.heads, dim, value_dim)
     return Costs(flops=flops, recurrent=n.heads * dim * value_dim)
 
 
@@ -353,11 +353,11 @@ def gated_delta(n: Quantities) -> Costs:
     """Projections, the convolution, decay and norm, and the delta rule."""
     key_heads, dim = head_groups(n, "key_heads"), head_width(n, n.width)
     value_dim = n.default("value_dim", dim)
-    values, keys = n.heads * value_dim, 2 * key_heads * dim
+    values, keys = n.heads * value_dim, (1 + n.steps) * key_heads * dim
     check_norm(n, value_dim)
-    own = Costs(parameters=2 * n.heads + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim)
-    read = projection(n, n.width, keys + 2 * values + 2 * n.heads)
-    return read + convolution_costs(n, keys + values) + own + projection(n, values, n.width)
+    own = Costs(parameters=2 * n.heads + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim, n.steps)
+    read = projection(n, n.width, keys + (1 + n.steps) * (values + n.heads))
+    return read + convolution_costs(n, keys + n.steps * values) + own + projection(n, values, n.width)
 
 
 @costs_of("mixers", "kda")

@@ -91,7 +91,7 @@ def _step(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     if inputs.call_segment_ids is not None:  # a new document starts from a zero state
         decay = decay.masked_fill(inputs.call_segment_ids[:, None, :, None] > 0, 0.0)
     flat_state = state.mul_(decay).view(-1, d_k, d_v)
-    written = torch.baddbmm(inputs.v.flatten(0, 1), k, flat_state, alpha=-1).mul_(inputs.beta.view(-1, 1, 1))
+    written = torch.baddbmm(inputs.v.flatten(0, 1), k, flat_state, alpha=-1).mul_(inputs.beta.reshape(-1, 1, 1))
     flat_state.baddbmm_(k.mT, written)
     return torch.bmm(q, flat_state).view(batch, heads, 1, d_v), state
 

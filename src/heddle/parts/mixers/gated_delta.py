@@ -5,7 +5,10 @@
 
 q̂, k̂ and v̂ are projections of x after a causal depthwise convolution and SiLU; a, z and the argument of β are plain
 projections of x. Value head h reads key head h // (heads / key_heads). The state S has d_k · d_v elements per head,
-whatever the length of the text.
+whatever the length of the text. With `negative_eigenvalues` β is 2 · sigmoid(·): I − β k kᵀ then has an eigenvalue from
+1 − β = −1, which reflects what is stored along k, to 1 (Grazzi et al. 2024), and tracks states such as a parity. With
+`steps` n a token corrects the state n times, each with its own k, v and β, after one decay and before one output
+(Gated DeltaProduct, Siems et al. 2025): its transition is a product of n such matrices, such as a rotation.
 """
 
 from typing import Self
@@ -29,6 +32,7 @@ class GatedDeltaConfig(MixerConfig):
     """Fields of `gated_delta`. None: the default named in the comment."""
 
     aliases = ("gated_deltanet", "gdn")
+    later_fields = ("negative_eigenvalues", "steps")
 
     heads: Width  # of values, states and outputs
     key_heads: Width | None = None  # of queries and keys; default: heads
@@ -36,6 +40,8 @@ class GatedDeltaConfig(MixerConfig):
     value_dim: Width | None = None  # default: head_dim
     conv_kernel: Width = 4  # tokens that the convolution reads, itself included
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
+    negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
+    steps: Width = 1  # corrections of the state a token, each with its own k, v and β (DeltaProduct)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -71,11 +77,13 @@ class GatedDelta(DeltaRuleMixer):
             head_dim=head_dim,
             value_dim=config.value_dim or head_dim,
             conv_kernel=config.conv_kernel,
+            negative_eigenvalues=config.negative_eigenvalues,
+            steps=config.steps,
         )
         value_width = self.heads * self.value_dim
         self.gate = Linear(context.width, value_width)
         self.a = Linear(context.width, self.heads)
-        self.beta = Linear(context.width, self.heads)
+        self.beta = Linear(context.width, self.steps * self.heads)
         self.convolution = ShortConvolution(sum(self.conv_widths), self.conv_kernel)
         self.decay = GatedDecay(self.heads)
         check_norm_width("value_dim", self.value_dim)

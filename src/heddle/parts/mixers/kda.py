@@ -5,7 +5,9 @@
 
 q̂, k̂ and v̂ are projections of x after a causal depthwise convolution and SiLU; the argument of β is a plain projection.
 The decay and the output gate have low-rank projections of their own, A is one number per head. The state S has
-d_k · d_v elements per head, whatever the length of the text.
+d_k · d_v elements per head, whatever the length of the text. With `negative_eigenvalues` β is 2 σ(·), as in
+`gated_delta`. With `decay_bound` c, α = exp(−c · σ(exp(A) · (W_↑ W_↓ x + b))) is above exp(−c): with c = 5, as in
+GLM-5 Next and Bailing's hybrids (2026), the decay over 16 tokens is a number that float32 has.
 """
 
 from typing import Self
@@ -13,12 +15,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from heddle.config import Width, build_under
+from heddle.config import PositiveFloat, Width, build_under
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, check_norm_width
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay, ShortConvolution
+from heddle.parts.modules.recurrent import BoundedDecay, DeltaRuleMixer, GatedDecay, ShortConvolution
 from heddle.parts.norms import NormConfig
 from heddle.parts.states import ConvRecurrentState
 
@@ -26,12 +28,16 @@ from heddle.parts.states import ConvRecurrentState
 class KDAConfig(MixerConfig):
     """Fields of `kda`. None: the default named in the comment."""
 
+    later_fields = ("negative_eigenvalues", "decay_bound")
+
     heads: Width
     head_dim: Width | None = None  # of queries and keys; default: width / heads
     value_dim: Width | None = None  # default: head_dim
     gate_rank: Width | None = None  # of the projections of decay and output gate; default: head_dim
     conv_kernel: Width = 4  # tokens that the convolution reads, itself included
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
+    negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
+    decay_bound: PositiveFloat | None = None  # −log α is below it; None: −log α = exp(A) · softplus(·), without bound
 
     def resolved(self, context: BuildContext) -> Self:
         """Widths, rank and norm written out."""
@@ -62,6 +68,7 @@ class KDA(DeltaRuleMixer):
             head_dim=head_dim,
             value_dim=config.value_dim or head_dim,
             conv_kernel=config.conv_kernel,
+            negative_eigenvalues=config.negative_eigenvalues,
         )
         rank = config.gate_rank or self.head_dim
         value_width = self.heads * self.value_dim
@@ -71,7 +78,8 @@ class KDA(DeltaRuleMixer):
         self.gate_down = Linear(context.width, rank)
         self.gate_up = Linear(rank, value_width)
         self.convolution = ShortConvolution(sum(self.conv_widths), self.conv_kernel)
-        self.decay = GatedDecay(self.heads, self.head_dim)
+        bound, sizes = config.decay_bound, (self.heads, self.head_dim)
+        self.decay = GatedDecay(*sizes) if bound is None else BoundedDecay(*sizes, bound)
         check_norm_width("value_dim", self.value_dim)
         self.norm = build_under("norm", (config.norm or context.norm).build, self.value_dim)
         self.out = Linear(value_width, context.width, output_projection=True)

@@ -140,8 +140,8 @@ class Retention(RecurrentMixer):
         if self.position is not None:
             q, k = self.position(q, layout), self.position(k, layout)
         y, state = self._retain(q, k, v, layout, state)
-        y = y.transpose(1, 2)
-        y = (self.norm(y).flatten(2) if self.norm_per_head else self.norm(y.flatten(2))).to(x.dtype)
+        y = y.transpose(1, 2).to(x.dtype)  # before the norm, whose own cast would do nothing otherwise
+        y = self.norm(y).flatten(2) if self.norm_per_head else self.norm(y.flatten(2))
         if self.gate is not None and self.gate_function is not None:
             y = y * self.gate_function(self.gate(x))
         return self.out(y), state

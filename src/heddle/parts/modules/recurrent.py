@@ -121,6 +121,26 @@ class GatedDecay(SelfInitialized):
         return log_decay.transpose(1, 2), time_step.transpose(1, 2)
 
 
+class BoundedDecay(GatedDecay):
+    """log α = −bound · σ(exp(A) (a + b)): no channel decays below exp(−bound) a token (GLM-5 Next 2026)."""
+
+    def __init__(self, heads: int, channels: int, bound: float) -> None:
+        super().__init__(heads, channels)
+        self.bound = bound
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """A of 0, as the authors' code does; b as above, so that log α / −bound begins in [0.001, 0.0952]."""
+        super().init_weights(std, draws)
+        nn.init.zeros_(self.rate)
+
+    def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """a [B, T, heads · channels] -> log α and, in place of Δ, log α / −bound [B, heads, T, channels]."""
+        rate, bias = at_least_float32(self.rate), at_least_float32(self.bias)
+        argument = (at_least_float32(a) + bias).unflatten(-1, (len(rate), -1))
+        share = (rate.exp()[:, None] * argument).sigmoid().transpose(1, 2)
+        return -self.bound * share, share
+
+
 def _softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)). For its gradient torch's compiler expects other strides than torch's kernel returns."""
     return torch.logaddexp(x, torch.zeros_like(x)) if is_compiling() else functional.softplus(x)
@@ -133,21 +153,34 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
     """A mixer of the gated delta rule. Its state is a `ConvRecurrentState`.
 
     A subclass adds the other projections and the convolution, whose channels are those of q and k, then those of v.
+    negative_eigenvalues: β is 2 σ(·) and not σ(·), so that I − β k kᵀ may reflect k, not only erase along it.
+    steps: how often each token corrects the state, each time with its own k, v and β; it decays once, before them.
     """
 
     convolution: ShortConvolution
 
     def __init__(
-        self, width: int, *, heads: int, key_heads: int, head_dim: int, value_dim: int, conv_kernel: int
+        self,
+        width: int,
+        *,
+        heads: int,
+        key_heads: int,
+        head_dim: int,
+        value_dim: int,
+        conv_kernel: int,
+        negative_eigenvalues: bool,
+        steps: int = 1,
     ) -> None:
         super().__init__()
         self.heads, self.key_heads = heads, key_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.conv_kernel = conv_kernel
-        self.conv_widths = [2 * key_heads * head_dim, heads * value_dim]
+        self.negative_eigenvalues = negative_eigenvalues
+        self.steps = steps
+        self.conv_widths = [(1 + steps) * key_heads * head_dim, steps * heads * value_dim]
         self.q = Linear(width, key_heads * head_dim)
-        self.k = Linear(width, key_heads * head_dim)
-        self.v = Linear(width, heads * value_dim, value_projection=True)
+        self.k = Linear(width, steps * key_heads * head_dim)
+        self.v = Linear(width, steps * heads * value_dim, value_projection=True)
 
     def init_state(self, spec: StateSpec) -> ConvRecurrentState:
         """Zeros; the size does not depend on the cache length."""
@@ -160,25 +193,32 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
     ) -> tuple[Tensor, ConvRecurrentState | None]:
         """Output o [B, heads, T, d_v], and the new state.
 
-        qkv [B, T, channels], log α [B, heads, T, 1] or [B, heads, T, d_k], beta [B, T, heads].
+        qkv [B, T, channels], log α [B, heads, T, 1] or [B, heads, T, d_k], beta [B, T, steps · heads].
         """
         convolved = self.convolution(qkv, layout, None if state is None else state.conv_state)
         qk, v = convolved.split(self.conv_widths, dim=-1)
-        q, k = l2_normalize(split_heads(qk, 2 * self.key_heads)).chunk(2, dim=1)
+        qk = l2_normalize(split_heads(qk, (1 + self.steps) * self.key_heads))
+        q, k = qk.split([self.key_heads, self.steps * self.key_heads], dim=1)
+        beta = at_least_float32(beta).sigmoid()
+        if self.negative_eigenvalues:
+            beta = 2.0 * beta
         inputs = DeltaInputs(
             q * self.head_dim**-0.5,
             k,
-            split_heads(v, self.heads),
+            split_heads(v, self.steps * self.heads),
             without_padding(log_decay, layout),  # padding, whose keys and values are zero, does not decay the state
-            at_least_float32(beta).sigmoid().transpose(1, 2),
+            beta.transpose(1, 2),
             layout.call_segment_ids,
             self._cu_seqlens(layout),
             qkv.dtype,
         )
-        if state is None:
+        if self.steps > 1:
+            inputs = in_steps(inputs, self.steps)
+        elif state is None:
             notify_implied_weights(
                 lambda one_hot: gated_delta_rule(inputs._replace(v=one_hot), None)[0], inputs.v, layout.padding
             )
+        if state is None:
             return self._recurrence(inputs, None)[0], None
         o, recurrent_state = self._recurrence(inputs, state.recurrent_state)
         return o, ConvRecurrentState(recurrent_state, self.convolution.next_state(qkv, layout, state.conv_state))
@@ -189,4 +229,38 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
 
     @layout_dependent  # no compiler traces a library's kernel
     def _recurrence(self, inputs: DeltaInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return gated_delta_rule(inputs, state)
+        if self.steps == 1:
+            return gated_delta_rule(inputs, state)
+        if inputs.v.shape[2] != self.steps:
+            o, after = gated_delta_rule(inputs, state)
+            return o[:, :, self.steps - 1 :: self.steps], after
+        o, after = gated_delta_rule(one_step(inputs, 0), state)  # one token: a chunk would cost more
+        for step in range(1, self.steps):
+            o, after = gated_delta_rule(one_step(inputs, step), after)
+        return o, after
+
+
+def in_steps(inputs: DeltaInputs, steps: int) -> DeltaInputs:
+    """The inputs of a token's steps, one after the other: k, v and beta have `steps` times as many heads before.
+
+    The state decays before the first step and is read after the last one.
+    """
+    k, v, beta = (x.unflatten(1, (steps, -1)).movedim(1, 3).flatten(2, 3) for x in (inputs.k, inputs.v, inputs.beta))
+    ids, bounds = inputs.call_segment_ids, inputs.cu_seqlens
+    return DeltaInputs(
+        functional.pad(inputs.q.unsqueeze(3), (0, 0, steps - 1, 0)).flatten(2, 3),
+        k,
+        v,
+        functional.pad(inputs.log_decay.unsqueeze(3), (0, 0, 0, steps - 1)).flatten(2, 3),
+        beta,
+        None if ids is None else ids.repeat_interleave(steps, dim=1),
+        None if bounds is None else (bounds[0] * steps, bounds[1] * steps),
+        inputs.dtype,
+    )
+
+
+def one_step(inputs: DeltaInputs, step: int) -> DeltaInputs:
+    """One step of a single token. A new document begins at its first step."""
+    q, k, v, log_decay, beta = (x[:, :, step : step + 1] for x in inputs[:5])
+    ids = inputs.call_segment_ids if step == 0 else None
+    return DeltaInputs(q, k, v, log_decay, beta, None if ids is None else ids[:, :1], None, inputs.dtype)
