@@ -107,6 +107,12 @@ CASES: dict[str, Data] = {
     ),
     "attention-scale": alone(scale=0.7),
     "attention-temperature": alone(kv_heads=2, temperature_beta=0.6, temperature_length=3),
+    "attention-temperature-smooth": alone(
+        kv_heads=2, temperature_beta=0.6, temperature_length=3, temperature_growth="smooth"
+    ),
+    "attention-exclusive": alone(heads=6, kv_heads=2, exclusive=True),
+    "attention-exclusive-window": alone(kv_heads=2, value_dim=5, window=3, sink=True, gate="channel", exclusive=True),
+    "attention-exclusive-bidirectional": alone(kv_heads=1, causal=False, window=1, dropout=0.2, exclusive=True),
     "attention-window-1": alone(window=1),
     "attention-window-2": alone(kv_heads=2, window=2),
     "attention-window-7": alone(heads=3, kv_heads=1, window=7),

@@ -63,6 +63,7 @@ def supported_attention(mixer: MixerConfig | None, path: str) -> AttentionConfig
         "gate": mixer.gate is not None,
         "softcap": mixer.softcap is not None,
         "temperature_beta": mixer.temperature_beta is not None,
+        "exclusive": mixer.exclusive,
         "dropout": mixer.dropout > 0,
         "norm_after_rotation": mixer.norm_after_rotation,
         f"position {'' if position is None else position.kind}": not (

@@ -214,6 +214,10 @@ def attention(n: Quantities) -> Costs:
     beta, length = n.has("temperature_beta"), n.has("temperature_length")
     n.refuse(beta * (1 - length), temperature_beta=0.1)
     n.refuse(length * (1 - beta), temperature_length=100)
+    n.refuse(n.equals("temperature_growth", "smooth") * (1 - beta), temperature_growth="smooth")
+    own_token = n.exclusive * n.causal * n.has("window") * (1 - n.above(n.least(n.window, 2), 1))
+    n.refuse(own_token, exclusive=True, window=1)
+    n.refuse(n.exclusive * n.above(2, value_dim), exclusive=True, value_dim=1)
     rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
     n.refuse(n.norm_after_rotation * (1 - rotates), norm_after_rotation=True)
     bias, values = n.has("bias"), n.heads * value_dim
