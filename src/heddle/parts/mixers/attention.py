@@ -71,7 +71,8 @@ def without_own_values(y: Tensor, v: Tensor) -> Tensor:
     """
     heads = at_least_float32(y).unflatten(1, (v.shape[1], -1))
     own = functional.normalize(at_least_float32(v), dim=-1, eps=LEAST_NORM)[:, :, None]
-    return (heads - (heads * own).sum(-1, keepdim=True) * own).flatten(1, 2).to(y.dtype)
+    rest: Tensor = heads - (heads * own).sum(-1, keepdim=True) * own
+    return rest.flatten(1, 2).to(y.dtype)
 
 
 def default_groups(heads: int) -> int:
