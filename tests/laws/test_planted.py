@@ -265,6 +265,15 @@ BUGS = [
         calls(Attention.forward, "without_own_values", lambda change, y, v: change(y, v[:, :, :1].expand_as(v)))),
     Bug("exclusive heads that nothing reads", "options_have_effect", "attention-exclusive-window",
         condition(Attention.forward, "exclusive", False)),
+    # Keys and values of another layer
+    Bug("values of a state that are not handed over", "chunked_decoding", "attention-shared-keys-repeated",
+        calls(Attention._attend, "SharedKeys", lambda make, k, v, mask, own: make(
+            k, torch.cat((0.0 * v[:, :, : -own.shape[2]], v[:, :, -own.shape[2] :]), dim=2), mask, own))),
+    Bug("a mask handed over that shows later tokens", "causality", "attention-shared-keys-repeated",
+        calls(Attention._attend, "SharedKeys",
+              lambda make, k, v, mask, own: make(k, v, replace(mask, causal=False), own))),
+    Bug("keys handed over in another order of rows", "batch_position_invariance", "attention-shared-keys",
+        calls(Attention._attend, "SharedKeys", lambda make, k, v, mask, own: make(k.flip(0), v, mask, own))),
     # Windows, ring buffers and states
     Bug("a window one key too wide", "receptive_field", "attention-window-2",
         result(Band.keys_before, lambda keys: keys + 1)),

@@ -19,7 +19,7 @@ MIXERS, NORMS, MIXER_POSITIONS, ADDITIVE_POSITIONS = (
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = (
     "bias, causal, dropout, exclusive, gate, head_dim, heads, kv_heads, norm_after_rotation, position, qk_norm, scale, "
-    "sink, softcap, temperature_beta, temperature_growth, temperature_length, value_dim, window"
+    "shared_kv, sink, softcap, temperature_beta, temperature_growth, temperature_length, value_dim, window"
 )
 
 MESSAGES = {

@@ -292,6 +292,7 @@ class NormalizedHeads:
         """Queries (`q`) or keys (`k`) [T, heads, d] of tokens [x ; 1] [T, D+1], before rotation."""
         mixer = self.mixer
         projection, norm = (mixer.q, mixer.q_norm) if name == "q" else (mixer.k, mixer.k_norm)
+        assert projection is not None
         heads: Tensor = projection(x[:, :-1])
         if mixer.qk_norm != "projection":
             heads = heads.unflatten(-1, (-1, mixer.head_dim))

@@ -221,17 +221,18 @@ def attention(n: Quantities) -> Costs:
     rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
     n.refuse(n.norm_after_rotation * (1 - rotates), norm_after_rotation=True)
     bias, values = n.has("bias"), n.heads * value_dim
-    key_norm, query_norm = n.norm(groups * dim), n.norm(n.heads * dim)
-    norms = n.equals("qk_norm", "head") * 2 * n.norm(dim)
+    has_keys = 1 - n.shared_kv
+    key_norm, query_norm = has_keys * n.norm(groups * dim), n.norm(n.heads * dim)
+    norms = n.equals("qk_norm", "head") * (1 + has_keys) * n.norm(dim)
     norms += (n.equals("qk_norm", "projection") + n.equals("qk_norm", "per_head")) * (key_norm + query_norm)
     gate = projection(n, n.width, n.heads, bias).scaled(n.equals("gate", "head"))
     gate += projection(n, n.width, values, bias).scaled(n.equals("gate", "channel"))
     own = Costs(
         parameters=n.heads * (n.sink + n.position_buckets) + norms,
         flops=attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
-        cached=cached_tokens(n) * groups * (dim + value_dim),
+        cached=has_keys * cached_tokens(n) * groups * (dim + value_dim),
     )
-    read = projection(n, n.width, n.heads * dim + groups * (dim + value_dim), bias)
+    read = projection(n, n.width, n.heads * dim + has_keys * groups * (dim + value_dim), bias)
     return read + gate + own + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
 
 

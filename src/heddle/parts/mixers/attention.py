@@ -10,10 +10,14 @@ bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies t
 (Llama 4, 2025; with `temperature_growth: smooth` Inkling, 2026). `exclusive` takes from the output y of each head its
 part along the token's own value v, before any gate: y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078).
 |v| is at least 1e-12 there, as in the published code, so that a value of zero takes nothing away.
+
+With `shared_kv` a layer has no k, no v and no state: it reads the keys (normalized and rotated) and the values of the
+last earlier layer that has its own and the same window and direction (YOCO, Sun et al. 2024; CLA, Brandon et al. 2024;
+Gemma 3n, 2025). Only q, out and what belongs to queries are its own.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import model_validator
@@ -21,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, refuse, with_implied
-from heddle.numerics.attention.mask import ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
@@ -91,7 +95,7 @@ class AttentionConfig(MixerConfig):
     """
 
     aliases = ("mha", "mqa", "gqa", "swa")
-    later_fields = ("temperature_growth", "exclusive")
+    later_fields = ("temperature_growth", "exclusive", "shared_kv")
 
     heads: Width
     kv_heads: Width | None = None  # default: heads
@@ -113,6 +117,7 @@ class AttentionConfig(MixerConfig):
     temperature_length: PositiveInt | None = None  # after how many tokens they begin to
     temperature_growth: Growth = "stepwise"  # stepwise: after each length of tokens; smooth: with every token
     exclusive: bool = False  # outputs without their part along the token's own value
+    shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
     dropout: Probability = 0.0  # of the attention weights
     position: MixerPositionConfig | None = None  # a rotation of q and k, or a score bias
 
@@ -162,6 +167,16 @@ class AttentionConfig(MixerConfig):
         )
 
     @property
+    def reads_kv(self) -> bool:
+        """As `shared_kv` says."""
+        return self.shared_kv
+
+    @property
+    def kv_kind(self) -> Any:
+        """The window and the direction."""
+        return (self.kind, self.window, self.causal)
+
+    @property
     def windows(self) -> tuple[int, ...]:
         """The window, if there is one."""
         return () if self.window is None else (self.window,)
@@ -181,8 +196,20 @@ class AttentionConfig(MixerConfig):
         return Attention(self, context)
 
 
+class SharedKeys(NamedTuple):
+    """What a layer hands over: all keys and values of the call and of its state, their mask, and the call's values."""
+
+    keys: Tensor
+    values: Tensor
+    mask: AttentionMask
+    own_values: Tensor
+
+
 class Attention(SelfInitialized, Mixer):
-    """The module. Its state is a `KVCache` of kv_heads · (d_k + d_v) elements per token, or of `window` tokens."""
+    """The module. Its state is a `KVCache` of kv_heads · (d_k + d_v) elements per token, or of `window` tokens.
+
+    With `shared_kv` it has none.
+    """
 
     input_projections = ("q", "k", "v", "gate")
 
@@ -196,8 +223,10 @@ class Attention(SelfInitialized, Mixer):
         self.window, self.causal = config.window, config.causal
         qkv_bias = bool(config.bias)
         self.q = Linear(context.width, self.heads * self.head_dim, bias=qkv_bias)
-        self.k = Linear(context.width, self.kv_heads * self.head_dim, bias=qkv_bias)
-        self.v = Linear(context.width, self.kv_heads * self.value_dim, bias=qkv_bias, value_projection=True)
+        self.reads_kv, kv_width = config.shared_kv, self.kv_heads * self.head_dim
+        self.k = None if self.reads_kv else Linear(context.width, kv_width, bias=qkv_bias)
+        value_width = self.kv_heads * self.value_dim
+        self.v = None if self.reads_kv else Linear(context.width, value_width, bias=qkv_bias, value_projection=True)
         self.out = Linear(self.heads * self.value_dim, context.width, bias=config.bias is True, output_projection=True)
         gate_widths = {"head": self.heads, "channel": self.heads * self.value_dim}
         self.gate = None if config.gate is None else Linear(context.width, gate_widths[config.gate], bias=qkv_bias)
@@ -205,7 +234,8 @@ class Attention(SelfInitialized, Mixer):
         self.softcap = config.softcap
         self.qk_norm, self.norm_after_rotation = config.qk_norm, config.norm_after_rotation
         self.q_norm = self._qk_norm(context, self.heads)
-        self.k_norm = self._qk_norm(context, self.kv_heads)
+        self.k_norm = None if self.reads_kv else self._qk_norm(context, self.kv_heads)
+        self.rotation = config.position.resolved(self.head_dim) if isinstance(config.position, RotationConfig) else None
         self.position, self.score_bias = build_mixer_position(config.position, self.head_dim, self.heads, self.causal)
         self.temperature_beta, self.temperature_length = config.temperature_beta, config.temperature_length
         self.temperature_growth, self.exclusive = config.temperature_growth, config.exclusive
@@ -224,21 +254,32 @@ class Attention(SelfInitialized, Mixer):
             return context.norm.build(heads * self.head_dim)
         return context.norm.build(self.head_dim, heads if self.qk_norm == "per_head" else None)
 
-    def init_state(self, spec: StateSpec) -> KVCache:
+    @property
+    def kv_fields(self) -> Mapping[str, Any]:
+        """The shapes of keys and values, their norm and their rotation."""
+        names = ("kv_heads", "head_dim", "value_dim", "qk_norm", "norm_after_rotation")
+        return {name: getattr(self, name) for name in names} | {"position": self.rotation}
+
+    def init_state(self, spec: StateSpec) -> KVCache | None:
         """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more."""
+        if self.reads_kv:
+            return None
         shape = (spec.batch, self.kv_heads, self.head_dim, self.value_dim)
         max_cached = None if self.window is None else self.window + spec.rollback
         return KVCache.empty(shape, max_cached, spec)
 
     def forward(self, x: Tensor, layout: Layout, state: KVCache | None = None) -> tuple[Tensor, KVCache | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        q, k, v = fused_projections(x, self.q, self.k, self.v)
+        projections = (self.q, *(each for each in (self.k, self.v) if each is not None))
+        q, *projected = fused_projections(x, *projections)
         q = self._heads(q, self.q_norm, self.heads, layout)
         if self.temperature_beta is not None:
             q = q * self._temperatures(layout, q.dtype)
-        k = self._heads(k, self.k_norm, self.kv_heads, layout)
-        v = split_heads(v, self.kv_heads)
-        y, state = self._attend(q, k, v, layout, state)
+        own = None
+        if projected:
+            k = self._heads(projected[0], self.k_norm, self.kv_heads, layout)
+            own = k, split_heads(projected[1], self.kv_heads)
+        y, v, state = self._attend(q, own, layout, state)
         y = merge_heads(without_own_values(y, v) if self.exclusive else y)
         if self.gate is not None:
             gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, -1))
@@ -247,17 +288,25 @@ class Attention(SelfInitialized, Mixer):
 
     @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: KVCache | None
-    ) -> tuple[Tensor, KVCache | None]:
-        if state is None:
-            mask = layout.attention_mask(self.window, self.causal)
+        self, q: Tensor, own: tuple[Tensor, Tensor] | None, layout: Layout, state: KVCache | None
+    ) -> tuple[Tensor, Tensor, KVCache | None]:
+        """The output of each head, the values of the call's tokens, and the new state."""
+        if own is None:
+            assert self.kv_source is not None
+            k, v, mask, values = layout.handed_over.by_layer[self.kv_source]
         else:
-            k, v, mask, state = state.extend(k, v, layout, self.window)
+            (k, v), values = own, own[1]
+            if state is None:
+                mask = layout.attention_mask(self.window, self.causal)
+            else:
+                k, v, mask, state = state.extend(k, v, layout, self.window)
+            if self.kv_target is not None:
+                layout.handed_over.by_layer[self.kv_target] = SharedKeys(k, v, mask, values)
         dropout = self.dropout if self.dropout.active else None
         score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
-        return attend(q, k, v, mask, self.scale, dropout, modifiers), state
+        return attend(q, k, v, mask, self.scale, dropout, modifiers), values, state
 
     @layout_dependent
     def _temperatures(self, layout: Layout, dtype: torch.dtype) -> Tensor:
