@@ -107,6 +107,25 @@ CASES: dict[str, Data] = {
     ),
     "attention-scale": alone(scale=0.7),
     "attention-temperature": alone(kv_heads=2, temperature_beta=0.6, temperature_length=3),
+    "attention-temperature-smooth": alone(
+        kv_heads=2, temperature_beta=0.6, temperature_length=3, temperature_growth="smooth"
+    ),
+    "attention-exclusive": alone(heads=6, kv_heads=2, exclusive=True),
+    "attention-exclusive-window": alone(kv_heads=2, value_dim=5, window=3, sink=True, gate="channel", exclusive=True),
+    "attention-exclusive-bidirectional": alone(kv_heads=1, causal=False, window=1, dropout=0.2, exclusive=True),
+    "attention-shared-keys": design(
+        layer(attention(kv_heads=2, qk_norm="head", window=3)),
+        layer(attention(kv_heads=1, bias=True, value_dim=5)),
+        layer(attention(kv_heads=2, qk_norm="head", window=3, shared_kv=True, softcap=1.5, exclusive=True)),
+        layer(attention(heads=2, head_dim=6, kv_heads=1, value_dim=5, bias="qkv", shared_kv=True), repeat=2),
+    ),
+    "attention-shared-keys-repeated": design(
+        {"repeat": 2, "layers": [layer(attention(kv_heads=2)), layer(attention(kv_heads=2, shared_kv=True), None)]}
+    ),
+    "attention-shared-keys-bidirectional": design(
+        layer(attention(kv_heads=1, causal=False, position=BUCKETS)),
+        layer(attention(kv_heads=1, causal=False, dropout=0.2, sink=True, position=None, shared_kv=True)),
+    ),
     "attention-window-1": alone(window=1),
     "attention-window-2": alone(kv_heads=2, window=2),
     "attention-window-7": alone(heads=3, kv_heads=1, window=7),

@@ -171,7 +171,9 @@ def catalogue() -> dict[str, dict[str, list[Any]]]:
     for name in CASES:
         config = with_rate(case(name), 0.0)
         context = BuildContext(config.width, config.norm)
-        layers = [choice for _, layer_config in config.expand() for choice in layer_choices(layer_config, context)]
+        # What a layer reads of another one is no choice of one layer; test_laws.py has those cases.
+        alone = [each for (_, each), source in zip(config.expand(), config.kv_sources, strict=True) if source is None]
+        layers = [choice for each in alone for choice in layer_choices(each, context)]
         for factor, label, value in [*layers, *model_choices(config)]:
             frequency[factor, label] += 1
             if value not in variants[factor][label]:

@@ -90,6 +90,9 @@ PLANTED = {
     ),
     "mean-of-layer-norm": (condition(key_freedom, "RMSConfig", False), "layer-norm-of-keys"),
     "channel-gate": (condition(value_freedom, "gate", False), "channel-gate"),
+    "lengths-of-exclusive-values": (
+        result(value_freedom, lambda freedom: replace(freedom, scales=True)), "exclusive",
+    ),
     "other-pairs": (operator(rotary_pairs, ast.Eq, ast.NotEq), "plain"),
     "rotated-dims-are-free": (
         calls(key_freedom, "rotary_pairs", lambda *_: torch.zeros(0, 2, dtype=torch.int64)), "plain",

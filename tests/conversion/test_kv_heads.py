@@ -49,6 +49,8 @@ MIXERS: dict[str, dict[str, Any]] = {
     "sink-window-softcap": ATTENTION | {"sink": True, "window": 5, "softcap": 3.0, "bias": "qkv"},
     "head-gate-partial": ATTENTION | {"gate": "head", "bias": True, "position": ROPE | {"rotary_dim": 4}},
     "channel-gate": ATTENTION | {"gate": "channel", "bias": True, "value_dim": 5},
+    "exclusive": ATTENTION | {"exclusive": True, "value_dim": 5},
+    "exclusive-channel-gate": ATTENTION | {"exclusive": True, "gate": "channel"},
     "head-norm": ATTENTION | {"qk_norm": "head", "bias": "qkv", "position": ROPE | {"rotary_dim": 4}},
     "per-head-norm": ATTENTION | {"qk_norm": "per_head", "bias": True},
     "projection-norm": ATTENTION | {"qk_norm": "projection"},

@@ -310,6 +310,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"position": ROPE | {"scaling": {"kind": "ntk", "factor": 2.0, "original_length": 16}}}, {},
         "has scaling ntk, which",
     ),
+    "exclusive": ({"exclusive": True}, {}, "has exclusive, which"),
     "norms-of-rotated": ({"qk_norm": "head", "norm_after_rotation": True}, {}, "has norm_after_rotation, which"),
     "norms-exactly": ({"qk_norm": "head"}, {}, "has query-key norms, which no latent holds exactly"),
     "rank": ({}, {"kv_rank": 17, "rope_dim": 2}, "kv_rank: 17 is more than the 16 dims"),

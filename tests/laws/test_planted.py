@@ -261,11 +261,27 @@ LOSS_OVER_ROWS = wrapped(balance_loss, lambda loss, scores, *rest: loss(scores, 
 BUGS = [
     # Temperatures of queries
     Bug("a temperature that counts from the start of the call", "chunked_decoding", "attention-temperature",
-        calls(query_temperature, "clamp", lambda x, **limit: (x - x[:, :1]).clamp(**limit))),
+        calls(query_temperature, "clamp", lambda x, **limit: (x - x[:, :1]).clamp(**limit), nth=0)),
     Bug("a temperature of padding that is not a number", "padding_gradients", "attention-temperature",
-        calls(query_temperature, "clamp", lambda x, **_: x)),
+        calls(query_temperature, "clamp", lambda x, **_: x, nth=0)),
     Bug("a temperature that nothing reads", "options_have_effect", "attention-temperature",
         condition(Attention.forward, "temperature_beta", False)),
+    Bug("a smooth temperature whose growth nothing reads", "options_have_effect", "attention-temperature-smooth",
+        condition(query_temperature, "growth", False)),
+    # Exclusive self-attention
+    Bug("the value of the call's first token in the place of a token's own", "chunked_decoding", "attention-exclusive",
+        calls(Attention.forward, "without_own_values", lambda change, y, v: change(y, v[:, :, :1].expand_as(v)))),
+    Bug("exclusive heads that nothing reads", "options_have_effect", "attention-exclusive-window",
+        condition(Attention.forward, "exclusive", False)),
+    # Keys and values of another layer
+    Bug("values of a state that are not handed over", "chunked_decoding", "attention-shared-keys-repeated",
+        calls(Attention._attend, "SharedKeys", lambda make, k, v, mask, own: make(
+            k, torch.cat((0.0 * v[:, :, : -own.shape[2]], v[:, :, -own.shape[2] :]), dim=2), mask, own))),
+    Bug("a mask handed over that shows later tokens", "causality", "attention-shared-keys-repeated",
+        calls(Attention._attend, "SharedKeys",
+              lambda make, k, v, mask, own: make(k, v, replace(mask, causal=False), own))),
+    Bug("keys handed over in another order of rows", "batch_position_invariance", "attention-shared-keys",
+        calls(Attention._attend, "SharedKeys", lambda make, k, v, mask, own: make(k.flip(0), v, mask, own))),
     # Windows, ring buffers and states
     Bug("a window one key too wide", "receptive_field", "attention-window-2",
         result(Band.keys_before, lambda keys: keys + 1)),

@@ -1,6 +1,8 @@
 """The attention mixer: groups of heads, the size of its state, parameter shapes."""
 
 import math
+import random
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from heddle.config import parse_config
 from heddle.laws.harness import forward_no_grad, model_under_test, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.mixers.attention import Attention, query_temperature
+from heddle.parts.mixers.attention import LEAST_NORM, Attention, Growth, query_temperature, without_own_values
 from tests.cases import alone
 from tests.laws.planting import condition
 
@@ -129,14 +131,17 @@ def test_a_norm_after_no_rotation_is_refused(fields: dict[str, Any]) -> None:
         model_of(norm_after_rotation=True, **fields)
 
 
+@pytest.mark.parametrize("growth", ["stepwise", "smooth"])
 @pytest.mark.parametrize("start", [0, 5])
-def test_temperatures_grow_after_each_length_of_tokens(start: int) -> None:
-    """`1 + beta ln(1 + floor(p / length))` at position p, one token at a time; 1 at padding."""
+def test_temperatures_grow_with_lengths_of_tokens(start: int, growth: Growth) -> None:
+    """`1 + beta ln(1 + floor(p / length))`, or `1 + beta ln(max(1, (p + 1) / length))`, by token; 1 at padding."""
     layout = heddle.Layout.padded([9, 4], side="left") if start == 0 else heddle.Layout.causal(2, 9, start=start)
-    actual = query_temperature(layout, 3, 0.6, torch.float64)
+    actual = query_temperature(layout, 3, 0.6, torch.float64, growth)
     assert actual.shape == (2, 1, 9, 1)
     for row, positions in enumerate(layout.positions.tolist()):
-        expected = [1.0 + 0.6 * math.log(1 + max(position, 0) // 3) for position in positions]
+        tokens = [max(position, 0) for position in positions]
+        lengths = [1 + p // 3 if growth == "stepwise" else max(1.0, (p + 1) / 3) for p in tokens]
+        expected = [1.0 + 0.6 * math.log(length) for length in lengths]
         torch.testing.assert_close(actual[row, 0, :, 0].tolist(), expected, rtol=0, atol=1e-15)
 
 
@@ -157,3 +162,113 @@ def test_a_temperature_is_that_of_queries_alone() -> None:
 def test_half_a_temperature_is_refused() -> None:
     with pytest.raises(heddle.errors.ConfigError, match="temperature_length:"):
         model_of(temperature_beta=0.6)
+
+
+def test_a_growth_without_a_temperature_is_refused() -> None:
+    with pytest.raises(heddle.errors.ConfigError, match="temperature_growth:"):
+        model_of(temperature_growth="smooth")
+
+
+def exclusive_loop(x: torch.Tensor, mixer: Attention) -> torch.Tensor:
+    """x [T, width] -> [T, width]: causal attention less each head's part along the own value, a token at a time.
+
+    Apart from the code under test: no mask, no groups of tensors, no rotation, scores of plain numbers.
+    """
+    size, d, d_v = mixer.heads // mixer.kv_heads, mixer.head_dim, mixer.value_dim
+    rows = []
+    for t in range(len(x)):
+        heads = []
+        for head in range(mixer.heads):
+            own = slice(head // size * d, (head // size + 1) * d)
+            values = slice(head // size * d_v, (head // size + 1) * d_v)
+            first = 0 if mixer.window is None else max(0, t + 1 - mixer.window)
+            q = mixer.q.weight[head * d : (head + 1) * d] @ x[t]
+            scores = torch.stack([q @ (mixer.k.weight[own] @ x[s]) for s in range(first, t + 1)]) / math.sqrt(d)
+            weights = scores.exp() / scores.exp().sum()
+            y = sum(weight * (mixer.v.weight[values] @ x[first + s]) for s, weight in enumerate(weights))
+            v = mixer.v.weight[values] @ x[t]
+            heads.append(y - (y @ v) / (v @ v) * v)
+        rows.append(mixer.out.weight @ torch.cat(heads))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exclusive_heads_are_those_of_a_plain_loop(seed: int) -> None:
+    """Values and gradients, of random heads, groups, widths and windows."""
+    draw = random.Random(seed)
+    groups = draw.choice((1, 2, 3))
+    fields = {
+        "heads": groups * draw.choice((1, 2)), "kv_heads": groups, "head_dim": draw.randint(2, 6),
+        "value_dim": draw.randint(2, 7), "window": draw.choice((None, 2, 4)), "position": None,
+    }  # fmt: skip
+    mixer = model_of(exclusive=True, **fields).layers[0].mixer
+    assert isinstance(mixer, Attention)
+    x = normal_tensor((7, 24), torch.Generator().manual_seed(seed)).requires_grad_()
+    probe = normal_tensor((7, 24), torch.Generator().manual_seed(seed + 99))
+    inputs = [x, mixer.q.weight, mixer.k.weight, mixer.v.weight, mixer.out.weight]
+    actual, expected = mixer(x[None], heddle.Layout.causal(1, 7))[0][0], exclusive_loop(x, mixer)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+    for got, want in zip(
+        torch.autograd.grad((actual * probe).sum(), inputs),
+        torch.autograd.grad((expected * probe).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+
+
+def test_a_value_of_zero_takes_nothing_away() -> None:
+    """Nor does it make gradients that are not finite. A short value counts as if it had the least length."""
+    y = normal_tensor((1, 4, 3, 5), torch.Generator().manual_seed(1))
+    v = normal_tensor((1, 2, 3, 5), torch.Generator().manual_seed(2))
+    v[:, 0, 1], v[:, 1, 2] = 0.0, v[:, 1, 2] / v[:, 1, 2].norm() * LEAST_NORM / 2
+    y.requires_grad_(), v.requires_grad_()
+    z = without_own_values(y, v)
+    assert torch.equal(z[:, :2, 1], y[:, :2, 1])
+    unit = v[0, 1, 2] / v[0, 1, 2].norm()
+    expected = y[0, 2:, 2] - (y[0, 2:, 2] @ unit)[:, None] * unit / 4
+    torch.testing.assert_close(z[0, 2:, 2], expected, rtol=0, atol=1e-14)
+    assert all(bool(gradient.isfinite().all()) for gradient in torch.autograd.grad(z.square().sum(), (y, v)))
+
+
+def test_sums_of_exclusive_heads_are_wide() -> None:
+    """In bfloat16 only the result is rounded."""
+    generator = torch.Generator().manual_seed(3)
+    y, v = (normal_tensor(shape, generator).bfloat16() for shape in ((1, 4, 3, 32), (1, 2, 3, 32)))
+    assert torch.equal(without_own_values(y, v), without_own_values(y.float(), v.float()).bfloat16())
+
+
+@pytest.mark.parametrize("fields", [{"window": 1}, {"value_dim": 1}, {"head_dim": 1, "position": None}])
+def test_exclusive_heads_of_which_nothing_is_left_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(heddle.errors.ConfigError, match="exclusive: leaves nothing"):
+        model_of(exclusive=True, **fields)
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_the_smooth_growth_is_inklings(length: int) -> None:
+    """transformers' queries with the scale are those without it times our factors: the same bits."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+        from transformers.models.inkling import modeling_inkling as inkling
+    seen: list[torch.Tensor] = []
+
+    def record(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append(query)
+        return query.transpose(1, 2), None
+
+    x = torch.randn(1, 21, 8, generator=torch.Generator().manual_seed(4))
+    for floor in (None, length):
+        config = inkling.InklingTextConfig(
+            hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_hidden_layers=1, vocab_size=8,
+            layer_types=["hybrid"], log_scaling_n_floor=floor, log_scaling_alpha=0.6,
+        )  # fmt: skip
+        inkling.ALL_ATTENTION_FUNCTIONS.register("recorded", record)
+        config._attn_implementation = "recorded"
+        torch.manual_seed(0)
+        module = inkling.InklingAttention(config, 0).requires_grad_(False)
+        for parameter in module.parameters():
+            parameter.normal_()
+        module(x, None)
+    plain, scaled = seen
+    factors = query_temperature(heddle.Layout.causal(1, 21), length, 0.6, torch.float32, "smooth")
+    assert torch.equal(plain * factors, scaled)
+    assert float((scaled - plain).abs().max()) > 0.1

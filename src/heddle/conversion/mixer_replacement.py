@@ -30,7 +30,7 @@ from heddle.storage.tensor_file import read_tensor_file, write_tensor_file
 from heddle.training.settings import Settings
 
 # Fields of attention that change what it computes and that a recurrence has no field for, unless it says so.
-FEATURES = ("bias", "qk_norm", "sink", "gate", "softcap", "temperature_beta")
+FEATURES = ("bias", "qk_norm", "sink", "gate", "softcap", "temperature_beta", "exclusive")
 
 
 class MixerReplacement(Rewrite, ABC):

@@ -20,11 +20,12 @@ class Rewrite(Config, ABC):
 
     targets: fields of a design that it changes, each with the option that takes the new value. methods: sets of options
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
-    None: all that it applies to.
+    None: all that it applies to. keeps_attention: whether layers that read the keys and values of others still can.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
     methods: ClassVar[Sequence[Mapping[str, str]]] = ()
+    keeps_attention: ClassVar[bool] = False
     layers: tuple[int, ...] | None = None
 
     @property
@@ -51,6 +52,13 @@ class Rewrite(Config, ABC):
 
         text: given if `needs_text`. Raises DesignError, one sentence that says why the design cannot be converted.
         """
+
+    def check_shared_keys(self, design: ModelConfig) -> None:
+        """Raises DesignError for layers that read the keys and values of others, unless `keeps_attention`."""
+        for index, source in enumerate(design.kv_sources):
+            if source is not None and not self.keeps_attention:
+                reason = f"reads the keys and values of layer {source}, which {self.name} would change for one of them"
+                raise DesignError(f"layers.{index}.mixer.shared_kv", f"{reason}; convert a design without it")
 
     def refuse_layers(self, field: str) -> None:
         """Raises DesignError if layers are named, for a field that belongs to the whole design."""

@@ -76,6 +76,9 @@ def _mixer_call(model: Decoder, mixer: Mixer, layout: Layout, draw: int) -> Inpu
     """Random inputs of a mixer, and its outputs. draw: 0, 1 …: other inputs."""
     generator = torch.Generator().manual_seed(2 + draw)
     x = normal_tensor((1, layout.positions.shape[1], model.config.width), generator).requires_grad_()
+    source = None if mixer.kv_source is None else model.mixers()[mixer.kv_source]
+    if source is not None:  # whose keys and values it reads, here of the same inputs
+        source(x, layout)
     y, _ = mixer(x, layout)
     return x, y
 

@@ -185,6 +185,10 @@ class ModelConfig(Config):
                 if getattr(self.encoder.head, name) != default:
                     refuse(f"encoder.head.{name}", "does nothing, because an encoder has no head; leave it out")
         self._check_residual()
+        for (path, layer), source in zip(self.expand(), self.kv_sources, strict=True):
+            if source is None and layer.mixer is not None and layer.mixer.reads_kv:
+                reason = "no earlier layer has keys and values of its own, this window and this direction; leave it out"
+                refuse(f"{path}.mixer.shared_kv", reason)
         return self
 
     def _check_residual(self) -> None:
@@ -220,18 +224,32 @@ class ModelConfig(Config):
         return sum(layer.count() for layer in self.layers)
 
     @cached_property
+    def kv_sources(self) -> tuple[int | None, ...]:
+        """For each layer from the bottom up, the layer whose keys and values it reads, or None."""
+        last: dict[Any, int] = {}
+        sources: list[int | None] = []
+        for index, (_, layer) in enumerate(self.expand()):
+            mixer = layer.mixer
+            kind = None if mixer is None else mixer.kv_kind
+            sources.append(last.get(kind) if mixer is not None and mixer.reads_kv else None)
+            if mixer is not None and kind is not None and not mixer.reads_kv:
+                last[kind] = index
+        return tuple(sources)
+
+    @cached_property
     def layer_order(self) -> tuple[int, ...]:
         """For each layer from the bottom up, its index in `distinct_layers`."""
         index_of_parts: dict[Any, int] = {}
         index_of_object: dict[int, int] = {}  # repeats are the same object, which is faster to look up than its fields
         order: list[int] = []
-        for number, (_, layer) in enumerate(self.expand()):
+        for number, ((_, layer), source) in enumerate(zip(self.expand(), self.kv_sources, strict=True)):
             differs = self.residual.stream_grows or (not order and self.residual.first_layer_differs)
-            index = None if differs else index_of_object.get(id(layer))
+            index = None if differs or source is not None else index_of_object.get(id(layer))
             if index is None:
-                own = number if differs else None
-                index = index_of_parts.setdefault((own, layer.mixer, layer.feedforward), len(index_of_parts))
-            if not differs:
+                own, read = number if differs else None, None if source is None else order[source]
+                parts = (own, layer.mixer, layer.feedforward, read)
+                index = index_of_parts.setdefault(parts, len(index_of_parts))
+            if not differs and source is None:
                 index_of_object[id(layer)] = index
             order.append(index)
         return tuple(order)

@@ -10,6 +10,7 @@ source → encoder → encoder_output   (from the design's own encoder, or given
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from heddle.model.initialization import initialize, materialize
 from heddle.model.state import State
 from heddle.parts.build import BuildContext, ResidualContext
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.layout import EncoderOutput, Layout
+from heddle.parts.layout import EncoderOutput, HandedOver, Layout
 from heddle.parts.mixers import Mixer
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.position_table import PositionTable
@@ -132,6 +133,7 @@ class Decoder(nn.Module):
         self.layer_counts = [count for *_, count in layers]
         self.layers = nn.ModuleList(build_under(path, Layer, layer, config, index) for path, layer, index, _ in layers)
         self._check_encoder_widths([path for path, *_ in layers])
+        self._link_shared_keys([(path, index) for path, _, index, _ in layers])
         self.encoder = self._build_encoder(config, distinct_layers_only)
         self.final_norm = config.residual.build_final_norm(config.width, config.norm)
         weight = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
@@ -149,6 +151,27 @@ class Decoder(nn.Module):
             if width is not None and width != expected:
                 reason = f"has encoder_width = {width}, an earlier layer has {expected}; make them equal"
                 raise DesignError(f"{path}.mixer", reason)
+
+    def _link_shared_keys(self, layers: list[tuple[str, int]]) -> None:
+        """Tell mixers which layer's keys and values they read. Raises DesignError if these are not as theirs would be.
+
+        layers: path and number of each layer that was built.
+        """
+        config, mixers = self.config, self.mixers()
+        by_index = {index: (path, mixer) for (path, index), mixer in zip(layers, mixers, strict=True)}
+        for index, (path, mixer) in by_index.items():
+            source = config.kv_sources[index]
+            if source is None or mixer is None:
+                continue
+            if source not in by_index:  # the first of its equals was built
+                source = config.distinct_layers[config.layer_order[source]].index
+            source_path, source_mixer = by_index[source]
+            assert source_mixer is not None
+            for name, value in source_mixer.kv_fields.items():
+                if mixer.kv_fields[name] != value:
+                    reason = f"differs from that of {source_path}, whose keys and values it reads; make them equal"
+                    raise DesignError(f"{path}.mixer.{name}", reason)
+            mixer.kv_source = source_mixer.kv_target = source
 
     def _build_encoder(self, config: ModelConfig, distinct_layers_only: bool) -> "Decoder | None":
         inner = encoder_config(config, self.encoder_width)
@@ -283,6 +306,8 @@ class Decoder(nn.Module):
         return hidden, State(table, states, state.fingerprint)
 
     def _run(self, tokens: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
+        if any(source is not None for source in self.config.kv_sources):
+            layout = replace(layout, handed_over=HandedOver())  # of this call, and of its backward pass
         stream = self.config.residual.expand(self.embed(tokens, layout))
         new_states = []
         for layer, state in zip(self.layers, states, strict=True):

@@ -178,6 +178,16 @@ class EncoderOutput:
 V = TypeVar("V")
 
 
+class HandedOver:
+    """What layers hand to later ones within a call, by the layer's number.
+
+    An object and no dictionary: FSDP copies the dictionaries of a layout for each layer.
+    """
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, Any] = {}
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Positions int64 [B, T] (−1 is padding) and each token's document, segment_ids int64 [B, T].
@@ -194,6 +204,7 @@ class Layout:
     The coordinates of padding are ignored.
     token_types: the type of each token, int64 [B, T] (BERT's segments); None: type 0. Those of padding are ignored.
     attention_backend: computes the softmax attention of `attention` mixers in this call in heddle's place.
+    handed_over: what layers hand to later ones, by the layer's number; each call of a model has one of its own.
     """
 
     positions: Tensor
@@ -208,6 +219,7 @@ class Layout:
     coordinates: Tensor | None = None
     token_types: Tensor | None = None
     attention_backend: AttentionBackend | None = None
+    handed_over: HandedOver = field(default_factory=HandedOver, repr=False)
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

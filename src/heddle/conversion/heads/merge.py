@@ -356,9 +356,10 @@ class MergedHeads:
         if self.merge == "aligned":
             return self._keys(statistics, equal), aligned_head(statistics.values, values, equal)
         costs = statistics.key_metrics.diagonal(dim1=1, dim2=2).sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
-        return self._keys(statistics, costs / costs.sum()), least_squares_head(
-            statistics.values, values, statistics.value_metrics
-        )
+        keys = self._keys(statistics, costs / costs.sum())
+        if not values.scales:  # of exclusive heads; least squares would change angles
+            return keys, aligned_head(statistics.values, values, equal)
+        return keys, least_squares_head(statistics.values, values, statistics.value_metrics)
 
     def _keys(self, statistics: HeadStatistics, weights: Tensor) -> SharedHead:
         """Keys, by alignment or least squares. Under a norm only directions count, so heads get equal lengths first."""

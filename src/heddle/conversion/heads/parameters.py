@@ -70,12 +70,15 @@ def key_freedom(config: AttentionConfig, layer: Parameters, norm: NormConfig) ->
 
 
 def value_freedom(config: AttentionConfig) -> HeadFreedom:
-    """The freedom of values: any map, unless a gate multiplies each channel; then each channel stays by itself."""
+    """The freedom of values: any map, unless a gate multiplies each channel; then each channel stays by itself.
+
+    What exclusive heads take away depends on angles, so that only orthogonal maps are free there.
+    """
     assert config.value_dim is not None
     dims = torch.arange(config.value_dim)
     groups = tuple(dims.split(1)) if config.gate == "channel" else (dims,)
     empty = torch.zeros(0, 2, dtype=torch.int64)
-    return HeadFreedom(config.value_dim, empty, torch.zeros(0, dtype=torch.bool), groups, scales=True)
+    return HeadFreedom(config.value_dim, empty, torch.zeros(0, dtype=torch.bool), groups, not config.exclusive)
 
 
 def _equal_columns(gains: Tensor, dims: Tensor) -> tuple[Tensor, ...]:

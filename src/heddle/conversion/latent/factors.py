@@ -63,6 +63,7 @@ def supported_attention(mixer: MixerConfig | None, path: str) -> AttentionConfig
         "gate": mixer.gate is not None,
         "softcap": mixer.softcap is not None,
         "temperature_beta": mixer.temperature_beta is not None,
+        "exclusive": mixer.exclusive,
         "dropout": mixer.dropout > 0,
         "norm_after_rotation": mixer.norm_after_rotation,
         f"position {'' if position is None else position.kind}": not (
@@ -291,6 +292,7 @@ class NormalizedHeads:
         """Queries (`q`) or keys (`k`) [T, heads, d] of tokens [x ; 1] [T, D+1], before rotation."""
         mixer = self.mixer
         projection, norm = (mixer.q, mixer.q_norm) if name == "q" else (mixer.k, mixer.k_norm)
+        assert projection is not None
         heads: Tensor = projection(x[:, :-1])
         if mixer.qk_norm != "projection":
             heads = heads.unflatten(-1, (-1, mixer.head_dim))

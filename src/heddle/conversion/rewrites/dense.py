@@ -1,6 +1,6 @@
 """A mixture of equal experts to the feed-forward that each of them is. The inverse of `experts`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ PROJECTIONS = ("gate", "up", "down")
 
 class Dense(Rewrite):
     """Layers whose experts are equal get one feed-forward instead. Layers whose experts differ are refused."""
+
+    keeps_attention: ClassVar[bool] = True
 
     def is_exact(self, design: ModelConfig) -> bool:
         """Always: experts that differ are refused."""

@@ -31,6 +31,7 @@ class Experts(Rewrite):
     router. With `top_k: 1` every gate is 1, so that only `aux_loss` would train the router.
     """
 
+    keeps_attention: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"experts": "experts"}
     experts: Width
     top_k: Width = 2

@@ -3,6 +3,8 @@
 Afterwards these norms have gain 1 and β = 0. Rotations of the stream and quantization need this (Ashkboos et al. 2024).
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ _Readers = dict[str, list[str]]  # the path of a norm -> the paths of the projec
 class FoldNorms(Rewrite):
     """`final_norm`: whether the final norm is folded into an untied head. Default: if no layers are named."""
 
+    keeps_attention: ClassVar[bool] = True
     final_norm: bool | None = None
 
     def is_exact(self, design: ModelConfig) -> bool:

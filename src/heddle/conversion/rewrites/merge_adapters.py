@@ -20,6 +20,7 @@ from heddle.storage.model import LoraFolder, digest_tensors, read_lora, with_lor
 class MergeAdapters(Rewrite):
     """`folder`: of the adapters, as `save_lora` writes it."""
 
+    keeps_attention: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"adapters": "folder"}
     folder: str
 

@@ -17,6 +17,7 @@ HEAD, EMBEDDING = "head.weight", "embed.weight"
 class Tied(Rewrite):
     """`tied`: whether the head shares the embedding's weight. True is refused where the two differ."""
 
+    keeps_attention: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"head.tied": "tied"}
     tied: bool
 

@@ -25,6 +25,7 @@ class VocabSize(Rewrite):
     The mask gives the design a `head.bias`, which few families can export.
     """
 
+    keeps_attention: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"vocab_size": "vocab_size"}
     vocab_size: PositiveInt
     mask: bool = True

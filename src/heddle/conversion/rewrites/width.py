@@ -41,6 +41,7 @@ NORM_INPUTS: dict[type[nn.Module], dict[str, str]] = {
 class StreamWidth(Rewrite):
     """`width`: of the residual stream. `seed`: of the weights that read the new dims."""
 
+    keeps_attention: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"width": "width"}
     width: Width
     seed: int = 0

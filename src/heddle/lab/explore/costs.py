@@ -220,20 +220,25 @@ def attention(n: Quantities) -> Costs:
     beta, length = n.has("temperature_beta"), n.has("temperature_length")
     n.refuse(beta * (1 - length), temperature_beta=0.1)
     n.refuse(length * (1 - beta), temperature_length=100)
+    n.refuse(n.equals("temperature_growth", "smooth") * (1 - beta), temperature_growth="smooth")
+    own_token = n.exclusive * n.causal * n.has("window") * (1 - n.above(n.least(n.window, 2), 1))
+    n.refuse(own_token, exclusive=True, window=1)
+    n.refuse(n.exclusive * n.above(2, value_dim), exclusive=True, value_dim=1)
     rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
     n.refuse(n.norm_after_rotation * (1 - rotates), norm_after_rotation=True)
     bias, values = n.has("bias"), n.heads * value_dim
-    key_norm, query_norm = n.norm(groups * dim), n.norm(n.heads * dim)
-    norms = n.equals("qk_norm", "head") * 2 * n.norm(dim)
+    has_keys = 1 - n.shared_kv
+    key_norm, query_norm = has_keys * n.norm(groups * dim), n.norm(n.heads * dim)
+    norms = n.equals("qk_norm", "head") * (1 + has_keys) * n.norm(dim)
     norms += (n.equals("qk_norm", "projection") + n.equals("qk_norm", "per_head")) * (key_norm + query_norm)
     gate = projection(n, n.width, n.heads, bias).scaled(n.equals("gate", "head"))
     gate += projection(n, n.width, values, bias).scaled(n.equals("gate", "channel"))
     own = Costs(
         parameters=n.heads * (n.sink + n.position_buckets) + norms,
         flops=attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
-        cached=cached_tokens(n) * groups * (dim + value_dim),
+        cached=has_keys * cached_tokens(n) * groups * (dim + value_dim),
     )
-    read = projection(n, n.width, n.heads * dim + groups * (dim + value_dim), bias)
+    read = projection(n, n.width, n.heads * dim + has_keys * groups * (dim + value_dim), bias)
     return read + gate + own + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
 
 

@@ -5,7 +5,7 @@ sequence. Training passes no state, prefill passes an empty one, and decoding pa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,6 +36,16 @@ class MixerConfig(Part, ABC):
     def with_window(self, window: int) -> Self:
         """The same config with windows of at most `window` tokens; a mixer that can have no window stays as it is."""
         return self
+
+    @property
+    def reads_kv(self) -> bool:
+        """Whether it reads the keys and values of an earlier layer: the last one that has its own and `kv_kind`."""
+        return False
+
+    @property
+    def kv_kind(self) -> Any:
+        """What decides which layers can hand their keys and values to it; None: it hands over none and reads none."""
+        return None
 
     @property
     def template(self) -> "MixerConfig":
@@ -69,6 +79,9 @@ class Mixer(nn.Module, ABC):
     input_projections: names of the projections that read x, some of which may be absent, if nothing else reads it;
     None: not stated. uses_layer_index: whether its formula depends on the number of its layer. absolute_positions:
     whether it depends on positions themselves, and not on their differences alone.
+
+    kv_source: the number of the layer whose keys and values it reads; kv_target: the number under which it hands over
+    its own (`Layout.handed_over`). The model sets both. kv_fields: what must be equal in both layers, by field.
     """
 
     window: int | None
@@ -78,6 +91,13 @@ class Mixer(nn.Module, ABC):
     input_projections: Sequence[str] | None = None
     uses_layer_index: bool = False
     absolute_positions: bool = False
+    kv_source: int | None = None
+    kv_target: int | None = None
+
+    @property
+    def kv_fields(self) -> Mapping[str, Any]:
+        """Empty: it neither reads nor hands over keys and values."""
+        return {}
 
     @property
     def lookback(self) -> int | None:

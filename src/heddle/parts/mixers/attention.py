@@ -7,19 +7,27 @@ With `window` w a query sees w keys, itself included (causal), or w to each side
 ring buffer of w tokens. `sink` adds one learned logit per head to the softmax denominator (gpt-oss, 2025). `softcap`
 bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies the attention output by sigmoid(W_g x)
 (Qiu et al. 2025). `temperature_beta` and `temperature_length` multiply queries as parts/mixers/attention.py says
-(Llama 4, 2025).
+(Llama 4, 2025; with `temperature_growth: smooth` Inkling, 2026). `exclusive` takes from the output y of each head its
+part along the token's own value v, before any gate: y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078).
+|v| is at least 1e-12 there, as in the published code, so that a value of zero takes nothing away.
+
+With `shared_kv` a layer has no k, no v and no state: it reads the keys (normalized and rotated) and the values of the
+last earlier layer that has its own and the same window and direction (YOCO, Sun et al. 2024; CLA, Brandon et al. 2024;
+Gemma 3n, 2025). Only q, out and what belongs to queries are its own.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
+from torch.nn import functional
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, refuse, with_implied
-from heddle.numerics.attention.mask import ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
+from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
@@ -30,22 +38,45 @@ from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fu
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
 from heddle.parts.states import KVCache, StateSpec
 
-# Temperatures that fall with the position (Llama 4, Ministral 3): queries far into a long text get sharper scores.
+# Temperatures that fall with the position: queries far into a long text get sharper scores.
 #
-#     t(p) = 1 + β ln(1 + ⌊p / length⌋)
+#     stepwise    t(p) = 1 + β ln(1 + ⌊p / length⌋)           Llama 4, Ministral 3
+#     smooth      t(p) = 1 + β ln(max(1, (p + 1) / length))   Inkling's log-n scale: alpha and n_floor
 #
-# A query at position p is multiplied by t(p), which is 1 for the first `length` tokens.
+# A query at position p is multiplied by t(p), which is 1 for the first `length` tokens. A score bias is not.
+
+Growth = Literal["stepwise", "smooth"]
 
 
-def query_temperature(layout: Layout, length: int, beta: float, dtype: torch.dtype) -> Tensor:
+def query_temperature(
+    layout: Layout, length: int, beta: float, dtype: torch.dtype, growth: Growth = "stepwise"
+) -> Tensor:
     """t of each token, [B, 1, T, 1] in `dtype`, computed in at least float32; 1 at padding. Stored for all layers."""
     wide = torch.promote_types(dtype, torch.float32)
 
     def temperatures() -> Tensor:
-        steps = layout.positions.clamp(min=0).div(length, rounding_mode="floor")
-        return (1.0 + beta * (1.0 + steps.to(wide)).log()).to(dtype)[:, None, :, None]
+        positions = layout.positions.clamp(min=0)
+        if growth == "smooth":
+            lengths = ((positions + 1).to(wide) / length).clamp(min=1.0)
+        else:
+            lengths = 1.0 + positions.div(length, rounding_mode="floor").to(wide)
+        return (1.0 + beta * lengths.log()).to(dtype)[:, None, :, None]
 
-    return layout.cached(("query temperature", length, beta, dtype), temperatures)
+    return layout.cached(("query temperature", length, beta, dtype, growth), temperatures)
+
+
+LEAST_NORM = 1e-12  # of a value, as in the published code of exclusive self-attention
+
+
+def without_own_values(y: Tensor, v: Tensor) -> Tensor:
+    """Heads y [B, H, T, d] without their parts along v [B, G, T, d], the values of the same tokens, H / G heads each.
+
+    In at least float32. A value shorter than LEAST_NORM counts as if it were so long: one of zero takes nothing away.
+    """
+    heads = at_least_float32(y).unflatten(1, (v.shape[1], -1))
+    own = functional.normalize(at_least_float32(v), dim=-1, eps=LEAST_NORM)[:, :, None]
+    rest: Tensor = heads - (heads * own).sum(-1, keepdim=True) * own
+    return rest.flatten(1, 2).to(y.dtype)
 
 
 def default_groups(heads: int) -> int:
@@ -64,6 +95,7 @@ class AttentionConfig(MixerConfig):
     """
 
     aliases = ("mha", "mqa", "gqa", "swa")
+    later_fields = ("temperature_growth", "exclusive", "shared_kv")
 
     heads: Width
     kv_heads: Width | None = None  # default: heads
@@ -83,6 +115,9 @@ class AttentionConfig(MixerConfig):
     scale: PositiveFloat | None = None  # default: 1 / sqrt(head_dim)
     temperature_beta: PositiveFloat | None = None  # how fast queries grow with their position
     temperature_length: PositiveInt | None = None  # after how many tokens they begin to
+    temperature_growth: Growth = "stepwise"  # stepwise: after each length of tokens; smooth: with every token
+    exclusive: bool = False  # outputs without their part along the token's own value
+    shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
     dropout: Probability = 0.0  # of the attention weights
     position: MixerPositionConfig | None = None  # a rotation of q and k, or a score bias
 
@@ -92,6 +127,10 @@ class AttentionConfig(MixerConfig):
         if (self.temperature_beta is None) != (self.temperature_length is None):
             missing = "temperature_beta" if self.temperature_beta is None else "temperature_length"
             refuse(missing, "is missing; give both temperature_beta and temperature_length, or neither")
+        if self.temperature_growth != "stepwise" and self.temperature_beta is None:
+            refuse("temperature_growth", "does nothing without temperature_beta and temperature_length; give both")
+        if self.exclusive and self.causal and self.window == 1:
+            refuse("exclusive", "leaves nothing of a window of one token, the token itself; give a wider window")
         if self.norm_after_rotation and (self.qk_norm is None or not isinstance(self.position, RotationConfig)):
             refuse("norm_after_rotation", "needs qk_norm and a rotary position; give both, or leave it out")
         return self
@@ -128,6 +167,16 @@ class AttentionConfig(MixerConfig):
         )
 
     @property
+    def reads_kv(self) -> bool:
+        """As `shared_kv` says."""
+        return self.shared_kv
+
+    @property
+    def kv_kind(self) -> Any:
+        """The window and the direction."""
+        return (self.kind, self.window, self.causal)
+
+    @property
     def windows(self) -> tuple[int, ...]:
         """The window, if there is one."""
         return () if self.window is None else (self.window,)
@@ -137,12 +186,30 @@ class AttentionConfig(MixerConfig):
         return self.replace(window=min(self.window or window, window))
 
     def build(self, context: BuildContext) -> "Attention":
-        """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
+        """Build the module.
+
+        Raises DesignError if width is not divisible by heads and head_dim is not given, or for `exclusive` heads whose
+        values have one dim, of whose outputs nothing would be left.
+        """
+        if self.exclusive and (self.value_dim or context.head_dim(self.heads, self.head_dim)) == 1:
+            raise DesignError("exclusive", "leaves nothing of outputs of one dim; give heads with wider values")
         return Attention(self, context)
 
 
+class SharedKeys(NamedTuple):
+    """What a layer hands over: all keys and values of the call and of its state, their mask, and the call's values."""
+
+    keys: Tensor
+    values: Tensor
+    mask: AttentionMask
+    own_values: Tensor
+
+
 class Attention(SelfInitialized, Mixer):
-    """The module. Its state is a `KVCache` of kv_heads · (d_k + d_v) elements per token, or of `window` tokens."""
+    """The module. Its state is a `KVCache` of kv_heads · (d_k + d_v) elements per token, or of `window` tokens.
+
+    With `shared_kv` it has none.
+    """
 
     input_projections = ("q", "k", "v", "gate")
 
@@ -156,8 +223,10 @@ class Attention(SelfInitialized, Mixer):
         self.window, self.causal = config.window, config.causal
         qkv_bias = bool(config.bias)
         self.q = Linear(context.width, self.heads * self.head_dim, bias=qkv_bias)
-        self.k = Linear(context.width, self.kv_heads * self.head_dim, bias=qkv_bias)
-        self.v = Linear(context.width, self.kv_heads * self.value_dim, bias=qkv_bias, value_projection=True)
+        self.reads_kv, kv_width = config.shared_kv, self.kv_heads * self.head_dim
+        self.k = None if self.reads_kv else Linear(context.width, kv_width, bias=qkv_bias)
+        value_width = self.kv_heads * self.value_dim
+        self.v = None if self.reads_kv else Linear(context.width, value_width, bias=qkv_bias, value_projection=True)
         self.out = Linear(self.heads * self.value_dim, context.width, bias=config.bias is True, output_projection=True)
         gate_widths = {"head": self.heads, "channel": self.heads * self.value_dim}
         self.gate = None if config.gate is None else Linear(context.width, gate_widths[config.gate], bias=qkv_bias)
@@ -165,9 +234,11 @@ class Attention(SelfInitialized, Mixer):
         self.softcap = config.softcap
         self.qk_norm, self.norm_after_rotation = config.qk_norm, config.norm_after_rotation
         self.q_norm = self._qk_norm(context, self.heads)
-        self.k_norm = self._qk_norm(context, self.kv_heads)
+        self.k_norm = None if self.reads_kv else self._qk_norm(context, self.kv_heads)
+        self.rotation = config.position.resolved(self.head_dim) if isinstance(config.position, RotationConfig) else None
         self.position, self.score_bias = build_mixer_position(config.position, self.head_dim, self.heads, self.causal)
         self.temperature_beta, self.temperature_length = config.temperature_beta, config.temperature_length
+        self.temperature_growth, self.exclusive = config.temperature_growth, config.exclusive
         self.absolute_positions = config.temperature_beta is not None or config.norm_after_rotation
         self.dropout = Dropout(config.dropout)
 
@@ -183,22 +254,33 @@ class Attention(SelfInitialized, Mixer):
             return context.norm.build(heads * self.head_dim)
         return context.norm.build(self.head_dim, heads if self.qk_norm == "per_head" else None)
 
-    def init_state(self, spec: StateSpec) -> KVCache:
+    @property
+    def kv_fields(self) -> Mapping[str, Any]:
+        """The shapes of keys and values, their norm and their rotation."""
+        names = ("kv_heads", "head_dim", "value_dim", "qk_norm", "norm_after_rotation")
+        return {name: getattr(self, name) for name in names} | {"position": self.rotation}
+
+    def init_state(self, spec: StateSpec) -> KVCache | None:
         """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more."""
+        if self.reads_kv:
+            return None
         shape = (spec.batch, self.kv_heads, self.head_dim, self.value_dim)
         max_cached = None if self.window is None else self.window + spec.rollback
         return KVCache.empty(shape, max_cached, spec)
 
     def forward(self, x: Tensor, layout: Layout, state: KVCache | None = None) -> tuple[Tensor, KVCache | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        q, k, v = fused_projections(x, self.q, self.k, self.v)
+        projections = (self.q, *(each for each in (self.k, self.v) if each is not None))
+        q, *projected = fused_projections(x, *projections)
         q = self._heads(q, self.q_norm, self.heads, layout)
         if self.temperature_beta is not None:
             q = q * self._temperatures(layout, q.dtype)
-        k = self._heads(k, self.k_norm, self.kv_heads, layout)
-        v = split_heads(v, self.kv_heads)
-        y, state = self._attend(q, k, v, layout, state)
-        y = merge_heads(y)
+        own = None
+        if projected:
+            k = self._heads(projected[0], self.k_norm, self.kv_heads, layout)
+            own = k, split_heads(projected[1], self.kv_heads)
+        y, v, state = self._attend(q, own, layout, state)
+        y = merge_heads(without_own_values(y, v) if self.exclusive else y)
         if self.gate is not None:
             gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, -1))
             y = (y.unflatten(-1, (self.heads, -1)) * gates).flatten(-2)
@@ -206,24 +288,32 @@ class Attention(SelfInitialized, Mixer):
 
     @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: KVCache | None
-    ) -> tuple[Tensor, KVCache | None]:
-        if state is None:
-            mask = layout.attention_mask(self.window, self.causal)
+        self, q: Tensor, own: tuple[Tensor, Tensor] | None, layout: Layout, state: KVCache | None
+    ) -> tuple[Tensor, Tensor, KVCache | None]:
+        """The output of each head, the values of the call's tokens, and the new state."""
+        if own is None:
+            assert self.kv_source is not None
+            k, v, mask, values = layout.handed_over.by_layer[self.kv_source]
         else:
-            k, v, mask, state = state.extend(k, v, layout, self.window)
+            (k, v), values = own, own[1]
+            if state is None:
+                mask = layout.attention_mask(self.window, self.causal)
+            else:
+                k, v, mask, state = state.extend(k, v, layout, self.window)
+            if self.kv_target is not None:
+                layout.handed_over.by_layer[self.kv_target] = SharedKeys(k, v, mask, values)
         dropout = self.dropout if self.dropout.active else None
         score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
-        return attend(q, k, v, mask, self.scale, dropout, modifiers), state
+        return attend(q, k, v, mask, self.scale, dropout, modifiers), values, state
 
     @layout_dependent
     def _temperatures(self, layout: Layout, dtype: torch.dtype) -> Tensor:
         """The factor of each query [B, 1, T, 1]."""
         assert self.temperature_beta is not None
         assert self.temperature_length is not None
-        return query_temperature(layout, self.temperature_length, self.temperature_beta, dtype)
+        return query_temperature(layout, self.temperature_length, self.temperature_beta, dtype, self.temperature_growth)
 
     def _heads(self, x: Tensor, norm: nn.Module | None, heads: int, layout: Layout) -> Tensor:
         """Projection [B, T, heads · d] -> normalized and rotated heads [B, heads, T, d]."""

@@ -67,6 +67,9 @@ class PairConfig(MixerConfig):
         """Build the module. Raises DesignError if a mixer does not fit the context or the other mixer."""
         first = build_under("first", self.first.build, context)
         second = build_under("second", self.second.build, context)
+        for name, mixer in (("first", self.first), ("second", self.second)):
+            if mixer.reads_kv:
+                raise DesignError(f"{name}.shared_kv", "is that of a layer, not of one mixer of a pair; leave it out")
         if first.causal != second.causal:
             raise DesignError("second", "one mixer of a pair is causal, the other is not; make both alike")
         if None not in (first.encoder_width, second.encoder_width) and first.encoder_width != second.encoder_width:
