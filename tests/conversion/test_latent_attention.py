@@ -145,7 +145,7 @@ def make_equal_up_to_rotation(source: Decoder, across_pairs: bool = False) -> No
         for layer in source.layers:
             mixer = layer.mixer
             assert isinstance(mixer, Attention)
-            k, v = mixer.k.weight, mixer.v.weight
+            k, v = mixer.get_parameter("k.weight"), mixer.get_parameter("v.weight")
             pairs = torch.complex(*k.view(4, 2, 2, 16).unbind(1))  # [heads, half, pairs, inputs]
             factors = torch.randn(4, 2, dtype=torch.complex128, generator=generator)
             pairs = factors[:, :, None] * (pairs[0, :1] if across_pairs else pairs[0])

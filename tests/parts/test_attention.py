@@ -111,6 +111,7 @@ def test_norms_after_the_rotation(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert mixer.position is not None
     for projection, norm, heads in ((mixer.q, mixer.q_norm, 4), (mixer.k, mixer.k_norm, 2)):
         assert norm is not None
+        assert projection is not None
         gain = norm.get_parameter("weight")
         with torch.no_grad():
             gain.copy_(1.0 + 0.4 * torch.arange(gain.numel()).sin().view_as(gain))
@@ -183,10 +184,10 @@ def exclusive_loop(x: torch.Tensor, mixer: Attention) -> torch.Tensor:
             values = slice(head // size * d_v, (head // size + 1) * d_v)
             first = 0 if mixer.window is None else max(0, t + 1 - mixer.window)
             q = mixer.q.weight[head * d : (head + 1) * d] @ x[t]
-            scores = torch.stack([q @ (mixer.k.weight[own] @ x[s]) for s in range(first, t + 1)]) / math.sqrt(d)
+            scores = torch.stack([q @ (mixer.get_parameter("k.weight")[own] @ x[s]) for s in range(first, t + 1)]) / math.sqrt(d)
             weights = scores.exp() / scores.exp().sum()
-            y = sum(weight * (mixer.v.weight[values] @ x[first + s]) for s, weight in enumerate(weights))
-            v = mixer.v.weight[values] @ x[t]
+            y = sum(weight * (mixer.get_parameter("v.weight")[values] @ x[first + s]) for s, weight in enumerate(weights))
+            v = mixer.get_parameter("v.weight")[values] @ x[t]
             heads.append(y - (y @ v) / (v @ v) * v)
         rows.append(mixer.out.weight @ torch.cat(heads))
     return torch.stack(rows)
@@ -205,7 +206,7 @@ def test_exclusive_heads_are_those_of_a_plain_loop(seed: int) -> None:
     assert isinstance(mixer, Attention)
     x = normal_tensor((7, 24), torch.Generator().manual_seed(seed)).requires_grad_()
     probe = normal_tensor((7, 24), torch.Generator().manual_seed(seed + 99))
-    inputs = [x, mixer.q.weight, mixer.k.weight, mixer.v.weight, mixer.out.weight]
+    inputs = [x, mixer.q.weight, mixer.get_parameter("k.weight"), mixer.get_parameter("v.weight"), mixer.out.weight]
     actual, expected = mixer(x[None], heddle.Layout.causal(1, 7))[0][0], exclusive_loop(x, mixer)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
     for got, want in zip(
