@@ -175,6 +175,7 @@ def exclusive_loop(x: torch.Tensor, mixer: Attention) -> torch.Tensor:
 
     Apart from the code under test: no mask, no groups of tensors, no rotation, scores of plain numbers.
     """
+    k_weight, v_weight = mixer.get_parameter("k.weight"), mixer.get_parameter("v.weight")
     size, d, d_v = mixer.heads // mixer.kv_heads, mixer.head_dim, mixer.value_dim
     rows = []
     for t in range(len(x)):
@@ -184,10 +185,10 @@ def exclusive_loop(x: torch.Tensor, mixer: Attention) -> torch.Tensor:
             values = slice(head // size * d_v, (head // size + 1) * d_v)
             first = 0 if mixer.window is None else max(0, t + 1 - mixer.window)
             q = mixer.q.weight[head * d : (head + 1) * d] @ x[t]
-            scores = torch.stack([q @ (mixer.get_parameter("k.weight")[own] @ x[s]) for s in range(first, t + 1)]) / math.sqrt(d)
+            scores = torch.stack([q @ (k_weight[own] @ x[s]) for s in range(first, t + 1)]) / math.sqrt(d)
             weights = scores.exp() / scores.exp().sum()
-            y = sum(weight * (mixer.get_parameter("v.weight")[values] @ x[first + s]) for s, weight in enumerate(weights))
-            v = mixer.get_parameter("v.weight")[values] @ x[t]
+            y = sum(weight * (v_weight[values] @ x[first + s]) for s, weight in enumerate(weights))
+            v = v_weight[values] @ x[t]
             heads.append(y - (y @ v) / (v @ v) * v)
         rows.append(mixer.out.weight @ torch.cat(heads))
     return torch.stack(rows)
