@@ -12,7 +12,7 @@ LOCAL = ("file:", "data:", "blob:", "about:")
 PHONE = 390
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     program = next(filter(None, map(shutil.which, NAMES)), None)
     assert program is not None, "chromium: not found; install the package chromium"
