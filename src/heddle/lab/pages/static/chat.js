@@ -164,7 +164,7 @@
     }
 
     showAll() {
-      this.transcript.replaceChildren(...(this.turns.length ? [] : [element("p", "Nothing was said yet.", "small empty")]));
+      this.transcript.replaceChildren(...(this.turns.length ? [] : [element("p", "No messages yet.", "small empty")]));
       this.root.querySelector(".views").hidden = !this.turns.length;
       for (const turn of this.turns) {
         const paragraph = this.show(turn);
@@ -317,7 +317,7 @@
   };
 
   const showMode = () => {
-    $("text-label").textContent = $("mode").value === "chat" ? "Your message" : "Text to go on from; empty: go on with the last answer";
+    $("text-label").textContent = $("mode").value === "chat" ? "Your message" : "Prompt; leave it empty to continue the last answer";
   };
   $("say").onsubmit = (event) => { event.preventDefault(); answer(); };
   $("controls").onsubmit = (event) => event.preventDefault();
