@@ -112,17 +112,17 @@ def test_building_a_model_does_not_import_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_layers_of_a_stream_that_grows_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_stream_that_grows_are_all_compiled() -> None:
     """Each layer has a graph of its own: torch's limit of recompilations is for the graphs of one layer."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     data = design(layer(None, MLP, repeat=5), residual={"kind": "attention_residuals"})
     plain, counter, frames = build(load_config(data), dtype=torch.float64), CompileCounter(), []
     tokens = torch.arange(32).view(2, 16)
-    for depth in (4, 5):
-        torch._dynamo.reset()
-        model = compiled(build(load_config(data | {"layers": [data["layers"][0] | {"repeat": depth}]})), counter)
-        before = counter.frame_count
-        model(tokens)
-        frames.append(counter.frame_count - before)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for depth in (4, 5):
+            torch._dynamo.reset()
+            model = compiled(build(load_config(data | {"layers": [data["layers"][0] | {"repeat": depth}]})), counter)
+            before = counter.frame_count
+            model(tokens)
+            frames.append(counter.frame_count - before)
     assert frames[1] * 4 == frames[0] * 5
     torch.testing.assert_close(compiled(plain, counter)(tokens)[0], plain(tokens)[0], rtol=0, atol=1e-10)

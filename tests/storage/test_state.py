@@ -118,7 +118,7 @@ def test_a_model_is_no_state_and_a_state_no_model(tmp_path: Path) -> None:
     heddle.save(model, tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"'model'.*'state'"):
         heddle.load_state(model, tmp_path / "model")
-    with pytest.raises(CheckpointError, match="no model folder"):
+    with pytest.raises(CheckpointError, match="not a model folder"):
         heddle.load(tmp_path / "state")
 
 

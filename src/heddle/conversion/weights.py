@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.initialization import storage_dtype
-from heddle.parts.layout import Layout
+from heddle.parts.layout import HandedOver, Layout
 
 # The activations of a model on a text, with the weights of one layer in memory at a time.
 
@@ -77,12 +77,13 @@ def initial_streams(model: Decoder, weights: "Weights", text: CalibrationText) -
 def layer_activations(weights: "Weights", text: CalibrationText) -> Iterator[LayerActivations]:
     """Run a model on a text and yield the activations of one layer after the other."""
     model = build(weights.design, device="meta").eval()
+    layouts = [replace(layout, handed_over=HandedOver()) for layout in text.layouts]
     streams = initial_streams(model, weights, text)
     for index in range(weights.design.depth):
         layer = model.layers[index]
         assert isinstance(layer, Layer)
         fill_parameters(layer, f"layers.{index}.", weights, text.device)
-        activations = run_layer(index, layer, streams, text.layouts)
+        activations = run_layer(index, layer, streams, layouts)
         yield activations
         streams = activations.new_streams
         layer.to("meta")

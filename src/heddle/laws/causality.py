@@ -1,6 +1,7 @@
 """Dependencies: no token depends on a later one, and each depends on exactly its declared window."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.layout import Layout
+from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer
 
 MAX_DRAWS = 8  # of inputs, until every declared dependence was seen
@@ -78,6 +79,7 @@ def _mixer_call(model: Decoder, mixer: Mixer, layout: Layout, draw: int) -> Inpu
     x = normal_tensor((1, layout.positions.shape[1], model.config.width), generator).requires_grad_()
     source = None if mixer.kv_source is None else model.mixers()[mixer.kv_source]
     if source is not None:  # whose keys and values it reads, here of the same inputs
+        layout = replace(layout, handed_over=HandedOver())
         source(x, layout)
     y, _ = mixer(x, layout)
     return x, y

@@ -204,7 +204,8 @@ class Layout:
     The coordinates of padding are ignored.
     token_types: the type of each token, int64 [B, T] (BERT's segments); None: type 0. Those of padding are ignored.
     attention_backend: computes the softmax attention of `attention` mixers in this call in heddle's place.
-    handed_over: what layers hand to later ones, by the layer's number; each call of a model has one of its own.
+    handed_over: what layers hand to later ones, by the layer's number; each call of a model that shares keys and values
+    has one of its own. None: nothing is handed over.
     """
 
     positions: Tensor
@@ -219,7 +220,7 @@ class Layout:
     coordinates: Tensor | None = None
     token_types: Tensor | None = None
     attention_backend: AttentionBackend | None = None
-    handed_over: HandedOver = field(default_factory=HandedOver, repr=False)
+    handed_over: HandedOver | None = field(default=None, repr=False)
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

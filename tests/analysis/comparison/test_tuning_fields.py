@@ -73,7 +73,7 @@ def test_a_grid_is_continued_by_its_own_ratio() -> None:
         (["lr=a,b"], "tune lr=a,b: 'a'"),
         (["lr=nan..1"], "nan must be at least 0 and finite"),
         (["batch_size=1.5,2"], "'1.5'"),
-        (["optimizer=adamw,sgd"], "sgd is no optimizer; choices: adamw, muon"),
+        (["optimizer=adamw,sgd"], "unknown optimizer sgd; choices: adamw, muon"),
         (["schedule=wsd..linear"], "schedule has no range; list values of wsd, cosine, linear"),
         (["lr=0.1,0.2", "learning_rate=1,2"], "lr is tuned already; give all its values at once"),
         (["lr=0.0001..1", "batch_size=1..32"], "90 combinations"),

@@ -77,6 +77,9 @@ class Kind:
     first: dict[str, Any]
 
 
+OF_SEVERAL_LAYERS = ("shared_kv",)  # fields that the equal layers of an explored design cannot have
+
+
 @cache
 def kinds_of(slot: str) -> tuple[Kind, ...]:
     """All kinds of a slot."""
@@ -117,7 +120,7 @@ def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field
         options = described.get("anyOf", [described])
         optional = any(option.get("type") == "null" for option in options)
         options = [option for option in options if option.get("type") not in ("null", "array")]
-        if name == "kind" or not options:
+        if name in ("kind", *OF_SEVERAL_LAYERS) or not options:
             continue
         note, default = notes.get(name, ""), described.get("default")
         if "$ref" in options[0]:

@@ -291,17 +291,19 @@ class Attention(SelfInitialized, Mixer):
         self, q: Tensor, own: tuple[Tensor, Tensor] | None, layout: Layout, state: KVCache | None
     ) -> tuple[Tensor, Tensor, KVCache | None]:
         """The output of each head, the values of the call's tokens, and the new state."""
+        handed_over = layout.handed_over
         if own is None:
+            assert handed_over is not None
             assert self.kv_source is not None
-            k, v, mask, values = layout.handed_over.by_layer[self.kv_source]
+            k, v, mask, values = handed_over.by_layer[self.kv_source]
         else:
             (k, v), values = own, own[1]
             if state is None:
                 mask = layout.attention_mask(self.window, self.causal)
             else:
                 k, v, mask, state = state.extend(k, v, layout, self.window)
-            if self.kv_target is not None:
-                layout.handed_over.by_layer[self.kv_target] = SharedKeys(k, v, mask, values)
+            if self.kv_target is not None and handed_over is not None:
+                handed_over.by_layer[self.kv_target] = SharedKeys(k, v, mask, values)
         dropout = self.dropout if self.dropout.active else None
         score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
