@@ -85,7 +85,8 @@ def test_a_healing_that_harmed_is_said_with_what_helps() -> None:
     assert describe_change(healing_change(whole, converted)) == "not measured"
     worse = dataclasses.replace(healed, windows=scores(2.3, 5, len(converted.windows)))
     sentence = conversion_verdict(dataclasses.replace(whole, models=[original, converted, worse]))[-1]
-    assert sentence.startswith("Healing made")
+    assert sentence.startswith("Healing made the model worse")
+    assert "--heal-parameters touched" in sentence
     assert "worse, by 0.1" in sentence
     assert "--heal-lr" in sentence
     unclear = dataclasses.replace(healed, windows=scores(2.12, 6, len(converted.windows), noise=0.5))

@@ -325,9 +325,9 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
     sentences = _describe_pair(results, measured) if len(designs) == 1 else _describe_sweep(results, measured)
     if harmed := [model for model in measured if describe_change(healing_change(results, model)) == "worse"]:
         worst = max(harmed, key=lambda model: healing_change(results, model).mean or 0.0)
-        which = worst.name if len(designs) == 1 else f"{len(harmed)} of the models, most of all {worst.name}"
+        which = "the model" if len(designs) == 1 else f"{len(harmed)} of the models, most of all {worst.name}"
         amount = format_difference(healing_change(results, worst)).removeprefix("+")
-        remedy = "heal for more tokens or with a lower --heal-lr"
+        remedy = "heal for more tokens, with a lower --heal-lr, or with --heal-parameters touched"
         kept = "the converted model is kept beside it, in the folder that ends in .work"
         sentences.append(f"Healing made {which} worse, by {amount} bits per byte: {remedy}; {kept}.")
     if len(results.original.first_spans) and not copying_gain(results.original).resolved:
