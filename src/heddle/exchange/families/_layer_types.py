@@ -39,6 +39,14 @@ def layer_windows(config: ConfigReader, types: LayerTypes, window: int | None) -
     return [window if kind == SLIDING else None for kind in types]
 
 
+def windowed_layers(
+    config: ConfigReader, usual: LayerTypes, window: int | None, layer: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Entries for layers that differ in the window of their mixer alone. usual: the types where the field is absent."""
+    windows = layer_windows(config, read_types(config, usual), window)
+    return merge_repeats([layer | {"mixer": layer["mixer"] | {"window": width}} for width in windows])
+
+
 def merge_repeats(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The layers in order, with equal neighbors merged into one entry with `repeat`."""
     entries: list[dict[str, Any]] = []

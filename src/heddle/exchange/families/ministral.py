@@ -23,13 +23,10 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "position": read_rope(config, heads["head_dim"]),
     }
     usual = [FULL if window is None else SLIDING] * _layer_types.read_depth(config)
-    feedforward = _common.read_gated(config)
-    layers = [
-        {"mixer": mixer | {"window": width}, "feedforward": feedforward}
-        for width in _layer_types.layer_windows(config, _layer_types.read_types(config, usual), window)
-    ]
+    layer = {"mixer": mixer, "feedforward": _common.read_gated(config)}
+    layers = _layer_types.windowed_layers(config, usual, window, layer)
     norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
+    return _common.design_fields(config, norm, layers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

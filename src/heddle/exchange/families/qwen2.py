@@ -23,12 +23,9 @@ def read_design(config: ConfigReader, mixer: dict[str, Any]) -> dict[str, Any]:
     types = [FULL if window is None or index < first else SLIDING for index in range(_layer_types.read_depth(config))]
     feedforward = _common.read_gated(config)
     shared = {"dropout": config.get("attention_dropout", 0.0)}
-    layers = [
-        {"mixer": mixer | shared | {"window": layer_window}, "feedforward": feedforward}
-        for layer_window in _layer_types.layer_windows(config, _layer_types.read_types(config, types), window)
-    ]
+    layers = _layer_types.windowed_layers(config, types, window, {"mixer": mixer | shared, "feedforward": feedforward})
     norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
+    return _common.design_fields(config, norm, layers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
