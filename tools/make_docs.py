@@ -51,7 +51,6 @@ from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from heddle.settings import settings_of  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
 from tests.distributed import validation  # noqa: E402
-from tests.laws.test_planted import BUGS  # noqa: E402
 from tools import family_facts, published_designs, published_facts, rank_laws  # noqa: E402
 from tools.markdown import joined, prose, table  # noqa: E402
 from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
@@ -61,31 +60,29 @@ SLOTS = ("mixers", "positions", "scalings", "norms", "feedforwards", "residuals"
 MODEL = ("ModelConfig", "EmbeddingConfig", "LayerConfig", "HeadConfig", "InitializationConfig")
 MARKS = ("<!-- generated: {} -->", "<!-- end of generated -->")
 NUMBERS = {
-    PositiveInt: "whole number above 0",
-    Width: "whole number above 0",
-    Probability: "number from 0 to below 1",
-    PositiveFloat: "number above 0",
-    LongContextFactor: "number from 1",
+    PositiveInt: "positive integer",
+    Width: "positive integer",
+    Probability: "number in [0, 1)",
+    PositiveFloat: "positive number",
+    LongContextFactor: "number ≥ 1",
     FiniteFloat: "number",
-    int: "whole number",
+    int: "integer",
     float: "number",
-    bool: "true or false",
+    bool: "boolean",
 }
-BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 SHARED_BY = 3  # an option that as many verbs have stands once
-MAX_CASES = 12  # a kind with more cases lists only those named after it
 REFUSED_PAIRS = ROOT / "tests/goldens/refused_pairs.txt"
 WRITTEN = "<!-- Written by tools/make_docs.py from the code. Change the code, then run it again. -->"
 HEAD = f"""# Parts
 
 {WRITTEN}
 
-A slot is a folder under `src/heddle/parts`; a kind is a file in it. Each slot has a page here. The text of a kind is
-the docstring of its file. Its fields, parameters, states and costs are read from the code, and so are the kernels.
-`null`, or leaving a field out, means off or the default. Every law of [laws.md](../laws.md) runs on every option
-of the cases named on these pages, in designs that combine every two choices of different slots. The section of a kind
-ends with the bugs planted in its code and the law that catches each. [commonly-wrong.md](../commonly-wrong.md) shows
-common mistakes in such parts.
+A slot is a folder under `src/heddle/parts`; a kind is a file in it. Each slot has a page here, read from the code: the
+text of a kind is the docstring of its file. `null`, or leaving a field out, means off or the default. Every
+[law](../laws.md) runs on every option, in designs that combine every two choices of different slots. The section of a
+kind ends with the bugs planted in its code, after the law that catches them. [commonly-wrong.md](../commonly-wrong.md)
+shows common mistakes in such parts.
 """
 BENCHMARKS = f"""# Benchmarks
 
@@ -192,10 +189,8 @@ def _option_rows(command: VerbCommand) -> list[tuple[str, str]]:
 
 
 def laws_table() -> str:
-    """Every law, its statement, and how many planted bugs break it."""
-    counts = Counter(bug.law for bug in BUGS)
-    rows = [(f"`{law.name}`", law.statement, str(counts[law.name])) for law in LAWS.values()]
-    return table(("law", "statement", "planted bugs"), rows)
+    """Every law and its statement."""
+    return table(("law", "statement"), [(f"`{law.name}`", law.statement) for law in LAWS.values()])
 
 
 def model_blocks() -> Iterator[str]:
@@ -249,27 +244,19 @@ def kind_blocks(slot: str, kind: str) -> Iterator[str]:
     yield fields(cls)
     covering = [name for name in CASES if (slot, kind) in parts_of(case(name))]
     names = parameters(slot, kind, covering)
-    yield f"Parameters: {', '.join(f'`{name}`' for name in names)}." if names else "It has no parameters."
+    yield f"Parameters: {', '.join(f'`{name}`' for name in names)}." if names else "No parameters."
     if slot in COSTED:
         yield COSTED[slot](kind, covering)
     yield bugs(slot, kind)
-    yield from cases_line(kind, covering)
-
-
-def cases_line(kind: str, covering: list[str]) -> Iterator[str]:
-    """The cases with a kind, if there are few; else those named after it."""
-    dashed = f"-{kind.replace('_', '-')}-"
-    listed = covering if len(covering) <= MAX_CASES else [name for name in covering if dashed in f"-{name}-"]
-    label = "Cases" if len(listed) == len(covering) else "Cases named after it"
-    if listed:
-        yield f"{label}: {', '.join(f'`{name}`' for name in listed)}."
 
 
 def bugs(slot: str, kind: str) -> str:
-    """The bugs planted in a kind's code."""
-    rows = [(f"[`{bug.law}`](../laws.md)", bug.description, f"`{bug.case}`") for bug in bugs_of(slot, kind)]
-    head = ("law that catches it", "bug planted in this code", "case")
-    return table(head, rows) if rows else "No bug is planted in its code."
+    """The bugs planted in a kind's code, by the law that catches them."""
+    caught: dict[str, list[str]] = {}
+    for bug in bugs_of(slot, kind):
+        caught.setdefault(bug.law, []).append(bug.description)
+    lines = [f"- `{law}`: {'; '.join(dict.fromkeys(descriptions))}" for law, descriptions in caught.items()]
+    return joined("Planted bugs:", "\n".join(lines)).strip() if lines else ""
 
 
 def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:
@@ -311,18 +298,21 @@ def kind_of_value(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(kind_of_value(member) for member in inner if member is not type(None))
     if origin is Literal:
-        return " or ".join(f"`{choice}`" for choice in inner)
+        *others, last = (f"`{choice}`" for choice in inner)
+        return f"{', '.join(others)} or {last}" if others else last
     if origin is tuple:
         return f"list, each a {kind_of_value(inner[0])}"
     if isinstance(hint, type) and issubclass(hint, Part):
         fitting = [kind for kind in own_kinds(hint.slot) if issubclass(kind_class(hint.slot, kind), hint)]
         assert is_slot(hint)
-        return "a part: " + ", ".join(link(hint.slot, kind) for kind in fitting)
+        if fitting == own_kinds(hint.slot):
+            return f"any of [{hint.slot}]({hint.slot}.md)"
+        return ", ".join(link(hint.slot, kind) for kind in fitting)
     if isinstance(hint, type) and issubclass(hint, Config):
         return f"[{hint.__name__}](model.md#{hint.__name__.lower()})"
     limits = [item for constraint in hint.__metadata__[0].metadata for item in asdict(constraint).items()]
     bounds = [f"{BOUNDS[key]} {limit:g}" for key, limit in limits if key in BOUNDS]  # all numbers are finite
-    return ", ".join([NUMBERS[inner[0]], *bounds])
+    return f"{NUMBERS[inner[0]]} {' and '.join(bounds)}".strip()
 
 
 def kernels_intro() -> str:

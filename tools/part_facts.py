@@ -25,10 +25,10 @@ from tools.markdown import table
 ELEMENT = 4  # bytes of a float32
 SHORT, LONG = 64, 1024  # sequence lengths that costs are measured at
 ENCODER_LENGTH = 64  # tokens of the encoder output that cross-attention reads
-COSTS = f"""Costs are measured on a case of `tests/cases.py` built on the meta device, for one layer and one row. FLOPs
-are those of matrix products; a multiply-add counts as two, and only causal pairs count. State elements take 4 bytes
-each in float32. A mixer's FLOPs per token are averages over a text of {SHORT} and of {LONG:,} tokens. An encoder output
-has {ENCODER_LENGTH} tokens."""
+COSTS = f"""Costs are counted on small designs of `tests/cases.py` (width 24), for one layer and one sequence. FLOPs are those of
+matrix products; a multiply-add counts as two, and only causal pairs count. The state is in elements, of 4 bytes each in
+float32: those that a token adds, and all after {SHORT} tokens; a bidirectional mixer has none. A mixer's FLOPs per token
+are averages over a sequence of {SHORT} and of {LONG:,} tokens. An encoder output has {ENCODER_LENGTH} tokens."""
 UNRELATED = 99  # distance to what is not used at all
 
 
@@ -94,24 +94,25 @@ def residual_costs(config: ModelConfig) -> tuple[int, int]:
 
 
 def mixer_table(kind: str, cases: list[str]) -> str:
-    """State and cost of each case with one kind of layer."""
-    rows, seen = [], set()
+    """State and cost of a mixer alone, once for each set of sizes that a case gives."""
+    rows: dict[tuple[str, ...], tuple[str, ...]] = {}
     for name in cases:
         config = case(name)
         mixer = config.layers[0].mixer
-        if len(config.layers) > 1 or mixer is None:
+        if len(config.layers) > 1 or mixer is None or mixer.kind != kind:
             continue
-        sizes = {key: value for key, value in mixer.dump().items() if key in ("window", "causal") or type(value) is int}
+        sizes = {key: value for key, value in mixer.dump().items() if key == "causal" or type(value) is int}
+        shown = {key: str(value).lower() for key, value in sizes.items() if value is not True}
+        if tuple(shown) in rows:
+            continue
         cost = tuple(f"{flops:,}" for flops in mixer_costs(config))
         added, elements = state_of(config)
-        cells = ("none: bidirectional", "", *cost) if elements == 0 else (f"{added:,}", f"{elements:,}", *cost)
-        if cells not in seen:
-            seen.add(cells)
-            shown = [f"{key} {value}" for key, value in sizes.items() if value is not True]
-            label = ", ".join([f"width {config.width}", *shown]).replace("False", "false")
-            rows.append((f"`{name}`", label, *cells))
-    head = ("case", "sizes", "state elements per token", f"state elements after {SHORT} tokens")
-    return table((*head, f"FLOPs per token of {SHORT}", f"of {LONG:,}"), rows)
+        state = ("none", "none") if elements == 0 else (f"{added:,}", f"{elements:,}")
+        rows[tuple(shown)] = (", ".join(f"{key} {value}" for key, value in shown.items()), *state, *cost)
+    if not rows:
+        return ""
+    head = ("sizes", "state per token", f"after {SHORT}", f"FLOPs per token of {SHORT}", f"of {LONG:,}")
+    return table(head, list(rows.values()))
 
 
 def feedforward_table(kind: str, cases: list[str]) -> str:
