@@ -1,6 +1,6 @@
 """The page of families for the documentation: each family, and how closely it agrees with transformers."""
 
-import sys
+import importlib
 from collections.abc import Iterator
 
 from heddle.exchange.family import MISSING_PARTS, families
@@ -11,12 +11,11 @@ from tools.markdown import joined, prose, table
 INTRO = """A family is a `model_type` of transformers: one file in `src/heddle/exchange/families`, which maps config
 fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as
 close to the float32 logits as transformers' own."""
-HEADS = ("family", "class", "bit for bit")
 MEANING = """The tests check several variants of every family (`tests/exchange/cases.py`), with models that transformers
 creates with random weights and uneven shapes, and saves in shards:
 
 - Logits: a batch of different lengths padded on the left, and a single row, longer than windows and original lengths.
-  In bfloat16 the median error is at most 1.25 times transformers'. *Bit for bit*: the logits of the batch are equal.
+  In bfloat16 the median error is at most 1.25 times transformers'. *Bit for bit* below: the batch's logits are equal.
 - Greedy text: 64 tokens are equal, with heddle's state and transformers' cache. Masked language models write no text;
   their logits are within 1e-10 in float64 (ModernBERT's rotations, which transformers computes in float32, in float64
   too).
@@ -32,25 +31,25 @@ fields that change nothing that the model computes, which an import names. Code 
 
 def page(written: str) -> str:
     """docs/huggingface/families.md."""
-    return joined("# Families", written, INTRO, table(HEADS, list(_rows())), MEANING, *_families(), *_not_read())
-
-
-def _rows() -> Iterator[tuple[str, ...]]:
-    for name, family in families().items():
-        if name == HEDDLE:
-            continue
-        case = CASES[name]
-        exceptions = "".join(f" except `{variant}`" for variant in sorted(case.inexact))
-        equal = f"float32{exceptions}{', bfloat16' if case.narrow else ''}" if case.exact else ""
-        yield (f"[`{name}`](#{name})", f"`{family.architecture}`", equal)
+    return joined("# Families", written, INTRO, MEANING, *_families(), *_not_read())
 
 
 def _families() -> Iterator[str]:
-    for name, family in families().items():
+    for name, family in sorted(families().items()):
         yield f"## {name}"
-        yield prose(sys.modules[family.read_config.__module__].__doc__)
+        yield prose(importlib.import_module(f"heddle.exchange.families.{name.replace('-', '_')}").__doc__)
+        notes = [f"Class: `{family.architecture}`{_equal(name)}."]
         if family.ignored_tensors:
-            yield f"Ignored tensors: {', '.join(f'`{pattern}`' for pattern in family.ignored_tensors)}."
+            notes.append(f"Ignored tensors: {', '.join(f'`{pattern}`' for pattern in family.ignored_tensors)}.")
+        yield " ".join(notes)
+
+
+def _equal(name: str) -> str:
+    """In which dtypes the tests demand equal bits."""
+    if name == HEDDLE or not CASES[name].exact:
+        return ""
+    exceptions = "".join(f" (except `{variant}`)" for variant in sorted(CASES[name].inexact))
+    return f", bit for bit in float32{exceptions}{' and bfloat16' if CASES[name].narrow else ''}"
 
 
 def _not_read() -> Iterator[str]:

@@ -6,10 +6,11 @@ It also needs the packages of the tests, whose cases and planted bugs it lists. 
 the committed pages are up to date. Pages list names, not totals: a total would change with every new test.
 """
 
+import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -71,7 +72,9 @@ NUMBERS = {
     bool: "boolean",
 }
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-SHARED_BY = 3  # an option that as many verbs have stands once
+# What the docstring of a config says and the page already does.
+NOTHING_NEW = r"^(Fields of `\w+`\.|No fields( of its own)?\.)( None(:| or false:)[^.]*\bcomment\.)?\s*"
+SHARED_BY = 2  # an option that as many verbs have stands once
 REFUSED_PAIRS = ROOT / "tests/goldens/refused_pairs.txt"
 WRITTEN = "<!-- Written by tools/make_docs.py from the code. Change the code, then run it again. -->"
 HEAD = f"""# Parts
@@ -125,7 +128,7 @@ def pages() -> dict[Path, str]:
     contents_of = {folder / "README.md": joined(HEAD.strip(), contents(), COSTS, PAIRS, refused_pairs()), laws: text}
     contents_of[folder / "model.md"] = joined("# The model", WRITTEN, *model_blocks())
     for slot in SLOTS:
-        blocks = [block for kind in own_kinds(slot) for block in kind_blocks(slot, kind)]
+        blocks = [*shared_blocks(slot), *(block for kind in own_kinds(slot) for block in kind_blocks(slot, kind))]
         contents_of[folder / f"{slot}.md"] = joined(f"# {slot.capitalize()}", WRITTEN, prose(slot_doc(slot)), *blocks)
     contents_of[ROOT / "docs/huggingface/families.md"] = family_facts.page(WRITTEN)
     plan = ROOT / "docs/plan/accuracy.md"
@@ -165,22 +168,21 @@ def option_blocks() -> Iterator[str]:
     }
     rows = {words: _option_rows(command) for words, command in verbs.items()}
     counts = Counter(row for of_verb in rows.values() for row in of_verb)
-    shared = [row for row, count in counts.items() if count >= SHARED_BY and _forms(row[0], counts) == 1]
+    common = {usage: (usage, text) for (usage, text), _ in reversed(counts.most_common())}  # the text most verbs have
+    shared = [row for row, count in counts.items() if count >= SHARED_BY and row == common[row[0]]]
     yield "## Options of several verbs"
-    yield table(("option", "what it does"), shared)
+    yield _listed(shared)
     for group, names in VERBS.items():
         yield f"## {group}"
         for words in (words for words in verbs if words.split()[0] in names):
             own = [row for row in rows[words] if row not in shared]
             others = [row[0].strip("`").split(", ")[-1].split()[0] for row in rows[words] if row in shared]
             also = f"And {', '.join(f'`{name}`' for name in others)}, as above." if others else ""
-            listed = table(("option", "what it does"), own) if own else ""
-            yield joined(f"### heddle {words}", prose(verbs[words].help), listed, also).strip()
+            yield joined(f"### heddle {words}", prose(verbs[words].help), _listed(own), also).strip()
 
 
-def _forms(usage: str, counts: Counter[tuple[str, str]]) -> int:
-    """With how many texts several verbs have an option of this usage."""
-    return sum(row[0] == usage and count >= SHARED_BY for row, count in counts.items())
+def _listed(options: list[tuple[str, str]]) -> str:
+    return "\n".join(f"- {usage}: {text}" for usage, text in options)
 
 
 def _option_rows(command: VerbCommand) -> list[tuple[str, str]]:
@@ -200,7 +202,7 @@ def model_blocks() -> Iterator[str]:
     yield f"A design that is read from a file or a dict may leave out the defaults {defaults}."
     for name in MODEL:
         cls = getattr(model_config, name)
-        yield from (f"## {name}", prose(cls.__doc__), fields(cls))
+        yield from (f"## {name}", prose(cls.__doc__), fields(cls, cls.model_fields))
 
 
 def refused_pairs() -> str:
@@ -233,6 +235,23 @@ def link(slot: str, kind: str) -> str:
     return f"[`{kind}`]({slot}.md#{kind})"
 
 
+def shared_fields(slot: str) -> list[str]:
+    """The fields that every kind inherits from the config of its slot."""
+    classes = [kind_class(slot, kind) for kind in own_kinds(slot)]
+    bases = [
+        base for base in classes[0].__mro__ if base.__module__ == f"heddle.parts.{slot}" and issubclass(base, Part)
+    ]
+    shared = [name for base in bases if all(issubclass(cls, base) for cls in classes) for name in base.model_fields]
+    return list(dict.fromkeys(shared))
+
+
+def shared_blocks(slot: str) -> Iterator[str]:
+    """The fields that every kind of a slot has, once."""
+    if shared := shared_fields(slot):
+        yield "Every kind has these fields:"
+        yield fields(kind_class(slot, own_kinds(slot)[0]), shared)
+
+
 def kind_blocks(slot: str, kind: str) -> Iterator[str]:
     """One kind: its docstring, fields, parameters, state, cost, planted bugs and cases."""
     cls = kind_class(slot, kind)
@@ -240,8 +259,8 @@ def kind_blocks(slot: str, kind: str) -> Iterator[str]:
     yield prose(sys.modules[cls.__module__].__doc__)
     if cls.aliases:
         yield f"Designs may also name it {' or '.join(f'`{alias}`' for alias in cls.aliases)}."
-    yield prose(cls.__doc__)
-    yield fields(cls)
+    yield re.sub(NOTHING_NEW, "", prose(cls.__doc__)).strip()
+    yield fields(cls, [name for name in cls.model_fields if name not in shared_fields(slot)])
     covering = [name for name in CASES if (slot, kind) in parts_of(case(name))]
     names = parameters(slot, kind, covering)
     yield f"Parameters: {', '.join(f'`{name}`' for name in names)}." if names else "No parameters."
@@ -271,16 +290,15 @@ def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:
     return list(names)
 
 
-def fields(cls: type[Config]) -> str:
-    """The fields of a config: type, default, and the comments above and after each in the source."""
-    if not cls.model_fields:
-        return ""
+def fields(cls: type[Config], names: Iterable[str]) -> str:
+    """Some fields of a config: type, default, and the comments above and after each in the source."""
     hints, notes = get_type_hints(cls, include_extras=True), comments(cls)
     rows = []
-    for name, field in cls.model_fields.items():
+    for name in names:
+        field = cls.model_fields[name]
         default = "required" if field.is_required() else f"`{plain(field.default)}`"
         rows.append((f"`{name}`", kind_of_value(hints[name]), default, notes.get(name, "")))
-    return table(("field", "value", "default", "note"), rows)
+    return table(("field", "value", "default", "note"), rows) if rows else ""
 
 
 def plain(value: Any) -> str:
@@ -321,7 +339,7 @@ def kernels_intro() -> str:
         "An operation has kernels, best first. A call takes the first kernel that supports it; shapes, dtypes and the\n"
         "layout alone decide. `heddle show` prints the chosen kernel, and why the others were rejected. To force one,\n"
         'use `--kernel attention=reference`, or `with heddle.kernels(attention="reference"):`. The last kernel, the\n'
-        "reference, supports every call. In the tables, n stands for a number of the call."
+        "reference, supports every call. In the reasons, n stands for a number of the call."
     )
 
 
@@ -339,12 +357,13 @@ def kernel_blocks() -> Iterator[str]:
             for reason in reasons(kernel.unsupported):
                 rejecting.setdefault(reason, []).append(f"`{kernel.name}`")
         fast = len(operation.kernels) - 1
-        rows = [
-            (reason, ", ".join(who) if len(who) < max(fast, 2) else "all but the reference")
-            for reason, who in rejecting.items()
-        ]
-        if rows:
-            yield table(("a call is rejected because", "by"), rows)
+        of_kernels: dict[str, list[str]] = {}
+        for reason, who in rejecting.items():
+            names = ", ".join(who) if len(who) < max(fast, 2) else "all but the reference"
+            of_kernels.setdefault(names, []).append(reason)
+        if of_kernels:
+            lines = [f"- {names}: {'; '.join(texts)}" for names, texts in of_kernels.items()]
+            yield joined("Why they reject a call:", "\n".join(lines)).strip()
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ from tools.markdown import joined, table
 
 INTRO = """These `config.json` files of published models are read or refused as the tables say; no weights were
 downloaded. `tests/exchange/test_published.py` compares each design with transformers' reading of the same file, and the
-number of parameters with the published total: exactly, or to the last digit of a rounded one such as 671B. *Hub* is the
-hub's count in the headers of the weights, from the list HUB. The files, with all
-their fields, are in `tests/exchange/published`, as seen in the public repository of the last column; where a model's
-own file was not seen, the row says what stands for it, and no total is compared. *Saved again* means a file that
-another version of transformers wrote."""
+number of parameters with the published total where brackets name one: exactly, or to the last digit of a rounded one
+such as 671B. *Hub* is the hub's count in the headers of the weights, from the list HUB. The files, with all their
+fields, are in `tests/exchange/published`, as seen in the public repository of the last column: mlc-ai/mlc-llm is its
+`PRESETS`. Where a model's own file was not seen, the row says what stands for it, and no total is compared. *Saved
+again* means a file that another version of transformers wrote."""
 HUB = "r-pedro17/llmatch: `data/hf_models.json`, the hub's counts"
-READ = ("model", "family", "parameters", "compared with", "seen in")
+PRESETS = "python/mlc_llm/model/model_preset.py"
+READ = ("model", "family", "parameters", "seen in")
 REFUSED_INTRO = """## Refused
 
 Other architectures are refused by their name, and quantized weights by theirs. Nothing is guessed, and no code of a
@@ -35,7 +36,7 @@ def page(written: str) -> str:
     return joined(
         "# Published models",
         written,
-        INTRO.replace("HUB", HUB.partition(",")[0]),
+        INTRO.replace("HUB", HUB.partition(",")[0]).replace("PRESETS", PRESETS),
         counted,
         table(READ, list(by_family(read))),
         REFUSED_INTRO,
@@ -53,18 +54,14 @@ def row(entry: Published) -> tuple[str, ...]:
     family = family_of(entry.config, entry.name)
     parameters = size(design_from_config(entry.config, family, entry.name), context_length=8, batch=1).parameters
     exact = "hub" if entry.counted_in == HUB else "published"
-    published = exact if isinstance(entry.published, int) else entry.published or "–"
-    return (
-        entry.name,
-        f"[`{family.model_type}`](families.md#{family.model_type})",
-        f"{parameters:,}",
-        published,
-        source(entry),
-    )
+    published = exact if isinstance(entry.published, int) else entry.published
+    total = f"{parameters:,} ({published})" if published else f"{parameters:,}"
+    return entry.name, f"[`{family.model_type}`](families.md#{family.model_type})", total, source(entry)
 
 
 def source(entry: Published) -> str:
     """Where the file was seen, and what was changed there."""
     repository, _, path = entry.source.partition(": ")
     where = f"{repository}: `{path}`" if path.endswith((".json", ".py", ".md")) else entry.source
+    where = repository if path == PRESETS else where
     return where if entry.edited is None else f"{where}, {entry.edited}"

@@ -41,9 +41,9 @@ class ResidualConfig(Part, ABC):
     keeps_stream: ClassVar[bool] = False
     stream_grows: ClassVar[bool] = False
 
-    drop_path: Probability = 0.0
-    drop_path_first: Probability = 0.0
-    dropout: Probability = 0.0
+    drop_path: Probability = 0.0  # stochastic depth of the last layer (Huang et al. 2016); linear in between
+    drop_path_first: Probability = 0.0  # stochastic depth of the first layer
+    dropout: Probability = 0.0  # of elements of a branch's output
 
     def check_layers(self, depth: int, most_branches: int) -> None:
         """Raises DesignError for a field that does nothing in a model of `depth` layers.
@@ -93,7 +93,7 @@ class FinalNormConfig(ResidualConfig, ABC):
 
     later_fields = (*ResidualConfig.later_fields, "final_norm")
 
-    final_norm: bool = True
+    final_norm: bool = True  # a norm after the last layer
 
     def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
         """Build the final norm, or an identity."""
