@@ -25,10 +25,11 @@ from tools.markdown import table
 ELEMENT = 4  # bytes of a float32
 SHORT, LONG = 64, 1024  # sequence lengths that costs are measured at
 ENCODER_LENGTH = 64  # tokens of the encoder output that cross-attention reads
-COSTS = f"""Costs are counted on small designs of `tests/cases.py` (width 24), for one layer and one sequence. FLOPs are those of
-matrix products; a multiply-add counts as two, and only causal pairs count. The state is in elements, of 4 bytes each in
-float32: those that a token adds, and all after {SHORT} tokens; a bidirectional mixer has none. A mixer's FLOPs per token
-are averages over a sequence of {SHORT} and of {LONG:,} tokens. An encoder output has {ENCODER_LENGTH} tokens."""
+COSTS = f"""Costs are counted on small designs of `tests/cases.py` (width 24), for one layer and one sequence. FLOPs are
+those of matrix products; a multiply-add counts as two, and only causal pairs count. The state is in elements, of 4
+bytes each in float32: those that a token adds, and all after {SHORT} tokens; a bidirectional mixer has none. A mixer's
+FLOPs per token are averages over a sequence of {SHORT} and of {LONG:,} tokens. An encoder output has {ENCODER_LENGTH}
+tokens."""
 UNRELATED = 99  # distance to what is not used at all
 
 

@@ -11,10 +11,12 @@ from tools.markdown import joined, table
 INTRO = """These `config.json` files of published models are read or refused as the tables say; no weights were
 downloaded. `tests/exchange/test_published.py` compares each design with transformers' reading of the same file, and the
 number of parameters with the published total where brackets name one: exactly, or to the last digit of a rounded one
-such as 671B. *Hub* is the hub's count in the headers of the weights, from the list HUB. The files, with all their
-fields, are in `tests/exchange/published`, as seen in the public repository of the last column: mlc-ai/mlc-llm is its
-`PRESETS`. Where a model's own file was not seen, the row says what stands for it, and no total is compared. *Saved
-again* means a file that another version of transformers wrote."""
+such as 671B. *Hub* is the hub's count in the headers of the weights, from the list HUB.
+
+The files, with all their fields, are in `tests/exchange/published`, as seen in the public repository of the last
+column; in mlc-ai/mlc-llm that is `PRESETS`. Where a model's own file was not seen, the row
+says what stands for it, and no total is compared. *Saved again* means a file that another version of transformers
+wrote."""
 HUB = "r-pedro17/llmatch: `data/hf_models.json`, the hub's counts"
 PRESETS = "python/mlc_llm/model/model_preset.py"
 READ = ("model", "family", "parameters", "seen in")
