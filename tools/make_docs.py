@@ -123,7 +123,7 @@ def pages() -> dict[Path, str]:
     """The contents of every generated page."""
     laws = ROOT / "docs/laws.md"
     text = laws.read_text(encoding="utf-8")
-    text = between(text, "laws", laws_table())
+    text = with_statements(text)
     folder = ROOT / "docs/parts"
     contents_of = {folder / "README.md": joined(HEAD.strip(), contents(), COSTS, PAIRS, refused_pairs()), laws: text}
     contents_of[folder / "model.md"] = joined("# The model", WRITTEN, *model_blocks())
@@ -190,9 +190,11 @@ def _option_rows(command: VerbCommand) -> list[tuple[str, str]]:
     return [(f"`{setting.usage}`", setting.help) for setting in settings if not setting.option.hidden]
 
 
-def laws_table() -> str:
-    """Every law and its statement."""
-    return table(("law", "statement"), [(f"`{law.name}`", law.statement) for law in LAWS.values()])
+def with_statements(text: str) -> str:
+    """The page of laws; the first line of each law is its name and its statement."""
+    for law in LAWS.values():
+        text = re.sub(rf"^\*\*`{law.name}`\*\*.*$", f"**`{law.name}`** {law.statement}", text, flags=re.MULTILINE)
+    return text
 
 
 def model_blocks() -> Iterator[str]:
@@ -248,8 +250,7 @@ def shared_fields(slot: str) -> list[str]:
 def shared_blocks(slot: str) -> Iterator[str]:
     """The fields that every kind of a slot has, once."""
     if shared := shared_fields(slot):
-        yield "Every kind has these fields:"
-        yield fields(kind_class(slot, own_kinds(slot)[0]), shared)
+        yield fields(kind_class(slot, own_kinds(slot)[0]), shared).replace("Fields", "Fields of every kind", 1)
 
 
 def kind_blocks(slot: str, kind: str) -> Iterator[str]:
@@ -293,12 +294,15 @@ def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:
 def fields(cls: type[Config], names: Iterable[str]) -> str:
     """Some fields of a config: type, default, and the comments above and after each in the source."""
     hints, notes = get_type_hints(cls, include_extras=True), comments(cls)
-    rows = []
+    lines = []
     for name in names:
         field = cls.model_fields[name]
-        default = "required" if field.is_required() else f"`{plain(field.default)}`"
-        rows.append((f"`{name}`", kind_of_value(hints[name]), default, notes.get(name, "")))
-    return table(("field", "value", "default", "note"), rows) if rows else ""
+        default = (
+            ", required" if field.is_required() else f", `{plain(field.default)}`" if field.default is not None else ""
+        )
+        note = f": {notes[name]}" if notes.get(name) else ""
+        lines.append(f"- `{name}` ({kind_of_value(hints[name])}{default}){note}")
+    return joined("Fields (value, default):", "\n".join(lines)).strip() if lines else ""
 
 
 def plain(value: Any) -> str:

@@ -13,18 +13,16 @@ downloaded. `tests/exchange/test_published.py` compares each design with transfo
 number of parameters with the published total where brackets name one: exactly, or to the last digit of a rounded one
 such as 671B. *Hub* is the hub's count in the headers of the weights, from the list HUB.
 
-The files, with all their fields, are in `tests/exchange/published`, as seen in the public repository of the last
-column; in mlc-ai/mlc-llm that is `PRESETS`. Where a model's own file was not seen, the row
-says what stands for it, and no total is compared. *Saved again* means a file that another version of transformers
-wrote."""
+The files, with all their fields and the public repository where each was seen, are in `tests/exchange/published`. A
+note says what differs from the model's own file, or what stands for it where no total is compared. *Saved again* means
+a file that another version of transformers wrote."""
 HUB = "r-pedro17/llmatch: `data/hf_models.json`, the hub's counts"
-PRESETS = "python/mlc_llm/model/model_preset.py"
-READ = ("model", "family", "parameters", "seen in")
+READ = ("model", "family", "parameters", "note")
 REFUSED_INTRO = """## Refused
 
 Other architectures are refused by their name, and quantized weights by theirs. Nothing is guessed, and no code of a
 folder is run."""
-REFUSED = ("model", "refused because", "seen in")
+REFUSED = ("model", "refused because")
 
 
 def page(written: str) -> str:
@@ -34,11 +32,11 @@ def page(written: str) -> str:
     compared = [entry for entry in entries if entry.refused is None and entry.published is not None]
     exact = sum(isinstance(entry.published, int) for entry in compared)
     counted = f"**{len(compared)} totals are compared**, {exact} of them to the last parameter."
-    refused = [(entry.name, str(entry.refused), source(entry)) for entry in entries if entry.refused is not None]
+    refused = [(entry.name, str(entry.refused)) for entry in entries if entry.refused is not None]
     return joined(
         "# Published models",
         written,
-        INTRO.replace("HUB", HUB.partition(",")[0]).replace("PRESETS", PRESETS),
+        INTRO.replace("HUB", HUB.partition(",")[0]),
         counted,
         table(READ, list(by_family(read))),
         REFUSED_INTRO,
@@ -58,12 +56,6 @@ def row(entry: Published) -> tuple[str, ...]:
     exact = "hub" if entry.counted_in == HUB else "published"
     published = exact if isinstance(entry.published, int) else entry.published
     total = f"{parameters:,} ({published})" if published else f"{parameters:,}"
-    return entry.name, f"[`{family.model_type}`](families.md#{family.model_type})", total, source(entry)
-
-
-def source(entry: Published) -> str:
-    """Where the file was seen, and what was changed there."""
-    repository, _, path = entry.source.partition(": ")
-    where = f"{repository}: `{path}`" if path.endswith((".json", ".py", ".md")) else entry.source
-    where = repository if path == PRESETS else where
-    return where if entry.edited is None else f"{where}, {entry.edited}"
+    notes = [entry.edited] if published else [entry.source, entry.edited]
+    note = ", ".join(text for text in notes if text)
+    return entry.name, f"[`{family.model_type}`](families.md#{family.model_type})", total, note

@@ -221,14 +221,15 @@ class Table:
 
     def markdown(self) -> str:
         """The table as it stands in docs/gpu/budgets.md."""
-        lines = ["| path | counted | now | budget | |", "| --- | --- | ---: | ---: | --- |"]
+        lines = ["| path | now | budget |", "| --- | ---: | ---: |"]
         for name, row in ROWS.items():
             now = _number(self.now.get(name))
             sign = "≥" if row.unit == "% MFU" else "≤"
             budget = "" if row.budget is None else f"{sign} {row.budget:,}"
             met = row.met(self.now[name]) if name in self.now else None
-            note = "" if met is None else "met" if met else "open"
-            lines.append(f"| {row.title} | {row.unit} | {now} | {budget} | {note} |")
+            note = " (open)" if met is False else ""
+            unit = "" if row.unit == "launches" else f" {row.unit}"
+            lines.append(f"| {row.title} | {now}{unit} | {budget}{note} |")
         return "\n".join(lines)
 
     def in_page(self, page: str) -> str:
