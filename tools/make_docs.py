@@ -82,10 +82,10 @@ HEAD = f"""# Parts
 {WRITTEN}
 
 A slot is a folder under `src/heddle/parts`; a kind is a file in it. Each slot has a page here, read from the code: the
-text of a kind is the docstring of its file. `null`, or leaving a field out, means off or the default. Every
-[law](../laws.md) runs on every option, in designs that combine every two choices of different slots. The section of a
-kind ends with the bugs planted in its code, after the law that catches them. [commonly-wrong.md](../commonly-wrong.md)
-shows common mistakes in such parts.
+text of a kind is the docstring of its file. Its fields have their type and default in brackets; `null`, or leaving a
+field out, means off or the default. Every [law](../laws.md) runs on every option, in designs that combine every two
+choices of different slots. The section of a kind ends with the bugs planted in its code, after the law that catches
+them. [commonly-wrong.md](../commonly-wrong.md) shows common mistakes in such parts.
 """
 BENCHMARKS = f"""# Benchmarks
 
@@ -298,11 +298,11 @@ def fields(cls: type[Config], names: Iterable[str]) -> str:
     for name in names:
         field = cls.model_fields[name]
         default = (
-            ", required" if field.is_required() else f", `{plain(field.default)}`" if field.default is not None else ""
+            "" if field.default is None else ", required" if field.is_required() else f", `{plain(field.default)}`"
         )
         note = f": {notes[name]}" if notes.get(name) else ""
         lines.append(f"- `{name}` ({kind_of_value(hints[name])}{default}){note}")
-    return joined("Fields (value, default):", "\n".join(lines)).strip() if lines else ""
+    return joined("Fields:", "\n".join(lines)).strip() if lines else ""
 
 
 def plain(value: Any) -> str:
