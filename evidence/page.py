@@ -10,13 +10,13 @@ from evidence.row import Row
 
 INTRODUCTION = """# What papers found, and what heddle finds
 
-Each row trains small designs for minutes, and says whether they agree with the papers, disagree, or do not resolve the
-question. Numbers are differences paired by seed, with intervals (Student's t, Bonferroni) that hold for all claims of a
-row together with a probability of 95 %. They say what holds at this size and budget, not at a paper's. They cover
-seed variance, not the sampling error of the held-out text. The text is Python's standard library, in 512 tokens.
+Each section trains small designs for minutes: do they agree with the papers, disagree, or not resolve the question?
+Numbers are differences paired by seed, with intervals (Student's t, Bonferroni) that hold for all claims of a section
+together with a probability of 95 %, at this size and budget, not at a paper's. They cover seed variance, not the
+sampling error of the held-out text. The text is Python's standard library, with a vocabulary of 512 tokens.
 
-    make evidence                        # all rows, about an hour of one core; continues where it stopped
-    python -m evidence recall_of_mixers  # one row
+    make evidence                        # all sections, about an hour of one core; continues where it stopped
+    python -m evidence recall_of_mixers  # one
 """
 
 
@@ -51,14 +51,14 @@ def _section(name: str, row: Row, file: Path) -> str:
         f"Means: {_means(data['runs'])}.{remark}",
         "",
         f"`python -m evidence {name}`: {len(data['runs'])} runs, {len(seeds)} seeds, {minutes:.0f} minutes of one core "
-        f"({data['cpu']}, {data['date']}).",
+        f"({data['cpu'].replace('(R)', '').removesuffix(' Processor')}, {data['date']}).",
         "",
     ]
     return "\n".join(lines)
 
 
 def _means(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The mean numbers of each training: "full attention 0.991, linear 0.214"."""
+    """The mean numbers of each training: "full attention: 0.991; linear: 0.214"."""
     values: dict[str, dict[str, list[float | None]]] = {}
     for run in runs:
         for name, value in run["numbers"].items():
@@ -66,7 +66,7 @@ def _means(runs: Sequence[Mapping[str, Any]]) -> str:
     texts = []
     for key, of_key in values.items():
         means = [_mean(numbers) if len(of_key) == 1 else f"{name} {_mean(numbers)}" for name, numbers in of_key.items()]
-        texts.append(f"{key} {', '.join(means)}")
+        texts.append(f"{key}: {', '.join(means)}")
     return "; ".join(texts)
 
 
