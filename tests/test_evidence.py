@@ -151,7 +151,7 @@ def test_a_page_names_claims_words_costs_and_rows_that_were_not_run(row: Row, tm
     data = json.loads((tmp_path / "two.json").read_text())
     data["runs"][0]["numbers"]["loss"] = None
     (tmp_path / "two.json").write_text(json.dumps(data))
-    assert "a 3.000 (1 of 2 diverged); b" in render_page({"two": row}, tmp_path)
+    assert "a: 3.000 (1 of 2 diverged); b" in render_page({"two": row}, tmp_path)
 
 
 def test_the_command_runs_saves_and_writes_and_says_how_to_go_on(

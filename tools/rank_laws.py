@@ -45,13 +45,11 @@ INTRO = """Every case of `tests/cases.py` on every layout of ranks, against one 
 the evaluation of a batch and a checkpoint that ranks write and one process reads are equal bit for bit. A number is the
 largest difference of the losses, gradient norms, penalties, gradients and weights of three training steps; the law
 allows 10⁻¹⁰. Muon orthogonalizes in float64 here; in bfloat16, as in training, a difference in the last bit of a
-gradient may tip a rounding. Ranks are threads with torch's own test group. An evaluation reads text: designs with an
-encoder have none.
+gradient may tip a rounding. Ranks are threads with torch's own test group.
 
-A row is a way of computing a batch: plain, accumulated (two parts), recomputed (layers), uneven targets (half of the
-rows have fewer), muon, and everything at once. Each case was run in one way at least on each layout. `python
-tools/rank_laws.py` runs what is missing, `--all-ways` all of them; every case stands in
-[laws.jsonl](../tests/distributed/laws.jsonl)."""
+A row is a way of computing a batch: accumulated in two parts, recomputed layers, fewer targets in half of the rows,
+muon, or everything at once. Each case was run in at least one way on each layout. `python tools/rank_laws.py` runs what
+is missing, `--all-ways` all of them; [laws.jsonl](../tests/distributed/laws.jsonl) has every case."""
 REFUSED = f"""## Refused
 
 {NO_STEP}: {", ".join(f"`{name}`" for name in sorted(WITHOUT_ENCODER))}.
