@@ -26,8 +26,6 @@ from tools.llama_cpp.runner import run, version  # noqa: E402
 PAGE = ROOT / "docs/deploy/transcript.md"
 PROMPTS = ("def __init__(self", "    @property", "    while True:", "    def test_read(self", "    return ")
 TOKENS = 64
-WIDTH = 38  # of a column
-STARTS = (0, WIDTH + 1, 2 * (WIDTH + 1))  # where columns begin
 
 
 class Transcript(NamedTuple):
@@ -90,7 +88,7 @@ def _transformers(folder: Path) -> tuple[list[str], list[torch.Tensor]]:
 
 
 def page(result: Transcript) -> str:
-    """The page's text."""
+    """The page's text; all programs wrote the same."""
     versions = {
         "heddle": heddle.__version__,
         "transformers": metadata.version("transformers"),
@@ -102,38 +100,19 @@ def page(result: Transcript) -> str:
         "<!-- Written by tools/transcript.py. -->",
         "",
         textwrap.fill(
-            f"The model of [README.md](README.md), greedy, {TOKENS} tokens after each prompt in fp32; a `|` begins "
-            "each line of a column, long lines go on below. The largest difference of any next token's probability, "
-            "over all tokens of all prompts: heddle and "
+            f"The model of [README.md](README.md), greedy, {TOKENS} tokens after each prompt in fp32: all three "
+            "programs write the same text, in which a `|` begins each line. The largest difference of any next token's "
+            "probability, over all tokens of all prompts: heddle and "
             + ", heddle and ".join(f"{name} {value:.0e}" for name, value in result.differences.items())
             + ".",
             width=120,
         ),
         "",
-        "| program | version |",
-        "| --- | --- |",
-        *(f"| {name} | {number} |" for name, number in versions.items()),
+        ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
     ]
-    for index, prompt in enumerate(PROMPTS):
-        columns = [_lines(result.texts[name][index]) for name in versions]
-        lines += ["", f"## `{prompt}`", "", "```text", _row(list(versions))]
-        lines += [_row([f"| {cell}" for cell in cells]) for cells in zip(*columns, strict=True)]
-        lines.append("```")
+    for prompt, text in zip(PROMPTS, result.texts["heddle"], strict=True):
+        lines += ["", f"## `{prompt}`", "", "```text", *(f"| {line}".rstrip() for line in text.split("\n")), "```"]
     return "\n".join(lines) + "\n"
-
-
-def _lines(text: str) -> list[str]:
-    """The lines of a text, each cut into pieces that fit a column."""
-    cut = WIDTH - 3
-    return [
-        line[start : start + cut]
-        for line in text.expandtabs(4).split("\n")
-        for start in range(0, max(1, len(line)), cut)
-    ]
-
-
-def _row(cells: list[str]) -> str:
-    return " ".join(cell.ljust(WIDTH) for cell in cells).rstrip()
 
 
 if __name__ == "__main__":

@@ -225,8 +225,8 @@ def test_files_given_to_llama_cpp_and_ollama_exist(reader: Reader) -> None:
     assert (reader.folder / arguments[-1]).is_file()
 
 
-def test_the_transcript_has_three_equal_columns(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both in the page and in a transcript of the small run."""
+def test_the_transcript_is_the_same_text_three_times(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a transcript of the small run; `main` writes the page only if it is so."""
     from tools import transcript
 
     monkeypatch.setattr(transcript, "PROMPTS", ("The", "import", "| kind"))
@@ -234,14 +234,8 @@ def test_the_transcript_has_three_equal_columns(reader: Reader, monkeypatch: pyt
     assert result.texts["heddle"] == result.texts["transformers"] == result.texts["llama.cpp"]
     assert all(len(text) > 8 for text in result.texts["heddle"])
     assert max(result.differences.values()) < 1e-4
-    for text in (transcript.page(result), (DOCS / "deploy/transcript.md").read_text(encoding="utf-8")):
-        columns = [transcript_column(text, start) for start in transcript.STARTS]
-        assert columns[0] == columns[1] == columns[2]
-        assert len(columns[0]) > 3
-
-
-def transcript_column(page: str, start: int) -> list[str]:
-    """The cells of one column of a transcript, from all its blocks."""
-    rows = [line for text in re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S) for line in text.splitlines()[1:]]
-    assert all(row[start] == "|" for row in rows)
-    return [row[start : start + 36].rstrip() for row in rows]
+    page = transcript.page(result)
+    assert all(f"| {line}".rstrip() in page for text in result.texts["heddle"] for line in text.split("\n"))
+    for text in (page, (DOCS / "deploy/transcript.md").read_text(encoding="utf-8")):
+        assert "same text" in " ".join(text.split())
+        assert text.count("```text") == text.count("## `") > 2
