@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
+from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
@@ -296,13 +297,16 @@ def fields(cls: type[Config], names: Iterable[str]) -> str:
     hints, notes = get_type_hints(cls, include_extras=True), comments(cls)
     lines = []
     for name in names:
-        field = cls.model_fields[name]
-        default = (
-            "" if field.default is None else ", required" if field.is_required() else f", `{plain(field.default)}`"
-        )
         note = f": {notes[name]}" if notes.get(name) else ""
-        lines.append(f"- `{name}` ({kind_of_value(hints[name])}{default}){note}")
+        lines.append(f"- `{name}` ({kind_of_value(hints[name])}{default(cls.model_fields[name])}){note}")
     return joined("Fields:", "\n".join(lines)).strip() if lines else ""
+
+
+def default(field: FieldInfo) -> str:
+    """What follows the type of a field: whether it is required, or its default."""
+    if field.is_required():
+        return ", required"
+    return "" if field.default is None else f", default `{plain(field.default)}`"
 
 
 def plain(value: Any) -> str:

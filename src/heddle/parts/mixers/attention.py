@@ -6,10 +6,11 @@ kv_heads = heads is MHA, kv_heads = 1 is MQA. Keys and values have kv_heads head
 With `window` w a query sees w keys, itself included (causal), or w to each side (bidirectional); the state is then a
 ring buffer of w tokens. `sink` adds one learned logit per head to the softmax denominator (gpt-oss, 2025). `softcap`
 bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies the attention output by sigmoid(W_g x)
-(Qiu et al. 2025). `temperature_beta` and `temperature_length` multiply queries as parts/mixers/attention.py says
-(Llama 4, 2025; with `temperature_growth: smooth` Inkling, 2026). `exclusive` takes from the output y of each head its
-part along the token's own value v, before any gate: y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078).
-|v| is at least 1e-12 there, as in the published code, so that a value of zero takes nothing away.
+(Qiu et al. 2025). `temperature_beta` β and `temperature_length` n multiply the query at position p by
+1 + β ln(1 + ⌊p / n⌋) (Llama 4, 2025), with `temperature_growth: smooth` by 1 + β ln(max(1, (p + 1) / n)) (Inkling,
+2026). `exclusive` takes from the output y of each head its part along the token's own value v, before any gate:
+y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078). |v| is at least 1e-12 there, as in the published
+code, so that a value of zero takes nothing away.
 
 With `shared_kv` a layer has no k, no v and no state: it reads the keys (normalized and rotated) and the values of the
 last earlier layer that has its own and the same window and direction (YOCO, Sun et al. 2024; CLA, Brandon et al. 2024;
