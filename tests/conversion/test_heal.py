@@ -201,8 +201,9 @@ def test_a_mistaken_command_is_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_rate_falls_with_the_width() -> None:
+def test_the_rate_falls_with_the_width_and_with_small_steps() -> None:
     assert [healing_rate(width) for width in (16, 96, 192)] == [3e-3, 3e-3, 1.5e-3]
+    assert [healing_rate(192, tokens) for tokens in (128, 512, 2048, 8192)] == [3.75e-4, 7.5e-4, 1.5e-3, 1.5e-3]
 
 
 def test_the_rate_falls_with_the_loss_that_the_conversion_added(

@@ -86,6 +86,7 @@ def calibration_from_corpus(corpus: Corpus, tokens: int, sequence_length: int, d
 
 MAX_HEALING_RATE = 3e-3
 HEALING_RATE_WIDTH = 96  # up to this width the rate is the largest
+HEALING_STEP = 2048  # tokens; from there on the rate is the largest
 LARGE_LOSS = 2.0  # nats a token that a conversion adds; from there on the rate is the largest
 MIN_RATE_SHARE = 0.1
 RATE_ROWS = 16  # of the text, on which the added loss is measured
@@ -126,13 +127,14 @@ class Original:
         return build_model(self.source.weights).float().to(device)
 
 
-def healing_rate(width: int) -> float:
+def healing_rate(width: int, tokens_per_step: int = HEALING_STEP) -> float:
     """Return the largest peak learning rate for models of a width: 3e-3 up to 96, above as 1 / width.
 
-    3e-3 is measured at width 96. That the best rate of Adam falls as 1 / width is µP's rule (Yang et al. 2022,
-    https://arxiv.org/abs/2203.03466).
+    3e-3 is measured at width 96, on steps of 2,048 tokens; with fewer, it falls as their square root (Malladi et al.
+    2022, https://arxiv.org/abs/2205.10287). That the best rate of Adam falls as 1 / width is µP's rule (Yang et al.
+    2022, https://arxiv.org/abs/2203.03466).
     """
-    return MAX_HEALING_RATE * min(1.0, HEALING_RATE_WIDTH / width)
+    return MAX_HEALING_RATE * min(1.0, HEALING_RATE_WIDTH / width) * min(1.0, math.sqrt(tokens_per_step / HEALING_STEP))
 
 
 def rate_share(added_loss: float) -> float:

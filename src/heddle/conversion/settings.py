@@ -35,7 +35,7 @@ class ConvertSettings(SessionSettings):
     heal_parameters: Annotated[str | None, Option("NAME", "all, or touched: what the conversion changed. [all]")] = None
     heal_lr: Annotated[
         float | None,
-        Option("X", "Its peak learning rate. [at most 0.003 × 96 / width, less after a small loss]"),
+        Option("X", "Its peak learning rate. [at most 0.003 × 96 / width; less after a small loss, or in small steps]"),
     ] = None
     heal_batch_size: Annotated[
         int | None, Option("N", "Its sequences per step; fewer, or a shorter --sequence-length, need less memory. [8]")

@@ -291,8 +291,9 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         loss_weights = LossWeights.parse(settings.heal_loss, "--heal-loss")
         distillation = Distillation(Original(source), loss_weights, settings.heal_parameters or "all")
         if settings.heal is not None or budget is not None:
-            rate = healing_rate(design.width) if settings.heal_lr is None else settings.heal_lr
             batch_size = HEALING_BATCH if settings.heal_batch_size is None else settings.heal_batch_size
+            default_rate = healing_rate(design.width, batch_size * length)
+            rate = default_rate if settings.heal_lr is None else settings.heal_lr
             first_sample = calibration_samples(count, length)
             tokens = batch_size * length if settings.heal is None else settings.heal
             healing = healing_settings(tokens, length, rate, first_sample, batch_size)
