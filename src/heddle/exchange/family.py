@@ -208,7 +208,7 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
     """
     model_type = config.get("model_type")
     if "model_type" not in config:
-        classes = {(family.architecture,): name for name, family in families().items()}
+        classes = {(family.architecture,): name for name, family in reversed(families().items())}
         architectures = config.get("architectures")
         model_type = classes.get(tuple(architectures)) if isinstance(architectures, list) else None
     if not isinstance(model_type, str) or model_type not in families():
