@@ -947,18 +947,6 @@ CASES: dict[str, Case] = {
         base=GPT_BASE | {"n_embd": 42},
         refused=frozenset({"add_cross_attention", "n_embd", "n_head"}),
     ),
-    "mpt": Case(
-        {
-            "plain": {},
-            "scaled-untied-wide": {"attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False}
-            | {"expansion_ratio": 3, "layer_norm_epsilon": 1e-2, "n_heads": 2},
-        },
-        inert=frozenset({"resid_pdrop", "emb_pdrop", "learned_pos_emb", "embedding_fraction", "max_seq_len"}),
-        base={"vocab_size": 97, "d_model": 48, "n_layers": 3, "n_heads": 4, "initializer_range": 0.15}
-        | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
-        refused=frozenset({"d_model", "n_heads"}),
-        fixed=frozenset({"no_bias"}),
-    ),
     "starcoder2": Case(
         {
             "plain": {"norm_epsilon": 1e-4},

@@ -79,7 +79,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     del config["num_key_value_heads"], config["head_dim"]
     return config | {
         "new_decoder_architecture": is_new,
-        "num_kv_heads": mixer.kv_heads,
+        "num_kv_heads": mixer.kv_heads if is_new else mixer.heads,
         "num_ln_in_parallel_attn": norms if is_new else None,
         "multi_query": mixer.kv_heads == 1,
         "parallel_attn": isinstance(residual, ParallelConfig),

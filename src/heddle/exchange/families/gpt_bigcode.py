@@ -1,5 +1,6 @@
 """GPT-BigCode (Ben Allal et al. 2023; SantaCoder, StarCoder): GPT-2 with one head of keys and values."""
 
+import math
 from typing import Any
 
 from heddle.exchange import design_parts
@@ -20,10 +21,12 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     width, heads = config.require_count("n_embd", "hidden_size"), mixer["heads"]
     if width % heads:
         raise config.invalid("n_embd", f"gpt_bigcode asks a multiple of its {heads} heads")
+    kv_heads = 1 if config.get("multi_query", True) else heads
+    config.expect("num_key_value_heads", None, kv_heads)
     scale = {} if config.get("scale_attn_weights", True) else {"scale": 1.0}
     layer = {
         "repeat": _gpt.read_depth(config),
-        "mixer": mixer | scale | {"kv_heads": 1 if config.get("multi_query", True) else heads},
+        "mixer": mixer | scale | {"kv_heads": kv_heads},
         "feedforward": _gpt.read_mlp(config, "gelu_pytorch_tanh"),
     }
     length = config.get("n_positions", 1024, "max_position_embeddings")
@@ -44,7 +47,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     return _gpt.write_common(design) | {
         "n_positions": position.length if isinstance(position, LearnedConfig) else _common.DEFAULT_MAX_POSITIONS,
         "activation_function": design_parts.HF_ACTIVATIONS[feedforward.activation],
-        "scale_attn_weights": mixer.scale is None,
+        "scale_attn_weights": mixer.scale is None or not math.isclose(mixer.scale, 1.0),
         "multi_query": mixer.kv_heads == 1,
     }
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, granitemoe
+from heddle.exchange.families import granitemoe
 from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
 
