@@ -40,7 +40,6 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         config,
         {"kind": "layer", "eps": config.get("layer_norm_epsilon", 1e-5)},
         [{"repeat": depth, "mixer": mixer, "feedforward": feedforward}],
-        width=width,
         embedding={"norm": True},
         residual={"kind": "pre_norm", "dropout": config.get("hidden_dropout", 0.0)},
         head={"tied": config.get("tie_word_embeddings", True)},

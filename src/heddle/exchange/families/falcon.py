@@ -22,6 +22,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     if width % heads:
         raise config.invalid("hidden_size", f"falcon asks a multiple of its {heads} heads")
     config.expect("alibi", False, None)
+    config.expect("apply_residual_connection_post_layernorm", False, None)  # of the first files
     parallel, bias = config.get("parallel_attn", True), config.get("bias", False)
     kv_heads, norms = _read_architecture(config, heads, parallel)
     mixer = {
@@ -48,7 +49,6 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         config,
         {"kind": "layer", "eps": config.get("layer_norm_epsilon", 1e-5)},
         [layer],
-        width=width,
         residual=residual | {"dropout": config.get("hidden_dropout", 0.0)},
         head={"tied": config.get("tie_word_embeddings", True)},
     )

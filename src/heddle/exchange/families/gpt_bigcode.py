@@ -16,7 +16,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     config.optional("attention_softmax_in_fp32")  # heddle always computes scores in float32
     config.optional("scale_attention_softmax_in_fp32")
     config.note("inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache")
-    config.note("validate_runner_input")  # of the first files
+    config.note("validate_runner_input", "runner_max_sequence_length")  # of the first files
     mixer = _gpt.read_attention(config, 0.1) | {"bias": True}
     width, heads = config.require_count("n_embd", "hidden_size"), mixer["heads"]
     if width % heads:

@@ -8,7 +8,7 @@ from heddle.exchange.families import granitemoe
 from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
 
-DEFAULT_SHARED = 1024  # if the config has no width of the shared expert
+DEFAULT_SHARED = 0  # if the config has no width of the shared expert
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
