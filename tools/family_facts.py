@@ -1,12 +1,17 @@
 """The page of families for the documentation: each family, and how closely it agrees with transformers."""
 
 import importlib
-from collections.abc import Iterator
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
-from heddle.exchange.family import MISSING_PARTS, families
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from heddle.exchange.family import NOT_READ_FILE, families, missing_parts
 from heddle.exchange.family_match import HEDDLE
 from tests.exchange.cases import CASES
-from tools.markdown import joined, prose, table
+from tools.markdown import joined, prose
 
 INTRO = """A family is a `model_type` of transformers: one file in `src/heddle/exchange/families`, which maps config
 fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as
@@ -53,6 +58,23 @@ def _equal(name: str) -> str:
 
 
 def _not_read() -> Iterator[str]:
+    other = json.loads(NOT_READ_FILE.read_text(encoding="utf-8"))["as"]
+    writable = [f"`{name}`" for name, missing in missing_parts().items() if not missing]
+    needs = defaultdict(list)
+    for name, missing in missing_parts().items():
+        if missing:
+            needs[missing].append(f"`{name}`")
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    read = sum(name in families() or name in other for name in names)
     yield "## Not read"
-    yield "Published since 2025, and refused by name, with what they need and heddle lacks:"
-    yield table(("family", "needs"), [(f"`{name}`", missing) for name, missing in MISSING_PARTS.items()])
+    renamed = _listed(f"`{name}` as `{target}`" for name, target in other.items())
+    yield f"""transformers {transformers.__version__} has {len(names)} causal types. heddle reads {read} of them:
+families above (BERT, RoBERTa and XLM-RoBERTa as encoders), and {renamed}."""
+    yield f"No missing part was seen in these, but no family reads them yet ({len(writable)}): {', '.join(writable)}."
+    yield "The others are refused by name, with what they need and heddle lacks:"
+    yield "\n".join(f"- {missing}: {', '.join(types)}" for missing, types in sorted(needs.items()))
+
+
+def _listed(texts: Iterable[str]) -> str:
+    *first, last = texts
+    return f"{', '.join(first)} and {last}"

@@ -811,6 +811,142 @@ CASES: dict[str, Case] = {
         },
         inert=OF_LOSSES,
     ),
+    "glm": Case(
+        {
+            "plain": {},
+            "no-biases-tied-all-turned": {
+                "attention_bias": False,
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+            }
+            | scaled("default", partial_rotary_factor=1.0),
+            "linear-gelu": {"hidden_act": "gelu", "rms_norm_eps": 1e-3, "num_key_value_heads": 3}
+            | scaled("linear", factor=3.0, partial_rotary_factor=0.5),
+        },
+    ),
+    "glm4": Case(
+        {
+            "plain": {},
+            "no-biases-tied-all-turned": {
+                "attention_bias": False,
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+            }
+            | scaled("default", partial_rotary_factor=1.0),
+        },
+    ),
+    "internlm3": Case(
+        {
+            "plain": {},
+            "biases-tied-yarn": YARN | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            "one-kv-head-linear": scaled("linear", factor=3.0)
+            | {"num_key_value_heads": 1, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
+        },
+        refused=frozenset({"attention_bias", "mlp_bias"}),
+    ),
+    "iquestcoder": Case(
+        {
+            "plain": {},
+            "biases-tied-yarn": YARN | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        },
+    ),
+    "helium": Case(
+        {
+            "plain": {},
+            "biases-tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+            | {"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "hidden_act": "gelu"},
+        },
+        base=OWN_BASE | {"num_key_value_heads": 2, "head_dim": 8},
+        refused=frozenset({"head_dim", "hidden_size", "num_attention_heads"}),
+    ),
+    "jais2": Case(
+        {
+            "plain": {},
+            "no-biases-tied-yarn": YARN | {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+            "one-kv-head": {"num_key_value_heads": 1, "hidden_act": "gelu", "layer_norm_eps": 1e-3},
+        },
+        base=OWN_BASE | {"num_key_value_heads": 2, "head_dim": 12},
+    ),
+    "vaultgemma": Case(
+        {
+            "plain": {"sliding_window": 7},
+            "untied-biases-caps": {"sliding_window": 5, "tie_word_embeddings": False, "attention_bias": True}
+            | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 11},
+            "no-caps-types": {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 6}
+            | {"layer_types": [FULL, SLIDING, SLIDING], "num_key_value_heads": 1, "hidden_activation": "silu"},
+        },
+        base=OWN_BASE | {"num_key_value_heads": 2, "head_dim": 12},
+    ),
+    "granitemoeshared": Case(
+        {
+            "plain": GRANITE_DENSE_ONLY | GRANITE_EXPERTS | {"shared_intermediate_size": 12},
+            "no-shared-expert-tied-biases-yarn": GRANITE_DENSE_ONLY
+            | GRANITE_EXPERTS
+            | YARN
+            | {"shared_intermediate_size": 0, "tie_word_embeddings": True, "attention_bias": True},
+        },
+        inert=OF_LOSSES,
+    ),
+    "opt": Case(
+        {
+            "plain": {},
+            "no-biases-untied": {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"},
+        },
+        inert=frozenset({"init_std", "dropout", "layerdrop"}),
+        base={name: value for name, value in OWN_BASE.items() if name not in ("intermediate_size", "initializer_range")}
+        | {"ffn_dim": 52, "max_position_embeddings": 128, "init_std": 0.15},
+        live=frozenset({"max_position_embeddings"}),
+        refused=frozenset({"hidden_size", "num_attention_heads"}),
+        fixed=frozenset({"word_embed_proj_dim", "do_layer_norm_before", "_remove_final_layer_norm"})
+        | {"layer_norm_elementwise_affine"},
+    ),
+    "bloom": Case(
+        {
+            "plain": {},
+            "untied-eps": {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-2, "n_head": 2},
+        },
+        inert=frozenset({"hidden_dropout", "slow_but_exact"}),
+        base={"vocab_size": 97, "hidden_size": 48, "n_layer": 3, "n_head": 4, "initializer_range": 0.15}
+        | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
+        refused=frozenset({"hidden_size", "n_head"}),
+        fixed=frozenset({"apply_residual_connection_post_layernorm"}),
+    ),
+    "falcon": Case(
+        {
+            "plain": {"ffn_hidden_size": 52},
+            "all-heads-in-turn-biases-untied": {"multi_query": False, "parallel_attn": False, "bias": True}
+            | {"tie_word_embeddings": False, **scaled("linear", factor=3.0)},
+            "all-heads": {"multi_query": False, "activation": "relu", "layer_norm_epsilon": 1e-3},
+            "new": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+            "new-one-norm": {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1},
+        },
+        inert=frozenset({"hidden_dropout", "new:multi_query", "new-one-norm:multi_query"})
+        | {f"{name}:num_kv_heads" for name in ("plain", "all-heads-in-turn-biases-untied", "all-heads")},
+        base={name: value for name, value in OWN_BASE.items() if name != "intermediate_size"},
+        refused=frozenset({"hidden_size", "num_attention_heads", "num_ln_in_parallel_attn"})
+        | {"new:parallel_attn", "new-one-norm:parallel_attn"},
+        fixed=frozenset({"alibi"}),
+    ),
+    "persimmon": Case(
+        {
+            "plain": {},
+            "no-norms-tied-all-turned": {"qk_layernorm": False, "tie_word_embeddings": True, "hidden_act": "gelu"}
+            | scaled("linear", factor=3.0, partial_rotary_factor=1.0),
+        },
+        inert=frozenset({"hidden_dropout"}),
+        base=OWN_BASE,
+        refused=frozenset({"hidden_size", "num_attention_heads"}),
+    ),
+    "gpt_bigcode": Case(
+        {
+            "plain": {},
+            "all-heads-untied-unscaled": {"multi_query": False, "tie_word_embeddings": False, "n_inner": 52}
+            | {"scale_attn_weights": False, "activation_function": "silu", "layer_norm_epsilon": 1e-2},
+        },
+        inert=GPT_INERT | {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"},
+        base=GPT_BASE | {"n_embd": 42},
+        refused=frozenset({"add_cross_attention", "n_embd", "n_head"}),
+    ),
     "starcoder2": Case(
         {
             "plain": {"norm_epsilon": 1e-4},

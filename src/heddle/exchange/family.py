@@ -1,6 +1,7 @@
 """A family of Hugging Face models: functions between its config.json and a heddle design, and a map of the weights."""
 
 import importlib
+import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -159,13 +160,7 @@ def parameter_name(ref: ParameterRef) -> str:
 
 
 FAMILIES_FOLDER = Path(__file__).parent / "families"
-# What heddle has no part for, by the model_type that needs it.
-MISSING_PARTS = {
-    "deepseek_v32": "an indexer that chooses which keys each query reads",
-    "deepseek_v4": "compressed attention, an indexer that chooses keys, and experts chosen by a token's id",
-    "gemma4_text": "embeddings for each layer, and layers that read the keys and values of others",
-    "llama4_text": "attention in chunks, and experts whose inputs are weighted",
-}
+NOT_READ_FILE = Path(__file__).parent / "not_read.json"
 
 
 @dataclass(frozen=True)
@@ -201,6 +196,13 @@ def families() -> Mapping[str, Family]:
     return {family.model_type: family for family in result}
 
 
+@cache
+def missing_parts() -> Mapping[str, str]:
+    """What heddle lacks for each other causal model_type of transformers; empty where no part is missing."""
+    needs: dict[str, str] = json.loads(NOT_READ_FILE.read_text(encoding="utf-8"))["needs"]
+    return needs
+
+
 def family_of(config: Mapping[str, Any], source: str) -> Family:
     """The family that a config.json names, in the oldest files by its class alone.
 
@@ -208,14 +210,18 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
     """
     model_type = config.get("model_type")
     if "model_type" not in config:
-        classes = {(family.architecture,): name for name, family in families().items()}
+        classes = {(family.architecture,): name for name, family in reversed([*families().items()])}
         architectures = config.get("architectures")
         model_type = classes.get(tuple(architectures)) if isinstance(architectures, list) else None
     if not isinstance(model_type, str) or model_type not in families():
-        if isinstance(model_type, str) and (missing := MISSING_PARTS.get(model_type)):
-            raise ConfigError(
-                f"{source}: model_type {model_type!r} is not read; it needs {missing}, which heddle lacks"
+        if isinstance(model_type, str) and model_type in missing_parts():
+            missing = missing_parts()[model_type]
+            why = (
+                f"it needs {missing}, which heddle lacks"
+                if missing
+                else "no missing part is known, but no family reads it"
             )
+            raise ConfigError(f"{source}: model_type {model_type!r} is not read; {why}")
         near = get_close_matches(model_type[:40], families(), n=1) if isinstance(model_type, str) else []
         question = f"did you mean {near[0]!r}? " if near else ""
         code = "; the code that 'auto_map' names is never run" if config.get("auto_map") else ""

@@ -59,7 +59,7 @@ def design_fields(
     std = config.get("initializer_range", 0.02)
     return {
         "vocab_size": config.require("vocab_size", int),
-        "width": config.require("hidden_size", int, "n_embd"),
+        "width": config.require("hidden_size", int, "n_embd", "n_embed"),
         "norm": norm,
         "layers": layers,
         "head": {"tied": config.get("tie_word_embeddings", False)},

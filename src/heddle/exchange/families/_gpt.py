@@ -22,13 +22,13 @@ def read_attention(config: ConfigReader, dropout: float) -> dict[str, Any]:
     return {"kind": "attention", "heads": heads, "dropout": config.get("attn_pdrop", dropout)}
 
 
-def read_mlp(config: ConfigReader) -> dict[str, Any]:
-    """The feed-forward; by default it is four times as wide as the model."""
+def read_mlp(config: ConfigReader, activation: str = "gelu_new") -> dict[str, Any]:
+    """The feed-forward; by default it is four times as wide as the model. activation: the family's default."""
     width = config.require_count("n_embd", "hidden_size")
     return {
         "kind": "mlp",
         "hidden": config.get("n_inner", 4 * width),
-        "activation": _common.read_activation(config, "activation_function", "gelu_new"),
+        "activation": _common.read_activation(config, "activation_function", activation),
         "bias": True,
     }
 

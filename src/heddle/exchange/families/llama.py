@@ -10,10 +10,11 @@ from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 
-def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same."""
+def read_config(config: ConfigReader, head_dim: int | None = None) -> dict[str, Any]:
+    """All layers are the same. head_dim: where the config has no such field."""
     _common.check_width(config)
-    heads = _common.read_heads(config, config.require("hidden_size", int))
+    own = None if "head_dim" in config.data else head_dim
+    heads = _common.read_heads(config, config.require("hidden_size", int), own)
     config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
     mixer = {
         "kind": "attention",

@@ -1,0 +1,88 @@
+"""BLOOM (BigScience 2022): ALiBi, a norm after the embedding, biases everywhere.
+
+Queries, keys and values are one matrix, interleaved by head. Where the number of heads is no power of two (BLOOM 176B),
+its slopes are others than heddle's, so that is refused.
+"""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common
+from heddle.exchange.family import Family, WeightMap, interleaved_by_group
+from heddle.model.config import ModelConfig
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same; the feed-forward is four times as wide as the model."""
+    width = config.require_count("hidden_size", "n_embed")
+    heads = config.require_count("n_head", "num_attention_heads")
+    if heads & (heads - 1):
+        raise config.invalid("n_head", "should be a power of two; other numbers have slopes that heddle does not build")
+    if width % heads:
+        raise config.invalid("hidden_size", f"bloom asks a multiple of its {heads} heads")
+    config.expect("apply_residual_connection_post_layernorm", False, default=False)
+    config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
+    config.optional("slow_but_exact")
+    # Of the first files: options of the program that trained them.
+    config.note("masked_softmax_fusion", "bias_dropout_fusion", "attention_softmax_in_fp32", "skip_bias_add")
+    config.note("skip_bias_add_qkv", "offset_alibi", "seq_length", "unk_token_id", "n_inner", "use_return_dict")
+    mixer = {
+        "kind": "attention",
+        "heads": heads,
+        "bias": True,
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": {"kind": "alibi"},
+    }
+    feedforward = {"kind": "mlp", "hidden": 4 * width, "activation": "gelu_tanh", "bias": True}
+    depth = config.require_count("n_layer", "num_hidden_layers")
+    return _common.design_fields(
+        config,
+        {"kind": "layer", "eps": config.get("layer_norm_epsilon", 1e-5)},
+        [{"repeat": depth, "mixer": mixer, "feedforward": feedforward}],
+        embedding={"norm": True},
+        residual={"kind": "pre_norm", "dropout": config.get("hidden_dropout", 0.0)},
+        head={"tied": config.get("tie_word_embeddings", True)},
+    )
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    mixer = design_parts.first_attention(design)
+    return {
+        "vocab_size": design.vocab_size,
+        "hidden_size": design.width,
+        "n_layer": design.depth,
+        "n_head": mixer.heads,
+        "layer_norm_epsilon": design_parts.norm_eps(design),
+        "hidden_dropout": design.residual.dropout,
+        "attention_dropout": mixer.dropout,
+        "initializer_range": design.initialization.std,
+        "tie_word_embeddings": design.head.tied,
+    }
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """The tensor names."""
+    weights.add_module("transformer.word_embeddings", "embed")
+    weights.add_module("transformer.word_embeddings_layernorm", "embed.norm")
+    weights.add_module("transformer.ln_f", "final_norm.norm")
+    if not design.head.tied:
+        weights.add_module("lm_head", "head")
+    by_head = interleaved_by_group(design_parts.first_attention(design).heads)
+    for index in range(design.depth):
+        hf, heddle = f"transformer.h.{index}", f"layers.{index}"
+        _common.map_pre_norms(weights, hf, heddle)
+        map_branches(weights, hf, heddle, "self_attention")
+        qkv = tuple(f"{heddle}.mixer.{role}" for role in "qkv")
+        weights.add_module(f"{hf}.self_attention.query_key_value", *qkv, transform=by_head)
+
+
+def map_branches(weights: WeightMap, hf: str, heddle: str, attention: str) -> None:
+    """The output of attention and the feed-forward."""
+    weights.add_module(f"{hf}.{attention}.dense", f"{heddle}.mixer.out")
+    weights.add_module(f"{hf}.mlp.dense_h_to_4h", f"{heddle}.feedforward.up")
+    weights.add_module(f"{hf}.mlp.dense_4h_to_h", f"{heddle}.feedforward.down")
+
+
+FAMILY = Family("bloom", "BloomForCausalLM", read_config, write_config, map_weights)

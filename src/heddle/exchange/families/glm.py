@@ -1,0 +1,54 @@
+"""GLM-4 9B (Team GLM 2024): Llama with interleaved partial RoPE, and gate and up in one matrix."""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common
+from heddle.exchange.family import Family, WeightMap
+from heddle.exchange.rope import read_rope
+from heddle.model.config import ModelConfig
+
+DEFAULT_ROTARY_FACTOR, DEFAULT_EPS = 0.5, 1.5625e-07  # if the config has none
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same; `attention_bias` is of q, k and v."""
+    heads = _common.read_heads(config, config.require("hidden_size", int))
+    rope = read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
+    mixer = {
+        "kind": "attention",
+        **heads,
+        "bias": "qkv" if config.get("attention_bias", True) else False,
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": rope | {"layout": "interleaved"},
+    }
+    layer = {
+        "repeat": config.require("num_hidden_layers", int),
+        "mixer": mixer,
+        "feedforward": _common.read_gated(config),
+    }
+    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", DEFAULT_EPS)}, [layer])
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    return (
+        _common.write_decoder(design)
+        | _common.write_attention(design, partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
+        | {"attention_bias": design_parts.first_attention(design).bias == "qkv"}
+    )
+
+
+def map_gated(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The feed-forward, with gate and up in one matrix."""
+    weights.add_module(f"{hf}.gate_up_proj", f"{heddle}.gate", f"{heddle}.up")
+    weights.add_module(f"{hf}.down_proj", f"{heddle}.down")
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's tensor names, except for the feed-forward."""
+    _common.map_weights(design, weights, map_feedforward=map_gated)
+
+
+FAMILY = Family("glm", "GlmForCausalLM", read_config, write_config, map_weights)

@@ -1,0 +1,40 @@
+"""Granite 3 with a shared expert (IBM 2025): Granite's attention and multipliers, routed experts and a shared one."""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import granitemoe
+from heddle.exchange.family import Family, WeightMap
+from heddle.model.config import ModelConfig
+
+DEFAULT_SHARED = 0  # if the config has no width of the shared expert
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """`shared_intermediate_size`: 0 is a model without a shared expert."""
+    design = granitemoe.read_config(config)
+    shared = config.get("shared_intermediate_size", DEFAULT_SHARED)
+    if shared:
+        design["layers"][0]["feedforward"] |= {"shared": 1, "shared_hidden": shared}
+    return design
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    moe = design_parts.first_moe(design)
+    return granitemoe.write_config(design) | {
+        "shared_intermediate_size": (moe.shared_hidden or moe.hidden) if moe.shared else 0
+    }
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Those of Granite's experts; gate and up of the shared one are one matrix."""
+    granitemoe.map_weights(design, weights)
+    for index in range(design.depth):
+        hf, heddle = f"model.layers.{index}.shared_mlp", f"layers.{index}.feedforward.shared"
+        weights.add_module(f"{hf}.input_linear", f"{heddle}.gate", f"{heddle}.up")
+        weights.add_module(f"{hf}.output_linear", f"{heddle}.down")
+
+
+FAMILY = Family("granitemoeshared", "GraniteMoeSharedForCausalLM", read_config, write_config, map_weights)

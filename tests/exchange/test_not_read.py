@@ -1,0 +1,36 @@
+"""Every causal type of transformers: a family reads it, or the refusal says why not."""
+
+import json
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from heddle.errors import ConfigError
+from heddle.exchange.family import NOT_READ_FILE, families, family_of, missing_parts
+
+CAUSAL_TYPES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+OTHER_NAMES: dict[str, str] = json.loads(NOT_READ_FILE.read_text(encoding="utf-8"))["as"]
+
+
+def test_every_causal_type_is_read_or_listed() -> None:
+    known = families().keys() | OTHER_NAMES.keys() | missing_parts().keys()
+    assert CAUSAL_TYPES - known == set(), "a new release of transformers has these: list them in not_read.json"
+
+
+def test_nothing_is_listed_that_is_read_or_gone() -> None:
+    listed = OTHER_NAMES.keys() | missing_parts().keys()
+    assert listed & families().keys() == set()
+    assert listed - CAUSAL_TYPES == set()
+    assert set(OTHER_NAMES.values()) <= families().keys()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("mamba", "needs Mamba's first selective scan, which heddle lacks"),
+        ("codegen", "no family reads it yet"),
+    ],
+)
+def test_the_refusal_says_why(model_type: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"model_type '{model_type}' is not read; .*{why}"):
+        family_of({"model_type": model_type}, "config.json")
