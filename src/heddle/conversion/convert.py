@@ -53,6 +53,14 @@ class ConversionSource:
         """A hash of all weights; the bytes of a folder of transformers are read for it."""
         return self.hash_weights()
 
+    def check_tokenizers(self, rewrite: Rewrite) -> None:
+        """Raises ConfigError if a model that a rewrite reads has another tokenizer, or is none."""
+        own = self.tokenizer
+        for folder in rewrite.other_models:
+            other = open_source(folder).tokenizer
+            if own is not None and other is not None and own.hash != other.hash:
+                raise ConfigError(f"{folder}: has another tokenizer than {self.folder}; its ids mean other text")
+
 
 class FolderWeights(Weights):
     """The parameters in a model folder of heddle."""
@@ -137,6 +145,7 @@ class Conversion:
             rewrite.check_shared_keys(weights.design)
             if rewrite.needs_text and self.text is None and not rewrite.is_exact(weights.design):
                 raise ConfigError(f"{rewrite.name}: needs a text to calibrate on; give one")
+            self.source.check_tokenizers(rewrite)
             weights = rewrite.apply(weights, self.text)
         self._check_tokens(weights)
         return weights
@@ -163,7 +172,7 @@ class Conversion:
         text = self.text
         return {
             "source": {"name": self.source.folder.resolve().name, "weights_sha256": self.source.weights_sha256},
-            "rewrites": [rewrite.describe() for rewrite in self.rewrites],
+            "rewrites": [_describe(rewrite) for rewrite in self.rewrites],
             "text": None
             if text is None
             else {"name": text.name, "sha256": text.sha256, "samples": text.samples, "tokens": text.tokens}
@@ -234,6 +243,12 @@ def _numel(shape: Sequence[int]) -> int:
     for length in shape:
         count *= length
     return count
+
+
+def _describe(rewrite: Rewrite) -> dict[str, Any]:
+    """Its name, its options, and the weights of other models that it reads."""
+    hashes = [open_source(folder).weights_sha256 for folder in rewrite.other_models]
+    return rewrite.describe() | ({"models_sha256": hashes} if hashes else {})
 
 
 def _json(data: Mapping[str, Any]) -> str:

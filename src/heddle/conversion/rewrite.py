@@ -38,6 +38,11 @@ class Rewrite(Config, ABC):
         return {"rewrite": self.name, **self.dump()}
 
     @property
+    def other_models(self) -> tuple[Path, ...]:
+        """The folders of other models that it reads; their tokenizers must be the source's."""
+        return ()
+
+    @property
     def needs_text(self) -> bool:
         """Whether it reads a calibration text."""
         return False

@@ -283,6 +283,8 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         if out is None and not settings.dry_run:
             raise ConfigError("OUT: is missing; name the folder to write")
         source = open_source(settings.model)
+        for rewrite in (rewrite for variant in variants for rewrite in variant.rewrites):
+            source.check_tokenizers(rewrite)
         rows = None if out is None else interrupted_report_rows(out)
         chosen_steps = None if out is None else _chosen_steps(partial_folder(out) / CHOICE_FILE)
         text = corpus = healing = None

@@ -1,0 +1,146 @@
+"""Several models of one design become one: their weights are mixed, tensor by tensor, in float64.
+
+Linear means (Wortsman et al. 2022, https://arxiv.org/abs/2203.05482), slerp along the arc between two tensors, task
+arithmetic (Ilharco et al. 2023, https://arxiv.org/abs/2212.04089), TIES (Yadav et al. 2023,
+https://arxiv.org/abs/2306.01708) and DARE (Yu et al. 2024, https://arxiv.org/abs/2311.03099), with mergekit's defaults.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from heddle.config import DesignError, FiniteFloat
+from heddle.conversion.convert import open_source
+from heddle.conversion.rewrite import Rewrite
+from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, ConvertedWeights, Weights
+from heddle.model.config import ModelConfig
+from heddle.numerics.random import RandomStream
+
+STRAIGHT = 0.9995  # cosine of an angle so small that slerp is linear
+
+
+class MergeModels(Rewrite):
+    """`method`: how. `models`: the folders of the others. `weights`: one number for each model, MODEL's first.
+
+    linear: the mean by `weights`, of all models alike by default. slerp: `t` of the way from MODEL to the other.
+    The others add weighted differences from MODEL, from which all were trained: MODEL + `scale` · Σ wᵢ Δᵢ.
+    `weights` is one number for each of `models` there, by default 1. task_arithmetic: as they are. ties: of each
+    tensor of Δᵢ the share `density` with the largest magnitudes stays; where signs differ, the sign of the weighted sum
+    wins, and what has it is averaged by weight. dare: a share `density` of Δᵢ, drawn by `seed`, stays, divided by
+    `density`. dare_ties: so drawn, then summed where the sign of the weighted sum is.
+    """
+
+    keeps_attention: ClassVar[bool] = True
+    targets: ClassVar[Mapping[str, str]] = {"merge": "method"}
+    method: Literal["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
+    models: tuple[str, ...]
+    weights: tuple[FiniteFloat, ...] | None = None
+    t: Annotated[float, Field(ge=0, le=1)] = 0.5
+    density: Annotated[float, Field(gt=0, le=1)] = 1.0
+    scale: FiniteFloat = 1.0
+    seed: int = 0
+
+    @property
+    def other_models(self) -> tuple[Path, ...]:
+        """The folders."""
+        return tuple(map(Path, self.models))
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Never: the result is another model."""
+        return False
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError for models of other designs and for options that do not fit the method."""
+        self.refuse_layers("merge")
+        count = len(self.models)
+        if count < 1 or (self.method == "slerp" and count != 1):
+            wanted = "one other model" if self.method == "slerp" else "the folder of at least one other model"
+            raise DesignError("merge", f"{self.method} needs {wanted}: models=[FOLDER]")
+        wanted_weights = count + (self.method == "linear")
+        if self.weights is not None and (self.method == "slerp" or len(self.weights) != wanted_weights):
+            reason = "takes t, not weights" if self.method == "slerp" else f"takes {wanted_weights} weights"
+            raise DesignError("merge", f"{self.method} of {count} models beside MODEL {reason}, not {self.weights}")
+        weights = self.weights or (1.0,) * wanted_weights
+        if self.method == "linear" and sum(weights) == 0:
+            raise DesignError("merge", "the weights of a mean add up to 0; give others")
+        others = [open_source(folder).weights for folder in self.other_models]
+        for folder, other in zip(self.models, others, strict=True):
+            if other.design != source.design:
+                raise DesignError("merge", f"{folder} is of another design; only models of one design can be merged")
+        return _Merged(source, others, self, weights)
+
+    def mix(self, name: str, first: Tensor, others: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """One tensor of the result. first: of MODEL; all in float64."""
+        factors = torch.tensor(weights, dtype=torch.float64, device=first.device).view(-1, *[1] * first.dim())
+        if self.method == "linear":
+            return (factors * torch.stack([first, *others])).sum(0) / sum(weights)
+        if self.method == "slerp":
+            return slerp(first, others[0], self.t)
+        changes = torch.stack([other - first for other in others])
+        if self.method == "ties":
+            changes = torch.stack([_largest(change, self.density) for change in changes])
+        elif self.method.startswith("dare") and self.density < 1:
+            changes = torch.stack([self._drawn(name, index, change) for index, change in enumerate(changes)])
+        weighted = changes * factors
+        if not self.method.endswith("ties"):
+            return first + self.scale * weighted.sum(0)
+        elected = torch.where(weighted.sum(0) >= 0, 1.0, -1.0)
+        agrees = weighted.sign() == elected
+        total = (weighted * agrees).sum(0)
+        if self.method == "ties":
+            parts = (factors * agrees).sum(0)
+            total = total / torch.where(parts == 0, torch.ones_like(parts), parts)
+        return first + self.scale * total
+
+    def _drawn(self, name: str, index: int, change: Tensor) -> Tensor:
+        """A share `density` of a change, divided by `density`."""
+        draws = RandomStream.of(self.seed, "dare", index, name).uniform(0, change.numel())
+        stays = (draws < self.density).view(change.shape).to(change.device)
+        return change * stays / self.density
+
+
+def slerp(first: Tensor, second: Tensor, t: float) -> Tensor:
+    """`t` of the way along the arc between two tensors as vectors; on the line where they are nearly parallel."""
+    norms = first.norm() * second.norm()
+    cosine = (first * second).sum() / norms if norms > 0 else torch.ones(())
+    if abs(float(cosine)) > STRAIGHT:
+        return (1 - t) * first + t * second
+    angle = torch.arccos(cosine)
+    return (((1 - t) * angle).sin() * first + (t * angle).sin() * second) / angle.sin()
+
+
+def _largest(change: Tensor, density: float) -> Tensor:
+    """A tensor with zeros for all but a share of its numbers, those of the largest magnitude."""
+    kept = max(int(density * change.numel()), 1)
+    flat = change.flatten()
+    result = torch.zeros_like(flat)
+    places = flat.abs().topk(kept).indices
+    result[places] = flat[places]
+    return result.view(change.shape)
+
+
+class _Merged(ConvertedWeights):
+    def __init__(
+        self, source: Weights, others: Sequence[Weights], rewrite: MergeModels, weights: Sequence[float]
+    ) -> None:
+        super().__init__(source, source.design)
+        self.others, self.rewrite, self.model_weights = others, rewrite, weights
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """The layer, mixed."""
+        prefix = f"{LAYER_PREFIX}{index}."
+        return {name: self._mixed(prefix + name, value) for name, value in self.source.layer(index).items()}
+
+    def convert_other(self, name: str) -> Tensor:
+        """Embedding, final norm and head, mixed."""
+        return self._mixed(name, self.source.tensor(name))
+
+    def _mixed(self, name: str, value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        others = [other.tensor(name).to(value.device, torch.float64) for other in self.others]
+        return self.rewrite.mix(name, value.double(), others, self.model_weights)
