@@ -8,6 +8,7 @@ from heddle.exchange.family_match import HEDDLE
 from tests.exchange.cases import CASES
 from tools.markdown import joined, prose, table
 
+PACKAGE = "heddle.exchange.families"
 INTRO = """A family is a `model_type` of transformers: one file in `src/heddle/exchange/families`, which maps config
 fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as
 close to the float32 logits as transformers' own."""
@@ -48,7 +49,7 @@ def _rows() -> Iterator[tuple[str, ...]]:
 def _families() -> Iterator[str]:
     for name, family in families().items():
         yield f"## {name}"
-        yield prose(sys.modules[family.read_config.__module__].__doc__)
+        yield prose(sys.modules[f"{PACKAGE}.{name.replace('-', '_')}"].__doc__)
         if family.ignored_tensors:
             yield f"Ignored tensors: {', '.join(f'`{pattern}`' for pattern in family.ignored_tensors)}."
 

@@ -91,6 +91,10 @@ GRANITE: Fields = {
     "mamba_d_state": 5, "mamba_chunk_size": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
     "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.6,
 }  # fmt: skip
+BAMBA: Fields = {
+    "mamba_n_heads": 12, "mamba_d_head": 7, "mamba_d_state": 5, "mamba_chunk_size": 16, "attn_layer_indices": [1],
+}  # fmt: skip
+OF_BAMBA = frozenset({"num_logits_to_keep", "z_loss_coefficient"})
 FALCON_PLAIN: Fields = {
     "mamba_d_ssm": 42, "mamba_n_heads": 14, "mamba_d_head": 3, "mamba_d_state": 5, "mamba_chunk_size": 16,
 }  # fmt: skip
@@ -1072,6 +1076,19 @@ CASES: dict[str, Case] = {
         },
         inert=OF_FALCON,
         refused=frozenset({"mamba_d_ssm", "mamba_d_head", "mamba_n_heads", "projectors_bias", "mamba_proj_bias"}),
+    ),
+    "bamba": Case(
+        {
+            "plain": BAMBA,
+            "biases-tied-groups-yarn": BAMBA
+            | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "tie_word_embeddings": True}
+            | {"mamba_n_groups": 3, "mamba_n_heads": 6, "mamba_d_head": 21, "mamba_expand": 3, "mamba_d_conv": 2}
+            | {"attn_layer_indices": [0, 2], "num_key_value_heads": 1, "mamba_conv_bias": False, "head_dim": 16, **YARN},
+            "all-turned": BAMBA
+            | {"attn_layer_indices": [2], "head_dim": 12, "rms_norm_eps": 1e-3, "attention_dropout": 0.1}
+            | scaled("linear", factor=3.0, partial_rotary_factor=1.0),
+        },
+        inert=OF_BAMBA,
     ),
     "hunyuan_v1_dense": Case(
         {

@@ -52,6 +52,7 @@ READS_PADDING = {
     "mamba2": "use_bias",
     "nemotron_h": "use_bias",
     "granitemoehybrid": "mamba_proj_bias",
+    "bamba": "mamba_proj_bias",
     "falcon_h1": "mamba_proj_bias",
 }  # by model_type, if true
 # Names that transformers writes, and those of published files, which an export writes.

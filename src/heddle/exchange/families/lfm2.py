@@ -91,10 +91,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Its own names; k, v and q of a convolution are its B, x and C, and one tensor."""
-    weights.add_module("model.embed_tokens", "embed")
-    weights.add_module("model.embedding_norm", "final_norm.norm")
-    if not design.head.tied:
-        weights.add_module("lm_head", "head")
+    _common.map_embedding_and_head(design, weights, "model.embedding_norm")
     for index, layer in enumerate(design_parts.layers(design)):
         hf, mixer = f"model.layers.{index}", f"layers.{index}.mixer"
         if isinstance(layer.mixer, ShortConvConfig):
