@@ -164,6 +164,10 @@ GROWING_YARN = scaled(
 BERT_BASE: Fields = OWN_BASE | {"max_position_embeddings": 48, "layer_norm_eps": 1e-4}
 BERT_INERT = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"})
 BERT_FIXED = frozenset({"is_decoder", "add_cross_attention"})
+DISTILBERT_BASE: Fields = {
+    **{name: BERT_BASE[name] for name in BERT_BASE if not name.startswith(("num_", "hidden", "inter", "layer"))},
+    "dim": 48, "hidden_dim": 52, "n_heads": 6, "n_layers": 3,
+}  # fmt: skip
 MODERN_BASE: Fields = OWN_BASE | {"local_attention": 14, "norm_eps": 1e-4, "cls_token_id": 2, "sep_token_id": 3}
 MODERN_BIASES: Fields = {
     "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True, "decoder_bias": False,
@@ -261,6 +265,7 @@ GRANITE_DENSE_ONLY: Fields = {name: GRANITE[name] for name in GRANITE if "multip
 GRANITE_EXPERTS: Fields = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}
 OF_DOTS: Fields = {name: SIGMOID[name] for name in SIGMOID if name != "num_mtp_layers"} | {"sliding_window": None}
 OF_SOLAR: Fields = {name: OF_DOTS[name] for name in OF_DOTS if name not in ("first_k_dense_replace", "sliding_window")}
+OF_AFMOE: Fields = {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "sliding_window": 7}
 OF_YOUTU: Fields = {
     name: LATENT[name] for name in LATENT if name not in ("head_dim", "moe_intermediate_size", "first_k_dense_replace")
     and "experts" not in name
@@ -509,6 +514,23 @@ CASES: dict[str, Case] = {
         base=BERT_BASE,
         fixed=BERT_FIXED,
         live=frozenset({"max_position_embeddings", "pad_token_id"}),
+    ),
+    "electra": Case(
+        {
+            "plain": {},
+            "three-types-relu": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2},
+        },
+        inert=BERT_INERT | {"summary_use_proj", "summary_last_dropout"},
+        base=BERT_BASE | {"embedding_size": OWN_BASE["hidden_size"]},
+        fixed=BERT_FIXED,
+        refused=frozenset({"hidden_size", "embedding_size"}),  # the two are equal
+        live=frozenset({"max_position_embeddings"}),
+    ),
+    "distilbert": Case(
+        {"plain": {}, "three-heads-relu": {"activation": "relu", "n_heads": 3}},
+        inert=frozenset({"dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"}),
+        base=DISTILBERT_BASE,
+        live=frozenset({"max_position_embeddings"}),
     ),
     "modernbert": Case(
         {
@@ -872,6 +894,20 @@ CASES: dict[str, Case] = {
         base={name: value for name, value in BASE.items() if name != "intermediate_size"},
         inert=frozenset({"output_router_logits"}),
     ),
+    "afmoe": Case(
+        {
+            "plain": OF_AFMOE | {"num_hidden_layers": 5},
+            "by-types-scaled-tied-yarn": OF_AFMOE
+            | YARN
+            | {"layer_types": [FULL, SLIDING, SLIDING], "mup_enabled": True, "tie_word_embeddings": True}
+            | {"num_dense_layers": 0, "num_key_value_heads": 1, "route_scale": 1.5, "rms_norm_eps": 1e-3},
+            "one-shared-all-windows-gelu": OF_AFMOE
+            | {"layer_types": [SLIDING] * 3, "sliding_window": 5, "num_shared_experts": 1, "num_dense_layers": 2}
+            | {"hidden_act": "gelu", "num_key_value_heads": 3, "attention_dropout": 0.1},
+        },
+        inert=frozenset({"output_router_logits", "global_attn_every_n_layers"}),
+        fixed=frozenset({"attention_bias"}),
+    ),
     "glm4_moe_lite": Case(
         {
             "plain": OF_GLM_LITE,
@@ -1083,7 +1119,8 @@ CASES: dict[str, Case] = {
             "biases-tied-groups-yarn": BAMBA
             | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "tie_word_embeddings": True}
             | {"mamba_n_groups": 3, "mamba_n_heads": 6, "mamba_d_head": 21, "mamba_expand": 3, "mamba_d_conv": 2}
-            | {"attn_layer_indices": [0, 2], "num_key_value_heads": 1, "mamba_conv_bias": False, "head_dim": 16, **YARN},
+            | {"attn_layer_indices": [0, 2], "num_key_value_heads": 1, "mamba_conv_bias": False, "head_dim": 16}
+            | YARN,
             "all-turned": BAMBA
             | {"attn_layer_indices": [2], "head_dim": 12, "rms_norm_eps": 1e-3, "attention_dropout": 0.1}
             | scaled("linear", factor=3.0, partial_rotary_factor=1.0),

@@ -33,9 +33,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     mamba = granitemoehybrid.read_mamba(config, eps)
     depth, indices = _layer_types.read_depth(config), config.get("attn_layer_indices", list[int]())
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
-    layers = [
-        {"mixer": attention if index in indices else mamba, "feedforward": feedforward} for index in range(depth)
-    ]
+    layers = [{"mixer": attention if index in indices else mamba, "feedforward": feedforward} for index in range(depth)]
     return _common.design_fields(config, {"kind": "rms", "eps": eps}, _layer_types.merge_repeats(layers))
 
 
