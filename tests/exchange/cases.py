@@ -900,7 +900,7 @@ CASES: dict[str, Case] = {
             "by-types-scaled-tied-yarn": OF_AFMOE
             | YARN
             | {"layer_types": [FULL, SLIDING, SLIDING], "mup_enabled": True, "tie_word_embeddings": True}
-            | {"num_dense_layers": 0, "num_key_value_heads": 1, "route_scale": 1.5, "rms_norm_eps": 1e-3},
+            | {"num_key_value_heads": 1, "route_scale": 1.5, "rms_norm_eps": 1e-3},
             "one-shared-all-windows-gelu": OF_AFMOE
             | {"layer_types": [SLIDING] * 3, "sliding_window": 5, "num_shared_experts": 1, "num_dense_layers": 2}
             | {"hidden_act": "gelu", "num_key_value_heads": 3, "attention_dropout": 0.1},

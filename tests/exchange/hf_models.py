@@ -1,5 +1,6 @@
 """Random models of transformers saved to disk, and the outputs of transformers and heddle for them."""
 
+import copy
 import json
 import math
 import tempfile
@@ -73,8 +74,9 @@ def their_tokenizer(folder: Path) -> Any:
 
 
 def config_of(family: str, variant: str, **changes: Any) -> Any:
-    """The config of a variant, with some fields changed."""
-    return AutoConfig.for_model(family, **((CASES[family].base or BASE) | CASES[family].variants[variant] | changes))
+    """The config of a variant, with some fields changed. A copy: some classes write into the tables they are given."""
+    fields = (CASES[family].base or BASE) | CASES[family].variants[variant] | changes
+    return AutoConfig.for_model(family, **copy.deepcopy(fields))
 
 
 def with_config_limits(model: Any) -> Any:

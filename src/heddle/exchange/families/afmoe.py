@@ -18,7 +18,8 @@ NORMS |= {"pre_mlp_layernorm": "norms.feedforward", "post_mlp_layernorm": "after
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """Dense layers, then layers with experts. The balancing bias keeps its loaded value (`bias_update` 0)."""
-    heads = _common.read_heads(config, config.require("hidden_size", int), head_dim=128)
+    width = config.require_count("hidden_size")
+    heads = _common.read_heads(config, width, head_dim=128)
     for name in UNUSED_FIELDS:
         config.optional(name)
     for name in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
@@ -62,7 +63,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5), "cast": "after"},
         _layer_types.merge_repeats(layers),
         residual={"kind": "sandwich"},
-        embedding={"scale": config.get("mup_enabled", False)},
+        embedding={"multiplier": width**0.5} if config.get("mup_enabled", False) else {},
     )
 
 
@@ -84,7 +85,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
             "route_scale": moe.scale,
             "layer_types": design_parts.layer_types(design),
             "sliding_window": design_parts.first_window(design) or DEFAULT_WINDOW,
-            "mup_enabled": design.embedding.scale,
+            "mup_enabled": design.embedding.multiplier is not None,
         }
     )
 
