@@ -443,6 +443,37 @@ CASES: dict[str, Case] = {
         exact=True,
         narrow=True,
     ),
+    "olmo": Case(
+        {
+            "plain": {},
+            "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **YARN},
+            "three-kv-heads-linear-gelu": {"num_key_value_heads": 3, "hidden_act": "gelu", "attention_dropout": 0.1}
+            | scaled("linear", factor=3.0),
+        },
+    ),
+    "diffllama": Case(
+        {
+            "plain": {"rms_norm_eps": 0.1},
+            "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6, **YARN}
+            | {"rms_norm_eps": 0.1},
+            "four-heads-linear-gelu": {"num_attention_heads": 4, "hidden_act": "gelu", "rms_norm_eps": 0.03}
+            | scaled("linear", factor=3.0),
+        },
+        inert=frozenset({"lambda_std_dev"}),
+        base=OWN_BASE | {"num_key_value_heads": 2},
+    ),
+    "nanochat": Case(
+        {
+            "plain": {"num_key_value_heads": 6},
+            "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **YARN},
+            "no-cap-silu": {
+                "final_logit_softcapping": None,
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-2,
+                "head_dim": 10,
+            },
+        },
+    ),
     "olmo2": Case(
         {
             "plain": {"num_key_value_heads": 6},

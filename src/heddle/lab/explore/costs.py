@@ -477,14 +477,14 @@ def _check_mixture(n: Quantities) -> None:
 
 @costs_of("norms", "*")
 def norm(n: Quantities) -> Costs:
-    """A weight for each element."""
-    return Costs(parameters=n.width)
+    """A weight for each element, if there is one."""
+    return Costs(parameters=n.width * n.weight)
 
 
 @costs_of("norms", "layer")
 def layer_norm(n: Quantities) -> Costs:
     """A weight and a bias for each element."""
-    return Costs(parameters=n.width * (1 + n.bias))
+    return Costs(parameters=n.width * (n.weight + n.bias))
 
 
 @costs_of("positions", "learned")
