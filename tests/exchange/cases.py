@@ -453,9 +453,9 @@ CASES: dict[str, Case] = {
     ),
     "diffllama": Case(
         {
-            "plain": {"rms_norm_eps": 0.1},
-            "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6, **YARN}
-            | {"rms_norm_eps": 0.1},
+            "plain": {"num_attention_heads": 8, "rms_norm_eps": 0.1},
+            "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 0.1, **YARN}
+            | {"num_attention_heads": 4, "num_key_value_heads": 4},
             "four-heads-linear-gelu": {"num_attention_heads": 4, "hidden_act": "gelu", "rms_norm_eps": 0.03}
             | scaled("linear", factor=3.0),
         },
