@@ -136,6 +136,12 @@ OF_NEMOTRON = frozenset(
 )
 LINEAR = "linear_attention"
 LFM2: Fields = {"block_auto_adjust_ff_dim": False}
+LFM3_ROPE: Fields = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+}
 WINDOWS: Fields = {"use_sliding_window": True, "sliding_window": 7}
 # Fields that say again what layer_types says, which transformers always writes and then goes by.
 SPELLINGS = frozenset({"use_sliding_window", "max_window_layers"})
@@ -1098,6 +1104,24 @@ CASES: dict[str, Case] = {
             | scaled("linear", factor=3.0),
         },
         inert=frozenset({"block_ffn_dim_multiplier", "block_multiple_of"}),
+    ),
+    "lfm3": Case(
+        {
+            "plain": {"layer_types": [CONV, FULL, SLIDING, CONV], "num_hidden_layers": 4, "sliding_window": 7}
+            | LFM3_ROPE,
+            "untied-biases-no-gate": {"layer_types": [FULL, CONV, SLIDING], "conv_bias": True, "conv_L_cache": 2}
+            | {"use_attention_gate": False, "attention_bias": True, "tie_word_embeddings": False, "head_dim": 12}
+            | {"num_key_value_heads": 1, "norm_eps": 1e-2, "sliding_window": 5}
+            | {
+                "rope_parameters": LFM3_ROPE["rope_parameters"]
+                | {SLIDING: {"rope_type": "linear", "factor": 3.0, "rope_theta": 900.0}}
+            },
+            "pre-norm-all-turned": {"layer_types": [CONV, SLIDING, FULL], "use_sandwich_norm": False}
+            | {"num_key_value_heads": 3, "sliding_window": 9, "rope_parameters": by_type(ROUNDED, 5000.0)}
+            | {"head_dim": 16},
+        },
+        refused=frozenset({"untied-biases-no-gate:use_attention_gate"}),  # gates have no bias
+        fixed=frozenset({"plain:attention_bias", "pre-norm-all-turned:attention_bias"}),
     ),
     "mamba2": Case(
         {

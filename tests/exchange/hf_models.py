@@ -50,6 +50,7 @@ LENGTH_DEPENDENT = ("longrope", "dynamic")
 # A convolution of theirs reads the bias of the projection before it at padding, where ours reads nothing.
 READS_PADDING = {
     "lfm2": "conv_bias",
+    "lfm3": "conv_bias",
     "mamba2": "use_bias",
     "nemotron_h": "use_bias",
     "granitemoehybrid": "mamba_proj_bias",
