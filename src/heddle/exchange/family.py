@@ -161,10 +161,15 @@ def parameter_name(ref: ParameterRef) -> str:
 FAMILIES_FOLDER = Path(__file__).parent / "families"
 # What heddle has no part for, by the model_type that needs it.
 MISSING_PARTS = {
+    "apertus": "an activation with trained numbers (xIELU)",
+    "bailing_hybrid": "delta attention whose decay and gate are full matrices, and latent attention with gates",
     "deepseek_v32": "an indexer that chooses which keys each query reads",
     "deepseek_v4": "compressed attention, an indexer that chooses keys, and experts chosen by a token's id",
+    "glm5_next_text": "an indexer that chooses which keys each query reads",
     "gemma4_text": "embeddings for each layer, and layers that read the keys and values of others",
     "llama4_text": "attention in chunks, and experts whose inputs are weighted",
+    "mimo_v2_flash": "a constant that multiplies the values of attention",
+    "olmo_hybrid": "norms before the branches of some layers and after those of others",
 }
 
 

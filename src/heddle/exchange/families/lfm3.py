@@ -118,7 +118,8 @@ def rotated_first(head_dim: int, rotary_dim: int) -> TensorTransform:
     order = torch.tensor(first + [dim for dim in range(head_dim) if dim not in first])
 
     def reordered(tensor: Tensor, dims: Tensor) -> Tensor:
-        return tensor.unflatten(0, (-1, head_dim))[:, dims.to(tensor.device)].flatten(0, 1)
+        rows: Tensor = tensor.unflatten(0, (-1, head_dim))[:, dims.to(tensor.device)].flatten(0, 1)
+        return rows
 
     return TensorTransform(
         lambda parameters: reordered(parameters[0], order.argsort()), lambda tensor, shapes: [reordered(tensor, order)]

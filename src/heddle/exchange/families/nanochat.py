@@ -59,7 +59,8 @@ def exchanged_halves(heads: int) -> TensorTransform:
     """Each head's second half of rows before its first; its own inverse."""
 
     def exchanged(tensor: Tensor) -> Tensor:
-        return tensor.unflatten(0, (heads, 2, -1)).flip(1).flatten(0, 2)
+        rows: Tensor = tensor.unflatten(0, (heads, 2, -1)).flip(1).flatten(0, 2)
+        return rows
 
     return TensorTransform(lambda parameters: exchanged(parameters[0]), lambda tensor, shapes: [exchanged(tensor)])
 
