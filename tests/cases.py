@@ -274,6 +274,10 @@ CASES: dict[str, Data] = {
     ),
     "norm-layer": design(layer(attention(), repeat=2), norm={"kind": "layer"}),
     "norm-layer-no-bias": design(layer(attention(), repeat=2), norm={"kind": "layer", "bias": False, "eps": 1e-3}),
+    "norm-rms-no-weight": design(layer(attention(qk_norm="head"), repeat=2), norm={"kind": "rms", "weight": False}),
+    "norm-layer-no-weight": design(
+        layer(attention(), repeat=2), norm={"kind": "layer", "weight": False, "bias": False}
+    ),
     "mlp-relu": forward("mlp", activation="relu"),
     "mlp-relu2": forward("mlp", activation="relu2"),
     "mlp-gelu-bias": forward("mlp", activation="gelu", bias=True),

@@ -257,6 +257,8 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     ),
     "a stream that grows": ("residual-attention", [Depth(depth=9)], "residual: kind attention_residuals changes"),
     "layer norm": ("delta-convolution-2", [StreamWidth(width=32)], "norm: kind layer is not scaled"),
+    "no gain to fold": ("norm-rms-no-weight", [Tied(tied=False), FoldNorms()], "norm.weight: is false, so there is no"),
+    "no gain to grow": ("norm-rms-no-weight", [StreamWidth(width=32)], "norm.weight: is false, so there is no gain"),
     "experts of a multiplied layer": (
         "pair-multipliers",
         [Experts(experts=4)],

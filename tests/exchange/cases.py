@@ -91,6 +91,10 @@ GRANITE: Fields = {
     "mamba_d_state": 5, "mamba_chunk_size": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
     "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.6,
 }  # fmt: skip
+BAMBA: Fields = {
+    "mamba_n_heads": 12, "mamba_d_head": 7, "mamba_d_state": 5, "mamba_chunk_size": 16, "attn_layer_indices": [1],
+}  # fmt: skip
+OF_BAMBA = frozenset({"num_logits_to_keep", "z_loss_coefficient"})
 FALCON_PLAIN: Fields = {
     "mamba_d_ssm": 42, "mamba_n_heads": 14, "mamba_d_head": 3, "mamba_d_state": 5, "mamba_chunk_size": 16,
 }  # fmt: skip
@@ -132,6 +136,12 @@ OF_NEMOTRON = frozenset(
 )
 LINEAR = "linear_attention"
 LFM2: Fields = {"block_auto_adjust_ff_dim": False}
+LFM3_ROPE: Fields = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+}
 WINDOWS: Fields = {"use_sliding_window": True, "sliding_window": 7}
 # Fields that say again what layer_types says, which transformers always writes and then goes by.
 SPELLINGS = frozenset({"use_sliding_window", "max_window_layers"})
@@ -160,6 +170,10 @@ GROWING_YARN = scaled(
 BERT_BASE: Fields = OWN_BASE | {"max_position_embeddings": 48, "layer_norm_eps": 1e-4}
 BERT_INERT = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"})
 BERT_FIXED = frozenset({"is_decoder", "add_cross_attention"})
+DISTILBERT_BASE: Fields = {
+    **{name: BERT_BASE[name] for name in BERT_BASE if not name.startswith(("num_", "hidden", "inter", "layer"))},
+    "dim": 48, "hidden_dim": 52, "n_heads": 6, "n_layers": 3,
+}  # fmt: skip
 MODERN_BASE: Fields = OWN_BASE | {"local_attention": 14, "norm_eps": 1e-4, "cls_token_id": 2, "sep_token_id": 3}
 MODERN_BIASES: Fields = {
     "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True, "decoder_bias": False,
@@ -257,6 +271,7 @@ GRANITE_DENSE_ONLY: Fields = {name: GRANITE[name] for name in GRANITE if "multip
 GRANITE_EXPERTS: Fields = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}
 OF_DOTS: Fields = {name: SIGMOID[name] for name in SIGMOID if name != "num_mtp_layers"} | {"sliding_window": None}
 OF_SOLAR: Fields = {name: OF_DOTS[name] for name in OF_DOTS if name not in ("first_k_dense_replace", "sliding_window")}
+OF_AFMOE: Fields = {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "sliding_window": 7}
 OF_YOUTU: Fields = {
     name: LATENT[name] for name in LATENT if name not in ("head_dim", "moe_intermediate_size", "first_k_dense_replace")
     and "experts" not in name
@@ -434,6 +449,37 @@ CASES: dict[str, Case] = {
         exact=True,
         narrow=True,
     ),
+    "olmo": Case(
+        {
+            "plain": {},
+            "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **YARN},
+            "three-kv-heads-linear-gelu": {"num_key_value_heads": 3, "hidden_act": "gelu", "attention_dropout": 0.1}
+            | scaled("linear", factor=3.0),
+        },
+    ),
+    "diffllama": Case(
+        {
+            "plain": {"num_attention_heads": 8, "rms_norm_eps": 0.1},
+            "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 0.1, **YARN}
+            | {"num_attention_heads": 4, "num_key_value_heads": 4},
+            "four-heads-linear-gelu": {"num_attention_heads": 4, "hidden_act": "gelu", "rms_norm_eps": 0.03}
+            | scaled("linear", factor=3.0),
+        },
+        inert=frozenset({"lambda_std_dev"}),
+        base=OWN_BASE | {"num_key_value_heads": 2},
+    ),
+    "nanochat": Case(
+        {
+            "plain": {"num_key_value_heads": 6},
+            "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **YARN},
+            "no-cap-silu": {
+                "final_logit_softcapping": None,
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-2,
+                "head_dim": 10,
+            },
+        },
+    ),
     "olmo2": Case(
         {
             "plain": {"num_key_value_heads": 6},
@@ -505,6 +551,23 @@ CASES: dict[str, Case] = {
         base=BERT_BASE,
         fixed=BERT_FIXED,
         live=frozenset({"max_position_embeddings", "pad_token_id"}),
+    ),
+    "electra": Case(
+        {
+            "plain": {},
+            "three-types-relu": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2},
+        },
+        inert=BERT_INERT | {"summary_use_proj", "summary_last_dropout"},
+        base=BERT_BASE | {"embedding_size": OWN_BASE["hidden_size"]},
+        fixed=BERT_FIXED,
+        refused=frozenset({"hidden_size", "embedding_size"}),  # the two are equal
+        live=frozenset({"max_position_embeddings"}),
+    ),
+    "distilbert": Case(
+        {"plain": {}, "three-heads-relu": {"activation": "relu", "n_heads": 3}},
+        inert=frozenset({"dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"}),
+        base=DISTILBERT_BASE,
+        live=frozenset({"max_position_embeddings"}),
     ),
     "modernbert": Case(
         {
@@ -1004,6 +1067,20 @@ CASES: dict[str, Case] = {
         base={name: value for name, value in BASE.items() if name != "intermediate_size"},
         inert=frozenset({"output_router_logits"}),
     ),
+    "afmoe": Case(
+        {
+            "plain": OF_AFMOE | {"num_hidden_layers": 5},
+            "by-types-scaled-tied-yarn": OF_AFMOE
+            | YARN
+            | {"layer_types": [FULL, SLIDING, SLIDING], "mup_enabled": True, "tie_word_embeddings": True}
+            | {"num_key_value_heads": 1, "route_scale": 1.5, "rms_norm_eps": 1e-3},
+            "one-shared-all-windows-gelu": OF_AFMOE
+            | {"layer_types": [SLIDING] * 3, "sliding_window": 5, "num_shared_experts": 1, "num_dense_layers": 2}
+            | {"hidden_act": "gelu", "num_key_value_heads": 3, "attention_dropout": 0.1},
+        },
+        inert=frozenset({"output_router_logits", "global_attn_every_n_layers"}),
+        fixed=frozenset({"attention_bias"}),
+    ),
     "glm4_moe_lite": Case(
         {
             "plain": OF_GLM_LITE,
@@ -1164,6 +1241,24 @@ CASES: dict[str, Case] = {
         },
         inert=frozenset({"block_ffn_dim_multiplier", "block_multiple_of"}),
     ),
+    "lfm3": Case(
+        {
+            "plain": {"layer_types": [CONV, FULL, SLIDING, CONV], "num_hidden_layers": 4, "sliding_window": 7}
+            | LFM3_ROPE,
+            "untied-biases-no-gate": {"layer_types": [FULL, CONV, SLIDING], "conv_bias": True, "conv_L_cache": 2}
+            | {"use_attention_gate": False, "attention_bias": True, "tie_word_embeddings": False, "head_dim": 12}
+            | {"num_key_value_heads": 1, "norm_eps": 1e-2, "sliding_window": 5}
+            | {
+                "rope_parameters": LFM3_ROPE["rope_parameters"]
+                | {SLIDING: {"rope_type": "linear", "factor": 3.0, "rope_theta": 900.0}}
+            },
+            "pre-norm-all-turned": {"layer_types": [CONV, SLIDING, FULL], "use_sandwich_norm": False}
+            | {"num_key_value_heads": 3, "sliding_window": 9, "rope_parameters": by_type(ROUNDED, 5000.0)}
+            | {"head_dim": 16},
+        },
+        refused=frozenset({"untied-biases-no-gate:use_attention_gate"}),  # gates have no bias
+        fixed=frozenset({"plain:attention_bias", "pre-norm-all-turned:attention_bias"}),
+    ),
     "mamba2": Case(
         {
             "plain": {"num_heads": 12, "head_dim": 7, "n_groups": 1, "state_size": 5},
@@ -1208,6 +1303,20 @@ CASES: dict[str, Case] = {
         },
         inert=OF_FALCON,
         refused=frozenset({"mamba_d_ssm", "mamba_d_head", "mamba_n_heads", "projectors_bias", "mamba_proj_bias"}),
+    ),
+    "bamba": Case(
+        {
+            "plain": BAMBA,
+            "biases-tied-groups-yarn": BAMBA
+            | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "tie_word_embeddings": True}
+            | {"mamba_n_groups": 3, "mamba_n_heads": 6, "mamba_d_head": 21, "mamba_expand": 3, "mamba_d_conv": 2}
+            | {"attn_layer_indices": [0, 2], "num_key_value_heads": 1, "mamba_conv_bias": False, "head_dim": 16}
+            | YARN,
+            "all-turned": BAMBA
+            | {"attn_layer_indices": [2], "head_dim": 12, "rms_norm_eps": 1e-3, "attention_dropout": 0.1}
+            | scaled("linear", factor=3.0, partial_rotary_factor=1.0),
+        },
+        inert=OF_BAMBA,
     ),
     "hunyuan_v1_dense": Case(
         {

@@ -1,5 +1,6 @@
 """Random models of transformers saved to disk, and the outputs of transformers and heddle for them."""
 
+import copy
 import json
 import math
 import tempfile
@@ -49,9 +50,11 @@ LENGTH_DEPENDENT = ("longrope", "dynamic")
 # A convolution of theirs reads the bias of the projection before it at padding, where ours reads nothing.
 READS_PADDING = {
     "lfm2": "conv_bias",
+    "lfm3": "conv_bias",
     "mamba2": "use_bias",
     "nemotron_h": "use_bias",
     "granitemoehybrid": "mamba_proj_bias",
+    "bamba": "mamba_proj_bias",
     "falcon_h1": "mamba_proj_bias",
 }  # by model_type, if true
 # Names that transformers writes, and those of published files, which an export writes.
@@ -72,8 +75,9 @@ def their_tokenizer(folder: Path) -> Any:
 
 
 def config_of(family: str, variant: str, **changes: Any) -> Any:
-    """The config of a variant, with some fields changed."""
-    return AutoConfig.for_model(family, **((CASES[family].base or BASE) | CASES[family].variants[variant] | changes))
+    """The config of a variant, with some fields changed. A copy: some classes write into the tables they are given."""
+    fields = (CASES[family].base or BASE) | CASES[family].variants[variant] | changes
+    return AutoConfig.for_model(family, **copy.deepcopy(fields))
 
 
 def with_config_limits(model: Any) -> Any:

@@ -129,6 +129,21 @@ def test_the_pooler_is_left_out_with_a_notice(tmp_path: Path, capsys: pytest.Cap
     assert "ignored:" in said
 
 
+def test_a_discriminator_is_an_encoder_whose_head_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def discriminator(config: Fields, tensors: Tensors) -> Tensors:
+        config["architectures"] = ["ElectraForPreTraining"]
+        kept = {name: tensor for name, tensor in tensors.items() if name.startswith("electra.")}
+        return kept | {"discriminator_predictions.dense.bias": torch.ones(48)}
+
+    model = load(rewritten("electra", "plain", tmp_path / "discriminator", discriminator)).model
+    assert "ignored:" in capsys.readouterr().err
+    whole, tokens = imported("electra", "plain").model, batch()[0]
+    with torch.no_grad():
+        assert torch.equal(model(tokens)[0], whole(tokens)[0])
+
+
 def test_a_head_stored_twice_must_be_the_embedding(tmp_path: Path) -> None:
     def twice(config: Fields, tensors: Tensors) -> Tensors:
         return tensors | {"cls.predictions.decoder.weight": torch.ones(97, 48)}
@@ -174,6 +189,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("modernbert", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
     ("modernbert", {"is_decoder": True}, "is_decoder"),
     ("modernbert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    ("electra", {"embedding_size": 24}, "embedding_size"),
+    ("electra", {"embedding_size": None}, "embedding_size"),
+    ("distilbert", {"layer_norm_eps": 1e-5}, "layer_norm_eps"),
+    ("distilbert", {"n_heads": 7}, "dim"),
+    ("distilbert", {"hidden_size": 48}, "hidden_size"),
+    ("distilbert", {"type_vocab_size": 2}, "type_vocab_size"),
     ("roberta", {"pad_token_id": None}, "pad_token_id"),
     ("roberta", {"pad_token_id": -1}, "pad_token_id"),
     ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),

@@ -33,6 +33,7 @@ COUNTED = [
     "moonshotai/Kimi-Linear-48B-A3B-Instruct",
     "ibm-granite/granite-4.0-h-small",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "arcee-ai/Trinity-Nano-Preview",
 ]
 
 

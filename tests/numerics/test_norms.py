@@ -116,6 +116,20 @@ def test_rms_of_the_output_is_one() -> None:
     torch.testing.assert_close(y.square().mean(-1), torch.ones(4, dtype=torch.float64), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, *NARROW])
+@pytest.mark.parametrize("kernel", ["fused", "steps", "normalized", "reference"])
+def test_norms_without_a_weight_have_gains_of_one(kernel: str, dtype: torch.dtype) -> None:
+    x, ones = torch.randn(3, 5, 32).to(dtype), torch.ones(32, dtype=torch.float64)
+    rms, layer = rms_loop(x.double(), ones, 1e-5, 0.0), layer_loop(x.double(), ones, 0 * ones, 1e-5)
+    rtol, atol = (0.0, 1e-12) if dtype == torch.float64 else (2**-8, 1e-6)
+    if kernel != "fused" or dtype == torch.float64:
+        with kernels(rms_norm=kernel):
+            torch.testing.assert_close(rms_norm(x, None, 1e-5).double(), rms, rtol=rtol, atol=atol)
+    if kernel != "normalized":
+        with kernels(layer_norm=kernel):
+            torch.testing.assert_close(layer_norm(x, None, None, 1e-5).double(), layer, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e4])
 def test_layer_norm(size: float) -> None:
     x = torch.randn(3, 5, 11, dtype=torch.float64) * size

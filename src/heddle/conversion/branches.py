@@ -61,7 +61,12 @@ def output_projections(layer: nn.Module, branch: str) -> list[str]:
 
 
 def gain_offset(norm: NormConfig) -> float:
-    """What a norm adds to its weight: it multiplies by `offset + weight`. Raises DesignError for an unknown norm."""
+    """What a norm adds to its weight: it multiplies by `offset + weight`.
+
+    Raises DesignError for an unknown norm, and for one without a weight.
+    """
+    if isinstance(norm, RMSConfig | LayerNormConfig) and not norm.weight:
+        raise DesignError("norm.weight", "is false, so there is no gain to rewrite; this is for norms with a weight")
     if isinstance(norm, RMSConfig):
         return norm.offset
     if isinstance(norm, LayerNormConfig):

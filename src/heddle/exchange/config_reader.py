@@ -71,12 +71,14 @@ class ConfigReader:
 
     source: name of the file in error messages. unread: fields that no one has read yet; null is as good as absent.
     last_read: the field that was read last, as a hint for errors. noted: fields that are set and change nothing.
+    names: what the file calls fields that are read by other names.
     """
 
     def __init__(self, data: Mapping[str, Any], source: str = "config.json") -> None:
         self.data, self.source, self.last_read = data, source, ""
         off = {name for name, value in data.items() if value is None or (name in MUST_BE_OFF and not value)}
         self.noted: list[str] = []
+        self.names: Mapping[str, str] = {}
         self.unread = set(data) - METADATA_FIELDS - set(PRESERVED_FIELDS) - off
 
     def optional(self, name: str, *aliases: str) -> Any:
@@ -84,7 +86,7 @@ class ConfigReader:
 
         Raises ConfigError if two of the names are set to different numbers or texts.
         """
-        self.last_read = name
+        self.last_read = name = self.names.get(name, name)
         values = {key: self.data[key] for key in (name, *aliases) if self.data.get(key) is not None}
         first = next(iter(values), name)
         for key, value in values.items():
@@ -111,6 +113,7 @@ class ConfigReader:
 
     def get_nullable(self, name: str, default: Any) -> Any:
         """The value of a field where null means off. `default` is used only if the field is absent."""
+        name = self.names.get(name, name)
         self.unread.discard(name)
         return self.data.get(name, default)
 
@@ -118,7 +121,8 @@ class ConfigReader:
         """The value of a field that must be present and of type `kind`. Raises ConfigError naming it."""
         value: Any = self.optional(name, *aliases)
         if value is None:
-            raise ConfigError(f"{self.source}: field '{name}' is missing; without it the model cannot be built")
+            own = self.names.get(name, name)
+            raise ConfigError(f"{self.source}: field '{own}' is missing; without it the model cannot be built")
         if kind is float and type(value) is int:
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
@@ -134,7 +138,7 @@ class ConfigReader:
 
     def expect(self, name: str, *allowed: Any, default: Any = None) -> Any:
         """The value of a field (`default` if absent), which must be one of `allowed`. Raises ConfigError naming it."""
-        self.last_read = name
+        self.last_read = name = self.names.get(name, name)
         self.unread.discard(name)
         value = self.data.get(name, default)
         if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
@@ -148,6 +152,7 @@ class ConfigReader:
 
     def invalid(self, name: str, remedy: str) -> ConfigError:
         """The error for a field with a wrong value. Numbers of other fields that its remedy names are cut, too."""
+        name = self.names.get(name, name)
         remedy = LONG_WORD.sub(lambda word: short_word(word[0]), remedy)
         return ConfigError(f"{self.source}: field '{name}' is {short_repr(self.data.get(name))}; {remedy}")
 

@@ -14,7 +14,7 @@ from heddle.numerics.dispatch import Kernel, Operation, device_type
 
 
 class LayerNormFacts(NamedTuple):
-    """What decides the kernel of LayerNorm."""
+    """What decides the kernel of LayerNorm. Without a weight, weight_dtype is x's and weight_dims 0."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -23,7 +23,7 @@ class LayerNormFacts(NamedTuple):
 
 
 class RMSNormFacts(NamedTuple):
-    """What decides the kernel of RMSNorm. cast: as in `reference`."""
+    """What decides the kernel of RMSNorm. cast: as in `reference`; the weight as in `LayerNormFacts`."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -45,32 +45,38 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device_kind, enabled=False) if enabled else nullcontext()
 
 
-def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
+def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
     """RMSNorm over the last dimension: x [..., width], weight [width] (or [heads, width]) -> x's shape and dtype.
+
+    Without a weight γ is 1.
 
     `offset` is added to the weight (1 for Gemma's `1 + γ`). `cast` says when the result is cast back to x's dtype:
     "before" γ is applied (Llama) or "after" it (Gemma, OLMo-2).
     """
     wide = at_least_float32(x)
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return y.to(x.dtype)
     if cast == "before":
         return (weight + offset if offset else weight).to(x.dtype) * y.to(x.dtype)
     gamma = weight.to(wide.dtype) + offset
     return (gamma * y).to(x.dtype)
 
 
-def _fused(x: Tensor, weight: Tensor, eps: float, offset: float, cast: str) -> Tensor:
-    y = functional.rms_norm(x, weight.shape, weight, eps)
+def _fused(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
+    y = functional.rms_norm(x, x.shape[-1:], weight, eps)
     return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
-def _normalized(x: Tensor, weight: Tensor, eps: float, offset: float, cast: str) -> Tensor:
+def _normalized(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
     """torch's fused norm without a weight, then the weight in the dtype in which `reference` applies it.
 
     torch computes in float32 and rounds once, as the reference does. Autocast may widen its result: `to` narrows it.
     """
-    if cast == "before":
+    if weight is None or cast == "before":
         y = functional.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
+        if weight is None:
+            return y
         return (weight + offset if offset else weight).to(x.dtype) * y
     wide = at_least_float32(x)
     gamma = weight.to(wide.dtype)
@@ -86,7 +92,7 @@ def _fused_unsupported(facts: RMSNormFacts) -> str | None:
     if facts.dtype not in (torch.float32, torch.float64):
         if facts.device == "cpu":
             return f"{facts.dtype} must be cast to float32 for the statistics, and a CPU does it in steps"
-        if facts.cast == "before":
+        if facts.cast == "before" and facts.weight_dims:
             return f"the result is cast back to {facts.dtype} before the weight"
     if facts.weight_dims > 1:
         return "each head has its own weight"
@@ -110,22 +116,28 @@ RMS_NORM: Operation[RMSNormFacts] = Operation(
 )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
     """RMSNorm over the last dimension. The arguments are described in `reference`."""
-    facts = RMSNormFacts(x.dtype, weight.dtype, weight.dim(), device_type(x), offset, cast)
+    facts = RMSNormFacts(x.dtype, *_weight_facts(x, weight), device_type(x), offset, cast)
     y: Tensor = RMS_NORM.choose(facts).run(x, weight, eps, offset, cast)
     return y
 
 
-def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _weight_facts(x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, int]:
+    """weight_dtype and weight_dims."""
+    return (x.dtype, 0) if weight is None else (weight.dtype, weight.dim())
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm in at least float32, step by step. The arguments are described in `layer_norm`."""
     wide = at_least_float32(x)
-    y = functional.layer_norm(wide, wide.shape[-1:], None, None, eps) * weight.to(wide.dtype)
+    y = functional.layer_norm(wide, wide.shape[-1:], None, None, eps)
+    y = y if weight is None else y * weight.to(wide.dtype)
     return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
 
 
-def _fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return functional.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
+def _fused_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 def _fused_layer_norm_unsupported(facts: LayerNormFacts) -> str | None:
@@ -144,12 +156,12 @@ LAYER_NORM: Operation[LayerNormFacts] = Operation(
 )
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension with population variance. Statistics are in at least float32.
 
-    x [..., width], weight and bias [width] (or [heads, width]), bias may be None -> x's shape and dtype.
+    x [..., width], weight and bias [width] (or [heads, width]), both may be None -> x's shape and dtype.
     """
-    kernel = LAYER_NORM.choose(LayerNormFacts(x.dtype, weight.dtype, weight.dim(), device_type(x)))
+    kernel = LAYER_NORM.choose(LayerNormFacts(x.dtype, *_weight_facts(x, weight), device_type(x)))
     y: Tensor = kernel.run(x, weight, bias, eps)
     return y
 

@@ -102,6 +102,7 @@ def test_the_page_refuses_what_the_config_refuses() -> None:
             found += [(f"layers[0].{name}.{path}", text) for path, text in fields]
         block = unchecked("residuals", design["residual"])
         found += [(f"residual.{path}", text) for path, text in refused_fields(block, width, layers=layer["repeat"])]
+        found += [(f"norm.{path}", text) for path, text in refused_fields(unchecked("norms", design["norm"]), width)]
         error = refusal(design)
         expected = None if error is None else (error.path, error.reason.replace(".0 ", " "))
         assert expected in found if error is not None else not found, (design, expected, found)

@@ -64,7 +64,10 @@ def key_freedom(config: AttentionConfig, layer: Parameters, norm: NormConfig) ->
     if config.qk_norm is None:
         phases = torch.ones(len(pairs), dtype=torch.bool)
         return HeadFreedom(dim, pairs, phases, (rest,) if len(rest) else (), scales=True)
-    gains = torch.cat([layer[f"mixer.{name}.weight"].double().cpu().reshape(-1, dim) for name in ("q_norm", "k_norm")])
+    weights = [layer.get(f"mixer.{name}.weight") for name in ("q_norm", "k_norm")]
+    gains = torch.cat(
+        [torch.ones(1, dim) if each is None else each.double().cpu().reshape(-1, dim) for each in weights]
+    )
     phases = (gains[:, pairs[:, 0]] == gains[:, pairs[:, 1]]).all(0)
     return HeadFreedom(dim, pairs, phases, _equal_columns(gains, rest), scales=False)
 

@@ -15,6 +15,7 @@ from heddle.config import DesignError, Width
 from heddle.conversion.branches import (
     branch_names,
     check_growth,
+    gain_offset,
     input_projections,
     layer_modules,
     layer_path,
@@ -58,6 +59,7 @@ class StreamWidth(Rewrite):
         if not isinstance(norm, RMSConfig):
             reason = f"kind {norm.kind} is not scaled by a gain when zeros are added; only a design with rms can grow"
             raise DesignError("norm", reason)
+        gain_offset(norm)  # refuses a norm without a weight
         position = design.embedding.position
         if position is not None and not isinstance(position, LearnedConfig):
             reason = f"kind {position.kind} adds to every dim what depends on the width, so new dims are not zero"

@@ -114,10 +114,10 @@ def write_decoder(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-def map_embedding_and_head(design: ModelConfig, weights: WeightMap) -> None:
+def map_embedding_and_head(design: ModelConfig, weights: WeightMap, norm: str = "model.norm") -> None:
     """Embedding, final norm and head."""
     weights.add_module("model.embed_tokens", "embed")
-    weights.add_module("model.norm", "final_norm.norm")
+    weights.add_module(norm, "final_norm.norm")
     if not design.head.tied:
         weights.add_module("lm_head", "head")
 

@@ -103,8 +103,10 @@ def write_feedforwards(design: ModelConfig) -> dict[str, Any]:
     }
 
 
-def map_experts(weights: WeightMap, hf: str, heddle: str, names: dict[str, str] = LLAMA_NAMES) -> None:
-    """Every expert's projections, `{hf}.experts.0.gate_proj` and so on, or stacks of them; the router, `{hf}.gate`."""
+def map_experts(
+    weights: WeightMap, hf: str, heddle: str, names: dict[str, str] = LLAMA_NAMES, router: str = "gate"
+) -> None:
+    """Every expert's projections, `{hf}.experts.0.gate_proj` and so on, or stacks of them; `router` by its name."""
     experts = range(weights.shapes[f"{heddle}.up.weight"][0])
     hf_names = {role: [f"{hf}.experts.{index}.{name}.weight" for index in experts] for role, name in names.items()}
     for role, tensors in hf_names.items():
@@ -116,13 +118,15 @@ def map_experts(weights: WeightMap, hf: str, heddle: str, names: dict[str, str] 
         parameters = [f"{heddle}.{role}.weight" for role in roles]
         if all(parameter in weights.shapes for parameter in parameters):
             weights.add_alternative(f"{hf}.experts.{name}", *parameters, transform=STACKED, replace=replaced)
-    weights.add_tensor(f"{hf}.gate.weight", f"{heddle}.router.weight")
+    weights.add_tensor(f"{hf}.{router}.weight", f"{heddle}.router.weight")
 
 
-def map_feedforward(weights: WeightMap, hf: str, heddle: str, shared_expert: str = "shared_expert") -> None:
-    """A layer's feed-forward, dense or with experts; `shared_expert` is the Hugging Face name of the shared expert."""
+def map_feedforward(
+    weights: WeightMap, hf: str, heddle: str, shared_expert: str = "shared_expert", router: str = "gate"
+) -> None:
+    """A layer's feed-forward, dense or with experts; `shared_expert` and `router` are Hugging Face names."""
     if f"{heddle}.router.weight" not in weights.shapes:
         _common.map_gated(weights, hf, heddle)
         return
-    map_experts(weights, hf, heddle)
+    map_experts(weights, hf, heddle, router=router)
     _common.map_gated(weights, f"{hf}.{shared_expert}", f"{heddle}.shared")

@@ -25,8 +25,12 @@ UNUSED_FIELDS = (
 )  # fmt: skip
 
 
-def read_encoder(config: ConfigReader, base: str, offset: int, transform: str | None = None) -> dict[str, Any]:
+def read_encoder(
+    config: ConfigReader, base: str, offset: int, transform: str | None = None, types: int | None = 2
+) -> dict[str, Any]:
     """The plain data of a design. transform: the activation of the head; None: that of the layers.
+
+    types: how many types tokens have if the field is absent; None: the family has none.
 
     base: the class without a language head; its head is the embedding alone, whose products no one trained. offset: how
     many rows of the table of positions no token reads. Raises ConfigError for relative positions.
@@ -37,7 +41,8 @@ def read_encoder(config: ConfigReader, base: str, offset: int, transform: str | 
     length = config.require_count("max_position_embeddings")
     if length <= offset:
         raise config.invalid("max_position_embeddings", f"should be above {offset}, the rows that no token reads")
-    types = config.require_count("type_vocab_size") if "type_vocab_size" in config.data else 2
+    if types is not None and "type_vocab_size" in config.data:
+        types = config.require_count("type_vocab_size")
     activation = _common.read_activation(config, default="gelu")
     dropout = {"dropout": config.get("hidden_dropout_prob", 0.1)}
     mixer = {
@@ -93,21 +98,29 @@ def write_encoder(design: ModelConfig, base: str) -> dict[str, Any]:
     )
 
 
-def map_encoder(design: ModelConfig, weights: WeightMap, hf: str) -> None:
-    """Embeddings and layers. The class without a head has no `hf` before its names."""
+LAYER = {
+    "attention.self.query": "mixer.q", "attention.self.key": "mixer.k", "attention.self.value": "mixer.v",
+    "attention.output.dense": "mixer.out", "attention.output.LayerNorm": "residual.norms.mixer",
+    "intermediate.dense": "feedforward.up", "output.dense": "feedforward.down",
+    "output.LayerNorm": "residual.norms.feedforward",
+}  # fmt: skip
+
+
+def map_encoder(
+    design: ModelConfig, weights: WeightMap, hf: str, layers: str = "encoder.layer", layer: dict[str, str] = LAYER
+) -> None:
+    """Embeddings and layers. The class without a head has no `hf` before its names.
+
+    layer: the names of the modules of one of the `layers`.
+    """
     hf = "" if design.head == HeadConfig() else f"{hf}."
     weights.add_module(f"{hf}embeddings.word_embeddings", "embed")
     weights.add_module(f"{hf}embeddings.position_embeddings", "embed.position")
     weights.add_module(f"{hf}embeddings.token_type_embeddings", "embed.token_types")
     weights.add_module(f"{hf}embeddings.LayerNorm", "embed.norm")
     for index in range(design.depth):
-        theirs, ours = f"{hf}encoder.layer.{index}", f"layers.{index}"
-        for name, role in (("self.query", "q"), ("self.key", "k"), ("self.value", "v"), ("output.dense", "out")):
-            weights.add_module(f"{theirs}.attention.{name}", f"{ours}.mixer.{role}")
-        weights.add_module(f"{theirs}.attention.output.LayerNorm", f"{ours}.residual.norms.mixer")
-        weights.add_module(f"{theirs}.intermediate.dense", f"{ours}.feedforward.up")
-        weights.add_module(f"{theirs}.output.dense", f"{ours}.feedforward.down")
-        weights.add_module(f"{theirs}.output.LayerNorm", f"{ours}.residual.norms.feedforward")
+        for name, role in layer.items():
+            weights.add_module(f"{hf}{layers}.{index}.{name}", f"layers.{index}.{role}")
 
 
 def map_head(design: ModelConfig, weights: WeightMap, decoder: str, bias: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _mamba
+from heddle.exchange.families import _common, _layer_types, _mamba, bamba
 from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
@@ -149,18 +149,13 @@ def _write_branches(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Llama's names of attention and of the feed-forward."""
-    weights.add_module("model.embed_tokens", "embed")
-    weights.add_module("model.final_layernorm", "final_norm.norm")
-    if not design.head.tied:
-        weights.add_module("lm_head", "head")
+    _common.map_embedding_and_head(design, weights, "model.final_layernorm")
     for index in range(design.depth):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
         for name, role in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
             weights.add_module(f"{hf}.self_attn.{name}_proj", f"{heddle}.mixer.first.{role}")
         _mamba.map_mixer(weights, f"{hf}.mamba", f"{heddle}.mixer.second")
-        _common.map_gated(weights, f"{hf}.feed_forward", f"{heddle}.feedforward")
-        weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.mixer")
-        weights.add_module(f"{hf}.pre_ff_layernorm", f"{heddle}.residual.norms.feedforward")
+        bamba.map_feedforward(weights, hf, heddle)
 
 
 FAMILY = Family("falcon_h1", "FalconH1ForCausalLM", read_config, write_config, map_weights)

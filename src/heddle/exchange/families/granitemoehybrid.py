@@ -38,7 +38,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         raise config.invalid("hidden_act", f"layers of type {LINEAR} have silu; choose it")
     config.optional("mamba_chunk_size")
     config.expect("normalization_function", "rmsnorm", default="rmsnorm")
-    mixers = {LINEAR: _read_mamba(config, eps), FULL: _read_attention(config)}
+    mixers = {LINEAR: read_mamba(config, eps), FULL: _read_attention(config)}
     feedforward = _read_feedforward(config, activation, len(types))
     layers = [{"mixer": mixers[kind], "feedforward": feedforward} for kind in types]
     layers = _layer_types.merge_repeats(layers)
@@ -54,7 +54,7 @@ def _read_types(config: ConfigReader) -> list[str]:
     return types
 
 
-def _read_mamba(config: ConfigReader, eps: float) -> dict[str, Any]:
+def read_mamba(config: ConfigReader, eps: float) -> dict[str, Any]:
     """The Mamba-2 mixer; `mamba_d_head: auto` divides the inner width by the heads."""
     inner: int = config.get("mamba_expand", 2) * config.require_count("hidden_size")
     heads: int = config.get("mamba_n_heads", 128)

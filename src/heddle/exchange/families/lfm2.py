@@ -89,12 +89,14 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Its own names; k, v and q of a convolution are its B, x and C, and one tensor."""
-    weights.add_module("model.embed_tokens", "embed")
-    weights.add_module("model.embedding_norm", "final_norm.norm")
-    if not design.head.tied:
-        weights.add_module("lm_head", "head")
+def map_weights(
+    design: ModelConfig,
+    weights: WeightMap,
+    out: str = "out_proj",
+    norms: tuple[str, str] = ("q_layernorm", "k_layernorm"),
+) -> None:
+    """Its own names; k, v and q of a convolution are its B, x and C, and one tensor; out, norms: of attention."""
+    _common.map_embedding_and_head(design, weights, "model.embedding_norm")
     for index, layer in enumerate(design_parts.layers(design)):
         hf, mixer = f"model.layers.{index}", f"layers.{index}.mixer"
         if isinstance(layer.mixer, ShortConvConfig):
@@ -103,7 +105,7 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
             weights.add_tensor(f"{hf}.conv.conv.bias", f"{mixer}.convolution.bias")
             weights.add_module(f"{hf}.conv.out_proj", f"{mixer}.out")
         else:
-            _common.map_attention(weights, hf, f"layers.{index}", out="out_proj", norms=("q_layernorm", "k_layernorm"))
+            _common.map_attention(weights, hf, f"layers.{index}", out, norms)
         for name, role in FEEDFORWARD.items():
             weights.add_module(f"{hf}.feed_forward.{name}", f"layers.{index}.feedforward.{role}")
         weights.add_module(f"{hf}.operator_norm", f"layers.{index}.residual.norms.mixer")

@@ -481,10 +481,19 @@ def norm(n: Quantities) -> Costs:
     return Costs(parameters=n.width)
 
 
+@costs_of("norms", "rms")
+def rms(n: Quantities) -> Costs:
+    """A weight for each element, if there is one."""
+    n.refuse(n.is_false("weight") * n.offset * n.offset, weight=False, offset=1.0)
+    n.refuse(n.is_false("weight") * n.equals("cast", "after"), weight=False, cast="after")
+    return Costs(parameters=n.width * (1 - n.is_false("weight")))
+
+
 @costs_of("norms", "layer")
 def layer_norm(n: Quantities) -> Costs:
-    """A weight and a bias for each element."""
-    return Costs(parameters=n.width * (1 + n.bias))
+    """A weight and a bias for each element, if there are any."""
+    n.refuse(n.is_false("weight") * n.bias, weight=False, bias=True)
+    return Costs(parameters=n.width * (1 - n.is_false("weight") + n.bias))
 
 
 @costs_of("positions", "learned")

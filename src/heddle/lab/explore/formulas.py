@@ -19,7 +19,7 @@ from heddle.model.load_config import load_config
 from heddle.numerics.linear import linear_flops
 
 COSTS = tuple(Costs.__dataclass_fields__)
-RESIDUAL = "residuals"
+RESIDUAL, NORM = "residuals", "norms"
 SCALING = "scalings"
 WITNESS_WIDTH = 480  # of designs that are refused: 7 heads do not divide it
 
@@ -205,8 +205,8 @@ def refusal_sentence(
     design: dict[str, Any] = {"vocab_size": 50, "width": WITNESS_WIDTH, "layers": [layer]}
     if slot == SCALING:
         layer["mixer"]["position"], prefix = rotation | {"scaling": part}, "layers[0].mixer.position."
-    elif slot == RESIDUAL:
-        design["residual"], prefix = part, "residual."
+    elif slot in (RESIDUAL, NORM):
+        design[slot.removesuffix("s")], prefix = part, f"{slot.removesuffix('s')}."
     else:
         name = slot.removesuffix("s")
         layer[name], prefix = part, f"layers[0].{name}."

@@ -1,9 +1,12 @@
 """LayerNorm (Ba, Kiros & Hinton 2016): `y = γ ⊙ (x − mean(x)) / sqrt(var(x) + ε) + β`."""
 
+from typing import Self
+
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import PositiveFloat
+from heddle.config import PositiveFloat, refuse
 from heddle.numerics.norms import layer_norm
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.modules.linear import SelfInitialized
@@ -11,12 +14,20 @@ from heddle.parts.norms import NormConfig, weight_shape
 
 
 class LayerNormConfig(NormConfig):
-    """`bias` is β."""
+    """`bias` is β. `weight: false` leaves γ out: no parameter, a gain of 1 (OLMo, Groeneveld et al. 2024)."""
 
     aliases = ("layernorm", "layer_norm")
+    later_fields = ("weight",)
 
     eps: PositiveFloat = 1e-5
     bias: bool = True
+    weight: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.bias and not self.weight:
+            refuse("bias", "stands beside a weight, and there is none; set it to false, or keep the weight")
+        return self
 
     def build(self, width: int, heads: int | None = None) -> "LayerNorm":
         """Build a norm over the last `width` elements."""
@@ -29,12 +40,13 @@ class LayerNorm(SelfInitialized):
     def __init__(self, config: LayerNormConfig, width: int, heads: int | None) -> None:
         super().__init__()
         self.eps = config.eps
-        self.weight = nn.Parameter(torch.empty(weight_shape(width, heads)))
+        self.weight = nn.Parameter(torch.empty(weight_shape(width, heads))) if config.weight else None
         self.bias = nn.Parameter(torch.empty(weight_shape(width, heads))) if config.bias else None
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Gain 1, bias 0."""
-        nn.init.ones_(self.weight)
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

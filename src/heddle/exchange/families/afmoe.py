@@ -1,0 +1,110 @@
+"""AFMoE, Arcee's Trinity (2025): gated attention, RoPE in windowed layers alone, sandwich norms, sigmoid experts."""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _deepseek, _layer_types, _moe
+from heddle.exchange.family import Family, WeightMap
+from heddle.exchange.rope import SLIDING, read_rope
+from heddle.model.config import ModelConfig
+
+PERIOD, DEFAULT_WINDOW = 4, 1024  # of layers without a window, and the others' if the field is absent
+# Of groups, of which there is one, and of the loss that its own code adds.
+UNUSED_FIELDS = ("load_balance_coeff", "output_router_logits", "use_grouped_mm")
+NORMS = {"input_layernorm": "norms.mixer", "post_attention_layernorm": "after.mixer"}
+NORMS |= {"pre_mlp_layernorm": "norms.feedforward", "post_mlp_layernorm": "after.feedforward"}
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """Dense layers, then layers with experts. The balancing bias keeps its loaded value (`bias_update` 0)."""
+    width = config.require_count("hidden_size")
+    heads = _common.read_heads(config, width, head_dim=128)
+    for name in UNUSED_FIELDS:
+        config.optional(name)
+    for name in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
+        config.expect(name, 1, None)
+    config.expect("score_func", "sigmoid", None)
+    config.expect("route_norm", True, None)
+    config.expect("attention_bias", False, None)  # its gate has none
+    mixer = {
+        "kind": "attention",
+        **heads,
+        "qk_norm": "head",
+        "gate": "channel",
+        "dropout": config.get("attention_dropout", 0.0),
+    }
+    rope = read_rope(config, heads["head_dim"])
+    usual = _layer_types.full_every(config.get("global_attn_every_n_layers", PERIOD) or 1, config)
+    types = _layer_types.read_types(config, usual)
+    windows = _layer_types.layer_windows(config, types, config.get("sliding_window", DEFAULT_WINDOW))
+    dense, first = _common.read_gated(config), config.get("num_dense_layers", 1)
+    experts = {
+        "kind": "moe",
+        "experts": config.get("num_experts", 64, "num_local_experts"),
+        "top_k": config.get("num_experts_per_tok", 6),
+        "hidden": config.require("moe_intermediate_size", int),
+        "activation": dense["activation"],
+        "shared": config.get("num_shared_experts", 2),
+        "scale": config.get("route_scale", 1.0),
+        "routing": "sigmoid",
+        "renormalize": True,
+        "bias_update": 0.0,
+    }
+    layers = [
+        {
+            "mixer": mixer | {"window": window, "position": rope if kind == SLIDING else None},
+            "feedforward": dense if index < first else experts,
+        }
+        for index, (kind, window) in enumerate(zip(types, windows, strict=True))
+    ]
+    return _common.design_fields(
+        config,
+        {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5), "cast": "after"},
+        _layer_types.merge_repeats(layers),
+        residual={"kind": "sandwich"},
+        embedding={"multiplier": width**0.5} if config.get("mup_enabled", False) else {},
+    )
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    moe, sparse = design_parts.first_moe(design), design_parts.has_experts(design)
+    experts = _deepseek.write_layers(design)
+    shared = ("rms_norm_eps", "hidden_act", "intermediate_size", "num_experts_per_tok", "moe_intermediate_size")
+    mixers = [layer.mixer for layer in design_parts.layers(design)]
+    rope = next((mixer for mixer in mixers if getattr(mixer, "window", None)), None)
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design, design_parts.rope_of(rope))
+        | {name: experts[name] for name in shared}
+        | {
+            "num_dense_layers": sparse.index(True) if any(sparse) else design.depth,
+            "num_experts": moe.experts,
+            "num_shared_experts": _deepseek.shared_experts(moe),
+            "route_scale": moe.scale,
+            "layer_types": design_parts.layer_types(design),
+            "sliding_window": design_parts.first_window(design) or DEFAULT_WINDOW,
+            "mup_enabled": design.embedding.multiplier is not None,
+        }
+    )
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's tensor names but for the norms, the gate of attention and the experts."""
+    _common.map_weights(design, weights, _map_norms, _map_feedforward)
+    for index in range(design.depth):
+        weights.add_module(f"model.layers.{index}.self_attn.gate_proj", f"layers.{index}.mixer.gate")
+
+
+def _map_norms(weights: WeightMap, hf: str, heddle: str) -> None:
+    for name, role in NORMS.items():
+        weights.add_module(f"{hf}.{name}", f"{heddle}.residual.{role}")
+
+
+def _map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
+    _moe.map_feedforward(weights, hf, heddle, "shared_experts", "router.gate")
+    weights.add_tensor(f"{hf}.expert_bias", f"{heddle}.router.expert_bias")
+
+
+FAMILY = Family("afmoe", "AfmoeForCausalLM", read_config, write_config, map_weights)
