@@ -122,6 +122,27 @@ CASES: dict[str, Data] = {
     "attention-shared-keys-repeated": design(
         {"repeat": 2, "layers": [layer(attention(kv_heads=2)), layer(attention(kv_heads=2, shared_kv=True), None)]}
     ),
+    "attention-value-residual": design(
+        layer(attention(kv_heads=2, value_dim=5, window=3)),
+        layer({"kind": "retention", "heads": 3}),
+        layer(attention(kv_heads=2, value_dim=5, qk_norm="head", exclusive=True, value_residual="learned"), repeat=2),
+        layer(attention(heads=6, kv_heads=2, head_dim=6, value_dim=5, window=2, value_residual=[0.7, -0.4])),
+        layer(attention(heads=6, kv_heads=2, head_dim=6, value_dim=5, window=2, shared_kv=True)),
+    ),
+    "attention-value-residual-repeated": design(
+        layer(attention(kv_heads=2, bias="qkv"), None),
+        {
+            "repeat": 2,
+            "layers": [
+                layer(attention(kv_heads=1, head_dim=4, value_dim=6)),
+                layer(attention(kv_heads=2, value_residual="learned")),
+            ],
+        },
+    ),
+    "attention-value-residual-bidirectional": design(
+        layer(attention(kv_heads=2, causal=False)),
+        layer(attention(kv_heads=2, causal=False, dropout=0.2, position=None, value_residual="learned"), repeat=2),
+    ),
     "attention-shared-keys-bidirectional": design(
         layer(attention(kv_heads=1, causal=False, position=BUCKETS)),
         layer(attention(kv_heads=1, causal=False, dropout=0.2, sink=True, position=None, shared_kv=True)),

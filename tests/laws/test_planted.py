@@ -282,6 +282,17 @@ BUGS = [
               lambda make, k, v, mask, own: make(k, v, replace(mask, causal=False), own))),
     Bug("keys handed over in another order of rows", "batch_position_invariance", "attention-shared-keys",
         calls(Attention._attend, "SharedKeys", lambda make, k, v, mask, own: make(k.flip(0), v, mask, own))),
+    # Values of the first layer
+    Bug("first values of another token", "chunked_decoding", "attention-value-residual",
+        wrapped(Attention._mixed_values, lambda mix, mixer, v, over: mix(mixer, v, over) if over is None or
+                mixer.value_source is None else mix(mixer, v, over) + over.by_layer[mixer.value_source].own_values[
+                    :, :, :1])),
+    Bug("first values of another row", "batch_position_invariance", "attention-value-residual-repeated",
+        wrapped(Attention._mixed_values, lambda mix, mixer, v, over: mix(mixer, v, over) if over is None or
+                mixer.value_source is None else mix(mixer, v, over) + over.by_layer[mixer.value_source].own_values.flip(
+                    0))),
+    Bug("first values that nothing reads", "options_have_effect", "attention-value-residual-bidirectional",
+        condition(Attention._mixed_values, "value_source", True)),
     # Windows, ring buffers and states
     Bug("a window one key too wide", "receptive_field", "attention-window-2",
         result(Band.keys_before, lambda keys: keys + 1)),

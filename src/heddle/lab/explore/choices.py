@@ -77,7 +77,7 @@ class Kind:
     first: dict[str, Any]
 
 
-OF_SEVERAL_LAYERS = ("shared_kv",)  # fields that the equal layers of an explored design cannot have
+OF_SEVERAL_LAYERS = ("shared_kv", "value_residual")  # fields that the equal layers of an explored design cannot have
 
 
 @cache

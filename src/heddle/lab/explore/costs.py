@@ -234,7 +234,7 @@ def attention(n: Quantities) -> Costs:
     gate = projection(n, n.width, n.heads, bias).scaled(n.equals("gate", "head"))
     gate += projection(n, n.width, values, bias).scaled(n.equals("gate", "channel"))
     own = Costs(
-        parameters=n.heads * (n.sink + n.position_buckets) + norms,
+        parameters=n.heads * (n.sink + n.position_buckets) + 2 * n.equals("value_residual", "learned") + norms,
         flops=attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
         cached=has_keys * cached_tokens(n) * groups * (dim + value_dim),
     )
