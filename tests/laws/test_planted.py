@@ -87,9 +87,9 @@ from heddle.numerics.recurrent.convolution import (
     next_conv_state,
 )
 from heddle.numerics.recurrent.double_softmax import _normalize_keys
+from heddle.numerics.recurrent.gated_delta import TriangularSolve, _decayed_pairs
 from heddle.numerics.recurrent.gated_delta import _batched as delta_batched
 from heddle.numerics.recurrent.gated_delta import _chunked as delta_chunked
-from heddle.numerics.recurrent.gated_delta import _decayed_pairs, _TriangularSolve
 from heddle.numerics.recurrent.gated_delta import _step as delta_step
 from heddle.numerics.recurrent.linear_attention import _both_directions, softmax_over_tokens
 from heddle.numerics.recurrent.ssd import _chunked as ssd_chunked
@@ -625,7 +625,7 @@ BUGS = [
         calls(delta_step, "expand", lambda x, batch, groups, repeats, dim:
               x.mT.expand(batch, groups, dim, repeats).permute(0, 3, 1, 2))),
     Bug("a gradient of the triangular solve outside the triangle", "finite_differences", "delta",
-        calls(_TriangularSolve.backward, "tril", lambda x, diagonal: x)),
+        calls(TriangularSolve.backward, "tril", lambda x, diagonal: x)),
     Bug("decays initialized alike for every seed", "seeded_initialization", "delta",
         calls(GatedDecay.init_weights, "uniform", lambda stream, start, stop:
               torch.linspace(0.1, 0.9, stop - start, dtype=torch.float64), nth=0)),
