@@ -97,50 +97,26 @@ class RWKV7Config(MixerConfig):
         return RWKV7(self, context)
 
 
-class Projection(Linear):
-    """A projection with first weights of its own: normal with a standard deviation, or zero.
+def low_rank(inputs: int, rank: int, outputs: int) -> tuple[Linear, Linear]:
+    """The two matrices of a low-rank projection; the first begins at zero, and so does the output."""
+    return Linear(inputs, rank, initial_std=0.0), Linear(rank, outputs, initial_std=0.1 * outputs**-0.5)
 
-    mean: of the first bias [outputs], around which it is normal; None: there is no bias.
+
+def channel_patterns(heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Two patterns over the channels of all heads [heads · dim], float32 on the CPU.
+
+    One goes from 0 to 1. The other goes from −1 to 1 over each head, squared with its sign.
     """
-
-    def __init__(self, inputs: int, outputs: int, first_std: float, mean: Tensor | None = None) -> None:
-        super().__init__(inputs, outputs, bias=mean is not None)
-        self.first_std, self.mean = first_std, mean
-
-    def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """As the class says; the bias differs from its mean by numbers of the design's standard deviation."""
-        if self.first_std:
-            fill_normal(self.weight, self.first_std, draws("weight"))
-        else:
-            nn.init.zeros_(self.weight)
-        if self.mean is not None:
-            fill_normal(self.bias, std, draws("bias"), self.mean)
-
-
-def low_rank(inputs: int, rank: int, outputs: int, mean: Tensor | None = None) -> tuple[Projection, Projection]:
-    """The two matrices of a low-rank projection: the first begins at zero, so that its output begins at the bias."""
-    return Projection(inputs, rank, 0.0), Projection(rank, outputs, 0.1 * outputs**-0.5, mean)
-
-
-class Channels:
-    """What the first values of a layer are made of: numbers for each of `heads · dim` channels, float32 on the CPU.
-
-    linear: from −1/2 to 1/2 over all channels. zigzag: from −1 to 1 over each head, squared with its sign.
-    """
-
-    def __init__(self, heads: int, dim: int) -> None:
-        index = torch.arange(heads * dim, dtype=torch.float32, device="cpu")
-        self.share = index / max(1, heads * dim - 1)
-        self.linear = self.share - 0.5
-        centered = (index % dim - (dim - 1) / 2) / max(0.5, (dim - 1) / 2)
-        self.zigzag = centered * centered.abs()
+    index = torch.arange(heads * dim, dtype=torch.float32, device="cpu")
+    centered = (index % dim - (dim - 1) / 2) / max(0.5, (dim - 1) / 2)
+    return index / max(1, heads * dim - 1), centered * centered.abs()
 
 
 class RWKV7(SelfInitialized, RecurrentMixer):
     """The module. Its state is a `ConvRecurrentState` whose conv_state [B, 1, width] is the last token.
 
-    The first weights follow the authors' code, as the paper asks: μ, w₀, a₀, v₀, ξ, α and ρ are patterns over channels and
-    layers; low-rank projections begin at zero, and so does the output projection. Where the authors draw orthogonal
+    The first weights follow the authors' code, as the paper asks: μ, w₀, a₀, v₀, ξ, α and ρ are patterns over channels
+    and layers; low-rank projections begin at zero, and so does the output projection. Where the authors draw orthogonal
     matrices, these are normal with the same standard deviation, and numbers differ from their pattern by the design's
     `initialization.std` (ρ by a tenth of it), so that every element has a draw of its own, whatever part of it a rank
     fills. The weights of the norm begin at 1, not at ((layer + 1) / depth)^0.7.
@@ -152,29 +128,24 @@ class RWKV7(SelfInitialized, RecurrentMixer):
         self.value_dim = config.value_dim or self.head_dim
         self.width, self.layer, self.depth = context.width, context.layer_index, context.depth
         keys, values, width = self.heads * self.head_dim, self.heads * self.value_dim, context.width
+        ranks = {name: config.rank(name, width) for name in RANK_FACTORS}
         std = 0.5 * (3 * width) ** -0.5  # of numbers uniform in ± 1 / (2 sqrt(width))
-        self.shift = nn.Parameter(torch.empty(len(SHIFTED), width))  # μ of r, w, k, v, a and g
-        self.q = Projection(width, keys, std)
-        self.k = Projection(width, keys, 0.1 * std)
-        self.v = Projection(width, values, std)
-        channels, ranks = Channels(self.heads, self.head_dim), {name: config.rank(name, width) for name in RANK_FACTORS}
-        progress = self.layer / max(1, self.depth - 1)
-        decay = 6.0 * channels.share ** (1.0 + progress**0.3) - 5.5 + 2.5 * channels.zigzag
-        self.decay_down, self.decay_up = low_rank(width, ranks["decay_rank"], keys, decay)
-        rate = 0.3 * channels.zigzag + 0.4 * channels.linear - 0.19
-        self.rate_down, self.rate_up = low_rank(width, ranks["rate_rank"], keys, rate)
+        self.shift = nn.Parameter(torch.empty(len(SHIFTED) * width))  # μ of r, w, k, v, a and g
+        self.q = Linear(width, keys, initial_std=std)
+        self.k = Linear(width, keys, initial_std=0.1 * std)
+        self.v = Linear(width, values, value_projection=True, initial_std=std)
+        self.decay_down, self.decay_up = low_rank(width, ranks["decay_rank"], keys)
+        self.rate_down, self.rate_up = low_rank(width, ranks["rate_rank"], keys)
         self.gate_down, self.gate_up = low_rank(width, ranks["gate_rank"], values)
-        self.value_down, self.value_up = None, None
-        if config.value_residual:
-            own = 0.73 - 0.4 * Channels(self.heads, self.value_dim).linear
-            self.value_down, self.value_up = low_rank(width, ranks["value_rank"], values, own)
-        self.removal = nn.Parameter(torch.empty(keys))  # ξ
-        self.replacement = nn.Parameter(torch.empty(keys))  # α
-        self.bonus = nn.Parameter(torch.empty(self.heads, self.head_dim))  # ρ
-        self.first_removal = 0.71 - 0.1 * channels.linear
+        self.decay_bias, self.rate_bias = (nn.Parameter(torch.empty(keys)) for _ in range(2))  # w₀ and a₀
+        self.value_residual = config.value_residual
+        if self.value_residual:
+            self.value_down, self.value_up = low_rank(width, ranks["value_rank"], values)
+            self.value_bias = nn.Parameter(torch.empty(values))  # v₀
+        self.removal, self.replacement, self.bonus = (nn.Parameter(torch.empty(keys)) for _ in range(3))  # ξ, α and ρ
         check_norm_width("value_dim", self.value_dim)
         self.norm = build_under("norm", (config.norm or context.norm).build, self.value_dim, self.heads)
-        self.out = Projection(values, width, 0.0)
+        self.out = Linear(values, width, output_projection=True, initial_std=0.0)
 
     @property
     def value_fields(self) -> Mapping[str, Any]:
@@ -182,14 +153,21 @@ class RWKV7(SelfInitialized, RecurrentMixer):
         return {"heads": self.heads, "value_dim": self.value_dim}
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """μ, ξ, α and ρ; the projections initialize themselves."""
+        """Numbers around patterns over channels; the projections and the norm initialize themselves."""
         channel = torch.arange(self.width, dtype=torch.float32, device="cpu") / self.width
-        left = 1.0 - self.layer / self.depth
-        means = torch.stack([1.0 - channel ** (SHIFT_EXPONENTS[name] * left) for name in SHIFTED])
-        fill_normal(self.shift, std, draws("shift"), means)
-        fill_normal(self.removal, std, draws("removal"), self.first_removal)
+        progress, left = self.layer / max(1, self.depth - 1), 1.0 - self.layer / self.depth
+        shift = torch.cat([1.0 - channel ** (SHIFT_EXPONENTS[name] * left) for name in SHIFTED])
+        fill_normal(self.shift, std, draws("shift"), shift)
+        share, zigzag = channel_patterns(self.heads, self.head_dim)
+        decay = 6.0 * share ** (1.0 + progress**0.3) - 5.5 + 2.5 * zigzag
+        fill_normal(self.decay_bias, std, draws("decay_bias"), decay)
+        fill_normal(self.rate_bias, std, draws("rate_bias"), 0.3 * zigzag + 0.4 * (share - 0.5) - 0.19)
+        fill_normal(self.removal, std, draws("removal"), 0.71 - 0.1 * (share - 0.5))
         fill_normal(self.replacement, std, draws("replacement"), 1.02)
         fill_normal(self.bonus, 0.1 * std, draws("bonus"), -0.04)
+        if self.value_residual:
+            share, _ = channel_patterns(self.heads, self.value_dim)
+            fill_normal(self.value_bias, std, draws("value_bias"), 0.73 - 0.4 * (share - 0.5))
 
     def init_state(self, spec: StateSpec) -> ConvRecurrentState:
         """Zeros; the size does not depend on the cache length."""
@@ -200,23 +178,29 @@ class RWKV7(SelfInitialized, RecurrentMixer):
     ) -> tuple[Tensor, ConvRecurrentState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
         difference = self._token_before(x, layout, state) - x
-        x_r, x_w, x_k, x_v, x_a, x_g = (x + mix.to(x.dtype) * difference for mix in self.shift)
+        x_r, x_w, x_k, x_v, x_a, x_g = (x + mix * difference for mix in self.shift.to(x.dtype).chunk(len(SHIFTED)))
         r, k, v = self.q(x_r), self.k(x_k), self.v(x_v)
-        log_decay = -RATE * at_least_float32(self.decay_up(self.decay_down(x_w).tanh())).sigmoid()
-        rate = at_least_float32(self.rate_up(self.rate_down(x_a))).sigmoid()
+        log_decay = -RATE * self._gate(self.decay_up(self.decay_down(x_w).tanh()), self.decay_bias)
+        rate = self._gate(self.rate_up(self.rate_down(x_a)), self.rate_bias)
         gate = self.gate_up(self.gate_down(x_g).sigmoid())
         mix = None
-        if self.value_down is not None and self.value_up is not None:
-            mix = self.value_up(self.value_down(x_v)).sigmoid()
+        if self.value_residual:
+            mix = self._gate(self.value_up(self.value_down(x_v)), self.value_bias).to(v.dtype)
         wide = at_least_float32(k)
         removal = functional.normalize(self._heads(wide * self.removal.to(wide.dtype)), dim=-1)
         replacement = wide + wide * (rate - 1.0) * self.replacement.to(wide.dtype)
         keys = (removal, self._heads(replacement), self._heads(rate))
         o, v, state = self._recurrence(x, at_least_float32(r), keys, (v, mix), log_decay, layout, state)
         o = self.norm(o.transpose(1, 2).to(x.dtype))
-        own = (self._heads(at_least_float32(r)) * keys[1] * self.bonus.to(wide.dtype)[:, None]).sum(-1, keepdim=True)
+        own = self._heads(at_least_float32(r) * replacement * self.bonus.to(wide.dtype)).sum(-1, keepdim=True)
         y = o + (own * split_heads(v, self.heads)).transpose(1, 2).to(x.dtype)
         return self.out(y.flatten(2) * gate), state
+
+    @staticmethod
+    def _gate(x: Tensor, bias: Tensor) -> Tensor:
+        """σ(x + bias), in at least float32."""
+        wide = at_least_float32(x)
+        return (wide + bias.to(wide.dtype)).sigmoid()
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, heads · d] -> [B, heads, T, d]."""
