@@ -174,7 +174,7 @@ WRONG: dict[str, Plant] = {
     "the token itself in the place of the one before": result(token_before, lambda before: before.roll(-1, 1)),
     "values of this layer handed on after their mixture": condition(RWKV7._recurrence, "mix", False),
     "no bonus": calls(RWKV7.forward, "sum", lambda x, *_, keepdim: 0.0 * x.sum(-1, keepdim=keepdim)),
-    "a step of the chunks that is left out": calls(_chunked, "baddbmm", lambda torch, a, b, c, alpha: a, nth=0),
+    "a chunk that adds nothing to the state": calls(_chunked, "baddbmm", lambda torch, a, b, c: a, nth=1),
 }
 
 
@@ -201,7 +201,6 @@ def test_sizes() -> None:
     assert mixer is not None
     assert sum(each.numel() for each in mixer.parameters()) == count
     assert model.init_state(2, 7).layer_bytes == [2 * 4 * (4 * 5 * 3 + 24)] * 2
-    projections = 24 * (2 * 20 + 12 + 5 + 3 + 6) + 5 * 20 + 3 * 20 + 6 * 12 + 12 * 24
     alone = parse_config(ModelConfig, design(layer(rwkv7(4, head_dim=5, value_dim=3), None), head={"tied": True}))
     without = parse_config(ModelConfig, design(layer(None)))
     flops = [heddle.size(each, 16).flops_per_token for each in (alone, without)]
@@ -259,8 +258,8 @@ def test_the_first_step_of_training_moves_the_output_projection_alone() -> None:
     assert moved == {"out.weight"}
 
 
-def test_low_rank_weights_and_vectors_do_not_decay_with_matrices() -> None:
-    """Weight decay is for parameters with two dims: projections, not μ, ρ or biases."""
+def test_weight_decay_spares_vectors() -> None:
+    """It is for parameters with two dims: projections, not μ, ρ or biases."""
     mixer = heddle.build(case("rwkv7-value-residual")).mixers()[2]
     assert mixer is not None
     vectors = {name for name, each in mixer.named_parameters() if each.dim() == 1}
