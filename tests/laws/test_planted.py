@@ -657,6 +657,8 @@ BUGS = [
     Bug("padding written into an RWKV-7 state", "padding_not_cached", "rwkv7",
         calls(RWKV7._recurrence, "without_padding", lambda _, x, layout: x, nth=0)),
     Bug("a shift that reads the document before", "document_isolation", "rwkv7",
+        calls(token_before, "_cached_taps", lambda *_: None)),
+    Bug("a shift that reads the state's document in the next one", "chunked_ragged_batch", "rwkv7",
         calls(token_before, "masked_fill", lambda x, *_: x)),
     Bug("a shift that starts anew in every call", "chunked_decoding", "rwkv7-own-widths",
         wrapped(token_before, lambda before, x, layout, last: before(x, layout, None))),
@@ -669,7 +671,7 @@ BUGS = [
     Bug("a token that removes what it writes", "kernel_equivalence", "rwkv7-own-widths",
         calls(general_solved, "tril", lambda x, diagonal: x)),
     Bug("first values of RWKV-7 in another order of rows", "batch_position_invariance", "rwkv7-value-residual",
-        assigned(RWKV7._recurrence, "v", lambda v, *, mix: v if mix is None else v.flip(0), nth=1)),
+        assigned(RWKV7._recurrence, "v", lambda v, *, mix: v if mix is None else v.flip(0))),
     Bug("a value residual that nothing reads", "options_have_effect", "rwkv7-value-residual",
         condition(RWKV7._recurrence, "mix", False)),
     # Recurrences for accelerators

@@ -189,6 +189,7 @@ def test_the_loop_sees_a_mistake(bug: str, pair: Decoder, monkeypatch: pytest.Mo
 def test_sizes() -> None:
     """A matrix for each head and one token, whatever the length of the text."""
     config = case("rwkv7-own-widths")
+    projections = 24 * (2 * 20 + 12 + 5 + 3 + 6) + 5 * 20 + 3 * 20 + 6 * 12 + 12 * 24
     for context in (16, 5000):
         size = heddle.size(config, context, batch=2)
         assert size.layers[0].state_bytes == 2 * 4 * (4 * 5 * 3 + 24)

@@ -56,10 +56,10 @@ class RWKV7Config(MixerConfig):
     heads: Width
     head_dim: Width | None = None  # of r and k; default: width / heads
     value_dim: Width | None = None  # default: head_dim
-    decay_rank: Width | None = None  # of w's projection; default: 2.5 sqrt(width) in steps of 32, at least 32
+    decay_rank: Width | None = None  # of w's projection; default: near 2.5 sqrt(width), a multiple of 32
     rate_rank: Width | None = None  # of a's; default: as decay_rank
-    gate_rank: Width | None = None  # of g's; default: 5 sqrt(width) in steps of 32, at least 32
-    value_rank: Width | None = None  # of the value residual's; default: 1.7 sqrt(width) in steps of 32, at least 32
+    gate_rank: Width | None = None  # of g's; default: near 5 sqrt(width), a multiple of 32
+    value_rank: Width | None = None  # of the value residual's; default: near 1.7 sqrt(width), a multiple of 32
     value_residual: bool = False  # values mixed with those of the first layer with this mixer
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
 
@@ -72,9 +72,9 @@ class RWKV7Config(MixerConfig):
         return self.replace(head_dim=dim, value_dim=self.value_dim or dim, norm=self.norm or context.norm, **ranks)
 
     def rank(self, name: str, width: int) -> int:
-        """The rank of a projection in a model of this width."""
+        """The rank of a projection in a model of this width: the nearest multiple of 32, of two the smaller."""
         given: int | None = getattr(self, name)
-        return given or max(32, round(RANK_FACTORS[name] * math.sqrt(width) / 32) * 32)
+        return given or 32 * max(1, math.ceil(RANK_FACTORS[name] * math.sqrt(width) / 32 - 0.5))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
