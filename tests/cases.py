@@ -129,7 +129,6 @@ CASES: dict[str, Data] = {
     ),
     "attention-value-residual": design(
         layer(attention(kv_heads=2, value_dim=5, window=3)),
-        layer({"kind": "retention", "heads": 3}),
         layer(attention(kv_heads=2, value_dim=5, qk_norm="head", exclusive=True, value_residual="learned"), repeat=2),
         layer(attention(heads=6, kv_heads=2, head_dim=6, value_dim=5, window=2, value_residual=[0.7, -0.4])),
         layer(attention(heads=6, kv_heads=2, head_dim=6, value_dim=5, window=2, shared_kv=True)),

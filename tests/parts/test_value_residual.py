@@ -166,7 +166,7 @@ def test_learned_numbers_begin_at_one_half() -> None:
 def test_the_cache_holds_mixed_values() -> None:
     """So a layer that shares keys and values reads the mixed ones, and a state has no first values."""
     model = model_under_test(case("attention-value-residual"))
-    assert model.config.kv_sources[-1] == 4
+    assert model.config.kv_sources[-1] == 3
     state = model.init_state(2, 9)
     assert set(state.tensors()) == set(model_under_test(without_residual(model.config)).init_state(2, 9).tensors())
 

@@ -77,11 +77,8 @@ class Kind:
     first: dict[str, Any]
 
 
-OF_SEVERAL_LAYERS = (
-    "shared_kv",
-    "value_residual",
-    "value_rank",
-)  # fields that the equal layers of an explored design cannot have
+# Fields that the equal layers of an explored design cannot have.
+OF_SEVERAL_LAYERS = ("shared_kv", "value_residual", "value_rank")
 
 
 @cache
