@@ -45,7 +45,7 @@ RATE = math.exp(-0.5)  # the greatest −log w
 SHIFTED = ("r", "w", "k", "v", "a", "g")
 # Exponents of the initial μ: 1 − (channel / width)^(exponent · (1 − layer / depth)).
 SHIFT_EXPONENTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
-RANK_FACTORS = {"decay_rank": 2.5, "rate_rank": 2.5, "value_rank": 1.7, "gate_rank": 5.0}  # times sqrt(width)
+RANK_FACTORS = {"decay_rank": 2.5, "rate_rank": 2.5, "gate_rank": 5.0, "value_rank": 1.7}  # times sqrt(width)
 
 
 class RWKV7Config(MixerConfig):
