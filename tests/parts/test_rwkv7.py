@@ -20,6 +20,7 @@ from heddle.numerics.recurrent.general_delta import _chunked, general_delta_flop
 from heddle.parts.layout import Layout
 from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.modules.recurrent import token_before
+from heddle.training.width_transfer import transfer_over_width
 from tests.cases import Data, attention, case, design, layer, rwkv7
 from tests.laws.planting import Plant, calls, condition, reads, result
 from tests.parts.test_shared_keys import normalized
@@ -257,6 +258,15 @@ def test_the_first_step_of_training_moves_the_output_projection_alone() -> None:
     assert mixer is not None
     moved = {name for name, each in mixer.named_parameters() if each.grad is not None and bool(each.grad.any())}
     assert moved == {"out.weight"}
+
+
+def test_a_transfer_over_the_width_keeps_first_weights_that_depend_on_the_width() -> None:
+    """They shrink with 1 / sqrt(width) by themselves, so the transfer must not shrink them again."""
+    entry = layer({"kind": "rwkv7", "heads": 8, "decay_rank": 4, "rate_rank": 4, "gate_rank": 4})
+    scales = transfer_over_width(parse_config(ModelConfig, design(entry, width=96)), 24).scales
+    for name in ("q", "k", "v"):
+        assert scales[f"layers.0.mixer.{name}.weight"].initial_std == 1.0
+    assert scales["layers.0.feedforward.up.weight"].initial_std == 0.5
 
 
 def test_weight_decay_spares_vectors() -> None:
