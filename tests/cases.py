@@ -73,6 +73,11 @@ def delta(heads: int = 4, repeat: int = 2, **fields: Any) -> Data:
     return layer({"kind": "gated_delta", "heads": heads, **fields}, repeat=repeat)
 
 
+def rwkv7(heads: int = 3, **fields: Any) -> Data:
+    """An RWKV-7 mixer with small ranks."""
+    return {"kind": "rwkv7", "heads": heads, "decay_rank": 5, "rate_rank": 3, "gate_rank": 6, **fields}
+
+
 def forward(kind: str, **fields: Any) -> Data:
     """A design of two layers with this feed-forward."""
     return design(layer(attention(3), {"kind": kind, "hidden": 17, **fields}, repeat=2))
@@ -121,6 +126,26 @@ CASES: dict[str, Data] = {
     ),
     "attention-shared-keys-repeated": design(
         {"repeat": 2, "layers": [layer(attention(kv_heads=2)), layer(attention(kv_heads=2, shared_kv=True), None)]}
+    ),
+    "attention-value-residual": design(
+        layer(attention(kv_heads=2, value_dim=5, window=3)),
+        layer(attention(kv_heads=2, value_dim=5, qk_norm="head", exclusive=True, value_residual="learned"), repeat=2),
+        layer(attention(heads=6, kv_heads=2, head_dim=6, value_dim=5, window=2, value_residual=[0.7, -0.4])),
+        layer(attention(heads=6, kv_heads=2, head_dim=6, value_dim=5, window=2, shared_kv=True)),
+    ),
+    "attention-value-residual-repeated": design(
+        layer(attention(kv_heads=2, bias="qkv"), None),
+        {
+            "repeat": 2,
+            "layers": [
+                layer(attention(kv_heads=1, head_dim=4, value_dim=6)),
+                layer(attention(kv_heads=2, value_residual="learned")),
+            ],
+        },
+    ),
+    "attention-value-residual-bidirectional": design(
+        layer(attention(kv_heads=2, causal=False)),
+        layer(attention(kv_heads=2, causal=False, dropout=0.2, position=None, value_residual="learned"), repeat=2),
     ),
     "attention-shared-keys-bidirectional": design(
         layer(attention(kv_heads=1, causal=False, position=BUCKETS)),
@@ -421,6 +446,16 @@ CASES |= {
 }
 
 CASES |= {
+    "rwkv7": design(layer(rwkv7(), repeat=2), norm={"kind": "layer"}),
+    "rwkv7-own-widths": design(
+        layer(rwkv7(4, head_dim=5, value_dim=3, norm={"kind": "rms", "eps": 0.01}), repeat=2)
+    ),
+    "rwkv7-value-residual": design(
+        layer(rwkv7(value_dim=5)),
+        layer(attention(kv_heads=2)),
+        layer(rwkv7(value_dim=5, value_rank=4, value_residual=True), repeat=2),
+        norm={"kind": "layer"},
+    ),
     "kda": design(layer({"kind": "kda", "heads": 3}, repeat=2), norm={"kind": "layer"}),
     "kda-own-widths": design(
         layer({"kind": "kda", "heads": 4, "head_dim": 5, "value_dim": 3, "gate_rank": 2, "conv_kernel": 2}, repeat=2)

@@ -172,7 +172,8 @@ def catalogue() -> dict[str, dict[str, list[Any]]]:
         config = with_rate(case(name), 0.0)
         context = BuildContext(config.width, config.norm)
         # What a layer reads of another one is no choice of one layer; test_laws.py has those cases.
-        alone = [each for (_, each), source in zip(config.expand(), config.kv_sources, strict=True) if source is None]
+        sources = zip(config.expand(), config.kv_sources, config.value_sources, strict=True)
+        alone = [each for (_, each), *read in sources if read == [None, None]]
         layers = [choice for each in alone for choice in layer_choices(each, context)]
         for factor, label, value in [*layers, *model_choices(config)]:
             frequency[factor, label] += 1

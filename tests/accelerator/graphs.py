@@ -45,6 +45,7 @@ MIXERS = {
     "retention": "retention-rope-gate",
     "gated delta": "delta",
     "KDA": "kda",
+    "RWKV-7": "rwkv7",
     "Mamba-2": "mamba2",
     "gated delta and attention": "delta-hybrid",
     "attention, experts": "moe",

@@ -31,6 +31,8 @@ SOAK = [
     "retention-rope-gate",
     "mamba2",
     "kda",
+    "attention-value-residual",
+    "rwkv7-value-residual",
 ]
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 3}
 

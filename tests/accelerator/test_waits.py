@@ -175,7 +175,7 @@ def rounds_too_much(name: str) -> bool:
     return any(error > 2 * bound + 1e-6 for error, bound in zip(on_pretend, rounding(name, CPU), strict=True))
 
 
-@pytest.mark.parametrize("name", ["attention-softcap", "alibi-softcap-sink-window", "delta", "mamba2", "moe"])
+@pytest.mark.parametrize("name", ["attention-softcap", "alibi-softcap-sink-window", "delta", "mamba2", "rwkv7", "moe"])
 def test_autocast_rounds_no_more_on_the_device_than_on_the_cpu(name: str) -> None:
     assert not rounds_too_much(name)
 

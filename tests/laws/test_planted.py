@@ -87,10 +87,12 @@ from heddle.numerics.recurrent.convolution import (
     next_conv_state,
 )
 from heddle.numerics.recurrent.double_softmax import _normalize_keys
+from heddle.numerics.recurrent.gated_delta import TriangularSolve, _decayed_pairs
 from heddle.numerics.recurrent.gated_delta import _batched as delta_batched
 from heddle.numerics.recurrent.gated_delta import _chunked as delta_chunked
-from heddle.numerics.recurrent.gated_delta import _decayed_pairs, _TriangularSolve
 from heddle.numerics.recurrent.gated_delta import _step as delta_step
+from heddle.numerics.recurrent.general_delta import _solved as general_solved
+from heddle.numerics.recurrent.general_delta import _step as general_step
 from heddle.numerics.recurrent.linear_attention import _both_directions, softmax_over_tokens
 from heddle.numerics.recurrent.ssd import _chunked as ssd_chunked
 from heddle.numerics.recurrent.ssd import _step as ssd_step
@@ -104,6 +106,7 @@ from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
 from heddle.parts.mixers.mamba2 import Mamba2
 from heddle.parts.mixers.pair import Pair, _larger
+from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.mixers.short_conv import ShortConv
 from heddle.parts.modules.dropout import BranchDropout, Dropout
 from heddle.parts.modules.linear import fill_normal
@@ -113,7 +116,9 @@ from heddle.parts.modules.recurrent import (
     GatedDecay,
     ShortConvolution,
     in_steps,
+    last_token,
     one_step,
+    token_before,
 )
 from heddle.parts.modules.router_statistics import record
 from heddle.parts.norms.layer import LayerNorm
@@ -282,6 +287,17 @@ BUGS = [
               lambda make, k, v, mask, own: make(k, v, replace(mask, causal=False), own))),
     Bug("keys handed over in another order of rows", "batch_position_invariance", "attention-shared-keys",
         calls(Attention._attend, "SharedKeys", lambda make, k, v, mask, own: make(k.flip(0), v, mask, own))),
+    # Values of the first layer
+    Bug("first values of another token", "chunked_decoding", "attention-value-residual",
+        wrapped(Attention._mixed_values, lambda mix, mixer, v, over: mix(mixer, v, over) if over is None or
+                mixer.value_source is None else mix(mixer, v, over) + over.by_layer[mixer.value_source].own_values[
+                    :, :, :1])),
+    Bug("first values of another row", "batch_position_invariance", "attention-value-residual-repeated",
+        wrapped(Attention._mixed_values, lambda mix, mixer, v, over: mix(mixer, v, over) if over is None or
+                mixer.value_source is None else mix(mixer, v, over) + over.by_layer[mixer.value_source].own_values.flip(
+                    0))),
+    Bug("first values that nothing reads", "options_have_effect", "attention-value-residual-bidirectional",
+        condition(Attention._mixed_values, "value_source", True)),
     # Windows, ring buffers and states
     Bug("a window one key too wide", "receptive_field", "attention-window-2",
         result(Band.keys_before, lambda keys: keys + 1)),
@@ -614,7 +630,7 @@ BUGS = [
         calls(delta_step, "expand", lambda x, batch, groups, repeats, dim:
               x.mT.expand(batch, groups, dim, repeats).permute(0, 3, 1, 2))),
     Bug("a gradient of the triangular solve outside the triangle", "finite_differences", "delta",
-        calls(_TriangularSolve.backward, "tril", lambda x, diagonal: x)),
+        calls(TriangularSolve.backward, "tril", lambda x, diagonal: x)),
     Bug("decays initialized alike for every seed", "seeded_initialization", "delta",
         calls(GatedDecay.init_weights, "uniform", lambda stream, start, stop:
               torch.linspace(0.1, 0.9, stop - start, dtype=torch.float64), nth=0)),
@@ -635,6 +651,29 @@ BUGS = [
         wrapped(mask_documents, lambda mask, products, *rest: (products, mask(products, *rest)[1]))),
     Bug("a bound of decays that nothing reads", "options_have_effect", "kda-decay-bound",
         reads(BoundedDecay.forward, "bound", lambda bound: 1.0)),
+    # RWKV-7
+    Bug("an RWKV-7 state that decays at padding", "padding_not_cached", "rwkv7",
+        calls(RWKV7._recurrence, "without_padding", lambda _, x, layout: x, nth=2)),
+    Bug("padding written into an RWKV-7 state", "padding_not_cached", "rwkv7",
+        calls(RWKV7._recurrence, "without_padding", lambda _, x, layout: x, nth=0)),
+    Bug("a shift that reads the document before", "document_isolation", "rwkv7",
+        calls(token_before, "_cached_taps", lambda *_: None)),
+    Bug("a shift that reads the state's document in the next one", "chunked_ragged_batch", "rwkv7",
+        calls(token_before, "masked_fill", lambda x, *_: x)),
+    Bug("a shift that starts anew in every call", "chunked_decoding", "rwkv7-own-widths",
+        wrapped(token_before, lambda before, x, layout, last: before(x, layout, None))),
+    Bug("a last token that is that of the call's first", "chunked_decoding", "rwkv7",
+        wrapped(last_token, lambda last, x, layout, old: last(x, layout, old) if x.shape[1] < 2 else x[:, :1])),
+    Bug("an RWKV-7 state carried into the next document in single steps", "chunked_ragged_batch", "rwkv7-own-widths",
+        inputs_with(general_step, lambda inputs: {"call_segment_ids": None})),
+    Bug("a state that is read before its decay in single steps", "kernel_equivalence", "rwkv7",
+        inputs_with(general_step, lambda inputs: {"c": inputs.c * inputs.log_decay.exp()})),
+    Bug("a token that removes what it writes", "kernel_equivalence", "rwkv7-own-widths",
+        calls(general_solved, "tril", lambda x, diagonal: x)),
+    Bug("first values of RWKV-7 in another order of rows", "batch_position_invariance", "rwkv7-value-residual",
+        assigned(RWKV7._recurrence, "v", lambda v, *, mix: v if mix is None else v.flip(0))),
+    Bug("a value residual that nothing reads", "options_have_effect", "rwkv7-value-residual",
+        condition(RWKV7._recurrence, "mix", False)),
     # Recurrences for accelerators
     Bug("decays of a state left out where all chunks are computed at once", "kernel_equivalence", "retention-plain",
         calls(batched_sums, "addcmul", lambda torch, within, reads, decay: within + reads)),

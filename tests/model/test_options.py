@@ -74,6 +74,7 @@ REFUSED = {
         for kind, field, fields in (
             ("kda", "value_dim", {"conv_kernel": 2}),
             ("gated_delta", "value_dim", {"conv_kernel": 2}),
+            ("rwkv7", "value_dim", {}),
             ("retention", "value_dim", {}),
             ("differential_attention", "value_dim", {"head_dim": 2, "value_dim": 1}),
             ("mamba2", "groups", {"groups": 24, "head_dim": 1, "state_size": 2}),

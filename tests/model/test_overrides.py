@@ -24,6 +24,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "mamba2": {"heads": 4, "state_size": 8},
     "pair": {"first": {"kind": "attention", **HEADS}, "second": {"kind": "mamba2", "heads": 4}},
     "retention": {**HEADS, "decay": "learned", "gate": "silu"},
+    "rwkv7": {"heads": 4, "decay_rank": 4, "gate_rank": 4},
     "short_conv": {"conv_kernel": 4},
 }
 FEEDFORWARDS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from heddle.laws import LAWS
 from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_test, new_state, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, ssd
+from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, general_delta, ssd
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
 from heddle.parts.mixers.retention import Retention
@@ -200,6 +200,8 @@ RECURRENT = [
     "delta-negative-eigenvalues",
     "delta-steps",
     "mamba2-groups",
+    "rwkv7-own-widths",
+    "rwkv7-value-residual",
 ]
 
 
@@ -217,7 +219,7 @@ RECURRENT = [
 )
 def test_laws_hold_over_many_chunks(law: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The laws' texts are shorter than a chunk; here a chunk has three tokens, and a group two chunks."""
-    for module in (batched_chunks, chunked_sums, gated_delta, ssd):
+    for module in (batched_chunks, chunked_sums, gated_delta, general_delta, ssd):
         monkeypatch.setattr(module, "CHUNK_TOKENS", 3)
     monkeypatch.setattr(batched_chunks, "SUM_BLOCK", 2)
     monkeypatch.setattr(batched_chunks, "SCAN_BLOCK", 2)
@@ -275,7 +277,9 @@ def test_the_state_has_a_fixed_size_and_at_least_float32(mixer: dict[str, Any], 
         assert state.tensors()["layers.0.kv_sums"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["linear-attention-elu", "retention-learned-decays", "delta", "kda", "mamba2"])
+@pytest.mark.parametrize(
+    "name", ["linear-attention-elu", "retention-learned-decays", "delta", "kda", "mamba2", "rwkv7"]
+)
 def test_no_position_is_stored_of_a_longer_text(name: str) -> None:
     short, long = (heddle.size(case(name), context_length=tokens) for tokens in (64, 1024))
     assert short.state_bytes == long.state_bytes

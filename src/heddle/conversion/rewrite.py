@@ -59,11 +59,13 @@ class Rewrite(Config, ABC):
         """
 
     def check_shared_keys(self, design: ModelConfig) -> None:
-        """Raises DesignError for layers that read the keys and values of others, unless `keeps_attention`."""
-        for index, source in enumerate(design.kv_sources):
-            if source is not None and not self.keeps_attention:
-                reason = f"reads the keys and values of layer {source}, which {self.name} would change for one of them"
-                raise DesignError(f"layers.{index}.mixer.shared_kv", f"{reason}; convert a design without it")
+        """Raises DesignError for layers that read keys and values, or values, of others, unless `keeps_attention`."""
+        read = (("shared_kv", "keys and values", design.kv_sources), ("value_residual", "values", design.value_sources))
+        for field, what, sources in () if self.keeps_attention else read:
+            for index, source in enumerate(sources):
+                if source is not None:
+                    reason = f"reads the {what} of layer {source}, which {self.name} would change for one of them"
+                    raise DesignError(f"layers.{index}.mixer.{field}", f"{reason}; convert a design without it")
 
     def refuse_layers(self, field: str) -> None:
         """Raises DesignError if layers are named, for a field that belongs to the whole design."""

@@ -77,12 +77,18 @@ def _mixer_call(model: Decoder, mixer: Mixer, layout: Layout, draw: int) -> Inpu
     """Random inputs of a mixer, and its outputs. draw: 0, 1 …: other inputs."""
     generator = torch.Generator().manual_seed(2 + draw)
     x = normal_tensor((1, layout.positions.shape[1], model.config.width), generator).requires_grad_()
-    source = None if mixer.kv_source is None else model.mixers()[mixer.kv_source]
-    if source is not None:  # whose keys and values it reads, here of the same inputs
-        layout = replace(layout, handed_over=HandedOver())
-        source(x, layout)
-    y, _ = mixer(x, layout)
+    y = _after_sources(model, mixer, x, replace(layout, handed_over=HandedOver()))
     return x, y
+
+
+def _after_sources(model: Decoder, mixer: Mixer, x: Tensor, layout: Layout) -> Tensor:
+    """The outputs of a mixer after those of the layers whose keys or values it reads, here of the same inputs."""
+    for number in (mixer.value_source, mixer.kv_source):
+        source = None if number is None else model.mixers()[number]
+        if source is not None:
+            _after_sources(model, source, x, layout)
+    y: Tensor = mixer(x, layout)[0]
+    return y
 
 
 def _model_call(model: Decoder, layout: Layout, draw: int) -> InputAndOutput:

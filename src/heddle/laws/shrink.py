@@ -31,8 +31,8 @@ SMALL_TEXT = 128  # tokens, more than any law's text
 GROUP_FIELDS = ("kv_heads", "key_heads", "groups")
 HEAD_WIDTH = 8
 MOST = {  # an odd number stays odd
-    "kv_rank": 10, "query_rank": 8, "gate_rank": 8, "state_size": 8, "nope_dim": 6, "rope_dim": 4, "hidden": 20,
-    "buckets": 8,
+    "kv_rank": 10, "query_rank": 8, "gate_rank": 8, "decay_rank": 8, "rate_rank": 6, "value_rank": 4, "state_size": 8,
+    "nope_dim": 6, "rope_dim": 4, "hidden": 20, "buckets": 8,
 }  # fmt: skip
 MOST_EXACTLY = {
     "window": SMALL_WINDOW, "conv_kernel": SMALL_WINDOW, "temperature_length": SMALL_WINDOW, "max_distance": 6,

@@ -189,6 +189,10 @@ class ModelConfig(Config):
             if source is None and layer.mixer is not None and layer.mixer.reads_kv:
                 reason = "no earlier layer has keys and values of its own, this window and this direction; leave it out"
                 refuse(f"{path}.mixer.shared_kv", reason)
+        for (path, layer), source in zip(self.expand(), self.value_sources, strict=True):
+            if source is None and layer.mixer is not None and layer.mixer.adds_first_values:
+                reason = f"no earlier layer has {layer.mixer.kind} and values to add; leave it out of the first one"
+                refuse(f"{path}.mixer.value_residual", reason)
         return self
 
     def _check_residual(self) -> None:
@@ -237,19 +241,40 @@ class ModelConfig(Config):
         return tuple(sources)
 
     @cached_property
+    def value_sources(self) -> tuple[int | None, ...]:
+        """For each layer from the bottom up, the first layer of its kind if it adds its values, else None."""
+        first: dict[str, int] = {}
+        sources: list[int | None] = []
+        for index, (_, layer) in enumerate(self.expand()):
+            mixer = layer.mixer
+            sources.append(None if mixer is None or not mixer.adds_first_values else first.get(mixer.kind))
+            if mixer is not None and mixer.hands_values:
+                first.setdefault(mixer.kind, index)
+        return tuple(sources)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether a layer reads what an earlier one hands over."""
+        return any(source is not None for source in (*self.kv_sources, *self.value_sources))
+
+    @cached_property
     def layer_order(self) -> tuple[int, ...]:
         """For each layer from the bottom up, its index in `distinct_layers`."""
         index_of_parts: dict[Any, int] = {}
         index_of_object: dict[int, int] = {}  # repeats are the same object, which is faster to look up than its fields
         order: list[int] = []
-        for number, ((_, layer), source) in enumerate(zip(self.expand(), self.kv_sources, strict=True)):
+        for number, ((_, layer), *sources) in enumerate(
+            zip(self.expand(), self.kv_sources, self.value_sources, strict=True)
+        ):
             differs = self.residual.stream_grows or (not order and self.residual.first_layer_differs)
-            index = None if differs or source is not None else index_of_object.get(id(layer))
+            reads = any(source is not None for source in sources)
+            index = None if differs or reads else index_of_object.get(id(layer))
             if index is None:
-                own, read = number if differs else None, None if source is None else order[source]
+                own = number if differs else None
+                read = tuple(None if source is None else order[source] for source in sources)
                 parts = (own, layer.mixer, layer.feedforward, read)
                 index = index_of_parts.setdefault(parts, len(index_of_parts))
-            if not differs and source is None:
+            if not differs and not reads:
                 index_of_object[id(layer)] = index
             order.append(index)
         return tuple(order)

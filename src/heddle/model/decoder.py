@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         self.layer_counts = [count for *_, count in layers]
         self.layers = nn.ModuleList(build_under(path, Layer, layer, config, index) for path, layer, index, _ in layers)
         self._check_encoder_widths([path for path, *_ in layers])
-        self._link_shared_keys([(path, index) for path, _, index, _ in layers])
+        self._link_layers([(path, index) for path, _, index, _ in layers])
         self.encoder = self._build_encoder(config, distinct_layers_only)
         self.final_norm = config.residual.build_final_norm(config.width, config.norm)
         weight = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
@@ -152,26 +152,35 @@ class Decoder(nn.Module):
                 reason = f"has encoder_width = {width}, an earlier layer has {expected}; make them equal"
                 raise DesignError(f"{path}.mixer", reason)
 
-    def _link_shared_keys(self, layers: list[tuple[str, int]]) -> None:
-        """Tell mixers which layer's keys and values they read. Raises DesignError if these are not as theirs would be.
+    def _link_layers(self, layers: list[tuple[str, int]]) -> None:
+        """Tell mixers which layer's keys and values, or values alone, they read.
 
-        layers: path and number of each layer that was built.
+        layers: path and number of each layer that was built. Raises DesignError if what they read is not as theirs
+        would be.
         """
         config, mixers = self.config, self.mixers()
         by_index = {index: (path, mixer) for (path, index), mixer in zip(layers, mixers, strict=True)}
-        for index, (path, mixer) in by_index.items():
-            source = config.kv_sources[index]
+
+        def link(index: int, source: int | None, fields: str, what: str) -> int | None:
+            path, mixer = by_index[index]
             if source is None or mixer is None:
-                continue
+                return None
             if source not in by_index:  # the first of its equals was built
                 source = config.distinct_layers[config.layer_order[source]].index
             source_path, source_mixer = by_index[source]
             assert source_mixer is not None
-            for name, value in source_mixer.kv_fields.items():
-                if mixer.kv_fields[name] != value:
-                    reason = f"differs from that of {source_path}, whose keys and values it reads; make them equal"
+            own = getattr(mixer, fields)
+            for name, value in getattr(source_mixer, fields).items():
+                if own[name] != value:
+                    reason = f"differs from that of {source_path}, whose {what}; make them equal"
                     raise DesignError(f"{path}.mixer.{name}", reason)
-            mixer.kv_source = source_mixer.kv_target = source
+            source_mixer.kv_target = source
+            return source
+
+        for index, (_, mixer) in by_index.items():
+            if mixer is not None:
+                mixer.kv_source = link(index, config.kv_sources[index], "kv_fields", "keys and values it reads")
+                mixer.value_source = link(index, config.value_sources[index], "value_fields", "values it adds")
 
     def _build_encoder(self, config: ModelConfig, distinct_layers_only: bool) -> "Decoder | None":
         inner = encoder_config(config, self.encoder_width)
@@ -306,7 +315,7 @@ class Decoder(nn.Module):
         return hidden, State(table, states, state.fingerprint)
 
     def _run(self, tokens: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
-        if any(source is not None for source in self.config.kv_sources):
+        if self.config.hands_over:
             layout = replace(layout, handed_over=HandedOver())  # of this call, and of its backward pass
         stream = self.config.residual.expand(self.embed(tokens, layout))
         new_states = []

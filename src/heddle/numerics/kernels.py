@@ -15,6 +15,7 @@ from heddle.numerics.recurrent.causal_sums import CAUSAL_MEANS, CAUSAL_SUMS
 from heddle.numerics.recurrent.convolution import CONVOLUTION
 from heddle.numerics.recurrent.double_softmax import DOUBLE_SOFTMAX
 from heddle.numerics.recurrent.gated_delta import DELTA_RULE
+from heddle.numerics.recurrent.general_delta import GENERAL_DELTA
 from heddle.numerics.recurrent.linear_attention import DOCUMENT_SUMS
 from heddle.numerics.recurrent.ssd import SSD
 
@@ -27,6 +28,7 @@ _ALL: tuple[Operation[Any], ...] = (
     DOCUMENT_SUMS,
     DOUBLE_SOFTMAX,
     EXPERTS,
+    GENERAL_DELTA,
     LATENT,
     LAYER_NORM,
     LINEAR,

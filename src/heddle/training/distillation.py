@@ -154,9 +154,9 @@ class Distillation:
         for field in ("depth", "width", "residual"):
             if getattr(model.config, field) != getattr(teacher.config, field):
                 raise ConfigError(f"loss layers: {field} differs from that of {self._folder}; compare logits instead")
-        if any(source is not None for source in model.config.kv_sources):
+        if model.config.hands_over:
             raise ConfigError(
-                "loss layers: layers that read the keys of others cannot run alone; compare logits instead"
+                "loss layers: layers that read the keys or values of others cannot run alone; compare logits instead"
             )
         layers = {int(name.split(".")[1]) for name in touched if name.startswith("layers.")}
         if not layers:

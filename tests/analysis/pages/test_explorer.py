@@ -22,7 +22,7 @@ from tests.analysis.explorer.sizes import declared_size, refused_fields, uncheck
 from tests.html_page import Page
 from tests.source import ROOT
 
-CHOICES = 90
+CHOICES = 110
 
 
 def test_formulas_give_the_sizes_of_built_models() -> None:

@@ -77,7 +77,8 @@ class Kind:
     first: dict[str, Any]
 
 
-OF_SEVERAL_LAYERS = ("shared_kv",)  # fields that the equal layers of an explored design cannot have
+# Fields that the equal layers of an explored design cannot have.
+OF_SEVERAL_LAYERS = ("shared_kv", "value_residual", "value_rank")
 
 
 @cache
@@ -302,7 +303,7 @@ MISTAKES = (
         "Padding gets weight, so an answer depends on how long the other rows of the batch are.", "padding_invariance",
     ),
     Mistake(
-        "mixers", (*ATTENTION, "linear_attention", "retention", "gated_delta", "kda", "mamba2"),
+        "mixers", (*ATTENTION, "linear_attention", "retention", "gated_delta", "kda", "mamba2", "rwkv7"),
         "A cache reused for the next prompt",
         "What the last text left in the state is read by the next one.", "call_isolation",
     ),
@@ -315,6 +316,11 @@ MISTAKES = (
         "mixers", ("gated_delta", "kda"), "β without its factor 2",
         "With negative eigenvalues β is 2 σ(·). Without the 2 the state is erased and can never flip its sign.",
         "tests/parity/test_delta_options.py",
+    ),
+    Mistake(
+        "mixers", ("rwkv7",), "A removal from the decayed state",
+        "The paper removes κ̂ᵀ (a ⊙ κ̂) of the state before its decay. Taken from the decayed one, less is removed.",
+        "tests/parts/test_rwkv7.py",
     ),
     Mistake(
         "mixers", ("gated_delta",), "A decay before each step of a token",

@@ -15,7 +15,9 @@ from heddle.numerics.recurrent.causal_sums import causal_sums_flops
 from heddle.numerics.recurrent.convolution import convolution_flops
 from heddle.numerics.recurrent.double_softmax import double_softmax_flops
 from heddle.numerics.recurrent.gated_delta import delta_rule_flops
+from heddle.numerics.recurrent.general_delta import general_delta_flops
 from heddle.parts.mixers.linear_attention import MAP_FIELDS
+from heddle.parts.mixers.rwkv7 import RANK_FACTORS
 
 Number = Any  # an int, a float or a symbol
 
@@ -234,7 +236,7 @@ def attention(n: Quantities) -> Costs:
     gate = projection(n, n.width, n.heads, bias).scaled(n.equals("gate", "head"))
     gate += projection(n, n.width, values, bias).scaled(n.equals("gate", "channel"))
     own = Costs(
-        parameters=n.heads * (n.sink + n.position_buckets) + norms,
+        parameters=n.heads * (n.sink + n.position_buckets) + 2 * n.equals("value_residual", "learned") + norms,
         flops=attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
         cached=has_keys * cached_tokens(n) * groups * (dim + value_dim),
     )
@@ -376,6 +378,35 @@ def kda(n: Quantities) -> Costs:
     read = projection(n, n.width, keys + values + n.heads + 2 * rank)
     read += projection(n, rank, n.heads * dim + values)
     return read + convolution_costs(n, keys + values) + own + projection(n, values, n.width)
+
+
+@costs_of("mixers", "rwkv7")
+def rwkv7(n: Quantities) -> Costs:
+    """Projections, those of low rank, vectors, the norm of each head, and the generalized delta rule."""
+    dim = head_width(n, n.width)
+    value_dim = n.default("value_dim", dim)
+    keys, values = n.heads * dim, n.heads * value_dim
+    decay, rate, gate, value = (
+        n.default(name, default_rank(n, factor * n.width**0.5)) for name, factor in RANK_FACTORS.items()
+    )
+    check_norm(n, value_dim)
+    n.refuse(n.has("value_rank") * (1 - n.value_residual), value_rank=3)
+    own = Costs(
+        parameters=6 * n.width + 5 * keys + n.norm(value_dim, n.heads),
+        flops=general_delta_flops(n.tokens, n.heads, dim, value_dim),
+        cached=n.width,
+        recurrent=n.heads * dim * value_dim,
+    )
+    residual = projection(n, n.width, value) + projection(n, value, values) + Costs(parameters=values)
+    read = projection(n, n.width, 2 * keys + values + decay + rate + gate) + residual.scaled(n.value_residual)
+    read += projection(n, decay + rate, keys) + projection(n, gate, values)
+    return read + own + projection(n, values, n.width)
+
+
+def default_rank(n: Quantities, near: Number) -> Number:
+    """The multiple of 32 nearest to a number, at least 32; of two the smaller."""
+    below = 1024.5 - near / 32
+    return 32 * (1 + n.above(1024 - (below - n.remainder(below, 1)), 1))
 
 
 @costs_of("mixers", "mamba2")

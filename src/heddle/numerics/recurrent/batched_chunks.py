@@ -306,7 +306,8 @@ def channel_pairs(
 ) -> tuple[Tensor, ChunkDecays]:
     """The results of `chunk_decays.channel_decays` in few launches: all levels of halving at once.
 
-    `keys` are the last of `rows` [N, B, G, R|1, chunks, C, d_k]. The factors of a pair go from the middle of its block
+    `keys` are the last of `rows` [N, B, G, R|1, chunks, C, d_k], or the last n of them, with shape [n, 1, …]; these are
+    then no rows, and the result is [n, N − n, …, C, C]. The factors of a pair go from the middle of its block
     to the token in the second half, and from the token in the first half to the middle. Both are ≤ 1.
     """
     size = log_decay.shape[4]
@@ -315,7 +316,10 @@ def channel_pairs(
     factors = factors.view(*log_decay.shape[:4], len(masks) + 2, *log_decay.shape[4:])
     from_start, to_end = factors[..., -2, :, :], factors[..., -1, :, :]
     decayed = rows.unsqueeze(-3) * factors[..., :-2, :, :]
-    products = ((decayed @ decayed[-1].mT) * masks).sum(-3) + torch.diag_embed((rows * keys).sum(-1))
+    decayed_keys = decayed[-1]
+    if keys.dim() > rows.dim():
+        rows, decayed, decayed_keys = rows[: -len(keys)], decayed[: -len(keys)], decayed[-len(keys) :, None]
+    products = ((decayed @ decayed_keys.mT) * masks).sum(-3) + torch.diag_embed((rows * keys).sum(-1))
     return mask_documents(products, from_start, to_end, call_segment_ids)
 
 

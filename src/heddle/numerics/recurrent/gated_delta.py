@@ -104,7 +104,7 @@ def _chunked(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     log_decay, beta = (split_chunks(x, groups, chunks) for x in (inputs.log_decay, inputs.beta[..., None]))
     query_pairs, key_pairs, decay = _decayed_pairs(q, k, log_decay, inputs.call_segment_ids)
     right_hand_side = torch.cat((v * beta, k * (decay.from_start * beta)), dim=-1)
-    solution: Tensor = _TriangularSolve.apply(key_pairs * beta, right_hand_side, _unit_triangular_inverse)
+    solution: Tensor = TriangularSolve.apply(key_pairs * beta, right_hand_side, inverse_by_blocks)
     written, states = [], [state.flatten(0, 1)]
     per_chunk = (solution[..., :d_v], solution[..., d_v:], (k * decay.to_end).mT, decay.whole_chunk)
     steps = (x.flatten(0, 2).unbind(1) for x in per_chunk)
@@ -130,7 +130,7 @@ def _batched(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     (query_pairs, key_pairs), (q, decayed_k) = pairs.unbind(), (rows * decay.from_start).unbind()
     right_hand_side = torch.cat((v, decayed_k.neg()), dim=-1) * beta
     invert = batched_chunks.unit_triangular_inverse
-    solution: Tensor = _TriangularSolve.apply(key_pairs * beta, right_hand_side, invert)
+    solution: Tensor = TriangularSolve.apply(key_pairs * beta, right_hand_side, invert)
     widths = (d_v, k.shape[-1])
     added, erased = ((k * decay.to_end).mT @ solution).split(widths, dim=-1)
     unchanged = torch.eye(k.shape[-1], dtype=state.dtype, device=state.device)
@@ -153,7 +153,7 @@ def _decayed_pairs(
     return query_pairs, key_pairs, decay
 
 
-class _TriangularSolve(torch.autograd.Function):
+class TriangularSolve(torch.autograd.Function):
     """(I + tril(A, −1))⁻¹ B by matrix products only, in half the time of torch's triangular solver on a CPU.
 
     `invert` computes the inverse from A.
@@ -173,7 +173,7 @@ class _TriangularSolve(torch.autograd.Function):
         return (grad_right_hand_side @ solution.mT).tril(-1).neg_(), grad_right_hand_side, None
 
 
-def _unit_triangular_inverse(system: Tensor) -> Tensor:
+def inverse_by_blocks(system: Tensor) -> Tensor:
     """(I + tril(A, −1))⁻¹ of A [..., n, n], by inverting diagonal blocks of size 1, 2, 4, …
 
     Two adjacent blocks [[X, 0], [A', Y]] have the inverse [[X⁻¹, 0], [−Y⁻¹ A' X⁻¹, Y⁻¹]].

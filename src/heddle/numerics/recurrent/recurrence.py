@@ -83,25 +83,29 @@ def _batched_unsupported(facts: RecurrenceFacts) -> str | None:
 class RecurrenceKernels(NamedTuple):
     """The kernels of a recurrence.
 
-    step: for one token without gradients. chunked: chunk after chunk, for a CPU. fla: by that library, for a GPU.
+    step: for one token without gradients. chunked: chunk after chunk, for a CPU. fla: by that library, for a GPU, or
+    None.
     batched: all chunks in few launches. reference: token after token.
     """
 
     step: RecurrenceKernel
     chunked: RecurrenceKernel
-    fla: RecurrenceKernel
+    fla: RecurrenceKernel | None
     batched: RecurrenceKernel
     reference: RecurrenceKernel
 
 
 def recurrence_operation(name: str, kernels: RecurrenceKernels) -> Operation[RecurrenceFacts]:
     """The operation with these kernels, the first that supports a call first."""
+    library: tuple[Kernel[RecurrenceFacts], ...] = ()
+    if kernels.fla is not None:
+        library = (Kernel("fla", kernels.fla, fla.fla_unsupported, nondeterministic=optional_nondeterministic),)
     return Operation(
         name,
         (
             Kernel("step", kernels.step, _step_unsupported),
             Kernel("chunked", kernels.chunked, _chunked_unsupported),
-            Kernel("fla", kernels.fla, fla.fla_unsupported, nondeterministic=optional_nondeterministic),
+            *library,
             Kernel("batched", kernels.batched, _batched_unsupported),
             Kernel("reference", kernels.reference, lambda facts: None),
         ),

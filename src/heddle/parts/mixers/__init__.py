@@ -48,6 +48,16 @@ class MixerConfig(Part, ABC):
         return None
 
     @property
+    def adds_first_values(self) -> bool:
+        """Whether it adds to its values those of the first layer of its kind."""
+        return False
+
+    @property
+    def hands_values(self) -> bool:
+        """Whether it can hand its values to later layers of its kind that add them to theirs."""
+        return False
+
+    @property
     def template(self) -> "MixerConfig":
         """The mixer whose fields another kind keeps that comes in its place: itself, or a mixer within it."""
         return self
@@ -80,8 +90,9 @@ class Mixer(nn.Module, ABC):
     None: not stated. uses_layer_index: whether its formula depends on the number of its layer. absolute_positions:
     whether it depends on positions themselves, and not on their differences alone.
 
-    kv_source: the number of the layer whose keys and values it reads; kv_target: the number under which it hands over
-    its own (`Layout.handed_over`). The model sets both. kv_fields: what must be equal in both layers, by field.
+    kv_source: the number of the layer whose keys and values it reads; value_source: that of the layer whose values it
+    adds to its own; kv_target: the number under which it hands over its own (`Layout.handed_over`). The model sets
+    them. kv_fields, value_fields: what must be equal in both layers, by field.
     """
 
     window: int | None
@@ -92,11 +103,17 @@ class Mixer(nn.Module, ABC):
     uses_layer_index: bool = False
     absolute_positions: bool = False
     kv_source: int | None = None
+    value_source: int | None = None
     kv_target: int | None = None
 
     @property
     def kv_fields(self) -> Mapping[str, Any]:
         """Empty: it neither reads nor hands over keys and values."""
+        return {}
+
+    @property
+    def value_fields(self) -> Mapping[str, Any]:
+        """Empty: it neither adds nor hands over values alone."""
         return {}
 
     @property

@@ -15,6 +15,11 @@ code, so that a value of zero takes nothing away.
 With `shared_kv` a layer has no k, no v and no state: it reads the keys (normalized and rotated) and the values of the
 last earlier layer that has its own and the same window and direction (YOCO, Sun et al. 2024; CLA, Brandon et al. 2024;
 Gemma 3n, 2025). Only q, out and what belongs to queries are its own.
+
+With `value_residual` (ResFormer, Zhou et al. 2024, arXiv 2410.17897) a layer attends with the values λ₁ v + λ₂ v₁. v₁
+are the values of the first layer with attention, for the same tokens. The two numbers are given, or learned from 0.5
+on. A layer without the option keeps its own values (the paper's sparse form), as the first one always does. The cache
+holds the mixed values, so the state is that of a layer without the option.
 """
 
 from collections.abc import Mapping
@@ -25,13 +30,13 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, refuse, with_implied
+from heddle.config import DesignError, FiniteFloat, PositiveFloat, PositiveInt, Probability, Width, refuse, with_implied
 from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
-from heddle.parts.layout import Layout
+from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
@@ -96,7 +101,7 @@ class AttentionConfig(MixerConfig):
     """
 
     aliases = ("mha", "mqa", "gqa", "swa")
-    later_fields = ("temperature_growth", "exclusive", "shared_kv")
+    later_fields = ("temperature_growth", "exclusive", "shared_kv", "value_residual")
 
     heads: Width
     kv_heads: Width | None = None  # default: heads
@@ -119,6 +124,8 @@ class AttentionConfig(MixerConfig):
     temperature_growth: Growth = "stepwise"  # stepwise: after each length of tokens; smooth: with every token
     exclusive: bool = False  # outputs without their part along the token's own value
     shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
+    # λ₁ of the layer's own values and λ₂ of those of the first layer with attention: two numbers, or learned.
+    value_residual: tuple[FiniteFloat, ...] | Literal["learned"] | None = None
     dropout: Probability = 0.0  # of the attention weights
     position: MixerPositionConfig | None = None  # a rotation of q and k, or a score bias
 
@@ -134,6 +141,13 @@ class AttentionConfig(MixerConfig):
             refuse("exclusive", "leaves nothing of a window of one token, the token itself; give a wider window")
         if self.norm_after_rotation and (self.qk_norm is None or not isinstance(self.position, RotationConfig)):
             refuse("norm_after_rotation", "needs qk_norm and a rotary position; give both, or leave it out")
+        if isinstance(self.value_residual, tuple) and len(self.value_residual) != 2:
+            numbers = list(self.value_residual)
+            refuse("value_residual", f"{numbers} should be two numbers, of the layer's own and of the first values")
+        if isinstance(self.value_residual, tuple) and self.value_residual[1] == 0.0:
+            refuse("value_residual", "adds nothing of the first values with a second number of 0; leave it out")
+        if self.value_residual is not None and self.shared_kv:
+            refuse("value_residual", "does nothing beside shared_kv, which leaves no values of its own; keep one")
         return self
 
     @classmethod
@@ -176,6 +190,16 @@ class AttentionConfig(MixerConfig):
     def kv_kind(self) -> Any:
         """The window and the direction."""
         return (self.kind, self.window, self.causal)
+
+    @property
+    def adds_first_values(self) -> bool:
+        """As `value_residual` says."""
+        return self.value_residual is not None
+
+    @property
+    def hands_values(self) -> bool:
+        """Unless it has none of its own."""
+        return not self.shared_kv
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -232,6 +256,9 @@ class Attention(SelfInitialized, Mixer):
         gate_widths = {"head": self.heads, "channel": self.heads * self.value_dim}
         self.gate = None if config.gate is None else Linear(context.width, gate_widths[config.gate], bias=qkv_bias)
         self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
+        factors = config.value_residual
+        self.value_factors = factors if isinstance(factors, tuple) else None  # λ₁ and λ₂
+        self.value_mix = nn.Parameter(torch.empty(2)) if factors == "learned" else None  # the same
         self.softcap = config.softcap
         self.qk_norm, self.norm_after_rotation = config.qk_norm, config.norm_after_rotation
         self.q_norm = self._qk_norm(context, self.heads)
@@ -244,9 +271,11 @@ class Attention(SelfInitialized, Mixer):
         self.dropout = Dropout(config.dropout)
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Normal sinks. The projections initialize themselves."""
+        """Normal sinks, and λ of one half. The projections initialize themselves."""
         if self.sink is not None:
             fill_normal(self.sink, std, draws("sink"))
+        if self.value_mix is not None:
+            nn.init.constant_(self.value_mix, 0.5)
 
     def _qk_norm(self, context: BuildContext, heads: int) -> nn.Module | None:
         if self.qk_norm is None:
@@ -260,6 +289,11 @@ class Attention(SelfInitialized, Mixer):
         """The shapes of keys and values, their norm and their rotation."""
         names = ("kv_heads", "head_dim", "value_dim", "qk_norm", "norm_after_rotation")
         return {name: getattr(self, name) for name in names} | {"position": self.rotation}
+
+    @property
+    def value_fields(self) -> Mapping[str, Any]:
+        """The shape of the values."""
+        return {"kv_heads": self.kv_heads, "value_dim": self.value_dim}
 
     def init_state(self, spec: StateSpec) -> KVCache | None:
         """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more."""
@@ -298,7 +332,8 @@ class Attention(SelfInitialized, Mixer):
             assert self.kv_source is not None
             k, v, mask, values = handed_over.by_layer[self.kv_source]
         else:
-            (k, v), values = own, own[1]
+            k, v = own[0], self._mixed_values(own[1], handed_over)
+            values = v
             if state is None:
                 mask = layout.attention_mask(self.window, self.causal)
             else:
@@ -310,6 +345,16 @@ class Attention(SelfInitialized, Mixer):
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
         return attend(q, k, v, mask, self.scale, dropout, modifiers), values, state
+
+    def _mixed_values(self, v: Tensor, handed_over: HandedOver | None) -> Tensor:
+        """λ₁ v + λ₂ v₁ of the call's tokens [B, G, T, d_v]; v without `value_residual`."""
+        if self.value_source is None:
+            return v
+        assert handed_over is not None
+        factors = self.value_factors if self.value_mix is None else self.value_mix.to(v.dtype).unbind()
+        assert factors is not None
+        mixed: Tensor = factors[0] * v + factors[1] * handed_over.by_layer[self.value_source].own_values
+        return mixed
 
     @layout_dependent
     def _temperatures(self, layout: Layout, dtype: torch.dtype) -> Tensor:

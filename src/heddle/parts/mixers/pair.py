@@ -68,8 +68,9 @@ class PairConfig(MixerConfig):
         first = build_under("first", self.first.build, context)
         second = build_under("second", self.second.build, context)
         for name, mixer in (("first", self.first), ("second", self.second)):
-            if mixer.reads_kv:
-                raise DesignError(f"{name}.shared_kv", "is that of a layer, not of one mixer of a pair; leave it out")
+            for field, reads in (("shared_kv", mixer.reads_kv), ("value_residual", mixer.adds_first_values)):
+                if reads:
+                    raise DesignError(f"{name}.{field}", "is that of a layer, not of one mixer of a pair; leave it out")
         if first.causal != second.causal:
             raise DesignError("second", "one mixer of a pair is causal, the other is not; make both alike")
         if None not in (first.encoder_width, second.encoder_width) and first.encoder_width != second.encoder_width:

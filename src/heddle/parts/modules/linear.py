@@ -65,7 +65,8 @@ class Linear(SelfInitialized, nn.Linear):
     """`y = x Wᵀ + b` with W [outputs, inputs]. A subclass of `nn.Linear`, so adapter and quantization tools find it.
 
     output_projection: the last of a branch. value_projection: to a mixer's values or a feed-forward's hidden channels.
-    Initial weights of the first, and with some residual kinds of the second, shrink with depth.
+    Initial weights of the first, and with some residual kinds of the second, shrink with depth. initial_std: the
+    standard deviation of its first weights in place of all that; 0: they are zero.
     """
 
     matrix_parameters = ("weight",)
@@ -77,8 +78,10 @@ class Linear(SelfInitialized, nn.Linear):
         bias: bool = False,
         output_projection: bool = False,
         value_projection: bool = False,
+        initial_std: float | None = None,
     ) -> None:
         nn.Linear.__init__(self, inputs, outputs, bias)
+        self.initial_std = initial_std
         self.output_projection, self.value_projection = output_projection, value_projection
 
     def reset_parameters(self) -> None:
@@ -87,7 +90,11 @@ class Linear(SelfInitialized, nn.Linear):
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal weights, zero bias."""
         scale = self.output_scale if self.output_projection else self.value_scale if self.value_projection else 1.0
-        fill_normal(self.weight, std * scale, draws("weight"))
+        std = std * scale if self.initial_std is None else self.initial_std
+        if std:
+            fill_normal(self.weight, std, draws("weight"))
+        else:
+            nn.init.zeros_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -69,8 +69,11 @@ class ShortConvolution(SelfInitialized):
 
     @layout_dependent
     def _taps(self, layout: Layout) -> Taps | None:
-        kernel = self.weight.shape[1]
-        return layout.cached(("taps", kernel), lambda: _taps(layout, kernel))
+        return _cached_taps(layout, self.weight.shape[1])
+
+
+def _cached_taps(layout: Layout, kernel: int) -> Taps | None:
+    return layout.cached(("taps", kernel), lambda: _taps(layout, kernel))
 
 
 def _taps(layout: Layout, kernel: int) -> Taps | None:
@@ -264,3 +267,25 @@ def one_step(inputs: DeltaInputs, step: int) -> DeltaInputs:
     q, k, v, log_decay, beta = (x[:, :, step : step + 1] for x in inputs[:5])
     ids = inputs.call_segment_ids if step == 0 else None
     return DeltaInputs(q, k, v, log_decay, beta, None if ids is None else ids[:, :1], None, inputs.dtype)
+
+
+# Token shift (Peng et al. 2023, RWKV): what a token reads of the one before it in its document.
+
+
+def token_before(x: Tensor, layout: Layout, last: Tensor | None) -> Tensor:
+    """x [B, T, C] -> the token before each, in its document; zero where there is none.
+
+    last [B, 1, C]: the token before the call; None: there is none. It depends on the layout, as the convolution does.
+    """
+    last = x.new_zeros(x.shape[0], 1, x.shape[2]) if last is None else last.to(x.dtype)
+    inputs, taps = torch.cat((last, x), dim=1), _cached_taps(layout, 2)
+    if taps is None:
+        return inputs[:, : x.shape[1]]
+    index = taps.input_indices[:, :-1, :1]
+    before = inputs.gather(1, index.clamp(min=0).expand(-1, -1, x.shape[2]))
+    return before.masked_fill(index < 0, 0.0)
+
+
+def last_token(x: Tensor, layout: Layout, last: Tensor) -> Tensor:
+    """What the call after one with inputs x takes as `last`, in the dtype of the one before it."""
+    return next_conv_state(x.to(last.dtype), last, _cached_taps(layout, 2))

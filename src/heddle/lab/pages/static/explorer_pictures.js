@@ -29,7 +29,8 @@ const noise = index => { const x = Math.sin(index * 127.1 + 11.7) * 43758.5453; 
 const amount = value => value.toLocaleString("en-US", { maximumFractionDigits: 2 });
 
 // ---- mixers ----
-const RECURRENT = ["gated_delta", "kda", "linear_attention", "mamba2", "retention"];
+const RECURRENT = ["gated_delta", "kda", "linear_attention", "mamba2", "retention", "rwkv7"];
+const GATED = ["gated_delta", "kda", "mamba2", "rwkv7"];
 
 // Whether query i sees key j.
 function visible(part, i, j, window = part.window ?? Infinity) {
@@ -46,7 +47,7 @@ function shade(part, i, j, heads) {
   const distance = Math.abs(i - j);
   if (part.position?.kind === "alibi") return Math.exp(-alibiSlope(Math.min(2, heads - 1), heads) * distance);
   if (part.kind === "retention") return (Array.isArray(part.decay) && part.decay[0] || retentionDecay(0)) ** distance;
-  if (["gated_delta", "kda", "mamba2"].includes(part.kind)) {
+  if (GATED.includes(part.kind)) {
     let kept = 1;
     for (let t = j + 1; t <= i; t++) kept *= 0.72 + 0.28 * noise(t);
     return kept;
@@ -77,7 +78,7 @@ function maskPicture(part, v) {
   else if (Number.isFinite(window)) words += part.causal === false ? ` The window reaches ${window} to each side.` : ` The window holds ${window} tokens, the query’s own among them.`;
   if (part.position?.kind === "alibi") words += " Lighter cells: the distance lowers the score (one head’s slope).";
   if (part.kind === "retention") words += ` Each step multiplies what came before by γ = ${amount(retentionDecay(0))}… in the first head.`;
-  if (["gated_delta", "kda", "mamba2"].includes(part.kind)) words += " Older tokens fade by a factor that each token computes for itself (here: any factors).";
+  if (GATED.includes(part.kind)) words += " Older tokens fade by a factor that each token computes for itself (here: any factors).";
   if (part.kind === "linear_attention") words += " All are read through one sum, not pair by pair.";
   return figure(svg(left + SHOWN * cell + 8, top + SHOWN * cell + 6, "Which tokens each token reads", body), words);
 }
