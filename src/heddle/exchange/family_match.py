@@ -245,6 +245,9 @@ def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str], tra
             yield from _compare(fields.get(name, MISSING), other_fields.get(name, MISSING), name)
             continue
         compared = set()
+        for index, looped in enumerate(first.looped_layers):
+            if first.weight_sources[index] != second.weight_sources[index]:
+                yield Mismatch(f"layers.{index}.shared", looped, second.looped_layers[index])
         for index, (entry, *pair) in enumerate(zip(entries, first.layer_order, second.layer_order, strict=True)):
             if (entry, *pair) not in compared:
                 compared.add((entry, *pair))
@@ -253,7 +256,8 @@ def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str], tra
 
 def _distinct_fields(design: ModelConfig, training: bool) -> dict[str, Any]:
     """As `inference_fields` of a resolved design, with each different layer once; `training`: all its fields."""
-    fields: dict[str, Any] = {"layers": [layer.config.dump(with_later_fields=True) for layer in design.distinct_layers]}
+    layers = [layer.config.replace(repeat=1, shared=False) for layer in design.distinct_layers]
+    fields: dict[str, Any] = {"layers": [layer.dump(with_later_fields=True) for layer in layers]}
     for name in type(design).model_fields.keys() - {"layers"}:
         value = getattr(design, name)
         if value is not None:

@@ -304,6 +304,10 @@ class ModelConfig(Config):
             count(entry, f"layers[{index}]", 1)
         return visits
 
+    def shared_entry(self, path: str) -> str:
+        """The path of the outermost shared entry that holds a layer, whose path this is."""
+        return next(entry for entry in self._shared_visits if f"{path}.".startswith(f"{entry}."))
+
     @property
     def is_looped(self) -> bool:
         """Whether layers visit the weights of others again."""

@@ -191,7 +191,7 @@ class Decoder(nn.Module):
                     reason = (
                         f"two of its visits differ in {different[0]}; begin with a layer of its own, or leave it out"
                     )
-                    raise DesignError(f"{paths[index].partition('.')[0]}.shared", reason)
+                    raise DesignError(f"{self.config.shared_entry(paths[index])}.shared", reason)
 
     def _build_encoder(self, config: ModelConfig, distinct_layers_only: bool) -> "Decoder | None":
         inner = encoder_config(config, self.encoder_width)
