@@ -117,7 +117,9 @@ class Decoder(nn.Module):
     """A model built from a `ModelConfig`; one without a `vocab_size` raises DesignError.
 
     `distinct_layers_only` builds each different layer once, to check and measure a design. `layer_counts`: how many
-    layers each one stands for. `imported_config`: what an export writes again of the config.json a model came from.
+    layers each one stands for. `weight_counts`: how many of these have weights of their own. `weight_sources`: for each
+    layer, the first one with its weights. `imported_config`: what an export writes again of the config.json that a
+    model came from.
     """
 
     def __init__(self, config: ModelConfig, distinct_layers_only: bool = False) -> None:
@@ -132,7 +134,9 @@ class Decoder(nn.Module):
             layers = [(layer.path, layer.config, layer.index, layer.count) for layer in config.distinct_layers]
         self.layer_counts = [count for *_, count in layers]
         self.weight_sources = list(config.weight_sources)
+        self.weight_counts = [int(source == index) for index, source in enumerate(self.weight_sources)]
         if distinct_layers_only:  # the first of its equals was built
+            self.weight_counts = [layer.weights for layer in config.distinct_layers]
             self.weight_sources = [config.layer_order[config.weight_sources[index]] for _, _, index, _ in layers]
         self.layers = nn.ModuleList(build_under(path, Layer, layer, config, index) for path, layer, index, _ in layers)
         self._check_encoder_widths([path for path, *_ in layers])

@@ -75,7 +75,7 @@ def active_parameter_count(module: nn.Module) -> int:
 def parameter_counts(model: Decoder) -> tuple[int, int]:
     """Return the number of parameters, a shared one counted once, and how many of them act on one token."""
     layers = [layer for layer, _ in stacked_layers(model)]
-    weights = [distinct.weights for stack in with_encoder(model) for distinct in stack.config.distinct_layers]
+    weights = [count for stack in with_encoder(model) for count in stack.weight_counts]
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     around = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_layers)
     total, active = around, around

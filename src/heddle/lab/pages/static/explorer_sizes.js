@@ -103,6 +103,7 @@ function refusePart(slot, part, design, path, found, around = {}) {
     if (condition(v) > 0) found.push([`${from}.${name}`, sentence(v)]);
 }
 
+const isShared = layer => Boolean(layer.shared) && layer.count > 1;
 const branchesOf = layer => (layer.mixer ? 1 : 0) + (layer.feedforward ? 1 : 0);
 
 // How many layers and branches the first entries of a design have.
@@ -140,7 +141,9 @@ function sizes(design, chosen = 0) {
       const part = slot === "residuals" ? design.residual : layer[SINGULAR[slot]];
       if (!part) continue;
       const own = costs(slot, part, around);
-      add(sums, own, layer.count);
+      const weights = isShared(layer) ? 1 : layer.count;
+      add(sums, own.slice(0, 2), weights);
+      add(sums, [0, 0, ...own.slice(2)], layer.count);
       if (index === chosen) slots[slot] = own;
     }
   });
