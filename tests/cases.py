@@ -509,7 +509,7 @@ CASES |= {
         {
             "repeat": 2,
             "layers": [
-                layer({"kind": "mamba2", "heads": 4, "state_size": 6}, None),
+                layer({"kind": "mamba2", "heads": 3, "state_size": 6}, None),
                 layer(differential(), {"kind": "moe", "hidden": 9, "experts": 4, "top_k": 2, "bias_update": 0.05})
                 | SHARED,
             ],

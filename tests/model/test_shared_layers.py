@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,6 +18,7 @@ from heddle.config import parse_config
 from heddle.conversion.convert import Conversion
 from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import ModelWeights
+from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import chosen_match
 from heddle.exchange.gguf.export import match_architecture
@@ -30,12 +32,18 @@ from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.lora import adapters, add_lora, merge_lora
 from heddle.model.size import size
 from heddle.parts.layout import Layout
-from heddle.storage.model import load_lora, save_lora
-from heddle.training.checkpoint import WEIGHTS_FILE
+from heddle.storage.checkpoints import checkpoint_folder
+from heddle.storage.folder import tensors_sha256
+from heddle.storage.model import WEIGHTS_FILE, load_lora, save_lora
+from heddle.training import loop
+from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
+from heddle.training.step import accumulate_gradients, apply_gradients
+from tests import small
 from tests.analysis.explorer.sizes import declared_size
 from tests.cases import SHARED, Data, attention, case, delta, design, differential, layer
 from tests.conversion.exactness import converted_model, difference, source_model
+from tests.storage.shared import Died
 
 GROUP: Data = {"repeat": 3, "shared": True, "layers": [layer(attention(kv_heads=2)), delta(3, repeat=1)]}
 RESIDUALS = ("pre_norm", "post_norm", "deep_norm", "sandwich", "reordered", "residual_dual", "parallel")
@@ -385,3 +393,44 @@ def test_the_loop_sees_a_visit_with_other_weights() -> None:
         parameter.data += 0.01
     tokens, layout = random_tokens(config, 2, 9), Layout.causal(2, 9)
     assert largest(iter([model(tokens, layout)[0] - plain_loop(model, tokens, layout)])) > 1e-3
+
+
+LOOPED_RUN = small.design(
+    layers=[small.dropping()["layers"][0] | SHARED | {"repeat": 3, "feedforward": small.MOE | {"bias_update": 0.01}}],
+    residual={"kind": "pre_norm", "drop_path": 0.4},
+)
+
+
+def test_a_run_that_died_continues_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = small.corpus(tmp_path / "text")
+    train(small.job(texts, tmp_path / "whole", LOOPED_RUN, 6, optimizer="muon"))
+    right, calls = loop.accumulate_gradients, []
+
+    def dying(*arguments: Any, **named: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 5:
+            raise Died
+        return right(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "accumulate_gradients", dying)
+        with pytest.raises(Died):
+            train(small.job(texts, tmp_path / "cut", LOOPED_RUN, 6, optimizer="muon"))
+    train(small.job(texts, tmp_path / "cut", LOOPED_RUN, 6, optimizer="muon"))
+    ends = [tensors_sha256(checkpoint_folder(tmp_path / name, 6)) for name in ("whole", "cut")]
+    assert ends[0] == ends[1]
+    with safe_open(checkpoint_folder(tmp_path / "cut", 6) / WEIGHTS_FILE, "pt") as file:
+        assert {name.split(".")[1] for name in file.keys() if name.startswith("layers.")} == {"0"}  # noqa: SIM118
+
+
+def test_all_visits_balance_experts_once() -> None:
+    model = build(small.config(LOOPED_RUN), seed=3).train()
+    rows = torch.randint(1, 61, (4, 9), generator=torch.Generator().manual_seed(2)).numpy()
+    result = accumulate_gradients(model, Batch(rows, ((8,),) * 4, np.arange(4)), (0, 0))
+    assert list(result.router_metrics) == ["layers.0.feedforward"]
+    assert int(result.router_metrics["layers.0.feedforward"].tokens) == 3 * 4 * 8
+    apply_gradients(model, build_optimizer(model, 0.1), result, 1e-3, 1.0)
+    bias = model.layers[0].get_parameter("feedforward.router.expert_bias")
+    assert bias is model.layers[2].get_parameter("feedforward.router.expert_bias")
+    assert bool(((bias.abs() - 0.01).abs().minimum(bias.abs()) < 1e-8).all())
+    assert bool(bias.any())

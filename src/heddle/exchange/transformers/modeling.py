@@ -337,6 +337,9 @@ class HeddleModel(HeddlePreTrainedModel):
         self.decoder = Decoder(config.load_design())
         if self.decoder.encoder_width is not None:
             raise ConfigError("design: reads an encoder output (cross_attention), which these classes do not have")
+        visits = [self.decoder.visits(name) for name, _ in self.decoder.named_parameters()]
+        self._later_visits = {f"decoder.{each}": f"decoder.{first}" for first, *again in visits for each in again}
+        self._tied_weights_keys = self._tied_weights_keys | self._later_visits
         disable_compilation(self.decoder)
         self._attention_modules: dict[nn.Module, AttentionModule] = {}
         self._external_attention_modules()
@@ -345,10 +348,7 @@ class HeddleModel(HeddlePreTrainedModel):
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """The name of each parameter that is another one, and the other's: a tied head, later visits of a layer."""
         tied: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)
-        for name, _ in self.decoder.named_parameters() if not all_submodels else ():
-            first, *again = self.decoder.visits(name)
-            tied |= {f"decoder.{each}": f"decoder.{first}" for each in again}
-        return tied
+        return tied if all_submodels else tied | self._later_visits  # these are tied whether or not the head is
 
     @property
     def gradient_checkpointing(self) -> bool:
