@@ -282,6 +282,11 @@ BUGS = [
               lambda make, k, v, mask, own: make(k, v, replace(mask, causal=False), own))),
     Bug("keys handed over in another order of rows", "batch_position_invariance", "attention-shared-keys",
         calls(Attention._attend, "SharedKeys", lambda make, k, v, mask, own: make(k.flip(0), v, mask, own))),
+    # Layers that are visited several times
+    Bug("a later visit with weights of its own", "size_matches_model", "shared-layer",
+        condition(Decoder.tie, "source", False)),
+    Bug("one state for all visits of a layer", "chunked_decoding", "shared-layer",
+        assigned(Decoder.init_state, "states", lambda states: [states[0] for _ in states])),
     # Windows, ring buffers and states
     Bug("a window one key too wide", "receptive_field", "attention-window-2",
         result(Band.keys_before, lambda keys: keys + 1)),

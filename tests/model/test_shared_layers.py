@@ -105,7 +105,7 @@ def plain_loop(model: Decoder, tokens: Tensor, layout: Layout) -> Tensor:
     """Hidden states by a walk over the entries, which calls the first visits of the layers and knows no others."""
     stream = model.config.residual.expand(model.embed(tokens, layout))
     kept: dict[str, list[Layer]] = {}
-    built = iter(model.layers)
+    built: Iterator[Any] = iter(model.layers)
 
     def walk(entry: LayerConfig, path: str) -> Iterator[Layer]:
         for _ in range(entry.repeat):
@@ -349,9 +349,10 @@ def test_the_optimizer_has_each_weight_once(kind: str) -> None:
 def test_quantized_weights_are_shared() -> None:
     config = parse_config(ModelConfig, design(layer(attention(), repeat=2) | SHARED, width=64))
     model = build(config).eval()
-    small = quantize_weights(model, 8)
-    assert small.quantized <= small.weights
-    assert small.model.layers[0].mixer.q is small.model.layers[1].mixer.q
+    quantized = quantize_weights(model, 8)
+    assert quantized.quantized <= quantized.weights
+    first, again = (quantized.model.get_submodule(f"layers.{index}.mixer.q") for index in (0, 1))
+    assert first is again
 
 
 def test_conversions_around_the_layers_keep_the_logits() -> None:
@@ -404,7 +405,7 @@ LOOPED_RUN = small.design(
 def test_a_run_that_died_continues_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = small.corpus(tmp_path / "text")
     train(small.job(texts, tmp_path / "whole", LOOPED_RUN, 6, optimizer="muon"))
-    right, calls = loop.accumulate_gradients, []
+    right, calls = accumulate_gradients, list[None]()
 
     def dying(*arguments: Any, **named: Any) -> Any:
         calls.append(None)
