@@ -20,7 +20,8 @@ from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import ModelWeights
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
-from heddle.exchange.family_match import chosen_match
+from heddle.exchange.family import families
+from heddle.exchange.family_match import chosen_match, match_family
 from heddle.exchange.gguf.export import match_architecture
 from heddle.lab.explore.choices import explorer_design
 from heddle.lab.plan.costs import model_cost
@@ -381,6 +382,8 @@ def test_other_families_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"cannot express this design \(layers\.\*\.shared is true\)"):
         chosen_match(config, "llama")
     chosen_match(unshared(config), "llama")
+    group = config.replace(layers=(LayerConfig(repeat=2, shared=True, layers=unshared(config).layers),))
+    assert [each.path for each in match_family(group, families()["llama"]).mismatches] == ["layers.0.shared"]
     with pytest.raises(ConfigError, match=r"shared is True"):
         match_architecture(config)
 

@@ -208,13 +208,16 @@ def differences(design: ModelConfig, other: ModelConfig, training: bool = False)
     training: compare the fields of training as well.
     Layers that one entry repeats have the path of the entry. A difference in every entry is listed once, as `layers.*`.
     """
-    entries = [path.replace("[", ".").replace("]", "") for path, _ in design.expand()]
+    paths = [path for path, _ in design.expand()]
+    entries = [_dotted(path) for path in paths]
     by_entry: dict[str, dict[Mismatch, None]] = {}
     for path, actual, required in _mismatches(design, other, entries, training):
         entry, field = path, ""
         if path.startswith("layers."):
             _, index, field = path.split(".", 2)
             entry = entries[int(index)]
+            if field == "shared" and actual:  # that of an entry around it
+                entry = _dotted(design.shared_entry(paths[int(index)]))
         mismatch = Mismatch(
             field,
             actual if _is_scalar(actual) else repr(actual),
@@ -231,6 +234,10 @@ def differences(design: ModelConfig, other: ModelConfig, training: bool = False)
             if mismatch not in shared
         ]
     return result
+
+
+def _dotted(path: str) -> str:
+    return path.replace("[", ".").replace("]", "")
 
 
 def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str], training: bool) -> Iterator[Mismatch]:

@@ -332,9 +332,11 @@ def _layer_sizes(model: Decoder, layer_bytes: list[int] | None) -> tuple[LayerSi
         )
         sizes.append(layer_size)
     runs: list[LayerSize] = []
-    for number, index in enumerate(model.config.layer_order):
-        weights = int(model.config.weight_sources[number] == number)
-        if runs and replace(runs[-1], count=1, weights=1) == sizes[index]:
+    config, looped = model.config, False
+    for number, index in enumerate(config.layer_order):
+        same_kind, looped = looped == config.looped_layers[number], config.looped_layers[number]
+        weights = int(config.weight_sources[number] == number)
+        if runs and same_kind and replace(runs[-1], count=1, weights=1) == sizes[index]:
             runs[-1] = replace(runs[-1], count=runs[-1].count + 1, weights=runs[-1].weights + weights)
         else:
             runs.append(replace(sizes[index], weights=weights))

@@ -69,6 +69,8 @@ function refusals(design) {
     for (const slot of ["mixers", "feedforwards"])
       if (layer[SINGULAR[slot]]) refusePart(slot, layer[SINGULAR[slot]], design, SINGULAR[slot], found);
   }
+  if (isShared(design.layers[0]) && (design.residual.kind === "attention_residuals" || design.residual.first_norm === false))
+    found.push(["layers", "visited several times: the first layer has fewer norms or mixes than its later visits"]);
   for (const { mixer } of design.layers) {
     const rotation = mixer?.position, scaling = rotation?.scaling;
     if (!scaling) continue;
