@@ -83,6 +83,7 @@ def forward(kind: str, **fields: Any) -> Data:
     return design(layer(attention(3), {"kind": kind, "hidden": 17, **fields}, repeat=2))
 
 
+SHARED: Data = {"shared": True}
 LAYER_NORM: Data = {"kind": "layer"}
 ALL_DROP: Data = {"kind": "gated", "hidden": 13, "dropout": 0.3}
 
@@ -534,6 +535,35 @@ CASES |= {
     ),
     "head-width-scale": design(layer(attention()), head={"width_scale": 0.5}),
     "head-tied-bias": design(layer(attention(kv_heads=2)), head={"bias": True}),
+}
+# Layers that are visited several times with the same weights.
+CASES |= {
+    "shared-layer": design(layer(attention(kv_heads=2), repeat=3) | SHARED),
+    "shared-group": design(
+        layer(attention(kv_heads=2)),
+        SHARED | {"repeat": 2, "layers": [layer(attention(window=3, dropout=0.2)), delta(3, repeat=1)]},
+        residual={"kind": "pre_norm", "drop_path": 0.4, "dropout": 0.2},
+    ),
+    "shared-block": design(
+        {
+            "repeat": 2,
+            "layers": [
+                layer({"kind": "mamba2", "heads": 3, "state_size": 6}, None),
+                layer(differential(), {"kind": "moe", "hidden": 9, "experts": 4, "top_k": 2, "bias_update": 0.05})
+                | SHARED,
+            ],
+        },
+        residual={"kind": "deep_norm", "drop_path": 0.3},
+    ),
+    "shared-block-reads-keys": design(
+        layer(attention(kv_heads=2)),
+        {"repeat": 2, "layers": [layer(attention(kv_heads=2, shared_kv=True)), layer(attention(kv_heads=2))]} | SHARED,
+    ),
+    "shared-encoder": design(
+        layer({"kind": "pair", "first": attention(), "second": cross()}, repeat=2) | SHARED,
+        encoder=DEFAULTS
+        | {"width": 24, "layers": [layer(attention(causal=False)), layer(attention(causal=False), repeat=2) | SHARED]},
+    ),
 }
 
 

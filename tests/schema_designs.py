@@ -62,7 +62,15 @@ WIDE: dict[str, tuple[int, ...]] = {
     "rank": (4, 6, 8, 12),
 }
 OPTIONAL = 0.25  # how often a field is given that may be left out
-OFTEN = {"mixer": 0.9, "feedforward": 0.7, "position": 0.9, "scaling": 0.8, "layers": 0.1, "encoder": 0.3}
+OFTEN = {
+    "mixer": 0.9,
+    "feedforward": 0.7,
+    "position": 0.9,
+    "scaling": 0.8,
+    "layers": 0.1,
+    "encoder": 0.3,
+    "shared": 0.1,
+}
 DEEP = 10  # levels of parts below which the schema's recursion ends
 TRIES = 1000
 

@@ -164,9 +164,9 @@ def read_by(module: nn.Module, wider: nn.Module) -> set[str]:
 def test_parts_state_what_reads_their_input(name: str) -> None:
     config = case(name).resolved()
     model = build(config, device="meta")
-    for index in range(config.depth):
+    for index, (_, entry) in enumerate(config.expand()):
         layer = layer_modules(model, index)
-        wider = Layer(config.layers[index], config.replace(width=2 * config.width), index).to("meta")
+        wider = Layer(entry, config.replace(width=2 * config.width), index).to("meta")
         for branch in branch_names(layer):
             part = layer.get_submodule(branch)
             stated = {f"{name}.weight" for name in input_projections(layer, branch, "")}

@@ -38,6 +38,13 @@ def uniform(repeat: int = 8, width: int = 64, vocab_size: int = 128, **residual:
     return load_config(data | ({"residual": residual} if residual else {}))
 
 
+def looped() -> ModelConfig:
+    """A layer of its own, and two that are visited three times, whose weights stay gathered."""
+    layer = {"mixer": ATTENTION, "feedforward": {"kind": "gated", "hidden": 128}}
+    layers = [layer, {"repeat": 3, "shared": True, "layers": [layer, layer]}]
+    return load_config({"vocab_size": 128, "width": 64, "layers": layers})
+
+
 def growing() -> ModelConfig:
     """Each layer has a larger stream than the one before: none stands for another."""
     return uniform(6, kind="attention_residuals", block_size=2)
@@ -82,8 +89,9 @@ def test_planted_repeat_that_is_not_counted_is_caught(monkeypatch: pytest.Monkey
     assert largest_error(dry_run(design(), layout, SEQUENCE_LENGTH), of_all_layers("accumulated")) > 0.02
 
 
-def test_bytes_of_collectives_are_the_planned_ones() -> None:
-    config, layout = uniform(), RankLayout(2, 8, rows=1)
+@pytest.mark.parametrize("make", [uniform, looped])
+def test_bytes_of_collectives_are_the_planned_ones(make: Callable[[], ModelConfig]) -> None:
+    config, layout = make(), RankLayout(2, 8, rows=1)
     result = dry_run(config, layout, SEQUENCE_LENGTH)
     sent = {(each.name, each.ranks): each.bytes for each in result.collectives}
     for each in collectives(model_cost(config, SEQUENCE_LENGTH), layout):

@@ -298,6 +298,11 @@ BUGS = [
                     0))),
     Bug("first values that nothing reads", "options_have_effect", "attention-value-residual-bidirectional",
         condition(Attention._mixed_values, "value_source", True)),
+    # Layers that are visited several times
+    Bug("a later visit with weights of its own", "size_matches_model", "shared-layer",
+        condition(Decoder.tie, "source", False)),
+    Bug("one state for all visits of a layer", "chunked_decoding", "shared-layer",
+        assigned(Decoder.init_state, "states", lambda states: [states[0] for _ in states])),
     # Windows, ring buffers and states
     Bug("a window one key too wide", "receptive_field", "attention-window-2",
         result(Band.keys_before, lambda keys: keys + 1)),

@@ -78,6 +78,8 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from heddle.model.size import visits_of
+
     table = Table(box=None, pad_edge=False)
     table.add_column("layers", justify="right")
     table.add_column("mixer and feed-forward", overflow="fold")
@@ -87,7 +89,7 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
         for layer in facts[stack]:
             parts = escape(terminal_safe(f"{layer['mixer']}\n{layer['feedforward']}"))
             state = "encoder" if stack == "encoder" else format_amount(layer["state_bytes"], "bytes")
-            table.add_row(f"{layer['count']} ×", parts, f"{layer['parameters']:,}", state)
+            table.add_row(f"{visits_of(layer['count'], layer['weights'])} ×", parts, f"{layer['parameters']:,}", state)
     console.print(table)
 
 

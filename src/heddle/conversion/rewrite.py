@@ -21,11 +21,13 @@ class Rewrite(Config, ABC):
     targets: fields of a design that it changes, each with the option that takes the new value. methods: sets of options
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
     None: all that it applies to. keeps_attention: whether layers that read the keys and values of others still can.
+    keeps_layers: whether it changes no layer, so that layers may be visited several times.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
     methods: ClassVar[Sequence[Mapping[str, str]]] = ()
     keeps_attention: ClassVar[bool] = False
+    keeps_layers: ClassVar[bool] = False
     layers: tuple[int, ...] | None = None
 
     @property
@@ -58,8 +60,11 @@ class Rewrite(Config, ABC):
         text: given if `needs_text`. Raises DesignError, one sentence that says why the design cannot be converted.
         """
 
-    def check_shared_keys(self, design: ModelConfig) -> None:
-        """Raises DesignError for layers that read keys and values, or values, of others, unless `keeps_attention`."""
+    def check_sharing(self, design: ModelConfig) -> None:
+        """Raises DesignError for layers that share weights, or keys and values, unless it keeps them as they are."""
+        if design.is_looped and not self.keeps_layers:
+            reason = f"has one set of weights for several layers, and {self.name} converts each for itself"
+            raise DesignError("layers.*.shared", f"{reason}; convert a design without it")
         read = (("shared_kv", "keys and values", design.kv_sources), ("value_residual", "values", design.value_sources))
         for field, what, sources in () if self.keeps_attention else read:
             for index, source in enumerate(sources):

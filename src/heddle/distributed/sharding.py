@@ -1,7 +1,8 @@
 """Fully sharded data parallelism of a model, by torch's FSDP2: each layer is a group, the rest is the root group.
 
 The root group holds embedding, last norm and head, so that a tied weight is in one group, and stays gathered between
-the model's forward pass and its backward pass, because the loss reads the head's weight outside both. The encoder is
+the model's forward pass and its backward pass, because the loss reads the head's weight outside both. Layers that are
+visited several times are part of it, too: torch allows the modules of one weight in one group alone. The encoder is
 part of the root group; its layers are groups. What no gradient teaches, such as the balancing bias of experts, stays
 whole on each rank. Gradients are summed over ranks, not averaged: the loss is divided by the targets of all ranks.
 """
@@ -62,7 +63,12 @@ def shard_model(model: Decoder, mesh: "DeviceMesh", sharding: Sharding | None = 
     stacks = [model] if model.encoder is None else [model, model.encoder]
     for layer in (layer for stack in stacks if stack.config.residual.stream_grows for layer in stack.layers):
         layer.register_forward_hook(_without_views)
-    groups: list[nn.Module] = [layer for stack in stacks for layer in stack.layers]
+    groups: list[nn.Module] = [
+        layer
+        for stack in stacks
+        for layer, is_looped in zip(stack.layers, stack.config.looped_layers, strict=True)
+        if not is_looped
+    ]
     for group in (*groups, model):
         own_parameters = set(group.parameters())
         fully_shard(
@@ -116,11 +122,11 @@ def initialize_shards(model: Decoder, seed: int, device: torch.device | str = "c
     """Allocate and initialize a model that was sharded on the meta device, in the dtypes that it was built in.
 
     One module at a time is initialized on a whole copy of its parameters, of which the pages of other ranks' rows are
-    never touched. A tied head stays tied.
+    never touched. Shared weights stay shared.
     """
     model.to_empty(device=torch.device(device))
     model.tie()
-    for name, module in model.named_modules():
+    for name, module in model.own_modules():
         shards = dict(module.named_parameters(recurse=False))
         if not shards:
             continue

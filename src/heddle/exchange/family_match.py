@@ -208,13 +208,16 @@ def differences(design: ModelConfig, other: ModelConfig, training: bool = False)
     training: compare the fields of training as well.
     Layers that one entry repeats have the path of the entry. A difference in every entry is listed once, as `layers.*`.
     """
-    entries = [path.replace("[", ".").replace("]", "") for path, _ in design.expand()]
+    paths = [path for path, _ in design.expand()]
+    entries = [_dotted(path) for path in paths]
     by_entry: dict[str, dict[Mismatch, None]] = {}
     for path, actual, required in _mismatches(design, other, entries, training):
         entry, field = path, ""
         if path.startswith("layers."):
             _, index, field = path.split(".", 2)
             entry = entries[int(index)]
+            if field == "shared" and actual:  # that of an entry around it
+                entry = _dotted(design.shared_entry(paths[int(index)]))
         mismatch = Mismatch(
             field,
             actual if _is_scalar(actual) else repr(actual),
@@ -233,6 +236,10 @@ def differences(design: ModelConfig, other: ModelConfig, training: bool = False)
     return result
 
 
+def _dotted(path: str) -> str:
+    return path.replace("[", ".").replace("]", "")
+
+
 def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str], training: bool) -> Iterator[Mismatch]:
     """The mismatches of two designs. Layers of one entry that differ in the same way are compared once."""
     first, second = design.resolved(), other.resolved()
@@ -245,6 +252,9 @@ def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str], tra
             yield from _compare(fields.get(name, MISSING), other_fields.get(name, MISSING), name)
             continue
         compared = set()
+        for index, looped in enumerate(first.looped_layers):
+            if first.weight_sources[index] != second.weight_sources[index]:
+                yield Mismatch(f"layers.{index}.shared", looped, second.looped_layers[index])
         for index, (entry, *pair) in enumerate(zip(entries, first.layer_order, second.layer_order, strict=True)):
             if (entry, *pair) not in compared:
                 compared.add((entry, *pair))
@@ -253,7 +263,8 @@ def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str], tra
 
 def _distinct_fields(design: ModelConfig, training: bool) -> dict[str, Any]:
     """As `inference_fields` of a resolved design, with each different layer once; `training`: all its fields."""
-    fields: dict[str, Any] = {"layers": [layer.config.dump(with_later_fields=True) for layer in design.distinct_layers]}
+    layers = [layer.config.replace(repeat=1, shared=False) for layer in design.distinct_layers]
+    fields: dict[str, Any] = {"layers": [layer.dump(with_later_fields=True) for layer in layers]}
     for name in type(design).model_fields.keys() - {"layers"}:
         value = getattr(design, name)
         if value is not None:

@@ -178,7 +178,7 @@ def supports_state(model: Decoder) -> bool:
 
 def feedforwards(model: Decoder) -> list[Feedforward]:
     """Every feed-forward of the model and its encoder."""
-    return [module for module in model.modules() if isinstance(module, Feedforward)]
+    return [module for _, module in model.own_modules() if isinstance(module, Feedforward)]
 
 
 def windows(model: Decoder) -> list[int]:

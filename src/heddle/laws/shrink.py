@@ -7,6 +7,7 @@ hidden channels. Where that is not enough, a kind has a function of its own, und
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from itertools import groupby
 from math import lcm
 from typing import Any, TypeVar
 
@@ -90,15 +91,23 @@ def _shrunk(config: ModelConfig, sizes: bool) -> ModelConfig:
 
 def _stack(config: ModelConfig, context: ShrinkContext, sizes: bool) -> ModelConfig:
     """A design without its encoder, with each distinct layer once, and more where blocks of layers need them."""
-    kept = [layer.config for layer in config.distinct_layers]
-    if config.residual.stream_grows:  # then all layers are distinct, also those of the same parts
-        kept = [LayerConfig(mixer=mixer, feedforward=feedforward) for mixer, feedforward in config.equal_layers]
-    layers = [_layer(layer, context, sizes) for layer in kept]
+    kept: list[tuple[LayerConfig, bool]] = []
+    for distinct in config.distinct_layers:
+        single = LayerConfig(mixer=distinct.config.mixer, feedforward=distinct.config.feedforward)
+        # Where the stream grows, all layers are distinct, also those of the same parts.
+        if not config.residual.stream_grows or (single, distinct.looped) not in kept:
+            kept.append((single, distinct.looped))
+    layers: list[LayerConfig] = []
+    for looped, run in groupby(kept, lambda pair: pair[1]):
+        small = tuple(_layer(layer, context, sizes) for layer, _ in run)
+        entry = small[0].replace(repeat=2, shared=True) if len(small) == 1 else None
+        group = entry or LayerConfig(repeat=2, shared=True, layers=small)
+        layers += [group] if looped else small
     residual, least = config.residual, min(config.depth, 2)
     if isinstance(residual, AttentionResidualsConfig) and residual.block_size is not None:
         block_size = min(residual.block_size, 2)
         residual, least = residual.replace(block_size=block_size), min(config.depth, block_size + 1)
-    if len(layers) < least:
+    if sum(layer.count() for layer in layers) < least:
         layers = (layers * least)[: max(least, len(layers))]
     embedding = config.embedding
     if embedding.position is not None and "length" in type(embedding.position).model_fields:

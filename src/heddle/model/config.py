@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,9 +111,18 @@ class InitializationConfig(Config):
 
 
 class LayerConfig(Config):
-    """`repeat` equal layers, each a mixer and a feed-forward; or a list of `layers`, repeated as a whole."""
+    """`repeat` equal layers, each a mixer and a feed-forward; or a list of `layers`, repeated as a whole.
+
+    shared: every visit of this entry has the same weights, in its own repeats and in those of the entries around it
+    (Universal Transformer, Dehghani et al. 2018; Zamba2's shared block, 2024; Ouro, Zhu et al. 2025). Each visit has a
+    state of its own. What depends on depth counts visits: `initialization.depth_scaled`, `drop_path`, the α and β of
+    `deep_norm`, the blocks of `attention_residuals` and λ_init of `differential_attention`.
+    """
+
+    later_fields = ("shared",)
 
     repeat: PositiveInt = 1
+    shared: bool = False  # one set of weights for all visits
     mixer: MixerConfig | None = None
     feedforward: FeedforwardConfig | None = None
     layers: "tuple[LayerConfig, ...] | None" = None
@@ -133,6 +143,17 @@ class LayerConfig(Config):
         inner = 1 if self.layers is None else sum(layer.count() for layer in self.layers)
         return self.repeat * inner
 
+    def map(self, change: Callable[["LayerConfig"], "LayerConfig"]) -> "LayerConfig":
+        """The same entry with `change` of each entry within it that nests no others."""
+        if self.layers is None:
+            return change(self)
+        return self.replace(layers=tuple(layer.map(change) for layer in self.layers))
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether it, or an entry within it, is shared."""
+        return self.shared or any(layer.has_shared for layer in self.layers or ())
+
     def expand(self, path: str) -> Iterator[tuple[str, "LayerConfig"]]:
         """Yield each single layer with the path of its entry."""
         for _ in range(self.repeat):
@@ -145,12 +166,17 @@ class LayerConfig(Config):
 
 @dataclass(frozen=True)
 class DistinctLayer:
-    """A layer that occurs `count` times in a design. path, index: the entry and the number of its first occurrence."""
+    """A layer that occurs `count` times in a design. path, index: the entry and the number of its first occurrence.
+
+    weights: how many of these have weights of their own. looped: whether the others visit the same weights again.
+    """
 
     config: LayerConfig
     path: str
     index: int
     count: int
+    weights: int
+    looped: bool
 
 
 class ModelConfig(Config):
@@ -193,6 +219,9 @@ class ModelConfig(Config):
             if source is None and layer.mixer is not None and layer.mixer.adds_first_values:
                 reason = f"no earlier layer has {layer.mixer.kind} and values to add; leave it out of the first one"
                 refuse(f"{path}.mixer.value_residual", reason)
+        for path, visits in self._shared_visits.items():
+            if visits == 1:
+                refuse(f"{path}.shared", "does nothing for an entry that is visited once; repeat it, or leave it out")
         return self
 
     def _check_residual(self) -> None:
@@ -258,37 +287,93 @@ class ModelConfig(Config):
         return any(source is not None for source in (*self.kv_sources, *self.value_sources))
 
     @cached_property
+    def weight_sources(self) -> tuple[int, ...]:
+        """For each layer from the bottom up, the first layer with its weights: itself, unless an entry is shared."""
+        sources: list[int] = []
+        first_visits: dict[str, list[int]] = {}
+
+        def visit(entry: LayerConfig, path: str) -> None:
+            for _ in range(entry.repeat):
+                first = len(sources)
+                if path in first_visits:
+                    sources.extend(first_visits[path])
+                elif entry.layers is None:
+                    sources.append(first)
+                else:
+                    for index, inner in enumerate(entry.layers):
+                        visit(inner, f"{path}.layers[{index}]")
+                if entry.shared:
+                    first_visits.setdefault(path, sources[first:])
+
+        for index, entry in enumerate(self.layers):
+            visit(entry, f"layers[{index}]")
+        return tuple(sources)
+
+    @property
+    def _shared_visits(self) -> dict[str, int]:
+        """How often each shared entry is visited, by its path."""
+        visits: dict[str, int] = {}
+
+        def count(entry: LayerConfig, path: str, times: int) -> None:
+            times *= entry.repeat
+            if entry.shared:
+                visits[path] = times
+            for index, inner in enumerate(entry.layers or ()):
+                count(inner, f"{path}.layers[{index}]", times)
+
+        for index, entry in enumerate(self.layers):
+            count(entry, f"layers[{index}]", 1)
+        return visits
+
+    def shared_entry(self, path: str) -> str:
+        """The path of the outermost shared entry that holds a layer, whose path this is."""
+        return next(entry for entry in self._shared_visits if f"{path}.".startswith(f"{entry}."))
+
+    @property
+    def is_looped(self) -> bool:
+        """Whether layers visit the weights of others again."""
+        return any(entry.has_shared for entry in self.layers)
+
+    @cached_property
+    def looped_layers(self) -> tuple[bool, ...]:
+        """For each layer from the bottom up, whether its weights are visited several times."""
+        visits = Counter(self.weight_sources)
+        return tuple(visits[source] > 1 for source in self.weight_sources)
+
+    @cached_property
     def layer_order(self) -> tuple[int, ...]:
         """For each layer from the bottom up, its index in `distinct_layers`."""
         index_of_parts: dict[Any, int] = {}
-        index_of_object: dict[int, int] = {}  # repeats are the same object, which is faster to look up than its fields
+        # Repeats are the same object, which is faster to look up than its fields.
+        index_of_object: dict[tuple[int, bool], int] = {}
         order: list[int] = []
-        for number, ((_, layer), *sources) in enumerate(
-            zip(self.expand(), self.kv_sources, self.value_sources, strict=True)
-        ):
+        layers = zip(self.expand(), self.kv_sources, self.value_sources, self.looped_layers, strict=True)
+        for number, ((_, layer), *sources, looped) in enumerate(layers):
             differs = self.residual.stream_grows or (not order and self.residual.first_layer_differs)
             reads = any(source is not None for source in sources)
-            index = None if differs or reads else index_of_object.get(id(layer))
+            index = None if differs or reads else index_of_object.get((id(layer), looped))
             if index is None:
                 own = number if differs else None
                 read = tuple(None if source is None else order[source] for source in sources)
-                parts = (own, layer.mixer, layer.feedforward, read)
+                parts = (own, layer.mixer, layer.feedforward, read, looped)
                 index = index_of_parts.setdefault(parts, len(index_of_parts))
             if not differs and not reads:
-                index_of_object[id(layer)] = index
+                index_of_object[id(layer), looped] = index
             order.append(index)
         return tuple(order)
 
     @cached_property
     def distinct_layers(self) -> tuple[DistinctLayer, ...]:
         """The different layers of the design, in the order of their first occurrence."""
-        counts: dict[int, int] = {}
-        for index in self.layer_order:
-            counts[index] = counts.get(index, 0) + 1
+        counts = Counter(self.layer_order)
+        weights = Counter(self.layer_order[source] for source in set(self.weight_sources))
         first_layers: dict[int, tuple[LayerConfig, str, int]] = {}
         for layer_index, (index, (path, layer)) in enumerate(zip(self.layer_order, self.expand(), strict=True)):
             first_layers.setdefault(index, (layer, path, layer_index))
-        return tuple(DistinctLayer(*first_layers[index], count) for index, count in counts.items())
+        return tuple(
+            DistinctLayer(*first, counts[index], weights[index], self.looped_layers[first[2]])
+            for index, first in first_layers.items()
+        )
 
     @property
     def equal_layers(self) -> dict[tuple[MixerConfig | None, FeedforwardConfig | None], int]:
@@ -301,26 +386,37 @@ class ModelConfig(Config):
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the design as plain data with repeats written out. Equal designs have equal ones."""
-        dumps = [layer.config.dump() | {"repeat": 1} for layer in self.distinct_layers]
-        text = json.dumps(self.dump() | {"layers": [dumps[index] for index in self.layer_order]}, sort_keys=True)
+        layers = [layer.config.replace(repeat=1, shared=False).dump() for layer in self.distinct_layers]
+        plain = self.dump() | {"layers": [layers[index] for index in self.layer_order]}
+        plain |= {"weight_sources": self.weight_sources} if self.is_looped else {}
+        text = json.dumps(plain, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def resolved(self) -> Self:
-        """Return the design with repeats and defaults written out: equal for designs that build the same model."""
+        """Return the design with repeats and defaults written out: equal for designs that build the same model.
+
+        Entries that are shared, or hold shared ones, stay entries.
+        """
         return self._resolved
 
     @cached_property
     def _resolved(self) -> Self:
         context = BuildContext(self.width, self.norm)
-        layers = []
-        for distinct in self.distinct_layers:
-            mixer, feedforward = distinct.config.mixer, distinct.config.feedforward
-            mixer = None if mixer is None else mixer.resolved(context)
-            feedforward = None if feedforward is None else feedforward.resolved(context)
-            layers.append(LayerConfig(mixer=mixer, feedforward=feedforward))
+
+        def resolved(layer: LayerConfig) -> LayerConfig:
+            mixer = None if layer.mixer is None else layer.mixer.resolved(context)
+            feedforward = None if layer.feedforward is None else layer.feedforward.resolved(context)
+            return layer.replace(mixer=mixer, feedforward=feedforward)
+
+        layers = [resolved(layer.config.replace(repeat=1, shared=False)) for layer in self.distinct_layers]
+        in_order: list[LayerConfig] = []
+        number = 0
+        for entry in self.layers:
+            indices = self.layer_order[number : number + entry.count()]
+            in_order += [entry.map(resolved)] if entry.has_shared else [layers[index] for index in indices]
+            number += len(indices)
         encoder = None if self.encoder is None else self.encoder.resolved()
-        layers_in_order = tuple(layers[index] for index in self.layer_order)
-        return self.replace(layers=layers_in_order, encoder=encoder, head=self.head.resolved())
+        return self.replace(layers=tuple(in_order), encoder=encoder, head=self.head.resolved())
 
     def expand(self) -> Iterator[tuple[str, LayerConfig]]:
         """Yield each single layer from the bottom up, with the path of its entry."""

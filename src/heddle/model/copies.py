@@ -69,7 +69,7 @@ def quantize_weights(model: Decoder, bits: int) -> QuantizedModel:
     if dtype not in (torch.float32, torch.bfloat16, torch.float64):
         raise ConfigError(f"weights: int{bits} multiplies float32 and bfloat16, and the model is {dtype}; use those")
     changed = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
-    count = 0
+    count, made = 0, dict[int, QuantizedLinear]()
     for path, module in list(changed.named_modules()):
         parent, _, name = path.rpartition(".")
         if (
@@ -77,8 +77,10 @@ def quantize_weights(model: Decoder, bits: int) -> QuantizedModel:
             and name not in EXEMPT
             and can_quantize(module.out_features, module.in_features, bits)
         ):
-            setattr(changed.get_submodule(parent), name, QuantizedLinear(module.weight, module.bias, bits))
-            count += module.weight.numel()
+            if id(module.weight) not in made:  # layers may be visited several times
+                made[id(module.weight)] = QuantizedLinear(module.weight, module.bias, bits)
+                count += module.weight.numel()
+            setattr(changed.get_submodule(parent), name, made[id(module.weight)])
     head = changed.head.weight
     if can_quantize(head.shape[0], head.shape[1], HEAD_BITS):
         changed.head.projection = QuantizedLinear(head, changed.head.bias, HEAD_BITS)

@@ -8,7 +8,7 @@ tokens → embed → [ residual(stream, mixer, feedforward) ] × N → final_nor
 source → encoder → encoder_output   (from the design's own encoder, or given by the caller)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -117,7 +117,9 @@ class Decoder(nn.Module):
     """A model built from a `ModelConfig`; one without a `vocab_size` raises DesignError.
 
     `distinct_layers_only` builds each different layer once, to check and measure a design. `layer_counts`: how many
-    layers each one stands for. `imported_config`: what an export writes again of the config.json a model came from.
+    layers each one stands for. `weight_counts`: how many of these have weights of their own. `weight_sources`: for each
+    layer, the first one with its weights. `imported_config`: what an export writes again of the config.json that a
+    model came from.
     """
 
     def __init__(self, config: ModelConfig, distinct_layers_only: bool = False) -> None:
@@ -131,13 +133,20 @@ class Decoder(nn.Module):
         if distinct_layers_only:
             layers = [(layer.path, layer.config, layer.index, layer.count) for layer in config.distinct_layers]
         self.layer_counts = [count for *_, count in layers]
+        self.weight_sources = list(config.weight_sources)
+        self.weight_counts = [int(source == index) for index, source in enumerate(self.weight_sources)]
+        if distinct_layers_only:  # the first of its equals was built
+            self.weight_counts = [layer.weights for layer in config.distinct_layers]
+            self.weight_sources = [config.layer_order[config.weight_sources[index]] for _, _, index, _ in layers]
         self.layers = nn.ModuleList(build_under(path, Layer, layer, config, index) for path, layer, index, _ in layers)
         self._check_encoder_widths([path for path, *_ in layers])
         self._link_layers([(path, index) for path, _, index, _ in layers])
+        self._check_shared_weights([path for path, *_ in layers])
         self.encoder = self._build_encoder(config, distinct_layers_only)
         self.final_norm = config.residual.build_final_norm(config.width, config.norm)
         weight = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
         self.head = Head(weight, config.head, config.norm)
+        self.tie()
         self.checkpointing, self.imported_config = False, dict[str, Any]()
         dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
         for site, dropout in enumerate(dropouts):
@@ -182,6 +191,21 @@ class Decoder(nn.Module):
                 mixer.kv_source = link(index, config.kv_sources[index], "kv_fields", "keys and values it reads")
                 mixer.value_source = link(index, config.value_sources[index], "value_fields", "values it adds")
 
+    def _check_shared_weights(self, paths: list[str]) -> None:
+        """Raises DesignError where a visit of a shared layer would have other weights than the first."""
+        for index, source in enumerate(self.weight_sources):
+            if source != index:
+                first, again = (
+                    {name: parameter.shape for name, parameter in self.layers[number].named_parameters()}
+                    for number in (source, index)
+                )
+                different = sorted(name for name in first.keys() | again.keys() if first.get(name) != again.get(name))
+                if different:
+                    reason = (
+                        f"two of its visits differ in {different[0]}; begin with a layer of its own, or leave it out"
+                    )
+                    raise DesignError(f"{self.config.shared_entry(paths[index])}.shared", reason)
+
     def _build_encoder(self, config: ModelConfig, distinct_layers_only: bool) -> "Decoder | None":
         inner = encoder_config(config, self.encoder_width)
         if inner is None:
@@ -191,11 +215,38 @@ class Decoder(nn.Module):
         return encoder
 
     def tie(self) -> None:
-        """Share the embedding's weight with a tied head, in the encoder too. Call it after parameters were replaced."""
+        """Share weights: the embedding's with a tied head, those of a layer with its later visits; in the encoder too.
+
+        Call it after parameters were replaced. Those of the first visit are kept.
+        """
         if self.config.head.tied:
             self.head.weight = self.embed.weight
+        for index, source in enumerate(self.weight_sources):
+            if source != index:
+                for path, module in self.layers[source].named_modules():
+                    again = self.layers[index].get_submodule(path)
+                    for name, parameter in module.named_parameters(recurse=False):
+                        setattr(again, name, parameter)
         if self.encoder is not None:
             self.encoder.tie()
+
+    def visits(self, name: str) -> list[str]:
+        """The names of a parameter or module in all layers that have the same weights, the first visit's first.
+
+        Of what belongs to no layer, or to one that is visited once, the name itself.
+        """
+        prefix = "encoder." if self.encoder is not None and name.startswith("encoder.") else ""
+        stack = self.encoder if self.encoder is not None and prefix else self
+        group, number, *rest = [*name.removeprefix(prefix).split(".", 2), "", ""][:3]
+        if group != "layers" or not number.isdigit() or int(number) >= len(stack.weight_sources):
+            return [name]
+        sources, inner = stack.weight_sources, f".{rest[0]}" if rest[0] else ""
+        same = [index for index, source in enumerate(sources) if source == sources[int(number)]]
+        return [f"{prefix}layers.{index}{inner}" for index in same]
+
+    def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Each module with its name, without layers that visit the weights of others again."""
+        return ((name, module) for name, module in self.named_modules() if self.visits(name)[0] == name)
 
     def mixers(self) -> list[Mixer | None]:
         """Return the mixer of each layer, None where a layer has none."""

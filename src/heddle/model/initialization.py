@@ -19,7 +19,7 @@ def initialize(model: "Decoder", seed: int, include: Callable[[SelfInitialized],
 
     The values depend on the seed and on each parameter's name alone, not on other parameters or the device.
     """
-    for name, module in model.named_modules():
+    for name, module in model.own_modules():
         initialize_module(model, name, module, seed, include)
 
 
@@ -49,18 +49,17 @@ def storage_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
 
 
 def materialize(model: "Decoder", dtype: torch.dtype, device: torch.device | str) -> None:
-    """Allocate every parameter of a meta model, without setting its values. A tied head stays tied."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            values = torch.empty(parameter.shape, dtype=storage_dtype(parameter, dtype), device=device)
-            setattr(module, name, nn.Parameter(values, parameter.requires_grad))
-    model.tie()
+    """Allocate every parameter of a meta model, without setting its values. Shared ones stay shared."""
+    _replace_values(model, lambda each: torch.empty(each.shape, dtype=storage_dtype(each, dtype), device=device))
 
 
 def cast_parameters(model: "Decoder", dtype: torch.dtype) -> None:
-    """Store every parameter of a model as one of `dtype` stores it, rounded. A tied head stays tied."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            values = parameter.detach().to(storage_dtype(parameter, dtype))
-            setattr(module, name, nn.Parameter(values, parameter.requires_grad))
+    """Store every parameter of a model as one of `dtype` stores it, rounded. Shared ones stay shared."""
+    _replace_values(model, lambda each: each.detach().to(storage_dtype(each, dtype)))
+
+
+def _replace_values(model: "Decoder", values: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    for name, parameter in list(model.named_parameters()):
+        path, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(path), own_name, nn.Parameter(values(parameter), parameter.requires_grad))
     model.tie()

@@ -72,7 +72,8 @@ def add_lora(
     """Return a copy of a model with adapters at the targeted projections. It shares the model's weights, now frozen.
 
     targets: paths of projections, such as `layers.0.mixer.out`; `*` stands for one part of a path. alpha: None means
-    `rank`, which makes the adapters' factor 1. Initial values depend on the seed and the path alone. Raises ConfigError
+    `rank`, which makes the adapters' factor 1. A layer that is visited several times has one adapter, at the path of
+    its first visit. Initial values depend on the seed and the path alone. Raises ConfigError
     for a target that matches no projection, or a stack of projections, such as those of experts.
     """
     if rank < 1:
@@ -91,7 +92,8 @@ def add_lora(
         projection = LoraLinear(base, rank, alpha).train(base.training)
         if not base.weight.is_meta:
             projection.init_weights(base.weight.shape[1] ** -0.5, ParameterDraws(seed, path))
-        setattr(adapted.get_submodule(parent), name, projection)
+        for visit in adapted.visits(parent):
+            setattr(adapted.get_submodule(visit), name, projection)
     return adapted
 
 
@@ -139,7 +141,7 @@ def lora_tensors(model: Decoder) -> dict[str, Tensor]:
 def target_projections(model: Decoder, targets: Sequence[str]) -> list[str]:
     """Return the paths of the projections that match, in the model's order. Raises ConfigError as `add_lora`."""
     selected: set[str] = set()
-    modules = {path: module for path, module in model.named_modules() if isinstance(module, SelfInitialized)}
+    modules = {path: module for path, module in model.own_modules() if isinstance(module, SelfInitialized)}
     linear_paths = [path for path, module in modules.items() if isinstance(module, Linear)]
     for target in targets:
         matches = [path for path in modules if _matches(target.split("."), path.split("."))]
@@ -150,6 +152,8 @@ def target_projections(model: Decoder, targets: Sequence[str]) -> list[str]:
                     "leave it out"
                 )
         projections = set(matches).intersection(linear_paths)
+        if not projections and model.visits(target)[0] != target:
+            raise ConfigError(f"lora: '{target}' has the weights of an earlier layer; name '{model.visits(target)[0]}'")
         if not projections:
             known = ", ".join(dict.fromkeys(_with_wildcards(path) for path in linear_paths))
             raise ConfigError(f"lora: no projection is at '{target}'; there are {known}")

@@ -74,22 +74,37 @@ def active_parameter_count(module: nn.Module) -> int:
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
     """Return the number of parameters, a shared one counted once, and how many of them act on one token."""
-    total, active = parameter_count(model), active_parameter_count(model)
-    for layer, count in stacked_layers(model):
-        total += (count - 1) * parameter_count(layer)
-        active += (count - 1) * active_parameter_count(layer)
+    layers = [layer for layer, _ in stacked_layers(model)]
+    weights = [count for stack in with_encoder(model) for count in stack.weight_counts]
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    around = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_layers)
+    total, active = around, around
+    for layer, count in zip(layers, weights, strict=True):
+        total += count * parameter_count(layer)
+        active += count * active_parameter_count(layer)
     return total, active
+
+
+def visits_of(count: int, weights: int) -> str:
+    """How many layers there are, and how many have weights of their own: `6`, `6 visits of 1`, or `6 again`."""
+    if count == weights:
+        return f"{count}"
+    return f"{count} visits of {weights}" if weights else f"{count} again"
 
 
 @dataclass(frozen=True)
 class LayerSize:
-    """`count` equal neighboring layers. Parameters and state bytes are those of one of them."""
+    """`count` equal neighboring layers. Parameters and state bytes are those of one of them.
+
+    weights: how many of them have parameters of their own; the others visit a shared layer again.
+    """
 
     count: int
     mixer: str
     feedforward: str
     parameters: int
     state_bytes: int
+    weights: int
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,11 @@ class Size:
 
     def _repr_html_(self) -> str:
         rows = [
-            (f"{layer.count} × {layer.mixer}, {layer.feedforward}", layer.parameters, layer.state_bytes)
+            (
+                f"{visits_of(layer.count, layer.weights)} × {layer.mixer}, {layer.feedforward}",
+                layer.parameters,
+                layer.state_bytes,
+            )
             for layer in (*self.encoder, *self.layers)
         ]
         total = (f"all, {self.batch} × {self.context_length:,} tokens", self.parameters, self.state_bytes)
@@ -305,6 +324,7 @@ def _layer_sizes(model: Decoder, layer_bytes: list[int] | None) -> tuple[LayerSi
         mixer, feedforward = distinct.config.mixer, distinct.config.feedforward
         layer_size = LayerSize(
             count=1,
+            weights=1,
             mixer="–" if mixer is None else describe(mixer.dump()),
             feedforward="–" if feedforward is None else describe(feedforward.dump()),
             parameters=parameter_count(layer),
@@ -312,9 +332,12 @@ def _layer_sizes(model: Decoder, layer_bytes: list[int] | None) -> tuple[LayerSi
         )
         sizes.append(layer_size)
     runs: list[LayerSize] = []
-    for index in model.config.layer_order:
-        if runs and replace(runs[-1], count=1) == sizes[index]:
-            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+    config, looped = model.config, False
+    for number, index in enumerate(config.layer_order):
+        same_kind, looped = looped == config.looped_layers[number], config.looped_layers[number]
+        weights = int(config.weight_sources[number] == number)
+        if runs and same_kind and replace(runs[-1], count=1, weights=1) == sizes[index]:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1, weights=runs[-1].weights + weights)
         else:
-            runs.append(sizes[index])
+            runs.append(replace(sizes[index], weights=weights))
     return tuple(runs)

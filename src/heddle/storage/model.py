@@ -451,7 +451,7 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def _base_parameters(model: Decoder) -> dict[str, Tensor]:
     """Return a model's parameters, without adapters, under the names of the plain model."""
     parameters: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
+    for path, module in model.own_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not isinstance(module, LoraLinear):
                 parameters[f"{path}.{name}"] = parameter

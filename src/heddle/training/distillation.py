@@ -158,6 +158,8 @@ class Distillation:
             raise ConfigError(
                 "loss layers: layers that read the keys or values of others cannot run alone; compare logits instead"
             )
+        if model.config.is_looped:
+            raise ConfigError("loss layers: a shared layer has other inputs at each visit; compare logits instead")
         layers = {int(name.split(".")[1]) for name in touched if name.startswith("layers.")}
         if not layers:
             raise ConfigError(f"loss layers: all layers equal those of {self._folder}; compare logits instead")

@@ -40,7 +40,8 @@ class RouterMetrics(NamedTuple):
     """Sums over one mixture and one step.
 
     expert_counts: int64 [experts], how often each expert was chosen. dropped: int64 [], choices dropped for lack of
-    capacity. entropy: float64 [], of the router's probabilities, in nats. tokens: int64 [].
+    capacity. entropy: float64 [], of the router's probabilities, in nats. tokens: int64 []. All visits of a shared
+    layer are of one mixture.
     """
 
     expert_counts: Tensor
@@ -71,7 +72,7 @@ class RouterMetricsCollector:
 
     @cached_property
     def _names(self) -> dict[nn.Module, str]:
-        return {module: name for name, module in self.model.named_modules()}
+        return {module: self.model.visits(name)[0] for name, module in self.model.named_modules()}
 
     def add(self, entries: Iterable[RouterStatistics]) -> Tensor | None:
         """Add the statistics of one part of the batch and return its auxiliary loss, or None.

@@ -50,12 +50,16 @@ def scale_to_width(config: ModelConfig, width: int) -> ModelConfig:
     if config.encoder is not None:
         raise DesignError("encoder", "is not scaled to another width; leave it out")
     resolved = config.resolved()
+    single = [layer for _, layer in resolved.expand()]
     scaled = {
-        layer.index: build_under(layer.path, _scale_layer, resolved.layers[layer.index], config.width, width)
+        id(single[layer.index]): build_under(layer.path, _scale_layer, single[layer.index], config.width, width)
         for layer in config.distinct_layers
     }
-    first_index = [layer.index for layer in config.distinct_layers]
-    layers = tuple(scaled[first_index[index]] for index in config.layer_order)
+
+    def at_width(layer: LayerConfig) -> LayerConfig:
+        return scaled[id(layer)] if id(layer) in scaled else _scale_layer(layer, config.width, width)
+
+    layers = tuple(entry.map(at_width) for entry in resolved.layers)
     return resolved.replace(width=width, layers=layers, head=config.head)
 
 
@@ -65,7 +69,7 @@ def _scale_layer(layer: LayerConfig, width: int, new_width: int) -> LayerConfig:
         mixer = build_under("mixer", mixer_at_width, mixer, width, new_width)
     if feedforward is not None:
         feedforward = with_hidden(feedforward, lambda hidden: max(1, round(hidden * new_width / width)))
-    return LayerConfig(mixer=mixer, feedforward=feedforward)
+    return layer.replace(mixer=mixer, feedforward=feedforward)
 
 
 def mixer_at_width(mixer: MixerConfig, width: int, new_width: int) -> MixerConfig:

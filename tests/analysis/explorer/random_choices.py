@@ -42,6 +42,12 @@ def _value(draw: random.Random, field: Field, depth: int) -> Any:
     return 0.5 if field.name in {"dropout", "offset"} else 4.0
 
 
+def random_repeat(draw: random.Random) -> dict[str, Any]:
+    """One layer, or three with weights of their own or shared ones."""
+    repeat = {"repeat": draw.choice((1, 3))}
+    return repeat | ({"shared": True} if repeat["repeat"] == 3 and draw.random() < 0.4 else {})
+
+
 def random_designs(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Designs as plain data: every kind of every slot in turn, the others at random."""
     draw = random.Random(seed)
@@ -57,7 +63,7 @@ def random_designs(count: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {
             "vocab_size": 50,
             "width": draw.choice(WIDTHS),
-            "layers": [{"repeat": draw.choice((1, 3)), "mixer": parts["mixers"], "feedforward": parts["feedforwards"]}],
+            "layers": [random_repeat(draw) | {"mixer": parts["mixers"], "feedforward": parts["feedforwards"]}],
             "residual": parts["residuals"],
             "norm": parts["norms"],
             "embedding": {"position": random_part(draw, "positions", ("learned", "sinusoidal"))},

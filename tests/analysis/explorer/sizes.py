@@ -5,7 +5,7 @@ from typing import Any
 
 from heddle.config import Part, kind_class
 from heddle.lab.explore.formulas import Formulas, formulas_of, model_formulas, values_of
-from heddle.model.config import LayerConfig, ModelConfig
+from heddle.model.config import DistinctLayer, ModelConfig
 
 WIDE = 4  # bytes of a number that is float32 at least
 
@@ -29,7 +29,7 @@ def declared_size(config: ModelConfig, tokens: int, element_bytes: int = WIDE) -
     config = config.resolved()
     before = [0, 0]
     for layer in config.distinct_layers:
-        if not _add(sums, config, layer.config, layer.count, tokens, before):
+        if not _add(sums, config, layer, tokens, before):
             return None
     surroundings = {"width": config.width, "norm_weights": norm_weights(config.norm), "tokens": tokens}
     surroundings |= {"layers": before[0], "all_branches": before[1]}
@@ -93,9 +93,9 @@ def unchecked(slot: str, fields: dict[str, Any]) -> Part:
     return part
 
 
-def _add(sums: list[int], config: ModelConfig, layer: LayerConfig, count: int, tokens: int, before: list[int]) -> bool:
+def _add(sums: list[int], config: ModelConfig, layer: DistinctLayer, tokens: int, before: list[int]) -> bool:
     """before: layers and branches below, to which these are added."""
-    parts = [part for part in (layer.mixer, layer.feedforward) if part is not None]
+    count, parts = layer.count, [part for part in (layer.config.mixer, layer.config.feedforward) if part is not None]
     surroundings = {"width": config.width, "tokens": tokens, "branches": len(parts)}
     surroundings |= {"count": count, "layers_before": before[0], "branches_before": before[1]}
     before[:] = before[0] + count, before[1] + count * len(parts)
@@ -104,7 +104,8 @@ def _add(sums: list[int], config: ModelConfig, layer: LayerConfig, count: int, t
         costs = _costs(part, surroundings)
         if costs is None:
             return False
-        _accumulate(sums, costs, count)
+        _accumulate(sums, (*costs[:2], 0, 0, 0), layer.weights)
+        _accumulate(sums, (0, 0, *costs[2:]), count)
     return True
 
 

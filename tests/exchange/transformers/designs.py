@@ -11,7 +11,7 @@ import heddle
 from heddle.laws.harness import forward_no_grad
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from tests.cases import ALIBI, LONG, MLP, ROPE, Data, attention, delta, design, latent, layer
+from tests.cases import ALIBI, LONG, MLP, ROPE, SHARED, Data, attention, delta, design, latent, layer
 from tests.generation.loops import amplify_layers
 
 with warnings.catch_warnings():
@@ -42,6 +42,7 @@ DESIGNS: dict[str, Data] = {
     "hybrid": design(delta(repeat=1, conv_kernel=3), layer(attention(kv_heads=2))),
     "pair": design(layer({"kind": "pair", "first": attention(3, window=2), "second": attention(kv_heads=2, window=5)})),
     "moe": design(layer(attention(3), MOE, repeat=2)),
+    "looped": design(layer(attention(3), MOE, repeat=2) | SHARED, layer(attention(kv_heads=2)), head={"tied": False}),
     "attention-residuals": design(
         layer(attention(position=ROPE), repeat=2), residual={"kind": "attention_residuals", "value_norm": True}
     ),

@@ -337,10 +337,18 @@ class HeddleModel(HeddlePreTrainedModel):
         self.decoder = Decoder(config.load_design())
         if self.decoder.encoder_width is not None:
             raise ConfigError("design: reads an encoder output (cross_attention), which these classes do not have")
+        visits = [self.decoder.visits(name) for name, _ in self.decoder.named_parameters()]
+        self._later_visits = {f"decoder.{each}": f"decoder.{first}" for first, *again in visits for each in again}
+        self._tied_weights_keys = self._tied_weights_keys | self._later_visits
         disable_compilation(self.decoder)
         self._attention_modules: dict[nn.Module, AttentionModule] = {}
         self._external_attention_modules()
         self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """The name of each parameter that is another one, and the other's: a tied head, later visits of a layer."""
+        tied: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)
+        return tied if all_submodels else tied | self._later_visits  # these are tied whether or not the head is
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -525,7 +533,12 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
 
     def balance_experts(self) -> None:
         """Update the expert biases of designs with `bias_update`. Call it once after each optimizer step."""
-        for mixture, counts in self.expert_counts.items():
+        decoder, summed = self.heddle_decoder, dict[Feedforward, Any]()
+        names = {module: name for name, module in decoder.named_modules() if module in self.expert_counts}
+        for mixture, counts in self.expert_counts.items():  # all visits of a shared layer are of one mixture
+            first: Any = decoder.get_submodule(decoder.visits(names[mixture])[0])
+            summed[first] = summed.get(first, 0) + counts
+        for mixture, counts in summed.items():
             if any(parameter.requires_grad for parameter in mixture.parameters()):
                 mixture.update_expert_bias(counts)
         self.expert_counts.clear()

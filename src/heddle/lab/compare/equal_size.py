@@ -111,13 +111,11 @@ def _scale_to(config: ModelConfig, bytes_of: Callable[[ModelConfig], int], targe
 
 def with_state_factor(config: ModelConfig, factor: float) -> ModelConfig:
     """The design with about `factor` times the state in every mixer. Raises ConfigError if it cannot be built."""
-    layers = tuple(_with_mixers_scaled(layer, factor, config.width) for layer in config.layers)
+    layers = tuple(layer.map(lambda each: _with_mixer_scaled(each, factor, config.width)) for layer in config.layers)
     return config.replace(layers=layers)
 
 
-def _with_mixers_scaled(layer: LayerConfig, factor: float, width: int) -> LayerConfig:
-    if layer.layers is not None:
-        return layer.replace(layers=tuple(_with_mixers_scaled(inner, factor, width) for inner in layer.layers))
+def _with_mixer_scaled(layer: LayerConfig, factor: float, width: int) -> LayerConfig:
     return layer if layer.mixer is None else layer.replace(mixer=scale_state(layer.mixer, factor, width))
 
 
@@ -314,13 +312,11 @@ def nearest_width(config: ModelConfig, size_of: SizeFunction, target: float) -> 
 def with_width(config: ModelConfig, width: int, hidden_factor: float = 1.0) -> ModelConfig:
     """The design at another width, with `hidden` of its feed-forwards in proportion, times `hidden_factor`."""
     factor = hidden_factor * width / config.width
-    layers = tuple(_with_hidden_scaled(layer, factor) for layer in config.layers)
+    layers = tuple(layer.map(lambda each: _with_hidden_scaled(each, factor)) for layer in config.layers)
     return config.replace(width=width, layers=layers)
 
 
 def _with_hidden_scaled(layer: LayerConfig, factor: float) -> LayerConfig:
-    if layer.layers is not None:
-        return layer.replace(layers=tuple(_with_hidden_scaled(inner, factor) for inner in layer.layers))
     if layer.feedforward is None:
         return layer
     return layer.replace(feedforward=with_hidden(layer.feedforward, lambda hidden: _scale(hidden, factor)))

@@ -114,11 +114,17 @@ class RecallProbe:
 
     def small_copy(self, config: ModelConfig) -> ModelConfig:
         """The small copy of a design. Raises DesignError where it cannot be built."""
-        layers = [layer for _, layer in config.expand()]
+        layers = [layer.replace(repeat=1, shared=False) for _, layer in config.expand()]
+        all_looped = all(config.looped_layers)  # then the copy, too, visits its layers again
+        if all_looped:
+            layers = [layers[index] for index in sorted(set(config.weight_sources))]
         if self.mixers_only and any(layer.mixer is not None for layer in layers):
             layers = [layer.replace(feedforward=None) for layer in layers if layer.mixer is not None]
+        entries = shorten_layers(layers)
+        if all_looped:
+            entries = (LayerConfig(repeat=MAX_REPEAT, shared=True, layers=entries),)
         return config.replace(
-            layers=shorten_layers(layers),
+            layers=entries,
             vocab_size=self.task_stream.vocab_size,
             initialization=config.initialization.replace(std=config.width**-0.5),
         )

@@ -43,7 +43,7 @@ from heddle.lab.compare.text_profile import describe_text_recall, profile_rows, 
 from heddle.lab.compare.tuning import Tuning, tuning_report
 from heddle.lab.compare.verdict import verdict_sentences
 from heddle.model.config import ModelConfig, describe
-from heddle.model.size import Size, kernel_choices, size, state_bytes
+from heddle.model.size import Size, kernel_choices, size, state_bytes, visits_of
 
 # What a running comparison has so far, and what is still to come.
 
@@ -342,7 +342,9 @@ def _kernels(config: ModelConfig, length: int, dtype: torch.dtype, device: str) 
 
 def summarize_design(config: ModelConfig, model_size: Size) -> str:
     """A design in one line: depth, width, and each different layer."""
-    layers = [f"{layer.count} × [{layer.mixer}; {layer.feedforward}]" for layer in model_size.layers]
+    layers = [
+        f"{visits_of(layer.count, layer.weights)} × [{layer.mixer}; {layer.feedforward}]" for layer in model_size.layers
+    ]
     head = "tied" if config.head.tied else "untied"
     return (
         f"{config.depth} layers, width {config.width}, vocabulary {config.vocab_size} ({head}), residual "

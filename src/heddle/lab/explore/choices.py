@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,8 @@ from typing import Any
 
 from heddle.config import Config, kind_class, kinds
 from heddle.model.config import LayerConfig, ModelConfig, schema
+from heddle.parts.feedforwards import FeedforwardConfig
+from heddle.parts.mixers import MixerConfig
 
 SLOTS = {
     "mixers": "mixer", "positions": "position", "feedforwards": "feed-forward", "residuals": "residual",
@@ -195,11 +198,17 @@ def published_designs() -> list[dict[str, Any]]:
 
 
 def explorer_design(config: ModelConfig) -> dict[str, Any]:
-    """A design as plain data with its different layers and how many there are of each. An encoder is left out."""
+    """A design as plain data with its different layers and how many there are of each. An encoder is left out.
+
+    Each layer that is visited several times is one of its own, `shared`, with the number of visits.
+    """
     data = config.dump()
+    counts = Counter[tuple[MixerConfig | None, FeedforwardConfig | None, int | None]]()
+    for (_, each), looped, source in zip(config.expand(), config.looped_layers, config.weight_sources, strict=True):
+        counts[each.mixer, each.feedforward, source if looped else None] += 1
     layers = [
-        LayerConfig(mixer=mixer, feedforward=feedforward).dump() | {"count": count}
-        for (mixer, feedforward), count in config.equal_layers.items()
+        LayerConfig(mixer=mixer, feedforward=feedforward, shared=source is not None).dump() | {"count": count}
+        for (mixer, feedforward, source), count in counts.items()
     ]
     for layer in layers:
         layer.pop("repeat")

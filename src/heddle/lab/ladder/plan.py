@@ -127,14 +127,12 @@ def design_at_width(config: ModelConfig, width: int) -> ModelConfig:
         build(scaled, device="meta")
     except DesignError:
         resized = with_width(config, width)
-        layers = tuple(_scale_layer(layer, config.width, width) for layer in resized.layers)
+        layers = tuple(layer.map(lambda each: _scale_layer(each, config.width, width)) for layer in resized.layers)
         return resized.replace(layers=layers)
     return scaled
 
 
 def _scale_layer(layer: LayerConfig, width: int, new_width: int) -> LayerConfig:
-    if layer.layers is not None:
-        return layer.replace(layers=tuple(_scale_layer(inner, width, new_width) for inner in layer.layers))
     return layer if layer.mixer is None else layer.replace(mixer=mixer_near_width(layer.mixer, width, new_width))
 
 

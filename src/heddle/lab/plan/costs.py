@@ -80,12 +80,15 @@ PRODUCTS = {"addmm", "baddbmm", "bmm", "mm", "linear"}
 class LayerCost:
     """One of `count` equal layers. FLOPs and bytes are those of the forward pass of one row.
 
+    weights: how many of them have parameters of their own. looped: the others visit these again; they are in the root.
     attention_flops: those that grow with the square of the length. saved_bytes: what the backward pass needs, in
     bfloat16. product_bytes: the outputs of every second product and of attention, which selective recomputation keeps.
     input_bytes: the layer's input, which full recomputation keeps.
     """
 
     count: int
+    weights: int
+    looped: bool
     parameters: int
     active_parameters: int
     flops: float
@@ -97,7 +100,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The layers, and what stands around them: embedding, last norm and head (`root`)."""
+    """The layers, and what stands around them: embedding, last norm and head (`root`), with looped layers' weights."""
 
     layers: tuple[LayerCost, ...]
     parameters: int
@@ -121,7 +124,7 @@ class ModelCost:
     @property
     def largest_layer(self) -> int:
         """Parameters of the largest layer."""
-        return max((layer.parameters for layer in self.layers), default=0)
+        return max((layer.parameters for layer in self.layers if not layer.looped), default=0)
 
 
 @dataclass
@@ -151,12 +154,14 @@ def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
     flops, other_flops = layer_flops(model, sequence_length)
     traces = _traces(model, sequence_length)
     layers = []
-    for layer, count, row_flops, trace in zip(model.layers, model.layer_counts, flops, traces, strict=True):
+    for layer, distinct, row_flops, trace in zip(model.layers, config.distinct_layers, flops, traces, strict=True):
         active_size = active_parameter_count(layer)
         linear = 2.0 * active_size * sequence_length
         layers.append(
             LayerCost(
-                count=count,
+                count=distinct.count,
+                weights=distinct.weights,
+                looped=distinct.looped,
                 parameters=parameter_count(layer),
                 active_parameters=active_size,
                 flops=row_flops,
@@ -166,7 +171,7 @@ def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
                 input_bytes=trace.input_bytes,
             )
         )
-    in_layers = sum(layer.count * layer.parameters for layer in layers)
+    in_layers = sum(layer.count * layer.parameters for layer in layers if not layer.looped)
     return ModelCost(
         layers=tuple(layers),
         parameters=parameters,

@@ -356,11 +356,11 @@ class DryRun:
 def dry_run(config: ModelConfig, layout: RankLayout, sequence_length: int, fold: bool = True) -> DryRun:
     """Run a step of the trainer on fake tensors. fold: equal layers are told by three and four of them.
 
-    No layer is left out where the stream grows from layer to layer. Raises ConfigError for a layout that the trainer
-    does not offer, and within a process group.
+    No layer is left out where the stream grows from layer to layer, or layers share weights. Raises ConfigError for a
+    layout that the trainer does not offer, and within a process group.
     """
     _check(config, layout)
-    fold = fold and not config.residual.stream_grows
+    fold = fold and not config.residual.stream_grows and not config.is_looped
     runs = runs_of(config.layer_order) if fold else [Run((kind,), 1) for kind in config.layer_order]
     longer = {index: folded(runs, index) for index, run in enumerate(runs) if run.is_long}
     with fake_ranks(layout) as mesh:
@@ -416,6 +416,8 @@ def _repeats(accumulation: int) -> dict[int, int]:
 
 
 def _with_layers(config: ModelConfig, layers: Sequence[FoldedLayer]) -> ModelConfig:
+    if config.is_looped:  # none is folded
+        return config
     kinds = [distinct.config for distinct in config.distinct_layers]
     entries = (LayerConfig(mixer=kinds[x.kind].mixer, feedforward=kinds[x.kind].feedforward) for x in layers)
     return config.replace(layers=tuple(entries))

@@ -71,8 +71,9 @@ function drawForm() {
   const focused = document.activeElement?.id, design = state.design, part = chosen();
   write("tabs", DATA.pages.length < 2 ? "" : DATA.pages.map(slot => html`<button type="button" id="tab-${slot}" role="tab" aria-selected="${slot === state.slot}">${TITLES[slot]}</button>`));
   const number = (id, label, value) => html`<label for="${id}"><span>${label}</span><input id="${id}" type="number" min="1" step="1" value="${value ?? ""}"></label>`;
-  const entries = design.layers.length < 2 ? "" : html`<label for="design-entry"><span>layers shown</span><select id="design-entry">${design.layers.map((each, index) => html`<option value="${index}" ${index === state.layer ? "selected" : ""}>${each.count} × ${each.mixer?.kind ?? "no mixer"}${each.mixer?.window ? `, window ${each.mixer.window}` : ""}, ${each.feedforward?.kind ?? "no feed-forward"}</option>`)}</select></label>`;
-  const whole = DATA.whole ? [number("design-vocab_size", "vocabulary", design.vocab_size), number("layer-count", "layers", layer().count), entries] : "";
+  const entries = design.layers.length < 2 ? "" : html`<label for="design-entry"><span>layers shown</span><select id="design-entry">${design.layers.map((each, index) => html`<option value="${index}" ${index === state.layer ? "selected" : ""}>${each.count} ${isShared(each) ? "visits of " : "× "}${each.mixer?.kind ?? "no mixer"}${each.mixer?.window ? `, window ${each.mixer.window}` : ""}, ${each.feedforward?.kind ?? "no feed-forward"}</option>`)}</select></label>`;
+  const shared = layer().count < 2 ? "" : html`<label class="check" for="layer-shared"><input type="checkbox" id="layer-shared" ${layer().shared ? "checked" : ""}>one set of weights</label>`;
+  const whole = DATA.whole ? [number("design-vocab_size", "vocabulary", design.vocab_size), number("layer-count", "layers", layer().count), shared, entries] : "";
   const models = DATA.whole ? html`<label for="design-model"><span>start from</span><select id="design-model"><option value="">this design</option>${byFamily(DATA.models).map(([family, models]) => html`<optgroup label="${family}">${models.map(model => html`<option value="${DATA.models.indexOf(model)}">${model.name}</option>`)}</optgroup>`)}</select></label>` : "";
   write("around", [models, number("design-width", "model width", design.width), number("design-tokens", "context, tokens", design.tokens),
     html`<label for="design-bytes"><span>numbers</span><select id="design-bytes">${[[4, "float32"], [2, "bfloat16"]].map(([bytes, name]) => html`<option value="${bytes}" ${design.bytes === bytes ? "selected" : ""}>${name}</option>`)}</select></label>`, whole]);
@@ -199,7 +200,7 @@ function yaml(value, indent = "") {
 
 function designData(design) {
   const { width, vocab_size, layers, residual, norm, embedding, head } = design;
-  return { vocab_size, width, layers: layers.map(({ count, mixer, feedforward }) => ({ repeat: count, mixer, feedforward })), norm, residual, embedding: embedding && Object.keys(embedding).length ? embedding : undefined, head };
+  return { vocab_size, width, layers: layers.map(layer => ({ repeat: layer.count, shared: isShared(layer) ? true : undefined, mixer: layer.mixer, feedforward: layer.feedforward })), norm, residual, embedding: embedding && Object.keys(embedding).length ? embedding : undefined, head };
 }
 
 const uses = (value, slot, name) => {
@@ -263,7 +264,8 @@ document.addEventListener("input", event => {
   if (id.startsWith("field.")) structure = setField(id, input);
   else if (id === "design-model") { if (input.value !== "") setModel(Number(input.value)); structure = true; }
   else if (id === "design-entry") { state.layer = Number(input.value); structure = true; }
-  else if (id === "layer-count") layer().count = Number(input.value);
+  else if (id === "layer-count") { structure = (layer().count < 2) !== (Number(input.value) < 2); layer().count = Number(input.value); }
+  else if (id === "layer-shared") { if (input.checked) layer().shared = true; else delete layer().shared; structure = true; }
   else if (id.startsWith("design-")) state.design[id.slice(7)] = Number(input.value);
   else return;
   if (structure) render(); else draw();

@@ -45,6 +45,7 @@ function allowedDesign(read) {
   const layers = Array.isArray(read.layers) ? read.layers.filter(isRecord).slice(0, DATA.most_layers) : [];
   if (layers.length) design.layers = layers.map(each => ({
     count: each.count === undefined ? 1 : allowed(REPEAT, each.count) ?? first.count,
+    ...(each.shared === true ? { shared: true } : {}),
     mixer: part("mixers", each.mixer, first.mixer),
     feedforward: part("feedforwards", each.feedforward, first.feedforward),
   }));

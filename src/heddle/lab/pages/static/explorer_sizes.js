@@ -69,6 +69,8 @@ function refusals(design) {
     for (const slot of ["mixers", "feedforwards"])
       if (layer[SINGULAR[slot]]) refusePart(slot, layer[SINGULAR[slot]], design, SINGULAR[slot], found);
   }
+  if (isShared(design.layers[0]) && (design.residual.kind === "attention_residuals" || design.residual.first_norm === false))
+    found.push(["layers", "visited several times: the first layer has fewer norms or mixes than its later visits"]);
   for (const { mixer } of design.layers) {
     const rotation = mixer?.position, scaling = rotation?.scaling;
     if (!scaling) continue;
@@ -103,6 +105,7 @@ function refusePart(slot, part, design, path, found, around = {}) {
     if (condition(v) > 0) found.push([`${from}.${name}`, sentence(v)]);
 }
 
+const isShared = layer => Boolean(layer.shared) && layer.count > 1;
 const branchesOf = layer => (layer.mixer ? 1 : 0) + (layer.feedforward ? 1 : 0);
 
 // How many layers and branches the first entries of a design have.
@@ -140,7 +143,9 @@ function sizes(design, chosen = 0) {
       const part = slot === "residuals" ? design.residual : layer[SINGULAR[slot]];
       if (!part) continue;
       const own = costs(slot, part, around);
-      add(sums, own, layer.count);
+      const weights = isShared(layer) ? 1 : layer.count;
+      add(sums, own.slice(0, 2), weights);
+      add(sums, [0, 0, ...own.slice(2)], layer.count);
       if (index === chosen) slots[slot] = own;
     }
   });
