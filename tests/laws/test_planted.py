@@ -111,11 +111,11 @@ from heddle.parts.modules.recurrent import (
     BoundedDecay,
     DeltaRuleMixer,
     GatedDecay,
-    ShortConvolution,
     in_steps,
     one_step,
 )
 from heddle.parts.modules.router_statistics import record
+from heddle.parts.modules.short_convolution import ShortConvolution
 from heddle.parts.norms.layer import LayerNorm
 from heddle.parts.position_table import PositionTable, SlotMapping, join_tables
 from heddle.parts.positions import Rotation, check_base

@@ -77,7 +77,7 @@ class Kind:
     first: dict[str, Any]
 
 
-OF_SEVERAL_LAYERS = ("shared_kv",)  # fields that the equal layers of an explored design cannot have
+NOT_EXPLORED = ("shared_kv", "short_convolution")  # one needs layers that differ, one is several fields
 
 
 @cache
@@ -120,7 +120,7 @@ def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field
         options = described.get("anyOf", [described])
         optional = any(option.get("type") == "null" for option in options)
         options = [option for option in options if option.get("type") not in ("null", "array")]
-        if name in ("kind", *OF_SEVERAL_LAYERS) or not options:
+        if name in ("kind", *NOT_EXPLORED) or not options:
             continue
         note, default = notes.get(name, ""), described.get("default")
         if "$ref" in options[0]:
