@@ -73,6 +73,11 @@ def delta(heads: int = 4, repeat: int = 2, **fields: Any) -> Data:
     return layer({"kind": "gated_delta", "heads": heads, **fields}, repeat=repeat)
 
 
+def convolution(*names: str, **fields: Any) -> Data:
+    """Short convolutions of these."""
+    return {"of": list(names), **fields}
+
+
 def forward(kind: str, **fields: Any) -> Data:
     """A design of two layers with this feed-forward."""
     return design(layer(attention(3), {"kind": kind, "hidden": 17, **fields}, repeat=2))
@@ -445,6 +450,44 @@ CASES |= {
     "short-conv": design(layer({"kind": "short_conv"}, repeat=2), norm={"kind": "layer"}),
     "short-conv-biases": design(
         layer({"kind": "short_conv", "conv_kernel": 2, "conv_bias": True, "bias": True}), layer(attention())
+    ),
+    "short-convolution": design(
+        layer(
+            attention(kv_heads=2, short_convolution=convolution("input", "q", "k", "v")),
+            MLP | {"short_convolution": convolution("input", "hidden", conv_kernel=3)},
+            repeat=2,
+        ),
+        norm={"kind": "layer"},
+    ),
+    "short-convolution-window": design(
+        layer(
+            attention(kv_heads=2, window=3, short_convolution=convolution("k", "v", conv_kernel=3, activation="silu")),
+            {"kind": "gated", "hidden": 11, "short_convolution": convolution("hidden", conv_kernel=2, residual=False)},
+        ),
+        layer(attention(window=2, short_convolution=convolution("q", conv_kernel=5)), None),
+        layer(None, {"kind": "gated", "hidden": 7, "short_convolution": convolution("input", conv_kernel=5)}),
+    ),
+    "short-convolution-recurrent": design(
+        layer(
+            {"kind": "gated_delta", "heads": 3, "short_convolution": convolution("input", residual=False)},
+            {"kind": "moe", "experts": 3, "top_k": 2, "hidden": 7, "short_convolution": convolution("input")},
+        ),
+        layer(
+            {
+                "kind": "pair", "first": attention(window=4, short_convolution=convolution("v", conv_kernel=2)),
+                "second": {"kind": "linear_attention", "heads": 4},
+                "short_convolution": convolution("input", conv_kernel=2),
+            },
+        ),
+        norm={"kind": "layer"},
+    ),
+    "short-convolution-shared-keys": design(
+        layer(attention(kv_heads=2, short_convolution=convolution("k", conv_kernel=1))),
+        layer(attention(kv_heads=2, shared_kv=True, short_convolution=convolution("q", "input", conv_kernel=2))),
+    ),
+    "short-convolution-bidirectional": design(
+        layer(attention(causal=False, window=2, short_convolution=convolution("input", "q", "k"))),
+        layer(attention(causal=False, window=2, short_convolution=convolution("q", conv_kernel=6))),
     ),
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer
+from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer
 from heddle.parts.modules.short_convolution import ShortConvolutions
@@ -71,21 +72,27 @@ def receptive_field(config: ModelConfig) -> None:
     layout = layout_for(model, 1, length)
     for index, mixer in enumerate(model.mixers()):
         if mixer is not None:
-            _check_support(partial(_mixer_call, model, mixer, layout), _mixer_span(mixer), f"layer {index}")
+            _check_support(partial(_part_call, model, mixer, layout), _mixer_span(mixer), f"layer {index}")
+    for index, layer in enumerate(model.layers):
+        feedforward = layer.feedforward if isinstance(layer, Layer) else None
+        if feedforward is not None and feedforward.window > 1:
+            span = (feedforward.window - 1.0, 0.0)
+            _check_support(partial(_part_call, model, feedforward, layout), span, f"the feed-forward of layer {index}")
     spans = [_layer_span(layer, model) for layer in model.layers if isinstance(layer, Layer)]
     back, ahead = (sum(numbers) for numbers in zip(*spans, strict=True))
     _check_support(partial(_model_call, model, layout), (back, ahead), "the whole model")
 
 
-def _mixer_call(model: Decoder, mixer: Mixer, layout: Layout, draw: int) -> InputAndOutput:
-    """Random inputs of a mixer, and its outputs. draw: 0, 1 …: other inputs."""
+def _part_call(model: Decoder, part: Mixer | Feedforward, layout: Layout, draw: int) -> InputAndOutput:
+    """Random inputs of a mixer or a feed-forward, and its outputs. draw: 0, 1 …: other inputs."""
     generator = torch.Generator().manual_seed(2 + draw)
     x = normal_tensor((1, layout.positions.shape[1], model.config.width), generator).requires_grad_()
-    source = None if mixer.kv_source is None else model.mixers()[mixer.kv_source]
+    number = part.kv_source if isinstance(part, Mixer) else None
+    source = None if number is None else model.mixers()[number]
     if source is not None:  # whose keys and values it reads, here of the same inputs
         layout = replace(layout, handed_over=HandedOver())
         source(x, layout)
-    y, _ = mixer(x, layout)
+    y, _ = part(x, layout)
     return x, y
 
 

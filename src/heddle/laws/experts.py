@@ -135,7 +135,7 @@ def idle_experts(config: ModelConfig) -> None:
         def both(
             learned: list[Tensor] = learned, part: Feedforward = part, mixture: ExpertInfo = mixture
         ) -> tuple[Tensor, tuple[Tensor, ...]]:
-            y = part(learned[0], Layout.causal(1, 1))
+            y, _ = part(learned[0], Layout.causal(1, 1))
             gradients = torch.autograd.grad(y.sin().sum(), learned, allow_unused=True)
             if any(slope is None for slope, value in zip(gradients, learned, strict=True) if _within(value, mixture)):
                 raise LawViolation("an expert without tokens has no gradient, instead of zero")

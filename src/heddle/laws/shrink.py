@@ -111,8 +111,11 @@ def _layer(layer: LayerConfig, context: ShrinkContext, sizes: bool) -> LayerConf
     mixer, feedforward = layer.mixer, layer.feedforward
     if mixer is not None:
         mixer = shrink_part(mixer, context) if sizes else _with_small_window(mixer)
-    if feedforward is not None and sizes:
-        feedforward = shrink_part(feedforward, context)
+    if feedforward is not None:
+        if sizes:
+            feedforward = shrink_part(feedforward, context)
+        else:
+            feedforward = feedforward.replace(**_small_convolution(feedforward))
     return LayerConfig(mixer=mixer, feedforward=feedforward)
 
 

@@ -86,7 +86,10 @@ class Feedforward(nn.Module, ABC):
 
     window: int = 1
     input_projections: Sequence[str] | None = None
-    convolutions: ShortConvolutions | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions: ShortConvolutions | None = None
 
     def convolve_hidden(self, config: ShortConvolutionConfig | None, channels: Mapping[str, int]) -> None:
         """Build the short convolutions of hidden channels, if the config names these."""
