@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from heddle.config import Config, DesignError, own_class
+from heddle.config import Config, DesignError, Part, own_class
 from heddle.conversion.weights import CalibrationText, Weights
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
@@ -21,11 +21,13 @@ class Rewrite(Config, ABC):
     targets: fields of a design that it changes, each with the option that takes the new value. methods: sets of options
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
     None: all that it applies to. keeps_attention: whether layers that read the keys and values of others still can.
+    keeps_convolutions: whether short convolutions keep what they convolve.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
     methods: ClassVar[Sequence[Mapping[str, str]]] = ()
     keeps_attention: ClassVar[bool] = False
+    keeps_convolutions: ClassVar[bool] = False
     layers: tuple[int, ...] | None = None
 
     @property
@@ -53,8 +55,17 @@ class Rewrite(Config, ABC):
         text: given if `needs_text`. Raises DesignError, one sentence that says why the design cannot be converted.
         """
 
-    def check_shared_keys(self, design: ModelConfig) -> None:
-        """Raises DesignError for layers that read the keys and values of others, unless `keeps_attention`."""
+    def check_layers(self, design: ModelConfig) -> None:
+        """Raises DesignError for layers that read the keys and values of others, or have short convolutions.
+
+        Unless the rewrite keeps these.
+        """
+        for distinct in design.distinct_layers:
+            for name, part in (("mixer", distinct.config.mixer), ("feedforward", distinct.config.feedforward)):
+                if part is not None and has_convolutions(part) and not self.keeps_convolutions:
+                    reason = f"is not known to {self.name}, which would change what it convolves"
+                    path = f"layers.{distinct.index}.{name}.short_convolution"
+                    raise DesignError(path, f"{reason}; convert a design without it")
         for index, source in enumerate(design.kv_sources):
             if source is not None and not self.keeps_attention:
                 reason = f"reads the keys and values of layer {source}, which {self.name} would change for one of them"
@@ -73,6 +84,13 @@ class Rewrite(Config, ABC):
             if not 0 <= index < design.depth:
                 raise ConfigError(f"layers.{index}: the design has layers 0 to {design.depth - 1}; name one of them")
         return tuple(sorted(set(self.layers)))
+
+
+def has_convolutions(part: Part) -> bool:
+    """Whether a part, or one within it, has short convolutions."""
+    values = (getattr(part, name) for name in type(part).model_fields)
+    own = getattr(part, "short_convolution", None) is not None
+    return own or any(isinstance(value, Part) and has_convolutions(value) for value in values)
 
 
 def replace_layers(design: ModelConfig, new_layers: Mapping[int, LayerConfig]) -> ModelConfig:
