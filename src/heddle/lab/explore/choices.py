@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from heddle.config import Config, kind_class, kinds
+from heddle.config import Config, DesignError, kind_class, kinds
 from heddle.model.config import LayerConfig, ModelConfig, schema
 
 SLOTS = {
@@ -194,8 +194,13 @@ def published_designs() -> list[dict[str, Any]]:
 
 
 def explorer_design(config: ModelConfig) -> dict[str, Any]:
-    """A design as plain data with its different layers and how many there are of each. An encoder is left out."""
+    """A design as plain data with its different layers and how many there are of each. An encoder is left out.
+
+    Raises DesignError for a design with fields that the page cannot show.
+    """
     data = config.dump()
+    for path, layer in config.expand():
+        _check_explored(layer.dump(), path)
     layers = [
         LayerConfig(mixer=mixer, feedforward=feedforward).dump() | {"count": count}
         for (mixer, feedforward), count in config.equal_layers.items()
@@ -204,6 +209,15 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
         layer.pop("repeat")
     names = ("vocab_size", "width", "norm", "residual", "embedding", "head")
     return {name: data[name] for name in names if name in data} | {"layers": layers}
+
+
+def _check_explored(data: dict[str, Any], path: str) -> None:
+    """Raises DesignError if a part has a field that the page does not know: its costs would be missing."""
+    for name, value in data.items():
+        if name in NOT_EXPLORED:
+            raise DesignError(f"{path}.{name}", "is not known to the explorer; heddle show has the design's costs")
+        if isinstance(value, dict):
+            _check_explored(value, f"{path}.{name}")
 
 
 # How parts are commonly written wrong: what docs/commonly-wrong.md measures, and which kinds it concerns.
