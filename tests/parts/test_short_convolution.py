@@ -27,7 +27,7 @@ from heddle.parts.modules import short_convolution
 from heddle.parts.modules.short_convolution import RESIDUAL_SCALE
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, attention, case, convolution, design, layer
-from tests.conversion.exactness import converted_model, difference, source_model
+from tests.conversion.exactness import converted_model, source_model
 from tests.parity.test_residual_layers import ExactRMS
 
 with warnings.catch_warnings():
@@ -218,7 +218,7 @@ def test_the_loop_sees_a_mistake(mistake: str, monkeypatch: pytest.MonkeyPatch) 
 # Inkling's attention, whose keys and values pass through a short convolution
 
 
-def their_attention(ours: Any, draw: random.Random, width: int, kernel: int, temperature: tuple[int, float]) -> Any:
+def their_attention(ours: Any, width: int, kernel: int, temperature: tuple[int, float]) -> Any:
     """Their module with our weights, without its relative positions."""
     config: Any = SimpleNamespace(
         hidden_size=width, layer_types=["hybrid"], head_dim=ours.head_dim, num_attention_heads=ours.heads,
@@ -248,7 +248,7 @@ def exact_softmax(
 
 
 def attention_errors(seed: int, convolve: bool = True) -> tuple[float, float]:
-    """The largest difference of outputs, and of gradients of inputs and weights, of two rows, one padded on the left."""
+    """The largest difference of outputs, and of gradients of inputs and weights."""
     draw = random.Random(seed)
     groups, head_dim, kernel, length = draw.choice((1, 2)), draw.randint(2, 5), draw.randint(2, 5), draw.randint(1, 8)
     heads, width, (floor, alpha) = groups * draw.randint(1, 2), draw.randint(2, 9), (draw.randint(1, 4), 0.7)
@@ -264,7 +264,7 @@ def attention_errors(seed: int, convolve: bool = True) -> tuple[float, float]:
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.normal_(1.0 if parameter.dim() < 2 else 0.0, 0.8)
-    module = their_attention(ours, draw, width, kernel, (floor, alpha))
+    module = their_attention(ours, width, kernel, (floor, alpha))
     x = torch.randn(2, length, width, dtype=torch.float64, requires_grad=True)
     got = ours(x, heddle.Layout.causal(2, length))[0]
     mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
@@ -296,3 +296,178 @@ def test_convolutions_of_keys_and_values_equal_inkling(monkeypatch: pytest.Monke
         assert errors[0] < 1e-10
         assert errors[1] < 1e-9
     assert attention_errors(3, convolve=False)[0] > 1e-3
+
+
+# Sizes, first weights and states
+
+ALL = design(
+    layer(
+        attention(kv_heads=2, window=5, short_convolution=convolution("input", "q", "v")),
+        {"kind": "gated", "hidden": 10, "short_convolution": convolution("input", "hidden", conv_kernel=3)},
+        repeat=2,
+    ),
+    layer(None, {"kind": "mlp", "hidden": 7, "short_convolution": convolution("hidden", conv_kernel=2)}),
+)
+
+
+def without_convolutions(data: Any) -> Any:
+    """The same design without any."""
+    if isinstance(data, dict):
+        return {name: without_convolutions(value) for name, value in data.items() if name != "short_convolution"}
+    return [without_convolutions(each) for each in data] if isinstance(data, list) else data
+
+
+def test_sizes_are_counted() -> None:
+    model = heddle.build(parse_config(ModelConfig, ALL))
+    plain, sized = (heddle.size(parse_config(ModelConfig, data), 20) for data in (without_convolutions(ALL), ALL))
+    weights = 2 * (4 * (24 + 24 + 12) + 3 * (24 + 2 * 10)) + 2 * 7
+    inputs = 2 * (3 * (24 + 24 + 12) + 2 * (24 + 2 * 10)) + 1 * 7
+    assert sized.parameters - plain.parameters == weights
+    assert sized.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sized.flops_per_token - plain.flops_per_token == 2 * weights  # a multiply and an add for each
+    assert sized.state_bytes - plain.state_bytes == 4 * inputs
+    assert sized.state_bytes_per_token == plain.state_bytes_per_token
+    for cache_length in (20, None):
+        state = model.init_state(3, cache_length)
+        names = [name for name in state.tensors() if name.startswith("layers.0")]
+        assert names == [
+            "layers.0.mixer.own.own.keys", "layers.0.mixer.own.own.values", "layers.0.mixer.own.conv_state",
+            "layers.0.mixer.conv_state", "layers.0.feedforward.own.conv_state", "layers.0.feedforward.conv_state",
+        ]  # fmt: skip
+        assert state.tensors()["layers.2.feedforward.conv_state"].shape == (3, 1, 7)
+        assert state.layer_bytes[2] == 3 * 7 * 4
+
+
+def test_first_weights_and_their_scale() -> None:
+    wide = {"kind": "mlp", "hidden": 20000, "short_convolution": convolution("hidden")}
+    pure = wide | {"short_convolution": convolution("hidden", residual=False)}
+    model = heddle.build(parse_config(ModelConfig, design(layer(None, wide), layer(None, pure), width=2)))
+    weights = dict(model.named_parameters())
+    scaled, unscaled = (weights[f"layers.{index}.feedforward.convolutions.up.weight"].detach() for index in (0, 1))
+    assert float(scaled.std()) == pytest.approx(RESIDUAL_SCALE / 2, rel=0.02)
+    assert float(unscaled.std()) == pytest.approx(1 / 2, rel=0.02)
+
+
+def test_numbers_are_added_in_float32() -> None:
+    """In bfloat16 the sum x + conv(x) is rounded once."""
+    config = parse_config(short_convolution.ShortConvolutionConfig, convolution("input", conv_kernel=2))
+    module = short_convolution.ShortConvolutions(config, {"input": 3})
+    with torch.no_grad():
+        module["input"].weight.copy_(torch.tensor([[0.0, 2.0**-9]] * 3))
+    x = torch.full((1, 4, 3), 1.0 + 2.0**-7, dtype=torch.bfloat16)
+    (y,), _ = module.to(torch.bfloat16)({"input": x}, heddle.Layout.causal(1, 4), None)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, (x.float() * (1 + 2.0**-9)).to(torch.bfloat16))
+
+
+def test_no_token_can_be_taken_back() -> None:
+    """As with any other short convolution: a state holds no earlier inputs than the last ones."""
+    data = design(layer(attention(), {"kind": "mlp", "hidden": 7, "short_convolution": convolution("hidden")}))
+    model = model_under_test(parse_config(ModelConfig, data))
+    with torch.no_grad():
+        _, state = model(random_tokens(model.config, 2, 6), state=model.init_state(2, 20))
+        assert state.can_roll_back(0)
+        assert not state.can_roll_back(1)
+        with pytest.raises(ConfigError, match=r"rollback: layer 0 \(LayerState\) cannot take back 1 tokens"):
+            state.rollback(1)
+        assert not state.rollback(0).consumed
+
+
+def test_a_state_goes_on_where_it_was_saved(tmp_path: Any) -> None:
+    model = model_under_test(parse_config(ModelConfig, ALL))
+    tokens = random_tokens(model.config, 2, 9)
+    with torch.no_grad():
+        _, state = model(tokens[:, :5], state=model.init_state(2, 9))
+        heddle.save_state(state, tmp_path / "state")
+        want, _ = model(tokens[:, 5:], state=state)
+        got, _ = model(tokens[:, 5:], state=heddle.load_state(model, tmp_path / "state"))
+    assert torch.equal(got, want)
+    heddle.save(model, tmp_path / "model")
+    assert torch.equal(heddle.load(tmp_path / "model")(tokens)[0], model(tokens)[0])
+
+
+def test_recomputed_layers_have_the_same_gradients() -> None:
+    model = model_under_test(parse_config(ModelConfig, ALL)).train()
+    tokens, gradients = random_tokens(model.config, 2, 9), []
+    for model.checkpointing in (False, True):
+        model(tokens)[0].square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.layers.parameters()])
+        model.zero_grad()
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+# What is refused, by name
+
+
+@pytest.mark.parametrize(
+    ("mixer", "feedforward", "message"),
+    [
+        (attention(short_convolution=convolution()), None, r"mixer.short_convolution.of: \[\] should name each"),
+        (attention(short_convolution=convolution("k", "k")), None, r"mixer.short_convolution.of: \['k', 'k'\] should"),
+        (
+            attention(short_convolution=convolution("hidden")),
+            None,
+            r"mixer.short_convolution.of: attention has no hidden to convolve; choose of input, q, k, v",
+        ),
+        (
+            {"kind": "linear_attention", "heads": 4, "short_convolution": convolution("input", "q")},
+            None,
+            r"mixer.short_convolution.of: linear_attention has no q to convolve; choose of input",
+        ),
+        (
+            None,
+            {"kind": "moe", "experts": 2, "top_k": 1, "hidden": 3, "short_convolution": convolution("hidden")},
+            r"feedforward.short_convolution.of: moe has no hidden to convolve; choose of input",
+        ),
+        (
+            {"kind": "pair", "first": attention(short_convolution=convolution("input")), "second": attention()},
+            None,
+            r"mixer.first.short_convolution.of: input is that of both mixers of a pair",
+        ),
+        (
+            attention(shared_kv=True, short_convolution=convolution("v")),
+            None,
+            r"mixer.short_convolution.of: k and v are those of another layer \(shared_kv\)",
+        ),
+    ],
+)
+def test_what_cannot_be_convolved_is_refused(mixer: Data | None, feedforward: Data | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^layers\[0\].{message}"):
+        heddle.load_config(design(layer(mixer, feedforward)))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "lfm2"])
+def test_no_family_takes_them(family: str) -> None:
+    with pytest.raises(ConfigError, match=r"short_convolution is \{'of': \['input', 'q', 'k', 'v'\]"):
+        chosen_match(case("short-convolution"), family)
+
+
+@pytest.mark.parametrize("target", ["vocab_size=70", "head.tied=false"])
+def test_conversions_that_leave_layers_alone_keep_the_logits(target: str) -> None:
+    source = source_model(parse_config(ModelConfig, ALL))
+    converted = converted_model(source, parse_rewrite(target))
+    tokens = random_tokens(source.config, 2, 9)
+    want, got = (model.head(model(tokens)[0])[..., :61] for model in (source, converted))
+    assert float((got - want).detach().abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("kv_heads=1,groups=contiguous,merge=mean", "layers.0.mixer"),
+        ("width=32", "layers.0.mixer"),
+        ("fold_norms,final_norm=false", "layers.0.mixer"),
+        ("depth=4", "layers.0.mixer"),
+        ("experts=2", "layers.0.mixer"),
+    ],
+)
+def test_other_conversions_are_refused(target: str, path: str) -> None:
+    source: Any = SimpleNamespace(weights=ModelWeights(source_model(parse_config(ModelConfig, ALL))), tokenizer=None)
+    with pytest.raises(ConfigError, match=rf"^{path}.short_convolution: is not known to"):
+        Conversion(source, (parse_rewrite(target),)).plan()
+
+
+def test_the_explorer_shows_no_design_with_them() -> None:
+    with pytest.raises(ConfigError, match=r"layers\[0\].mixer.short_convolution: is not known to the explorer"):
+        explorer_design(parse_config(ModelConfig, ALL))
