@@ -199,8 +199,8 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
     Raises DesignError for a design with fields that the page cannot show.
     """
     data = config.dump()
-    for path, layer in config.expand():
-        _check_explored(layer.dump(), path)
+    for path, entry in config.expand():
+        _check_explored(entry.dump(), path)
     layers = [
         LayerConfig(mixer=mixer, feedforward=feedforward).dump() | {"count": count}
         for (mixer, feedforward), count in config.equal_layers.items()
