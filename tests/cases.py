@@ -467,7 +467,7 @@ CASES |= {
         layer(attention(window=2, short_convolution=convolution("q", conv_kernel=5)), None),
         layer(None, {"kind": "gated", "hidden": 7, "short_convolution": convolution("input", conv_kernel=5)}),
     ),
-    "short-convolution-recurrent": design(
+    "short-convolution-moe": design(
         layer(
             {"kind": "gated_delta", "heads": 3, "short_convolution": convolution("input", residual=False)},
             {"kind": "moe", "experts": 3, "top_k": 2, "hidden": 7, "short_convolution": convolution("input")},

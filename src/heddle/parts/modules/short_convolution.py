@@ -29,7 +29,7 @@ from heddle.numerics.recurrent.convolution import (
     next_conv_state,
 )
 from heddle.parts.layout import Layout
-from heddle.parts.modules.eager import eager, layout_dependent
+from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.states import ConvolvedState, MixerState, StateSpec
 
@@ -143,7 +143,7 @@ class ShortConvolutions(nn.ModuleDict):
         shape = (spec.batch, self.kernel - 1, sum(self.widths))
         return ConvolvedState(own, torch.zeros(shape, dtype=spec.dtype, device=spec.device))
 
-    @eager  # layouts differ from call to call, so this stays out of compiled regions
+    @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
     def forward(
         self, inputs: Mapping[str, Tensor], layout: Layout, state: ConvolvedState | None
     ) -> tuple[list[Tensor], ConvolvedState | None]:
