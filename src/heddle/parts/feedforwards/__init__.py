@@ -94,7 +94,8 @@ class Feedforward(nn.Module, ABC):
     def convolve_hidden(self, config: ShortConvolutionConfig | None, channels: Mapping[str, int]) -> None:
         """Build the short convolutions of hidden channels, if the config names these."""
         if config is not None and "hidden" in config.of:
-            self.convolutions, self.window = ShortConvolutions(config, channels), config.conv_kernel
+            self.convolutions = ShortConvolutions(config, channels)
+            self.window = config.conv_kernel
 
     def init_state(self, spec: StateSpec) -> Any:
         """An empty state, a `MixerState`; None if it reads no earlier tokens."""
