@@ -105,8 +105,9 @@ class Pair(Mixer):
         self.first, self.second = first, second
         self.input_multipliers, self.output_multipliers = config.input_multipliers, config.output_multipliers
         self.window, self.causal = _larger(first.window, second.window), first.causal
-        reaches = [each.window + each.beyond_window for each in (first, second) if each.window is not None]
-        self.beyond_window = 0 if self.window is None else max(reaches) - self.window
+        reaches = (None if each.window is None else each.window + each.beyond_window for each in (first, second))
+        reach = _larger(*reaches)
+        self.beyond_window = 0 if reach is None or self.window is None else reach - self.window
         self.encoder_width = first.encoder_width or second.encoder_width
         self.state_note = " and ".join(filter(None, (first.state_note, second.state_note)))
         self.uses_layer_index = first.uses_layer_index or second.uses_layer_index
