@@ -294,6 +294,10 @@ MISTAKES = (
         "tests/parts/test_attention.py",
     ),
     Mistake(
+        "mixers", ("short_conv", "gated_delta", "kda", "mamba2"), "A short convolution across packed documents",
+        "The first tokens of a document read the end of the one before, in training alone.", "document_isolation",
+    ),
+    Mistake(
         "mixers", ATTENTION, "Heads split from the wrong dimension",
         "A view without a transpose mixes tokens with heads. The loss falls fast, because later tokens are visible.",
         "causality",

@@ -2,10 +2,8 @@
 
 y_t = f(b + Σ_s w_s ⊙ x_{t−s}),   s from 0 to kernel − 1, within t's document
 
-Recurrent mixers have one before the recurrence, with SiLU for f. As the option `short_convolution` of any mixer or
-feed-forward it is `x + conv(x)` for each of what `of` names: the Canon layers of Allen-Zhu ("Physics of Language
-Models: Part 4.1", arXiv 2512.17351), where A is the mixer's input, B its q, k and v, C the feed-forward's input and D
-its hidden channels before the activation; and Inkling's convolutions (Thinking Machines 2026) of k and v.
+Recurrent mixers have one before the recurrence, with SiLU for f. Any mixer and feed-forward may have others, by the
+option `short_convolution`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,9 +35,15 @@ Convolved = Literal["input", "q", "k", "v", "hidden"]
 
 
 class ShortConvolutionConfig(Config):
-    """Short convolutions of a mixer's or a feed-forward's `input` (behind the norm) or of what it computes from it.
+    """`x + conv(x)` for each x that `of` names: one causal weight per channel and token back, within a document.
 
-    `of`: which of them; each has its own weights. `activation` is that of the convolution, before x is added.
+    These are the Canon layers of Allen-Zhu ("Physics of Language Models: Part 4.1", arXiv 2512.17351). A is the
+    `input` of a mixer, behind the norm; B its `q`, `k` and `v`, here of `attention`; C the `input` of a feed-forward;
+    D its `hidden` channels before the activation, here of `mlp` and `gated`. Inkling (2026) has those of k and v.
+    `activation` is that of conv(x). With `residual: false` x is not added.
+
+    The state is the last conv_kernel − 1 of each x, in the feed-forward's case a state of its own. No token can be
+    taken back from it.
     """
 
     of: tuple[Convolved, ...]
