@@ -481,6 +481,23 @@ CASES |= {
         ),
         norm={"kind": "layer"},
     ),
+    "short-convolution-kinds": design(
+        *(
+            layer(mixer | {"short_convolution": convolution("input", conv_kernel=kernel)}, None)
+            for kernel, mixer in enumerate(
+                (
+                    latent(), differential(), {"kind": "linear_attention", "heads": 4},
+                    {"kind": "retention", "heads": 4}, {"kind": "kda", "heads": 3, "head_dim": 5},
+                    {"kind": "mamba2", "heads": 6, "state_size": 5}, {"kind": "short_conv"},
+                ),
+                2,
+            )
+        )
+    ),
+    "short-convolution-cross": design(
+        layer(attention()),
+        layer(cross(encoder_width=18, short_convolution=convolution("input", conv_kernel=3)), None),
+    ),
     "short-convolution-shared-keys": design(
         layer(attention(kv_heads=2, short_convolution=convolution("k", conv_kernel=1))),
         layer(attention(kv_heads=2, shared_kv=True, short_convolution=convolution("q", "input", conv_kernel=2))),
