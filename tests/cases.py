@@ -496,7 +496,8 @@ CASES |= {
     ),
     "short-convolution-cross": design(
         layer(attention()),
-        layer(cross(encoder_width=18, short_convolution=convolution("input", conv_kernel=3)), None),
+        layer(cross(encoder_width=14, short_convolution=convolution("input", conv_kernel=3)), None),
+        encoder=DEFAULTS | {"width": 14, "layers": [layer(attention(2, head_dim=4, causal=False))]},
     ),
     "short-convolution-shared-keys": design(
         layer(attention(kv_heads=2, short_convolution=convolution("k", conv_kernel=1))),
