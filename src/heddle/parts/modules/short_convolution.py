@@ -125,7 +125,7 @@ def _taps(layout: Layout, kernel: int) -> Taps | None:
     )
 
 
-RESIDUAL_SCALE = 3**-0.5  # the standard deviation that torch's Conv1d has for its first weights, as Canon layers do
+RESIDUAL_SCALE = 3**-0.5  # the first weights of torch's Conv1d; x + conv(x) begins with 4/3 of x's variance
 
 
 class ShortConvolutions(nn.ModuleDict):
