@@ -78,6 +78,11 @@ def rwkv7(heads: int = 3, **fields: Any) -> Data:
     return {"kind": "rwkv7", "heads": heads, "decay_rank": 5, "rate_rank": 3, "gate_rank": 6, **fields}
 
 
+def convolution(*names: str, **fields: Any) -> Data:
+    """Short convolutions of these."""
+    return {"of": list(names), **fields}
+
+
 def forward(kind: str, **fields: Any) -> Data:
     """A design of two layers with this feed-forward."""
     return design(layer(attention(3), {"kind": kind, "hidden": 17, **fields}, repeat=2))
@@ -485,6 +490,62 @@ CASES |= {
     "short-conv": design(layer({"kind": "short_conv"}, repeat=2), norm={"kind": "layer"}),
     "short-conv-biases": design(
         layer({"kind": "short_conv", "conv_kernel": 2, "conv_bias": True, "bias": True}), layer(attention())
+    ),
+    "short-convolution": design(
+        layer(
+            attention(kv_heads=2, short_convolution=convolution("input", "q", "k", "v")),
+            MLP | {"short_convolution": convolution("input", "hidden", conv_kernel=3)},
+            repeat=2,
+        ),
+        norm={"kind": "layer"},
+    ),
+    "short-convolution-window": design(
+        layer(
+            attention(kv_heads=2, window=3, short_convolution=convolution("k", "v", conv_kernel=3, activation="silu")),
+            {"kind": "gated", "hidden": 11, "short_convolution": convolution("hidden", conv_kernel=2, residual=False)},
+        ),
+        layer(attention(window=2, short_convolution=convolution("q", conv_kernel=5)), None),
+        layer(None, {"kind": "gated", "hidden": 7, "short_convolution": convolution("input", conv_kernel=5)}),
+    ),
+    "short-convolution-moe": design(
+        layer(
+            {"kind": "gated_delta", "heads": 3, "short_convolution": convolution("input", residual=False)},
+            {"kind": "moe", "experts": 3, "top_k": 2, "hidden": 7, "short_convolution": convolution("input")},
+        ),
+        layer(
+            {
+                "kind": "pair", "first": attention(window=4, short_convolution=convolution("v", conv_kernel=2)),
+                "second": {"kind": "linear_attention", "heads": 4},
+                "short_convolution": convolution("input", conv_kernel=2),
+            },
+        ),
+        norm={"kind": "layer"},
+    ),
+    "short-convolution-kinds": design(
+        *(
+            layer(mixer | {"short_convolution": convolution("input", conv_kernel=kernel)}, None)
+            for kernel, mixer in enumerate(
+                (
+                    latent(), differential(), {"kind": "linear_attention", "heads": 4},
+                    {"kind": "retention", "heads": 4}, {"kind": "kda", "heads": 3, "head_dim": 5},
+                    {"kind": "mamba2", "heads": 6, "state_size": 5}, {"kind": "short_conv"},
+                ),
+                2,
+            )
+        )
+    ),
+    "short-convolution-cross": design(
+        layer(attention()),
+        layer(cross(encoder_width=14, short_convolution=convolution("input", conv_kernel=3)), None),
+        encoder=DEFAULTS | {"width": 14, "layers": [layer(attention(2, head_dim=4, causal=False))]},
+    ),
+    "short-convolution-shared-keys": design(
+        layer(attention(kv_heads=2, short_convolution=convolution("k", conv_kernel=1))),
+        layer(attention(kv_heads=2, shared_kv=True, short_convolution=convolution("q", "input", conv_kernel=2))),
+    ),
+    "short-convolution-bidirectional": design(
+        layer(attention(causal=False, window=2, short_convolution=convolution("input", "q", "k"))),
+        layer(attention(causal=False, window=2, short_convolution=convolution("q", conv_kernel=6))),
     ),
 }  # fmt: skip
 

@@ -49,6 +49,7 @@ from heddle.model import config as model_config  # noqa: E402
 from heddle.model.decoder import build  # noqa: E402
 from heddle.model.load_config import DEFAULTS  # noqa: E402
 from heddle.numerics.kernels import OPERATIONS  # noqa: E402
+from heddle.parts.modules.short_convolution import ShortConvolutionConfig  # noqa: E402
 from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from heddle.settings import settings_of  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
@@ -206,6 +207,8 @@ def model_blocks() -> Iterator[str]:
     for name in MODEL:
         cls = getattr(model_config, name)
         yield from (f"## {name}", prose(cls.__doc__), fields(cls, cls.model_fields))
+    cls = ShortConvolutionConfig
+    yield from ("## ShortConvolutionConfig", prose(cls.__doc__), fields(cls, cls.model_fields))
 
 
 def refused_pairs() -> str:

@@ -98,7 +98,7 @@ def convert_exactly(config: ModelConfig, rewrites: list[Rewrite]) -> bool:
     weights: Weights = ModelWeights(model)
     try:
         for rewrite in rewrites:
-            rewrite.check_sharing(weights.design)
+            rewrite.check_layers(weights.design)
             assert rewrite.is_exact(weights.design)
             weights = rewrite.apply(weights, None)
     except ConfigError as error:

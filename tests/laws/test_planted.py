@@ -98,6 +98,7 @@ from heddle.numerics.recurrent.ssd import _chunked as ssd_chunked
 from heddle.numerics.recurrent.ssd import _step as ssd_step
 from heddle.numerics.recurrent.ssd import reference as ssd_reference
 from heddle.numerics.rotary import apply_rotary, rotary_table
+from heddle.parts.feedforwards import Feedforward
 from heddle.parts.feedforwards.moe import MoE, Router, balance_loss, compute_router_statistics
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers.attention import Attention, query_temperature
@@ -114,13 +115,13 @@ from heddle.parts.modules.recurrent import (
     BoundedDecay,
     DeltaRuleMixer,
     GatedDecay,
-    ShortConvolution,
     in_steps,
     last_token,
     one_step,
     token_before,
 )
 from heddle.parts.modules.router_statistics import record
+from heddle.parts.modules.short_convolution import ShortConvolution, ShortConvolutions
 from heddle.parts.norms.layer import LayerNorm
 from heddle.parts.position_table import PositionTable, SlotMapping, join_tables
 from heddle.parts.positions import Rotation, check_base
@@ -702,6 +703,23 @@ BUGS = [
         calls(ssd_reference, "repeat_interleave", lambda x, repeats, dim: x.repeat(1, repeats, 1, 1))),
     Bug("a Mamba-2 state that does not decay between chunks", "cache_growth", "mamba2",
         calls(ssd_chunked, "addcmul", lambda torch, addition, state, decay: addition + state, nth=0)),
+    # Short convolutions of mixers and feed-forwards
+    Bug("a convolution of a feed-forward that reads one token ahead", "causality", "short-convolution",
+        wrapped(ShortConvolution.forward, lambda run, self, x, *rest: run(self, x.roll(-1, 1), *rest))),
+    Bug("convolutions of keys and values across documents", "document_isolation", "short-convolution-window",
+        calls(ShortConvolution.forward, "_convolve", lambda self, x, state, taps: self._convolve(x, state, None))),
+    Bug("a feed-forward that begins anew in every call", "chunked_decoding", "short-convolution",
+        calls(Layer.forward, "_run", lambda run, part, convolution, x, layout, state: run(
+            part, convolution, x, layout,
+            None if state is None else replace(state, conv_state=torch.zeros_like(state.conv_state))), nth=1)),
+    Bug("a state of the convolutions that stays as it was", "chunked_decoding", "short-convolution-moe",
+        calls(ShortConvolutions.forward, "replace", lambda change, state, **_: state)),
+    Bug("convolutions of a window's keys that it does not declare", "receptive_field", "short-convolution-window",
+        replaced(Attention._beyond_window, lambda self, convolutions: 0)),
+    Bug("hidden channels convolved by a feed-forward without a window", "token_permutation", "short-convolution",
+        assigned(Feedforward.convolve_hidden, "window", lambda window: 1)),
+    Bug("an activation that nothing reads", "options_have_effect", "short-convolution-window",
+        condition(ShortConvolution.forward, "silu", False)),
     # Short convolution
     Bug("products of a call that the state forgets", "chunked_decoding", "short-conv",
         calls(ShortConv._convolve, "next_state", lambda convolution, kv, *rest:

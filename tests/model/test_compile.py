@@ -59,9 +59,9 @@ def test_lengths_read_by_a_compiled_layer_are_caught(monkeypatch: pytest.MonkeyP
     """The planted bug: what a layer computes depends on the documents' lengths, which differ from call to call."""
     forward = Gated.forward
 
-    def reads_lengths(self: Gated, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def reads_lengths(self: Gated, x: torch.Tensor, layout: Layout, state: None) -> tuple[torch.Tensor, None]:
         documents = len(layout.doc_lengths[0]) if layout.doc_lengths else 0
-        return forward(self, x, layout) * documents / documents
+        return forward(self, x, layout)[0] * documents / documents, None
 
     monkeypatch.setattr(Gated, "forward", reads_lengths)
     with pytest.raises(AssertionError):

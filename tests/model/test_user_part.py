@@ -28,8 +28,8 @@ def copy_of(kind: str, file: Path, *changes: tuple[str, str]) -> Path:
     return file
 
 
-CUBED = ("self.activation(self.up(x))", "self.up(x) ** 3")
-MEAN = ("self.activation(self.up(x))", "self.up(x) - self.up(x).mean(1, keepdim=True)")
+CUBED = ("self.activation(up)", "up**3")
+MEAN = ("self.activation(up)", "up - up.mean(1, keepdim=True)")
 
 
 def test_a_user_part_is_loaded(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def compared(name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
     block = theirs(BLOCKS[name][0])
     part = ours(block, {key: value for key, value in fields.items() if value is not None})
     x = torch.randn(3, 17, WIDTH, dtype=torch.float64, requires_grad=True)
-    got = part(x, Layout.causal(3, 17))
+    got, _ = part(x, Layout.causal(3, 17))
     with monkeypatch.context() as patch:
         exact(block, patch)
         want = block(x)

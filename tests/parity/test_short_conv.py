@@ -13,7 +13,7 @@ from heddle.model.config import ModelConfig
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers.short_conv import ShortConv, ShortConvConfig
-from heddle.parts.modules.recurrent import ShortConvolution
+from heddle.parts.modules.short_convolution import ShortConvolution
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, design, layer
 from tests.laws.planting import calls, condition

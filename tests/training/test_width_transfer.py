@@ -218,8 +218,8 @@ class Square(Feedforward):
         super().__init__()
         self.up, self.down = Linear(width, width * width), Linear(width * width, width)
 
-    def forward(self, x, layout):
-        return self.down(self.up(x).relu())
+    def forward(self, x, layout, state=None):
+        return self.down(self.up(x).relu()), None
 '''
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from heddle.config import Config, DesignError, own_class
+from heddle.config import Config, DesignError, Part, own_class
 from heddle.conversion.weights import CalibrationText, Weights
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
@@ -22,12 +22,14 @@ class Rewrite(Config, ABC):
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
     None: all that it applies to. keeps_attention: whether layers that read the keys and values of others still can.
     keeps_layers: whether it changes no layer, so that layers may be visited several times.
+    keeps_convolutions: whether short convolutions keep what they convolve.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
     methods: ClassVar[Sequence[Mapping[str, str]]] = ()
     keeps_attention: ClassVar[bool] = False
     keeps_layers: ClassVar[bool] = False
+    keeps_convolutions: ClassVar[bool] = False
     layers: tuple[int, ...] | None = None
 
     @property
@@ -60,11 +62,20 @@ class Rewrite(Config, ABC):
         text: given if `needs_text`. Raises DesignError, one sentence that says why the design cannot be converted.
         """
 
-    def check_sharing(self, design: ModelConfig) -> None:
-        """Raises DesignError for layers that share weights, or keys and values, unless it keeps them as they are."""
+    def check_layers(self, design: ModelConfig) -> None:
+        """Raises DesignError for layers that share weights, keys or values, or have short convolutions.
+
+        Unless the rewrite keeps these.
+        """
         if design.is_looped and not self.keeps_layers:
             reason = f"has one set of weights for several layers, and {self.name} converts each for itself"
             raise DesignError("layers.*.shared", f"{reason}; convert a design without it")
+        for distinct in design.distinct_layers:
+            for name, part in (("mixer", distinct.config.mixer), ("feedforward", distinct.config.feedforward)):
+                if part is not None and has_convolutions(part) and not self.keeps_convolutions:
+                    reason = f"is not known to {self.name}, which would change what it convolves"
+                    path = f"layers.{distinct.index}.{name}.short_convolution"
+                    raise DesignError(path, f"{reason}; convert a design without it")
         read = (("shared_kv", "keys and values", design.kv_sources), ("value_residual", "values", design.value_sources))
         for field, what, sources in () if self.keeps_attention else read:
             for index, source in enumerate(sources):
@@ -85,6 +96,13 @@ class Rewrite(Config, ABC):
             if not 0 <= index < design.depth:
                 raise ConfigError(f"layers.{index}: the design has layers 0 to {design.depth - 1}; name one of them")
         return tuple(sorted(set(self.layers)))
+
+
+def has_convolutions(part: Part) -> bool:
+    """Whether a part, or one within it, has short convolutions."""
+    values = (getattr(part, name) for name in type(part).model_fields)
+    own = getattr(part, "short_convolution", None) is not None
+    return own or any(isinstance(value, Part) and has_convolutions(value) for value in values)
 
 
 def replace_layers(design: ModelConfig, new_layers: Mapping[int, LayerConfig]) -> ModelConfig:

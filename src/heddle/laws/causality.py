@@ -19,9 +19,12 @@ from heddle.laws.harness import (
     windows,
 )
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder
+from heddle.model.decoder import Decoder, Layer
+from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer
+from heddle.parts.modules.short_convolution import ShortConvolutions
+from heddle.parts.residuals.parallel import ParallelConfig
 
 MAX_DRAWS = 8  # of inputs, until every declared dependence was seen
 InputAndOutput = tuple[Tensor, Tensor]
@@ -69,15 +72,24 @@ def receptive_field(config: ModelConfig) -> None:
     layout = layout_for(model, 1, length)
     for index, mixer in enumerate(model.mixers()):
         if mixer is not None:
-            _check_support(partial(_mixer_call, model, mixer, layout), _span([mixer]), f"layer {index}")
-    _check_support(partial(_model_call, model, layout), _span(_present_mixers(model)), "the whole model")
+            _check_support(partial(_part_call, model, mixer, layout), _mixer_span(mixer), f"layer {index}")
+    for index, layer in enumerate(model.layers):
+        feedforward = layer.feedforward if isinstance(layer, Layer) else None
+        if feedforward is not None and feedforward.window > 1:
+            span = (feedforward.window - 1.0, 0.0)
+            _check_support(partial(_part_call, model, feedforward, layout), span, f"the feed-forward of layer {index}")
+    spans = [_layer_span(layer, model) for layer in model.layers if isinstance(layer, Layer)]
+    back, ahead = (sum(numbers) for numbers in zip(*spans, strict=True))
+    _check_support(partial(_model_call, model, layout), (back, ahead), "the whole model")
 
 
-def _mixer_call(model: Decoder, mixer: Mixer, layout: Layout, draw: int) -> InputAndOutput:
-    """Random inputs of a mixer, and its outputs. draw: 0, 1 …: other inputs."""
+def _part_call(model: Decoder, part: Mixer | Feedforward, layout: Layout, draw: int) -> InputAndOutput:
+    """Random inputs of a mixer or a feed-forward, and its outputs. draw: 0, 1 …: other inputs."""
     generator = torch.Generator().manual_seed(2 + draw)
     x = normal_tensor((1, layout.positions.shape[1], model.config.width), generator).requires_grad_()
-    y = _after_sources(model, mixer, x, replace(layout, handed_over=HandedOver()))
+    if isinstance(part, Mixer):
+        return x, _after_sources(model, part, x, replace(layout, handed_over=HandedOver()))
+    y, _ = part(x, layout)
     return x, y
 
 
@@ -105,18 +117,27 @@ def _model_call(model: Decoder, layout: Layout, draw: int) -> InputAndOutput:
     return embedded[0], hidden
 
 
-def _present_mixers(model: Decoder) -> list[Mixer]:
-    return [mixer for mixer in model.mixers() if mixer is not None]
+def _mixer_span(mixer: Mixer | None) -> tuple[float, float]:
+    """How many tokens back and ahead a token depends on through a mixer."""
+    if mixer is None:
+        return 0.0, 0.0
+    window = float("inf") if mixer.window is None else mixer.window
+    back = (window - 1 if mixer.causal else window) + mixer.beyond_window
+    return back, 0.0 if mixer.causal else window
 
 
-def _span(mixers: list[Mixer]) -> tuple[float, float]:
-    """How many tokens back and ahead a token depends on through these mixers, one after the other."""
-    back = ahead = 0.0
-    for mixer in mixers:
-        window = float("inf") if mixer.window is None else mixer.window
-        back += window - 1 if mixer.causal else window
-        ahead += 0 if mixer.causal else window
-    return back, ahead
+def _layer_span(layer: Layer, model: Decoder) -> tuple[float, float]:
+    """The same through a layer: one branch after the other, or both beside each other."""
+    back, ahead = _mixer_span(layer.mixer)
+    back += _earlier(layer.mixer_convolution)
+    beside = _earlier(layer.feedforward_convolution)
+    beside += 0 if layer.feedforward is None else layer.feedforward.window - 1
+    return max(back, beside) if isinstance(model.config.residual, ParallelConfig) else back + beside, ahead
+
+
+def _earlier(convolutions: ShortConvolutions | None) -> int:
+    """How many earlier tokens short convolutions read."""
+    return 0 if convolutions is None else convolutions.kernel - 1
 
 
 def _check_support(call: Callable[[int], InputAndOutput], span: tuple[float, float], what: str) -> None:

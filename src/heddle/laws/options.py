@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 import torch
 from torch import Tensor
 
-from heddle.config import Config, Part, kind_class, kinds
+from heddle.config import Config, Part, kind_class, kinds, literal_values
 from heddle.errors import ConfigError
 from heddle.laws.harness import LawViolation, forward, model_under_test, new_state, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
@@ -130,7 +130,11 @@ def _groups(annotation: Any, value: Any) -> Iterator[list[Any]]:
     elif isinstance(value, Part):
         yield list(_parts(annotation, value))
     elif isinstance(value, tuple) and value:
-        yield [(*value, value[-1])] if isinstance(value[0], Config) else list(_other_lists(value))
+        if isinstance(value[0], str):
+            words = literal_values(get_args(annotation)[0])
+            yield [*(value[:i] + value[i + 1 :] for i in range(len(value))), *((*value, word) for word in words)]
+        else:
+            yield [(*value, value[-1])] if isinstance(value[0], Config) else list(_other_lists(value))
     if type(None) in get_args(annotation):
         yield [None]
 

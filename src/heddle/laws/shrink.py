@@ -120,8 +120,11 @@ def _layer(layer: LayerConfig, context: ShrinkContext, sizes: bool) -> LayerConf
     mixer, feedforward = layer.mixer, layer.feedforward
     if mixer is not None:
         mixer = shrink_part(mixer, context) if sizes else _with_small_window(mixer)
-    if feedforward is not None and sizes:
-        feedforward = shrink_part(feedforward, context)
+    if feedforward is not None:
+        if sizes:
+            feedforward = shrink_part(feedforward, context)
+        else:
+            feedforward = feedforward.replace(**_small_convolution(feedforward))
     return LayerConfig(mixer=mixer, feedforward=feedforward)
 
 
@@ -144,6 +147,7 @@ def shrink_part(part: Any, context: ShrinkContext) -> Any:
         for name, inner in _parts(part)
         if isinstance(inner, MixerConfig | MixerPositionConfig)
     }
+    changes |= _small_convolution(part)
     rotates = "rotary_dim" in type(part).model_fields and isinstance(part, MixerPositionConfig)
     return part.replace(**changes, **(_small_rotation(part, context.dims) if rotates else {}))
 
@@ -206,6 +210,7 @@ def _(mixture: MoEConfig, context: ShrinkContext) -> Any:
         experts, selectable = groups * size, top_groups * size
     shared_hidden = mixture.shared_hidden
     return mixture.replace(
+        **_small_convolution(mixture),
         hidden=at_most(mixture.hidden, 8),
         shared_hidden=None if shared_hidden is None else at_most(shared_hidden, 8),
         experts=experts,
@@ -221,7 +226,16 @@ def _with_small_window(mixer: Any) -> Any:
     fields = _numbers(mixer)
     changes: dict[str, Any] = {name: min(fields[name], SMALL_WINDOW) for name in WINDOWS if name in fields}
     inner = {name: _with_small_window(each) for name, each in _parts(mixer) if isinstance(each, MixerConfig)}
-    return mixer.replace(**changes, **inner)
+    return mixer.replace(**changes, **inner, **_small_convolution(mixer))
+
+
+def _small_convolution(part: Any) -> dict[str, Any]:
+    """Short convolutions of at most SMALL_WINDOW tokens, for the parts that have any."""
+    convolution = getattr(part, "short_convolution", None)
+    if convolution is None:
+        return {}
+    kernel = min(convolution.conv_kernel, SMALL_WINDOW)
+    return {"short_convolution": convolution.replace(conv_kernel=kernel)}
 
 
 def _numbers(part: Part) -> dict[str, int]:

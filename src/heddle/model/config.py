@@ -430,7 +430,9 @@ def describe(data: dict[str, object]) -> str:
     for name, value in data.items():
         if name == "kind" or value is False or value == 0.0:
             continue
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "kind" not in value:
+            value = ",".join(value["of"])  # short convolutions
+        elif isinstance(value, dict):
             value = f"({describe(value)})" if is_kind(MixerConfig.slot, value["kind"]) else value["kind"]
         words.append(name if value is True else f"{name}={value}")
     return " ".join(words)

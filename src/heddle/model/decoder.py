@@ -3,7 +3,7 @@
             positions, segment ids          (Layout, built once per call)
                     │
 tokens → embed → [ residual(stream, mixer, feedforward) ] × N → final_norm → hidden → head → logits
-                          mixer(x, layout, state_i) → y, state_i'
+                          mixer(x, layout, state_i) → y, state_i'     (a feed-forward with a state likewise)
                                     │
 source → encoder → encoder_output   (from the design's own encoder, or given by the caller)
 """
@@ -11,7 +11,6 @@ source → encoder → encoder_output   (from the design's own encoder, or given
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +24,15 @@ from heddle.model.embedding import Embedding, Head
 from heddle.model.initialization import initialize, materialize
 from heddle.model.state import State
 from heddle.parts.build import BuildContext, ResidualContext
-from heddle.parts.feedforwards import Feedforward
+from heddle.parts.feedforwards import Feedforward, FeedforwardConfig
 from heddle.parts.layout import EncoderOutput, HandedOver, Layout
-from heddle.parts.mixers import Mixer
+from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.modules.dropout import Dropout
+from heddle.parts.modules.short_convolution import ShortConvolutions, build_convolutions
 from heddle.parts.position_table import PositionTable
 from heddle.parts.positions import Rotation
 from heddle.parts.residuals import Stream
-from heddle.parts.states import StateSpec
+from heddle.parts.states import LayerState, MixerState, StateSpec
 
 # The encoder of an encoder-decoder design: source tokens -> the hidden states that cross-attention reads.
 
@@ -85,6 +85,8 @@ class Layer(nn.Module):
         self.mixer = None if config.mixer is None else build_under("mixer", config.mixer.build, context)
         feedforward = config.feedforward
         self.feedforward = None if feedforward is None else build_under("feedforward", feedforward.build, context)
+        self.mixer_convolution = _input_convolution(config.mixer, model.width)
+        self.feedforward_convolution = _input_convolution(feedforward, model.width)
         branches = {"mixer": self.mixer, "feedforward": self.feedforward}
         names = tuple(name for name, branch in branches.items() if branch is not None)
         drop_rate = model.residual.drop_rate(layer_index, model.depth)
@@ -93,24 +95,61 @@ class Layer(nn.Module):
         )
         self.residual = build_under("residual", model.residual.build, residual_context)
 
+    def init_state(self, spec: StateSpec) -> MixerState | None:
+        """An empty state: that of the mixer, or a `LayerState` if the feed-forward has one, too."""
+        states: list[MixerState | None] = []
+        for part, convolution in (
+            (self.mixer, self.mixer_convolution),
+            (self.feedforward, self.feedforward_convolution),
+        ):
+            own = None if part is None else part.init_state(spec)
+            states.append(own if convolution is None else convolution.init_state(spec, own))
+        mixer, feedforward = states
+        return mixer if feedforward is None else LayerState(mixer, feedforward)
+
     def forward(self, stream: Stream, layout: Layout, state: Any = None) -> tuple[Stream, Any]:
-        """Return the stream after this layer and the mixer's new state."""
-        mixer, feedforward = self.mixer, self.feedforward
-        new_state = state
+        """Return the stream after this layer and the layer's new state."""
+        both = isinstance(state, LayerState)
+        mixer_state: Any = state.mixer if both else state
+        feedforward_state: Any = state.feedforward if both else None
 
         def mix(x: Tensor) -> Tensor:
-            nonlocal new_state
-            assert mixer is not None
-            y: Tensor
-            y, new_state = mixer(x, layout, state)
+            nonlocal mixer_state
+            y, mixer_state = _run(self.mixer, self.mixer_convolution, x, layout, mixer_state)
+            return y
+
+        def feed_forward(x: Tensor) -> Tensor:
+            nonlocal feedforward_state
+            y, feedforward_state = _run(self.feedforward, self.feedforward_convolution, x, layout, feedforward_state)
             return y
 
         branches: dict[str, Callable[[Tensor], Tensor]] = {}
-        if mixer is not None:
+        if self.mixer is not None:
             branches["mixer"] = mix
-        if feedforward is not None:
-            branches["feedforward"] = partial(feedforward, layout=layout)
-        return self.residual(stream, branches), new_state
+        if self.feedforward is not None:
+            branches["feedforward"] = feed_forward
+        stream = self.residual(stream, branches)
+        return stream, LayerState(mixer_state, feedforward_state) if both else mixer_state
+
+
+def _input_convolution(config: MixerConfig | FeedforwardConfig | None, width: int) -> ShortConvolutions | None:
+    """The short convolution of a branch's input, if its part has one."""
+    convolution = None if config is None else config.short_convolution
+    is_named = convolution is not None and "input" in convolution.of
+    return build_convolutions(convolution, {"input": width} if is_named else {})
+
+
+def _run(
+    part: Mixer | Feedforward | None, convolution: ShortConvolutions | None, x: Tensor, layout: Layout, state: Any
+) -> tuple[Tensor, Any]:
+    """The output of a branch and its new state."""
+    assert part is not None
+    if convolution is None:
+        result: tuple[Tensor, Any] = part(x, layout, state)
+        return result
+    (x,), state = convolution({"input": x}, layout, state)
+    y, own = part(x, layout, None if state is None else state.own)
+    return y, None if state is None else replace(state, own=own)
 
 
 class Decoder(nn.Module):
@@ -315,7 +354,7 @@ class Decoder(nn.Module):
         table = PositionTable.empty(batch, self.lookback, cache_length, weight.device, rollback)
         table = table.with_text_lengths(text_lengths)
         spec = StateSpec(batch, cache_length, weight.dtype, weight.device, encoder_output, rollback)
-        states = [None if mixer is None else mixer.init_state(spec) for mixer in self.mixers()]
+        states = [layer.init_state(spec) for layer in self.layers if isinstance(layer, Layer)]
         state = State(table, states, self.fingerprint)
         if rollback and not state.can_roll_back(1):
             raise ConfigError(

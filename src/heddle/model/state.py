@@ -1,4 +1,4 @@
-"""The state of a model: one table of positions, shared by all layers, and the state of each mixer."""
+"""The state of a model: one table of positions, shared by all layers, and the state of each layer."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +18,8 @@ from heddle.parts.states import MixerState
 class State:
     """A handle to the state's tensors. A model call consumes the handle and returns a new one over the same tensors.
 
-    layers: the state of each layer's mixer, None where a layer has none. fingerprint: that of the model's config.
+    layers: the state of each layer, that of its mixer alone or a `LayerState`; None where a layer has none.
+    fingerprint: that of the model's config.
     """
 
     table: PositionTable

@@ -1,4 +1,4 @@
-"""What a mixer carries from call to call: a frozen dataclass of tensors, batch first, that can be copied row by row."""
+"""What a mixer or a feed-forward carries from call to call: a frozen dataclass of tensors, copied row by row."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StateSpec:
-    """What a mixer needs to know to make an empty state.
+    """What a part needs to know to make an empty state.
 
     batch: rows. cache_length: the most tokens a row may get (None: the state grows). encoder_output: what
     cross-attention reads. rollback: how many tokens can be taken back at a time; ring buffers have that many extra
@@ -40,7 +40,7 @@ class StateSpec:
 
 
 class MixerState:
-    """Base class of mixer states, which are dataclasses.
+    """Base class of the states of mixers and feed-forwards, which are dataclasses.
 
     A field is a tensor [B, ...], another `MixerState`, None, or plain data.
     """
@@ -96,6 +96,32 @@ class MixerState:
 
     def _fields(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolvedState(MixerState):
+    """The state of a part with short convolutions: its own, if it has one, and conv_state [B, kernel − 1, channels]."""
+
+    own: MixerState | None
+    conv_state: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerState(MixerState):
+    """The states of a layer whose feed-forward has one; any other layer's state is that of its mixer."""
+
+    mixer: MixerState | None
+    feedforward: MixerState
+
+    def can_roll_back(self, tokens: int, table: "PositionTable") -> bool:
+        """Whether both can."""
+        mixer_can = self.mixer is None or self.mixer.can_roll_back(tokens, table)
+        return mixer_can and self.feedforward.can_roll_back(tokens, table)
+
+    def rolled_back(self, table: "PositionTable", freed: Callable[[int], Tensor]) -> "LayerState":
+        """Both without the removed tokens."""
+        mixer = None if self.mixer is None else self.mixer.rolled_back(table, freed)
+        return LayerState(mixer, self.feedforward.rolled_back(table, freed))
 
 
 # States of recurrent mixers: one matrix for each head, whatever the length of the text.

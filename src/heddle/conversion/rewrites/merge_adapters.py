@@ -22,6 +22,7 @@ class MergeAdapters(Rewrite):
 
     keeps_attention: ClassVar[bool] = True
     keeps_layers: ClassVar[bool] = True
+    keeps_convolutions: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"adapters": "folder"}
     folder: str
 

@@ -27,6 +27,7 @@ class VocabSize(Rewrite):
 
     keeps_attention: ClassVar[bool] = True
     keeps_layers: ClassVar[bool] = True
+    keeps_convolutions: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"vocab_size": "vocab_size"}
     vocab_size: PositiveInt
     mask: bool = True

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from heddle.config import Config, kind_class, kinds
+from heddle.config import Config, DesignError, kind_class, kinds
 from heddle.model.config import LayerConfig, ModelConfig, schema
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.mixers import MixerConfig
@@ -80,8 +80,8 @@ class Kind:
     first: dict[str, Any]
 
 
-# Fields that the equal layers of an explored design cannot have.
-OF_SEVERAL_LAYERS = ("shared_kv", "value_residual", "value_rank")
+# Fields that an explored design cannot have: its equal layers read no other, and a convolution is several fields.
+NOT_EXPLORED = ("shared_kv", "value_residual", "value_rank", "short_convolution")
 
 
 @cache
@@ -124,7 +124,7 @@ def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field
         options = described.get("anyOf", [described])
         optional = any(option.get("type") == "null" for option in options)
         options = [option for option in options if option.get("type") not in ("null", "array")]
-        if name in ("kind", *OF_SEVERAL_LAYERS) or not options:
+        if name in ("kind", *NOT_EXPLORED) or not options:
             continue
         note, default = notes.get(name, ""), described.get("default")
         if "$ref" in options[0]:
@@ -151,7 +151,7 @@ def _range(described: dict[str, Any], least: float | None = None) -> _Range:
 def _kept_fields(definition: dict[str, Any]) -> Iterator[Field]:
     """Fields that are a list of numbers, or a norm or a scaling within a part."""
     for name, described in definition["properties"].items():
-        for option in described.get("anyOf", [described]):
+        for option in () if name in NOT_EXPLORED else described.get("anyOf", [described]):
             items = option.get("items", {})
             if items.get("type") in ("integer", "number"):
                 yield Field(name, "numbers", "", None, True, *_range(items))
@@ -200,9 +200,12 @@ def published_designs() -> list[dict[str, Any]]:
 def explorer_design(config: ModelConfig) -> dict[str, Any]:
     """A design as plain data with its different layers and how many there are of each. An encoder is left out.
 
-    Each layer that is visited several times is one of its own, `shared`, with the number of visits.
+    Each layer that is visited several times is one of its own, `shared`, with the number of visits. Raises DesignError
+    for a design with fields that the page cannot show.
     """
     data = config.dump()
+    for path, entry in config.expand():
+        _check_explored(entry.dump(), path)
     counts = Counter[tuple[MixerConfig | None, FeedforwardConfig | None, int | None]]()
     for (_, each), looped, source in zip(config.expand(), config.looped_layers, config.weight_sources, strict=True):
         counts[each.mixer, each.feedforward, source if looped else None] += 1
@@ -214,6 +217,15 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
         layer.pop("repeat")
     names = ("vocab_size", "width", "norm", "residual", "embedding", "head")
     return {name: data[name] for name in names if name in data} | {"layers": layers}
+
+
+def _check_explored(data: dict[str, Any], path: str) -> None:
+    """Raises DesignError if a part has a field that the page does not know: its costs would be missing."""
+    for name, value in data.items():
+        if name in NOT_EXPLORED and value not in (None, False):
+            raise DesignError(f"{path}.{name}", "is not known to the explorer; heddle show has the design's costs")
+        if isinstance(value, dict):
+            _check_explored(value, f"{path}.{name}")
 
 
 # How parts are commonly written wrong: what docs/commonly-wrong.md measures, and which kinds it concerns.
@@ -288,6 +300,10 @@ MISTAKES = (
         "The number of groups confused with the size of a group",
         "H heads in G groups have G key and value heads, not H / G. A test with H = G² heads does not notice.",
         "tests/parts/test_attention.py",
+    ),
+    Mistake(
+        "mixers", ("short_conv", "gated_delta", "kda", "mamba2"), "A short convolution across packed documents",
+        "The first tokens of a document read the end of the one before, in training alone.", "document_isolation",
     ),
     Mistake(
         "mixers", ATTENTION, "Heads split from the wrong dimension",

@@ -1,15 +1,22 @@
-"""The slot of feed-forwards: x [B, T, width] -> the same shape, each token for itself."""
+"""The slot of feed-forwards: x [B, T, width] -> the same shape, each token for itself, or with a few before it.
+
+One that reads earlier tokens has a state, as a mixer does, and keeps the mixers' law: a sequence cut anywhere, with the
+state carried over, gives the same result as the whole sequence.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import Part, refuse
 from heddle.numerics.activations import GATED, PLAIN
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
+from heddle.parts.modules.short_convolution import ShortConvolutionConfig, ShortConvolutions, check_convolved
+from heddle.parts.states import StateSpec
 
 if TYPE_CHECKING:
     Activation = str
@@ -23,6 +30,15 @@ class FeedforwardConfig(Part, ABC):
     """Config of a feed-forward."""
 
     slot: ClassVar[str] = "feedforwards"
+    # what `short_convolution` may name here; the layer convolves the input
+    convolved: ClassVar[tuple[str, ...]] = ("input",)
+
+    short_convolution: ShortConvolutionConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_convolved(self) -> Self:
+        check_convolved(self.short_convolution, self.convolved, self.kind)
+        return self
 
     def resolved(self, context: BuildContext) -> Self:
         """The same config with every default written out that depends on the context or on other fields."""
@@ -62,12 +78,28 @@ class ExpertInfo(NamedTuple):
 
 
 class Feedforward(nn.Module, ABC):
-    """Maps each token for itself. The layout tells which tokens are padding.
+    """Maps each token for itself, or with the few before it. The layout tells which tokens are padding.
 
-    input_projections: as in `Mixer`.
+    window: how many tokens a token depends on, itself included; if it is more than 1, the feed-forward has a state.
+    input_projections: as in `Mixer`. convolutions: the short convolutions of its hidden channels, if it has any.
     """
 
+    window: int = 1
     input_projections: Sequence[str] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions: ShortConvolutions | None = None
+
+    def convolve_hidden(self, config: ShortConvolutionConfig | None, channels: Mapping[str, int]) -> None:
+        """Build the short convolutions of hidden channels, if the config names these."""
+        if config is not None and "hidden" in config.of:
+            self.convolutions = ShortConvolutions(config, channels)
+            self.window = config.conv_kernel
+
+    def init_state(self, spec: StateSpec) -> Any:
+        """An empty state, a `MixerState`; None if it reads no earlier tokens."""
+        return None if self.convolutions is None else self.convolutions.init_state(spec)
 
     @property
     def expert_info(self) -> ExpertInfo | None:
@@ -84,8 +116,8 @@ class Feedforward(nn.Module, ABC):
         return
 
     @abstractmethod
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """x [B, T, width] -> the same shape."""
+    def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
+        """x [B, T, width] -> ([B, T, width], new state, or None without a state). The state passed in is consumed."""
 
 
 def activation_settings(name: str | None, limit: float | None, alpha: float | None) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Gated feed-forward (Shazeer 2020): `down(f(gate(x)) ⊙ up(x))`; SwiGLU with silu, GeGLU with gelu, ReGLU with relu.
 
 `swiglu_clamped` is gpt-oss's (2025): `down((clamp(up(x), ±limit) + 1) ⊙ g σ(alpha g))`, g = min(gate(x), limit).
-With multipliers it is `m · down(f(g · gate(x)) ⊙ up(x))` (Falcon-H1, 2025).
+With multipliers it is `m · down(f(g · gate(x)) ⊙ up(x))` (Falcon-H1, 2025). `short_convolution` of `hidden` convolves
+gate(x) and up(x).
 """
 
 from collections.abc import Mapping
@@ -17,12 +18,15 @@ from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActiv
 from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.linear import Linear, fused_projections
+from heddle.parts.modules.short_convolution import convolve
+from heddle.parts.states import ConvolvedState
 
 
 class GatedConfig(FeedforwardConfig):
     """Fields of `gated`. `limit` (default 7) and `alpha` (default 1.702) are for `swiglu_clamped` only."""
 
     aliases = ("swiglu", "geglu", "reglu")
+    convolved = ("input", "hidden")
 
     hidden: PositiveInt
     activation: GatedActivation = "silu"
@@ -72,11 +76,15 @@ class Gated(Feedforward):
         self.activation = activation(config.activation, settings)
         self.dropout = Dropout(config.dropout)
         self.gate_multiplier, self.multiplier = config.gate_multiplier, config.multiplier
+        self.convolve_hidden(config.short_convolution, {"gate": config.hidden, "up": config.hidden})
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """x [B, T, width] -> the same shape."""
+    def forward(
+        self, x: Tensor, layout: Layout, state: ConvolvedState | None = None
+    ) -> tuple[Tensor, ConvolvedState | None]:
+        """x [B, T, width] -> ([B, T, width], new state)."""
         gate, up = fused_projections(x, self.gate, self.up)
+        (gate, up), state = convolve(self.convolutions, {"gate": gate, "up": up}, layout, state)
         if self.gate_multiplier is not None:
             gate = gate * self.gate_multiplier
         y: Tensor = self.down(self.dropout(self.activation(up, gate)))
-        return y if self.multiplier is None else y * self.multiplier
+        return y if self.multiplier is None else y * self.multiplier, state

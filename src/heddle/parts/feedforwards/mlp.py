@@ -1,4 +1,4 @@
-"""MLP (Vaswani et al. 2017): `down(f(up(x)))`."""
+"""MLP (Vaswani et al. 2017): `down(f(up(x)))`. `short_convolution` of `hidden` convolves up(x)."""
 
 from torch import Tensor
 
@@ -9,10 +9,14 @@ from heddle.parts.feedforwards import Activation, Feedforward, FeedforwardConfig
 from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.linear import Linear
+from heddle.parts.modules.short_convolution import convolve
+from heddle.parts.states import ConvolvedState
 
 
 class MLPConfig(FeedforwardConfig):
     """Fields of `mlp`."""
+
+    convolved = ("input", "hidden")
 
     hidden: PositiveInt
     activation: Activation = "gelu"
@@ -40,8 +44,11 @@ class MLP(Feedforward):
         self.down = Linear(config.hidden, width, config.bias, output_projection=True)
         self.activation = activation(config.activation)
         self.dropout = Dropout(config.dropout)
+        self.convolve_hidden(config.short_convolution, {"up": config.hidden})
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """x [B, T, width] -> the same shape."""
-        y: Tensor = self.down(self.dropout(self.activation(self.up(x))))
-        return y
+    def forward(
+        self, x: Tensor, layout: Layout, state: ConvolvedState | None = None
+    ) -> tuple[Tensor, ConvolvedState | None]:
+        """x [B, T, width] -> ([B, T, width], new state)."""
+        (up,), state = convolve(self.convolutions, {"up": self.up(x)}, layout, state)
+        return self.down(self.dropout(self.activation(up))), state

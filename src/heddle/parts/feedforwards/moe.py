@@ -337,16 +337,16 @@ class MoE(Feedforward):
         if bias is not None and step:
             bias.add_(torch.sign(expert_counts.sum() - expert_counts * self.config.experts).to(bias.dtype), alpha=step)
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """x [B, T, width] -> the same shape. Padding passes through the shared expert only.
+    def forward(self, x: Tensor, layout: Layout, state: None = None) -> tuple[Tensor, None]:
+        """x [B, T, width] -> ([B, T, width], no state). Padding passes through the shared expert only.
 
         Raises ConfigError if a capacity factor is used in training mode with a state.
         """
         y = self._routed_experts(x, self.router(x), layout)
         if self.shared is None:
-            return y
+            return y, None
         shared: Tensor = self.shared(x)
-        return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+        return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()), None
 
     @eager_on_cpu
     def _routed_experts(self, x: Tensor, logits: Tensor, layout: Layout) -> Tensor:

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, refuse
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
+from heddle.parts.modules.short_convolution import ShortConvolutionConfig, check_convolved
 from heddle.parts.states import StateSpec
 
 
@@ -21,8 +23,17 @@ class MixerConfig(Part, ABC):
     """Config of a mixer."""
 
     slot: ClassVar[str] = "mixers"
+    # what `short_convolution` may name here; the layer convolves the input
+    convolved: ClassVar[tuple[str, ...]] = ("input",)
     # those that grow with the model's width
     width_fields: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "key_heads", "kv_rank", "query_rank")
+
+    short_convolution: ShortConvolutionConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_convolved(self) -> Self:
+        check_convolved(self.short_convolution, self.convolved, self.kind)
+        return self
 
     def resolved(self, context: BuildContext) -> Self:
         """The same config with every default written out that depends on the context or on other fields."""
@@ -83,6 +94,7 @@ class Mixer(nn.Module, ABC):
     """Maps x [B, T, width] to the same shape; each token depends on the tokens that it may see.
 
     window: how many tokens a token sees, itself included (causal), or how many to each side (bidirectional). None: all.
+    beyond_window: how many more earlier tokens it depends on, by short convolutions of its own.
     causal: whether later tokens are hidden. A mixer that is not causal has no state.
     encoder_width: the width of the encoder output that it reads beside x; None: it reads none.
     state_note: what its state holds in place of keys and values of each head, as a phrase for people.
@@ -97,6 +109,7 @@ class Mixer(nn.Module, ABC):
 
     window: int | None
     causal: bool
+    beyond_window: int = 0
     encoder_width: int | None = None
     state_note: str = ""
     input_projections: Sequence[str] | None = None

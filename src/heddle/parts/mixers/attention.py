@@ -20,9 +20,12 @@ With `value_residual` (ResFormer, Zhou et al. 2024, arXiv 2410.17897) a layer at
 are the values of the first layer with attention, for the same tokens. The two numbers are given, or learned from 0.5
 on. A layer without the option keeps its own values (the paper's sparse form), as the first one always does. The cache
 holds the mixed values, so the state is that of a layer without the option.
+
+`short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -41,8 +44,9 @@ from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_hea
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.modules.short_convolution import ShortConvolutionConfig, ShortConvolutions, build_convolutions
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
-from heddle.parts.states import KVCache, StateSpec
+from heddle.parts.states import ConvolvedState, KVCache, StateSpec
 
 # Temperatures that fall with the position: queries far into a long text get sharper scores.
 #
@@ -101,6 +105,7 @@ class AttentionConfig(MixerConfig):
     """
 
     aliases = ("mha", "mqa", "gqa", "swa")
+    convolved = ("input", "q", "k", "v")
     later_fields = ("temperature_growth", "exclusive", "shared_kv", "value_residual")
 
     heads: Width
@@ -139,6 +144,9 @@ class AttentionConfig(MixerConfig):
             refuse("temperature_growth", "does nothing without temperature_beta and temperature_length; give both")
         if self.exclusive and self.causal and self.window == 1:
             refuse("exclusive", "leaves nothing of a window of one token, the token itself; give a wider window")
+        convolved = () if self.short_convolution is None else self.short_convolution.of
+        if self.shared_kv and ("k" in convolved or "v" in convolved):
+            refuse("short_convolution.of", "k and v are those of another layer (shared_kv), so name neither here")
         if self.norm_after_rotation and (self.qk_norm is None or not isinstance(self.position, RotationConfig)):
             refuse("norm_after_rotation", "needs qk_norm and a rotary position; give both, or leave it out")
         if isinstance(self.value_residual, tuple) and len(self.value_residual) != 2:
@@ -269,6 +277,26 @@ class Attention(SelfInitialized, Mixer):
         self.temperature_growth, self.exclusive = config.temperature_growth, config.exclusive
         self.absolute_positions = config.temperature_beta is not None or config.norm_after_rotation
         self.dropout = Dropout(config.dropout)
+        self._build_convolutions(
+            config.short_convolution, {"q": self.heads * self.head_dim, "k": kv_width, "v": value_width}
+        )
+
+    def _build_convolutions(self, config: ShortConvolutionConfig | None, widths: Mapping[str, int]) -> None:
+        """Those of q, k and v; the layer has that of the input."""
+        named: tuple[str, ...] = () if config is None else config.of
+        channels = {name: width for name, width in widths.items() if name in named}
+        self.convolutions = build_convolutions(config, channels)
+        if self.convolutions is not None:
+            self.beyond_window = self._beyond_window(self.convolutions)
+
+    def _beyond_window(self, convolutions: ShortConvolutions) -> int:
+        earlier, window = convolutions.kernel - 1, self.window
+        scores_matter = window != 1 or not self.causal or self.sink is not None  # of one key, the weight is 1
+        if "v" in convolutions or ("k" in convolutions and scores_matter):
+            return earlier
+        if window is None or not scores_matter:
+            return 0
+        return max(0, earlier - (window - 1 if self.causal else window))
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal sinks, and λ of one half. The projections initialize themselves."""
@@ -295,18 +323,25 @@ class Attention(SelfInitialized, Mixer):
         """The shape of the values."""
         return {"kv_heads": self.kv_heads, "value_dim": self.value_dim}
 
-    def init_state(self, spec: StateSpec) -> KVCache | None:
-        """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more."""
-        if self.reads_kv:
-            return None
-        shape = (spec.batch, self.kv_heads, self.head_dim, self.value_dim)
-        max_cached = None if self.window is None else self.window + spec.rollback
-        return KVCache.empty(shape, max_cached, spec)
+    def init_state(self, spec: StateSpec) -> KVCache | ConvolvedState | None:
+        """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more.
 
-    def forward(self, x: Tensor, layout: Layout, state: KVCache | None = None) -> tuple[Tensor, KVCache | None]:
+        With short convolutions also their last inputs.
+        """
+        cache = None
+        if not self.reads_kv:
+            shape = (spec.batch, self.kv_heads, self.head_dim, self.value_dim)
+            max_cached = None if self.window is None else self.window + spec.rollback
+            cache = KVCache.empty(shape, max_cached, spec)
+        return cache if self.convolutions is None else self.convolutions.init_state(spec, cache)
+
+    def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
         """x [B, T, width] -> ([B, T, width], new state)."""
         projections = (self.q, *(each for each in (self.k, self.v) if each is not None))
         q, *projected = fused_projections(x, *projections)
+        if self.convolutions is not None:
+            inputs = dict(zip("qkv", (q, *projected), strict=False))  # without k and v, those of another layer
+            (q, *projected), state = self.convolutions(inputs, layout, state)
         q = self._heads(q, self.q_norm, self.heads, layout)
         if self.temperature_beta is not None:
             q = q * self._temperatures(layout, q.dtype)
@@ -314,7 +349,9 @@ class Attention(SelfInitialized, Mixer):
         if projected:
             k = self._heads(projected[0], self.k_norm, self.kv_heads, layout)
             own = k, split_heads(projected[1], self.kv_heads)
-        y, v, state = self._attend(q, own, layout, state)
+        cache: Any = state.own if isinstance(state, ConvolvedState) else state
+        y, v, cache = self._attend(q, own, layout, cache)
+        state = replace(state, own=cache) if isinstance(state, ConvolvedState) else cache
         y = merge_heads(without_own_values(y, v) if self.exclusive else y)
         if self.gate is not None:
             gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, -1))

@@ -23,7 +23,8 @@ from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, check_head_groups, check_norm_width
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay, ShortConvolution
+from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay
+from heddle.parts.modules.short_convolution import ShortConvolution
 from heddle.parts.norms import NormConfig
 from heddle.parts.states import ConvRecurrentState
 

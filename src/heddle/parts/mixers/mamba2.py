@@ -28,7 +28,8 @@ from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_head_groups, check_norm_width, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections
-from heddle.parts.modules.recurrent import GatedDecay, ShortConvolution
+from heddle.parts.modules.recurrent import GatedDecay
+from heddle.parts.modules.short_convolution import ShortConvolution
 from heddle.parts.norms import NormConfig
 from heddle.parts.states import ConvRecurrentState, StateSpec, call_cu_seqlens, without_padding
 

@@ -71,6 +71,9 @@ class PairConfig(MixerConfig):
             for field, reads in (("shared_kv", mixer.reads_kv), ("value_residual", mixer.adds_first_values)):
                 if reads:
                     raise DesignError(f"{name}.{field}", "is that of a layer, not of one mixer of a pair; leave it out")
+            if mixer.short_convolution is not None and "input" in mixer.short_convolution.of:
+                reason = "input is that of both mixers of a pair; name it in the pair's own short_convolution"
+                raise DesignError(f"{name}.short_convolution.of", reason)
         if first.causal != second.causal:
             raise DesignError("second", "one mixer of a pair is causal, the other is not; make both alike")
         if None not in (first.encoder_width, second.encoder_width) and first.encoder_width != second.encoder_width:
@@ -103,6 +106,9 @@ class Pair(Mixer):
         self.first, self.second = first, second
         self.input_multipliers, self.output_multipliers = config.input_multipliers, config.output_multipliers
         self.window, self.causal = _larger(first.window, second.window), first.causal
+        reaches = (None if each.window is None else each.window + each.beyond_window for each in (first, second))
+        reach = _larger(*reaches)
+        self.beyond_window = 0 if reach is None or self.window is None else reach - self.window
         self.encoder_width = first.encoder_width or second.encoder_width
         self.state_note = " and ".join(filter(None, (first.state_note, second.state_note)))
         self.uses_layer_index = first.uses_layer_index or second.uses_layer_index

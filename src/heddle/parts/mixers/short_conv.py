@@ -18,7 +18,7 @@ from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.recurrent import ShortConvolution
+from heddle.parts.modules.short_convolution import ShortConvolution
 from heddle.parts.states import MixerState, StateSpec
 
 

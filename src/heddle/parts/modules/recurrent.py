@@ -1,7 +1,4 @@
-"""The short convolution of recurrent mixers: a causal depthwise convolution over a few tokens, usually with SiLU.
-
-y_t = SiLU(b + Σ_s w_s ⊙ x_{t−s}),   s from 0 to kernel − 1, within t's document
-"""
+"""What recurrent mixers share: decays computed from each token, and the mixers of the gated delta rule."""
 
 import math
 from abc import ABC
@@ -15,82 +12,14 @@ from torch.nn import functional
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
-from heddle.numerics.recurrent.convolution import (
-    Taps,
-    causal_conv1d,
-    find_input_indices,
-    find_tokens_near_starts,
-    next_conv_state,
-)
+from heddle.numerics.recurrent.convolution import next_conv_state
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule, l2_normalize
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import RecurrentMixer, split_heads
 from heddle.parts.modules.eager import eager_on_cpu, layout_dependent
-from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
+from heddle.parts.modules.linear import Linear, SelfInitialized
+from heddle.parts.modules.short_convolution import ShortConvolution, cached_taps
 from heddle.parts.states import ConvRecurrentState, StateSpec, call_cu_seqlens, without_padding
-
-
-class ShortConvolution(SelfInitialized):
-    """weight [channels, kernel]; the last weight is for the token itself. bias [channels] or None.
-
-    silu: whether SiLU follows. Its state is the last kernel − 1 inputs of each row, [B, kernel − 1, channels].
-    """
-
-    def __init__(self, channels: int, kernel: int, bias: bool = False, silu: bool = True) -> None:
-        super().__init__()
-        self.silu = silu
-        self.weight = nn.Parameter(torch.empty(channels, kernel))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-
-    def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Normal weights with standard deviation 1/sqrt(kernel), which keep the variance of the input. Zero bias."""
-        fill_normal(self.weight, self.weight.shape[1] ** -0.5, draws("weight"))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor, layout: Layout, conv_state: Tensor | None) -> Tensor:
-        """x [B, T, channels] -> y of the same shape, in at least float32, zero at padding.
-
-        It depends on the layout, so call it from a method marked as `eager` or `eager_on_cpu`.
-        """
-        y = self._convolve(x, conv_state, self._taps(layout))
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
-            y = y if layout.padding is None else y.masked_fill(layout.padding[..., None], 0.0)
-        return functional.silu(y) if self.silu else y
-
-    def next_state(self, x: Tensor, layout: Layout, conv_state: Tensor) -> Tensor:
-        """The state after a call with inputs x, in the dtype of the state before it."""
-        return next_conv_state(x.to(conv_state.dtype), conv_state, self._taps(layout))
-
-    @layout_dependent  # no compiler traces a library's kernel
-    def _convolve(self, x: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
-        return causal_conv1d(x, self.weight, conv_state, taps)
-
-    @layout_dependent
-    def _taps(self, layout: Layout) -> Taps | None:
-        return _cached_taps(layout, self.weight.shape[1])
-
-
-def _cached_taps(layout: Layout, kernel: int) -> Taps | None:
-    return layout.cached(("taps", kernel), lambda: _taps(layout, kernel))
-
-
-def _taps(layout: Layout, kernel: int) -> Taps | None:
-    """Which inputs the convolution reads for each token; None if they are always the tokens just before it."""
-    padding, segment_ids = layout.padding, layout.call_segment_ids
-    if padding is None and segment_ids is None:
-        return None
-    zeros = torch.zeros_like(layout.positions)
-    index = find_input_indices(layout.positions >= 0, zeros if segment_ids is None else segment_ids, kernel)
-    # A graph that read the lengths would serve these documents alone.
-    known = padding is None and layout.doc_lengths is not None and not is_compiling()
-    return Taps(
-        index,
-        find_tokens_near_starts(layout.doc_lengths, kernel, index.device) if known and layout.doc_lengths else None,
-        segment_ids if padding is None else None,
-    )
-
 
 # The decay that recurrent mixers compute from each token, as Mamba-2 does (Dao & Gu 2024).
 #
@@ -278,7 +207,7 @@ def token_before(x: Tensor, layout: Layout, last: Tensor | None) -> Tensor:
     last [B, 1, C]: the token before the call; None: there is none. It depends on the layout, as the convolution does.
     """
     last = x.new_zeros(x.shape[0], 1, x.shape[2]) if last is None else last.to(x.dtype)
-    inputs, taps = torch.cat((last, x), dim=1), _cached_taps(layout, 2)
+    inputs, taps = torch.cat((last, x), dim=1), cached_taps(layout, 2)
     if taps is None:
         return inputs[:, : x.shape[1]]
     index = taps.input_indices[:, :-1, :1]
@@ -288,4 +217,4 @@ def token_before(x: Tensor, layout: Layout, last: Tensor | None) -> Tensor:
 
 def last_token(x: Tensor, layout: Layout, last: Tensor) -> Tensor:
     """What the call after one with inputs x takes as `last`, in the dtype of the one before it."""
-    return next_conv_state(x.to(last.dtype), last, _cached_taps(layout, 2))
+    return next_conv_state(x.to(last.dtype), last, cached_taps(layout, 2))
