@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import heddle
+from heddle.cli.main import run_command
 from heddle.config import parse_config
 from heddle.conversion.convert import Conversion
 from heddle.conversion.targets import parse_rewrite
@@ -371,6 +372,14 @@ def test_other_conversions_and_exports_are_refused(target: str) -> None:
     source: Any = SimpleNamespace(weights=ModelWeights(model), tokenizer=None)
     with pytest.raises(ConfigError, match=r"layers\.\*\.shared: has one set of weights for several layers"):
         Conversion(source, (parse_rewrite(target),)).plan()
+
+
+def test_the_command_refuses_to_convert_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heddle.save(build(parse_config(ModelConfig, design(GROUP))), tmp_path / "model")
+    for target in ("kv_heads=1", "latent_attention", "linear_attention"):
+        arguments = [str(tmp_path / "model"), str(tmp_path / "out"), "--to", target]
+        assert run_command(["convert", *arguments, "--data", str(small.folder(tmp_path / "text"))]) == 2
+        assert "layers.*.shared: has one set of weights" in capsys.readouterr().err
 
 
 def test_other_families_are_refused_by_name() -> None:
