@@ -14,6 +14,10 @@ part along the token's own value v, before any gate: y − (y · v / |v|²) v (e
 With `shared_kv` a layer has no k, no v and no state: it reads the keys (normalized and rotated) and the values of the
 last earlier layer that has its own and the same window and direction (YOCO, Sun et al. 2024; CLA, Brandon et al. 2024;
 Gemma 3n, 2025). Only q, out and what belongs to queries are its own.
+
+With `indexer` each query attends to `top_k` keys, of those that its mask shows, which an indexer selects (DeepSeek
+Sparse Attention, 2025; parts/modules/indexer.py). The selection has no gradient; the indexer learns from a loss of its
+own. All pairs are still computed and then hidden, so time is not saved; FLOPs count the pairs that are attended to.
 """
 
 from collections.abc import Mapping
@@ -24,7 +28,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, refuse, with_implied
+from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, build_under, refuse, with_implied
 from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.norms import at_least_float32
@@ -34,6 +38,7 @@ from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
+from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueries, build_indexer
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
 from heddle.parts.states import KVCache, StateSpec
@@ -95,7 +100,7 @@ class AttentionConfig(MixerConfig):
     """
 
     aliases = ("mha", "mqa", "gqa", "swa")
-    later_fields = ("temperature_growth", "exclusive", "shared_kv")
+    later_fields = ("temperature_growth", "exclusive", "shared_kv", "indexer")
 
     heads: Width
     kv_heads: Width | None = None  # default: heads
@@ -118,6 +123,7 @@ class AttentionConfig(MixerConfig):
     temperature_growth: Growth = "stepwise"  # stepwise: after each length of tokens; smooth: with every token
     exclusive: bool = False  # outputs without their part along the token's own value
     shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
+    indexer: IndexerConfig | None = None  # selects the keys that each query attends to
     dropout: Probability = 0.0  # of the attention weights
     position: MixerPositionConfig | None = None  # a rotation of q and k, or a score bias
 
@@ -133,6 +139,8 @@ class AttentionConfig(MixerConfig):
             refuse("exclusive", "leaves nothing of a window of one token, the token itself; give a wider window")
         if self.norm_after_rotation and (self.qk_norm is None or not isinstance(self.position, RotationConfig)):
             refuse("norm_after_rotation", "needs qk_norm and a rotary position; give both, or leave it out")
+        if self.indexer is not None and self.shared_kv:
+            refuse("indexer", "selects keys of its own layer, but shared_kv reads those of another; leave one out")
         return self
 
     @classmethod
@@ -193,6 +201,8 @@ class AttentionConfig(MixerConfig):
         """
         if self.exclusive and (self.value_dim or context.head_dim(self.heads, self.head_dim)) == 1:
             raise DesignError("exclusive", "leaves nothing of outputs of one dim; give heads with wider values")
+        if self.indexer is not None:
+            build_under("indexer", self.indexer.check_window, self.window, self.causal)
         return Attention(self, context)
 
 
@@ -208,10 +218,10 @@ class SharedKeys(NamedTuple):
 class Attention(SelfInitialized, Mixer):
     """The module. Its state is a `KVCache` of kv_heads · (d_k + d_v) elements per token, or of `window` tokens.
 
-    With `shared_kv` it has none.
+    With `indexer` it is an `IndexedCache`, which has the indexer's keys as well. With `shared_kv` it has none.
     """
 
-    input_projections = ("q", "k", "v", "gate")
+    input_projections = ("q", "k", "v", "gate", "indexer.q", "indexer.k", "indexer.weights")
 
     def __init__(self, config: AttentionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -240,6 +250,7 @@ class Attention(SelfInitialized, Mixer):
         self.temperature_beta, self.temperature_length = config.temperature_beta, config.temperature_length
         self.temperature_growth, self.exclusive = config.temperature_growth, config.exclusive
         self.absolute_positions = config.temperature_beta is not None or config.norm_after_rotation
+        self.indexer = build_indexer(config.indexer, context.width, context.width, config.position, self.head_dim)
         self.dropout = Dropout(config.dropout)
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
@@ -260,15 +271,16 @@ class Attention(SelfInitialized, Mixer):
         names = ("kv_heads", "head_dim", "value_dim", "qk_norm", "norm_after_rotation")
         return {name: getattr(self, name) for name in names} | {"position": self.rotation}
 
-    def init_state(self, spec: StateSpec) -> KVCache | None:
+    def init_state(self, spec: StateSpec) -> KVCache | IndexedCache | None:
         """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more."""
         if self.reads_kv:
             return None
         shape = (spec.batch, self.kv_heads, self.head_dim, self.value_dim)
         max_cached = None if self.window is None else self.window + spec.rollback
-        return KVCache.empty(shape, max_cached, spec)
+        cache = KVCache.empty(shape, max_cached, spec)
+        return cache if self.indexer is None else IndexedCache(cache, self.indexer.init_cache(max_cached, spec))
 
-    def forward(self, x: Tensor, layout: Layout, state: KVCache | None = None) -> tuple[Tensor, KVCache | None]:
+    def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
         """x [B, T, width] -> ([B, T, width], new state)."""
         projections = (self.q, *(each for each in (self.k, self.v) if each is not None))
         q, *projected = fused_projections(x, *projections)
@@ -279,7 +291,8 @@ class Attention(SelfInitialized, Mixer):
         if projected:
             k = self._heads(projected[0], self.k_norm, self.kv_heads, layout)
             own = k, split_heads(projected[1], self.kv_heads)
-        y, v, state = self._attend(q, own, layout, state)
+        index = None if self.indexer is None else self.indexer(x, x, layout)
+        y, v, state = self._attend(q, own, index, layout, state)
         y = merge_heads(without_own_values(y, v) if self.exclusive else y)
         if self.gate is not None:
             gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, -1))
@@ -288,8 +301,13 @@ class Attention(SelfInitialized, Mixer):
 
     @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
     def _attend(
-        self, q: Tensor, own: tuple[Tensor, Tensor] | None, layout: Layout, state: KVCache | None
-    ) -> tuple[Tensor, Tensor, KVCache | None]:
+        self,
+        q: Tensor,
+        own: tuple[Tensor, Tensor] | None,
+        index: IndexQueries | None,
+        layout: Layout,
+        state: KVCache | IndexedCache | None,
+    ) -> tuple[Tensor, Tensor, KVCache | IndexedCache | None]:
         """The output of each head, the values of the call's tokens, and the new state."""
         handed_over = layout.handed_over
         if own is None:
@@ -300,6 +318,12 @@ class Attention(SelfInitialized, Mixer):
             (k, v), values = own, own[1]
             if state is None:
                 mask = layout.attention_mask(self.window, self.causal)
+            elif isinstance(state, IndexedCache):
+                assert self.indexer is not None
+                assert index is not None
+                k, v, mask, cache = state.kv.extend(k, v, layout, self.window)
+                index, index_cache = self.indexer.extend(index, state.index, layout, self.window)
+                state = IndexedCache(cache, index_cache)
             else:
                 k, v, mask, state = state.extend(k, v, layout, self.window)
             if self.kv_target is not None and handed_over is not None:
@@ -307,6 +331,10 @@ class Attention(SelfInitialized, Mixer):
         dropout = self.dropout if self.dropout.active else None
         score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
+        if index is not None:
+            assert self.indexer is not None
+            self.indexer.record_loss(index, lambda: (q, k), mask, self.scale, modifiers)
+            mask = self.indexer.select(index, mask)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
         return attend(q, k, v, mask, self.scale, dropout, modifiers), values, state
 
