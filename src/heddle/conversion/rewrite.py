@@ -11,6 +11,8 @@ from heddle.config import Config, DesignError, own_class
 from heddle.conversion.weights import CalibrationText, Weights
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
+from heddle.parts.mixers import MixerConfig
+from heddle.parts.modules.indexer import IndexerConfig
 
 REWRITES_FOLDER = Path(__file__).parent / "rewrites"
 
@@ -20,7 +22,8 @@ class Rewrite(Config, ABC):
 
     targets: fields of a design that it changes, each with the option that takes the new value. methods: sets of options
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
-    None: all that it applies to. keeps_attention: whether layers that read the keys and values of others still can.
+    None: all that it applies to. keeps_attention: whether it leaves attention as it is, also that of layers which
+    read the keys and values of others or have an indexer.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
@@ -53,10 +56,19 @@ class Rewrite(Config, ABC):
         text: given if `needs_text`. Raises DesignError, one sentence that says why the design cannot be converted.
         """
 
-    def check_shared_keys(self, design: ModelConfig) -> None:
-        """Raises DesignError for layers that read the keys and values of others, unless `keeps_attention`."""
-        for index, source in enumerate(design.kv_sources):
-            if source is not None and not self.keeps_attention:
+    def check_attention(self, design: ModelConfig) -> None:
+        """Raises DesignError for attention that it would change and does not know, unless `keeps_attention`.
+
+        These are layers that read the keys and values of others, and those whose keys an indexer selects.
+        """
+        if self.keeps_attention:
+            return
+        selected = self.selected_layers(design)
+        for index, ((_, layer), source) in enumerate(zip(design.expand(), design.kv_sources, strict=True)):
+            if index in selected and (field := indexer_field(layer.mixer)):
+                reason = f"selects the keys of each query, which {self.name} does not convert"
+                raise DesignError(f"layers.{index}.mixer.{field}", f"{reason}; convert other layers, or leave it out")
+            if source is not None:
                 reason = f"reads the keys and values of layer {source}, which {self.name} would change for one of them"
                 raise DesignError(f"layers.{index}.mixer.shared_kv", f"{reason}; convert a design without it")
 
@@ -73,6 +85,17 @@ class Rewrite(Config, ABC):
             if not 0 <= index < design.depth:
                 raise ConfigError(f"layers.{index}: the design has layers 0 to {design.depth - 1}; name one of them")
         return tuple(sorted(set(self.layers)))
+
+
+def indexer_field(mixer: Config | None) -> str:
+    """The path of the first indexer in a mixer, from the mixer; empty if it has none."""
+    for name in () if mixer is None else type(mixer).model_fields:
+        value = getattr(mixer, name)
+        if isinstance(value, IndexerConfig):
+            return name
+        if isinstance(value, MixerConfig) and (inner := indexer_field(value)):
+            return f"{name}.{inner}"
+    return ""
 
 
 def replace_layers(design: ModelConfig, new_layers: Mapping[int, LayerConfig]) -> ModelConfig:

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from heddle.config import Config
 from heddle.laws.harness import (
     LawViolation,
+    assert_bitwise_equal,
     assert_unaffected,
     forward,
     forward_no_grad,
@@ -18,12 +21,16 @@ from heddle.laws.harness import (
     random_tokens,
     windows,
 )
+from heddle.model.attention_maps import record_weights
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
+from heddle.numerics.attention.observer import Observation
 from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer
+from heddle.parts.modules.indexer import IndexerConfig
 
-MAX_DRAWS = 8  # of inputs, until every declared dependence was seen
+C = TypeVar("C", bound=Config)
+MAX_DRAWS = 256  # of inputs, until every declared dependence was seen
 InputAndOutput = tuple[Tensor, Tensor]
 
 
@@ -43,8 +50,19 @@ def causality(config: ModelConfig) -> None:
                 assert_unaffected(
                     model, after[:, :start], before[:, :start], f"{name}, tokens from {start} on were changed"
                 )
-            elif layout is None and torch.equal(after[:, start - 1], before[:, start - 1]):
+            elif layout is None and not _sees_next(model, tokens, start - 1):
                 raise LawViolation(f"a bidirectional design: token {start - 1} does not see token {start}")
+
+
+def _sees_next(model: Decoder, tokens: Tensor, query: int) -> bool:
+    """Whether another token after the query changes its output; a key that is not selected may hide one."""
+    before, vocabulary = forward_no_grad(model, tokens), model.embed.weight.shape[0]
+    for step in range(1, MAX_DRAWS):
+        changed = tokens.clone()
+        changed[:, query + 1] = (tokens[:, query + 1] + step) % vocabulary
+        if not torch.equal(forward_no_grad(model, changed)[:, query], before[:, query]):
+            return True
+    return False
 
 
 def document_isolation(config: ModelConfig) -> None:
@@ -71,6 +89,52 @@ def receptive_field(config: ModelConfig) -> None:
         if mixer is not None:
             _check_support(partial(_mixer_call, model, mixer, layout), _span([mixer]), f"layer {index}")
     _check_support(partial(_model_call, model, layout), _span(_present_mixers(model)), "the whole model")
+
+
+def selected_keys(config: ModelConfig) -> None:
+    """With an indexer a token attends to `top_k` of the tokens that its mask shows, or to all of fewer.
+
+    A text of at most `top_k` tokens has the bits of the design without the indexer.
+    """
+    model = model_under_test(config)
+    indexed = {index: mixer for index, mixer in enumerate(model.mixers()) if getattr(mixer, "indexer", None)}
+    layout = Layout.packed([[5, 8], [13]])
+
+    def check(index: int, observation: Observation) -> None:
+        mixer: Any = indexed.get(index)
+        if mixer is None:
+            return
+        visible = layout.attention_mask(mixer.window, mixer.causal).materialize()
+        attended = (observation.weights > 0).any(1)
+        if bool((attended & ~visible).any()):
+            raise LawViolation(f"layer {index}: a token attends to one that its mask hides")
+        if not torch.equal(attended.sum(-1), visible.sum(-1).clamp(max=mixer.indexer.top_k)):
+            raise LawViolation(f"layer {index}: a token attends to another number of tokens than top_k")
+
+    if not indexed:
+        return
+    with torch.no_grad(), record_weights(model, check):
+        forward(model, random_tokens(config, 2, 13), layout)
+    tokens = random_tokens(config, 2, min(mixer.indexer.top_k for mixer in indexed.values()))
+    dense = model_under_test(_without_indexers(config))
+    dense.load_state_dict({name: value for name, value in model.state_dict().items() if ".indexer." not in name})
+    assert_bitwise_equal(
+        forward_no_grad(model, tokens), forward_no_grad(dense, tokens), "a text of top_k tokens, without the indexer"
+    )
+
+
+def _without_indexers(config: C) -> C:
+    """The design whose mixers have no indexer."""
+    changed: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, IndexerConfig):
+            changed[name] = None
+        elif isinstance(value, Config):
+            changed[name] = _without_indexers(value)
+        elif isinstance(value, tuple):
+            changed[name] = tuple(_without_indexers(item) if isinstance(item, Config) else item for item in value)
+    return config.replace(**changed)
 
 
 def _mixer_call(model: Decoder, mixer: Mixer, layout: Layout, draw: int) -> InputAndOutput:
@@ -116,7 +180,8 @@ def _span(mixers: list[Mixer]) -> tuple[float, float]:
 def _check_support(call: Callable[[int], InputAndOutput], span: tuple[float, float], what: str) -> None:
     """Compare the tokens that a gradient reaches with the declared ones.
 
-    A feature that is zero (relu's) hides a dependence, so what one draw does not show is looked for in others.
+    A feature that is zero (relu's) or a key that is not selected hides a dependence, so what one draw does not show is
+    looked for in others.
     """
     missing: Tensor | None = None
     for draw in range(MAX_DRAWS):

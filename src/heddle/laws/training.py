@@ -65,12 +65,11 @@ def _without_dropout(config: C, data_dependent: bool) -> C:
 def _training_gradients(
     model: Decoder, tokens: torch.Tensor, samples: torch.Tensor
 ) -> tuple[Gradients, list[torch.Tensor]]:
-    """Gradients of a training call, including the experts' auxiliary losses, and each router's expert counts."""
+    """Gradients of a training call, including the auxiliary losses, and each router's expert counts."""
     with use_random_key(RandomKey(7, 2, samples)):
         with record_router_statistics() as recorded:
             value = probe_loss(forward(model, tokens))
-        for entry in recorded.entries:
-            value = value if entry.aux_loss is None else value + entry.aux_loss
+        value = value + sum(recorded.losses)
         return gradients(model, value), [entry.expert_counts for entry in recorded.entries]
 
 

@@ -77,7 +77,8 @@ class Kind:
     first: dict[str, Any]
 
 
-OF_SEVERAL_LAYERS = ("shared_kv",)  # fields that the equal layers of an explored design cannot have
+# Fields that are not offered: one that equal layers cannot have, and one with fields of its own.
+NOT_OFFERED = ("shared_kv", "indexer")
 
 
 @cache
@@ -120,7 +121,7 @@ def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field
         options = described.get("anyOf", [described])
         optional = any(option.get("type") == "null" for option in options)
         options = [option for option in options if option.get("type") not in ("null", "array")]
-        if name in ("kind", *OF_SEVERAL_LAYERS) or not options:
+        if name in ("kind", *NOT_OFFERED) or not options:
             continue
         note, default = notes.get(name, ""), described.get("default")
         if "$ref" in options[0]:

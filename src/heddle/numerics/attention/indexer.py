@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from heddle.numerics.attention.mask import AttentionMask, visible_pairs, zero_unused_slots
-from heddle.numerics.attention.softmax import NO_MODIFIERS, ScoreModifiers, softmax_weights
+from heddle.numerics.attention.mask import (
+    NO_MODIFIERS,
+    AttentionMask,
+    ScoreModifiers,
+    visible_pairs,
+    zero_unused_slots,
+)
+from heddle.numerics.attention.softmax import softmax_weights
 from heddle.numerics.dispatch import DeviceSize, add_flops, counts_flops
 from heddle.numerics.norms import at_least_float32, without_autocast
 
 # Scores of one head of the indexer, or weights of the attention, that exist at one time.
 MAX_SCORES = DeviceSize(cpu=2**22, accelerator=2**26)
-COMPARED = {torch.float32: (torch.int32, 8), torch.float64: (torch.int64, 20)}  # dtype -> bits, and how many are dropped
+COMPARED = {
+    torch.float32: (torch.int32, 8),
+    torch.float64: (torch.int64, 20),
+}  # dtype -> bits, and how many are dropped
 
 
 def indexer_flops(pairs: int, batch: int, heads: int, dim: int) -> int:

@@ -14,12 +14,11 @@ elsewhere.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
 from torch import Tensor, nn
 
-from heddle.config import Config, DesignError, Width, build_under, parse_config
+from heddle.config import Config, DesignError, PositiveFloat, Width, build_under, parse_config
 from heddle.numerics.attention.indexer import index_loss, select_keys
 from heddle.numerics.attention.mask import NO_MODIFIERS, AttentionMask, ScoreModifiers
 from heddle.parts.layout import Layout
@@ -40,8 +39,10 @@ class IndexerConfig(Config):
     top_k: Width  # keys that each query attends to
     heads: Width
     head_dim: Width
-    rope_layout: Literal["half", "interleaved"] | None = None  # of its rotated pairs; default: half, as in DeepSeek-V3.2
-    loss: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0  # coefficient of its loss; 0: it is not trained
+    rope_layout: Literal["half", "interleaved"] | None = (
+        None  # of its rotated pairs; default: half, as in DeepSeek-V3.2
+    )
+    loss: PositiveFloat = 1.0  # coefficient of its loss in training
 
     def check_window(self, window: int | None, causal: bool) -> None:
         """Raises DesignError if a window shows no more keys than are selected."""
@@ -50,14 +51,16 @@ class IndexerConfig(Config):
             raise DesignError("top_k", f"{self.top_k} selects all of the {seen} keys that window shows; lower it")
 
     def rotation(self, position: MixerPositionConfig | None, dims: int) -> RotationConfig | None:
-        """How it rotates, in a mixer that rotates `dims` dims by `position`. Raises DesignError if that does not fit."""
-        if not isinstance(position, RotationConfig) or "layout" not in type(position).model_fields:
-            if self.rope_layout is not None:
-                raise DesignError("rope_layout", "does nothing without a position of kind rope; leave it out")
-        resolved = position.resolved(dims) if isinstance(position, RotationConfig) else None
-        if resolved is None or "layout" not in type(resolved).model_fields:
-            return resolved
-        return resolved.replace(layout=self.rope_layout or "half")
+        """How it rotates, in a mixer that rotates `dims` dims by `position`.
+
+        Raises DesignError for a `rope_layout` without pairs that could have it.
+        """
+        rotation = position.resolved(dims) if isinstance(position, RotationConfig) else None
+        if rotation is not None and "layout" in type(rotation).model_fields:
+            return rotation.replace(layout=self.rope_layout or "half")
+        if self.rope_layout is not None:
+            raise DesignError("rope_layout", "does nothing without a position of kind rope; leave it out")
+        return rotation
 
 
 class IndexQueries(NamedTuple):
@@ -138,7 +141,7 @@ class Indexer(nn.Module):
         modifiers: ScoreModifiers = NO_MODIFIERS,
     ) -> None:
         """In training, record the loss of a call, if a recorder asks for it. attended: the attention's q and k."""
-        if self.training and self.loss:
+        if self.training:
             record_index_loss(lambda: self._loss(index, attended, mask, scale, modifiers))
 
     def _loss(

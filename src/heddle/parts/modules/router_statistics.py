@@ -58,8 +58,8 @@ class RouterRecorder:
     @property
     def losses(self) -> list[Tensor]:
         """All auxiliary losses."""
-        losses = [entry.aux_loss for entry in (*self.entries, *self.index_losses)]
-        return [loss for loss in losses if loss is not None]
+        routers = [entry.aux_loss for entry in self.entries if entry.aux_loss is not None]
+        return [*routers, *(entry.aux_loss for entry in self.index_losses)]
 
 
 class _Traced(local):
