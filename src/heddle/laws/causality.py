@@ -97,11 +97,11 @@ def selected_keys(config: ModelConfig) -> None:
     A text of at most `top_k` tokens has the bits of the design without the indexer.
     """
     model = model_under_test(config)
-    indexed = {index: mixer for index, mixer in enumerate(model.mixers()) if getattr(mixer, "indexer", None)}
+    indexed: dict[int, Any] = {index: mixer for index, mixer in enumerate(model.mixers()) if _has_indexer(mixer)}
     layout = Layout.packed([[5, 8], [13]])
 
     def check(index: int, observation: Observation) -> None:
-        mixer: Any = indexed.get(index)
+        mixer = indexed.get(index)
         if mixer is None:
             return
         visible = layout.attention_mask(mixer.window, mixer.causal).materialize()
@@ -121,6 +121,10 @@ def selected_keys(config: ModelConfig) -> None:
     assert_bitwise_equal(
         forward_no_grad(model, tokens), forward_no_grad(dense, tokens), "a text of top_k tokens, without the indexer"
     )
+
+
+def _has_indexer(mixer: Mixer | None) -> bool:
+    return getattr(mixer, "indexer", None) is not None
 
 
 def _without_indexers(config: C) -> C:
