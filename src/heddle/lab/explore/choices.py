@@ -77,8 +77,7 @@ class Kind:
     first: dict[str, Any]
 
 
-# Fields that are not offered: one that equal layers cannot have, and one with fields of its own.
-NOT_OFFERED = ("shared_kv", "indexer")
+OF_SEVERAL_LAYERS = ("shared_kv",)  # fields that the equal layers of an explored design cannot have
 
 
 @cache
@@ -121,7 +120,7 @@ def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field
         options = described.get("anyOf", [described])
         optional = any(option.get("type") == "null" for option in options)
         options = [option for option in options if option.get("type") not in ("null", "array")]
-        if name in ("kind", *NOT_OFFERED) or not options:
+        if name in ("kind", *OF_SEVERAL_LAYERS) or not options:
             continue
         note, default = notes.get(name, ""), described.get("default")
         if "$ref" in options[0]:
@@ -159,7 +158,10 @@ def _kept_fields(definition: dict[str, Any]) -> Iterator[Field]:
 
 
 def _kinds_of_base(base: str) -> tuple[str, tuple[str, ...]]:
-    names = [each["$ref"].rpartition("/")[2] for each in _definitions()[base]["oneOf"] if "$ref" in each]
+    """A slot and its kinds; empty for a config with fields of its own, such as an indexer, which is not offered."""
+    names = [each["$ref"].rpartition("/")[2] for each in _definitions()[base].get("oneOf", ()) if "$ref" in each]
+    if not names:
+        return "", ()
     return names[0].partition(".")[0], tuple(name.partition(".")[2] for name in names)
 
 
