@@ -21,7 +21,8 @@ OWN = "; for one of your own, give the file that defines it: --part FILE"
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = (
     "bias, causal, dropout, exclusive, gate, head_dim, heads, indexer, kv_heads, norm_after_rotation, position, "
-    "qk_norm, scale, shared_kv, sink, softcap, temperature_beta, temperature_growth, temperature_length, value_dim, window"
+    "qk_norm, scale, shared_kv, sink, softcap, temperature_beta, temperature_growth, temperature_length, value_dim, "
+    "window"
 )
 
 MESSAGES = {

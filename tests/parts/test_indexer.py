@@ -16,6 +16,7 @@ from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import ModelWeights
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import chosen_match
+from heddle.lab.explore.choices import explorer_design
 from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
 from heddle.laws.shrink import shrink
 from heddle.model.config import ModelConfig, describe
@@ -412,6 +413,11 @@ def test_an_index_within_a_pair_is_refused_by_its_path() -> None:
     )
     with pytest.raises(ConfigError, match=r"layers.0.mixer.second.indexer"):
         Conversion(source, (parse_rewrite("window,window=2"),)).plan()
+
+
+def test_the_explorer_does_not_show_them() -> None:
+    with pytest.raises(ConfigError, match=r"layers\[0\].mixer.indexer: is not a field of the explorer"):
+        explorer_design(case("latent-indexer"))
 
 
 # Faults that the checks above see

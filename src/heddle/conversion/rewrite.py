@@ -11,8 +11,7 @@ from heddle.config import Config, DesignError, own_class
 from heddle.conversion.weights import CalibrationText, Weights
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
-from heddle.parts.mixers import MixerConfig
-from heddle.parts.modules.indexer import IndexerConfig
+from heddle.parts.modules.indexer import indexer_field
 
 REWRITES_FOLDER = Path(__file__).parent / "rewrites"
 
@@ -85,17 +84,6 @@ class Rewrite(Config, ABC):
             if not 0 <= index < design.depth:
                 raise ConfigError(f"layers.{index}: the design has layers 0 to {design.depth - 1}; name one of them")
         return tuple(sorted(set(self.layers)))
-
-
-def indexer_field(mixer: Config | None) -> str:
-    """The path of the first indexer in a mixer, from the mixer; empty if it has none."""
-    for name in () if mixer is None else type(mixer).model_fields:
-        value = getattr(mixer, name)
-        if isinstance(value, IndexerConfig):
-            return name
-        if isinstance(value, MixerConfig) and (inner := indexer_field(value)):
-            return f"{name}.{inner}"
-    return ""
 
 
 def replace_layers(design: ModelConfig, new_layers: Mapping[int, LayerConfig]) -> ModelConfig:

@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from heddle.config import Config, kind_class, kinds
+from heddle.config import Config, DesignError, kind_class, kinds
 from heddle.model.config import LayerConfig, ModelConfig, schema
+from heddle.parts.modules.indexer import indexer_field
 
 SLOTS = {
     "mixers": "mixer", "positions": "position", "feedforwards": "feed-forward", "residuals": "residual",
@@ -197,7 +198,14 @@ def published_designs() -> list[dict[str, Any]]:
 
 
 def explorer_design(config: ModelConfig) -> dict[str, Any]:
-    """A design as plain data with its different layers and how many there are of each. An encoder is left out."""
+    """A design as plain data with its different layers and how many there are of each. An encoder is left out.
+
+    Raises DesignError for an indexer, whose costs the page does not know.
+    """
+    for path, layer_config in config.expand():
+        if field := indexer_field(layer_config.mixer):
+            reason = "is not a field of the explorer; leave it out here, and see heddle show for its costs"
+            raise DesignError(f"{path}.mixer.{field}", reason)
     data = config.dump()
     layers = [
         LayerConfig(mixer=mixer, feedforward=feedforward).dump() | {"count": count}

@@ -22,7 +22,7 @@ from heddle.config import Config, DesignError, PositiveFloat, Width, build_under
 from heddle.numerics.attention.indexer import index_loss, select_keys
 from heddle.numerics.attention.mask import NO_MODIFIERS, AttentionMask, ScoreModifiers
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import split_heads
+from heddle.parts.mixers import MixerConfig, split_heads
 from heddle.parts.modules.linear import Linear
 from heddle.parts.modules.router_statistics import IndexLoss, record_index_loss
 from heddle.parts.norms import NormConfig
@@ -61,6 +61,17 @@ class IndexerConfig(Config):
         if self.rope_layout is not None:
             raise DesignError("rope_layout", "does nothing without a position of kind rope; leave it out")
         return rotation
+
+
+def indexer_field(mixer: Config | None) -> str:
+    """The path of the first indexer in a mixer, from the mixer; empty if it has none."""
+    for name in () if mixer is None else type(mixer).model_fields:
+        value = getattr(mixer, name)
+        if isinstance(value, IndexerConfig):
+            return name
+        if isinstance(value, MixerConfig) and (inner := indexer_field(value)):
+            return f"{name}.{inner}"
+    return ""
 
 
 class IndexQueries(NamedTuple):
