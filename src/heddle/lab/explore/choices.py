@@ -309,6 +309,10 @@ MISTAKES = (
         "The query itself is one of the w tokens. Written as ≤ w instead of < w, one more is seen.", "receptive_field",
     ),
     Mistake(
+        "mixers", ("attention", "latent_attention"), "Keys selected before the mask",
+        "Later tokens that are hidden after an indexer's selection take places in it.", "selected_keys",
+    ),
+    Mistake(
         "mixers", (*ATTENTION, "cross_attention"), "A softmax over padding",
         "Padding gets weight, so an answer depends on how long the other rows of the batch are.", "padding_invariance",
     ),
