@@ -16,7 +16,7 @@ last earlier layer that has its own and the same window and direction (YOCO, Sun
 Gemma 3n, 2025). Only q, out and what belongs to queries are its own.
 
 With `indexer` each query attends to `top_k` keys, of those that its mask shows, which an indexer selects (DeepSeek
-Sparse Attention, 2025; parts/modules/indexer.py). The selection has no gradient; the indexer learns from a loss of its
+Sparse Attention, 2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from a loss of its
 own. All pairs are still computed and then hidden, so time is not saved; FLOPs count the pairs that are attended to.
 """
 

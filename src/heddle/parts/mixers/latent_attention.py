@@ -7,7 +7,7 @@ The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token.
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 
 With `indexer` each query attends to `top_k` keys, which an indexer selects (DeepSeek Sparse Attention, DeepSeek-V3.2
-2025; parts/modules/indexer.py). The selection has no gradient; the indexer learns from a loss of its own. All pairs are
+2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from a loss of its own. All pairs are
 still computed and then hidden, so time is not saved; FLOPs count the pairs that are attended to.
 """
 

@@ -6,10 +6,9 @@
 R rotates as many of the first dims as the `position` of the mixer does. In latent attention q is projected from the
 latent of queries, if there is one. The formula and ties: numerics/attention/indexer.py.
 
-The selection has no gradient. In training the indexer learns from a loss of its own, the KL divergence from the softmax
-of its scores to the weights of the attention without a selection (summed over heads, divided by their sum), over all
-visible keys. It reads x, the queries and the keys detached: only the indexer gets gradients from it, and none from
-elsewhere.
+The selection has no gradient. In training the indexer learns from a loss of its own, KL(p ‖ softmax(scores)) over all
+visible keys, where p are the weights of the attention without a selection, summed over heads and divided by their sum.
+It reads x, the queries and the keys detached: the loss gives gradients to the indexer alone, and nothing else does.
 """
 
 from collections.abc import Callable
@@ -34,14 +33,12 @@ KEY_NORM = {"kind": "layer", "eps": 1e-6}  # DeepSeek's, not the model's
 
 
 class IndexerConfig(Config):
-    """Fields of `indexer`."""
+    """Fields of `indexer`, in `attention` and `latent_attention`."""
 
     top_k: Width  # keys that each query attends to
     heads: Width
     head_dim: Width
-    rope_layout: Literal["half", "interleaved"] | None = (
-        None  # of its rotated pairs; default: half, as in DeepSeek-V3.2
-    )
+    rope_layout: Literal["half", "interleaved"] | None = None  # of rotated pairs; default: half, as DeepSeek-V3.2
     loss: PositiveFloat = 1.0  # coefficient of its loss in training
 
     def check_window(self, window: int | None, causal: bool) -> None:
