@@ -21,10 +21,9 @@ from heddle.laws.harness import (
     random_tokens,
     windows,
 )
-from heddle.model.attention_maps import record_weights
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics.attention.observer import Observation
+from heddle.numerics.attention.observer import Observation, observing_attention
 from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer
 from heddle.parts.modules.indexer import IndexerConfig
@@ -97,34 +96,36 @@ def selected_keys(config: ModelConfig) -> None:
     A text of at most `top_k` tokens has the bits of the design without the indexer.
     """
     model = model_under_test(config)
-    indexed: dict[int, Any] = {index: mixer for index, mixer in enumerate(model.mixers()) if _has_indexer(mixer)}
-    layout = Layout.packed([[5, 8], [13]])
+    indexed: list[Any] = [module for module in model.layers.modules() if getattr(module, "indexer", None) is not None]
+    if not indexed:
+        return
+    layout, running = Layout.packed([[5, 8], [13]]), list[Any]()
 
-    def check(index: int, observation: Observation) -> None:
-        mixer = indexed.get(index)
-        if mixer is None:
+    def check(observation: Observation) -> None:
+        if not running:
             return
+        mixer = running[-1]
         visible = layout.attention_mask(mixer.window, mixer.causal).materialize()
         attended = (observation.weights > 0).any(1)
         if bool((attended & ~visible).any()):
-            raise LawViolation(f"layer {index}: a token attends to one that its mask hides")
+            raise LawViolation("a token attends to one that its mask hides")
         if not torch.equal(attended.sum(-1), visible.sum(-1).clamp(max=mixer.indexer.top_k)):
-            raise LawViolation(f"layer {index}: a token attends to another number of tokens than top_k")
+            raise LawViolation("a token attends to another number of tokens than top_k")
 
-    if not indexed:
-        return
-    with torch.no_grad(), record_weights(model, check):
-        forward(model, random_tokens(config, 2, 13), layout)
-    tokens = random_tokens(config, 2, min(mixer.indexer.top_k for mixer in indexed.values()))
+    handles = [mixer.register_forward_pre_hook(lambda mixer, _: running.append(mixer)) for mixer in indexed]
+    handles += [mixer.register_forward_hook(lambda *_: running.clear()) for mixer in indexed]
+    try:
+        with observing_attention(check):
+            forward_no_grad(model, random_tokens(config, 2, 13), layout)
+    finally:
+        for handle in handles:
+            handle.remove()
+    tokens = random_tokens(config, 2, min(mixer.indexer.top_k for mixer in indexed))
     dense = model_under_test(_without_indexers(config))
     dense.load_state_dict({name: value for name, value in model.state_dict().items() if ".indexer." not in name})
     assert_bitwise_equal(
         forward_no_grad(model, tokens), forward_no_grad(dense, tokens), "a text of top_k tokens, without the indexer"
     )
-
-
-def _has_indexer(mixer: Mixer | None) -> bool:
-    return getattr(mixer, "indexer", None) is not None
 
 
 def _without_indexers(config: C) -> C:
