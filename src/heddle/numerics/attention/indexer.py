@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import functional
 
 from heddle.numerics.attention.mask import (
     NO_MODIFIERS,
@@ -48,11 +49,11 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 def select_keys(q: Tensor, k: Tensor, weights: Tensor, mask: AttentionMask, top_k: int) -> AttentionMask:
     """The mask that shows only the selected keys. Shapes as in `index_scores`. It has no gradient.
 
-    With at most `top_k` keys it is the mask itself.
+    With at most `top_k` keys it is the mask itself, but for traced graphs, which hold for any length.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
-    if keys <= top_k:
+    if not is_compiling() and keys <= top_k:
         return mask
     count_scores(batch, heads, dim, (queries, keys), mask)
     with torch.no_grad():
@@ -76,7 +77,10 @@ def _query_tiles(q: Tensor, per_query: int) -> Iterator[slice]:
     Yields once for a call without tokens.
     """
     queries = q.shape[2]
-    size = max(1, queries if is_compiling() else MAX_SCORES.on(q) // max(1, per_query))
+    if is_compiling():
+        yield slice(0, queries)
+        return
+    size = max(1, MAX_SCORES.on(q) // max(1, per_query))
     yield from (slice(start, min(start + size, queries)) for start in range(0, max(1, queries), size))
 
 
@@ -84,7 +88,9 @@ def _selected(scores: Tensor, visible: Tensor, order: Tensor, top_k: int) -> Ten
     """The selected of the visible keys, bool [B, T, S]. order: int64 [B, S], the keys by position."""
     order = order[:, None].expand_as(scores)
     ranked = _compared(scores).masked_fill(~visible, float("-inf")).gather(2, order)
-    least = ranked.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    # a traced graph may get fewer keys than top_k
+    enough = functional.pad(ranked, (0, top_k), value=float("-inf")) if is_compiling() else ranked
+    least = enough.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above, equal = ranked > least, ranked == least
     taken = above | (equal & (equal.cumsum(-1) <= top_k - above.sum(-1, keepdim=True)))
     return torch.zeros_like(visible).scatter(2, order, taken) & visible
