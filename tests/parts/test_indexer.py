@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from heddle.config import parse_config
 from heddle.conversion.convert import Conversion
 from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import ModelWeights
+from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import chosen_match
+from heddle.exchange.transformers import HeddleForCausalLM
 from heddle.lab.explore.choices import explorer_design
 from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
 from heddle.laws.shrink import shrink
@@ -28,6 +31,7 @@ from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
+from heddle.training.step import accumulate_gradients
 from tests.cases import Data, alone, attention, case, design, indexer, latent, layer
 from tests.conversion.exactness import converted_model, difference, source_model
 from tests.laws.planting import calls
@@ -323,6 +327,30 @@ def test_recomputed_layers_have_the_same_gradients() -> None:
         model.zero_grad()
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-12)
+
+
+def test_a_training_step_counts_tokens_and_not_parts() -> None:
+    """The loss of a step is a mean over tokens, however the batch is split."""
+    tokens = np.random.default_rng(1).integers(1, 61, (4, 13))
+    batch, results = Batch(tokens, ((12,), (5, 7), (1, 1, 10), (3, 9)), np.arange(4)), []
+    for parts in (1, 2, 4):
+        model = model_under_test(parse_config(ModelConfig, INDEXED)).train()
+        step = accumulate_gradients(model, batch, (5, 7), parts)
+        results.append((step.aux_loss, [parameter.grad for parameter in model.parameters()]))
+    assert float(results[0][0]) > 0
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-12)
+
+
+def test_transformers_class_trains_the_index() -> None:
+    model: Any = HeddleForCausalLM.from_decoder(model_under_test(parse_config(ModelConfig, INDEXED))).train()
+    tokens = random_tokens(model.heddle_decoder.config, 2, 9)
+    with record_router_statistics() as recorded:
+        hidden, _ = model.heddle_decoder(tokens)
+    logits = model.heddle_decoder.head(hidden)[:, :-1]
+    text = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    want = text + torch.stack(recorded.losses).sum() / tokens.numel()
+    torch.testing.assert_close(model(tokens, labels=tokens).loss.double(), want, rtol=0, atol=1e-6)
 
 
 def test_a_large_design_becomes_small() -> None:
