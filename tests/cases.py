@@ -36,6 +36,11 @@ def attention(heads: int = 4, position: Data | None = ROPE, **fields: Any) -> Da
     return {"kind": "attention", "heads": heads, "position": position, **fields}
 
 
+def indexer(top_k: int = 3, heads: int = 2, head_dim: int = 8, **fields: Any) -> Data:
+    """The indexer of a sparse attention."""
+    return {"top_k": top_k, "heads": heads, "head_dim": head_dim, **fields}
+
+
 def cross(heads: int = 4, **fields: Any) -> Data:
     """A cross-attention mixer."""
     return {"kind": "cross_attention", "heads": heads, **fields}
@@ -157,6 +162,23 @@ CASES: dict[str, Data] = {
         layer(attention(kv_heads=1, causal=False, position=BUCKETS)),
         layer(attention(kv_heads=1, causal=False, dropout=0.2, sink=True, position=None, shared_kv=True)),
     ),
+    "attention-indexer": alone(kv_heads=2, indexer=indexer()),
+    "attention-indexer-window": alone(
+        kv_heads=1,
+        value_dim=4,
+        window=5,
+        sink=True,
+        gate="head",
+        dropout=0.2,
+        indexer=indexer(top_k=2, heads=3, rope_layout="interleaved"),
+    ),
+    "attention-indexer-bidirectional": alone(
+        heads=6, kv_heads=3, causal=False, qk_norm="head", softcap=1.5, indexer=indexer(top_k=4, loss=0.3)
+    ),
+    "attention-indexer-bidirectional-window": alone(causal=False, window=3, position=None, indexer=indexer(head_dim=5)),
+    "attention-indexer-bias": design(
+        layer(attention(position=ALIBI, indexer=indexer(top_k=2, heads=1))), layer(attention(position=None), None)
+    ),
     "attention-window-1": alone(window=1),
     "attention-window-2": alone(kv_heads=2, window=2),
     "attention-window-7": alone(heads=3, kv_heads=1, window=7),
@@ -167,6 +189,11 @@ CASES: dict[str, Data] = {
     "attention-no-position": alone(position=None),
     "latent-full-query": design(layer(latent(), repeat=2)),
     "latent-low-rank-query": design(layer(latent(query_rank=9, value_dim=9), repeat=2)),
+    "latent-indexer": design(layer(latent(query_rank=9, indexer=indexer()), repeat=2)),
+    "latent-indexer-full-query": design(
+        layer(latent(YARN, indexer=indexer(top_k=2, heads=3, loss=2.0))),
+        layer(latent(None, indexer=indexer(top_k=4, head_dim=5)), None),
+    ),
     "latent-interleaved": design(layer(latent({"kind": "rope", "layout": "interleaved"}, heads=4), repeat=2)),
     "latent-query-bias": design(
         layer(latent(query_bias=True)),

@@ -49,6 +49,7 @@ from heddle.model import config as model_config  # noqa: E402
 from heddle.model.decoder import build  # noqa: E402
 from heddle.model.load_config import DEFAULTS  # noqa: E402
 from heddle.numerics.kernels import OPERATIONS  # noqa: E402
+from heddle.parts.modules import indexer  # noqa: E402
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig  # noqa: E402
 from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from heddle.settings import settings_of  # noqa: E402
@@ -200,7 +201,7 @@ def with_statements(text: str) -> str:
 
 
 def model_blocks() -> Iterator[str]:
-    """The configs of the model itself."""
+    """The configs of the model itself, and of what several mixers have."""
     defaults = ", ".join(f"`{name}: {{kind: {part['kind']}}}`" for name, part in DEFAULTS.items())
     yield prose(model_config.__doc__)
     yield f"A design that is read from a file or a dict may leave out the defaults {defaults}."
@@ -209,6 +210,8 @@ def model_blocks() -> Iterator[str]:
         yield from (f"## {name}", prose(cls.__doc__), fields(cls, cls.model_fields))
     cls = ShortConvolutionConfig
     yield from ("## ShortConvolutionConfig", prose(cls.__doc__), fields(cls, cls.model_fields))
+    yield from ("## IndexerConfig", prose(indexer.__doc__), prose(indexer.IndexerConfig.__doc__))
+    yield fields(indexer.IndexerConfig, indexer.IndexerConfig.model_fields)
 
 
 def refused_pairs() -> str:

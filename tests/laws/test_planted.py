@@ -17,6 +17,7 @@ from heddle.model.embedding import Embedding, Head
 from heddle.model.size import measure_size
 from heddle.model.state import State
 from heddle.numerics.activations import swiglu_clamped
+from heddle.numerics.attention.indexer import _selected, select_keys
 from heddle.numerics.attention.latent import (
     _absorbed,
     _absorbed_queries,
@@ -110,6 +111,7 @@ from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.mixers.short_conv import ShortConv
 from heddle.parts.modules.dropout import BranchDropout, Dropout
+from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.linear import fill_normal
 from heddle.parts.modules.recurrent import (
     BoundedDecay,
@@ -120,7 +122,7 @@ from heddle.parts.modules.recurrent import (
     one_step,
     token_before,
 )
-from heddle.parts.modules.router_statistics import record
+from heddle.parts.modules.router_statistics import record, record_index_loss
 from heddle.parts.modules.short_convolution import ShortConvolution, ShortConvolutions
 from heddle.parts.norms.layer import LayerNorm
 from heddle.parts.position_table import PositionTable, SlotMapping, join_tables
@@ -304,6 +306,32 @@ BUGS = [
         condition(Decoder.tie, "source", False)),
     Bug("one state for all visits of a layer", "chunked_decoding", "shared-layer",
         assigned(Decoder.init_state, "states", lambda states: [states[0] for _ in states])),
+    # Keys that an indexer selects
+    Bug("an index that ranks later tokens", "causality", "attention-indexer",
+        calls(_selected, "masked_fill", lambda scores, *_: scores)),
+    Bug("a selection in the place of the mask", "selected_keys", "attention-indexer-window",
+        calls(select_keys, "selecting", lambda mask, selected, _: replace(mask, window=None, selected=~selected))),
+    Bug("one selected key too many", "selected_keys", "latent-indexer",
+        wrapped(select_keys, lambda select, q, k, weights, mask, top_k: select(q, k, weights, mask, top_k + 1))),
+    Bug("all of equal scores selected", "selected_keys", "attention-indexer-bidirectional-window",
+        operator(_selected, ast.LtE, ast.GtE)),
+    Bug("a short text of which not all is seen", "selected_keys", "attention-indexer",
+        wrapped(select_keys, lambda select, q, k, weights, mask, top_k: select(q, k, weights, mask, top_k - 1))),
+    Bug("keys of the index that a state does not hold", "chunked_decoding", "attention-indexer",
+        calls(Indexer.extend, "_replace", lambda index, k: index._replace(k=torch.cat(
+            (0.0 * k[:, :, : k.shape[2] - index.k.shape[2]], k[:, :, k.shape[2] - index.k.shape[2] :]), dim=2)))),
+    Bug("index keys at the positions of the call", "all_chunkings", "latent-indexer",
+        wrapped(Indexer.forward, lambda forward, indexer, x, queries, layout:
+                forward(indexer, x, queries, Layout.causal(*x.shape[:2])))),
+    Bug("equal scores by slot and not by position", "chunked_ragged_batch", "attention-indexer-window",
+        calls(select_keys, "argsort", lambda positions, **_: torch.arange(positions.shape[1]).expand_as(positions))),
+    Bug("index keys of another order of rows", "batch_position_invariance", "attention-indexer",
+        wrapped(Indexer.forward, lambda forward, *inputs: (lambda index: index._replace(k=index.k.flip(0)))(
+            forward(*inputs)))),
+    Bug("an index loss averaged over rows", "gradient_accumulation", "attention-indexer-bidirectional",
+        calls(Indexer._loss, "index_loss", lambda loss, index, *rest: loss(index, *rest) / len(index.q))),
+    Bug("an index loss recorded twice", "activation_checkpointing", "attention-indexer",
+        condition(record_index_loss, "closed", True)),
     # Windows, ring buffers and states
     Bug("a window one key too wide", "receptive_field", "attention-window-2",
         result(Band.keys_before, lambda keys: keys + 1)),

@@ -24,7 +24,7 @@ pytestmark = [  # of the compiler itself, which instantiates autograd functions 
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
-CUDA_CASES = ["delta", "kda", "dropout-everywhere", "moe-capacity"]
+CUDA_CASES = ["delta", "kda", "dropout-everywhere", "moe-capacity", "attention-indexer"]
 LAYOUTS = [[[12, 4], [16]], [[3, 13], [16]], [[1, 2, 13], [8, 8]]]
 
 
@@ -86,8 +86,7 @@ def _step(model: Decoder, tokens: torch.Tensor, layout: Layout, step: int) -> li
     """The output, the gradients of all parameters, and how often each expert was chosen."""
     with use_random_key(RandomKey(0, step, torch.arange(2))), record_router_statistics() as recorder:
         hidden, _ = model(tokens, layout)
-    aux_losses = [entry.aux_loss for entry in recorder.entries if entry.aux_loss is not None]
-    sum(aux_losses, hidden.square().sum()).backward()
+    sum(recorder.losses, hidden.square().sum()).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=True)
     return [hidden.detach(), *gradients, *(entry.expert_counts for entry in recorder.entries)]

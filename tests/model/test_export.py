@@ -6,7 +6,7 @@ from torch.export import Dim, export
 
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
-from tests.cases import ALIBI, MLP, ROPE, Data, attention, design, latent, layer
+from tests.cases import ALIBI, MLP, ROPE, Data, attention, design, indexer, latent, layer
 from tests.generation.loops import amplify_layers
 
 SHAPES = [(2, 11), (1, 2), (3, 5), (1, 200)]
@@ -22,6 +22,7 @@ DESIGNS: dict[str, Data] = {
     "sink-softcap": design(layer(attention(sink=True)), layer(attention(softcap=3.0))),
     "bidirectional": design(layer(attention(causal=False))),
     "latent": design(layer(latent())),
+    "indexer": design(layer(attention(kv_heads=2, indexer=indexer(top_k=9))), layer(latent(indexer=indexer()))),
 }
 
 

@@ -125,7 +125,7 @@ def test_a_penalty_averaged_by_the_piece_is_caught(monkeypatch: pytest.MonkeyPat
     model = double()
     whole, _ = of(model)
     right = experts.RouterMetricsCollector.add
-    monkeypatch.setattr(experts.RouterMetricsCollector, "add", lambda self, entries: 2 * right(self, entries))  # type: ignore[operator]
+    monkeypatch.setattr(experts.RouterMetricsCollector, "add", lambda self, *recorded: 2 * right(self, *recorded))  # type: ignore[operator]
     assert furthest(whole, of(model, 2)[0]) > 1e-6
 
 
@@ -140,7 +140,7 @@ def test_a_ledger_that_stays_open_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     model.checkpointing = True
     monkeypatch.setattr(router_statistics, "RouterRecorder", Open)
     recorded: list[list[RouterStatistics]] = []
-    monkeypatch.setattr(experts.RouterMetricsCollector, "add", lambda self, entries: recorded.append(entries))
+    monkeypatch.setattr(experts.RouterMetricsCollector, "add", lambda self, entries, _: recorded.append(entries))
     of(model)
     assert [len(entries) for entries in recorded] == [4]
 

@@ -11,6 +11,7 @@ from heddle.config import Config, DesignError, Part, own_class
 from heddle.conversion.weights import CalibrationText, Weights
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
+from heddle.parts.modules.indexer import indexer_field
 
 REWRITES_FOLDER = Path(__file__).parent / "rewrites"
 
@@ -20,9 +21,9 @@ class Rewrite(Config, ABC):
 
     targets: fields of a design that it changes, each with the option that takes the new value. methods: sets of options
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
-    None: all that it applies to. keeps_attention: whether layers that read the keys and values of others still can.
-    keeps_layers: whether it changes no layer, so that layers may be visited several times.
-    keeps_convolutions: whether short convolutions keep what they convolve.
+    None: all that it applies to. keeps_attention: whether it leaves attention as it is, also that of layers which
+    read the keys and values of others or have an indexer. keeps_layers: whether it changes no layer, so that layers may
+    be visited several times. keeps_convolutions: whether short convolutions keep what they convolve.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
@@ -63,9 +64,9 @@ class Rewrite(Config, ABC):
         """
 
     def check_layers(self, design: ModelConfig) -> None:
-        """Raises DesignError for layers that share weights, keys or values, or have short convolutions.
+        """Raises DesignError for what layers have and it does not know, unless it keeps that.
 
-        Unless the rewrite keeps these.
+        Layers may share weights, have short convolutions, read keys or values of others, or select keys by an indexer.
         """
         if design.is_looped and not self.keeps_layers:
             reason = f"has one set of weights for several layers, and {self.name} converts each for itself"
@@ -76,8 +77,17 @@ class Rewrite(Config, ABC):
                     reason = f"is not known to {self.name}, which would change what it convolves"
                     path = f"layers.{distinct.index}.{name}.short_convolution"
                     raise DesignError(path, f"{reason}; convert a design without it")
+        if not self.keeps_attention:
+            self._check_attention(design)
+
+    def _check_attention(self, design: ModelConfig) -> None:
+        selected = self.selected_layers(design)
+        for index, (_, layer) in enumerate(design.expand()):
+            if index in selected and (field := indexer_field(layer.mixer)):
+                reason = f"selects the keys of each query, which {self.name} does not convert"
+                raise DesignError(f"layers.{index}.mixer.{field}", f"{reason}; convert other layers, or leave it out")
         read = (("shared_kv", "keys and values", design.kv_sources), ("value_residual", "values", design.value_sources))
-        for field, what, sources in () if self.keeps_attention else read:
+        for field, what, sources in read:
             for index, source in enumerate(sources):
                 if source is not None:
                     reason = f"reads the {what} of layer {source}, which {self.name} would change for one of them"

@@ -72,6 +72,7 @@ LAWS: dict[str, Law] = {
             causality.causality,
             causality.document_isolation,
             causality.receptive_field,
+            causality.selected_keys,
             isolation.nan_in_padding,
             isolation.nan_in_unused_slots,
             isolation.nan_in_other_rows,

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from heddle.config import Config
 from heddle.laws.harness import (
     LawViolation,
+    assert_bitwise_equal,
     assert_unaffected,
     forward,
     forward_no_grad,
@@ -20,13 +23,16 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer
+from heddle.numerics.attention.observer import Observation, observing_attention
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer
+from heddle.parts.modules.indexer import IndexerConfig
 from heddle.parts.modules.short_convolution import ShortConvolutions
 from heddle.parts.residuals.parallel import ParallelConfig
 
-MAX_DRAWS = 8  # of inputs, until every declared dependence was seen
+C = TypeVar("C", bound=Config)
+MAX_DRAWS = 256  # of inputs, until every declared dependence was seen
 InputAndOutput = tuple[Tensor, Tensor]
 
 
@@ -46,8 +52,19 @@ def causality(config: ModelConfig) -> None:
                 assert_unaffected(
                     model, after[:, :start], before[:, :start], f"{name}, tokens from {start} on were changed"
                 )
-            elif layout is None and torch.equal(after[:, start - 1], before[:, start - 1]):
+            elif layout is None and not _sees_next(model, tokens, start - 1):
                 raise LawViolation(f"a bidirectional design: token {start - 1} does not see token {start}")
+
+
+def _sees_next(model: Decoder, tokens: Tensor, query: int) -> bool:
+    """Whether another token after the query changes its output; a key that is not selected may hide one."""
+    before, vocabulary = forward_no_grad(model, tokens), model.embed.weight.shape[0]
+    for step in range(1, MAX_DRAWS):
+        changed = tokens.clone()
+        changed[:, query + 1] = (tokens[:, query + 1] + step) % vocabulary
+        if not torch.equal(forward_no_grad(model, changed)[:, query], before[:, query]):
+            return True
+    return False
 
 
 def document_isolation(config: ModelConfig) -> None:
@@ -81,6 +98,58 @@ def receptive_field(config: ModelConfig) -> None:
     spans = [_layer_span(layer, model) for layer in model.layers if isinstance(layer, Layer)]
     back, ahead = (sum(numbers) for numbers in zip(*spans, strict=True))
     _check_support(partial(_model_call, model, layout), (back, ahead), "the whole model")
+
+
+def selected_keys(config: ModelConfig) -> None:
+    """With an indexer a token attends to `top_k` of the tokens that its mask shows, or to all of fewer.
+
+    A text of at most `top_k` tokens has the bits of the design without the indexer.
+    """
+    model = model_under_test(config)
+    indexed: list[Any] = [module for module in model.layers.modules() if getattr(module, "indexer", None) is not None]
+    if not indexed:
+        return
+    layout, running = Layout.packed([[5, 8], [13]]), list[Any]()
+
+    def check(observation: Observation) -> None:
+        if not running:
+            return
+        mixer = running[-1]
+        visible = layout.attention_mask(mixer.window, mixer.causal).materialize()
+        attended = (observation.weights > 0).any(1)
+        if bool((attended & ~visible).any()):
+            raise LawViolation("a token attends to one that its mask hides")
+        if not torch.equal(attended.sum(-1), visible.sum(-1).clamp(max=mixer.indexer.top_k)):
+            raise LawViolation("a token attends to another number of tokens than top_k")
+
+    handles = [mixer.register_forward_pre_hook(lambda mixer, _: running.append(mixer)) for mixer in indexed]
+    handles += [mixer.register_forward_hook(lambda *_: running.clear()) for mixer in indexed]
+    try:
+        with observing_attention(check):
+            forward_no_grad(model, random_tokens(config, 2, 13), layout)
+    finally:
+        for handle in handles:
+            handle.remove()
+    tokens = random_tokens(config, 2, min(mixer.indexer.top_k for mixer in indexed))
+    dense = model_under_test(_without_indexers(config))
+    dense.load_state_dict({name: value for name, value in model.state_dict().items() if ".indexer." not in name})
+    assert_bitwise_equal(
+        forward_no_grad(model, tokens), forward_no_grad(dense, tokens), "a text of top_k tokens, without the indexer"
+    )
+
+
+def _without_indexers(config: C) -> C:
+    """The design whose mixers have no indexer."""
+    changed: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, IndexerConfig):
+            changed[name] = None
+        elif isinstance(value, Config):
+            changed[name] = _without_indexers(value)
+        elif isinstance(value, tuple):
+            changed[name] = tuple(_without_indexers(item) if isinstance(item, Config) else item for item in value)
+    return config.replace(**changed)
 
 
 def _part_call(model: Decoder, part: Mixer | Feedforward, layout: Layout, draw: int) -> InputAndOutput:
@@ -143,7 +212,8 @@ def _earlier(convolutions: ShortConvolutions | None) -> int:
 def _check_support(call: Callable[[int], InputAndOutput], span: tuple[float, float], what: str) -> None:
     """Compare the tokens that a gradient reaches with the declared ones.
 
-    A feature that is zero (relu's) hides a dependence, so what one draw does not show is looked for in others.
+    A feature that is zero (relu's) or a key that is not selected hides a dependence, so what one draw does not show is
+    looked for in others.
     """
     missing: Tensor | None = None
     for draw in range(MAX_DRAWS):

@@ -33,6 +33,7 @@ from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.dispatch import Kernel, KernelCall, record_calls, record_choices
 from heddle.numerics.kernels import OPERATIONS, kernels
 from heddle.parts.layout import Layout
+from heddle.parts.modules.indexer import Indexer, IndexQueries
 from heddle.parts.positions import Rotation
 from heddle.torch_private import tree_leaves, tree_map
 
@@ -128,7 +129,8 @@ def _loss_run(model: Decoder, tokens: Tensor) -> Run:
 def low_precision(config: ModelConfig) -> None:
     """Outputs in float32 and bfloat16, also token by token and far from position 0, stay close to float64.
 
-    Experts are routed as in float64: where two are nearly equal, rounding would choose between different functions.
+    Experts are routed as in float64, and indexers read what they read there: where two experts or keys are nearly
+    equal, rounding would choose between different functions.
     A design that amplifies rounding may err twice as much as float64 does with each layer's output rounded.
     """
     exact = model_under_test(config, torch.bfloat16).to(torch.float64)  # every dtype can hold its parameters
@@ -136,20 +138,20 @@ def low_precision(config: ModelConfig) -> None:
     starts = (0,) if config.embedding.position is not None else (0, 3000)
     for start in starts:
         layout = Layout.causal(1, 12, start=start)
-        with torch.no_grad(), _record_router_outputs(exact) as router_outputs:
+        with torch.no_grad(), _record_choices(exact) as choices:
             want = forward(exact, tokens, layout)
         float32_bound = FLOAT32_ANGLES_BOUND if start and _has_float32_angles(exact) else FLOAT32_BOUND
         for dtype, bound in ((torch.float32, float32_bound), (torch.bfloat16, BFLOAT16_BOUND)):
             model = copy.deepcopy(exact).to(dtype)
             what = f"{dtype}".removeprefix("torch.") + f" from position {start}"
-            with torch.no_grad(), _replay_router_outputs(model, router_outputs):
+            with torch.no_grad(), _replay_choices(model, choices):
                 got = forward(model, tokens, layout)
             if _error(got, want) > bound:
-                with torch.no_grad(), _replay_router_outputs(exact, router_outputs), _rounded_outputs(exact, dtype):
+                with torch.no_grad(), _replay_choices(exact, choices), _rounded_outputs(exact, dtype):
                     bound = max(bound, 2 * _error(forward(exact, tokens, layout), want))
             _check_error(got, want, f"{what}, one call", bound)
             if model.causal:
-                with _replay_router_outputs(model, router_outputs):
+                with _replay_choices(model, choices):
                     got, _ = forward_in_chunks(model, tokens, [4] + [1] * 8, 12, layout)
                 _check_error(got, want, f"{what}, with a state", bound)
 
@@ -158,34 +160,49 @@ def _has_float32_angles(model: Decoder) -> bool:
     return any(isinstance(module, Rotation) and not module.float64_angles for module in model.modules())
 
 
-def _routers(model: Decoder) -> list[nn.Module]:
-    return [part.expert_info.router for part in feedforwards(model) if part.expert_info is not None]
+def _choosers(model: Decoder) -> list[nn.Module]:
+    """Routers and indexers."""
+    routers = [part.expert_info.router for part in feedforwards(model) if part.expert_info is not None]
+    return [*routers, *(module for module in model.modules() if isinstance(module, Indexer))]
 
 
 @contextmanager
-def _record_router_outputs(model: Decoder) -> Iterator[list[Tensor]]:
-    """Collect the output of each router within the block, in one call."""
-    outputs: list[Tensor] = []
-    handles = [
-        router.register_forward_hook(lambda *arguments: outputs.append(arguments[2])) for router in _routers(model)
-    ]
+def _record_choices(model: Decoder) -> Iterator[dict[int, Any]]:
+    """Collect the output of each router and indexer within the block, in one call.
+
+    An indexer gives numbers that bfloat16 can hold, so that its scores are those of every dtype.
+    """
+    outputs: dict[int, Any] = {}
+    choosers = _choosers(model)
+
+    def keep(chooser: nn.Module, _: object, own: Any) -> Any:
+        if isinstance(own, IndexQueries):
+            own = IndexQueries(*(x.to(torch.bfloat16).to(x) for x in own))
+        outputs[choosers.index(chooser)] = own
+        return own
+
+    handles = [chooser.register_forward_hook(keep) for chooser in choosers]
     yield outputs
     for handle in handles:
         handle.remove()
 
 
 @contextmanager
-def _replay_router_outputs(model: Decoder, outputs: list[Tensor]) -> Iterator[None]:
-    """Within the block, routers return the recorded outputs, for any chunks of the same tokens."""
-    routers, consumed = _routers(model), [0] * len(outputs)
+def _replay_choices(model: Decoder, outputs: dict[int, Any]) -> Iterator[None]:
+    """Within the block, routers and indexers return the recorded outputs, for any chunks of the same tokens."""
+    choosers, consumed = _choosers(model), [0] * len(outputs)
 
-    def repeat(router: nn.Module, _: object, own: Tensor) -> Tensor:
-        index = routers.index(router)
+    def repeat(chooser: nn.Module, _: object, own: Any) -> Any:
+        index = choosers.index(chooser)
         start = consumed[index]
+        if isinstance(own, IndexQueries):
+            consumed[index] += own.k.shape[2]
+            parts = zip(outputs[index], own, strict=True)
+            return IndexQueries(*(old[:, :, start : consumed[index]].to(new) for old, new in parts))
         consumed[index] += own.shape[1]
-        return outputs[index][:, start : start + own.shape[1]].to(own)
+        return outputs[index][:, start : consumed[index]].to(own)
 
-    handles = [router.register_forward_hook(repeat) for router in routers]
+    handles = [chooser.register_forward_hook(repeat) for chooser in choosers]
     yield
     for handle in handles:
         handle.remove()

@@ -387,8 +387,8 @@ class Behavior:
         with use_random_key(RandomKey(1, 1, torch.arange(ROWS))), record_router_statistics() as recorded:
             numbers = [_logits(self.model)]
         self.model.eval()
+        numbers += recorded.losses
         for entry in recorded.entries:
-            numbers += [] if entry.aux_loss is None else [entry.aux_loss]
             entry.mixture.update_expert_bias(entry.expert_counts)
         return numbers
 

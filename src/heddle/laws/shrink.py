@@ -18,6 +18,7 @@ from heddle.model.decoder import build
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
+from heddle.parts.modules.indexer import IndexerConfig
 from heddle.parts.positions import MixerPositionConfig
 from heddle.parts.positions.axial_rope import AxialRopeConfig
 from heddle.parts.residuals.attention_residuals import AttentionResidualsConfig
@@ -31,6 +32,7 @@ SMALL_WINDOW = 7
 SMALL_TEXT = 128  # tokens, more than any law's text
 GROUP_FIELDS = ("kv_heads", "key_heads", "groups")
 HEAD_WIDTH = 8
+SMALL_TOP_K = 3  # keys that an indexer selects, fewer than those of any law's text
 MOST = {  # an odd number stays odd
     "kv_rank": 10, "query_rank": 8, "gate_rank": 8, "decay_rank": 8, "rate_rank": 6, "value_rank": 4, "state_size": 8,
     "nope_dim": 6, "rope_dim": 4, "hidden": 20, "buckets": 8,
@@ -140,6 +142,11 @@ def shrink_part(part: Any, context: ShrinkContext) -> Any:
         context = ShrinkContext(context.width, context.small_width, context.small_encoder_width, (before, after))
     if "encoder_width" in fields:
         changes["encoder_width"] = context.small_encoder_width or at_most(fields["encoder_width"], 10)
+    indexer = getattr(part, "indexer", None)
+    if isinstance(indexer, IndexerConfig):  # at least as wide as the rotated part of the mixer's heads
+        sizes = {"top_k": min(indexer.top_k, SMALL_TOP_K), "heads": small_count(indexer.heads)}
+        head_dim = max(at_most(indexer.head_dim, HEAD_WIDTH), context.dims[1])
+        changes["indexer"] = indexer.replace(**sizes, head_dim=head_dim)
     if isinstance(decay := getattr(part, "decay", None), tuple):
         changes["decay"] = subsample(decay, changes["heads"])
     changes |= {

@@ -65,13 +65,15 @@ def _without_dropout(config: C, data_dependent: bool) -> C:
 def _training_gradients(
     model: Decoder, tokens: torch.Tensor, samples: torch.Tensor
 ) -> tuple[Gradients, list[torch.Tensor]]:
-    """Gradients of a training call, including the experts' auxiliary losses, and each router's expert counts."""
+    """Gradients of a training call, including the auxiliary losses; expert counts and index losses after it."""
     with use_random_key(RandomKey(7, 2, samples)):
         with record_router_statistics() as recorded:
             value = probe_loss(forward(model, tokens))
-        for entry in recorded.entries:
-            value = value if entry.aux_loss is None else value + entry.aux_loss
-        return gradients(model, value), [entry.expert_counts for entry in recorded.entries]
+        value = value + sum(recorded.losses)
+        grads = gradients(model, value)
+        return grads, [entry.expert_counts for entry in recorded.entries] + [
+            entry.aux_loss.detach() for entry in recorded.index_losses
+        ]
 
 
 def gradient_accumulation(config: ModelConfig) -> None:
@@ -97,7 +99,7 @@ def activation_checkpointing(config: ModelConfig) -> None:
     got, again = _training_gradients(model, tokens, samples)
     assert_gradients_close(got, want, "with activation checkpointing", tolerance=0.0)
     if [counts.tolist() for counts in loads] != [counts.tolist() for counts in again]:
-        raise LawViolation("with activation checkpointing, expert counts differ")
+        raise LawViolation("with activation checkpointing, expert counts or losses of indexers differ")
 
 
 def finite_differences(config: ModelConfig) -> None:

@@ -426,14 +426,15 @@ class ModelConfig(Config):
 
 def describe(data: dict[str, object]) -> str:
     """Return a part as a short phrase: `attention heads=4 kv_heads=2 position=rope`. Omits fields that are off."""
-    words = [str(data["kind"])]
+    words = [str(data["kind"])] if "kind" in data else []
     for name, value in data.items():
         if name == "kind" or value is False or value == 0.0:
             continue
-        if isinstance(value, dict) and "kind" not in value:
+        if isinstance(value, dict) and "of" in value:
             value = ",".join(value["of"])  # short convolutions
         elif isinstance(value, dict):
-            value = f"({describe(value)})" if is_kind(MixerConfig.slot, value["kind"]) else value["kind"]
+            kind = value.get("kind")
+            value = f"({describe(value)})" if kind is None or is_kind(MixerConfig.slot, kind) else kind
         words.append(name if value is True else f"{name}={value}")
     return " ".join(words)
 

@@ -25,7 +25,7 @@ from heddle.numerics.random import RandomKey, use_random_key
 from heddle.numerics.transfer import HostCopy, to_device
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import EncoderOutput, Layout
-from heddle.parts.modules.router_statistics import RouterStatistics, record_router_statistics
+from heddle.parts.modules.router_statistics import IndexLoss, RouterStatistics, record_router_statistics
 from heddle.torch_private import TorchDispatchMode, in_backward_pass, is_mutable, tree_leaves
 from heddle.training.distillation import Teacher
 from heddle.training.optimizer import Optimizer
@@ -61,7 +61,7 @@ class RouterMetrics(NamedTuple):
 
 
 class RouterMetricsCollector:
-    """Adds up the router statistics of the parts of a batch."""
+    """Adds up the router statistics and the auxiliary losses of the parts of a batch."""
 
     def __init__(self, model: Decoder, batch: Batch) -> None:
         self.model = model
@@ -74,13 +74,15 @@ class RouterMetricsCollector:
     def _names(self) -> dict[nn.Module, str]:
         return {module: self.model.visits(name)[0] for name, module in self.model.named_modules()}
 
-    def add(self, entries: Iterable[RouterStatistics]) -> Tensor | None:
+    def add(self, entries: Iterable[RouterStatistics], index_losses: Iterable[IndexLoss] = ()) -> Tensor | None:
         """Add the statistics of one part of the batch and return its auxiliary loss, or None.
+
+        index_losses: those of indexers, which are a part of it.
 
         The losses recorded are sums over tokens. Divided by the tokens of the whole batch, they do not depend on how
         the batch was split.
         """
-        aux_loss: Tensor | None = None
+        shares = [each.aux_loss / self._tokens_of(self._names[each.indexer]) for each in index_losses]
         for entry in entries:
             name = self._names[entry.mixture]
             metrics = RouterMetrics(entry.expert_counts, entry.dropped, entry.entropy, entry.tokens)
@@ -90,11 +92,16 @@ class RouterMetricsCollector:
                 metrics = RouterMetrics(*(a + b for a, b in zip(previous, metrics, strict=True)))
             self.metrics[name] = metrics
             if entry.aux_loss is not None:
-                share = entry.aux_loss / (self._source_tokens if name.startswith("encoder.") else self._tokens)
-                aux_loss = share if aux_loss is None else aux_loss + share
-        if aux_loss is not None:
-            self.aux_loss += aux_loss.detach().double()
+                shares.append(entry.aux_loss / self._tokens_of(name))
+        if not shares:
+            return None
+        aux_loss = sum(shares[1:], shares[0])
+        self.aux_loss += aux_loss.detach().double()
         return aux_loss
+
+    def _tokens_of(self, name: str) -> int:
+        """Tokens of the whole batch that a module reads, by its path."""
+        return self._source_tokens if name.startswith("encoder.") else self._tokens
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add the sums of the other ranks."""
@@ -134,7 +141,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 class BatchResult:
     """The losses of a batch, whose gradients are in the parameters. They are on the model's device.
 
-    loss: mean over targets, in nats, float64 []. aux_loss: the load balancing loss of experts, mean over tokens,
+    loss: mean over targets, in nats, float64 []. aux_loss: of experts and indexers, mean over tokens,
     float64 []; not part of `loss`. router_metrics: by the path of each mixture of experts. distillation: with a
     teacher, the KL from it ('divergence', mean over targets, in nats) and, if layers are compared, 'layer_error'; each
     without its weight. ranks: those that share the step.
@@ -308,7 +315,7 @@ def accumulate_gradients(
                     divergence += kl.double()
                     layer_error += taught.layer_error
             # Recording has ended: layers that the backward pass recomputes are not counted twice.
-            aux_loss = collector.add(recorded.entries)
+            aux_loss = collector.add(recorded.entries, recorded.index_losses)
             # The backward pass stays under the random key: recomputed layers must draw the same dropout.
             if grad_enabled:
                 torch.autograd.backward(objective if aux_loss is None else objective + aux_loss)

@@ -111,7 +111,12 @@ def unsupported_reasons(decoder: Decoder) -> list[str]:
         if not isinstance(mixer, Attention):
             reasons.append(f"{path} is {'absent' if mixer is None else type(mixer).__name__}, no softmax attention")
             continue
-        fields = {"sink": mixer.sink, "softcap": mixer.softcap, "position, a bias of distance,": mixer.score_bias}
+        fields: dict[str, Any] = {
+            "sink": mixer.sink,
+            "softcap": mixer.softcap,
+            "position, a bias of distance,": mixer.score_bias,
+        }
+        fields["indexer"] = mixer.indexer
         reasons += [f"{path}.{name} is set" for name, value in fields.items() if value is not None]
         if not mixer.causal:
             reasons.append(f"{path}.causal is false")

@@ -1,6 +1,6 @@
 """HeddleModel and HeddleForCausalLM: a heddle decoder with the interface of a transformers model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -35,8 +35,9 @@ from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import disable_compilation
+from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
-from heddle.parts.modules.router_statistics import RouterStatistics, record_router_statistics
+from heddle.parts.modules.router_statistics import IndexLoss, RouterRecorder, RouterStatistics, record_router_statistics
 
 # HeddlePreTrainedModel: what HeddleModel and HeddleForCausalLM share.
 
@@ -264,9 +265,9 @@ def check_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 def scaled_aux_loss(
-    entries: list[RouterStatistics], labels: Tensor | None, loss_kwargs: dict[str, Any]
+    entries: Sequence[RouterStatistics | IndexLoss], labels: Tensor | None, loss_kwargs: dict[str, Any]
 ) -> Tensor | float:
-    """The auxiliary loss of the routers per token.
+    """The auxiliary losses of the routers and the indexers per token.
 
     With num_items_in_batch it is multiplied by the share of the batch's scored tokens that this call has, so that the
     losses of accumulated calls add up.
@@ -488,7 +489,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
 
         labels int64 [B, T], −100 where a token is not scored; the logits at t are scored against the label at t + 1.
         loss: the mean over scored tokens, or their sum / num_items_in_batch. In training it includes the auxiliary
-        loss that balances experts.
+        losses of experts and indexers.
         """
         loss_kwargs = {name: kwargs.pop(name) for name in LOSS_KWARGS & kwargs.keys()}
         has_labels = labels is not None or loss_kwargs.get("shift_labels") is not None
@@ -500,11 +501,10 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
             "inputs_embeds": inputs_embeds,
             "use_cache": False if has_labels and use_cache is None else use_cache,
         }
-        entries: list[RouterStatistics] = []
-        if self.training and self._has_experts:
+        recorder = RouterRecorder()
+        if self.training and self._has_auxiliary_losses:
             with record_router_statistics() as recorder:
                 outputs = self.model(**kwargs)
-            entries = recorder.entries
         else:
             outputs = self.model(**kwargs)
         hidden = outputs.last_hidden_state
@@ -513,8 +513,8 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         loss = None
         if has_labels:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
-            loss = loss + scaled_aux_loss(entries, labels, loss_kwargs)
-        for entry in entries:
+            loss = loss + scaled_aux_loss([*recorder.entries, *recorder.index_losses], labels, loss_kwargs)
+        for entry in recorder.entries:
             counts = self.expert_counts.get(entry.mixture, 0) + entry.expert_counts.detach()
             self.expert_counts[entry.mixture] = counts
         return CausalLMOutputWithPast(
@@ -526,8 +526,10 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         )
 
     @property
-    def _has_experts(self) -> bool:
-        """Whether a layer is a mixture of experts."""
+    def _has_auxiliary_losses(self) -> bool:
+        """Whether a layer is a mixture of experts, or has an indexer."""
+        if any(isinstance(module, Indexer) for module in self.heddle_decoder.modules()):
+            return True
         feedforwards = [layer.feedforward for layer in self.heddle_decoder.layers if isinstance(layer, Layer)]
         return any(feedforward is not None and feedforward.expert_info is not None for feedforward in feedforwards)
 

@@ -15,6 +15,7 @@ from heddle.config import Config, DesignError, kind_class, kinds
 from heddle.model.config import LayerConfig, ModelConfig, schema
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.mixers import MixerConfig
+from heddle.parts.modules.indexer import indexer_field
 
 SLOTS = {
     "mixers": "mixer", "positions": "position", "feedforwards": "feed-forward", "residuals": "residual",
@@ -162,7 +163,10 @@ def _kept_fields(definition: dict[str, Any]) -> Iterator[Field]:
 
 
 def _kinds_of_base(base: str) -> tuple[str, tuple[str, ...]]:
-    names = [each["$ref"].rpartition("/")[2] for each in _definitions()[base]["oneOf"] if "$ref" in each]
+    """A slot and its kinds; empty for a config with fields of its own, such as an indexer, which is not offered."""
+    names = [each["$ref"].rpartition("/")[2] for each in _definitions()[base].get("oneOf", ()) if "$ref" in each]
+    if not names:
+        return "", ()
     return names[0].partition(".")[0], tuple(name.partition(".")[2] for name in names)
 
 
@@ -203,6 +207,10 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
     Each layer that is visited several times is one of its own, `shared`, with the number of visits. Raises DesignError
     for a design with fields that the page cannot show.
     """
+    for path, layer_config in config.expand():
+        if field := indexer_field(layer_config.mixer):
+            reason = "is not a field of the explorer; leave it out here, and see heddle show for its costs"
+            raise DesignError(f"{path}.mixer.{field}", reason)
     data = config.dump()
     for path, entry in config.expand():
         _check_explored(entry.dump(), path)
@@ -322,6 +330,10 @@ MISTAKES = (
     Mistake(
         "mixers", ("attention", "differential_attention"), "A window that is one key too wide",
         "The query itself is one of the w tokens. Written as ≤ w instead of < w, one more is seen.", "receptive_field",
+    ),
+    Mistake(
+        "mixers", ("attention", "latent_attention"), "Keys selected before the mask",
+        "Later tokens that are hidden after an indexer's selection take places in it.", "selected_keys",
     ),
     Mistake(
         "mixers", (*ATTENTION, "cross_attention"), "A softmax over padding",

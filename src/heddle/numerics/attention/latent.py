@@ -111,11 +111,12 @@ class LatentAttentionFacts(NamedTuple):
     max_expanded_elements: int
     scores: int
     device: str
+    most_selected: int | None = None
 
 
 def expanded_flops(queries: int, keys: int, facts: LatentAttentionFacts) -> int:
     """FLOPs per head and row to expand `keys` latents and attend to them. The queries are the last tokens."""
-    pairs = visible_pairs(queries, keys, None, True)
+    pairs = visible_pairs(queries, keys, None, True, facts.most_selected)
     up_projection = keys * facts.latent_rank * (facts.nope_width + facts.value_width)
     widths = facts.nope_width + facts.rope_width + facts.value_width
     return 2 * up_projection + softmax.attention_flops(pairs, 1, 1, widths)
@@ -123,7 +124,7 @@ def expanded_flops(queries: int, keys: int, facts: LatentAttentionFacts) -> int:
 
 def absorbed_flops(queries: int, keys: int, facts: LatentAttentionFacts) -> int:
     """FLOPs per head and row to project `queries` to the latent space, attend to `keys` latents and project back."""
-    pairs = visible_pairs(queries, keys, None, True)
+    pairs = visible_pairs(queries, keys, None, True, facts.most_selected)
     up_projection = queries * facts.latent_rank * (facts.nope_width + facts.value_width)
     return 2 * up_projection + softmax.attention_flops(pairs, 1, 1, 2 * facts.latent_rank + facts.rope_width)
 
@@ -135,7 +136,7 @@ def reference(
     (batch, heads, queries, _), keys, rank = q_nope.shape, latents.shape[2], k_up.shape[1]
     c, k_rope = latents[:, 0, :, :rank], latents[..., rank:].expand(-1, heads, -1, -1)
     k_nope, v = (torch.einsum("bsr,hdr->bhsd", c, up.unflatten(0, (heads, -1))) for up in (k_up, v_up))
-    facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up)
+    facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask.most_selected)
     add_flops(batch * heads * expanded_flops(queries, keys, facts))
     return softmax.reference(torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope), -1), v, mask, scale)
 
@@ -160,9 +161,9 @@ def _expanded_tiles(
 ) -> Tensor:
     """Expand one tile of keys and values at a time, each tile once."""
     (batch, heads, queries, _), keys = q_nope.shape, latents.shape[2]
-    facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up)
+    facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask.most_selected)
     widths = facts.nope_width + facts.rope_width + facts.value_width
-    add_flops(softmax.attention_flops(visible_pairs(queries, keys, None, True), batch, heads, widths))
+    add_flops(softmax.attention_flops(mask.pairs(queries, keys), batch, heads, widths))
 
     def tile(key_range: slice) -> tuple[Tensor, Tensor]:
         k, v = expand_latents(_latent_tile(latents, mask, key_range), (k_up, v_up), heads)
@@ -185,7 +186,7 @@ def _absorbed(
         wide = at_least_float32(_latent_tile(latents, mask, key_range))
         return wide, wide[..., :rank]
 
-    q = _absorbed_queries(q_nope, q_rope, latents, k_up, v_up)
+    q = _absorbed_queries(q_nope, q_rope, latents, k_up, v_up, mask)
     rows = batch * max(heads * queries, latents.shape[3])
     tile_keys = max(MIN_TILE, MAX_TILE_ELEMENTS.on(latents) // rows)
     y = online_attention(q * scale, tile, mask, (queries, tile_keys))
@@ -197,7 +198,7 @@ def _absorbed_untiled(
 ) -> Tensor:
     """All scores at once, in about ten launches. They are few if the queries are: one decoded token's are."""
     (batch, heads, queries, _), rank = q_nope.shape, k_up.shape[1]
-    q = (_absorbed_queries(q_nope, q_rope, latents, k_up, v_up) * scale).flatten(1, 2)
+    q = (_absorbed_queries(q_nope, q_rope, latents, k_up, v_up, mask) * scale).flatten(1, 2)
     c = _factor(_latent_tile(latents, mask, slice(None))[:, 0])
     with without_autocast(latents):
         scores = _wide_product(q, c.mT).view(batch, heads, queries, latents.shape[2])
@@ -227,14 +228,16 @@ def _wide_product(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x.to(y.dtype), y, out_dtype=torch.float32)
 
 
-def _absorbed_queries(q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor) -> Tensor:
+def _absorbed_queries(
+    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask
+) -> Tensor:
     """Queries in the latent space, [B, H, T, r + d_r], not scaled, in at least float32. Counts FLOPs of the whole call.
 
     Rounded here, they would err by up to twice as much as those of expanded keys.
     """
     batch, heads, queries, _ = q_nope.shape
     if counts_flops():
-        facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up)
+        facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask.most_selected)
         add_flops(batch * heads * absorbed_flops(queries, latents.shape[2], facts))
     with without_autocast(latents):
         q = _wide_product(q_nope.transpose(0, 1).flatten(1, 2), _factor(k_up).unflatten(0, (heads, -1)))
@@ -289,9 +292,14 @@ LATENT = Operation(
 
 
 def latent_attention_facts(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latents: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    most_selected: int | None = None,
 ) -> LatentAttentionFacts:
-    """The facts of one call of `latent_attention`."""
+    """The facts of one call of `latent_attention`. most_selected: as in its mask."""
     batch, heads, queries, nope_width = q_nope.shape
     keys, rope_width, value_width = latents.shape[2], q_rope.shape[3], v_up.shape[0] // heads
     return LatentAttentionFacts(
@@ -305,6 +313,7 @@ def latent_attention_facts(
         max_expanded_elements=MAX_EXPANDED_ELEMENTS.on(latents),
         scores=batch * heads * queries * keys,
         device=device_type(latents),
+        most_selected=most_selected,
     )
 
 
@@ -312,6 +321,6 @@ def latent_attention(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
 ) -> Tensor:
     """Attend. Shapes as in the module's docstring. `q_rope` and the `k_rope` in `latents` are already rotated."""
-    kernel = LATENT.choose(latent_attention_facts(q_nope, q_rope, latents, k_up, v_up))
+    kernel = LATENT.choose(latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask.most_selected))
     y: Tensor = kernel.run(q_nope, q_rope, latents, k_up, v_up, mask, scale)
     return y

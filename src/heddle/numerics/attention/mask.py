@@ -24,6 +24,8 @@ class AttentionMask:
     all_visible: every query sees every key.
     doc_lengths: packed rows, T = S: the document lengths of each row. Each document is contiguous and sees only itself.
     may_have_padding: some key slots may be padding or unused. Their contents must not reach any result.
+    selected: bool [B, T, S], the keys that an indexer selected for each query, at most `most_selected` of those that it
+    would see. None: it sees all of them.
     """
 
     q_positions: Tensor  # int [B, T], −1 is padding
@@ -36,6 +38,8 @@ class AttentionMask:
     all_visible: bool = False
     doc_lengths: tuple[tuple[int, ...], ...] | None = None
     may_have_padding: bool = False
+    selected: Tensor | None = None
+    most_selected: int | None = None
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cached(self, key: Any, make: Callable[[], V]) -> V:
@@ -48,9 +52,19 @@ class AttentionMask:
 
     def for_queries(self, queries: slice) -> "AttentionMask":
         """The mask of some of the queries, without the static facts."""
-        segment_ids = None if self.q_segment_ids is None else self.q_segment_ids[:, queries]
+        segment_ids, selected = (None if x is None else x[:, queries] for x in (self.q_segment_ids, self.selected))
         positions = self.q_positions[:, queries]
-        return AttentionMask(positions, self.k_positions, segment_ids, self.k_segment_ids, self.window, self.causal)
+        mask = AttentionMask(positions, self.k_positions, segment_ids, self.k_segment_ids, self.window, self.causal)
+        return mask if selected is None else replace(mask, selected=selected, most_selected=self.most_selected)
+
+    def selecting(self, selected: Tensor, most: int) -> "AttentionMask":
+        """The mask that shows only some keys, bool [B, T, S], at most `most` of those that each query would see."""
+        facts: dict[str, Any] = {"contiguous": False, "all_visible": False, "doc_lengths": None}
+        return replace(self, selected=selected, most_selected=most, **facts)
+
+    def pairs(self, queries: int, keys: int) -> int:
+        """Number of visible (query, key) pairs when the queries are the last of consecutive keys."""
+        return visible_pairs(queries, keys, self.window, self.causal, self.most_selected)
 
     def collapse_equal_rows(self) -> "AttentionMask":
         """The mask of the first row only, if all rows are known to be equal. Otherwise the mask itself."""
@@ -76,7 +90,7 @@ class AttentionMask:
             visible = visible & ((i - j).abs() <= self.window)
         if self.q_segment_ids is not None and self.k_segment_ids is not None:
             visible = visible & (self.q_segment_ids[:, queries, None] == self.k_segment_ids[:, None, keys])
-        return visible
+        return visible if self.selected is None else visible & self.selected[:, queries, keys]
 
 
 def zero_unused_slots(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
@@ -87,8 +101,17 @@ def zero_unused_slots(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor
     return k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
 
 
-def visible_pairs(queries: int, keys: int, window: int | None, causal: bool) -> int:
-    """Number of visible (query, key) pairs when the queries are the last of consecutive keys."""
+def visible_pairs(queries: int, keys: int, window: int | None, causal: bool, most: int | None = None) -> int:
+    """Number of visible (query, key) pairs when the queries are the last of consecutive keys.
+
+    most: how many keys each query may see of those that the window shows.
+    """
+    if most is not None and causal:
+        return visible_pairs(queries, keys, most if window is None else min(most, window), causal)
+    if most is not None:
+        most = min(most, keys)
+        fewer = 0 if window is None else max(0, most - window - 1)  # the window of a query at an end is cut
+        return queries * most - fewer * (fewer + 1)
     if not causal:
         if window is None:
             return queries * keys

@@ -23,7 +23,6 @@ from heddle.numerics.attention.mask import (
     BlockModifiers,
     LinearBias,
     ScoreModifiers,
-    visible_pairs,
     zero_unused_slots,
 )
 from heddle.numerics.attention.observer import Observation, notify_observer
@@ -93,6 +92,7 @@ class AttentionFacts(NamedTuple):
     sink: bool = False
     score_bias: bool = False
     linear_bias: bool = False
+    selected: bool = False
 
 
 def attention_facts(
@@ -120,6 +120,7 @@ def attention_facts(
         sink=modifiers.sink is not None,
         score_bias=modifiers.score_bias is not None,
         linear_bias=isinstance(modifiers.score_bias, LinearBias),
+        selected=mask.selected is not None,
     )
 
 
@@ -263,6 +264,8 @@ def flex_unsupported(facts: AttentionFacts) -> str | None:
         return "Triton is not installed"
     if facts.dtype == torch.float64:
         return "FlexAttention computes in float32"
+    if facts.selected:
+        return "its mask follows from positions, and not from the keys that an indexer selected"
     if not MIN_FLEX_WIDTH <= facts.width <= MAX_FLEX_WIDTH:
         return f"the width of heads is not from {MIN_FLEX_WIDTH} to {MAX_FLEX_WIDTH}"
     if is_compiling() and facts.gradients and facts.score_bias and not facts.linear_bias:
@@ -576,7 +579,7 @@ def attention(
     `heddle.numerics.attention.observer`), it receives the weights, even if the kernel does not materialize them.
     """
     if counts_flops():
-        pairs = visible_pairs(q.shape[2], k.shape[2], mask.window, mask.causal)
+        pairs = mask.pairs(q.shape[2], k.shape[2])
         add_flops(attention_flops(pairs, q.shape[0], q.shape[1], q.shape[3] + v.shape[3]))
     notify_observer(lambda: Observation(softmax_weights(q, k, mask, scale, modifiers), k.shape[1]))
     kernel = ATTENTION.choose(attention_facts(q, k, v, mask, dropout is not None, modifiers))

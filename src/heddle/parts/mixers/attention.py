@@ -22,6 +22,10 @@ on. A layer without the option keeps its own values (the paper's sparse form), a
 holds the mixed values, so the state is that of a layer without the option.
 
 `short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
+
+With `indexer` each query attends to `top_k` keys, of those that its mask shows, which an indexer selects (DeepSeek
+Sparse Attention, 2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from a loss of its
+own. All pairs are still computed and then hidden, so time is not saved; FLOPs count the pairs that are attended to.
 """
 
 from collections.abc import Mapping
@@ -33,7 +37,17 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import DesignError, FiniteFloat, PositiveFloat, PositiveInt, Probability, Width, refuse, with_implied
+from heddle.config import (
+    DesignError,
+    FiniteFloat,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Width,
+    build_under,
+    refuse,
+    with_implied,
+)
 from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.norms import at_least_float32
@@ -43,6 +57,7 @@ from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
+from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueries, build_indexer
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, ShortConvolutions, build_convolutions
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
@@ -106,7 +121,7 @@ class AttentionConfig(MixerConfig):
 
     aliases = ("mha", "mqa", "gqa", "swa")
     convolved = ("input", "q", "k", "v")
-    later_fields = ("temperature_growth", "exclusive", "shared_kv", "value_residual")
+    later_fields = ("temperature_growth", "exclusive", "shared_kv", "value_residual", "indexer")
 
     heads: Width
     kv_heads: Width | None = None  # default: heads
@@ -131,6 +146,7 @@ class AttentionConfig(MixerConfig):
     shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
     # λ₁ of the layer's own values and λ₂ of those of the first layer with attention: two numbers, or learned.
     value_residual: tuple[FiniteFloat, ...] | Literal["learned"] | None = None
+    indexer: IndexerConfig | None = None  # selects the keys that each query attends to
     dropout: Probability = 0.0  # of the attention weights
     position: MixerPositionConfig | None = None  # a rotation of q and k, or a score bias
 
@@ -156,6 +172,8 @@ class AttentionConfig(MixerConfig):
             refuse("value_residual", "adds nothing of the first values with a second number of 0; leave it out")
         if self.value_residual is not None and self.shared_kv:
             refuse("value_residual", "does nothing beside shared_kv, which leaves no values of its own; keep one")
+        if self.indexer is not None and self.shared_kv:
+            refuse("indexer", "selects keys of its own layer, but shared_kv reads those of another; leave one out")
         return self
 
     @classmethod
@@ -226,6 +244,8 @@ class AttentionConfig(MixerConfig):
         """
         if self.exclusive and (self.value_dim or context.head_dim(self.heads, self.head_dim)) == 1:
             raise DesignError("exclusive", "leaves nothing of outputs of one dim; give heads with wider values")
+        if self.indexer is not None:
+            build_under("indexer", self.indexer.check_window, self.window, self.causal)
         return Attention(self, context)
 
 
@@ -241,10 +261,10 @@ class SharedKeys(NamedTuple):
 class Attention(SelfInitialized, Mixer):
     """The module. Its state is a `KVCache` of kv_heads · (d_k + d_v) elements per token, or of `window` tokens.
 
-    With `shared_kv` it has none.
+    With `indexer` it is an `IndexedCache`, which has the indexer's keys as well. With `shared_kv` it has none.
     """
 
-    input_projections = ("q", "k", "v", "gate")
+    input_projections = ("q", "k", "v", "gate", "indexer.q", "indexer.k", "indexer.weights")
 
     def __init__(self, config: AttentionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -276,6 +296,7 @@ class Attention(SelfInitialized, Mixer):
         self.temperature_beta, self.temperature_length = config.temperature_beta, config.temperature_length
         self.temperature_growth, self.exclusive = config.temperature_growth, config.exclusive
         self.absolute_positions = config.temperature_beta is not None or config.norm_after_rotation
+        self.indexer = build_indexer(config.indexer, context.width, context.width, config.position, self.head_dim)
         self.dropout = Dropout(config.dropout)
         self._build_convolutions(
             config.short_convolution, {"q": self.heads * self.head_dim, "k": kv_width, "v": value_width}
@@ -323,16 +344,18 @@ class Attention(SelfInitialized, Mixer):
         """The shape of the values."""
         return {"kv_heads": self.kv_heads, "value_dim": self.value_dim}
 
-    def init_state(self, spec: StateSpec) -> KVCache | ConvolvedState | None:
+    def init_state(self, spec: StateSpec) -> KVCache | IndexedCache | ConvolvedState | None:
         """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more.
 
-        With short convolutions also their last inputs.
+        With an indexer also its keys, with short convolutions also their last inputs.
         """
-        cache = None
+        cache: KVCache | IndexedCache | None = None
         if not self.reads_kv:
             shape = (spec.batch, self.kv_heads, self.head_dim, self.value_dim)
             max_cached = None if self.window is None else self.window + spec.rollback
             cache = KVCache.empty(shape, max_cached, spec)
+            if self.indexer is not None:
+                cache = IndexedCache(cache, self.indexer.init_cache(max_cached, spec))
         return cache if self.convolutions is None else self.convolutions.init_state(spec, cache)
 
     def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
@@ -349,8 +372,9 @@ class Attention(SelfInitialized, Mixer):
         if projected:
             k = self._heads(projected[0], self.k_norm, self.kv_heads, layout)
             own = k, split_heads(projected[1], self.kv_heads)
+        index = None if self.indexer is None else self.indexer(x, x, layout)
         cache: Any = state.own if isinstance(state, ConvolvedState) else state
-        y, v, cache = self._attend(q, own, layout, cache)
+        y, v, cache = self._attend(q, own, index, layout, cache)
         state = replace(state, own=cache) if isinstance(state, ConvolvedState) else cache
         y = merge_heads(without_own_values(y, v) if self.exclusive else y)
         if self.gate is not None:
@@ -360,8 +384,13 @@ class Attention(SelfInitialized, Mixer):
 
     @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
     def _attend(
-        self, q: Tensor, own: tuple[Tensor, Tensor] | None, layout: Layout, state: KVCache | None
-    ) -> tuple[Tensor, Tensor, KVCache | None]:
+        self,
+        q: Tensor,
+        own: tuple[Tensor, Tensor] | None,
+        index: IndexQueries | None,
+        layout: Layout,
+        state: KVCache | IndexedCache | None,
+    ) -> tuple[Tensor, Tensor, KVCache | IndexedCache | None]:
         """The output of each head, the values of the call's tokens, and the new state."""
         handed_over = layout.handed_over
         if own is None:
@@ -373,6 +402,12 @@ class Attention(SelfInitialized, Mixer):
             values = v
             if state is None:
                 mask = layout.attention_mask(self.window, self.causal)
+            elif isinstance(state, IndexedCache):
+                assert self.indexer is not None
+                assert index is not None
+                k, v, mask, cache = state.kv.extend(k, v, layout, self.window)
+                index, index_cache = self.indexer.extend(index, state.index, layout, self.window)
+                state = IndexedCache(cache, index_cache)
             else:
                 k, v, mask, state = state.extend(k, v, layout, self.window)
             if self.kv_target is not None and handed_over is not None:
@@ -380,6 +415,10 @@ class Attention(SelfInitialized, Mixer):
         dropout = self.dropout if self.dropout.active else None
         score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
+        if index is not None:
+            assert self.indexer is not None
+            self.indexer.record_loss(index, lambda: (q, k), mask, self.scale, modifiers)
+            mask = self.indexer.select(index, mask)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
         return attend(q, k, v, mask, self.scale, dropout, modifiers), values, state
 

@@ -5,8 +5,13 @@
 
 The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token. R rotates only rope_dim dims: if c were
 rotated, the rotation would stand between W_uk and the queries that absorb it.
+
+With `indexer` each query attends to `top_k` keys, which an indexer selects (DeepSeek Sparse Attention, DeepSeek-V3.2
+2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from a loss of its own. All pairs are
+still computed and then hidden, so time is not saved; FLOPs count the pairs that are attended to.
 """
 
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -14,11 +19,12 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, Part, PositiveFloat, Width, build_under, parse_config, refuse
-from heddle.numerics.attention.latent import latent_attention
+from heddle.numerics.attention.latent import expand_latents, latent_attention
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import layout_dependent
+from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueries, build_indexer
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections, weight_matrix
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
@@ -34,6 +40,7 @@ class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("mla",)
+    later_fields = ("indexer",)
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
     query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
@@ -45,6 +52,7 @@ class LatentAttentionConfig(MixerConfig):
     scale: PositiveFloat | None = None  # default: 1 / sqrt(nope_dim + rope_dim); YaRN multiplies either
     bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
     query_bias: bool | None = None  # of the projection to query heads, from x or from their latent; default: none
+    indexer: IndexerConfig | None = None  # selects the keys that each query attends to
     position: RotationConfig | None = None
 
     @model_validator(mode="after")
@@ -94,9 +102,10 @@ class LatentAttentionConfig(MixerConfig):
 
 
 class LatentAttention(Mixer):
-    """The module. Its state is a `KVCache` with keys [B, 1, slots, kv_rank + rope_dim] and no values."""
+    """The module. Its state is a `KVCache` with keys [B, 1, slots, kv_rank + rope_dim] and no values.
 
-    input_projections = ("q", "q_down", "kv_down", "k_rope")
+    With `indexer` it is an `IndexedCache`, which has the indexer's keys as well.
+    """
 
     def __init__(self, config: LatentAttentionConfig, width: int) -> None:
         super().__init__()
@@ -119,16 +128,24 @@ class LatentAttention(Mixer):
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.rope_dim)
         self.scale = (config.scale or head_dim**-0.5) * (1.0 if self.position is None else self.position.score_scale)
+        self.indexer = build_indexer(config.indexer, width, query_rank or width, position, self.rope_dim)
+        index_queries = ("indexer.q",) if query_rank is None else ()
+        self.input_projections = ("q", "q_down", "kv_down", "k_rope", *index_queries, "indexer.k", "indexer.weights")
 
-    def init_state(self, spec: StateSpec) -> KVCache:
+    def init_state(self, spec: StateSpec) -> KVCache | IndexedCache:
         """A cache of latents as keys. Values are the first dims of the latents, so their width in the cache is 0."""
         shape = (spec.batch, 1, self.kv_down.weight.shape[0] + self.rope_dim, 0)
-        return KVCache.empty(shape, None, spec)
+        cache = KVCache.empty(shape, None, spec)
+        return cache if self.indexer is None else IndexedCache(cache, self.indexer.init_cache(None, spec))
 
-    def forward(self, x: Tensor, layout: Layout, state: KVCache | None = None) -> tuple[Tensor, KVCache | None]:
+    def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
         """x [B, T, width] -> ([B, T, width], new state)."""
         queries, latents, *rope_keys = fused_projections(x, *self._projections)
-        q_nope, q_rope = split_heads(self._queries(queries), self.heads).split((self.nope_dim, self.rope_dim), dim=-1)
+        if self.q_norm is not None:
+            queries = self.q_norm(queries)
+        index = None if self.indexer is None else self.indexer(x, x if self.q_up is None else queries, layout)
+        queries = queries if self.q_up is None else self.q_up(queries)
+        q_nope, q_rope = split_heads(queries, self.heads).split((self.nope_dim, self.rope_dim), dim=-1)
         latents = latents[:, None]
         if self.kv_norm is not None:
             latents = self.kv_norm(latents)
@@ -137,7 +154,7 @@ class LatentAttention(Mixer):
             if self.position is not None:
                 q_rope, k_rope = self.position(q_rope, layout), self.position(k_rope, layout)
             latents = torch.cat((latents, k_rope), dim=-1)
-        y, state = self._attend(q_nope, q_rope, latents, layout, state)
+        y, state = self._attend((q_nope, q_rope), latents, index, layout, state)
         return self.out(merge_heads(y)), state
 
     @property
@@ -146,23 +163,39 @@ class LatentAttention(Mixer):
         projections = (self.q if self.q_down is None else self.q_down, self.kv_down, self.k_rope)
         return [projection for projection in projections if projection is not None]
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """Queries or their latent [B, T, ...] -> [B, T, heads · (nope_dim + rope_dim)]."""
-        if self.q_up is None:
-            return x
-        queries: Tensor = self.q_up(x if self.q_norm is None else self.q_norm(x))
-        return queries
-
     @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
     def _attend(
-        self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, layout: Layout, state: KVCache | None
-    ) -> tuple[Tensor, KVCache | None]:
+        self,
+        queries: tuple[Tensor, Tensor],
+        latents: Tensor,
+        index: IndexQueries | None,
+        layout: Layout,
+        state: KVCache | IndexedCache | None,
+    ) -> tuple[Tensor, KVCache | IndexedCache | None]:
+        """queries: the part that is not rotated, and the rotated one."""
         if state is None:
             mask = layout.attention_mask(None, True)
+        elif isinstance(state, IndexedCache):
+            assert self.indexer is not None
+            assert index is not None
+            latents, _, mask, cache = state.kv.extend(latents, latents[..., :0], layout, None)
+            index, index_cache = self.indexer.extend(index, state.index, layout, None)
+            state = IndexedCache(cache, index_cache)
         else:
             latents, _, mask, state = state.extend(latents, latents[..., :0], layout, None)
         up = weight_matrix(self.k_up), weight_matrix(self.v_up)
-        return latent_attention(q_nope, q_rope, latents, *up, mask, self.scale), state
+        if index is not None:
+            assert self.indexer is not None
+            attended = partial(_attended, queries, latents, up)
+            self.indexer.record_loss(index, attended, mask, self.scale)
+            mask = self.indexer.select(index, mask)
+        return latent_attention(*queries, latents, *up, mask, self.scale), state
+
+
+@torch.no_grad()
+def _attended(queries: tuple[Tensor, Tensor], latents: Tensor, up: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Queries and expanded keys of all heads."""
+    return torch.cat(queries, dim=-1), expand_latents(latents, up, queries[0].shape[1])[0]
 
 
 def _latent_norm(rank: int, kind: LatentNorm | None) -> SelfInitialized | None:

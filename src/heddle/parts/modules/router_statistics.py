@@ -1,4 +1,4 @@
-"""Statistics that mixtures of experts record for training: the auxiliary losses and how often each expert was chosen.
+"""What parts record for training: auxiliary losses, and how often each expert of a mixture was chosen.
 
 A recorder takes entries only inside its `with` block. Layers that run again in the backward pass (activation
 checkpointing) run after the block and are not counted twice; both runs compute the same tensors.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from threading import local
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from heddle.parts.feedforwards import Feedforward
@@ -33,12 +33,33 @@ class RouterStatistics(NamedTuple):
     tokens: Tensor
 
 
+class IndexLoss(NamedTuple):
+    """The loss of one call of the indexer of a sparse attention.
+
+    aux_loss: weighted, summed over tokens, differentiable. tokens: int64 [], without padding.
+    """
+
+    indexer: nn.Module
+    aux_loss: Tensor
+    tokens: Tensor
+
+
 @dataclass
 class RouterRecorder:
-    """The entries of one or several calls, in order. A closed recorder takes no more entries."""
+    """What was recorded in one or several calls, in order. A closed recorder takes no more.
+
+    entries: of mixtures of experts. index_losses: of indexers.
+    """
 
     entries: list[RouterStatistics] = field(default_factory=list)
+    index_losses: list[IndexLoss] = field(default_factory=list)
     closed: bool = False
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """All auxiliary losses."""
+        routers = [entry.aux_loss for entry in self.entries if entry.aux_loss is not None]
+        return [*routers, *(entry.aux_loss for entry in self.index_losses)]
 
 
 class _Traced(local):
@@ -53,7 +74,7 @@ _traced = _Traced()
 
 @contextmanager
 def record_router_statistics() -> Iterator[RouterRecorder]:
-    """Record the statistics of every mixture of experts that is called within the block. Results do not change.
+    """Record what every mixture of experts and every indexer within the block has to record. Results do not change.
 
     A whole model that is compiled adds its entries when its graph ends.
     """
@@ -69,10 +90,24 @@ def record_router_statistics() -> Iterator[RouterRecorder]:
 
 
 def record(make: Callable[[], RouterStatistics]) -> None:
-    """Add `make()` to the current recorder. Without a recorder nothing is computed."""
-    recorder = _traced.recorder if is_compiling() else _recorder.get()
+    """Add `make()` to the entries of the current recorder. Without a recorder nothing is computed."""
+    recorder = _current()
     if recorder is None:
         return
     entry = make()  # also if closed: a layer that is run again for its gradient must save as many tensors as before
     if not recorder.closed:
         recorder.entries.append(entry)
+
+
+def record_index_loss(make: Callable[[], IndexLoss]) -> None:
+    """As `record`, of the loss of an indexer."""
+    recorder = _current()
+    if recorder is None:
+        return
+    entry = make()
+    if not recorder.closed:
+        recorder.index_losses.append(entry)
+
+
+def _current() -> RouterRecorder | None:
+    return _traced.recorder if is_compiling() else _recorder.get()

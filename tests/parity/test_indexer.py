@@ -1,0 +1,202 @@
+"""Latent attention with an indexer against DeepSeek-V3.2 and GLM-5 in transformers: random layers in float64."""
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heddle.config import parse_config
+from heddle.numerics.attention.indexer import index_scores
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
+from heddle.parts.mixers import MixerConfig
+from heddle.parts.mixers.latent_attention import LatentAttention
+from heddle.parts.norms.rms import RMSConfig
+from tests.laws.planting import calls
+from tests.parity.recurrence import close, compute_in_float64, randomize
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+    from transformers.models.deepseek_v32 import configuration_deepseek_v32, modeling_deepseek_v32
+    from transformers.models.glm_moe_dsa import configuration_glm_moe_dsa, modeling_glm_moe_dsa
+
+FAMILIES: dict[str, tuple[Any, type, type, str]] = {
+    "deepseek_v32": (
+        modeling_deepseek_v32,
+        configuration_deepseek_v32.DeepseekV32Config,
+        modeling_deepseek_v32.DeepseekV32Attention,
+        "half",
+    ),
+    "glm_moe_dsa": (
+        modeling_glm_moe_dsa,
+        configuration_glm_moe_dsa.GlmMoeDsaConfig,
+        modeling_glm_moe_dsa.GlmMoeDsaAttention,
+        "interleaved",
+    ),
+}
+BASE = 100.0
+GAP = 1e-4  # between the last score that is selected and the next one
+
+
+class Sizes(NamedTuple):
+    """Of a layer, its indexer and a text."""
+
+    width: int
+    heads: int
+    query_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    top_k: int
+    index_heads: int
+    index_dim: int
+    length: int
+
+    @staticmethod
+    def of(seed: int) -> "Sizes":
+        draw = random.Random(seed)
+        width, rope, length = draw.randint(20, 30), 2 * draw.randint(1, 4), draw.randint(8, 20)
+        ranks = draw.randint(5, 16), draw.randint(5, 16)
+        nope, value = draw.randint(2, 8), draw.randint(2, 8)
+        index_dim = rope + draw.randint(1, 6)
+        return Sizes(
+            width, draw.randint(1, 4), *ranks, nope, rope, value, draw.randint(1, length - 2), draw.randint(6, 9),
+            index_dim, length,
+        )  # fmt: skip
+
+
+def their_layer(family: str, sizes: Sizes) -> Any:
+    _, config_class, attention, _ = FAMILIES[family]
+    config = config_class(
+        hidden_size=sizes.width,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads,
+        q_lora_rank=sizes.query_rank,
+        kv_lora_rank=sizes.kv_rank,
+        qk_nope_head_dim=sizes.nope,
+        qk_rope_head_dim=sizes.rope,
+        v_head_dim=sizes.value,
+        index_topk=sizes.top_k,
+        index_n_heads=sizes.index_heads,
+        index_head_dim=sizes.index_dim,
+        num_hidden_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": BASE},
+    )
+    config._attn_implementation = "eager"
+    layer = attention(config, layer_idx=0).double().eval()
+    randomize(layer)
+    return layer
+
+
+def our_layer(family: str, sizes: Sizes, layer: Any) -> LatentAttention:
+    indexer = {
+        "top_k": sizes.top_k,
+        "heads": sizes.index_heads,
+        "head_dim": sizes.index_dim,
+        "rope_layout": FAMILIES[family][3],
+    }
+    data = {
+        "kind": "latent_attention",
+        "heads": sizes.heads,
+        "query_rank": sizes.query_rank,
+        "kv_rank": sizes.kv_rank,
+        "nope_dim": sizes.nope,
+        "rope_dim": sizes.rope,
+        "value_dim": sizes.value,
+        "position": {"kind": "rope", "base": BASE, "layout": "interleaved"},
+        "indexer": indexer,
+    }
+    config: Any = parse_config(MixerConfig, data)  # type: ignore[type-abstract]
+    mixer = config.build(BuildContext(sizes.width, RMSConfig())).double().eval()
+    theirs = layer.state_dict()
+    down = theirs["kv_a_proj_with_mqa.weight"].split((sizes.kv_rank, sizes.rope))
+    up = theirs["kv_b_proj.weight"].unflatten(0, (sizes.heads, -1)).split((sizes.nope, sizes.value), dim=1)
+    weights = {
+        "q_down.weight": theirs["q_a_proj.weight"],
+        "q_norm.weight": theirs["q_a_layernorm.weight"],
+        "q_up.weight": theirs["q_b_proj.weight"],
+        "kv_norm.weight": theirs["kv_a_layernorm.weight"],
+        "kv_down.weight": down[0],
+        "k_rope.weight": down[1],
+        "k_up.weight": up[0].flatten(0, 1),
+        "v_up.weight": up[1].flatten(0, 1),
+        "out.weight": theirs["o_proj.weight"],
+        "indexer.q.weight": theirs["indexer.wq_b.weight"],
+        "indexer.k.weight": theirs["indexer.wk.weight"],
+        "indexer.k_norm.weight": theirs["indexer.k_norm.weight"],
+        "indexer.k_norm.bias": theirs["indexer.k_norm.bias"],
+        "indexer.weights.weight": theirs["indexer.weights_proj.weight"],
+    }
+    mixer.load_state_dict(weights)
+    return mixer
+
+
+def away_from_ties(mixer: LatentAttention, x: Tensor) -> bool:
+    """Whether the selection of no query depends on rounding, or on the order of equal scores."""
+    assert mixer.indexer is not None
+    found: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: object, index: Any) -> None:
+        found.append(index_scores(*index))
+
+    handle = mixer.indexer.register_forward_hook(keep)
+    mixer(x, Layout.causal(*x.shape[:2]))
+    handle.remove()
+    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    ranked = found[0].masked_fill(hidden, float("-inf")).sort(-1, descending=True).values
+    gaps = ranked[..., mixer.indexer.top_k - 1] - ranked[..., mixer.indexer.top_k]
+    return bool((gaps.nan_to_num(nan=float("inf")) > GAP).all())  # a query that sees too few keys has -inf twice
+
+
+def their_output(layer: Any, x: Tensor) -> Tensor:
+    length = x.shape[1]
+    theta = BASE ** (-torch.arange(0, layer.qk_rope_head_dim, 2, dtype=torch.float64) / layer.qk_rope_head_dim)
+    angles = torch.cat((theta, theta))[None] * torch.arange(length, dtype=torch.float64)[:, None]
+    table = angles.cos()[None].expand(x.shape[0], -1, -1), angles.sin()[None].expand(x.shape[0], -1, -1)
+    mask = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1).expand(x.shape[0], 1, -1, -1)
+    output: Tensor = layer(x, table, mask)[0]
+    return output
+
+
+def compare(family: str, seed: int, patch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """The largest difference of outputs, and of the gradient of x."""
+    compute_in_float64(patch, FAMILIES[family][0])
+    sizes = Sizes.of(seed)
+    layer = their_layer(family, sizes)
+    mixer = our_layer(family, sizes, layer)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, sizes.length, sizes.width, generator=generator, dtype=torch.float64)
+    while not away_from_ties(mixer, x):
+        x = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    x.requires_grad_()
+    got, want = mixer(x, Layout.causal(2, sizes.length))[0], their_output(layer, x)
+    close(got, want)
+    probe = torch.randn(got.shape, generator=generator, dtype=torch.float64)
+    (ours,), (expected,) = (torch.autograd.grad((y * probe).sum(), [x]) for y in (got, want))
+    return float((got - want).detach().abs().max()), float((ours - expected).abs().max())
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_attention_is_theirs(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    output_error, gradient_error = compare(family, seed, monkeypatch)
+    assert output_error < 1e-10
+    assert gradient_error < 1e-9
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "relu": lambda: calls(index_scores, "relu", lambda scores: scores),
+    "weights": lambda: calls(index_scores, "einsum", lambda torch, _, weights, scores: scores.sum(1)),
+}
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_the_comparison_sees(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[fault]()(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_attention_is_theirs("deepseek_v32", 0, monkeypatch)

@@ -1,0 +1,480 @@
+"""Sparse attention by an indexer: a plain loop, its loss, ties, states, sizes, and what is refused."""
+
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import heddle
+from heddle.config import parse_config
+from heddle.conversion.convert import Conversion
+from heddle.conversion.targets import parse_rewrite
+from heddle.conversion.weights import ModelWeights
+from heddle.data.samples import Batch
+from heddle.errors import ConfigError
+from heddle.exchange.family_match import chosen_match
+from heddle.exchange.transformers import HeddleForCausalLM
+from heddle.lab.explore.choices import explorer_design
+from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
+from heddle.laws.shrink import shrink
+from heddle.model.config import ModelConfig, describe
+from heddle.numerics.attention.indexer import _selected, index_loss, index_scores, select_keys
+from heddle.numerics.attention.mask import AttentionMask, visible_pairs
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
+from heddle.parts.mixers import Mixer, MixerConfig
+from heddle.parts.modules.indexer import Indexer
+from heddle.parts.modules.router_statistics import record_router_statistics
+from heddle.parts.norms.rms import RMSConfig
+from heddle.training.step import accumulate_gradients
+from tests.cases import Data, alone, attention, case, design, indexer, latent, layer
+from tests.conversion.exactness import converted_model, difference, source_model
+from tests.laws.planting import calls
+
+WIDTH = 12
+INDEXED = alone(kv_heads=2, indexer=indexer())
+
+
+def rotated(x: Tensor, position: int, dims: int, interleaved: bool) -> Tensor:
+    """RoPE of the first dims of one head."""
+    x, half = x.clone(), dims // 2
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        angle = position * 10000.0 ** (-i / half)
+        first, second = x[a], x[b]
+        x = x.index_copy(0, torch.tensor([a, b]), torch.stack((
+            first * math.cos(angle) - second * math.sin(angle), second * math.cos(angle) + first * math.sin(angle),
+        )))  # fmt: skip
+    return x
+
+
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    """LayerNorm of one vector."""
+    centered = x - x.mean()
+    return centered / (centered.square().mean() + 1e-6).sqrt() * gain + bias
+
+
+def selected_by_loop(config: Any, get: Any, x: Tensor, position: list[int], seen: list[list[int]]) -> list[Any]:
+    """For each query (scores of the keys in `seen`, the keys that are selected), a head and a key at a time."""
+    inner, result = config.indexer, []
+    heads, d = inner.heads, inner.head_dim
+    dims = 0 if config.position is None else config.position.rotary_dim or config.head_dim
+    interleaved = inner.rope_layout == "interleaved"
+    keys = []
+    for s, token in enumerate(x):
+        key = layer_norm(get("indexer.k") @ token, get("indexer.k_norm"), get("indexer.k_norm", "bias"))
+        keys.append(rotated(key, position[s], dims, interleaved))
+    for t, token in enumerate(x):
+        scores = []
+        for s in seen[t]:
+            score = x.new_zeros(())
+            for h in range(heads):
+                query = rotated(get("indexer.q")[h * d : (h + 1) * d] @ token, position[t], dims, interleaved)
+                weight = get("indexer.weights")[h] @ token
+                score = score + weight * (query @ keys[s]).clamp(min=0) / math.sqrt(heads * d)
+            scores.append(score)
+        ranked = sorted(
+            range(len(seen[t])), key=lambda i: (-float(scores[i].detach()), i)
+        )  # `seen` is in order of positions
+        result.append((scores, sorted(seen[t][i] for i in ranked[: inner.top_k])))
+    return result
+
+
+def loop(mixer: Any, config: Any, x: Tensor, position: list[int], seen: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Outputs [T, width] of one row, and the loss of the indexer. seen: the visible keys of each query, in order."""
+    parameters = dict(mixer.named_parameters())
+    get = lambda name, kind="weight": parameters[f"{name}.{kind}"]  # noqa: E731
+    d, d_v, size = config.head_dim, config.value_dim, config.heads // config.kv_heads
+    dims = 0 if config.position is None else config.position.rotary_dim or d
+
+    def heads(name: str, count: int, width: int, rotates: bool) -> list[list[Tensor]]:
+        return [
+            [
+                rotated(y, position[t], dims, False) if rotates and dims else y
+                for y in (get(name) @ token).split([width] * count)
+            ]
+            for t, token in enumerate(x)
+        ]
+
+    q, k = heads("q", config.heads, d, True), heads("k", config.kv_heads, d, True)
+    v, outputs, loss = heads("v", config.kv_heads, d_v, False), [], x.new_zeros(())
+    for t, (scores, chosen) in enumerate(selected_by_loop(config, get, x.detach(), position, seen)):
+        parts, dense = [], x.new_zeros(len(seen[t]))
+        for h in range(config.heads):
+            logits = torch.stack([q[t][h] @ k[s][h // size] for s in seen[t]]) / math.sqrt(d)
+            dense = dense + logits.detach().softmax(0) / config.heads
+            kept = torch.tensor([i for i, s in enumerate(seen[t]) if s in chosen])
+            weights = logits[kept].softmax(0)
+            parts.append(sum((w * v[s][h // size] for w, s in zip(weights, chosen, strict=True)), x.new_zeros(d_v)))
+        outputs.append(get("out") @ torch.cat(parts))
+        loss = loss + (dense * (dense.log() - torch.stack(scores).log_softmax(0))).sum()
+    return torch.stack(outputs), config.indexer.loss * loss
+
+
+def random_mixer(seed: int) -> tuple[Any, Any, Layout, list[int], list[list[int]]]:
+    """A mixer, its config, a layout, and positions and visible keys of its tokens."""
+    draw = random.Random(seed)
+    kv_heads, dim = draw.choice((1, 2)), draw.choice((2, 4, 6))
+    position: Any = draw.choice((None, {"kind": "rope"}, {"kind": "rope", "rotary_dim": 2}))
+    causal, window = draw.random() < 0.7, draw.choice((None, 4, 5))
+    inner: Data = {"top_k": draw.randint(1, 3), "heads": draw.randint(1, 4), "head_dim": dim + draw.randint(0, 4)}
+    inner["loss"] = draw.choice((1.0, 0.25))
+    if position is not None:
+        inner["rope_layout"] = draw.choice((None, "half", "interleaved"))
+    data: Data = {
+        "kind": "attention", "heads": kv_heads * draw.choice((1, 2, 3)), "kv_heads": kv_heads, "head_dim": dim,
+        "value_dim": draw.randint(2, 5), "position": position, "causal": causal, "window": window, "indexer": inner,
+    }  # fmt: skip
+    config: Any = parse_config(MixerConfig, data)  # type: ignore[type-abstract]
+    mixer = config.build(BuildContext(WIDTH, RMSConfig())).double()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    lengths = [draw.randint(2, 8) for _ in range(draw.randint(1, 3))]
+    layout = Layout.packed([lengths])
+    positions = [p for length in lengths for p in range(length)]
+    document = [number for number, length in enumerate(lengths) for _ in range(length)]
+
+    def shows(t: int, s: int) -> bool:
+        distance = positions[t] - positions[s]
+        near = window is None or (distance < window if causal else abs(distance) <= window)
+        return document[t] == document[s] and near and (not causal or distance >= 0)
+
+    seen = [[s for s in range(len(positions)) if shows(t, s)] for t in range(len(positions))]
+    return mixer.train(), config.resolved(BuildContext(WIDTH, RMSConfig())), layout, positions, seen
+
+
+def largest_errors(seed: int) -> tuple[float, float, float]:
+    """The largest differences of outputs, of the loss, and of all gradients, from those of the loop."""
+    mixer, config, layout, positions, seen = random_mixer(seed)
+    x = torch.randn(len(positions), WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x.requires_grad_()
+    with record_router_statistics() as recorded:
+        y = mixer(x[None], layout)[0][0]
+    (loss,) = recorded.losses
+    assert int(recorded.index_losses[0].tokens) == len(positions)
+    want_y, want_loss = loop(mixer, config, x, positions, seen)
+    probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs = [x, *mixer.parameters()]
+    got, want = (torch.autograd.grad((out * probe).sum() + kl, inputs) for out, kl in ((y, loss), (want_y, want_loss)))
+    return (
+        float((y - want_y).detach().abs().max()),
+        abs(float((loss - want_loss).detach())),
+        max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_attention_and_loss_are_those_of_a_plain_loop(seed: int) -> None:
+    y, loss, gradient = largest_errors(seed)
+    assert y < 1e-10
+    assert loss < 1e-10
+    assert gradient < 1e-9
+
+
+def mixer_of(data: Data) -> Mixer:
+    model = model_under_test(parse_config(ModelConfig, data))
+    mixer = model.mixers()[0]
+    assert mixer is not None
+    return mixer.train()
+
+
+@pytest.mark.parametrize("data", [INDEXED, design(layer(latent(query_rank=9, indexer=indexer())))])
+def test_the_index_learns_from_its_loss_alone(data: Data) -> None:
+    """The loss gives gradients to all of the indexer and to nothing else; the outputs give it none."""
+    mixer = mixer_of(data)
+    x = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    with record_router_statistics() as recorded:
+        y, _ = mixer(x, Layout.causal(2, 9))
+    names = [name for name, _ in mixer.named_parameters()]
+    inputs = [x, *mixer.parameters()]
+    for value, taught in ((torch.stack(recorded.losses).sum(), True), (y.sin().sum(), False)):
+        x_gradient, *gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+        assert (x_gradient is None) == taught
+        for name, gradient in zip(names, gradients, strict=True):
+            assert (gradient is not None) == (name.startswith("indexer.") == taught), name
+            assert gradient is None or float(gradient.abs().max()) > 0, name
+
+
+def test_the_loss_is_zero_where_the_scores_are_the_attention() -> None:
+    """One head whose logits are the index scores: relu(q·k) of positive q and k, weights of one."""
+    q, k = (torch.rand(2, 1, 6, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in (0, 1))
+    mask = Layout.causal(2, 6).attention_mask(None, True)
+    index = q, k, torch.full((2, 1, 6), 0.5, dtype=torch.float64)
+    assert abs(float(index_loss(index, (q, k), mask, 0.5))) < 1e-12
+    assert float(index_loss(index, (2 * q, k), mask, 0.5)) > 0.01
+
+
+def test_padding_has_no_loss() -> None:
+    mixer, x = mixer_of(INDEXED), torch.randn(2, 9, 24, dtype=torch.float64)
+    layout = Layout.padded([9, 4], side="left")
+    alone_losses = []
+    for row, length in ((0, 9), (1, 4)):
+        with record_router_statistics() as recorded:
+            mixer(x[row : row + 1, 9 - length :], Layout.causal(1, length))
+        alone_losses += recorded.losses
+    x[1, :5] = 1e3
+    with record_router_statistics() as recorded:
+        mixer(x, layout)
+    torch.testing.assert_close(sum(recorded.losses), sum(alone_losses), rtol=0, atol=1e-10)
+    assert int(recorded.index_losses[0].tokens) == 13
+
+
+# Ties
+
+
+def mask_of(positions: Tensor) -> AttentionMask:
+    """Queries at position 5 of keys at these positions [1, S]."""
+    return AttentionMask(torch.full((1, 1), 5), positions, causal=True)
+
+
+def test_of_equal_scores_the_lowest_positions_win() -> None:
+    """In any order of the slots, and also where scores differ by rounding."""
+    scores = torch.tensor([[[0.0, 0.5, -0.0, 0.0, 0.5 + 1e-13, -1.0]]], dtype=torch.float64)
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 4, 1, 0, 2], [2, 0, 3, 4, 5, 1]):
+        positions = torch.tensor([order])
+        mask = mask_of(positions)
+        permuted = scores[..., order]
+        for top_k, expected in ((1, {1}), (2, {1, 4}), (3, {0, 1, 4}), (4, {0, 1, 2, 4}), (5, {0, 1, 2, 3, 4})):
+            taken = _selected(permuted, mask.materialize(), positions.argsort(1), top_k)
+            assert set(positions[taken[:, 0]].tolist()) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chunks", [[12], [5, 7], [1] * 12, [3, 1, 8]])
+def test_equal_keys_tie_however_the_text_is_cut(dtype: torch.dtype, chunks: list[int]) -> None:
+    """A text of two different tokens without positions: scores tie everywhere, and the first of each kind are seen."""
+    data = design(layer(attention(position=None, indexer=indexer(top_k=2)), None))
+    model = model_under_test(parse_config(ModelConfig, data)).to(dtype)
+    tokens = torch.tensor([[3, 7, 3, 3, 7, 7, 3, 7, 3, 7, 7, 3]]).repeat(2, 1)
+    with torch.no_grad():
+        whole, (cut, _) = model(tokens)[0], forward_in_chunks(model, tokens, chunks, 12)
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-10)
+
+
+def test_long_calls_are_scored_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_under_test(parse_config(ModelConfig, INDEXED)).train()
+    tokens, results = random_tokens(model.config, 2, 13), []
+    for size in (2**22, 100):
+        monkeypatch.setattr("heddle.numerics.attention.indexer.MAX_SCORES", SimpleNamespace(on=lambda _, s=size: s))
+        with record_router_statistics() as recorded:
+            hidden = model(tokens)[0]
+        results.append((hidden, sum(recorded.losses)))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
+
+
+# States, sizes and names
+
+
+def test_the_state_has_the_keys_of_the_index() -> None:
+    config = parse_config(ModelConfig, INDEXED)
+    model = heddle.build(config)
+    dense = heddle.build(parse_config(ModelConfig, alone(kv_heads=2)))
+    state: Any = model.init_state(2, 20)
+    assert state.bytes - dense.init_state(2, 20).bytes == 2 * 2 * 20 * 8 * 4
+    assert [tuple(layer.index.keys.shape) for layer in state.layers] == [(2, 1, 20, 8)] * 2
+    parameters = 2 * (24 * (2 * 8 + 8 + 2) + 2 * 8)
+    assert model.init_state(1, 8).bytes > 0
+    sizes = [heddle.size(each.config, 20) for each in (model, dense)]
+    assert sizes[0].parameters - sizes[1].parameters == parameters
+    projections, score = 2 * 24 * (2 * 8 + 8 + 2), 2 * 2 * (8 + 1) * (20 * 21 // 2) / 20
+    attended = 2 * 4 * 12 * (visible_pairs(20, 20, None, True, 3) - 20 * 21 // 2) / 20
+    assert sizes[0].flops_per_token - sizes[1].flops_per_token == pytest.approx(2 * (projections + score + attended))
+    assert sizes[0].state_bytes - sizes[1].state_bytes == 2 * 20 * 8 * 4
+
+
+@pytest.mark.parametrize("window", [None, 2, 3, 5])
+@pytest.mark.parametrize("most", [1, 2, 4, 9])
+def test_pairs_are_those_of_a_count(window: int | None, most: int) -> None:
+    for keys in range(1, 14):
+        for queries in range(1, keys + 1):
+            first, seen = keys - queries, keys if window is None else window
+            causal = sum(min(most, seen, first + t + 1) for t in range(queries))
+            assert visible_pairs(queries, keys, window, True, most) == causal
+        both = [min(t, seen) + min(keys - 1 - t, seen) + 1 for t in range(keys)]
+        if window is None or most <= 2 * window:
+            assert visible_pairs(keys, keys, window, False, most) == sum(min(most, each) for each in both)
+
+
+def test_a_state_that_grows_and_rolls_back() -> None:
+    """After a roll-back the same tokens give the same outputs as if nothing had been added."""
+    model = model_under_test(case("attention-indexer-window"))
+    tokens, others = random_tokens(model.config, 3, 16), random_tokens(model.config, 3, 4, seed=1)
+    with torch.no_grad():
+        want = model(tokens)[0]
+        state = model.init_state(3, 16, rollback=4)
+        _, state = model(tokens[:, :9], None, state)
+        _, state = model(others, None, state)
+        state = state.rollback(4)
+        got, _ = model(tokens[:, 9:], None, state)
+    torch.testing.assert_close(got, want[:, 9:], rtol=0, atol=1e-10)
+
+
+def test_recomputed_layers_have_the_same_gradients() -> None:
+    model = model_under_test(parse_config(ModelConfig, INDEXED)).train()
+    tokens, gradients = random_tokens(model.config, 2, 9), []
+    for model.checkpointing in (False, True):
+        with record_router_statistics() as recorded:
+            value = model(tokens)[0].square().sum()
+        assert len(recorded.index_losses) == 2
+        (value + sum(recorded.losses)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-12)
+
+
+def test_a_training_step_counts_tokens_and_not_parts() -> None:
+    """The loss of a step is a mean over tokens, however the batch is split."""
+    tokens = np.random.default_rng(1).integers(1, 61, (4, 13))
+    batch, results = Batch(tokens, ((12,), (5, 7), (1, 1, 10), (3, 9)), np.arange(4)), []
+    for parts in (1, 2, 4):
+        model = model_under_test(parse_config(ModelConfig, INDEXED)).train()
+        step = accumulate_gradients(model, batch, (5, 7), parts)
+        results.append((step.aux_loss, [parameter.grad for parameter in model.parameters()]))
+    assert float(results[0][0]) > 0
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-12)
+
+
+def test_transformers_class_trains_the_index() -> None:
+    model: Any = HeddleForCausalLM.from_decoder(model_under_test(parse_config(ModelConfig, INDEXED))).train()
+    tokens = random_tokens(model.heddle_decoder.config, 2, 9)
+    with record_router_statistics() as recorded:
+        hidden, _ = model.heddle_decoder(tokens)
+    logits = model.heddle_decoder.head(hidden)[:, :-1]
+    text = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    want = text + torch.stack(recorded.losses).sum() / tokens.numel()
+    torch.testing.assert_close(model(tokens, labels=tokens).loss.double(), want, rtol=0, atol=1e-6)
+
+
+def test_a_large_design_becomes_small() -> None:
+    large = alone(heads=32, head_dim=128, indexer={"top_k": 2048, "heads": 64, "head_dim": 128})
+    small: Any = shrink(parse_config(ModelConfig, large)).layers[0].mixer
+    assert (small.indexer.top_k, small.indexer.heads, small.indexer.head_dim) == (3, 2, 8)
+
+
+def test_the_description_names_the_fields() -> None:
+    config = parse_config(ModelConfig, INDEXED)
+    assert config.layers[0].mixer is not None
+    assert "indexer=(top_k=3 heads=2 head_dim=8 loss=1.0)" in describe(config.layers[0].mixer.dump())
+
+
+def test_designs_without_an_indexer_keep_their_names() -> None:
+    config = parse_config(ModelConfig, alone())
+    assert config.layers[0].mixer is not None
+    assert "indexer" not in config.layers[0].mixer.dump()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("mixer", "message"),
+    [
+        (attention(window=3, indexer=indexer()), r"layers\[0\].mixer.indexer.top_k: 3 selects all of the 3 keys"),
+        (
+            attention(window=3, causal=False, indexer=indexer(top_k=7)),
+            r"layers\[0\].mixer.indexer.top_k: 7 selects all of the 7 keys",
+        ),
+        (
+            attention(position=None, indexer=indexer(rope_layout="half")),
+            r"layers\[0\].mixer.indexer.rope_layout: does nothing without a position of kind rope",
+        ),
+        (attention(indexer=indexer(head_dim=4)), r"layers\[0\].mixer.indexer.head_dim"),
+        (attention(indexer=indexer(loss=0.0)), r"layers\[0\].mixer.indexer.loss"),
+    ],
+)
+def test_what_does_not_fit_is_refused(mixer: Data, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        heddle.build(heddle.load_config(design(layer(mixer))))
+
+
+def test_shared_keys_have_no_index() -> None:
+    with pytest.raises(ConfigError, match=r"layers\[1\].mixer.indexer: selects keys of its own layer"):
+        heddle.load_config(design(layer(attention()), layer(attention(shared_kv=True, indexer=indexer()))))
+
+
+def test_a_layer_reads_the_keys_of_an_indexed_one() -> None:
+    """It sees all of them: the selection is its source's alone."""
+    data = design(layer(attention(indexer=indexer())), layer(attention(shared_kv=True)))
+    model = model_under_test(parse_config(ModelConfig, data))
+    tokens = random_tokens(model.config, 2, 9)
+    weights = heddle.attention_weights(model, tokens)
+    assert [int((each[0] > 0).any(0)[-1].sum()) for each in weights if each is not None] == [3, 9]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_no_family_takes_them(family: str) -> None:
+    name = "attention-indexer" if family == "llama" else "latent-indexer"
+    with pytest.raises(ConfigError, match="indexer"):
+        chosen_match(case(name), family)
+
+
+@pytest.mark.parametrize("target", ["width=32", "head.tied=false", "fold_norms,final_norm=false"])
+@pytest.mark.parametrize("name", ["attention-indexer", "latent-indexer", "latent-indexer-full-query"])
+def test_conversions_that_leave_attention_alone_keep_the_logits(name: str, target: str) -> None:
+    source = source_model(case(name))
+    assert difference(source, converted_model(source, parse_rewrite(target))) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "target", ["kv_heads=1,groups=contiguous,merge=mean", "window,window=2", "rope_layout,layout=interleaved"]
+)
+def test_other_conversions_are_refused(target: str) -> None:
+    source: Any = SimpleNamespace(
+        weights=ModelWeights(source_model(parse_config(ModelConfig, INDEXED))), tokenizer=None
+    )
+    with pytest.raises(ConfigError, match=r"layers.0.mixer.indexer: selects the keys of each query"):
+        Conversion(source, (parse_rewrite(target),)).plan()
+
+
+def test_an_index_within_a_pair_is_refused_by_its_path() -> None:
+    pair = {"kind": "pair", "first": attention(), "second": attention(indexer=indexer())}
+    source: Any = SimpleNamespace(
+        weights=ModelWeights(source_model(parse_config(ModelConfig, design(layer(pair))))), tokenizer=None
+    )
+    with pytest.raises(ConfigError, match=r"layers.0.mixer.second.indexer"):
+        Conversion(source, (parse_rewrite("window,window=2"),)).plan()
+
+
+def test_the_explorer_does_not_show_them() -> None:
+    with pytest.raises(ConfigError, match=r"layers\[0\].mixer.indexer: is not a field of the explorer"):
+        explorer_design(case("latent-indexer"))
+
+
+# Faults that the checks above see
+
+
+def test_the_loop_sees_scores_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls(index_scores, "relu", lambda scores: scores)(monkeypatch)
+    assert max(largest_errors(seed)[1] for seed in range(4)) > 1e-3
+
+
+def test_the_loop_sees_keys_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls(Indexer.forward, "k_norm", lambda inner, k: inner.k_norm(k).flip(-1))(monkeypatch)
+    assert max(largest_errors(seed)[1] for seed in range(4)) > 1e-3
+
+
+def test_ties_of_the_highest_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls(_selected, "cumsum", lambda equal, dim: equal.flip(dim).cumsum(dim).flip(dim))(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_of_equal_scores_the_lowest_positions_win()
+
+
+def test_a_loss_that_teaches_the_model_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls(Indexer.forward, "detach", lambda x: x, nth=0)(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_the_index_learns_from_its_loss_alone(INDEXED)
+
+
+def test_few_keys_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of at most top_k tokens has the mask itself, and so the kernels of dense attention."""
+    mask = Layout.causal(1, 3).attention_mask(None, True)
+    x = torch.randn(1, 2, 3, 4)
+    assert select_keys(x, x[:, :1], x[..., 0], mask, 3) is mask
