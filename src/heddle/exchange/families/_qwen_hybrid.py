@@ -9,7 +9,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
 from heddle.exchange.family import DEPTHWISE_CONV, WeightMap, interleaved_by_group
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
@@ -21,20 +20,14 @@ def read_design(config: ConfigReader, feedforwards: list[dict[str, Any]]) -> dic
     """A design with one layer for each feed-forward; `layer_types` says which mixer each layer has."""
     eps = config.get("rms_norm_eps", 1e-6)
     mixers = {FULL: _read_attention(config), LINEAR: _read_delta(config, eps)}
-    types = _read_types(config, len(feedforwards))
+    usual = default_types(config.get("full_attention_interval", 4), len(feedforwards))
+    types = _layer_types.read_kinds(config, "layer_types", usual, (LINEAR, FULL))
     layers = [
         {"mixer": mixers[kind], "feedforward": feedforward}
         for kind, feedforward in zip(types, feedforwards, strict=True)
     ]
     norm = {"kind": "rms", "eps": eps, "offset": 1.0, "cast": "after"}
     return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
-
-
-def _read_types(config: ConfigReader, depth: int) -> list[str]:
-    types = config.get("layer_types", default_types(config.get("full_attention_interval", 4), depth))
-    if len(types) != depth or set(types) - {LINEAR, FULL}:
-        raise config.invalid("layer_types", f"should say {LINEAR} or {FULL} of each of {depth} layers")
-    return types
 
 
 def default_types(interval: int, depth: int) -> list[str]:
@@ -44,16 +37,11 @@ def default_types(interval: int, depth: int) -> list[str]:
 
 def _read_attention(config: ConfigReader) -> dict[str, Any]:
     config.require("head_dim", int)
-    heads = _moe.read_heads(config)
-    return {
-        "kind": "attention",
-        **heads,
-        "qk_norm": "head",
-        "gate": "channel",
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR),
-    }
+    config.require("num_key_value_heads", int)
+    bias = config.get("attention_bias", False)
+    return _common.read_attention(
+        config, partial_rotary_factor=DEFAULT_ROTARY_FACTOR, qk_norm="head", gate="channel", bias=bias
+    )
 
 
 def _read_delta(config: ConfigReader, eps: float) -> dict[str, Any]:

@@ -22,8 +22,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         **_moe.read_aux_loss(config, top_k, depth),
     }
     layer = {"repeat": depth, "mixer": granite.read_mixer(config), "feedforward": feedforward}
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    return _common.design_fields(config, norm, [layer], **granite.read_multipliers(config))
+    return _common.rms_design(config, 1e-6, [layer], **granite.read_multipliers(config))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

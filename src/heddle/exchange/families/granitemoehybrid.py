@@ -9,6 +9,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _mamba, _moe, granite, granitemoe
+from heddle.exchange.families._mamba import PREFIXED_NAMES as NAMES
 from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import FULL
 from heddle.model.config import ModelConfig
@@ -17,16 +18,6 @@ from heddle.parts.positions.rope import RopeConfig
 
 LINEAR = "linear_attention"
 ALIASES = {"mamba": LINEAR, "attention": FULL}
-NAMES = _mamba.Names(
-    heads=("mamba_n_heads", 128),
-    head_dim=("mamba_d_head", 64),
-    state_size=("mamba_d_state", 256),
-    groups=("mamba_n_groups", 1),
-    conv_kernel=("mamba_d_conv", 4),
-    conv_bias=("mamba_conv_bias", True),
-    bias=("mamba_proj_bias", False),
-    expand=("mamba_expand", 2),
-)
 ROTARY, NO_POSITION = "rope", "nope"
 
 

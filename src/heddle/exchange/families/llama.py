@@ -6,25 +6,16 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same."""
     _common.check_width(config)
-    heads = _common.read_heads(config, config.require("hidden_size", int))
     config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"]),
-    }
+    mixer = _common.read_attention(config, bias=config.get("attention_bias", False))
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
-    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}, [layer])
+    return _common.rms_design(config, 1e-6, _common.same_layers(config, mixer, feedforward))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

@@ -60,10 +60,5 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    read_config,
-    write_config,
-    map_weights,
-    ignored_tensors=IGNORED_TENSORS,
+    "qwen3_5_text", "Qwen3_5ForCausalLM", read_config, write_config, map_weights, ignored_tensors=IGNORED_TENSORS
 )
