@@ -95,7 +95,7 @@ def test_groups_are_compared_with_the_baseline() -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        wrapped(_over_depths, lambda over_depths, run, name, hidden: over_depths(run, name, not hidden)),
+        wrapped(_over_depths, lambda over_depths, run, name, hidden: over_depths(run, name=name, hidden=not hidden)),
         operand_dropped(_gain, "other"),
         condition(_as_runs, "size", True),
         calls(profile_rows, "scored", lambda scored, group: scored(0)),

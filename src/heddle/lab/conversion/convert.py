@@ -46,6 +46,7 @@ from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.family_match import match_report
 from heddle.lab.compare.budget import TimeBudget, parse_duration
+from heddle.lab.compare.results import plain
 from heddle.lab.compare.speed import time_training_steps
 from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, ModelToMeasure, measured_rows
 from heddle.lab.conversion.results import (
@@ -555,7 +556,7 @@ def print_results(results: ConversionResults | None, out: Path, as_json: bool) -
         print_text(str(out))
         return
     if as_json:
-        print_text(json.dumps(results.to_plain(), indent=2))
+        print_text(json.dumps(plain(results), indent=2))
         return
     for sentence in (*conversion_verdict(results), measured_text_sentence(results)):
         print_text(sentence)
