@@ -24,10 +24,8 @@ from heddle.runtime import set_up_runtime
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
-from tests.analysis.comparison.plain import plain_ladder_pages
+from tests.analysis.comparison.plain import ladder_page
 from tests.html_page import Page
-
-ladder_page = plain_ladder_pages.ladder_page
 
 SIZES = "3000,6k,12k,24k"
 OPTIONS = ["--batch-size", "2", "--sequence-length", "16", "--tokens-per-parameter", "1", "--device", "cpu"]

@@ -17,11 +17,8 @@ from heddle.model.size import parameter_counts
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
-from tests.analysis.comparison.plain import plain_ladder_pages, plain_ladder_report
+from tests.analysis.comparison.plain import _trunk_correlation, ladder_page
 from tests.html_page import Page
-
-_trunk_correlation = plain_ladder_report._trunk_correlation
-ladder_page = plain_ladder_pages.ladder_page
 
 OPTIONS = ["--sizes", "3000,6k,12k,24k", "--batch-size", "8", "--sequence-length", "16", "--device", "cpu"]
 OPTIONS += ["--threads", "1", "--quiet"]
