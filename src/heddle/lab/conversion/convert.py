@@ -27,7 +27,6 @@ from heddle.conversion.heal import (
     CONVERTED_FOLDER,
     HEAL_FOLDER,
     HEALING_BATCH,
-    Original,
     calibration_from_corpus,
     calibration_samples,
     convert_and_heal,
@@ -290,7 +289,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         count = CALIBRATION_TOKENS if settings.calibration_tokens is None else settings.calibration_tokens
         length, design = settings.sequence_length, source.weights.design
         loss_weights = LossWeights.parse(settings.heal_loss, "--heal-loss")
-        distillation = Distillation(Original(source), loss_weights, settings.heal_parameters or "all")
+        distillation = Distillation(source, loss_weights, settings.heal_parameters or "all")
         if settings.heal is not None or budget is not None:
             rate = healing_rate(design.width) if settings.heal_lr is None else settings.heal_lr
             batch_size = HEALING_BATCH if settings.heal_batch_size is None else settings.heal_batch_size
