@@ -39,7 +39,6 @@ from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.lock import RunLock
 from heddle.storage.run_log import first_difference
-from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
 RunKey = tuple[str, int, float, int]  # a run's design, width, tokens per parameter and seed
@@ -190,7 +189,7 @@ def open_ladder(
     """
     settings = plan.settings
     if scales is None:
-        named = design_scales(plan, model_vocab_size(settings, DEFAULT_VOCAB_SIZE))
+        named = design_scales(plan, model_vocab_size(settings))
         scales = {scale.name: scale for scale in named}
     sizes = plan.requested_sizes(next(iter(scales.values())))
     if len(sizes) < MIN_SIZES:
@@ -233,7 +232,7 @@ def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str =
     for entry in plan.entries:
         check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
     ladder = replace(ladder, text=corpus)
-    if corpus.tokenizer.vocab_size != model_vocab_size(settings, DEFAULT_VOCAB_SIZE):
+    if corpus.tokenizer.vocab_size != model_vocab_size(settings):
         scales = design_scales(plan, corpus.tokenizer.vocab_size)
         sizes = plan.requested_sizes(scales[0])
         ladder = replace(
