@@ -3,6 +3,7 @@
 Norms multiply by `1 + γ`, except for the delta rule's head norm.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from heddle.exchange import design_parts
@@ -10,6 +11,7 @@ from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
 from heddle.exchange.family import DEPTHWISE_CONV, WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
+from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -83,20 +85,30 @@ def mixer_types(design: ModelConfig) -> list[str]:
     return [LINEAR if isinstance(layer.mixer, GatedDeltaConfig) else FULL for layer in design_parts.layers(design)]
 
 
-def map_attention(weights: WeightMap, hf: str, heddle: str, heads: int) -> None:
-    """The projections of softmax attention; those of queries and gates are one tensor, interleaved by head."""
-    _common.map_attention(weights, hf, heddle)
-    both = (f"{heddle}.mixer.q", f"{heddle}.mixer.gate")
-    weights.add_module(f"{hf}.self_attn.q_proj", *both, transform=interleaved_by_group(heads))
+def map_weights(
+    design: ModelConfig, weights: WeightMap, map_inputs: Callable[[WeightMap, str, str, int], None]
+) -> None:
+    """Llama's tensor names, those of the delta rule, and those of experts.
 
-
-def map_delta(weights: WeightMap, hf: str, heddle: str) -> None:
-    """The tensors of the delta rule but for its input projections, of which each family has its own order."""
-    weights.add_module(f"{hf}.conv1d", f"{heddle}.convolution", transform=DEPTHWISE_CONV)
-    weights.add_tensor(f"{hf}.A_log", f"{heddle}.decay.rate")
-    weights.add_tensor(f"{hf}.dt_bias", f"{heddle}.decay.bias")
-    weights.add_module(f"{hf}.norm", f"{heddle}.norm")
-    weights.add_module(f"{hf}.out_proj", f"{heddle}.out")
+    map_inputs: maps the projections of the delta rule's input, given its key heads: each family has its own order.
+    """
+    _common.map_embedding_and_head(design, weights)
+    for index, layer in enumerate(design_parts.layers(design)):
+        hf, heddle, mixer = f"model.layers.{index}", f"layers.{index}", layer.mixer
+        if isinstance(mixer, GatedDeltaConfig):
+            delta, own = f"{hf}.linear_attn", f"{heddle}.mixer"
+            map_inputs(weights, delta, own, mixer.key_heads or mixer.heads)
+            weights.add_module(f"{delta}.conv1d", f"{own}.convolution", transform=DEPTHWISE_CONV)
+            weights.add_tensor(f"{delta}.A_log", f"{own}.decay.rate")
+            weights.add_tensor(f"{delta}.dt_bias", f"{own}.decay.bias")
+            weights.add_module(f"{delta}.norm", f"{own}.norm")
+            weights.add_module(f"{delta}.out_proj", f"{own}.out")
+        elif isinstance(mixer, AttentionConfig):
+            _common.map_attention(weights, hf, heddle)
+            both = (f"{heddle}.mixer.q", f"{heddle}.mixer.gate")  # one tensor, interleaved by head
+            weights.add_module(f"{hf}.self_attn.q_proj", *both, transform=interleaved_by_group(mixer.heads))
+        map_experts(weights, f"{hf}.mlp", f"{heddle}.feedforward")
+        _common.map_pre_norms(weights, hf, heddle)
 
 
 def map_experts(weights: WeightMap, hf: str, heddle: str) -> None:
