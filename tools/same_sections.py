@@ -21,7 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 DESIGNS, MAP = HERE / "same_designs.json", HERE / "same_options.json"
 MEASURED = re.compile(  # fields that hold time or memory, or a hash over these
-    r"(wall_)?seconds|.*_per_second|.*speed_range|peak_memory.*|created|chain|head|prefill|decode"
+    r"(wall_)?seconds|.*_per_second|.*speed_range|peak_memory.*|created|chain|head|prefill|decode|reading_share"
 )
 DURATION = re.compile(r"\b[\d.,–-]+ (ms|s|min|h|hours|minutes|seconds)\b")  # in a sentence
 TOKENS = re.compile(r'("(?:[^"\\]|\\.)*"\s*:)|"(?:[^"\\]|\\.)*"|[^\s\[\]{},:]+')  # of a JSON text; group 1: a key

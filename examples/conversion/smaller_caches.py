@@ -21,7 +21,6 @@ import torch
 from heddle.conversion.convert import Conversion, open_source
 from heddle.conversion.heal import (
     MIN_RATE_SHARE,
-    Original,
     calibration_from_corpus,
     calibration_samples,
     convert_and_heal,
@@ -161,7 +160,7 @@ def heal_all(run: Path, design: str, seed: int, corpus: Corpus, results: Results
         key = {"design": design, "seed": seed, "target": target, "stage": "healed"}
         if not results.has(**key):
             conversion = Conversion(source, parse_rewrites([target]), text)
-            distillation = Distillation(Original(source), LossWeights())
+            distillation = Distillation(source, LossWeights())
             healed = convert_and_heal(conversion, distillation, corpus, settings, folder / str(number))
             results.add(key | measure(healed.model, corpus, batches))
     key = {"design": design, "seed": seed, "target": "", "stage": "trained on"}

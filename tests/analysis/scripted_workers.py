@@ -1,13 +1,44 @@
 """Stand-ins of worker processes: each writes its result, or ends without, when it is polled for the n-th time."""
 
+import json
 import signal
+from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
 from heddle.lab import workers
 from heddle.lab.workers import Result, Task
+from heddle.signals import Interrupted
 from heddle.storage.file_io import write_json_file
+
+
+class EndedWorkers(ABC):
+    """Workers that end as they start, with results that are made up. tasks: what was asked, by the result's name.
+
+    interrupted_at: the name of the result in place of which the command is interrupted.
+    """
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.tasks: dict[str, dict[str, Any]] = {}
+        self.interrupted_at = ""
+
+    def start(self, request: Path, target: Path) -> Self:
+        name = target.stem
+        if name == self.interrupted_at:
+            raise Interrupted(15)
+        self.ran.append(name)
+        self.tasks[name] = json.loads(request.read_text(encoding="utf-8"))
+        write_json_file(target, self.result(self.tasks[name], name))
+        return self
+
+    @abstractmethod
+    def result(self, task: dict[str, Any], name: str) -> Result: ...
+
+    def poll(self) -> int:
+        return 0
 
 
 class Scripted:

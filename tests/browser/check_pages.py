@@ -27,7 +27,7 @@ from heddle.numerics.rotary import inverse_frequencies, sinusoidal_embedding
 from heddle.parts.positions.alibi import AlibiConfig
 from heddle.parts.positions.relative_bias import buckets_by_offset
 from tests import cases
-from tests.analysis.comparison.plain import plain_report
+from tests.analysis.comparison.plain import report_page
 from tests.analysis.comparison.reports import make_report
 from tests.analysis.conversion.conversions import single, sweep
 from tests.analysis.explorer.random_choices import TEXT, random_designs
@@ -35,8 +35,6 @@ from tests.analysis.ladder.test_ladder import command, folder, workers
 from tests.browser.browser import LOCAL, PHONE, chromium, errors, open_page
 from tests.browser.hostile_addresses import MARK, PLACES, VALUES, addresses, at
 from tools.site.build import Site
-
-report_page = plain_report.report_page
 
 __all__ = ["chromium", "folder", "workers"]  # fixtures
 CHOICES = 400

@@ -25,7 +25,7 @@ from heddle.conversion.convert import (
     open_source,
     saved_conversion,
 )
-from heddle.conversion.heal import Original, calibration_from_corpus, healing_job, healing_settings
+from heddle.conversion.heal import calibration_from_corpus, healing_job, healing_settings
 from heddle.conversion.targets import parse_rewrites
 from heddle.conversion.weights import ModelWeights, layer_activations
 from heddle.data import samples
@@ -165,7 +165,7 @@ def test_rows_to_calibrate_heal_and_validate_begin_with_bos(
     (bos,) = corpus.tokenizer.bos_ids
     text = calibration_from_corpus(corpus, 512, LENGTH)
     settings = healing_settings(1024, LENGTH, 1e-3, text.samples, 4)
-    job = healing_job(out, Distillation(Original(source), LossWeights(text=1.0)), corpus, settings, tmp_path / "heal")
+    job = healing_job(out, Distillation(source, LossWeights(text=1.0)), corpus, settings, tmp_path / "heal")
     batch_at, data = job.training_data.train_batches(settings), job.training_data
     loader = CorpusLoader(corpus.train, corpus.weights, LENGTH, 4, settings.seed, corpus.tokenizer.eod_id)
     cut = [loader.batch_from(settings.samples_before(step)) for step in range(settings.steps)]
@@ -307,7 +307,7 @@ def test_a_healing_goes_on_as_it_began(
     fewer: tuple[ConversionSource, Path, Corpus], texts: Path, tmp_path: Path, earlier: pytest.MonkeyPatch
 ) -> None:
     source, out, corpus = fewer
-    distillation, settings = Distillation(Original(source), LossWeights(text=1.0)), healing_settings(512, LENGTH, 1e-3)
+    distillation, settings = Distillation(source, LossWeights(text=1.0)), healing_settings(512, LENGTH, 1e-3)
     train(healing_job(out, distillation, corpus_of(source, texts), settings, tmp_path / "heal"))
     earlier.undo()
     assert rows_of(healing_job(out, distillation, corpus, settings, tmp_path / "heal")) == PLAIN_ROWS

@@ -14,7 +14,6 @@ from heddle.cli.main import run_command
 from heddle.conversion import heal as heal_module
 from heddle.conversion.convert import CONVERSION_FILE, Conversion, ConversionSource, convert, open_source
 from heddle.conversion.heal import (
-    Original,
     calibration_from_corpus,
     convert_and_heal,
     healing_job,
@@ -66,7 +65,7 @@ def job(
 ) -> TrainingJob:
     source, converted = folders
     asked = dataclasses.replace(settings(first_sample=first_sample), save_every=2)
-    return healing_job(converted, Distillation(Original(source), weights), texts, asked, out)
+    return healing_job(converted, Distillation(source, weights), texts, asked, out)
 
 
 def test_healing_brings_a_model_closer_to_the_original(
@@ -75,7 +74,7 @@ def test_healing_brings_a_model_closer_to_the_original(
     source, converted = folders
     before = sorted(path.read_bytes() for path in converted.iterdir())
     more = dataclasses.replace(settings(), steps=40)
-    distillation = Distillation(Original(source), LossWeights(layers=1.0))
+    distillation = Distillation(source, LossWeights(layers=1.0))
     result = train(healing_job(converted, distillation, texts, more, tmp_path / "heal"))
     log = read_log(tmp_path / "heal")
     for name in ("divergence", "layer_error"):
@@ -148,7 +147,7 @@ def test_a_text_that_is_read_again_is_named(
 def healed(folders: Any, texts: Corpus, out: Path, to: str = "kv_heads=1,groups=contiguous,merge=mean") -> None:
     source, asked = folders[0], settings(first_sample=4)
     conversion = Conversion(source, tuple(parse_rewrites([to])))
-    convert_and_heal(conversion, Distillation(Original(source), BOTH), texts, asked, out)
+    convert_and_heal(conversion, Distillation(source, BOTH), texts, asked, out)
 
 
 def test_a_conversion_that_died_continues_and_its_folder_is_whole_or_absent(
@@ -210,7 +209,7 @@ def test_the_rate_falls_with_the_loss_that_the_conversion_added(
     folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path
 ) -> None:
     assert [rate_share(loss) for loss in (-1.0, 0.0, 0.02, 0.5, 2.0, 9.0)] == [0.1, 0.1, 0.1, 0.5, 1.0, 1.0]
-    source, distillation = folders[0], Distillation(Original(folders[0]))
+    source, distillation = folders[0], Distillation(folders[0])
     rates = {}
     for target in ("kv_heads=1,groups=contiguous,merge=mean", "head.tied=false"):
         conversion = Conversion(source, tuple(parse_rewrites([target])))

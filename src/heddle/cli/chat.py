@@ -4,9 +4,10 @@ import contextlib
 import math
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from heddle.cli.serve import check_installed, load_any
 from heddle.errors import ConfigError, DataError
@@ -34,6 +35,15 @@ COMMANDS = """\
 /reset           forget everything
 /quit            end; so does Ctrl-D, and Ctrl-C stops an answer
 A line that begins with // is a text that begins with /."""
+# The commands that set a field of `SamplingSettings`, and how each reads its value.
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "temperature": float,
+    "top-k": int,
+    "top-p": float,
+    "max-tokens": int,
+    "seed": lambda value: int(value) if value else None,
+    "stop": lambda value: (value,) if value else (),
+}
 
 
 def chat(settings: ChatSettings) -> None:
@@ -135,7 +145,7 @@ class Terminal:
         """One command."""
         if name == "help":
             print_text(f"{COMMANDS}\nnow: {self._shown_settings()}")
-        elif name in ("temperature", "top-k", "top-p", "max-tokens", "seed", "stop"):
+        elif name in SETTINGS:
             self._set(name, value)
         elif name == "undo":
             is_undone = [conversation.undo() for conversation in self.conversations]
@@ -156,18 +166,7 @@ class Terminal:
         from heddle.serving.requests import RequestError
 
         try:
-            if name == "stop":
-                changed = replace(self.settings, stop=(value,) if value else ())
-            elif name == "seed":
-                changed = replace(self.settings, seed=int(value) if value else None)
-            elif name == "max-tokens":
-                changed = replace(self.settings, max_tokens=int(value))
-            elif name == "top-k":
-                changed = replace(self.settings, top_k=int(value))
-            elif name == "top-p":
-                changed = replace(self.settings, top_p=float(value))
-            else:
-                changed = replace(self.settings, temperature=float(value))
+            changed = replace(self.settings, **{name.replace("-", "_"): SETTINGS[name](value)})
             for conversation in self.conversations:
                 conversation.check(changed)
         except ValueError:

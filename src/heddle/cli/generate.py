@@ -3,26 +3,20 @@
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from heddle.cli.serve import require_causal
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.progress import print_status, print_text
 from heddle.session import GENERATION_NEEDS, dtype_of, open_session
-from heddle.settings import shared
+from heddle.settings import Argument, Deterministic, Json, Kernel, Option, Precision, SessionSettings, Tf32, shared
 
 if TYPE_CHECKING:
     from heddle.generation.speculative import SpeculativeRound
     from heddle.model.decoder import Decoder
     from heddle.tokenization.tokenizer import Tokenizer
-
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-from heddle.settings import Argument, Deterministic, Json, Kernel, Option, Precision, SessionSettings, Tf32
-
-# The settings of `heddle generate`.
 
 BatchInvariant = Annotated[bool, Option("", "Compute each prompt alone, so that it has the same bits.")]
 

@@ -1,7 +1,8 @@
 """Convert a model: apply rewrites one after the other, and write the result layer by layer."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from heddle.conversion.rewrite import Rewrite, merged_repeats
-from heddle.conversion.weights import CalibrationText, TensorSpec, Weights
+from heddle.conversion.weights import CalibrationText, TensorSpec, Weights, build_model
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.load import LazyCheckpoint
 from heddle.exchange.safetensors_folder import parse_json, read_text_file
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.progress import progress_bar
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
@@ -60,6 +63,16 @@ class ConversionSource:
             other = open_source(folder).tokenizer
             if own is not None and other is not None and own.hash != other.hash:
                 raise ConfigError(f"{folder}: has another tokenizer than {self.folder}; its ids mean other text")
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its design: a source is a teacher, too."""
+        return self.weights.design
+
+    def build_model(self, config: ModelConfig, device: str) -> Decoder:
+        """Build it in float32. config: must be its own."""
+        assert config == self.config
+        return build_model(self.weights).float().to(device)
 
 
 class FolderWeights(Weights):
@@ -231,18 +244,11 @@ def convert(conversion: Conversion, out: Path) -> Weights:
     documents[CONVERSION_FILE] = _json(conversion.describe())
     if source.imported_config:
         documents[IMPORTED_FILE] = _json(source.imported_config)
-    total = sum(dtype.itemsize * _numel(shape) for dtype, shape in weights.specs.values())
+    total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in weights.specs.values())
     with progress_bar("converting", total, "bytes") as bar:
         tensors = _ConvertedTensors(weights, bar.advance)
         write_folder(out, tensors={WEIGHTS_FILE: tensors}, documents=documents, kind="model")
     return weights
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _describe(rewrite: Rewrite) -> dict[str, Any]:

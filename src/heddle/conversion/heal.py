@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader, RowProtocol
 from heddle.errors import CheckpointError, ConfigError, DataError
-from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder
 from heddle.parts.layout import Layout
 from heddle.progress import print_warning
 from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
@@ -38,7 +36,6 @@ from heddle.storage.folder import read_folder, write_folder
 from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
 from heddle.storage.tensor_file import DTYPES
-from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation
 from heddle.training.evaluation.scores import bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
@@ -93,38 +90,6 @@ RATE_ROWS = 16  # of the text, on which the added loss is measured
 RATE_FILE, CONVERTED_FOLDER, HEAL_FOLDER = "rate.json", "converted", "heal"  # in the work folder
 HEALING_BATCH = 8  # rows
 SAVE_EVERY = 50  # steps
-
-
-@dataclass(frozen=True)
-class Original:
-    """The source of a conversion as a teacher."""
-
-    source: ConversionSource
-
-    @property
-    def folder(self) -> Path:
-        """Return where it lies."""
-        return self.source.folder
-
-    @property
-    def config(self) -> ModelConfig:
-        """Return its design."""
-        return self.source.weights.design
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Return its tokenizer."""
-        return self.source.tokenizer
-
-    @property
-    def weights_sha256(self) -> str:
-        """Return a hash of all weights."""
-        return self.source.weights_sha256
-
-    def build_model(self, config: ModelConfig, device: str) -> Decoder:
-        """Build it in float32. config: must be its own."""
-        assert config == self.config
-        return build_model(self.source.weights).float().to(device)
 
 
 def healing_rate(width: int, tokens_per_step: int = HEALING_STEP) -> float:

@@ -15,13 +15,14 @@ from pydantic import Field
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt
+from heddle.conversion.branches import layer_modules
 from heddle.conversion.fit import FitResult, check_fit_text, fit_mixer
 from heddle.conversion.heads.parameters import repeat_key_heads
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, replacement_losses, top_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
-from heddle.model.decoder import Decoder, Layer, build
+from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import initialize
 from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.mixers.attention import AttentionConfig
@@ -190,10 +191,9 @@ class NewMixers(ConvertedWeights):
         return mixer, result
 
     def _empty_mixer(self, index: int) -> Mixer:
-        layer = self._meta_model.layers[index]
-        assert isinstance(layer, Layer)
-        assert layer.mixer is not None
-        return layer.mixer
+        mixer = layer_modules(self._meta_model, index).mixer
+        assert mixer is not None
+        return mixer
 
     def _start(self, index: int) -> dict[str, Tensor]:
         """What the new mixer takes over: the projections, with key and value heads repeated for the queries."""

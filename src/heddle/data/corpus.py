@@ -13,7 +13,7 @@ from typing import Any
 
 from heddle import progress
 from heddle.data.cache import DataCache, json_sha256, report_damage
-from heddle.data.samples import PLAIN_ROWS, RowProtocol
+from heddle.data.samples import GOLDEN_GAMMA, PLAIN_ROWS, RowProtocol, splitmix64
 from heddle.data.sources import ScannedSource, is_in_validation, parse_source
 from heddle.data.token_file import TokenFile, TokenFileWriter, write_token_file
 from heddle.errors import DataError, pip_install
@@ -69,7 +69,7 @@ class SourceSplit:
         limit = int(min(fraction, 1.0) * 2**64)
         for index, text in enumerate(self.documents(split)):
             # The first document always belongs to it, so that a sample is never empty.
-            if index == 0 or _document_hash(index) < limit:
+            if index == 0 or splitmix64(index * GOLDEN_GAMMA) < limit:
                 yield text
 
     def _by_hash(self, split: str) -> Iterator[str]:
@@ -103,14 +103,6 @@ def split_source(source: ScannedSource) -> SourceSplit:
         raise DataError(f"data {source.name} holds a single character: give more text.")
     train_characters = min(max(1, int(counts.characters * (1 - TAIL_FRACTION))), counts.characters - 1)
     return SourceSplit(source, "tail", train_characters)
-
-
-def _document_hash(index: int) -> int:
-    """A fixed pseudo-random number below 2**64 for the index of a document (SplitMix64)."""
-    value = (index + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return value ^ (value >> 31)
 
 
 # Encoding the splits of sources to token files, as far as needed, with a cache.

@@ -17,6 +17,7 @@ from heddle.tokenization.tokenizer import Tokenizer
 MAX_CYCLE_LENGTH = 10_000
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,7 @@ def document_lengths(tokens: np.ndarray, eod_id: int) -> tuple[tuple[int, ...], 
 
 def splitmix64(value: int) -> int:
     """SplitMix64's hash of a 64-bit integer (Steele, Lea and Flood 2014)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value + GOLDEN_GAMMA) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)

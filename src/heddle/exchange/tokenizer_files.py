@@ -157,9 +157,7 @@ def _with_added_tokens(text: str, backend: Backend, named: Mapping[str, Any], fo
             raise ConfigError(
                 f"{source}: 'added_tokens_decoder' has token {key}, which {TOKENIZER_FILE} has no place for"
             )
-        flags = {
-            name: entry[name] for name in ("lstrip", "rstrip", "single_word", "normalized", "special") if name in entry
-        }
+        flags = {name: entry[name] for name in TOKEN_FLAGS if name in entry}
         backend.add_tokens([AddedToken(content, **flags)])
     return backend.to_str() if missing else text
 

@@ -77,13 +77,13 @@ def _make_room(path: Path) -> str:
     return ""
 
 
-def find_damage(path: Path, kind: str | None = None, ranks: Ranks = ONE_PROCESS) -> str | None:
+def find_damage(path: Path, ranks: Ranks = ONE_PROCESS) -> str | None:
     """Return what is wrong with a checkpoint, as one sentence; None if every byte is as it was written.
 
     ranks: each verifies a share of the files.
     """
     try:
-        call_on_all(ranks, lambda: verify_folder(path, kind, ranks).kind)
+        call_on_all(ranks, lambda: verify_folder(path, ranks=ranks).kind)
     except HeddleError as error:
         return str(error)
     return None

@@ -89,31 +89,14 @@ def open_regular_file(path: Path, flags: int = READ_FLAGS) -> Iterator[tuple[int
         os.close(descriptor)
 
 
-def read_exactly(
-    descriptor: int,
-    view: memoryview,
-    path: Path,
-    digest: "hashlib._Hash | None" = None,
-    hash_thread: ThreadPoolExecutor | None = None,
-) -> None:
-    """Fill `view` from the descriptor and add the bytes to `digest`. Raises CheckpointError if the file ends early.
-
-    hash_thread: an executor with one thread, which hashes a chunk while the next one is read.
-    """
+def read_exactly(descriptor: int, view: memoryview, path: Path) -> None:
+    """Fill `view` from the descriptor. Raises CheckpointError if the file ends early."""
     filled = 0
-    pending_hashes: list[Future[None]] = []
     while filled < len(view):
-        part = view[filled : filled + CHUNK_BYTES]
-        count = system.readv(descriptor, [part])
+        count = system.readv(descriptor, [view[filled : filled + CHUNK_BYTES]])
         if count == 0:
             raise CheckpointError(f"{path}: ended while it was read; restore the file")
-        if digest is not None and hash_thread is not None and len(view) >= MIN_PARALLEL_BYTES:
-            pending_hashes.append(hash_thread.submit(digest.update, part[:count]))
-        elif digest is not None:
-            digest.update(part[:count])
         filled += count
-    for pending in pending_hashes:
-        pending.result()
 
 
 def hash_rest(descriptor: int, digest: "hashlib._Hash") -> None:

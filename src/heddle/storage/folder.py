@@ -298,9 +298,8 @@ def _read_document(path: Path, record: FileRecord, flags: int) -> str:
                 " restore the file or go back to an earlier checkpoint"
             )
         raw = bytearray(size)
-        digest = hashlib.sha256()
-        file_io.read_exactly(descriptor, memoryview(raw), path, digest)
-    if digest.hexdigest() != record.sha256:
+        file_io.read_exactly(descriptor, memoryview(raw), path)
+    if hashlib.sha256(raw).hexdigest() != record.sha256:
         raise CheckpointError(
             f"{path}: was altered (its SHA-256 differs from the manifest);"
             " restore the file or go back to an earlier checkpoint"

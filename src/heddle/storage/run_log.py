@@ -52,11 +52,16 @@ def open_run(folder: Path, identity: dict[str, Any], environment: dict[str, Any]
             raise CheckpointError(f"{folder}: holds another run: {difference}; use the same, or another folder")
         _print_other_environment(folder, saved, to_plain_json(environment))
         return True
-    names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
-    if names:
-        raise CheckpointError(f"{folder}: holds something else ({sorted(names)[0]}); choose an empty or new folder")
+    refuse_other_content(folder)
     write_json_file(path, to_plain_json(environment) | to_plain_json(identity), REMEDY)
     return False
+
+
+def refuse_other_content(folder: Path) -> None:
+    """Raise CheckpointError, naming it, if a folder holds anything that is not hidden."""
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    if names:
+        raise CheckpointError(f"{folder}: holds something else ({names[0]}); choose an empty or new folder")
 
 
 def run_hash(folder: Path) -> str | None:

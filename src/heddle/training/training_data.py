@@ -1,9 +1,10 @@
 """The data of a training run: its batches and its metric. Text and chats give bits per byte, tasks an accuracy."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,39 +19,47 @@ from heddle.training.evaluation.scores import Scores, TokenObserver, bits_and_by
 from heddle.training.settings import Settings
 
 
-class TrainingData(Protocol):
-    """What the training loop needs from text, conversations or a task."""
+class TrainingData(ABC):
+    """What the training loop needs from text, conversations or a task. metric: its name in the log."""
+
+    metric: ClassVar[str]
 
     @property
-    def metric(self) -> str:
-        """Return the metric's name, as in the log: 'bits_per_byte' or 'accuracy'."""
-
-    @property
+    @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer that is saved with the model."""
 
     @property
     def documents(self) -> dict[str, str]:
         """Return other text files that are saved with the model, by name."""
+        return {}
 
     def check(self, model: Decoder) -> None:
-        """Raise ConfigError for a design that cannot learn from this data."""
+        """Raise ConfigError for a design that cannot learn from this data: one that sees what it must predict."""
+        if not model.causal:
+            raise ConfigError("causal: a mixer sees later tokens, so the design cannot learn to predict them")
 
+    @abstractmethod
     def train_batches(self, settings: Settings) -> Callable[[int], Batch]:
         """Return a function from a step to its batch. Raises DataError if there is too little data."""
 
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return what identifies the data: a continued run must have the same."""
 
     def report(self) -> dict[str, Any]:
         """Describe the data as plain values, for run.json."""
+        return self.identity()
 
+    @abstractmethod
     def step_metrics(self, batch: Batch, loss: float) -> dict[str, float]:
         """Return the metrics of a training step, besides its loss, for the log."""
 
+    @abstractmethod
     def validation_batches(self, settings: Settings, tokens: int) -> Iterable[Batch]:
         """Return batches of about `tokens` tokens that no step trains on."""
 
+    @abstractmethod
     def evaluate(
         self,
         model: Decoder,
@@ -64,26 +73,48 @@ class TrainingData(Protocol):
         """
 
 
+class WrittenData(TrainingData):
+    """Text or conversations, whose loss is counted in bits per byte."""
+
+    metric: ClassVar[str] = "bits_per_byte"
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the text."""
+
+    @property
+    def byte_lengths(self) -> np.ndarray:
+        """Return the bytes of each token."""
+        return self.tokenizer.byte_lengths
+
+    def step_metrics(self, batch: Batch, loss: float) -> dict[str, float]:
+        """Return the batch's bits per byte. End tokens count in it, so it is slightly higher than in an evaluation."""
+        scored_targets = batch.targets[batch.targets >= 0]
+        scored_bytes = max(1, int(self.byte_lengths[scored_targets].sum()))
+        return {"bits_per_byte": loss * scored_targets.size / math.log(2) / scored_bytes}
+
+    def evaluate(
+        self,
+        model: Decoder,
+        batches: Iterable[Batch],
+        autocast: torch.dtype | None,
+        observer: TokenObserver | None = None,
+    ) -> Scores:
+        """Return the bits and bytes of each window of a text, or of what the assistant says in each row."""
+        return bits_and_bytes(model, batches, self.byte_lengths, autocast, observer)
+
+
 @dataclass(frozen=True)
-class TextData:
+class TextData(WrittenData):
     """A text corpus."""
 
     corpus: Corpus
-    metric: str = "bits_per_byte"
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Return the corpus's tokenizer."""
         return self.corpus.tokenizer
-
-    @property
-    def documents(self) -> dict[str, str]:
-        """Return no files."""
-        return {}
-
-    def check(self, model: Decoder) -> None:
-        """Raise ConfigError if the model sees the tokens it must predict."""
-        _require_causal(model)
 
     def train_batches(self, settings: Settings) -> Callable[[int], Batch]:
         """Return a function from a step to a batch of windows of the training files."""
@@ -101,10 +132,6 @@ class TextData:
         """Return the corpus's counts of bytes, documents and tokens."""
         return self.corpus.report
 
-    def step_metrics(self, batch: Batch, loss: float) -> dict[str, float]:
-        """Return the batch's bits per byte. End tokens count in it, so it is slightly higher than in an evaluation."""
-        return {"bits_per_byte": _batch_bits_per_byte(self.tokenizer.byte_lengths, batch, loss)}
-
     def validation_batches(self, settings: Settings, tokens: int) -> Iterable[Batch]:
         """Return validation windows that are spread evenly over the text."""
         validation, batch_tokens = self.corpus.validation, settings.tokens_per_step
@@ -112,23 +139,12 @@ class TextData:
         every = max(1, validation_tokens // tokens)
         return evaluation_windows(validation, settings.sequence_length, settings.batch_size, self.corpus.rows, every)
 
-    def evaluate(
-        self,
-        model: Decoder,
-        batches: Iterable[Batch],
-        autocast: torch.dtype | None,
-        observer: TokenObserver | None = None,
-    ) -> Scores:
-        """Return the bits and bytes of each window."""
-        return bits_and_bytes(model, batches, self.tokenizer.byte_lengths, autocast, observer)
-
 
 @dataclass(frozen=True)
-class ChatData:
+class ChatData(WrittenData):
     """Conversations. Only what the assistant says is trained and evaluated."""
 
     chat: ChatDataset
-    metric: str = "bits_per_byte"
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -139,10 +155,6 @@ class ChatData:
     def documents(self) -> dict[str, str]:
         """Return the chat template, which a chat with the model needs."""
         return {CHAT_TEMPLATE_FILE: self.chat.chat_format.template}
-
-    def check(self, model: Decoder) -> None:
-        """Raise ConfigError if the model sees the tokens it must predict."""
-        _require_causal(model)
 
     def train_batches(self, settings: Settings) -> Callable[[int], Batch]:
         """Return a function from a step to its batch of rows.
@@ -169,25 +181,14 @@ class ChatData:
 
         scored_fraction: the assistant's share of all targets.
         """
-        bits_per_byte = _batch_bits_per_byte(self._byte_lengths, batch, loss)
-        return {"bits_per_byte": bits_per_byte, "scored_fraction": float((batch.targets >= 0).mean())}
+        return super().step_metrics(batch, loss) | {"scored_fraction": float((batch.targets >= 0).mean())}
 
     def validation_batches(self, settings: Settings, tokens: int) -> Iterable[Batch]:
         """Return rows of held-out conversations."""
         return self.chat.validation_batches(tokens // settings.sequence_length, settings.batch_size)
 
-    def evaluate(
-        self,
-        model: Decoder,
-        batches: Iterable[Batch],
-        autocast: torch.dtype | None,
-        observer: TokenObserver | None = None,
-    ) -> Scores:
-        """Return the bits and bytes of the assistant's text in each row."""
-        return bits_and_bytes(model, batches, self._byte_lengths, autocast, observer)
-
     @property
-    def _byte_lengths(self) -> np.ndarray:
+    def byte_lengths(self) -> np.ndarray:
         """Return the bytes of each token. The end token of a turn counts 0 bytes instead of a negative number."""
         return np.maximum(self.tokenizer.byte_lengths, 0)
 
@@ -218,22 +219,17 @@ class TaskSource(Protocol):
 
 
 @dataclass(frozen=True)
-class TaskData:
+class TaskData(TrainingData):
     """A task. Its held-out rows are the same for every run."""
 
     source: TaskSource
-    metric: str = "accuracy"
     tokenizer: Tokenizer | None = None
-
-    @property
-    def documents(self) -> dict[str, str]:
-        """Return no files."""
-        return {}
+    metric: ClassVar[str] = "accuracy"
 
     def check(self, model: Decoder) -> None:
         """Raise ConfigError if the vocabulary is too small, or the task needs a causal model and it is not."""
         if self.source.causal:
-            _require_causal(model)
+            super().check(model)
         vocab_size, required = model.embed.weight.shape[0], self.source.vocab_size
         if vocab_size < required:
             raise ConfigError(
@@ -250,10 +246,6 @@ class TaskData:
         return lambda step: self.source.batch(settings.seed, settings.samples_before(step), rows)
 
     def identity(self) -> dict[str, Any]:
-        """Return the task's description."""
-        return self.source.describe()
-
-    def report(self) -> dict[str, Any]:
         """Return the task's description."""
         return self.source.describe()
 
@@ -274,14 +266,3 @@ class TaskData:
     ) -> Scores:
         """Return the right answers and scored targets of each row."""
         return correct_predictions(model, batches, autocast)
-
-
-def _batch_bits_per_byte(byte_lengths: np.ndarray, batch: Batch, loss: float) -> float:
-    """Convert the mean loss of a batch's scored targets, in nats, to bits per byte."""
-    scored_targets = batch.targets[batch.targets >= 0]
-    return loss * scored_targets.size / math.log(2) / max(1, int(byte_lengths[scored_targets].sum()))
-
-
-def _require_causal(model: Decoder) -> None:
-    if not model.causal:
-        raise ConfigError("causal: a mixer sees later tokens, so the design cannot learn to predict them")

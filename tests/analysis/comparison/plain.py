@@ -74,23 +74,20 @@ def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Plain:
-    """A module whose functions take and give plain data."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.module, name)
-        return on_plain(value) if inspect.isfunction(value) else value
+def __getattr__(name: str) -> Any:
+    """The function that one of `MODULES` has under this name, on plain data."""
+    found = [getattr(module, name) for module in MODULES if defines(module, name)]
+    if len(found) != 1:
+        raise AttributeError(f"{len(found)} modules define {name}")
+    return on_plain(found[0])
 
 
-plain_abilities, plain_pairs, plain_statistics = Plain(abilities), Plain(pairs), Plain(statistics)
-plain_tables, plain_terminal, plain_text_profile = Plain(tables), Plain(compare), Plain(text_profile)
-plain_tuning, plain_verdict, plain_report = Plain(tuning), Plain(verdict), Plain(report)
-plain_sections, plain_figures, plain_conversion = Plain(sections), Plain(comparison), Plain(conversion_results)
-plain_predictions, plain_ladder_report, plain_ladder_pages = (
-    Plain(predictions),
-    Plain(ladder_report),
-    Plain(ladder_pages),
-)
+def defines(module: ModuleType, name: str) -> bool:
+    value = getattr(module, name, None)
+    return inspect.isfunction(value) and value.__module__ == module.__name__
+
+
+MODULES = (
+    abilities, compare, pairs, statistics, tables, text_profile, tuning, verdict, conversion_results, predictions,
+    ladder_report, ladder_pages, report, sections, comparison,
+)  # fmt: skip

@@ -7,14 +7,14 @@ import numpy as np
 
 from heddle.lab.compare.probes import RECALL_PROBES
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
-from tests.analysis.comparison.plain import plain_abilities, plain_pairs, plain_statistics, plain_verdict
-
-length_result = plain_abilities.length_result
-field_effects = plain_pairs.field_effects
-length_changes = plain_abilities.length_changes
-mean_bits_per_byte = plain_statistics.mean_bits_per_byte
-pair_report = plain_pairs.pair_report
-verdict_sentences = plain_verdict.verdict_sentences
+from tests.analysis.comparison.plain import (
+    field_effects,
+    length_changes,
+    length_result,
+    mean_bits_per_byte,
+    pair_report,
+    verdict_sentences,
+)
 
 CONTEXTS = [1024 * 2**power for power in range(8)]
 SAMPLE = (

@@ -13,12 +13,8 @@ from heddle.model.config import ModelConfig
 from heddle.training.evaluation.scores import EarlyStop
 from tests import small
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_abilities, plain_terminal
+from tests.analysis.comparison.plain import left_out_sentences, print_report, summarize_abilities
 from tests.laws.planting import assigned, condition
-
-left_out_sentences = plain_abilities.left_out_sentences
-print_report = plain_terminal.print_report
-summarize_abilities = plain_abilities.summarize_abilities
 
 LONG_TRAINING = 1e9  # tokens: every task is affordable
 

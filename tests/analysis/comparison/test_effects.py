@@ -10,10 +10,7 @@ import pytest
 from heddle.lab.compare.pairs import parse_number
 from heddle.lab.compare.statistics import t_quantile, text_half_width
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_pairs, plain_statistics
-
-field_effects = plain_pairs.field_effects
-mean_bits_per_byte = plain_statistics.mean_bits_per_byte
+from tests.analysis.comparison.plain import field_effects, mean_bits_per_byte
 
 FIELDS = {"layers.*.mixer.kv_heads": ("1", "2", "4"), "residual.kind": ("pre_norm", "parallel")}
 BASE = "kv_heads=2 pre_norm"

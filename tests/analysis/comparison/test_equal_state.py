@@ -20,10 +20,8 @@ from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_tables
+from tests.analysis.comparison.plain import equal_size_table
 from tests.model.test_overrides import GATED, design, mixer
-
-equal_size_table = plain_tables.equal_size_table
 
 CONTEXT = 240
 

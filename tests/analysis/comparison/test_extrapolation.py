@@ -7,11 +7,7 @@ import pytest
 
 from heddle.lab.compare.statistics import TEXT_SPANS, seed_half_width
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
-from tests.analysis.comparison.plain import plain_abilities, plain_statistics
-
-length_result = plain_abilities.length_result
-length_changes = plain_abilities.length_changes
-paired_difference = plain_statistics.paired_difference
+from tests.analysis.comparison.plain import length_changes, length_result, paired_difference
 
 
 def runs(values: dict[int, list[list[float]]], size: int = 1000) -> list[dict[str, Any]]:

@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
+from tests.analysis.comparison import plain as tables
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_tables
-
-tables = plain_tables
 
 
 @pytest.mark.parametrize(

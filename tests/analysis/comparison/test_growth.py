@@ -1,6 +1,5 @@
 """Comparisons that grow in place and that stop when they are resolved; their workers give results fixed in advance."""
 
-import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,54 +12,38 @@ from heddle.lab import workers as processes
 from heddle.lab.compare import run as run_module
 from heddle.lab.compare.probes import MIN_FINAL_TOKENS, final_tokens
 from heddle.lab.compare.run import ReportWriter
-from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
 from tests import small
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.runs import read_report
+from tests.analysis.scripted_workers import EndedWorkers
 
 LOSSES = {"a": 2.0, "b": 2.001, "c": 2.3, "d": 2.0}
 OPTIONS = ["--sequence-length", "32", "--batch-size", "16", "--device", "cpu", "--workers", "1", "--recall", "none"]
 OPTIONS += ["--speed-context-length", "24", "--extrapolate", "1", "--tokens", "5200", "--quiet"]
 
 
-class Ended:
-    """A process that has ended."""
-
-    def poll(self) -> int:
-        return 0
-
-
-class Workers:
+class Workers(EndedWorkers):
     """Takes the place of worker processes: the loss of a run follows from its design and seed."""
 
     def __init__(self) -> None:
-        self.ran: list[str] = []
-        self.stops_before: str | None = None
+        super().__init__()
         self.final_tokens: set[int] = set()
         template = reports.make_report({"a": reports.TINY["mha-tiny"]}, seeds=1)["designs"][0]["runs"][0]
         self.template = {**template, "extrapolation": []}
 
-    def start(self, request: Path, target: Path) -> Ended:
-        task = json.loads(request.read_text(encoding="utf-8"))
-        if target.stem == self.stops_before:
-            raise Interrupted(15)
-        self.ran.append(target.stem)
+    def result(self, task: dict[str, Any], name: str) -> dict[str, Any]:
         if task["task"] == "calibrate":
-            self.ran.remove(target.stem)
-            write_json_file(target, {"status": "done", "seconds_per_step": 0.2, "timed_seconds": 1.0})
-            return Ended()
+            return {"status": "done", "seconds_per_step": 0.2, "timed_seconds": 1.0}
         if task["task"] != "train":
-            write_json_file(target, {"status": "done", "train": [], "prefill": [], "decode": []})
-            return Ended()
+            return {"status": "done", "train": [], "prefill": [], "decode": []}
         self.final_tokens.add(task["final_tokens"])
-        name, seed = target.stem.split("-seed")
-        rng = np.random.default_rng([zlib.crc32(name.encode()), int(seed)])
-        loss = LOSSES[name] + np.random.default_rng(int(seed)).normal(0, 0.05) + rng.normal(0, 0.004)
-        windows = [[loss * 1000, 1000]] * 16
-        result = {"seed": int(seed), "bits_per_byte": loss, "windows": windows, "seconds": 2.0}
-        write_json_file(target, self.template | result)
-        return Ended()
+        design, seed = name.split("-seed")
+        rng = np.random.default_rng([zlib.crc32(design.encode()), int(seed)])
+        loss = LOSSES[design] + np.random.default_rng(int(seed)).normal(0, 0.05) + rng.normal(0, 0.004)
+        result = {"seed": int(seed), "bits_per_byte": loss, "windows": [[loss * 1000, 1000]] * 16, "seconds": 2.0}
+        return self.template | result
 
 
 @pytest.fixture
@@ -92,11 +75,6 @@ def trained(workers: Workers) -> list[str]:
     names = [name for name in workers.ran if "-seed" in name]
     workers.ran = []
     return names
-
-
-def read_report(out: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    return report
 
 
 def test_a_comparison_grows_by_seeds_and_designs(folder: Path, tmp_path: Path, workers: Workers) -> None:
@@ -146,9 +124,9 @@ def test_designs_that_are_added_do_not_change_how_it_stops(folder: Path, tmp_pat
 
 
 def test_seeds_added_before_the_first_look_are_no_second_look(folder: Path, tmp_path: Path, workers: Workers) -> None:
-    workers.stops_before = "b-seed1"
+    workers.interrupted_at = "b-seed1"
     assert run_command(command(folder, tmp_path, "--seeds", "2")) == 143
-    workers.stops_before = None
+    workers.interrupted_at = ""
     assert run_command(command(folder, tmp_path, "--seeds", "3")) == 0
     assert not any("at whatever number" in row["method"] for row in read_report(tmp_path)["pairs"])
 
@@ -211,9 +189,9 @@ def test_until_resolved_continues_after_an_interrupt(folder: Path, tmp_path: Pat
     names = trained(workers)
     out = tmp_path / "ended"
     for number in (4, len(names) - 3):
-        workers.stops_before = names[number]
+        workers.interrupted_at = names[number]
         assert run_command(until(folder, out)) == 143
-    workers.stops_before = None
+    workers.interrupted_at = ""
     assert run_command(until(folder, out)) == 0
     assert trained(workers) == names
     assert read_report(out)["pairs"] == read_report(tmp_path / "whole")["pairs"]

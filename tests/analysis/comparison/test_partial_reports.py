@@ -18,11 +18,8 @@ from heddle.storage.manifest import LogPosition
 from heddle.storage.run_log import RunLog
 from tests import small
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_report, plain_terminal, typed
+from tests.analysis.comparison.plain import print_report, report_page, typed
 from tests.html_page import Page
-
-print_report = plain_terminal.print_report
-report_page = plain_report.report_page
 
 NAMES = ("full", "local")
 SPEEDS = {"train": [(32, [900.0, 950.0])], "prefill": [(32, [4e4])], "decode": [(32, [300.0, 310.0])]}

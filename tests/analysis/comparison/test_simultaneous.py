@@ -12,13 +12,9 @@ from heddle.lab.compare import statistics as simultaneous
 from heddle.lab.compare.pairs import Judging
 from heddle.lab.compare.statistics import PairStatistics, pair_critical_value, range_tail, seed_statistics
 from tests.analysis.comparison import reports, simulation
-from tests.analysis.comparison.plain import plain_pairs, plain_statistics
+from tests.analysis.comparison.plain import pair_report, pair_statistics, paired_difference
 from tests.analysis.comparison.simulation import miss_rate
 from tests.analysis.comparison.test_statistics import finished_run
-
-pair_report = plain_pairs.pair_report
-pair_statistics = plain_statistics.pair_statistics
-paired_difference = plain_statistics.paired_difference
 
 # the studentized range as printed in tables: (groups, degrees of freedom, level, value)
 TABLE = [(3, 4, 0.05, 5.040), (4, 6, 0.05, 4.896), (8, 14, 0.05, 4.990), (3, 2, 0.05, 8.331), (5, 10, 0.01, 6.136)]

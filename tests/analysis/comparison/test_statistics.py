@@ -11,10 +11,7 @@ from heddle.lab.compare import statistics
 from heddle.lab.compare.results import Run
 from heddle.lab.compare.statistics import t_quantile, text_half_width
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_statistics
-
-mean_bits_per_byte = plain_statistics.mean_bits_per_byte
-paired_difference = plain_statistics.paired_difference
+from tests.analysis.comparison.plain import mean_bits_per_byte, paired_difference
 
 # Student's t as printed in tables: (two-sided level, degrees of freedom, quantile)
 TABLE = [

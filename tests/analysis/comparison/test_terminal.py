@@ -7,9 +7,7 @@ import pytest
 from rich.console import Console
 
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_terminal
-
-print_report = plain_terminal.print_report
+from tests.analysis.comparison.plain import print_report
 
 
 def printed(report: dict[str, Any], width: int) -> str:

@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 
 from heddle.lab.compare.text_profile import count_recall_rows
-from tests.analysis.comparison.plain import plain_text_profile
+from tests.analysis.comparison.plain import _as_runs, _gain, _over_depths, profile_rows, recall_in_text
 from tests.laws.planting import Plant, calls, condition, operand_dropped, wrapped
-
-_as_runs = plain_text_profile._as_runs
-_gain = plain_text_profile._gain
-_over_depths = plain_text_profile._over_depths
-profile_rows = plain_text_profile.profile_rows
-recall_in_text = plain_text_profile.recall_in_text
 
 NEEDLES, SPANS, BLOCKS = 8, 12, 16
 
@@ -95,7 +89,7 @@ def test_groups_are_compared_with_the_baseline() -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        wrapped(_over_depths, lambda over_depths, run, name, hidden: over_depths(run, name, not hidden)),
+        wrapped(_over_depths, lambda over_depths, run, name, hidden: over_depths(run, name=name, hidden=not hidden)),
         operand_dropped(_gain, "other"),
         condition(_as_runs, "size", True),
         calls(profile_rows, "scored", lambda scored, group: scored(0)),

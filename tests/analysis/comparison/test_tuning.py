@@ -1,6 +1,5 @@
 """Tuning within a comparison: trials, then runs at each design's best values. Workers are invented but in one test."""
 
-import json
 import math
 import random
 from collections.abc import Callable
@@ -17,44 +16,28 @@ from heddle.lab.compare import run as report_writer
 from heddle.lab.compare.results import plain
 from heddle.lab.compare.tasks import run_result
 from heddle.lab.compare.worker import perform_task
-from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
+from tests.analysis.comparison.runs import read_report
+from tests.analysis.scripted_workers import EndedWorkers
 
 OPTIONS = ["--sequence-length", "32", "--device", "cpu", "--threads", "1", "--recall", "none"]
 OPTIONS += ["--speed-context-length", "16", "--extrapolate", "1", "--tokens", "12900", "--quiet"]
 OPTIMA = {"full": 0.002, "local": 0.008}
 
 
-class Ended:
-    """A process that has ended."""
-
-    def poll(self) -> int:
-        return 0
-
-
-class Workers:
+class Workers(EndedWorkers):
     """Takes the place of worker processes: a loss that follows from the learning rate, and no training."""
 
-    def __init__(self) -> None:
-        self.requests: dict[str, dict[str, Any]] = {}
-        self.diverges_above = math.inf
-        self.interrupted_at: int | None = None
+    diverges_above = math.inf
 
-    def start(self, request: Path, target: Path) -> Ended:
-        if self.interrupted_at == len(self.requests):
-            raise Interrupted(15)
-        task = json.loads(request.read_text())
-        self.requests[target.stem] = task
-        write_json_file(target, self.result(task, task["label"].split(",")[0]))
-        return Ended()
-
-    def result(self, task: dict[str, Any], design: str) -> dict[str, Any]:
+    def result(self, task: dict[str, Any], name: str) -> dict[str, Any]:
         if task["task"] == "speed":
             return {"status": "done", "train": [], "prefill": [], "decode": []}
         settings = task["settings"]
         if settings["learning_rate"] > self.diverges_above:
             return {"status": "diverged", "message": "10 steps in a row"}
+        design = task["label"].split(",")[0]
         luck = random.Random(f"{design}{settings['seed']}").gauss(0, 0.001)
         loss = 2.0 + 0.05 * math.log2(settings["learning_rate"] / OPTIMA[design]) ** 2 + luck
         tokens = settings["steps"] * settings["batch_size"] * settings["sequence_length"]
@@ -97,11 +80,6 @@ def compare(folder: Path, tmp_path: Path) -> Callable[..., int]:
     return run
 
 
-def read_report(folder: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return report
-
-
 RATES = ("--tune", "lr=0.0005..0.016", "--tune-budget", "3")  # 0.0005, 0.001 … 0.016
 
 
@@ -111,8 +89,8 @@ def test_each_design_is_trained_at_its_own_best(
     assert compare(*RATES) == 0
     tuning = read_report(tmp_path / "out")["tuning"]
     assert {design["name"]: design["best"] for design in tuning["designs"]} == {"full": [0.002], "local": [0.008]}
-    trials = [task for task in workers.requests.values() if task["task"] == "loss"]
-    runs = {stem: task for stem, task in workers.requests.items() if task["task"] == "train"}
+    trials = [task for task in workers.tasks.values() if task["task"] == "loss"]
+    runs = {stem: task for stem, task in workers.tasks.items() if task["task"] == "train"}
     assert len(trials) == tuning["budget"]["runs"]
     assert tuning["budget"]["whole_runs"] <= 3 * 2 * 2
     # the same values, seeds and steps for both designs; a schedule of its own; no seed of the comparison
@@ -148,7 +126,7 @@ def test_a_shared_value_is_run_where_it_may_answer_otherwise(
     shared = report["tuning"]["shared_values"]
     assert shared["values"] in ([0.002], [0.008])
     behind = "local" if shared["values"] == [0.002] else "full"
-    assert sorted(stem for stem in workers.requests if "shared" in stem) == [f"{behind}-shared-seed{n}" for n in (0, 1)]
+    assert sorted(stem for stem in workers.tasks if "shared" in stem) == [f"{behind}-shared-seed{n}" for n in (0, 1)]
     [pair] = shared["pairs"]
     assert abs(pair["at_shared_values"]["mean"]) == pytest.approx(0.2, abs=0.01)
     assert abs(pair["own"]["mean"]) < 0.01
@@ -157,19 +135,19 @@ def test_a_shared_value_is_run_where_it_may_answer_otherwise(
 
 def test_an_interrupted_search_goes_on(compare: Callable[..., int], workers: Workers, tmp_path: Path) -> None:
     assert compare(*RATES, out="whole") == 0
-    everything, workers.requests = list(workers.requests), {}
+    everything, workers.tasks = list(workers.tasks), {}
     whole = read_report(tmp_path / "whole")
-    workers.interrupted_at = 5
+    workers.interrupted_at = everything[5]
     assert compare(*RATES) == 143
     left, tried = read_report(tmp_path / "out"), len(whole["tuning"]["fields"][0]["values"])
     assert left["tuning"] is None
     assert left["progress"]["stages"][0] == {"title": "tuning runs", "finished": 5, "planned": 2 * tried}
-    workers.interrupted_at = None
+    workers.interrupted_at = ""
     assert compare(*RATES) == 0
-    assert list(workers.requests) == everything
+    assert list(workers.tasks) == everything
     assert read_report(tmp_path / "out")["tuning"] == whole["tuning"]
     assert compare(*RATES) == 0
-    assert list(workers.requests) == everything
+    assert list(workers.tasks) == everything
 
 
 def test_a_folder_of_successive_halving_is_refused(
@@ -193,12 +171,12 @@ def test_added_seeds_keep_the_values(
 ) -> None:
     """The budget is a share of the comparison: with more seeds a new search would be another one."""
     assert compare(*RATES) == 0
-    before, workers.requests = read_report(tmp_path / "out")["tuning"], {}
+    before, workers.tasks = read_report(tmp_path / "out")["tuning"], {}
     assert compare(*RATES, "--seeds", "4") == 0
     after = read_report(tmp_path / "out")["tuning"]
     assert (after["rungs"], after["designs"]) == (before["rungs"], before["designs"])
-    assert not [stem for stem in workers.requests if "-tune" in stem]
-    assert {f"{name}-seed{seed}" for name in OPTIMA for seed in (2, 3)} <= set(workers.requests)
+    assert not [stem for stem in workers.tasks if "-tune" in stem]
+    assert {f"{name}-seed{seed}" for name in OPTIMA for seed in (2, 3)} <= set(workers.tasks)
     capsys.readouterr()
     assert compare(*RATES, "--seeds", "4", "preset:mha-tiny") == 2
     assert "holds a comparison without mha-tiny; a tuned comparison cannot gain designs" in capsys.readouterr().err
@@ -242,10 +220,10 @@ def test_trials_and_runs_are_scored_on_different_text(
     assert compare("--tune", "batch_size=4,8", "--tune-budget", "6") == 0
     corpus = prepare_corpus([str(folder / "text")], vocab_size=small.VOCABULARY, max_train_tokens=12900)
     tuning, final = split_held_out(corpus.validation, 32, corpus.tokenizer.byte_lengths)
-    requests = {task["settings"]["batch_size"]: task for task in workers.requests.values() if task["task"] == "loss"}
+    requests = {task["settings"]["batch_size"]: task for task in workers.tasks.values() if task["task"] == "loss"}
     assert {4, 8} <= set(requests)
     assert requests[4]["settings"]["steps"] == 2 * requests[8]["settings"]["steps"]
-    run = workers.requests["full-seed0"]
+    run = workers.tasks["full-seed0"]
     windows = {}
     for batch_size in (4, 8):
         task = requests[batch_size]

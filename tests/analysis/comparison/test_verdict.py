@@ -5,14 +5,9 @@ from typing import Any
 import pytest
 
 from heddle.lab.compare.pairs import Judging
+from tests.analysis.comparison import plain as verdict
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_pairs, plain_tables, plain_verdict
-
-judgment = plain_tables.judgment
-need_words = plain_verdict.need_words
-pair_report = plain_pairs.pair_report
-verdict = plain_verdict
-verdict_sentences = plain_verdict.verdict_sentences
+from tests.analysis.comparison.plain import judgment, need_words, pair_report, verdict_sentences
 
 LUCK = reports.TINY["gqa-tiny"][1:]
 

@@ -8,10 +8,7 @@ from typing import Any
 from heddle.lab.compare.grid_search import Search, Trial, best_shared
 from heddle.lab.compare.plan import TuningPlan, parse_tuned_fields
 from heddle.lab.compare.tuning import Tuning
-from tests.analysis.comparison.plain import plain_tuning
-
-shared_value_matters = plain_tuning.shared_value_matters
-tuning_report = plain_tuning.tuning_report
+from tests.analysis.comparison.plain import shared_value_matters, tuning_report
 
 
 def make_tuning(optima: Mapping[str, float], *fields: str, budget: float = 3.0, diverges: float = 0.02) -> Tuning:

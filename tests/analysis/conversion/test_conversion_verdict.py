@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from heddle.errors import DataError
+from heddle.lab.compare.results import plain
 from heddle.lab.compare.tables import half_width
 from heddle.lab.conversion.results import (
     CONVERTED,
@@ -35,7 +36,7 @@ from tests.laws.planting import condition
 
 def test_results_are_read_back_as_they_were() -> None:
     for whole in (single(), sweep(), broken()):
-        assert parse_results(to_plain_json(whole.to_plain())) == whole
+        assert parse_results(to_plain_json(plain(whole))) == whole
 
 
 def test_differences_are_paired() -> None:

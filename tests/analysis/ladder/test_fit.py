@@ -19,12 +19,9 @@ from heddle.lab.ladder.fit import (
     point_arrays,
     shared_curvature,
 )
-from tests.analysis.comparison.plain import plain_predictions
+from tests.analysis.comparison.plain import cost_for_equal_loss, predict_loss
 from tests.analysis.ladder.ladders import LAWS, SIZES, Law, draw_points, training_cost
 from tests.laws.planting import Plant, calls, condition
-
-cost_for_equal_loss = plain_predictions.cost_for_equal_loss
-predict_loss = plain_predictions.predict_loss
 
 LADDERS = 100  # of a simulation
 TARGET = 10 * max(SIZES)

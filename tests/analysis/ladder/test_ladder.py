@@ -21,39 +21,29 @@ from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import flops_per_token, parameter_counts
 from heddle.runtime import set_up_runtime
-from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
-from tests.analysis.comparison.plain import plain_ladder_pages
+from tests.analysis.comparison.plain import ladder_page
+from tests.analysis.scripted_workers import EndedWorkers
 from tests.html_page import Page
-
-ladder_page = plain_ladder_pages.ladder_page
 
 SIZES = "3000,6k,12k,24k"
 OPTIONS = ["--batch-size", "2", "--sequence-length", "16", "--tokens-per-parameter", "1", "--device", "cpu"]
 OPTIONS += ["--threads", "1", "--quiet"]
+LARGE_STEPS = ["--batch-size", "8"]
+RATIOS = ["--tokens-per-parameter", "1,2,4,8", *LARGE_STEPS]
 
 
-class Workers:
+class Workers(EndedWorkers):
     """Takes the place of worker processes: most runs get a loss from a law of their size, without training."""
 
-    def __init__(self) -> None:
-        self.ran: list[str] = []
-        self.trains = False
-        self.interrupted_at = ""
-        self.diverges = ""
-        self.jumps = False  # whether the largest sizes are much better than their law
-
-    def start(self, request: Path, target: Path) -> "Workers":
-        task, name = json.loads(request.read_text()), target.stem
-        if name == self.interrupted_at:
-            raise Interrupted(15)
-        self.ran.append(name)
-        result = perform_task(task)[0] if self.trains or task["task"] == "calibrate" else self.result(task, name)
-        write_json_file(target, result)
-        return self
+    trains = False
+    diverges = ""
+    jumps = False  # whether the largest sizes are much better than their law
 
     def result(self, task: dict[str, Any], name: str) -> dict[str, Any]:
+        if self.trains or task["task"] == "calibrate":
+            return perform_task(task)[0]
         if name == self.diverges:
             return {"status": "diverged", "message": "10 steps in a row"}
         size, seed = parameter_counts(build(load_config(task["design"]), device="meta"))[1], task["settings"]["seed"]
@@ -61,9 +51,6 @@ class Workers:
         loss = 1.5 + factor * (size / 1e4) ** -0.3 + 0.003 * math.sin(7 * seed + len(self.ran))
         jump = -0.4 if self.jumps and size > 20_000 else 0.0
         return {"status": "done", "bits_per_byte": loss + jump, "seconds": 1.0}
-
-    def poll(self) -> int:
-        return 0
 
 
 @pytest.fixture
@@ -227,6 +214,17 @@ def test_a_dry_run_writes_nothing(
         (["--irreducible", "none"], "--irreducible none:"),
         (["--sizes", "6000,6001,12k,24k"], "sizes:"),
         (["--sizes", "500,6k,12k,24k"], "sizes 500:"),
+        (["--tokens-per-parameter", "1,x"], "--tokens-per-parameter 1,x:"),
+        (["--target-flops", "1e9"], "target_flops:"),
+        # over several numbers of tokens
+        (["--tokens-per-parameter", "1,2"], "tokens_per_parameter: 2 values"),
+        (["--tokens-per-parameter", "1,2,2.01", *LARGE_STEPS], "tokens_per_parameter 2 and 2.01:"),
+        ([*RATIOS, "--schedule", "cosine"], "schedule cosine:"),
+        (
+            [*RATIOS, "--warmup", "20"],
+            "steps before the decay, and the warmup takes 20; give more, or a shorter warmup",
+        ),
+        ([*RATIOS, "--target-tokens", "0"], "--target-tokens 0:"),
     ],
 )
 def test_bad_input_is_one_sentence(

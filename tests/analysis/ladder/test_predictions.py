@@ -7,16 +7,16 @@ import pytest
 
 from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, LadderFit, fit_ladder
 from heddle.lab.ladder.predictions import LadderPoints
-from tests.analysis.comparison.plain import plain_ladder_report, plain_predictions
+from tests.analysis.comparison.plain import (
+    cost_for_equal_loss,
+    crossing,
+    crossing_sentence,
+    equal_loss_sentence,
+    hold_out,
+    predict_loss,
+)
 from tests.analysis.ladder.ladders import SIZES, Law, draw_points, training_cost
 from tests.laws.planting import assigned
-
-cost_for_equal_loss = plain_predictions.cost_for_equal_loss
-crossing = plain_predictions.crossing
-crossing_sentence = plain_ladder_report.crossing_sentence
-equal_loss_sentence = plain_ladder_report.equal_loss_sentence
-hold_out = plain_predictions.hold_out
-predict_loss = plain_predictions.predict_loss
 
 TARGET = 10 * max(SIZES)
 

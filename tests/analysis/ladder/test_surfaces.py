@@ -10,16 +10,10 @@ from scipy.optimize import least_squares, minimize_scalar
 from heddle.errors import DataError
 from heddle.lab.ladder.fit import SUM_OF_POWER_LAWS, SizeLosses, fit_surfaces, point_precision, surface_loss
 from heddle.lab.ladder.predictions import FLOPS_FACTOR, LadderPoints, _without_largest, best_sizes
-from tests.analysis.comparison.plain import plain_ladder_report, plain_predictions
+from tests.analysis.comparison.plain import best_size, best_size_sentence, cost_for_equal_loss, hold_out, predict_loss
 from tests.analysis.ladder.ladders import SIZES, draw_surface, surface_truth
 from tests.analysis.ladder.test_fit import ONE_SHAPE
 from tests.laws.planting import Plant, calls, condition
-
-best_size = plain_predictions.best_size
-best_size_sentence = plain_ladder_report.best_size_sentence
-cost_for_equal_loss = plain_predictions.cost_for_equal_loss
-hold_out = plain_predictions.hold_out
-predict_loss = plain_predictions.predict_loss
 
 LADDERS = 24  # of a simulation
 TARGET, RATIO = 10 * max(SIZES), 40.0

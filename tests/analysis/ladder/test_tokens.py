@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +13,25 @@ from heddle.lab.compare.worker import perform_task
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import parameter_counts
-from heddle.signals import Interrupted
-from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.file_io import read_json_file
 from tests import small
-from tests.analysis.comparison.plain import plain_ladder_pages, plain_ladder_report
+from tests.analysis.comparison.plain import _trunk_correlation, ladder_page
+from tests.analysis.scripted_workers import EndedWorkers
 from tests.html_page import Page
-
-_trunk_correlation = plain_ladder_report._trunk_correlation
-ladder_page = plain_ladder_pages.ladder_page
 
 OPTIONS = ["--sizes", "3000,6k,12k,24k", "--batch-size", "8", "--sequence-length", "16", "--device", "cpu"]
 OPTIONS += ["--threads", "1", "--quiet"]
 RATIOS = ["--tokens-per-parameter", "1,2,4,8"]
 
 
-class Workers:
+class Workers(EndedWorkers):
     """Takes the place of worker processes: most runs get a loss from a law of their size and tokens."""
 
-    def __init__(self) -> None:
-        self.ran: list[str] = []
-        self.tasks: dict[str, dict[str, Any]] = {}
-        self.trains: Callable[[str], bool] = lambda name: False
-        self.interrupted_at = ""
+    trains_prefix: str | None = None  # of the names of the runs that are real
 
-    def start(self, request: Path, target: Path) -> "Workers":
-        task, name = json.loads(request.read_text()), target.stem
-        if name == self.interrupted_at:
-            raise Interrupted(15)
-        self.ran.append(name)
-        self.tasks[name] = task
-        write_json_file(target, perform_task(task)[0] if self.trains(name) else self.result(task))
-        return self
-
-    def result(self, task: dict[str, Any]) -> dict[str, Any]:
+    def result(self, task: dict[str, Any], name: str) -> dict[str, Any]:
+        if self.trains_prefix and name.startswith(self.trains_prefix):
+            return perform_task(task)[0]
         if task["task"] == "calibrate":
             return {"status": "done", "seconds_per_step": 0.5}
         settings = task["settings"]
@@ -54,9 +39,6 @@ class Workers:
         tokens = settings["steps"] * settings["batch_size"] * settings["sequence_length"]
         loss = truth(size, tokens) + 0.002 * math.sin(7 * settings["seed"] + len(self.ran))
         return {"status": "done", "bits_per_byte": loss, "seconds": 1.0}
-
-    def poll(self) -> int:
-        return 0
 
 
 def truth(size: float, tokens: float) -> float:
@@ -120,7 +102,7 @@ def test_a_whole_surface(folder: Path, tmp_path: Path, workers: Workers, capsys:
 
 
 def test_runs_are_branches_with_the_bits_of_runs_alone(folder: Path, tmp_path: Path, workers: Workers) -> None:
-    workers.trains = lambda name: name.startswith("one-w8-seed0")
+    workers.trains_prefix = "one-w8-seed0"
     few = ("--tokens-per-parameter", "1,2,4", "--seeds", "1")
     assert run_command(command(folder, tmp_path, *few)) == 0
     assert [name.rpartition("-")[2] for name in workers.ran] == ["d1"] * 4 + ["d2"] * 4 + ["d4"] * 4
@@ -176,36 +158,6 @@ def test_the_luck_of_a_trunk_is_shared() -> None:
     assert _trunk_correlation([design((0.1, 0.3), (0.4, 0.2))]) == 0
     assert _trunk_correlation([design((0.1, 0.3, 0.2), (0.1, 0.2, 0.3))]) == pytest.approx(0.5)
     assert _trunk_correlation([design((0.1,), (0.2,))]) == 0.5  # one seed cannot tell
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--tokens-per-parameter", "1,2"], "tokens_per_parameter: 2 values"),
-        (["--tokens-per-parameter", "1,x"], "--tokens-per-parameter 1,x:"),
-        (["--tokens-per-parameter", "1,2,2.01"], "tokens_per_parameter 2 and 2.01:"),
-        ([*RATIOS, "--schedule", "cosine"], "schedule cosine:"),
-        (
-            [*RATIOS, "--warmup", "20"],
-            "steps before the decay, and the warmup takes 20; give more, or a shorter warmup",
-        ),
-        ([*RATIOS, "--target-tokens", "0"], "--target-tokens 0:"),
-        (["--target-flops", "1e9"], "target_flops:"),
-    ],
-)
-def test_bad_input_is_one_sentence(
-    options: list[str],
-    sentence: str,
-    folder: Path,
-    tmp_path: Path,
-    workers: Workers,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run_command(command(folder, tmp_path / "out", *options)) == 2
-    error = capsys.readouterr().err
-    assert sentence in error
-    assert error.count("\n") == 1
-    assert workers.ran == []
 
 
 def test_a_ladder_of_one_number_of_tokens_stays_one(

@@ -4,25 +4,20 @@ from typing import Any
 
 import pytest
 
-from heddle.lab.pages import render as render_module
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_report, plain_sections, plain_text_profile
+from tests.analysis.comparison.plain import (
+    ability_tables,
+    profile_cards,
+    profile_figures,
+    profile_rows,
+    recall_in_text,
+    report_page,
+    summary_table,
+)
 from tests.analysis.comparison.test_text_profile import make_run
 from tests.html_page import Page
 
-ability_tables = plain_sections.ability_tables
-profile_cards = plain_sections.profile_cards
-profile_figures = plain_sections.profile_figures
-profile_rows = plain_text_profile.profile_rows
-recall_in_text = plain_text_profile.recall_in_text
-report_page = plain_report.report_page
-summary_table = plain_report.summary_table
-
-
-@pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves plotly's five megabytes out."""
-    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
+pytestmark = pytest.mark.usefixtures("light")
 
 
 def whole(designs: int = 4) -> dict[str, Any]:

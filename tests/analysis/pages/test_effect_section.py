@@ -9,24 +9,13 @@ import plotly.graph_objects
 import pytest
 from rich.console import Console
 
-from heddle.lab.pages import render as render_module
 from heddle.lab.pages.render import render, static
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_figures, plain_report, plain_tables, plain_terminal
+from tests.analysis.comparison.plain import effect_figures, equal_size_table, print_report, report_context, report_page
 from tests.analysis.comparison.test_effects import varied
 from tests.html_page import Page
 
-effect_figures = plain_figures.effect_figures
-equal_size_table = plain_tables.equal_size_table
-print_report = plain_terminal.print_report
-report_context = plain_report.report_context
-report_page = plain_report.report_page
-
-
-@pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves plotly's five megabytes out."""
-    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
+pytestmark = pytest.mark.usefixtures("light")
 
 
 def named(labels: list[str]) -> dict[str, Any]:

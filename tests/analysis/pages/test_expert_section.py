@@ -8,11 +8,8 @@ import pytest
 from heddle.lab.pages import render as render_module
 from heddle.lab.pages.render import render
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_report
+from tests.analysis.comparison.plain import report_context, report_page
 from tests.html_page import Page
-
-report_context = plain_report.report_context
-report_page = plain_report.report_page
 
 EVEN, UNEVEN = [0.25] * 4, [0.7, 0.1, 0.1, 0.1]
 

@@ -9,19 +9,18 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
-from heddle.lab.pages import render as render_module
 from heddle.lab.pages.render import render, static
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_abilities, plain_figures, plain_report, plain_verdict
+from tests.analysis.comparison.plain import (
+    length_figure,
+    length_result,
+    length_verdict,
+    report_context,
+    report_page,
+    write_report,
+)
 from tests.html_page import Page
-
-length_result = plain_abilities.length_result
-length_figure = plain_figures.length_figure
-length_verdict = plain_verdict.length_verdict
-report_context = plain_report.report_context
-report_page = plain_report.report_page
-write_report = plain_report.write_report
 
 
 def with_lost_numbers(report: dict[str, Any]) -> dict[str, Any]:
@@ -46,12 +45,6 @@ def without_longer_texts(report: dict[str, Any], note: str | None) -> dict[str, 
         for run in row["runs"]:
             run["extrapolation"] = []
     return reports.finish(report)
-
-
-@pytest.fixture
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves plotly's five megabytes out where a test is not about them."""
-    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
 
 
 @pytest.mark.usefixtures("light")

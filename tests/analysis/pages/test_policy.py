@@ -11,13 +11,11 @@ from heddle.lab.pages.chat import ServedModel, chat_page
 from heddle.lab.pages.conversion import conversion_page
 from heddle.lab.pages.render import FOLDER, environment, script_sources
 from heddle.lab.pages.runs import runs_page, watch_page
-from tests.analysis.comparison.plain import plain_report
+from tests.analysis.comparison.plain import report_page
 from tests.analysis.comparison.reports import make_report
 from tests.analysis.conversion.conversions import single
 from tests.html_page import Page
 from tests.source import ROOT
-
-report_page = plain_report.report_page
 
 LOOM = ServedModel("loom", "", 12345, is_chat=True, has_scores=True, vocab_size=50)
 # Ladders and inspections are parsed by the tests of their own pages.

@@ -14,23 +14,11 @@ from heddle.errors import MachineError
 from heddle.lab.pages import render as render_module
 from heddle.lab.pages.render import DASH_ARRAYS, MARKER_SHAPES, DesignStyle, design_styles, static
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_figures, plain_report
+from tests.analysis.comparison.plain import mean_curve, name_parts, overview_figures, report_page, write_report
 from tests.html_page import Page
-
-mean_curve = plain_figures.mean_curve
-name_parts = plain_report.name_parts
-overview_figures = plain_figures.overview_figures
-report_page = plain_report.report_page
-write_report = plain_report.write_report
 
 MAKERS = [reports.make_report, reports.single, reports.crowd, reports.hollow]
 ATTACK = '<script>alert("1")</script>'
-
-
-@pytest.fixture
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves plotly's five megabytes out where a test is not about them."""
-    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
 
 
 def test_the_page_holds_plotly_once_and_loads_nothing() -> None:

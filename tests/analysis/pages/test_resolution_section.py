@@ -2,10 +2,7 @@
 
 from heddle.lab.pages.render import render
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_report, plain_verdict
-
-report_context = plain_report.report_context
-resolution_table = plain_verdict.resolution_table
+from tests.analysis.comparison.plain import report_context, resolution_table
 
 
 def page(report: dict[str, object]) -> str:

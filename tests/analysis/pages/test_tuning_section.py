@@ -9,25 +9,21 @@ import plotly.graph_objects
 import pytest
 
 from heddle.lab.compare.tuning import needs_shared_run
-from heddle.lab.pages import render as render_module
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import plain_figures, plain_report, plain_tuning
+from tests.analysis.comparison.plain import (
+    report_page,
+    shared_value_matters,
+    tuning_figures,
+    tuning_report,
+    tuning_section,
+)
 from tests.analysis.comparison.tunings import make_tuning, with_tuning
 from tests.html_page import Page
-
-report_page = plain_report.report_page
-shared_value_matters = plain_tuning.shared_value_matters
-tuning_figures = plain_figures.tuning_figures
-tuning_report = plain_tuning.tuning_report
-tuning_section = plain_report.tuning_section
 
 NAMES = [*reports.TINY]
 
 
-@pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves plotly's five megabytes out where a test is not about them."""
-    monkeypatch.setattr(render_module, "plotly_script", lambda: "/* plotly */")
+pytestmark = pytest.mark.usefixtures("light")
 
 
 def test_a_shared_value_that_answers_otherwise() -> None:

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from heddle.config import DesignError, PositiveInt
+from heddle.conversion.branches import layer_modules
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, hidden_attention, replacement_losses, top_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights, layer_activations
 from heddle.model.config import LayerConfig, ModelConfig
-from heddle.model.decoder import Decoder, Layer, build
+from heddle.model.decoder import Decoder, build
 from heddle.parts.mixers import Mixer
 from heddle.progress import print_status, progress_bar
 
@@ -94,10 +95,8 @@ class Window(Rewrite):
 
 def _windowed_mixer(windowed: Decoder, activations: LayerActivations) -> Mixer:
     """The mixer of a design with windows, with the weights of the layer's own."""
-    layer, original = windowed.layers[activations.index], activations.layer.mixer
-    assert isinstance(layer, Layer)
-    assert original is not None
-    mixer = copy.deepcopy(layer.mixer)
+    mixer, original = copy.deepcopy(layer_modules(windowed, activations.index).mixer), activations.layer.mixer
     assert mixer is not None
+    assert original is not None
     mixer.load_state_dict(original.state_dict(), assign=True)
     return mixer

@@ -10,7 +10,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.family import WeightMap
-from heddle.exchange.rope import write_rope
+from heddle.exchange.rope import read_rope, write_rope
 from heddle.model.config import HeadConfig, ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 
@@ -33,6 +33,25 @@ def read_heads(config: ConfigReader, width: int, head_dim: int | None = None) ->
     return {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads), "head_dim": dim}
 
 
+def read_attention(
+    config: ConfigReader,
+    theta: float = 10000.0,
+    *,
+    head_dim: int | None = None,
+    partial_rotary_factor: float | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Attention with Llama's fields of heads, dropout and RoPE, whose defaults are given, and the `extra` ones."""
+    heads = read_heads(config, config.require("hidden_size", int), head_dim)
+    return {
+        "kind": "attention",
+        **heads,
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": read_rope(config, heads["head_dim"], theta, partial_rotary_factor),
+        **extra,
+    }
+
+
 def check_width(config: ConfigReader) -> None:
     """Raises ConfigError if the heads do not divide the width, as the family's own class does."""
     width, heads = config.require("hidden_size", int), config.require_count("num_attention_heads")
@@ -46,23 +65,50 @@ def read_gated(config: ConfigReader, name: str = "hidden_act", default: str = "s
     return {"kind": "gated", "hidden": hidden, "activation": read_activation(config, name, default), **extra}
 
 
+def read_mlp(config: ConfigReader, default: str, bias: bool) -> dict[str, Any]:
+    """A feed-forward of two projections; `default` is the family's activation."""
+    return read_gated(config, default=default, bias=bias) | {"kind": "mlp"}
+
+
+def write_mlp(design: ModelConfig) -> dict[str, Any]:
+    """The fields of the first feed-forward of two projections."""
+    feedforward = design_parts.first_mlp(design)
+    return {
+        "intermediate_size": feedforward.hidden,
+        "hidden_act": design_parts.HF_ACTIVATIONS[feedforward.activation],
+    }
+
+
 def write_gated(design: ModelConfig, name: str = "hidden_act") -> dict[str, Any]:
     """The fields of the first gated feed-forward."""
     feedforward = design_parts.first_gated(design)
     return {"intermediate_size": feedforward.hidden, name: design_parts.HF_ACTIVATIONS[feedforward.activation]}
 
 
+def same_layers(config: ConfigReader, mixer: dict[str, Any], feedforward: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entry for layers that are all the same."""
+    return [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}]
+
+
+def rms_design(config: ConfigReader, eps: float, layers: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+    """As `design_fields`, with RMSNorm; `eps` is the family's default."""
+    return design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", eps)}, layers, **extra)
+
+
 def design_fields(
-    config: ConfigReader, norm: dict[str, Any], layers: list[dict[str, Any]], **extra: Any
+    config: ConfigReader, norm: dict[str, Any], layers: list[dict[str, Any]], tied: bool = False, **extra: Any
 ) -> dict[str, Any]:
-    """The plain data of a design with these layers; the fields that every family has are read here."""
+    """The plain data of a design with these layers; the fields that every family has are read here.
+
+    tied: whether the head is the embedding where `tie_word_embeddings` is absent.
+    """
     std = config.get("initializer_range", 0.02)
     return {
         "vocab_size": config.require("vocab_size", int),
         "width": config.require("hidden_size", int, "n_embd", "n_embed"),
         "norm": norm,
         "layers": layers,
-        "head": {"tied": config.get("tie_word_embeddings", False)},
+        "head": {"tied": config.get("tie_word_embeddings", tied)},
         "initialization": {"std": std} if std else {},
     } | extra
 
@@ -93,30 +139,26 @@ def write_attention(
         "head_dim": mixer.head_dim,
         "attention_dropout": mixer.dropout,
     }
-    return heads | write_rope(
-        rope or design_parts.rope_of(mixer),
-        mixer.head_dim or design.width,
-        DEFAULT_MAX_POSITIONS,
-        partial_rotary_factor,
-    )
+    rope, head_dim = rope or design_parts.rope_of(mixer), mixer.head_dim or design.width
+    return heads | write_rope(rope, head_dim, DEFAULT_MAX_POSITIONS, partial_rotary_factor)
 
 
 def write_decoder(design: ModelConfig) -> dict[str, Any]:
     """The fields of Llama's decoder: attention with biases or none, and a gated feed-forward, in every layer."""
-    return (
-        write_common(design)
-        | write_attention(design)
-        | write_gated(design)
-        | {
-            "attention_bias": design_parts.first_attention(design).bias is True,
-            "rms_norm_eps": design_parts.norm_eps(design),
-        }
-    )
+    return write_unbiased_decoder(design) | {"attention_bias": design_parts.first_attention(design).bias is True}
 
 
-def map_embedding_and_head(design: ModelConfig, weights: WeightMap, norm: str = "model.norm") -> None:
+def write_unbiased_decoder(design: ModelConfig) -> dict[str, Any]:
+    """As `write_decoder`, for a family whose attention has no biases."""
+    norm = {"rms_norm_eps": design_parts.norm_eps(design)}
+    return write_common(design) | write_attention(design) | write_gated(design) | norm
+
+
+def map_embedding_and_head(
+    design: ModelConfig, weights: WeightMap, embedding: str = "model.embed_tokens", norm: str = "model.norm"
+) -> None:
     """Embedding, final norm and head."""
-    weights.add_module("model.embed_tokens", "embed")
+    weights.add_module(embedding, "embed")
     weights.add_module(norm, "final_norm.norm")
     if not design.head.tied:
         weights.add_module("lm_head", "head")
@@ -150,15 +192,17 @@ def map_weights(
     map_norms: MapModule = map_pre_norms,
     map_feedforward: MapModule = map_gated,
     feedforward: str = "mlp",
+    map_mixer: MapModule = map_attention,
 ) -> None:
     """All of Llama's tensor names; those that the design lacks are skipped.
 
     map_norms: maps the norms of a layer. map_feedforward: its feed-forward, whose Hugging Face name is `feedforward`.
+    map_mixer: its attention.
     """
     map_embedding_and_head(design, weights)
     for index in range(design.depth):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
-        map_attention(weights, hf, heddle)
+        map_mixer(weights, hf, heddle)
         map_feedforward(weights, f"{hf}.{feedforward}", f"{heddle}.feedforward")
         map_norms(weights, hf, heddle)
 

@@ -149,11 +149,8 @@ def write_latents(mixer: LatentAttentionConfig) -> dict[str, Any]:
 
 def write_layers(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_layers` reads, and the epsilon of the norms."""
-    moe, dense, is_moe_layer = (
-        design_parts.first_moe(design),
-        design_parts.first_gated(design),
-        design_parts.has_experts(design),
-    )
+    moe, dense = design_parts.first_moe(design), design_parts.first_gated(design)
+    is_moe_layer = design_parts.has_experts(design)
     dense_layers = is_moe_layer.index(True) if any(is_moe_layer) else len(is_moe_layer)
     activation = moe.activation if any(is_moe_layer) else dense.activation
     loss = {} if moe.aux_loss is None else {"aux_loss_alpha": moe.aux_loss, "seq_aux": True}

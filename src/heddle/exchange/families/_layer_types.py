@@ -32,6 +32,14 @@ def read_types(config: ConfigReader, default: LayerTypes) -> LayerTypes:
     return types
 
 
+def read_kinds(config: ConfigReader, name: str, default: LayerTypes, kinds: tuple[str, str]) -> LayerTypes:
+    """Which of two kinds each layer is, as the field `name` says; `default` if it is absent."""
+    types = config.get(name, default)
+    if len(types) != len(default) or set(types) - set(kinds):
+        raise config.invalid(name, f"should say {kinds[0]} or {kinds[1]} of each of {len(default)} layers")
+    return types
+
+
 def layer_windows(config: ConfigReader, types: LayerTypes, window: int | None) -> list[int | None]:
     """The window of each layer. Raises ConfigError if there are sliding layers but no window."""
     if window is None and SLIDING in types:

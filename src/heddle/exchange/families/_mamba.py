@@ -29,6 +29,19 @@ class Names(NamedTuple):
     expand: tuple[str, int]
 
 
+# Those of Granite 4 and Falcon-H1.
+PREFIXED_NAMES = Names(
+    heads=("mamba_n_heads", 128),
+    head_dim=("mamba_d_head", 64),
+    state_size=("mamba_d_state", 256),
+    groups=("mamba_n_groups", 1),
+    conv_kernel=("mamba_d_conv", 4),
+    conv_bias=("mamba_conv_bias", True),
+    bias=("mamba_proj_bias", False),
+    expand=("mamba_expand", 2),
+)
+
+
 def read_mixer(config: ConfigReader, names: Names, eps: float) -> dict[str, Any]:
     """The mixer, with time steps as `time_step_limit` has them.
 

@@ -24,12 +24,6 @@ from heddle.parts.feedforwards.moe import MoEConfig
 LLAMA_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
-def read_heads(config: ConfigReader) -> dict[str, Any]:
-    """As Llama's, but num_key_value_heads must be given, because its default differs between these families."""
-    config.require("num_key_value_heads", int)
-    return _common.read_heads(config, config.require("hidden_size", int))
-
-
 def read_expert_count(config: ConfigReader) -> int:
     """The number of experts; if both names are given, they must agree."""
     number = config.require("num_experts", int, "num_local_experts")
@@ -67,33 +61,47 @@ def write_aux_loss(design: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     return {"output_router_logits": False, "router_aux_loss_coef": float(f"{coefficient:.12g}")}
 
 
+def read_experts(
+    config: ConfigReader, sparse: int, hidden: str = "intermediate_size", default_loss: float = 0.001
+) -> dict[str, Any]:
+    """Routed experts in `sparse` layers; `hidden` is the field of their width. default_loss as in `read_aux_loss`."""
+    top_k = config.require("num_experts_per_tok", int)
+    return {
+        "kind": "moe",
+        "experts": read_expert_count(config),
+        "top_k": top_k,
+        "hidden": config.require(hidden, int),
+        "activation": _common.read_activation(config),
+        **read_aux_loss(config, top_k, sparse, default_loss),
+    }
+
+
+def write_experts(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_experts` reads but for the loss."""
+    moe = design_parts.first_moe(design)
+    return {
+        "num_experts": moe.experts,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.hidden,
+        "hidden_act": design_parts.HF_ACTIVATIONS[moe.activation or "silu"],
+    }
+
+
 def read_feedforwards(config: ConfigReader, extra: dict[str, Any], renormalize: bool) -> list[dict[str, Any]]:
     """The feed-forward of each layer of Qwen's models. `extra` fields are added to those with experts."""
     is_moe_layer = read_moe_layers(config, config.require("num_hidden_layers", int))
-    expert_count, top_k = read_expert_count(config), config.require("num_experts_per_tok", int)
-    activation = _common.read_activation(config)
-    dense = {"kind": "gated", "hidden": config.require("intermediate_size", int), "activation": activation}
-    moe = {
-        "kind": "moe",
-        "experts": expert_count,
-        "top_k": top_k,
-        "hidden": config.require("moe_intermediate_size", int),
-        "activation": activation,
-        "renormalize": config.get("norm_topk_prob", renormalize),
-        **read_aux_loss(config, top_k, sum(is_moe_layer)),
-        **extra,
-    }
-    return [moe if is_moe and expert_count else dense for is_moe in is_moe_layer]
+    experts = read_experts(config, sum(is_moe_layer), "moe_intermediate_size") | extra
+    experts["renormalize"] = config.get("norm_topk_prob", renormalize)
+    dense = _common.read_gated(config)
+    return [experts if is_moe and experts["experts"] else dense for is_moe in is_moe_layer]
 
 
 def write_feedforwards(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_feedforwards` reads."""
     moe, dense = design_parts.first_moe(design), design_parts.first_gated(design)
     activation = moe.activation if any(design_parts.has_experts(design)) else dense.activation
-    return {
-        "num_experts": moe.experts,
-        "num_local_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
+    return write_experts(design) | {
         "moe_intermediate_size": moe.hidden,
         "intermediate_size": dense.hidden,
         "hidden_act": design_parts.HF_ACTIVATIONS[activation or "silu"],
@@ -130,3 +138,8 @@ def map_feedforward(
         return
     map_experts(weights, hf, heddle, router=router)
     _common.map_gated(weights, f"{hf}.{shared_expert}", f"{heddle}.shared")
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's tensor names, and those of each expert."""
+    _common.map_weights(design, weights, map_feedforward=map_feedforward)

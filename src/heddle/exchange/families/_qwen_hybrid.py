@@ -3,14 +3,15 @@
 Norms multiply by `1 + γ`, except for the delta rule's head norm.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
 from heddle.exchange.family import DEPTHWISE_CONV, WeightMap, interleaved_by_group
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
+from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -21,20 +22,14 @@ def read_design(config: ConfigReader, feedforwards: list[dict[str, Any]]) -> dic
     """A design with one layer for each feed-forward; `layer_types` says which mixer each layer has."""
     eps = config.get("rms_norm_eps", 1e-6)
     mixers = {FULL: _read_attention(config), LINEAR: _read_delta(config, eps)}
-    types = _read_types(config, len(feedforwards))
+    usual = default_types(config.get("full_attention_interval", 4), len(feedforwards))
+    types = _layer_types.read_kinds(config, "layer_types", usual, (LINEAR, FULL))
     layers = [
         {"mixer": mixers[kind], "feedforward": feedforward}
         for kind, feedforward in zip(types, feedforwards, strict=True)
     ]
     norm = {"kind": "rms", "eps": eps, "offset": 1.0, "cast": "after"}
     return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
-
-
-def _read_types(config: ConfigReader, depth: int) -> list[str]:
-    types = config.get("layer_types", default_types(config.get("full_attention_interval", 4), depth))
-    if len(types) != depth or set(types) - {LINEAR, FULL}:
-        raise config.invalid("layer_types", f"should say {LINEAR} or {FULL} of each of {depth} layers")
-    return types
 
 
 def default_types(interval: int, depth: int) -> list[str]:
@@ -44,16 +39,11 @@ def default_types(interval: int, depth: int) -> list[str]:
 
 def _read_attention(config: ConfigReader) -> dict[str, Any]:
     config.require("head_dim", int)
-    heads = _moe.read_heads(config)
-    return {
-        "kind": "attention",
-        **heads,
-        "qk_norm": "head",
-        "gate": "channel",
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR),
-    }
+    config.require("num_key_value_heads", int)
+    bias = config.get("attention_bias", False)
+    return _common.read_attention(
+        config, partial_rotary_factor=DEFAULT_ROTARY_FACTOR, qk_norm="head", gate="channel", bias=bias
+    )
 
 
 def _read_delta(config: ConfigReader, eps: float) -> dict[str, Any]:
@@ -95,20 +85,30 @@ def mixer_types(design: ModelConfig) -> list[str]:
     return [LINEAR if isinstance(layer.mixer, GatedDeltaConfig) else FULL for layer in design_parts.layers(design)]
 
 
-def map_attention(weights: WeightMap, hf: str, heddle: str, heads: int) -> None:
-    """The projections of softmax attention; those of queries and gates are one tensor, interleaved by head."""
-    _common.map_attention(weights, hf, heddle)
-    both = (f"{heddle}.mixer.q", f"{heddle}.mixer.gate")
-    weights.add_module(f"{hf}.self_attn.q_proj", *both, transform=interleaved_by_group(heads))
+def map_weights(
+    design: ModelConfig, weights: WeightMap, map_inputs: Callable[[WeightMap, str, str, int], None]
+) -> None:
+    """Llama's tensor names, those of the delta rule, and those of experts.
 
-
-def map_delta(weights: WeightMap, hf: str, heddle: str) -> None:
-    """The tensors of the delta rule but for its input projections, of which each family has its own order."""
-    weights.add_module(f"{hf}.conv1d", f"{heddle}.convolution", transform=DEPTHWISE_CONV)
-    weights.add_tensor(f"{hf}.A_log", f"{heddle}.decay.rate")
-    weights.add_tensor(f"{hf}.dt_bias", f"{heddle}.decay.bias")
-    weights.add_module(f"{hf}.norm", f"{heddle}.norm")
-    weights.add_module(f"{hf}.out_proj", f"{heddle}.out")
+    map_inputs: maps the projections of the delta rule's input, given its key heads: each family has its own order.
+    """
+    _common.map_embedding_and_head(design, weights)
+    for index, layer in enumerate(design_parts.layers(design)):
+        hf, heddle, mixer = f"model.layers.{index}", f"layers.{index}", layer.mixer
+        if isinstance(mixer, GatedDeltaConfig):
+            delta, own = f"{hf}.linear_attn", f"{heddle}.mixer"
+            map_inputs(weights, delta, own, mixer.key_heads or mixer.heads)
+            weights.add_module(f"{delta}.conv1d", f"{own}.convolution", transform=DEPTHWISE_CONV)
+            weights.add_tensor(f"{delta}.A_log", f"{own}.decay.rate")
+            weights.add_tensor(f"{delta}.dt_bias", f"{own}.decay.bias")
+            weights.add_module(f"{delta}.norm", f"{own}.norm")
+            weights.add_module(f"{delta}.out_proj", f"{own}.out")
+        elif isinstance(mixer, AttentionConfig):
+            _common.map_attention(weights, hf, heddle)
+            both = (f"{heddle}.mixer.q", f"{heddle}.mixer.gate")  # one tensor, interleaved by head
+            weights.add_module(f"{hf}.self_attn.q_proj", *both, transform=interleaved_by_group(mixer.heads))
+        map_experts(weights, f"{hf}.mlp", f"{heddle}.feedforward")
+        _common.map_pre_norms(weights, hf, heddle)
 
 
 def map_experts(weights: WeightMap, hf: str, heddle: str) -> None:

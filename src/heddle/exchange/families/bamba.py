@@ -58,7 +58,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Llama's names of attention; its own of the norms, the feed-forward and Mamba-2."""
-    _common.map_embedding_and_head(design, weights, "model.final_layernorm")
+    _common.map_embedding_and_head(design, weights, norm="model.final_layernorm")
     for index, layer in enumerate(design_parts.layers(design)):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
         if isinstance(layer.mixer, Mamba2Config):

@@ -43,7 +43,6 @@ def read_encoder(
         raise config.invalid("max_position_embeddings", f"should be above {offset}, the rows that no token reads")
     if types is not None and "type_vocab_size" in config.data:
         types = config.require_count("type_vocab_size")
-    activation = _common.read_activation(config, default="gelu")
     dropout = {"dropout": config.get("hidden_dropout_prob", 0.1)}
     mixer = {
         "kind": "attention",
@@ -52,19 +51,18 @@ def read_encoder(
         "bias": True,
         "dropout": config.get("attention_probs_dropout_prob", 0.1),
     }
-    hidden = config.require("intermediate_size", int)
-    feedforward = {"kind": "mlp", "hidden": hidden, "activation": activation, "bias": True}
+    feedforward = _common.read_mlp(config, "gelu", bias=True)
     embedding = {
         "token_types": types,
         "position": {"kind": "learned", "length": length - offset, "offset": offset or None},
         "norm": True,
     }
     tied = config.get("tie_word_embeddings", True)
-    head = {"tied": tied, "bias": True, "transform": transform or activation, "transform_bias": True}
+    head = {"tied": tied, "bias": True, "transform": transform or feedforward["activation"], "transform_bias": True}
     return _common.design_fields(
         config,
         {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-12)},
-        [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
+        _common.same_layers(config, mixer, feedforward),
         embedding=embedding | dropout,
         residual={"kind": "post_norm"} | dropout,
         head={"tied": True} if _common.is_base_class(config, base) else head,
@@ -73,17 +71,14 @@ def read_encoder(
 
 def write_encoder(design: ModelConfig, base: str) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    mixer, feedforward, position = (
-        design_parts.first_attention(design),
-        design_parts.first_mlp(design),
-        design.embedding.position,
-    )
+    mixer, position = design_parts.first_attention(design), design.embedding.position
     length = _common.DEFAULT_MAX_POSITIONS
     if isinstance(position, LearnedConfig):
         length = position.length + (position.offset or 0)
     return (
         _common.write_common(design)
         | _common.base_class(design, base)
+        | _common.write_mlp(design)
         | {
             "max_position_embeddings": length,
             "position_embedding_type": "absolute",
@@ -91,8 +86,6 @@ def write_encoder(design: ModelConfig, base: str) -> dict[str, Any]:
             "num_attention_heads": mixer.heads,
             "attention_probs_dropout_prob": mixer.dropout,
             "hidden_dropout_prob": design.residual.dropout,
-            "intermediate_size": feedforward.hidden,
-            "hidden_act": design_parts.HF_ACTIVATIONS[feedforward.activation],
             "layer_norm_eps": design_parts.norm_eps(design),
         }
     )

@@ -6,26 +6,16 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same; norms of queries and keys have weights of their own for each head (Command R+)."""
-    heads = _common.read_heads(config, config.require("hidden_size", int))
     config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
-    position = read_rope(config, heads["head_dim"], 500000.0)
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": config.get("attention_bias", False),
-        "qk_norm": "per_head" if config.get("use_qk_norm", False) else None,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": position | {"layout": "interleaved"},
-    }
-    feedforward = _common.read_gated(config)
-    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
-    return design_fields(config, [layer])
+    bias, qk_norm = config.get("attention_bias", False), "per_head" if config.get("use_qk_norm", False) else None
+    mixer = _common.read_attention(config, 500000.0, bias=bias, qk_norm=qk_norm)
+    mixer["position"]["layout"] = "interleaved"
+    return design_fields(config, _common.same_layers(config, mixer, _common.read_gated(config)))
 
 
 def design_fields(config: ConfigReader, layers: list[dict[str, Any]]) -> dict[str, Any]:

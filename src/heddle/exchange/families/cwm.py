@@ -33,23 +33,16 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     usual = [SLIDING if index % 4 else FULL for index in range(_layer_types.read_depth(config))]
     layer = {"mixer": mixer, "feedforward": _common.read_gated(config, bias=config.get("mlp_bias", False))}
     layers = _layer_types.windowed_layers(config, usual, window, layer)
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}
-    return _common.design_fields(config, norm, layers)
+    return _common.rms_design(config, 1e-5, layers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    return (
-        _common.write_common(design)
-        | _common.write_attention(design)
-        | _common.write_gated(design)
-        | {
-            "mlp_bias": design_parts.first_gated(design).bias,
-            "sliding_window": design_parts.first_window(design),
-            "layer_types": design_parts.layer_types(design),
-            "rms_norm_eps": design_parts.norm_eps(design),
-        }
-    )
+    return _common.write_unbiased_decoder(design) | {
+        "mlp_bias": design_parts.first_gated(design).bias,
+        "sliding_window": design_parts.first_window(design),
+        "layer_types": design_parts.layer_types(design),
+    }
 
 
 FAMILY = Family("cwm", "CwmForCausalLM", read_config, write_config, _common.map_weights)

@@ -18,7 +18,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     routing = {"routing": "softmax_topk"} if method == "greedy" else {"routing": "softmax_group_max", **groups}
     mixer = _deepseek.read_attention(config, "interleaved")
     layers = _deepseek.read_layers(config, mixer, routing | {"renormalize": False}, config.get("mlp_bias", False))
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}, layers)
+    return _common.rms_design(config, 1e-6, layers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

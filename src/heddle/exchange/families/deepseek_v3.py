@@ -17,7 +17,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     layout = "interleaved" if config.get("rope_interleave", True) else "half"
     mixer = _deepseek.read_attention(config, layout)
     layers = _deepseek.read_layers(config, mixer, _deepseek.read_sigmoid_routing(config), False)
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}, layers)
+    return _common.rms_design(config, 1e-6, layers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

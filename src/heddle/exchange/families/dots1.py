@@ -6,7 +6,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _deepseek, _layer_types
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import FULL, SLIDING, read_rope
+from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import ModelConfig
 
 DEFAULT_WINDOW, DEFAULT_FIRST = 4096, 62  # of layers from the second number on
@@ -14,21 +14,11 @@ DEFAULT_WINDOW, DEFAULT_FIRST = 4096, 62  # of layers from the second number on
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
-    heads = _common.read_heads(config, config.require("hidden_size", int))
-    window, first = (
-        config.get_nullable("sliding_window", DEFAULT_WINDOW),
-        config.get("max_window_layers", DEFAULT_FIRST),
-    )
+    window = config.get_nullable("sliding_window", DEFAULT_WINDOW)
+    first = config.get("max_window_layers", DEFAULT_FIRST)
     usual = [FULL if window is None or index < first else SLIDING for index in range(_layer_types.read_depth(config))]
     windows = _layer_types.layer_windows(config, _layer_types.read_types(config, usual), window)
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "qk_norm": "head",
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"]),
-    }
+    mixer = _common.read_attention(config, qk_norm="head", bias=config.get("attention_bias", False))
     routing = _deepseek.read_sigmoid_routing(config, renormalize=False)
     groups = _deepseek.read_layers(config, mixer, routing, False)
     feedforwards = [group["feedforward"] for group in groups for _ in range(group["repeat"])]
@@ -36,8 +26,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         {"mixer": mixer | {"window": width}, "feedforward": feedforward}
         for width, feedforward in zip(windows, feedforwards, strict=True)
     ]
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
+    return _common.rms_design(config, 1e-6, _layer_types.merge_repeats(layers))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

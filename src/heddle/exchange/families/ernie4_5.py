@@ -14,22 +14,18 @@ DEFAULT_THETA = 500000.0
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """`use_bias` is of every projection; all layers are the same."""
-    heads = _common.read_heads(config, config.require("hidden_size", int), head_dim=128)
     bias = config.get("use_bias", False)
     config.expect("compression_ratio", 1.0, default=1.0)  # of positions, in the first files
-    layer = {
-        "repeat": _layer_types.read_depth(config),
-        "mixer": {
-            "kind": "attention",
-            **heads,
-            "bias": bias,
-            "position": read_rope(config, heads["head_dim"], DEFAULT_THETA) | {"layout": "interleaved"},
-        },
-        "feedforward": _common.read_gated(config, bias=bias),
-    }
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}
-    head = {"tied": config.get("tie_word_embeddings", True)}
-    return _common.design_fields(config, norm, [layer], head=head)
+    mixer, feedforward = read_mixer(config, bias, head_dim=128), _common.read_gated(config, bias=bias)
+    layer = {"repeat": _layer_types.read_depth(config), "mixer": mixer, "feedforward": feedforward}
+    return _common.rms_design(config, 1e-5, [layer], tied=True)
+
+
+def read_mixer(config: ConfigReader, bias: bool, head_dim: int | None = None) -> dict[str, Any]:
+    """The attention of every layer; `head_dim` is the family's default."""
+    heads = _common.read_heads(config, config.require("hidden_size", int), head_dim)
+    position = read_rope(config, heads["head_dim"], DEFAULT_THETA) | {"layout": "interleaved"}
+    return {"kind": "attention", **heads, "bias": bias, "position": position}
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

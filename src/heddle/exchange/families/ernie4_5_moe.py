@@ -6,7 +6,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _deepseek, _layer_types, _moe, ernie4_5
 from heddle.exchange.family import Family, TensorTransform, WeightMap
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 # The balancing bias, stored for one group of experts.
@@ -16,16 +15,10 @@ ONE_GROUP = TensorTransform(lambda parameters: parameters[0].unsqueeze(0), lambd
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """`use_bias` is of the head and all projections but the routed experts'. The balancing bias stays as loaded."""
     config.require("num_key_value_heads", int)
-    heads = _common.read_heads(config, config.require("hidden_size", int))
     bias, sparse = config.get("use_bias", False), _read_sparse(config)
     config.expect("moe_gate_act", "softmax", None)
     config.note("moe_norm_min")  # the least sum of the chosen gates, which softmax never reaches
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": bias,
-        "position": read_rope(config, heads["head_dim"], ernie4_5.DEFAULT_THETA) | {"layout": "interleaved"},
-    }
+    mixer = ernie4_5.read_mixer(config, bias)
     top_k = config.require("moe_k", int, "num_experts_per_tok")
     experts = {
         "kind": "moe",
@@ -40,9 +33,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     }
     dense = _common.read_gated(config, bias=bias)
     layers = [{"mixer": mixer, "feedforward": experts if is_sparse else dense} for is_sparse in sparse]
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}
     head = {"tied": config.get("tie_word_embeddings", True), "bias": bias}
-    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers), head=head)
+    return _common.rms_design(config, 1e-5, _layer_types.merge_repeats(layers), head=head)
 
 
 def _read_sparse(config: ConfigReader) -> list[bool]:
@@ -58,11 +50,8 @@ def _read_sparse(config: ConfigReader) -> list[bool]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    moe, dense, sparse = (
-        design_parts.first_moe(design),
-        design_parts.first_gated(design),
-        [index for index, is_sparse in enumerate(design_parts.has_experts(design)) if is_sparse],
-    )
+    moe, dense = design_parts.first_moe(design), design_parts.first_gated(design)
+    sparse = [index for index, is_sparse in enumerate(design_parts.has_experts(design)) if is_sparse]
     fields = _common.write_decoder(design)
     del fields["attention_dropout"]  # it has none
     interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1

@@ -6,7 +6,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, olmo2
 from heddle.exchange.family import Family
-from heddle.exchange.rope import FULL, read_rope
+from heddle.exchange.rope import FULL
 from heddle.model.config import ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 
@@ -16,23 +16,15 @@ DEFAULT_WINDOW, DEFAULT_PERIOD = 4096, 4  # if the field is absent
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """With `sliding_window`: null, no layer has a window and all have RoPE."""
     config.require("num_key_value_heads", int)
-    heads = _common.read_heads(config, config.require("hidden_size", int))
     window = config.get_nullable("sliding_window", DEFAULT_WINDOW)
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "qk_norm": "head",
-        "dropout": config.get("attention_dropout", 0.0),
-    }
-    rope, types = read_rope(config, heads["head_dim"]), _read_types(config, window)
+    mixer, types = _common.read_attention(config, qk_norm="head"), _read_types(config, window)
     feedforward = _common.read_gated(config)
     layers = [
-        {"mixer": mixer | {"window": width, "position": rope if width or not window else None}}
+        {"mixer": mixer | {"window": width, "position": mixer["position"] if width or not window else None}}
         | {"feedforward": feedforward}
         for width in _layer_types.layer_windows(config, types, window)
     ]
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}
-    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers), residual={"kind": "reordered"})
+    return _common.rms_design(config, 1e-5, _layer_types.merge_repeats(layers), residual={"kind": "reordered"})
 
 
 def _read_types(config: ConfigReader, window: int | None) -> list[str]:

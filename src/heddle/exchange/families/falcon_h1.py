@@ -11,20 +11,9 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _mamba, bamba
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.pair import PairConfig
 
-NAMES = _mamba.Names(
-    heads=("mamba_n_heads", 128),
-    head_dim=("mamba_d_head", 64),
-    state_size=("mamba_d_state", 256),
-    groups=("mamba_n_groups", 1),
-    conv_kernel=("mamba_d_conv", 4),
-    conv_bias=("mamba_conv_bias", True),
-    bias=("mamba_proj_bias", False),
-    expand=("mamba_expand", 2),
-)
 CHANNELS, DEFAULT_CHANNELS = "mamba_d_ssm", 1024
 BRANCHES = ("attention", "ssm")  # first and second of each layer's pair, in names of multipliers
 NORMS = {(False, True): "none", (False, False): "none", (True, True): "before", (True, False): "after"}
@@ -77,16 +66,10 @@ def _or_none(multiplier: float) -> float | None:
 
 
 def _read_attention(config: ConfigReader) -> dict[str, Any]:
-    heads = _common.read_heads(config, config.require_count("hidden_size"))
+    config.require_count("hidden_size")
+    attention = _common.read_attention(config, bias=config.get("attention_bias", False))
     key = _or_none(_read_multiplier(config, "key_multiplier"))
-    return {
-        "kind": "attention",
-        **heads,
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "scale": None if key is None else key * heads["head_dim"] ** -0.5,
-        "position": read_rope(config, heads["head_dim"]),
-    }
+    return attention | {"scale": None if key is None else key * attention["head_dim"] ** -0.5}
 
 
 def _read_mamba(config: ConfigReader, eps: float) -> dict[str, Any]:
@@ -97,7 +80,7 @@ def _read_mamba(config: ConfigReader, eps: float) -> dict[str, Any]:
     heads: int = config.get("mamba_n_heads", 128)
     if type(inner) is not int or heads < 1 or inner < 1:
         raise config.invalid(CHANNELS, "should be a number of channels, with at least one head")
-    fields = _mamba.read_fields(config, NAMES._replace(head_dim=("mamba_d_head", inner // heads)), eps)
+    fields = _mamba.read_fields(config, _mamba.PREFIXED_NAMES._replace(head_dim=("mamba_d_head", inner // heads)), eps)
     if fields["heads"] * fields["head_dim"] != inner:
         raise config.invalid(CHANNELS, f"is not {fields['heads']} heads of {fields['head_dim']}; make them equal")
     if config.get("projectors_bias", False) != fields["bias"]:
@@ -110,14 +93,11 @@ def _read_mamba(config: ConfigReader, eps: float) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    attention, mamba, dense = (
-        design_parts.first_attention(design),
-        _mamba.first_mixer(design),
-        design_parts.first_gated(design),
-    )
+    attention, dense = design_parts.first_attention(design), design_parts.first_gated(design)
+    mamba = _mamba.first_mixer(design)
     return (
         _common.write_decoder(design)
-        | _mamba.write_fields(design, NAMES)
+        | _mamba.write_fields(design, _mamba.PREFIXED_NAMES)
         | _mamba.write_time_step_limit(mamba)
         | _write_branches(design)
         | {
@@ -149,7 +129,7 @@ def _write_branches(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Llama's names of attention and of the feed-forward."""
-    _common.map_embedding_and_head(design, weights, "model.final_layernorm")
+    _common.map_embedding_and_head(design, weights, norm="model.final_layernorm")
     for index in range(design.depth):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
         for name, role in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):

@@ -9,7 +9,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -17,26 +16,18 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same. transformers ignores `hidden_activation`."""
-    heads = _common.read_heads(config, config.require("hidden_size", int), head_dim=256)
     config.expect("use_bidirectional_attention", False, None)
     config.unread.discard("hidden_activation")
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"]),
-    }
+    mixer = _common.read_attention(config, head_dim=256, bias=config.get("attention_bias", False))
     feedforward = _common.read_gated(config, default=ACTIVATION)
     if config.get("hidden_act", ACTIVATION) == "gelu":
         feedforward["activation"] = design_parts.HEDDLE_ACTIVATIONS[ACTIVATION]
-    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
     return _common.design_fields(
         config,
         {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6), "offset": 1.0, "cast": "after"},
-        [layer],
+        _common.same_layers(config, mixer, feedforward),
+        tied=True,
         embedding={"scale": True},
-        head={"tied": config.get("tie_word_embeddings", True)},
     )
 
 

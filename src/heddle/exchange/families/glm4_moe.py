@@ -7,9 +7,8 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _deepseek
-from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
+from heddle.exchange.families import _common, _deepseek, dots1
+from heddle.exchange.family import Family
 from heddle.model.config import ModelConfig
 
 DEFAULT_ROTARY_FACTOR = 0.5  # if the config has none
@@ -18,17 +17,14 @@ DEFAULT_ROTARY_FACTOR = 0.5  # if the config has none
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
     config.require("num_key_value_heads", int)
-    heads = _common.read_heads(config, config.require("hidden_size", int))
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "qk_norm": "head" if config.get("use_qk_norm", False) else None,
-        "bias": "qkv" if config.get("attention_bias", False) else False,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR),
-    }
+    mixer = _common.read_attention(
+        config,
+        partial_rotary_factor=DEFAULT_ROTARY_FACTOR,
+        qk_norm="head" if config.get("use_qk_norm", False) else None,
+        bias="qkv" if config.get("attention_bias", False) else False,
+    )
     layers = _deepseek.read_layers(config, mixer, _deepseek.read_sigmoid_routing(config), False)
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}, layers)
+    return _common.rms_design(config, 1e-5, layers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
@@ -43,16 +39,11 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Llama's tensor names, and those of DeepSeek-V3's experts."""
-    _common.map_weights(design, weights, map_feedforward=_deepseek.map_feedforward)
-
-
 FAMILY = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     read_config,
     write_config,
-    map_weights,
+    dots1.map_weights,
     ignored_tensors=("model.layers.{depth}.",),
 )

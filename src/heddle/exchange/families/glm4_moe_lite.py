@@ -23,8 +23,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         SPARSE: _deepseek.read_experts(config, _deepseek.read_sigmoid_routing(config)),
     }
     layers = [{"mixer": mixer, "feedforward": feedforwards[kind]} for kind in _read_types(config)]
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}
-    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
+    return _common.rms_design(config, 1e-5, _layer_types.merge_repeats(layers))
 
 
 def _read_types(config: ConfigReader) -> list[str]:

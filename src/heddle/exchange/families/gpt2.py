@@ -57,11 +57,4 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
         _gpt.map_mlp(weights, f"{hf}.mlp.c_fc", f"{hf}.mlp.c_proj", f"{heddle}.feedforward", TRANSPOSED)
 
 
-FAMILY = Family(
-    "gpt2",
-    "GPT2LMHeadModel",
-    read_config,
-    write_config,
-    map_weights,
-    ignored_tensors=_gpt.MASK_BUFFERS,
-)
+FAMILY = Family("gpt2", "GPT2LMHeadModel", read_config, write_config, map_weights, ignored_tensors=_gpt.MASK_BUFFERS)

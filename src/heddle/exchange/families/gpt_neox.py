@@ -31,18 +31,12 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "dropout": config.get("attention_dropout", 0.0),
         "position": read_rope(config, width // heads, base, part),
     }
-    feedforward = {
-        "kind": "mlp",
-        "hidden": config.require("intermediate_size", int),
-        "activation": _common.read_activation(config, default="gelu"),
-        "bias": True,
-    }
-    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
+    layers = _common.same_layers(config, mixer, _common.read_mlp(config, "gelu", bias=True))
     norm = {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)}
     dropout = {"dropout": config.get("hidden_dropout", 0.0)}
     parallel = config.get("use_parallel_residual", True)
     residual: dict[str, Any] = {"kind": "parallel", "norms": 2} if parallel else {"kind": "pre_norm"}
-    return _common.design_fields(config, norm, [layer], embedding=dropout, residual=residual | dropout)
+    return _common.design_fields(config, norm, layers, embedding=dropout, residual=residual | dropout)
 
 
 def _read_alias(config: ConfigReader, default: float, old: str, new: str) -> float:
@@ -55,16 +49,13 @@ def _read_alias(config: ConfigReader, default: float, old: str, new: str) -> flo
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads, those of RoPE under their older names too."""
-    mixer, feedforward = design_parts.first_attention(design), design_parts.first_mlp(design)
-    rope = write_rope(
-        design_parts.rope_of(mixer),
-        mixer.head_dim or design.width,
-        _common.DEFAULT_MAX_POSITIONS,
-        DEFAULT_ROTARY_FACTOR,
-    )
+    mixer = design_parts.first_attention(design)
+    head_dim = mixer.head_dim or design.width
+    rope = write_rope(design_parts.rope_of(mixer), head_dim, _common.DEFAULT_MAX_POSITIONS, DEFAULT_ROTARY_FACTOR)
     return (
         _common.write_common(design)
         | rope
+        | _common.write_mlp(design)
         | {
             "rotary_emb_base": rope["rope_theta"],
             "rotary_pct": rope["partial_rotary_factor"],
@@ -72,8 +63,6 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
             "attention_bias": mixer.bias is True,
             "attention_dropout": mixer.dropout,
             "hidden_dropout": design.residual.dropout,
-            "intermediate_size": feedforward.hidden,
-            "hidden_act": design_parts.HF_ACTIVATIONS[feedforward.activation],
             "layer_norm_eps": design_parts.norm_eps(design),
             "use_parallel_residual": isinstance(design.residual, ParallelConfig),
         }

@@ -55,11 +55,4 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
         _gpt.map_mlp(weights, f"{hf}.mlp.fc_in", f"{hf}.mlp.fc_out", f"{heddle}.feedforward", CONCATENATED)
 
 
-FAMILY = Family(
-    "gptj",
-    "GPTJForCausalLM",
-    read_config,
-    write_config,
-    map_weights,
-    ignored_tensors=_gpt.MASK_BUFFERS,
-)
+FAMILY = Family("gptj", "GPTJForCausalLM", read_config, write_config, map_weights, ignored_tensors=_gpt.MASK_BUFFERS)

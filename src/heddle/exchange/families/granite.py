@@ -6,7 +6,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.residuals.pre_norm import PreNormConfig
 
@@ -32,15 +31,8 @@ def _read_multiplier(config: ConfigReader, name: str) -> float | None:
 
 def read_mixer(config: ConfigReader) -> dict[str, Any]:
     """Attention, whose scores have a multiplier of their own."""
-    heads = _common.read_heads(config, config.require("hidden_size", int))
-    return {
-        "kind": "attention",
-        **heads,
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "scale": config.get("attention_multiplier", 1.0),
-        "position": read_rope(config, heads["head_dim"]),
-    }
+    bias, scale = config.get("attention_bias", False), config.get("attention_multiplier", 1.0)
+    return _common.read_attention(config, bias=bias, scale=scale)
 
 
 def write_multipliers(design: ModelConfig) -> dict[str, Any]:
@@ -58,13 +50,8 @@ def write_multipliers(design: ModelConfig) -> dict[str, Any]:
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same."""
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
-    layer = {
-        "repeat": config.require("num_hidden_layers", int),
-        "mixer": read_mixer(config),
-        "feedforward": feedforward,
-    }
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    return _common.design_fields(config, norm, [layer], **read_multipliers(config))
+    layers = _common.same_layers(config, read_mixer(config), feedforward)
+    return _common.rms_design(config, 1e-6, layers, **read_multipliers(config))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _mamba, _moe, granite, granitemoe
+from heddle.exchange.families import _common, _layer_types, _mamba, granite, granitemoe
+from heddle.exchange.families._mamba import PREFIXED_NAMES as NAMES
 from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import FULL
 from heddle.model.config import ModelConfig
@@ -17,16 +18,6 @@ from heddle.parts.positions.rope import RopeConfig
 
 LINEAR = "linear_attention"
 ALIASES = {"mamba": LINEAR, "attention": FULL}
-NAMES = _mamba.Names(
-    heads=("mamba_n_heads", 128),
-    head_dim=("mamba_d_head", 64),
-    state_size=("mamba_d_state", 256),
-    groups=("mamba_n_groups", 1),
-    conv_kernel=("mamba_d_conv", 4),
-    conv_bias=("mamba_conv_bias", True),
-    bias=("mamba_proj_bias", False),
-    expand=("mamba_expand", 2),
-)
 ROTARY, NO_POSITION = "rope", "nope"
 
 
@@ -72,23 +63,13 @@ def _read_attention(config: ConfigReader) -> dict[str, Any]:
 
 def _read_feedforward(config: ConfigReader, activation: str, depth: int) -> dict[str, Any]:
     """The feed-forward of every layer: experts and a shared one, or a gated one."""
-    experts, top_k = config.get("num_local_experts", 8, "num_experts"), config.get("num_experts_per_tok", 2)
     hidden, shared = config.get("intermediate_size", 11008), config.get("shared_intermediate_size", 1024)
-    if not experts:
-        config.optional("router_aux_loss_coef")
-        config.expect("output_router_logits", False, default=False)
-        return {"kind": "gated", "hidden": shared, "activation": activation}
-    return {
-        "kind": "moe",
-        "experts": experts,
-        "top_k": top_k,
-        "hidden": hidden,
-        "activation": activation,
-        "routing": "topk_softmax",
-        "shared": 1,
-        "shared_hidden": shared,
-        **_moe.read_aux_loss(config, top_k, depth),
-    }
+    if config.get("num_local_experts", 8, "num_experts"):
+        return granitemoe.read_experts(config, hidden, depth) | {"shared": 1, "shared_hidden": shared}
+    config.get("num_experts_per_tok", 2)
+    config.optional("router_aux_loss_coef")
+    config.expect("output_router_logits", False, default=False)
+    return {"kind": "gated", "hidden": shared, "activation": activation}
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
@@ -110,22 +91,16 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 
 def _write_feedforward(design: ModelConfig) -> dict[str, Any]:
-    moe, dense = design_parts.first_moe(design), design_parts.first_gated(design)
-    if not any(design_parts.has_experts(design)):
-        return {
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "intermediate_size": dense.hidden,
-            "shared_intermediate_size": dense.hidden,
-            "hidden_act": design_parts.HF_ACTIVATIONS[dense.activation],
-        }
+    if any(design_parts.has_experts(design)):
+        moe = design_parts.first_moe(design)
+        return granitemoe.write_experts(design) | {"shared_intermediate_size": moe.shared_hidden or moe.hidden}
+    dense = design_parts.first_gated(design)
     return {
-        "num_local_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "intermediate_size": moe.hidden,
-        "shared_intermediate_size": moe.shared_hidden or moe.hidden,
-        "hidden_act": design_parts.HF_ACTIVATIONS[moe.activation or "silu"],
-        **_moe.write_aux_loss(design, moe),
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "intermediate_size": dense.hidden,
+        "shared_intermediate_size": dense.hidden,
+        "hidden_act": design_parts.HF_ACTIVATIONS[dense.activation],
     }
 
 

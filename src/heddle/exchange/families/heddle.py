@@ -67,11 +67,5 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
 
 
 FAMILY = Family(
-    "heddle",
-    "HeddleForCausalLM",
-    read_config,
-    write_config,
-    map_weights,
-    priority=1000,
-    documents={CODE_FILE: CODE},
+    "heddle", "HeddleForCausalLM", read_config, write_config, map_weights, priority=1000, documents={CODE_FILE: CODE}
 )

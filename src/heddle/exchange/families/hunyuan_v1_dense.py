@@ -4,6 +4,7 @@ A `rope_type: dynamic` with `alpha` is `ntk` with the factor alpha, whatever the
 other fields beside `alpha` are ignored, as in transformers.
 """
 
+from functools import partial
 from typing import Any
 
 from heddle.exchange import design_parts
@@ -20,12 +21,8 @@ UNUSED_FIELDS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same."""
-    layer = {
-        "repeat": _layer_types.read_depth(config),
-        "mixer": read_mixer(config),
-        "feedforward": _common.read_gated(config),
-    }
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}, [layer])
+    layer = {"repeat": _layer_types.read_depth(config), "mixer": read_mixer(config)}
+    return _common.rms_design(config, 1e-5, [layer | {"feedforward": _common.read_gated(config)}])
 
 
 def read_mixer(config: ConfigReader) -> dict[str, Any]:
@@ -73,12 +70,8 @@ def map_weights(
     design: ModelConfig, weights: WeightMap, map_feedforward: _common.MapModule = _common.map_gated
 ) -> None:
     """Llama's tensor names, and longer ones of the norms of q and k."""
-    _common.map_embedding_and_head(design, weights)
-    for index in range(design.depth):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
-        _common.map_attention(weights, hf, heddle, norms=("query_layernorm", "key_layernorm"))
-        map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward")
-        _common.map_pre_norms(weights, hf, heddle)
+    map_mixer = partial(_common.map_attention, norms=("query_layernorm", "key_layernorm"))
+    _common.map_weights(design, weights, map_feedforward=map_feedforward, map_mixer=map_mixer)
 
 
 FAMILY = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", read_config, write_config, map_weights)

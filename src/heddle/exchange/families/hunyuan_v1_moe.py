@@ -28,7 +28,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         if _read_equal(config, name, depth, value) != value:
             raise config.invalid(name, f"models of this family have {value}")
     layer = {"repeat": depth, "mixer": hunyuan_v1_dense.read_mixer(config), "feedforward": experts}
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}, [layer])
+    return _common.rms_design(config, 1e-5, [layer])
 
 
 def _read_equal(config: ConfigReader, name: str, depth: int, default: int) -> int:

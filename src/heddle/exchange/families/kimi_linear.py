@@ -58,10 +58,7 @@ def _read_types(config: ConfigReader, linear: ConfigReader, depth: int) -> list[
         if sorted(map(str, itertools.chain(*numbers.values()))) != sorted(map(str, range(1, depth + 1))):
             raise linear.invalid("kda_layers", f"it and full_attn_layers should name each of 1 to {depth} once")
         default = [FULL if number in numbers["full_attn_layers"] else LINEAR for number in range(1, depth + 1)]
-    types = config.get("layer_types", default)
-    if len(types) != depth or set(types) - {LINEAR, FULL}:
-        raise config.invalid("layer_types", f"should say {LINEAR} or {FULL} of each of {depth} layers")
-    return types
+    return _layer_types.read_kinds(config, "layer_types", default, (LINEAR, FULL))
 
 
 def _read_delta(config: ConfigReader, linear: ConfigReader, eps: float) -> dict[str, Any]:
@@ -86,9 +83,8 @@ def _read_feedforwards(config: ConfigReader, depth: int) -> list[dict[str, Any]]
     config.expect("moe_layer_freq", 1, default=1)
     config.expect("moe_router_activation_func", "sigmoid", default="sigmoid")
     dense_layers = config.get("first_k_dense_replace", 1)
-    types = config.get("mlp_layer_types", [DENSE if index < dense_layers else SPARSE for index in range(depth)])
-    if len(types) != depth or set(types) - {DENSE, SPARSE}:
-        raise config.invalid("mlp_layer_types", f"should say {DENSE} or {SPARSE} of each of {depth} layers")
+    usual = [DENSE if index < dense_layers else SPARSE for index in range(depth)]
+    types = _layer_types.read_kinds(config, "mlp_layer_types", usual, (DENSE, SPARSE))
     dense = {"kind": "gated", "hidden": config.require("intermediate_size", int)}
     moe = {
         "kind": "moe",

@@ -63,10 +63,8 @@ def _read_hidden(config: ConfigReader) -> int:
 def _read_types(config: ConfigReader) -> list[str]:
     depth = _layer_types.read_depth(config)
     full = config.get("full_attn_idxs", list(range(depth)))
-    types = config.get("layer_types", [FULL if index in full else CONV for index in range(depth)])
-    if len(types) != depth or set(types) - {FULL, CONV}:
-        raise config.invalid("layer_types", f"should say {FULL} or {CONV} of each of {depth} layers")
-    return types
+    usual = [FULL if index in full else CONV for index in range(depth)]
+    return _layer_types.read_kinds(config, "layer_types", usual, (FULL, CONV))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
@@ -96,7 +94,7 @@ def map_weights(
     norms: tuple[str, str] = ("q_layernorm", "k_layernorm"),
 ) -> None:
     """Its own names; k, v and q of a convolution are its B, x and C, and one tensor; out, norms: of attention."""
-    _common.map_embedding_and_head(design, weights, "model.embedding_norm")
+    _common.map_embedding_and_head(design, weights, norm="model.embedding_norm")
     for index, layer in enumerate(design_parts.layers(design)):
         hf, mixer = f"model.layers.{index}", f"layers.{index}.mixer"
         if isinstance(layer.mixer, ShortConvConfig):

@@ -46,10 +46,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Its own names."""
-    weights.add_module("backbone.embeddings", "embed")
-    weights.add_module("backbone.norm_f", "final_norm.norm")
-    if not design.head.tied:
-        weights.add_module("lm_head", "head")
+    _common.map_embedding_and_head(design, weights, "backbone.embeddings", "backbone.norm_f")
     for index in range(design.depth):
         hf, heddle = f"backbone.layers.{index}", f"layers.{index}"
         weights.add_module(f"{hf}.norm", f"{heddle}.residual.norms.mixer")

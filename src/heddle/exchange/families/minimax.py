@@ -27,27 +27,19 @@ FEEDFORWARD = {"feedforward_alpha": "mlp_alpha_factor", "feedforward_multiplier"
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """The factors of both kinds of attention must be the same, since a design has one residual."""
     depth = _layer_types.read_depth(config)
-    types = config.get("layer_types", [LINEAR if index % 2 else FULL for index in range(depth)])
-    if len(types) != depth or set(types) - {LINEAR, FULL}:
-        raise config.invalid("layer_types", f"should say {LINEAR} or {FULL} of each of {depth} layers")
+    usual = [LINEAR if index % 2 else FULL for index in range(depth)]
+    types = _layer_types.read_kinds(config, "layer_types", usual, (LINEAR, FULL))
     config.expect("router_jitter_noise", 0.0, default=0.0)
     config.note("block_size")  # the length of the blocks that sums are computed in
-    heads = _moe.read_heads(config)
-    top_k = config.require("num_experts_per_tok", int)
-    feedforward = {
-        "kind": "moe",
-        "experts": _moe.read_expert_count(config),
-        "top_k": top_k,
-        "hidden": config.require("intermediate_size", int),
-        "activation": _common.read_activation(config),
-        **_moe.read_aux_loss(config, top_k, depth),
-    }
+    config.require("num_key_value_heads", int)
+    heads = _common.read_heads(config, config.require("hidden_size", int))
+    feedforward = _moe.read_experts(config, depth)
     attention = {
         "kind": "attention",
         **heads,
         "window": config.optional("sliding_window"),
         "dropout": config.get("attention_dropout", 0.0),
-        "position": _read_rope(config, heads["head_dim"]),
+        "position": read_position(config, heads["head_dim"], DEFAULT_THETA),
     }
     lightning = {
         "kind": "retention",
@@ -72,11 +64,12 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     )
 
 
-def _read_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
+def read_position(config: ConfigReader, head_dim: int, theta: float) -> dict[str, Any]:
+    """Published files say `rotary_dim`; a `partial_rotary_factor` beside it counts instead, as in transformers."""
     rotary_dim = config.get("rotary_dim", head_dim)
     if not 0 < rotary_dim <= head_dim:
         raise config.invalid("rotary_dim", f"should be above 0 and at most head_dim = {head_dim}")
-    return read_rope(config, head_dim, DEFAULT_THETA, partial_rotary_factor=rotary_dim / head_dim)
+    return read_rope(config, head_dim, theta, partial_rotary_factor=rotary_dim / head_dim)
 
 
 def _read_factors(config: ConfigReader, types: list[str]) -> dict[str, float]:
@@ -116,16 +109,12 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
         written
         | {f"{kind}_{name}": factors[field] for field, name in BRANCHES.items() for kind in ("linear", "full")}
         | {name: factors[field] for field, name in FEEDFORWARD.items()}
+        | _moe.write_experts(design)
         | {
             "layer_types": [
                 LINEAR if isinstance(layer.mixer, RetentionConfig) else FULL for layer in design_parts.layers(design)
             ],
             "sliding_window": attention.window,
-            "num_experts": moe.experts,
-            "num_local_experts": moe.experts,
-            "num_experts_per_tok": moe.top_k,
-            "intermediate_size": moe.hidden,
-            "hidden_act": design_parts.HF_ACTIVATIONS[moe.activation or "silu"],
             "rms_norm_eps": design_parts.norm_eps(design),
             "router_jitter_noise": 0.0,
         }

@@ -8,9 +8,8 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _moe, mixtral
+from heddle.exchange.families import _common, _layer_types, _moe, minimax, mixtral
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 DEFAULT_THETA = 5e6
@@ -30,57 +29,35 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         **heads,
         "qk_norm": "projection",
         "dropout": config.get("attention_dropout", 0.0),
-        "position": _read_rope(config, heads["head_dim"]),
+        "position": minimax.read_position(config, heads["head_dim"], DEFAULT_THETA),
     }
-    layer = {"repeat": depth, "mixer": mixer, "feedforward": _read_experts(config)}
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}, [layer])
+    layer = {"repeat": depth, "mixer": mixer, "feedforward": _read_experts(config, depth)}
+    return _common.rms_design(config, 1e-6, [layer])
 
 
-def _read_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
-    """Published files say `rotary_dim`; a `partial_rotary_factor` beside it counts instead, as in transformers."""
-    rotary_dim = config.get("rotary_dim", head_dim)
-    if not 0 < rotary_dim <= head_dim:
-        raise config.invalid("rotary_dim", f"should be above 0 and at most head_dim = {head_dim}")
-    return read_rope(config, head_dim, DEFAULT_THETA, partial_rotary_factor=rotary_dim / head_dim)
-
-
-def _read_experts(config: ConfigReader) -> dict[str, Any]:
+def _read_experts(config: ConfigReader, depth: int) -> dict[str, Any]:
     """The feed-forward of every layer; `intermediate_size` is of one expert."""
     for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
         config.optional(name)
-    config.get("router_aux_loss_coef", 0.001)
     config.expect("output_router_logits", False, None)
     config.expect("router_jitter_noise", 0.0, None)
     config.expect("scoring_func", "sigmoid", None)
     config.expect("use_routing_bias", True, None)
     config.expect("shared_intermediate_size", 0, None)
-    return {
-        "kind": "moe",
-        "experts": _moe.read_expert_count(config),
-        "top_k": config.require("num_experts_per_tok", int),
-        "hidden": config.require("intermediate_size", int),
-        "activation": _common.read_activation(config),
-        "routing": "sigmoid",
-        "bias_update": 0.0,
-    }
+    return _moe.read_experts(config, depth) | {"routing": "sigmoid", "bias_update": 0.0}
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    moe = design_parts.first_moe(design)
     return (
         _common.write_common(design)
         | _common.write_attention(design, partial_rotary_factor=1.0)
+        | _moe.write_experts(design)
         | {
             "use_qk_norm": True,
             "qk_norm_type": "per_layer",
             "scoring_func": "sigmoid",
             "use_routing_bias": True,
-            "num_experts": moe.experts,
-            "num_local_experts": moe.experts,
-            "num_experts_per_tok": moe.top_k,
-            "intermediate_size": moe.hidden,
-            "hidden_act": design_parts.HF_ACTIVATIONS[moe.activation or "silu"],
             "rms_norm_eps": design_parts.norm_eps(design),
             "router_jitter_noise": 0.0,
             "output_router_logits": False,

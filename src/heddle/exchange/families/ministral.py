@@ -6,7 +6,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, mistral
 from heddle.exchange.family import Family
-from heddle.exchange.rope import FULL, SLIDING, read_rope
+from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import ModelConfig
 
 DEFAULT_WINDOW = 4096
@@ -14,19 +14,11 @@ DEFAULT_WINDOW = 4096
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """Without `layer_types`, every layer has the window of `sliding_window`; null is none, absent is 4096."""
-    heads = _common.read_heads(config, config.require("hidden_size", int))
     window = config.get_nullable("sliding_window", DEFAULT_WINDOW)
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"]),
-    }
     usual = [FULL if window is None else SLIDING] * _layer_types.read_depth(config)
-    layer = {"mixer": mixer, "feedforward": _common.read_gated(config)}
+    layer = {"mixer": _common.read_attention(config), "feedforward": _common.read_gated(config)}
     layers = _layer_types.windowed_layers(config, usual, window, layer)
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    return _common.design_fields(config, norm, layers)
+    return _common.rms_design(config, 1e-6, layers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

@@ -48,15 +48,13 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "dropout": config.get("attention_dropout", 0.0),
         "position": position,
     }
-    feedforward = _common.read_gated(config)
-    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}, [layer])
+    return _common.rms_design(config, 1e-5, _common.same_layers(config, mixer, _common.read_gated(config)))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     mixer = design_parts.first_attention(design)
-    config = _common.write_common(design) | _common.write_attention(design) | _common.write_gated(design)
+    config = _common.write_unbiased_decoder(design)
     length = mixer.temperature_length or _common.DEFAULT_MAX_POSITIONS
     table = {ORIGINAL_LENGTH: length} | config["rope_parameters"] | {BETA: mixer.temperature_beta or 0.0}
     scaling = None if config["rope_scaling"] is None else table | {"type": table["rope_type"]}
@@ -64,7 +62,6 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
         "rope_parameters": table,
         "rope_scaling": scaling,
         "sliding_window": design_parts.first_window(design),
-        "rms_norm_eps": design_parts.norm_eps(design),
     }
 
 

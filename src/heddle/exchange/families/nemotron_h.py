@@ -104,11 +104,8 @@ def _read_experts(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    mixer, mlp, moe = (
-        design_parts.first_attention(design),
-        design_parts.first_mlp(design),
-        design_parts.first_moe(design),
-    )
+    mixer, mlp = design_parts.first_attention(design), design_parts.first_mlp(design)
+    moe = design_parts.first_moe(design)
     limit = _mamba.first_mixer(design).time_step_limit
     has_experts = any(design_parts.has_experts(design))
     activation = moe.activation if has_experts else mlp.activation
@@ -180,11 +177,4 @@ def _map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
         weights.add_module(f"{hf}.{name}", f"{heddle}.{role}")
 
 
-FAMILY = Family(
-    "nemotron_h",
-    "NemotronHForCausalLM",
-    read_config,
-    write_config,
-    map_weights,
-    ignored_tensors=("mtp.",),
-)
+FAMILY = Family("nemotron_h", "NemotronHForCausalLM", read_config, write_config, map_weights, ignored_tensors=("mtp.",))

@@ -5,7 +5,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
-from heddle.exchange.family import Family, WeightMap
+from heddle.exchange.family import Family
 from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
@@ -28,18 +28,10 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "dropout": config.get("attention_dropout", 0.0),
         "position": read_rope(config, width // heads),
     }
-    depth, top_k = _layer_types.read_depth(config), config.require("num_experts_per_tok", int)
-    feedforward = {
-        "kind": "moe",
-        "experts": _moe.read_expert_count(config),
-        "top_k": top_k,
-        "hidden": config.require("intermediate_size", int),
-        "activation": _common.read_activation(config),
-        "renormalize": config.get("norm_topk_prob", False),
-        **_moe.read_aux_loss(config, top_k, depth, DEFAULT_AUX_LOSS),
-    }
-    layer = {"repeat": depth, "mixer": mixer, "feedforward": feedforward}
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}, [layer])
+    depth = _layer_types.read_depth(config)
+    feedforward = _moe.read_experts(config, depth, default_loss=DEFAULT_AUX_LOSS)
+    feedforward["renormalize"] = config.get("norm_topk_prob", False)
+    return _common.rms_design(config, 1e-5, [{"repeat": depth, "mixer": mixer, "feedforward": feedforward}])
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
@@ -63,9 +55,4 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Llama's tensor names, and those of each expert."""
-    _common.map_weights(design, weights, map_feedforward=_moe.map_feedforward)
-
-
-FAMILY = Family("olmoe", "OlmoeForCausalLM", read_config, write_config, map_weights)
+FAMILY = Family("olmoe", "OlmoeForCausalLM", read_config, write_config, _moe.map_weights)

@@ -6,7 +6,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _gpt
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 DEFAULT_ROTARY_FACTOR = 0.5  # if the config has none
@@ -15,31 +14,17 @@ DEFAULT_ROTARY_FACTOR = 0.5  # if the config has none
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same."""
     width = config.require("hidden_size", int)
-    heads = _common.read_heads(config, width)
-    position = read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
-    rotary_dim = position.get("rotary_dim", heads["head_dim"])
+    mixer = _common.read_attention(config, partial_rotary_factor=DEFAULT_ROTARY_FACTOR, bias=True)
+    rotary_dim = mixer["position"].get("rotary_dim", mixer["head_dim"])
     config.expect("rotary_dim", rotary_dim, default=rotary_dim)  # Phi-1 says it twice
     has_qk_norm = config.get("qk_layernorm", False)
-    if has_qk_norm and heads["head_dim"] != width // heads["heads"]:
-        raise config.invalid("head_dim", f"with 'qk_layernorm' it can be {width // heads['heads']} only")
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": True,
-        "qk_norm": "head" if has_qk_norm else None,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": position,
-    }
-    feedforward = {
-        "kind": "mlp",
-        "hidden": config.require("intermediate_size", int),
-        "activation": _common.read_activation(config, default="gelu_new"),
-        "bias": True,
-    }
+    if has_qk_norm and mixer["head_dim"] != width // mixer["heads"]:
+        raise config.invalid("head_dim", f"with 'qk_layernorm' it can be {width // mixer['heads']} only")
+    mixer["qk_norm"] = "head" if has_qk_norm else None
     return _common.design_fields(
         config,
         {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)},
-        [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
+        _common.same_layers(config, mixer, _common.read_mlp(config, "gelu_new", bias=True)),
         embedding={"dropout": config.get("embd_pdrop", 0.0)},
         residual={"kind": "parallel", "norms": 1, "dropout": config.get("resid_pdrop", 0.0)},
         head={"tied": config.get("tie_word_embeddings", False), "bias": True},

@@ -9,20 +9,13 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe, _qwen_hybrid
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import FULL, SLIDING, read_rope
+from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """Biases of q, k and v, unless `qkv_bias` is false. `layer_types` says which layers have a window."""
-    heads = _common.read_heads(config, config.require("hidden_size", int))
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": "qkv" if config.get("qkv_bias", True) else False,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"]),
-    }
+    mixer = _common.read_attention(config, bias="qkv" if config.get("qkv_bias", True) else False)
     shared = config.require("shared_expert_intermediate_size", int)
     feedforwards = _moe.read_feedforwards(
         config, {"shared": 1, "shared_hidden": shared, "shared_gate": True}, renormalize=False
@@ -31,8 +24,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         {"mixer": mixer | {"window": window}, "feedforward": feedforward}
         for window, feedforward in zip(_read_windows(config), feedforwards, strict=True)
     ]
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
+    return _common.rms_design(config, 1e-6, _layer_types.merge_repeats(layers))
 
 
 def _read_windows(config: ConfigReader) -> list[int | None]:

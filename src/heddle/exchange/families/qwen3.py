@@ -6,21 +6,13 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, qwen2
 from heddle.exchange.family import Family
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """`attention_bias` gives biases to all four projections."""
-    heads = _common.read_heads(config, config.require("hidden_size", int), head_dim=128)
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "qk_norm": "head",
-        "bias": config.get("attention_bias", False),
-        "position": read_rope(config, heads["head_dim"]),
-    }
-    return qwen2.read_design(config, mixer)
+    bias = config.get("attention_bias", False)
+    return qwen2.read_design(config, _common.read_attention(config, head_dim=128, qk_norm="head", bias=bias))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

@@ -5,13 +5,10 @@ Multi-token prediction layers (`mtp.`) are ignored. `mrope_section` is for image
 
 from typing import Any
 
-from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _qwen_hybrid
 from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
-from heddle.parts.mixers.attention import AttentionConfig
-from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
 # What the dense Qwen3.5 and its mixture share: Qwen3-Next's layers with one tensor for each input projection.
 
@@ -29,23 +26,14 @@ def check_fixed_fields(config: ConfigReader) -> None:
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Llama's tensor names, those of the delta rule, and those of experts."""
-    _common.map_embedding_and_head(design, weights)
-    for index, layer in enumerate(design_parts.layers(design)):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
-        if isinstance(layer.mixer, GatedDeltaConfig):
-            _map_delta(weights, f"{hf}.linear_attn", f"{heddle}.mixer")
-        elif isinstance(layer.mixer, AttentionConfig):
-            _qwen_hybrid.map_attention(weights, hf, heddle, layer.mixer.heads)
-        _qwen_hybrid.map_experts(weights, f"{hf}.mlp", f"{heddle}.feedforward")
-        _common.map_pre_norms(weights, hf, heddle)
+    """As Qwen3-Next's, with a tensor of their own for most projections of the delta rule."""
+    _qwen_hybrid.map_weights(design, weights, _map_inputs)
 
 
-def _map_delta(weights: WeightMap, hf: str, heddle: str) -> None:
+def _map_inputs(weights: WeightMap, hf: str, heddle: str, _: int) -> None:
     weights.add_module(f"{hf}.in_proj_qkv", *(f"{heddle}.{role}" for role in "qkv"))
     for name, role in (("z", "gate"), ("b", "beta"), ("a", "a")):
         weights.add_module(f"{hf}.in_proj_{name}", f"{heddle}.{role}")
-    _qwen_hybrid.map_delta(weights, hf, heddle)
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
@@ -60,10 +48,5 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    read_config,
-    write_config,
-    map_weights,
-    ignored_tensors=IGNORED_TENSORS,
+    "qwen3_5_text", "Qwen3_5ForCausalLM", read_config, write_config, map_weights, ignored_tensors=IGNORED_TENSORS
 )

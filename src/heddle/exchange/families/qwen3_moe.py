@@ -5,30 +5,24 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
-from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
+from heddle.exchange.family import Family
 from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """One attention for all layers; transformers ignores `max_window_layers`."""
-    heads = _moe.read_heads(config)
+    config.require("num_key_value_heads", int)
     config.optional("max_window_layers")
     config.expect("use_qk_norm", True, default=True)
     window = config.get_nullable("sliding_window", 4096)
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "qk_norm": "head",
-        "bias": config.get("attention_bias", False),
-        "window": window if config.get("use_sliding_window", False) else None,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"]),
-    }
-    layers = [{"mixer": mixer, "feedforward": feedforward} for feedforward in _moe.read_feedforwards(config, {}, False)]
-    return _common.design_fields(
-        config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}, _layer_types.merge_repeats(layers)
+    mixer = _common.read_attention(
+        config,
+        qk_norm="head",
+        bias=config.get("attention_bias", False),
+        window=window if config.get("use_sliding_window", False) else None,
     )
+    layers = [{"mixer": mixer, "feedforward": feedforward} for feedforward in _moe.read_feedforwards(config, {}, False)]
+    return _common.rms_design(config, 1e-6, _layer_types.merge_repeats(layers))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
@@ -47,9 +41,4 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Qwen3's tensor names, and those of each expert."""
-    _common.map_weights(design, weights, map_feedforward=_moe.map_feedforward)
-
-
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", read_config, write_config, map_weights)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", read_config, write_config, _moe.map_weights)

@@ -7,12 +7,10 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _moe, _qwen_hybrid
+from heddle.exchange.families import _moe, _qwen_hybrid
 from heddle.exchange.families._qwen_hybrid import FULL
 from heddle.exchange.family import Family, WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
-from heddle.parts.mixers.attention import AttentionConfig
-from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
@@ -43,22 +41,13 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Projections with the same input are one tensor, interleaved by query head or key head."""
-    _common.map_embedding_and_head(design, weights)
-    for index, layer in enumerate(design_parts.layers(design)):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
-        if isinstance(layer.mixer, GatedDeltaConfig):
-            _map_delta(weights, f"{hf}.linear_attn", f"{heddle}.mixer", layer.mixer.key_heads or layer.mixer.heads)
-        elif isinstance(layer.mixer, AttentionConfig):
-            _qwen_hybrid.map_attention(weights, hf, heddle, layer.mixer.heads)
-        _qwen_hybrid.map_experts(weights, f"{hf}.mlp", f"{heddle}.feedforward")
-        _common.map_pre_norms(weights, hf, heddle)
+    _qwen_hybrid.map_weights(design, weights, _map_inputs)
 
 
-def _map_delta(weights: WeightMap, hf: str, heddle: str, groups: int) -> None:
+def _map_inputs(weights: WeightMap, hf: str, heddle: str, groups: int) -> None:
     fused = [f"{heddle}.{name}" for name in ("q", "k", "v", "gate")]
     weights.add_module(f"{hf}.in_proj_qkvz", *fused, transform=interleaved_by_group(groups))
     weights.add_module(f"{hf}.in_proj_ba", f"{heddle}.beta", f"{heddle}.a", transform=interleaved_by_group(groups))
-    _qwen_hybrid.map_delta(weights, hf, heddle)
 
 
 FAMILY = Family("qwen3_next", "Qwen3NextForCausalLM", read_config, write_config, map_weights, ignored_tensors=("mtp.",))

@@ -6,7 +6,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 DEFAULT_DROPOUT = 0.1  # of attention weights and of branch outputs
@@ -14,23 +13,16 @@ DEFAULT_DROPOUT = 0.1  # of attention weights and of branch outputs
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same. A bias of the output projection alone is refused."""
-    heads = _common.read_heads(config, config.require("hidden_size", int), head_dim=128)
     config.get("pretraining_tp", 1)  # as in Llama
     has_bias, has_out_bias = config.get("attention_bias", True), config.get("attention_out_bias", False)
     if has_out_bias and not has_bias:
         raise config.invalid("attention_out_bias", "heddle has it beside attention_bias only")
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": "qkv" if has_bias and not has_out_bias else has_bias,
-        "dropout": config.get("attention_dropout", DEFAULT_DROPOUT),
-        "position": read_rope(config, heads["head_dim"]),
-    }
+    bias = "qkv" if has_bias and not has_out_bias else has_bias
+    dropout = config.get("attention_dropout", DEFAULT_DROPOUT)
+    mixer = _common.read_attention(config, head_dim=128, bias=bias, dropout=dropout)
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
-    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
     residual = {"kind": "pre_norm", "dropout": config.get("residual_dropout", DEFAULT_DROPOUT)}
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    return _common.design_fields(config, norm, [layer], residual=residual)
+    return _common.rms_design(config, 1e-6, _common.same_layers(config, mixer, feedforward), residual=residual)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
 from heddle.exchange.family import Family
-from heddle.exchange.rope import FULL, SLIDING, read_rope
+from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 
@@ -22,28 +22,23 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
     transformers ignores `max_window_layers`.
     """
-    heads = _common.read_heads(config, config.require("hidden_size", int))
     for name in ("max_window_layers", "pretraining_tp"):
         config.optional(name)
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-    }
-    rope, rotated = read_rope(config, heads["head_dim"], DEFAULT_THETA), _read_rotated(config)
+    mixer = _common.read_attention(config, DEFAULT_THETA, bias=config.get("attention_bias", False))
+    rope, rotated = mixer["position"], _read_rotated(config)
     window = config.get_nullable("sliding_window", None) if config.get("use_sliding_window", False) else None
     config.unread.discard("sliding_window")
     usual = [FULL if window is None or has_rope else SLIDING for has_rope in rotated]
     windows = _layer_types.layer_windows(config, _layer_types.read_types(config, usual), window)
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
     layers = [
-        {"mixer": mixer | {"window": width, "position": rope if has_rope else None}, "feedforward": feedforward}
+        {
+            "mixer": mixer | {"window": width, "position": rope if has_rope else None},
+            "feedforward": feedforward,
+        }
         for width, has_rope in zip(windows, rotated, strict=True)
     ]
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    head = {"tied": config.get("tie_word_embeddings", True)}
-    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers), head=head)
+    return _common.rms_design(config, 1e-6, _layer_types.merge_repeats(layers), tied=True)
 
 
 def _read_rotated(config: ConfigReader) -> list[bool]:

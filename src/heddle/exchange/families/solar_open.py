@@ -6,7 +6,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _deepseek, dots1
 from heddle.exchange.family import Family
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 DEFAULT_THETA = 1e6
@@ -15,20 +14,13 @@ DEFAULT_THETA = 1e6
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same. The balancing bias keeps its loaded value (`bias_update` 0)."""
     config.require("num_key_value_heads", int)
-    heads = _common.read_heads(config, config.require("hidden_size", int), head_dim=128)
     config.expect("first_k_dense_replace", 0, default=0)
     config.expect("use_qk_norm", False, default=False)
     config.note("intermediate_size")  # of dense layers, which it has not
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": "qkv" if config.get("attention_bias", False) else False,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"], DEFAULT_THETA, partial_rotary_factor=1.0),
-    }
+    bias = "qkv" if config.get("attention_bias", False) else False
+    mixer = _common.read_attention(config, DEFAULT_THETA, head_dim=128, partial_rotary_factor=1.0, bias=bias)
     feedforward = _deepseek.read_experts(config, _deepseek.read_sigmoid_routing(config))
-    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}, [layer])
+    return _common.rms_design(config, 1e-5, _common.same_layers(config, mixer, feedforward))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

@@ -37,10 +37,9 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "mixer": mixer,
         "feedforward": _common.read_gated(config),
     }
-    parallel = {"residual": {"kind": "parallel", "norms": 1}} if config.get("use_parallel_residual", False) else {}
-    return _common.design_fields(
-        config, {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)}, [layer], **parallel
-    )
+    norm = {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)}
+    parallel = {"kind": "parallel", "norms": 1} if config.get("use_parallel_residual", False) else {"kind": "pre_norm"}
+    return _common.design_fields(config, norm, [layer], residual=parallel)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

@@ -6,52 +6,41 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same; `use_bias` is of every projection."""
     config.require("num_key_value_heads", int)
-    heads = _common.read_heads(config, config.require("hidden_size", int))
     bias = config.get("use_bias", True)
     config.expect("mlp_type", "default", default="default")  # of the first files
     config.expect("norm_type", "layer_norm", default="layer_norm")
     # The first files repeat other fields in words of GPT-BigCode, which transformers ignores.
     config.note("activation_function", "layer_norm_epsilon", "scale_attn_weights")
     config.note("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": bias,
-        "window": config.optional("sliding_window"),
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"]),
-    }
-    feedforward = _common.read_gated(config, default="gelu_pytorch_tanh", bias=bias) | {"kind": "mlp"}
+    mixer = _common.read_attention(config, bias=bias, window=config.optional("sliding_window"))
+    feedforward = _common.read_mlp(config, "gelu_pytorch_tanh", bias)
     return _common.design_fields(
         config,
         {"kind": "layer", "eps": config.get("norm_epsilon", 1e-5)},
-        [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
+        _common.same_layers(config, mixer, feedforward),
+        tied=True,
         embedding={"dropout": config.get("embedding_dropout", 0.0)},
         residual={"kind": "pre_norm", "dropout": config.get("residual_dropout", 0.0)},
-        head={"tied": config.get("tie_word_embeddings", True)},
     )
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    feedforward = design_parts.first_mlp(design)
     return (
         _common.write_common(design)
         | _common.write_attention(design)
+        | _common.write_mlp(design)
         | {
             "sliding_window": design_parts.first_window(design),
             "embedding_dropout": design.embedding.dropout,
             "residual_dropout": design.residual.dropout,
-            "intermediate_size": feedforward.hidden,
-            "hidden_act": design_parts.HF_ACTIVATIONS[feedforward.activation],
-            "use_bias": feedforward.bias or design_parts.first_attention(design).bias is True,
+            "use_bias": design_parts.first_mlp(design).bias or design_parts.first_attention(design).bias is True,
             "norm_epsilon": design_parts.norm_eps(design),
         }
     )

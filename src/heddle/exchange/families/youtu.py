@@ -14,14 +14,9 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same. `embedding_initializer_range` is of training from scratch, and noted."""
     layout = "interleaved" if config.get("rope_interleave", True) else "half"
     config.note("embedding_initializer_range")
-    layer = {
-        "repeat": config.require("num_hidden_layers", int),
-        "mixer": _deepseek.read_attention(config, layout, query_rank=1536),
-        "feedforward": _common.read_gated(config),
-    }
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}
-    head = {"tied": config.get("tie_word_embeddings", True)}
-    return _common.design_fields(config, norm, [layer], head=head)
+    mixer = _deepseek.read_attention(config, layout, query_rank=1536)
+    layers = _common.same_layers(config, mixer, _common.read_gated(config))
+    return _common.rms_design(config, 1e-6, layers, tied=True)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

@@ -74,6 +74,25 @@ class Keys:
         value = self.fields[name]
         return value if isinstance(value, kind) else self._refuse(name, value, kind)
 
+    @cached_property
+    def graph(self) -> str:
+        """The name of its graph, with which the names of the model's keys begin."""
+        return self.require("general.architecture", str)
+
+    def of_graph(self, name: str, default: T) -> T:
+        """A key of the graph, as `get`."""
+        return self.get(f"{self.graph}.{name}", default)
+
+    def number(self, name: str) -> int:
+        """An integer of the graph that must be there."""
+        return self.require(f"{self.graph}.{name}", int)
+
+    @property
+    def head_dim(self) -> int:
+        """Dims of a head: those of the file, or the width's share."""
+        width, heads = self.number("embedding_length"), self.number("attention.head_count")
+        return self.of_graph("attention.key_length", width // max(heads, 1))
+
     def _refuse(self, name: str, value: Any, kind: type) -> Any:
         raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; should be of kind {kind.__name__}")
 
@@ -85,51 +104,48 @@ def _decimal(value: float) -> Any:
 
 def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     """The config.json, with its model_type. Raises ConfigError for a graph that heddle does not read."""
-    graph = keys.require("general.architecture", str)
-    if graph not in ARCHITECTURE_FIELDS:
+    if keys.graph not in ARCHITECTURE_FIELDS:
         known = ", ".join(ARCHITECTURE_FIELDS)
-        raise ConfigError(f"{keys.source}: its architecture {short_repr(graph)} is not read; heddle reads {known}")
-    config = _common_fields(keys, graph, shapes) | ARCHITECTURE_FIELDS[graph](keys, graph, shapes)
-    missing = MISSING_FIELDS.get(graph, ())
+        raise ConfigError(f"{keys.source}: its architecture {short_repr(keys.graph)} is not read; heddle reads {known}")
+    config = _common_fields(keys, shapes) | ARCHITECTURE_FIELDS[keys.graph](keys, shapes)
+    missing = MISSING_FIELDS.get(keys.graph, ())
     return {name: value for name, value in config.items() if name not in missing}
 
 
-def _common_fields(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    width, heads = keys.require(f"{graph}.embedding_length", int), keys.require(f"{graph}.attention.head_count", int)
-    rows = shapes.get("token_embd.weight", (0,))[0]
-    head_dim = keys.get(f"{graph}.attention.key_length", width // max(heads, 1))
+def _common_fields(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    graph, head_dim, heads = keys.graph, keys.head_dim, keys.number("attention.head_count")
     for name in ("attention.value_length", *(() if graph in PARTIAL_ROPE else ("rope.dimension_count",))):
-        if keys.get(f"{graph}.{name}", head_dim) != head_dim:
+        if keys.of_graph(name, head_dim) != head_dim:
             raise ConfigError(f"{keys.source}: key '{graph}.{name}' is not key_length = {head_dim}; heddle reads it so")
-    theta = keys.get(f"{graph}.rope.freq_base", 10000.0)
+    theta = keys.of_graph("rope.freq_base", 10000.0)
     return {
-        "vocab_size": rows,
-        "hidden_size": width,
-        "num_hidden_layers": keys.require(f"{graph}.block_count", int),
-        "intermediate_size": keys.require(f"{graph}.feed_forward_length", int),
+        "vocab_size": shapes.get("token_embd.weight", (0,))[0],
+        "hidden_size": keys.number("embedding_length"),
+        "num_hidden_layers": keys.number("block_count"),
+        "intermediate_size": keys.number("feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.get(f"{graph}.attention.head_count_kv", heads),
+        "num_key_value_heads": keys.of_graph("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.get(f"{graph}.attention.layer_norm_rms_epsilon", 1e-5),
-        "max_position_embeddings": keys.get(f"{graph}.context_length", 2048),
+        "rms_norm_eps": keys.of_graph("attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": keys.of_graph("context_length", 2048),
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_theta": theta,
-        "rope_parameters": {"rope_theta": theta} | _scaling(keys, graph, theta, head_dim),
+        "rope_parameters": {"rope_theta": theta} | _scaling(keys, theta, head_dim),
     }
 
 
-def _scaling(keys: Keys, graph: str, theta: float, head_dim: int) -> dict[str, Any]:
-    kind = keys.get(f"{graph}.rope.scaling.type", "none")
+def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
+    kind = keys.of_graph("rope.scaling.type", "none")
     if keys.rope_factors:
         return _llama3(keys, theta, head_dim)
     if kind == "none":
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
-        raise ConfigError(f"{keys.source}: key '{graph}.rope.scaling.type' is {kind!r}; heddle reads linear and yarn")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.get(f"{graph}.rope.scaling.factor", 1.0)}
+        name = f"{keys.graph}.rope.scaling.type"
+        raise ConfigError(f"{keys.source}: key '{name}' is {kind!r}; heddle reads linear and yarn")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.of_graph("rope.scaling.factor", 1.0)}
     if kind == "yarn":
-        length = keys.require(f"{graph}.rope.scaling.original_context_length", int)
-        scaling["original_max_position_embeddings"] = length
+        scaling["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
     return scaling
 
 
@@ -156,165 +172,142 @@ def _biases(shapes: Shapes) -> dict[str, Any]:
     return {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_down.bias" in shapes}
 
 
-def _llama(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    experts = keys.get(f"{graph}.expert_count", 0)
+def _llama(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    experts = keys.of_graph("expert_count", 0)
     if not experts:
         return {"model_type": "llama", **_biases(shapes)}
-    used = keys.require(f"{graph}.expert_used_count", int)
+    used = keys.number("expert_used_count")
     return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
 
 
-def _qwen3_moe(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3_moe",
-        "num_experts": keys.require(f"{graph}.expert_count", int),
-        "num_experts_per_tok": keys.require(f"{graph}.expert_used_count", int),
-        "moe_intermediate_size": keys.require(f"{graph}.expert_feed_forward_length", int),
-        "norm_topk_prob": True,
-    }
+def _experts(keys: Keys, renormalized: bool) -> dict[str, Any]:
+    numbers = {"num_experts": keys.number("expert_count"), "num_experts_per_tok": keys.number("expert_used_count")}
+    return numbers | {"norm_topk_prob": renormalized}
 
 
-def _unnormalized_moe(keys: Keys, graph: str) -> dict[str, Any]:
-    return {
-        "num_experts": keys.require(f"{graph}.expert_count", int),
-        "num_experts_per_tok": keys.require(f"{graph}.expert_used_count", int),
-        "norm_topk_prob": False,
-    }
+def _qwen3_moe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    experts = _experts(keys, True)
+    return {"model_type": "qwen3_moe", **experts, "moe_intermediate_size": keys.number("expert_feed_forward_length")}
 
 
-def _qwen2_moe(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+def _qwen2_moe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     return {
         "model_type": "qwen2_moe",
-        **_unnormalized_moe(keys, graph),
-        "moe_intermediate_size": keys.require(f"{graph}.expert_feed_forward_length", int),
-        "shared_expert_intermediate_size": keys.require(f"{graph}.expert_shared_feed_forward_length", int),
+        **_experts(keys, False),
+        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.number("expert_shared_feed_forward_length"),
     }
 
 
-def _olmoe(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    return {"model_type": "olmoe", **_unnormalized_moe(keys, graph), "attention_bias": False}
+def _olmoe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    return {"model_type": "olmoe", **_experts(keys, False), "attention_bias": False}
 
 
-def _gemma(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+def _gemma(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     return {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", **GEMMA_ACTIVATION}
 
 
-def _query_scale(keys: Keys, graph: str, depth: int) -> dict[str, Any]:
+def _query_scale(keys: Keys, depth: int) -> dict[str, Any]:
     """Gemma's scale of scores: by head_dim, but in the largest by width / heads."""
-    width, heads = keys.require(f"{graph}.embedding_length", int), keys.require(f"{graph}.attention.head_count", int)
-    is_largest = keys.require(f"{graph}.block_count", int) == depth
-    dim = width // heads if is_largest else keys.get(f"{graph}.attention.key_length", width // heads)
-    return {"query_pre_attn_scalar": dim, "sliding_window": keys.get(f"{graph}.attention.sliding_window", 4096)}
+    is_largest = keys.number("block_count") == depth
+    dim = keys.number("embedding_length") // keys.number("attention.head_count") if is_largest else keys.head_dim
+    return {"query_pre_attn_scalar": dim, "sliding_window": keys.of_graph("attention.sliding_window", 4096)}
 
 
-def _gemma2(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+def _gemma2(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    caps = {name: keys.get(f"{graph}.{name}", default) for name, default in caps.items()}
-    return {"model_type": "gemma2", **GEMMA_ACTIVATION, **_query_scale(keys, graph, 46), **caps}
+    caps = {name: keys.of_graph(name, default) for name, default in caps.items()}
+    return {"model_type": "gemma2", **GEMMA_ACTIVATION, **_query_scale(keys, 46), **caps}
 
 
-def _ropes(keys: Keys, graph: str, theta: float, sliding_theta: float) -> dict[str, Any]:
+def _ropes(keys: Keys, theta: float, sliding_theta: float) -> dict[str, Any]:
     """The RoPEs of layers without and with a window; the thetas are the defaults."""
-    head_dim = keys.require(f"{graph}.attention.key_length", int)
-    theta, sliding = keys.get(f"{graph}.rope.freq_base", theta), keys.get(f"{graph}.rope.freq_base_swa", sliding_theta)
-    full = {"rope_theta": theta} | _scaling(keys, graph, theta, head_dim)
+    head_dim = keys.number("attention.key_length")
+    theta, sliding = keys.of_graph("rope.freq_base", theta), keys.of_graph("rope.freq_base_swa", sliding_theta)
+    full = {"rope_theta": theta} | _scaling(keys, theta, head_dim)
     tables = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": sliding}}
     return {"rope_parameters": tables, "rope_theta": None}
 
 
-def _gemma3(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    cap = {"final_logit_softcapping": keys.fields.get(f"{graph}.final_logit_softcapping")}
-    ropes = _ropes(keys, graph, 1e6, 1e4)
-    return {"model_type": "gemma3_text", **GEMMA_ACTIVATION, **_query_scale(keys, graph, 62), **cap, **ropes}
+def _gemma3(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    cap = {"final_logit_softcapping": keys.fields.get(f"{keys.graph}.final_logit_softcapping")}
+    return {"model_type": "gemma3_text", **GEMMA_ACTIVATION, **_query_scale(keys, 62), **cap, **_ropes(keys, 1e6, 1e4)}
 
 
-def _olmo2(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    window = keys.get(f"{graph}.attention.sliding_window", 0)
+def _olmo2(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    window = keys.of_graph("attention.sliding_window", 0)
     if not window:
         return {"model_type": "olmo2"}
-    theta = keys.get(f"{graph}.rope.freq_base", 500000.0)
-    return {"model_type": "olmo3", "sliding_window": window, **_ropes(keys, graph, theta, theta)}
+    theta = keys.of_graph("rope.freq_base", 500000.0)
+    return {"model_type": "olmo3", "sliding_window": window, **_ropes(keys, theta, theta)}
 
 
-def _rotary_factor(keys: Keys, graph: str) -> float:
+def _rotary_factor(keys: Keys) -> float:
     """The share of the dims of a head that RoPE rotates."""
-    width, heads = keys.require(f"{graph}.embedding_length", int), keys.require(f"{graph}.attention.head_count", int)
-    head_dim = keys.get(f"{graph}.attention.key_length", width // max(heads, 1))
-    return keys.get(f"{graph}.rope.dimension_count", head_dim) / max(head_dim, 1)
+    return keys.of_graph("rope.dimension_count", keys.head_dim) / max(keys.head_dim, 1)
 
 
-def _layer_norm_eps(keys: Keys, graph: str) -> float:
-    return keys.get(f"{graph}.attention.layer_norm_epsilon", 1e-5)
+def _layer_norm_eps(keys: Keys, default: float = 1e-5) -> float:
+    return keys.of_graph("attention.layer_norm_epsilon", default)
 
 
-def _phi3(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    return {"model_type": "phi3", "partial_rotary_factor": _rotary_factor(keys, graph), "sliding_window": None}
+def _phi3(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    return {"model_type": "phi3", "partial_rotary_factor": _rotary_factor(keys), "sliding_window": None}
 
 
-def _phi(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "phi",
-        "partial_rotary_factor": _rotary_factor(keys, graph),
-        "layer_norm_eps": _layer_norm_eps(keys, graph),
-        "hidden_act": "gelu_new",
-    }
+def _phi(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    numbers = {"partial_rotary_factor": _rotary_factor(keys), "layer_norm_eps": _layer_norm_eps(keys)}
+    return {"model_type": "phi", **numbers, "hidden_act": "gelu_new"}
 
 
-def _gpt2(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "gpt2",
-        "n_inner": keys.require(f"{graph}.feed_forward_length", int),
-        "layer_norm_epsilon": _layer_norm_eps(keys, graph),
-        "activation_function": "gelu_new",
-    }
+def _gpt2(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    numbers = {"n_inner": keys.number("feed_forward_length"), "layer_norm_epsilon": _layer_norm_eps(keys)}
+    return {"model_type": "gpt2", **numbers, "activation_function": "gelu_new"}
 
 
-def _gpt_neox(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+def _gpt_neox(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     return {
         "model_type": "gpt_neox",
-        "rotary_pct": _rotary_factor(keys, graph),
-        "rotary_emb_base": keys.get(f"{graph}.rope.freq_base", 10000.0),
-        "layer_norm_eps": _layer_norm_eps(keys, graph),
+        "rotary_pct": _rotary_factor(keys),
+        "rotary_emb_base": keys.of_graph("rope.freq_base", 10000.0),
+        "layer_norm_eps": _layer_norm_eps(keys),
         "hidden_act": "gelu_pytorch_tanh",
-        "use_parallel_residual": keys.get(f"{graph}.use_parallel_residual", True),
+        "use_parallel_residual": keys.of_graph("use_parallel_residual", True),
     }
 
 
-def _cohere(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
-    windows = {"sliding_window": keys.require(f"{graph}.attention.sliding_window", int)} if graph == "cohere2" else {}
-    return {
-        "model_type": "cohere2" if graph == "cohere2" else "cohere",
-        "logit_scale": keys.get(f"{graph}.logit_scale", 0.0625),
-        "layer_norm_eps": _layer_norm_eps(keys, graph),
-        **windows,
-    }
+def _cohere(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    numbers = {"logit_scale": keys.of_graph("logit_scale", 0.0625), "layer_norm_eps": _layer_norm_eps(keys)}
+    if keys.graph == "command-r":
+        return {"model_type": "cohere", **numbers}
+    return {"model_type": "cohere2", **numbers, "sliding_window": keys.number("attention.sliding_window")}
 
 
-def _bert(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+def _bert(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     return {
         "model_type": "bert",
         "architectures": ["BertModel"],
         "hidden_act": "gelu",
-        "layer_norm_eps": keys.get(f"{graph}.attention.layer_norm_epsilon", 1e-12),
+        "layer_norm_eps": _layer_norm_eps(keys, 1e-12),
         "max_position_embeddings": shapes.get("position_embd.weight", (512,))[0],
         "type_vocab_size": shapes.get("token_types.weight", (2,))[0],
     }
 
 
-ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, str, Shapes], dict[str, Any]]] = {
+ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, Shapes], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen2": lambda keys, graph, shapes: {"model_type": "qwen2"},
-    "qwen3": lambda keys, graph, shapes: {"model_type": "qwen3", "attention_bias": False},
+    "qwen2": lambda keys, shapes: {"model_type": "qwen2"},
+    "qwen3": lambda keys, shapes: {"model_type": "qwen3", "attention_bias": False},
     "qwen3moe": _qwen3_moe,
     "qwen2moe": _qwen2_moe,
     "olmoe": _olmoe,
-    "ernie4_5": lambda keys, graph, shapes: {"model_type": "ernie4_5", "use_bias": False},
-    "hunyuan-dense": lambda keys, graph, shapes: {"model_type": "hunyuan_v1_dense", "attention_bias": False},
+    "ernie4_5": lambda keys, shapes: {"model_type": "ernie4_5", "use_bias": False},
+    "hunyuan-dense": lambda keys, shapes: {"model_type": "hunyuan_v1_dense", "attention_bias": False},
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "olmo2": _olmo2,
-    "smollm3": lambda keys, graph, shapes: {"model_type": "smollm3"},
+    "smollm3": lambda keys, shapes: {"model_type": "smollm3"},
     "phi3": _phi3,
     "phi2": _phi,
     "gpt2": _gpt2,
@@ -365,8 +358,8 @@ class GGUFFile:
         self.folder, self.file, self.dequantize = file.parent, file, dequantize
         self.ignored_tensors: tuple[str, ...] = (ROPE_FACTORS,)
         self._read()
-        self.graph_name = self.keys.require("general.architecture", str)
-        self.config = config_from_keys(self.keys, _shapes(self.tensors_by_name))
+        shapes = {name: tensor.shape for name, tensor in self.tensors_by_name.items()}
+        self.config = config_from_keys(self.keys, shapes)
 
     def _read(self) -> None:
         contents = read_contents(self.file)
@@ -439,7 +432,3 @@ class GGUFFile:
         except (RuntimeError, ValueError) as error:
             reason = f"tensor '{tensor.name}' of type {tensor.kind} cannot be unpacked"
             raise CheckpointError(f"{self.file}: {reason}") from error
-
-
-def _shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in tensors.items()}

@@ -136,16 +136,12 @@ def describe_results(accuracies: Mapping[str, float | None], chance: float) -> s
     low, high = min(measured.values()), max(measured.values())
     if high - low > MIN_DIFFERENCE_SHARE * (1 - chance):
         return ""
-    span = format_percent(low) if format_percent(low) == format_percent(high) else f"{_range_text(low, high)}"
+    span = " to ".join(dict.fromkeys(map(format_percent, (low, high))))
     if low >= solved_accuracy(chance):
         return f"every design learned it ({span})"
     if high <= chance + MIN_DIFFERENCE_SHARE * (1 - chance):
         return f"no design learned it within the budget ({span}, guessing {format_percent(chance)})"
     return f"all designs are alike ({span}, guessing {format_percent(chance)})"
-
-
-def _range_text(low: float, high: float) -> str:
-    return f"{format_percent(low)} to {format_percent(high)}"
 
 
 def summarize_abilities(

@@ -26,6 +26,7 @@ from heddle.lab.compare.results import (
 )
 from heddle.lab.compare.statistics import (
     ALPHA,
+    NO_PAIR,
     VALIDATION_WINDOWS,
     Level,
     PairStatistics,
@@ -40,8 +41,6 @@ from heddle.lab.compare.statistics import (
     t_quantile,
 )
 from heddle.lab.compare.tables import mean_loss
-
-NO_PAIR = "No seed was finished by both designs, so there is no difference to give."
 
 
 @dataclass(frozen=True)
@@ -151,19 +150,13 @@ def _method(
     method = describe_method(seeds, has_text, VALIDATION_WINDOWS, len(names))
     if judging.is_anytime and seeds > 1:
         method += " It holds at whatever number of seeds the comparison stops."
-    sides = [{run.seed for run in runs[names[index]]} for index in (design, reference)]
-    finished = {
-        run.seed
-        for run in runs[names[design]]
-        for other in runs[names[reference]]
-        if run.seed == other.seed and _has_number(run) and _has_number(other)
-    }
+    sides = [runs[names[index]] for index in (design, reference)]
+    given, finished = (
+        set.intersection(*({run.seed for run in side} for side in chosen))
+        for chosen in (sides, map(finished_runs, sides))
+    )
     # seeds that only one side was given are no failure
-    return method + describe_unpaired(sorted((sides[0] & sides[1]) - finished))
-
-
-def _has_number(run: ScoredRun) -> bool:
-    return run.status == "done" and run.bits_per_byte is not None and math.isfinite(run.bits_per_byte)
+    return method + describe_unpaired(sorted(given - finished))
 
 
 # Effects of varied fields on bits per byte: means over the other fields, paired differences, and interactions.

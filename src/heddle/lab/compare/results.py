@@ -17,7 +17,6 @@ _adapters: dict[Any, TypeAdapter[Any]] = {}
 Curve = Sequence[tuple[int, float | None]]  # tokens, bits per byte or accuracy
 Series = Sequence[tuple[int, float]]  # context, value
 SpeedSeries = Sequence[tuple[int, float, float, float]]  # context, tokens per second, low, high
-Scalar = bool | int | float | str | None
 
 
 def left_out(default: Any = None) -> Any:
@@ -619,4 +618,4 @@ class Report:
     equal_size: str | None = None
     tuning: TuningReport | None = None
     verdict: Sequence[str] = ()
-    running: Sequence[RunningCurve] | None = field(default=None, metadata={"left_out": True})
+    running: Sequence[RunningCurve] | None = left_out()

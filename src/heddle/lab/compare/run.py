@@ -54,7 +54,7 @@ from heddle.machine import record_worker_choices
 from heddle.runtime import Runtime, kind_of_device
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.lock import InUseError, RunLock, lock_output, wait_for_lock
-from heddle.storage.run_log import LogReader, first_difference, to_plain_json
+from heddle.storage.run_log import LogReader, first_difference, refuse_other_content, to_plain_json
 from heddle.training.evaluation.length_extrapolation import plan_extrapolation
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
@@ -432,9 +432,7 @@ def _open(out: Path, plan: ComparisonPlan, is_shared: bool) -> Iterator[bool]:
 def _check_folder(out: Path, plan: ComparisonPlan) -> bool:
     """Check that a folder is new or holds this comparison, and write its plan; returns as `check_plan` does."""
     if not (out / PLAN_FILE).is_file():
-        others = [entry.name for entry in out.iterdir() if not entry.name.startswith(".")]
-        if others:
-            raise CheckpointError(f"{out}: holds something else ({sorted(others)[0]}); choose an empty or new folder")
+        refuse_other_content(out)
     return check_plan(out / PLAN_FILE, plan)
 
 

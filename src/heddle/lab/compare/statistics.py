@@ -25,6 +25,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 BOOTSTRAP_SEED = 20_240_607
 Windows = npt.NDArray[np.float64]
+NO_PAIR = "No seed was finished by both designs, so there is no difference to give."
 
 
 class TextSampling(NamedTuple):
@@ -144,7 +145,7 @@ def paired_difference(
     seeds = [run.seed for run in design_runs if run.seed in design_by_seed and run.seed in baseline_by_seed]
     all_seeds = sorted({run.seed for run in (*design_runs, *baseline_runs)})
     if not seeds:
-        return Difference(mean=None, method="No seed was finished by both designs, so there is no difference to give.")
+        return Difference(mean=None, method=NO_PAIR)
     pairs = [(design_by_seed[seed], baseline_by_seed[seed]) for seed in seeds]
     differences = [loss_of(run) - loss_of(reference) for run, reference in pairs]
     text = _text_half_width_of_pairs(pairs, sampling)

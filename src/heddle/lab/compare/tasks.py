@@ -19,6 +19,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token
 from heddle.runtime import Runtime
+from heddle.settings import shared
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan
@@ -70,17 +71,9 @@ class Comparison:
         """The training settings of one run."""
         plan = self.plan
         return Settings(
+            **shared(plan, Settings),
             steps=steps,
-            batch_size=plan.batch_size,
-            sequence_length=plan.sequence_length,
-            learning_rate=plan.learning_rate,
             seed=seed,
-            optimizer=plan.optimizer,
-            schedule=plan.schedule,
-            warmup=plan.warmup,
-            lr_scale=plan.lr_scale,
-            transfer_width=plan.transfer_width,
-            precision=plan.precision,
             save_every=max(1, steps // CHECKPOINTS_PER_RUN),
             evaluate_every=plan_evaluations(steps, plan.batch_size * plan.sequence_length).interval,
         )

@@ -4,6 +4,7 @@ Every number of a design is compared with the baseline's by `paired_difference`:
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -117,11 +118,11 @@ def recall_in_text(runs: Sequence[Run], baseline_runs: Sequence[Run]) -> TextRec
     """A design's recall in held-out text; None where no run measured it."""
     if not any(run.text_recall and run.text_recall.needles for run in finished_runs(runs)):
         return None
-    pairs: dict[str, tuple[Scored, Scored]] = {
-        "needle": (_needle_answers, _control_answers),
-        "needle_loss": (_needle_losses, _control_losses),
-        "span": (_recalled("repeated_spans"), _recalled("first_spans")),
+    needles: dict[str, tuple[Scored, Scored]] = {
+        name: (partial(_over_depths, name=kind, hidden=True), partial(_over_depths, name=kind, hidden=False))
+        for name, kind in (("needle", "correct"), ("needle_loss", "losses"))
     }
+    pairs = needles | {"span": (_recalled("repeated_spans"), _recalled("first_spans"))}
     rows: dict[str, RecallGain] = {}
     for name, (scores, control) in pairs.items():
         gain = _gain(scores, control)
@@ -157,7 +158,7 @@ def _recalled(name: str) -> Scored:
     return lambda run: getattr(run.text_recall, name) if run.text_recall else None
 
 
-def _over_depths(run: Run, name: str, hidden: bool) -> FiniteScores | None:
+def _over_depths(run: Run, *, name: str, hidden: bool) -> FiniteScores | None:
     """The scores of the rows with needles, averaged over the depths, or those of the rows without."""
     if not run.text_recall:
         return None
@@ -167,22 +168,6 @@ def _over_depths(run: Run, name: str, hidden: bool) -> FiniteScores | None:
         scores = [score for score, _ in row if score is not None]
         rows.append((sum(scores) / len(scores) if len(scores) == len(row) else None, row[0][1]))
     return rows
-
-
-def _needle_answers(run: Run) -> FiniteScores | None:
-    return _over_depths(run, "correct", hidden=True)
-
-
-def _control_answers(run: Run) -> FiniteScores | None:
-    return _over_depths(run, "correct", hidden=False)
-
-
-def _needle_losses(run: Run) -> FiniteScores | None:
-    return _over_depths(run, "losses", hidden=True)
-
-
-def _control_losses(run: Run) -> FiniteScores | None:
-    return _over_depths(run, "losses", hidden=False)
 
 
 def _gain(scores: Scored, control: Scored) -> Scored:

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+from heddle.lab.compare.abilities import solved_accuracy
 from heddle.lab.compare.power import MAX_SEEDS
 from heddle.lab.compare.results import Design, Difference, NeededRuns, Report
 from heddle.lab.compare.statistics import finished_runs, ranges_overlap
@@ -95,7 +96,6 @@ def _is_unresolved(row: Difference) -> bool:
 
 
 SAME_SPEED = "no measured difference in {}: the measurements overlap"
-SOLVED_SHARE = 0.9  # of the way from chance to a perfect score: from there on a task counts as learned
 
 
 def verdict_sentences(report: Report) -> list[str]:
@@ -211,8 +211,7 @@ def recall_verdict(report: Report) -> list[str]:
     measured = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
     if not measured:
         return []
-    threshold = description.chance + SOLVED_SHARE * (1 - description.chance)
-    solved = [name for name, accuracy in measured.items() if accuracy >= threshold]
+    solved = [name for name, accuracy in measured.items() if accuracy >= solved_accuracy(description.chance)]
     unsolved = sorted((name for name in measured if name not in solved), key=lambda name: -measured[name])
     chance = f"guessing gives {format_percent(description.chance)}"
     if not unsolved:

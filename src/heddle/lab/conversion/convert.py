@@ -27,7 +27,6 @@ from heddle.conversion.heal import (
     CONVERTED_FOLDER,
     HEAL_FOLDER,
     HEALING_BATCH,
-    Original,
     calibration_from_corpus,
     calibration_samples,
     convert_and_heal,
@@ -46,6 +45,7 @@ from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.family_match import match_report
 from heddle.lab.compare.budget import TimeBudget, parse_duration
+from heddle.lab.compare.results import plain
 from heddle.lab.compare.speed import time_training_steps
 from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, ModelToMeasure, measured_rows
 from heddle.lab.conversion.results import (
@@ -291,7 +291,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         count = CALIBRATION_TOKENS if settings.calibration_tokens is None else settings.calibration_tokens
         length, design = settings.sequence_length, source.weights.design
         loss_weights = LossWeights.parse(settings.heal_loss, "--heal-loss")
-        distillation = Distillation(Original(source), loss_weights, settings.heal_parameters or "all")
+        distillation = Distillation(source, loss_weights, settings.heal_parameters or "all")
         if settings.heal is not None or budget is not None:
             batch_size = HEALING_BATCH if settings.heal_batch_size is None else settings.heal_batch_size
             default_rate = healing_rate(design.width, batch_size * length)
@@ -560,7 +560,7 @@ def print_results(results: ConversionResults | None, out: Path, as_json: bool) -
         print_text(str(out))
         return
     if as_json:
-        print_text(json.dumps(results.to_plain(), indent=2))
+        print_text(json.dumps(plain(results), indent=2))
         return
     for sentence in (*conversion_verdict(results), measured_text_sentence(results)):
         print_text(sentence)

@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from heddle.data.samples import RowProtocol
-from heddle.lab.compare.results import Difference, ScoredRun
+from heddle.lab.compare.results import Difference, ScoredRun, left_out, parse
 from heddle.lab.compare.speed import Samples, summarize_speeds
 from heddle.lab.compare.statistics import TEXT_SPANS, VALIDATION_WINDOWS, TextSampling, paired_difference
 from heddle.lab.compare.tables import (
@@ -89,7 +87,7 @@ class MeasuredText:
     needle_rows: int
     needle_length: int
     note: str = ""
-    bos_ids: tuple[int, ...] = ()
+    bos_ids: tuple[int, ...] = left_out(())  # older files do not say it
 
 
 @dataclass
@@ -120,22 +118,10 @@ class ConversionResults:
         """The converted and the healed models."""
         return [model for model in self.models if model.stage != ORIGINAL]
 
-    def to_plain(self) -> dict[str, Any]:
-        """The results as plain values for JSON."""
-        plain = asdict(self)
-        if not self.text.bos_ids:  # as files say it that are older than the field
-            del plain["text"]["bos_ids"]
-        return plain
-
 
 def parse_results(data: dict[str, Any]) -> ConversionResults:
-    """The results that `to_plain` wrote. Raises pydantic's ValidationError for anything else."""
-    return _adapter().validate_python(data)
-
-
-@cache
-def _adapter() -> TypeAdapter[ConversionResults]:
-    return TypeAdapter(ConversionResults)
+    """The results that `plain` wrote. Raises pydantic's ValidationError for anything else."""
+    return parse(ConversionResults, data)
 
 
 # What each model of a conversion costs: its state and its speed, at contexts that all models can process.

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from heddle import __version__
 from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError, DataError
+from heddle.lab.compare.results import plain
 from heddle.lab.compare.speed import Samples, measure_speeds
 from heddle.lab.conversion.measure import (
     MeasurementSettings,
@@ -91,8 +92,8 @@ class _Part:
     """The windows that were scored of one model, so that a killed run continues within it."""
 
     def __init__(self, path: Path, model: ModelToMeasure, results: ConversionResults) -> None:
-        plain = results.to_plain()
-        described = {name: plain[name] for name in ("text", "settings", "heddle", "hardware")}
+        of_results = plain(results)
+        described = {name: of_results[name] for name in ("text", "settings", "heddle", "hardware")}
         self.path, self._saved = part_path(path), time.monotonic()
         self._model = to_plain_json(described | {"model": [model.name, model.stage, model.key]})
 
@@ -158,9 +159,9 @@ def _earlier_results(path: Path, results: ConversionResults) -> ConversionResult
 def _save(results: ConversionResults, path: Path, measured: dict[tuple[str, str, str], ModelResult]) -> None:
     """Save the results so far, with those of an earlier run that are still to come."""
     names = {(model.name, model.stage, model.key) for model in results.models}
-    plain = results.to_plain()
-    plain["models"] += [asdict(model) for key, model in measured.items() if key not in names]
-    write_json_file(path, plain, REMEDY)
+    content = plain(results)
+    content["models"] += [plain(model) for key, model in measured.items() if key not in names]
+    write_json_file(path, content, REMEDY)
 
 
 def _measure_all_speeds(

@@ -20,6 +20,7 @@ from heddle.parts.mixers import MixerConfig
 from heddle.settings import shared
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import first_difference, to_plain_json
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.training.settings import Settings
 from heddle.training.width_transfer import scale_to_width
 
@@ -420,13 +421,13 @@ def equal_rungs(rungs: dict[str, list[Rung]]) -> list[str]:
     return sentences
 
 
-def model_vocab_size(settings: SharedSettings, default: int) -> int:
+def model_vocab_size(settings: SharedSettings) -> int:
     """The vocabulary of designs that leave it open, before the text is read."""
     from heddle.tokenization.tokenizer import Tokenizer
 
     if settings.tokenizer is not None:
         return Tokenizer.load(Path(settings.tokenizer)).vocab_size
-    return settings.vocab_size or default
+    return settings.vocab_size or DEFAULT_VOCAB_SIZE
 
 
 def design_scales(plan: LadderPlan, vocab_size: int) -> list[DesignScale]:

@@ -38,8 +38,7 @@ from heddle.runtime import Runtime
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.lock import RunLock
-from heddle.storage.run_log import first_difference
-from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.storage.run_log import first_difference, refuse_other_content
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
 RunKey = tuple[str, int, float, int]  # a run's design, width, tokens per parameter and seed
@@ -106,9 +105,7 @@ def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str, unti
     """
     with RunLock(out):
         if not (out / PLAN_FILE).is_file():
-            others = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith("."))
-            if others:
-                raise CheckpointError(f"{out}: holds something else ({others[0]}); choose an empty or new folder")
+            refuse_other_content(out)
         ladder = prepare_ladder(join_with_saved(out / PLAN_FILE, plan), out, runtime, command)
         _check_text(out / DATA_FILE, ladder.corpus)
         save_plan(out / PLAN_FILE, ladder.plan, ladder.sizes)
@@ -190,7 +187,7 @@ def open_ladder(
     """
     settings = plan.settings
     if scales is None:
-        named = design_scales(plan, model_vocab_size(settings, DEFAULT_VOCAB_SIZE))
+        named = design_scales(plan, model_vocab_size(settings))
         scales = {scale.name: scale for scale in named}
     sizes = plan.requested_sizes(next(iter(scales.values())))
     if len(sizes) < MIN_SIZES:
@@ -233,7 +230,7 @@ def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str =
     for entry in plan.entries:
         check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
     ladder = replace(ladder, text=corpus)
-    if corpus.tokenizer.vocab_size != model_vocab_size(settings, DEFAULT_VOCAB_SIZE):
+    if corpus.tokenizer.vocab_size != model_vocab_size(settings):
         scales = design_scales(plan, corpus.tokenizer.vocab_size)
         sizes = plan.requested_sizes(scales[0])
         ladder = replace(

@@ -20,7 +20,6 @@ from heddle.lab.compare.tables import (
     format_rate,
     format_share,
     half_width,
-    range_at,
     value_at,
 )
 from heddle.lab.conversion.results import (
@@ -30,7 +29,6 @@ from heddle.lab.conversion.results import (
     TOLERANCE,
     ConversionResults,
     ModelResult,
-    SpeedRows,
     added_loss,
     added_share,
     chance_accuracy,
@@ -55,7 +53,7 @@ from heddle.lab.pages.figures.base import Figure, axis, byte_axis, context_axis
 from heddle.lab.pages.figures.lines import Series, Value, line_figure, log_range, named_axis, value_range
 from heddle.lab.pages.render import COLOR_COUNT, DASHES, MARKERS, DesignStyle, render_figures
 from heddle.lab.pages.report import INTERVAL_MARGIN, Bar, DifferenceCell, Interval
-from heddle.lab.pages.sections import HeatCell, HeatMap
+from heddle.lab.pages.sections import HeatCell, HeatMap, with_range
 from heddle.storage.file_io import write_file
 from heddle.training.evaluation.scores import finite_ratio
 
@@ -303,15 +301,12 @@ def speed_tables(results: ConversionResults) -> list[TextTable]:
     for phase in ("decode", "prefill"):
         rows = {model.name: speeds_of(results, model, phase) for model in results.models}
         measured = sorted({row[0] for series in rows.values() for row in series})
-        cells = [[name, *(_rate_with_range(series, context) for context in measured)] for name, series in rows.items()]
+        cells = [
+            [name, *(with_range(series, context, format_rate) for context in measured)] for name, series in rows.items()
+        ]
         if measured:
             tables.append(TextTable([f"{phase} at context", *map(format_context, measured)], cells, f"{phase} speed"))
     return tables
-
-
-def _rate_with_range(series: SpeedRows, context: int) -> str:
-    text, ends = format_rate(value_at(series, context)), range_at(series, context)
-    return text if ends is None else f"{text} ({format_number(ends[0])} to {format_number(ends[1])})"
 
 
 # The charts of a conversion's page: added loss over the state, and loss, errors and speed of each model.

@@ -120,13 +120,13 @@ def _loss_table(report: Report) -> TextTable:
 def _series_table(report: Report, key: str, title: str, format_value: Formatter) -> TextTable:
     contexts = sorted({row[0] for design in report.designs for row in series_of(design, key)})
     rows = [
-        [design.name, *(_with_range(series_of(design, key), context, format_value) for context in contexts)]
+        [design.name, *(with_range(series_of(design, key), context, format_value) for context in contexts)]
         for design in report.designs
     ]
     return TextTable([title, *(format_context(context) for context in contexts)], rows)
 
 
-def _with_range(series: Sequence[Sequence[Any]] | None, context: int, format_value: Formatter) -> str:
+def with_range(series: Sequence[Sequence[Any]] | None, context: int, format_value: Formatter) -> str:
     """The value at a context, with the range of its measurements where it has one: "305 tok/s (290 to 311)"."""
     text, ends = format_value(value_at(series, context)), range_at(series, context)
     return text if ends is None else f"{text} ({format_number(ends[0])} to {format_number(ends[1])})"

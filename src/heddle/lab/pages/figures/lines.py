@@ -108,12 +108,12 @@ def _rule_text(value: float, text: str, is_below: bool) -> dict[str, Any]:
     return place | {"text": plotly_text(text), "showarrow": False, "font": {"color": "soft", "size": 12}}
 
 
-def value_range(series: Iterable[Series], include: Iterable[float] = (), margin: float = 0.06) -> tuple[float, float]:
+def value_range(series: Iterable[Series], include: Iterable[float] = ()) -> tuple[float, float]:
     """The lowest and the highest value with its interval, with a margin on both sides."""
     ends = [end for each in series for value in each.values for end in (value.y, value.low, value.high)]
     finite = [*include, *(end for end in ends if end is not None and math.isfinite(end))]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
-    room = margin * (high - low) or 0.05 * abs(high) or 1.0
+    room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low - room, high + room
 
 
