@@ -456,6 +456,8 @@ CASES: dict[str, Case] = {
             "three-kv-heads-linear-gelu": {"num_key_value_heads": 3, "hidden_act": "gelu", "attention_dropout": 0.1}
             | scaled("linear", factor=3.0),
         },
+        exact=True,
+        narrow=True,
     ),
     "diffllama": Case(
         {

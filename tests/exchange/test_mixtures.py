@@ -240,6 +240,16 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("gemma", "plain", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("ministral3", "plain", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
     ("ministral3", "plain", {"original_max_position_embeddings": 9}, "original_max_position_embeddings"),
+    ("olmo", "plain", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("diffllama", "plain", {"num_attention_heads": 7}, "num_attention_heads"),
+    ("diffllama", "plain", {"num_key_value_heads": 1}, "num_key_value_heads"),
+    ("diffllama", "plain", {"attention_dropout": 0.1}, "attention_dropout"),
+    ("bamba", "plain", {"hidden_act": "gelu"}, "hidden_act"),
+    ("bamba", "plain", {"partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+    ("afmoe", "plain", {"score_func": "softmax"}, "score_func"),
+    ("afmoe", "plain", {"route_norm": False}, "route_norm"),
+    ("afmoe", "plain", {"n_group": 2}, "n_group"),
+    ("lfm3", "plain", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types"),
 ]
 
 
