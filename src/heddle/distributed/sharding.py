@@ -62,7 +62,7 @@ def shard_model(model: Decoder, mesh: "DeviceMesh", sharding: Sharding | None = 
     stacks = [model] if model.encoder is None else [model, model.encoder]
     for layer in (layer for stack in stacks if stack.config.residual.stream_grows for layer in stack.layers):
         layer.register_forward_hook(_without_views)
-    groups: list[nn.Module] = [layer for stack in stacks for layer in stack.layers]
+    groups: list[nn.Module] = [layer for stack in stacks for layer in (*stack.layers, *stack.multi_token)]
     for group in (*groups, model):
         own_parameters = set(group.parameters())
         fully_shard(

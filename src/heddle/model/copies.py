@@ -114,7 +114,7 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) ->
         for name in eager_methods(module, device):
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
     for stack in (compiled_model, compiled_model.encoder):
-        for layer in () if stack is None else stack.layers:
+        for layer in () if stack is None else [*stack.layers, *(module.layer for module in stack.multi_token)]:
             options: dict[str, Any] = {} if backend is None else {"backend": backend}
             if stack is not None and stack.config.residual.stream_grows:
                 options["isolate_recompiles"] = True  # each layer has graphs of its own

@@ -23,6 +23,7 @@ from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.embedding import Embedding, Head
 from heddle.model.initialization import initialize, materialize
+from heddle.model.multi_token import MultiTokenModule, Prediction, predictions
 from heddle.model.state import State
 from heddle.parts.build import BuildContext, ResidualContext
 from heddle.parts.feedforwards import Feedforward
@@ -138,6 +139,7 @@ class Decoder(nn.Module):
         self.final_norm = config.residual.build_final_norm(config.width, config.norm)
         weight = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
         self.head = Head(weight, config.head, config.norm)
+        self.multi_token = nn.ModuleList(build_under("multi_token", self._build_multi_token))
         self.checkpointing, self.imported_config = False, dict[str, Any]()
         dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
         for site, dropout in enumerate(dropouts):
@@ -180,6 +182,28 @@ class Decoder(nn.Module):
         encoder = build_under("encoder", Decoder, inner, distinct_layers_only)
         build_under("encoder", check_encoder, encoder)
         return encoder
+
+    def _build_multi_token(self) -> list[MultiTokenModule]:
+        """One module for each depth. They come last, so that no draw of anything else depends on them."""
+        config = self.config
+        if config.multi_token is None:
+            return []
+        if not self.causal:
+            raise DesignError("", "a bidirectional mixer (causal: false) has seen the tokens to predict; leave it out")
+        index = 0 if config.residual.stream_grows else config.depth - 1  # a stream of its own begins in each module
+        depth = config.multi_token.depth
+        return [MultiTokenModule(config, Layer(config.last_layer, config, index)) for _ in range(depth)]
+
+    def predict_ahead(self, hidden: Tensor, tokens: Tensor, layout: Layout | None = None) -> list[Prediction]:
+        """The predictions of the multi-token modules, from the hidden states that a call without a state returned.
+
+        hidden [B, T, width], tokens and layout are those of the call. One entry for each depth that has tokens: none in
+        a design without modules. `head(entry.hidden)` are the logits of the token after the next d.
+        """
+        layout = self._layout(tokens, layout, None)
+        if not len(self.multi_token):
+            return []
+        return predictions(self.multi_token, hidden, self.embed(tokens, layout), layout, self._call_layer)
 
     def tie(self) -> None:
         """Share the embedding's weight with a tied head, in the encoder too. Call it after parameters were replaced."""
@@ -311,14 +335,18 @@ class Decoder(nn.Module):
         stream = self.config.residual.expand(self.embed(tokens, layout))
         new_states = []
         for layer, state in zip(self.layers, states, strict=True):
-            if self.checkpointing and torch.is_grad_enabled():
-                # The backward pass runs the layer again, in another thread: with the same noise key and kernels.
-                run_in_context = copy_context().run
-                stream, new_state = checkpoint(run_in_context, layer, stream, layout, state, use_reentrant=False)
-            else:
-                stream, new_state = layer(stream, layout, state)
+            stream, new_state = self._call_layer(layer, stream, layout, state)
             new_states.append(new_state)
         return self.final_norm(stream), new_states
+
+    def _call_layer(self, layer: nn.Module, stream: Stream, layout: Layout, state: Any) -> tuple[Stream, Any]:
+        if self.checkpointing and torch.is_grad_enabled():
+            # The backward pass runs the layer again, in another thread: with the same noise key and kernels.
+            run_in_context = copy_context().run
+            stream, state = checkpoint(run_in_context, layer, stream, layout, state, use_reentrant=False)
+            return stream, state
+        stream, state = layer(stream, layout, state)
+        return stream, state
 
     def _layout(self, tokens: Tensor, layout: Layout | None, state: State | None) -> Layout:
         shape = tokens.shape[:2]
