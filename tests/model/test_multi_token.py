@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from heddle.config import DesignError
 from heddle.laws.harness import model_under_test
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.model.multi_token import MultiTokenModule
 from heddle.parts.layout import Layout

@@ -39,7 +39,7 @@ class Prediction(NamedTuple):
 
 
 class MultiTokenModule(nn.Module):
-    """One depth: the norms and the projection of its inputs, a layer, and a final norm. `layer` is built by the model."""
+    """One depth: the norms and the projection of its inputs, a layer of the model, and a final norm."""
 
     def __init__(self, config: ModelConfig, layer: nn.Module) -> None:
         super().__init__()
