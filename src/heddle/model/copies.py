@@ -122,5 +122,5 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) ->
         for layer in stack.layers:
             layer.compile(**(own_graphs if stack.config.residual.stream_grows else options))
         for module in stack.multi_token:
-            module.layer.compile(**own_graphs)
+            module.get_submodule("layer").compile(**own_graphs)
     return compiled_model

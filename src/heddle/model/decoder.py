@@ -266,24 +266,57 @@ class Decoder(nn.Module):
         """
         if not self.causal:
             raise ConfigError("state: a bidirectional design (causal: false) sees later tokens and cannot have one")
+        spec = self._state_spec(batch, cache_length, encoder_output, rollback)
+        self._check_encoder_output(encoder_output, batch)
+        return self._empty_state(spec, self.mixers(), self.lookback, text_lengths, self.fingerprint)
+
+    @torch.no_grad()
+    def init_draft_state(
+        self,
+        batch: int,
+        cache_length: int | None = None,
+        encoder_output: EncoderOutput | None = None,
+        rollback: int = 0,
+        text_lengths: Sequence[int] | None = None,
+    ) -> State:
+        """As `init_state`, of the first multi-token module: it has one token less of each row than the model has."""
+        if not len(self.multi_token):
+            raise ConfigError("multi_token: this design has no modules; give it multi_token, and train it")
+        layer = self.multi_token[0].get_submodule("layer")
+        assert isinstance(layer, Layer)
+        mixer = layer.mixer
+        lookback = 0 if mixer is None else mixer.lookback
+        spec = self._state_spec(batch, cache_length, encoder_output, rollback)
+        return self._empty_state(spec, [mixer], lookback, text_lengths, f"{self.fingerprint} multi_token")
+
+    def _state_spec(
+        self, batch: int, cache_length: int | None, encoder_output: EncoderOutput | None, rollback: int
+    ) -> StateSpec:
         if batch < 1 or (cache_length is not None and cache_length < 1):
             raise ConfigError(f"state: batch = {batch} and cache_length = {cache_length} must be at least 1")
-        if cache_length is None and text_lengths is None and self.length_dependent:
+        if rollback < 0:
+            raise ConfigError(f"state: rollback = {rollback} must not be negative")
+        weight = self.embed.weight
+        return StateSpec(batch, cache_length, weight.dtype, weight.device, encoder_output, rollback)
+
+    def _empty_state(
+        self,
+        spec: StateSpec,
+        mixers: Sequence[Mixer | None],
+        lookback: int | None,
+        text_lengths: Sequence[int] | None,
+        fingerprint: str,
+    ) -> State:
+        if spec.cache_length is None and text_lengths is None and self.length_dependent:
             raise ConfigError(f"state: {LENGTH_DEPENDENT}; give init_state a cache_length")
         if text_lengths is not None and not self.length_dependent:
             raise ConfigError("state: nothing in this design depends on text_lengths; leave them out")
-        if rollback < 0:
-            raise ConfigError(f"state: rollback = {rollback} must not be negative")
-        self._check_encoder_output(encoder_output, batch)
-        weight = self.embed.weight
-        table = PositionTable.empty(batch, self.lookback, cache_length, weight.device, rollback)
-        table = table.with_text_lengths(text_lengths)
-        spec = StateSpec(batch, cache_length, weight.dtype, weight.device, encoder_output, rollback)
-        states = [None if mixer is None else mixer.init_state(spec) for mixer in self.mixers()]
-        state = State(table, states, self.fingerprint)
-        if rollback and not state.can_roll_back(1):
+        table = PositionTable.empty(spec.batch, lookback, spec.cache_length, spec.device, spec.rollback)
+        states = [None if mixer is None else mixer.init_state(spec) for mixer in mixers]
+        state = State(table.with_text_lengths(text_lengths), states, fingerprint)
+        if spec.rollback and not state.can_roll_back(1):
             raise ConfigError(
-                f"state: rollback = {rollback}, but a recurrence cannot roll back; fork the state instead"
+                f"state: rollback = {spec.rollback}, but a recurrence cannot roll back; fork the state instead"
             )
         return state
 

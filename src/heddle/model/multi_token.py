@@ -20,8 +20,6 @@ from heddle.model.config import ModelConfig
 from heddle.model.state import State
 from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import Linear
-from heddle.parts.position_table import PositionTable
-from heddle.parts.states import StateSpec
 
 CallLayer = Callable[
     [nn.Module, Any, Layout, Any], tuple[Any, Any]
@@ -59,7 +57,7 @@ class MultiTokenModule(nn.Module):
     ) -> tuple[Tensor, State | None]:
         """hidden h_t and embedding e_{t+d}, both [B, T, width] -> (h'_t [B, T, width], new state or None).
 
-        layout: of the tokens t. state: of `init_state`, which is consumed. call: runs the layer; None: it is called.
+        layout: of the tokens t. state: of `init_draft_state`; it is consumed. call: runs the layer; None: a plain call.
         """
         table, inner = None, None
         if state is not None:
@@ -76,12 +74,6 @@ class MultiTokenModule(nn.Module):
         new_state = None if state is None or table is None else State(table, [inner], state.fingerprint)
         return self.final_norm(stream), new_state
 
-    @torch.no_grad()
-    def init_state(self, table: PositionTable, spec: StateSpec, fingerprint: str) -> State:
-        """The state before the first token, with a table that holds none."""
-        mixer = self.layer.mixer
-        return State(table, [None if mixer is None else mixer.init_state(spec)], fingerprint)
-
 
 def predictions(
     modules: Iterable[nn.Module], hidden: Tensor, embedding: Tensor, layout: Layout, call: CallLayer
@@ -89,15 +81,14 @@ def predictions(
     """The predictions of all depths that have tokens; hidden and embedding [B, T, width] are those of `layout`."""
     results: list[Prediction] = []
     for depth, module in enumerate(modules, start=1):
-        length = layout.length - depth
-        if length < 1:
+        if layout.length <= depth:
             break
         ahead, index = layout_ahead(layout, depth)
         if index is None:
             next_embedding = embedding[:, depth:]
         else:
             next_embedding = embedding.gather(1, index[..., None].expand(-1, -1, embedding.shape[-1]))
-        hidden, _ = module(hidden[:, :length], next_embedding, ahead, None, call)
+        hidden, _ = module(hidden[:, : layout.length - depth], next_embedding, ahead, None, call)
         results.append(Prediction(hidden, ahead))
     return results
 
@@ -108,28 +99,38 @@ def layout_ahead(layout: Layout, depth: int) -> tuple[Layout, Tensor | None]:
     Also the index of that token in its row, int64 [B, T − depth]; None if it is `depth` more for each.
     """
     length = layout.length - depth
-    same = {"encoder_output": layout.encoder_output, "attention_backend": layout.attention_backend}
-    if layout.start is not None:
-        positions, facts = layout.positions[:, :length], {"start": layout.start, "has_padding": False}
-    else:
-        positions, facts = layout.positions, {"max_position": layout.max_position}
-        ids, count = layout.dense_segment_ids, layout.length
-        index = (torch.arange(count, device=ids.device) + depth).clamp(max=count - 1).expand_as(ids)
-        has_next = positions >= 0
-        if layout.has_padding:  # the index of the token whose number in its row is larger by the depth
-            is_token = positions >= 0
-            column = is_token.int().argsort(dim=1, descending=True, stable=True)  # of each number
-            number = is_token.cumsum(1) - 1 + depth
-            has_next = is_token & (number < is_token.sum(1, keepdim=True))
-            index = column.gather(1, number.clamp(0, count - 1))
-        has_next = (has_next & (ids.gather(1, index) == ids))[:, :length]
-        positions, index = torch.where(has_next, positions[:, :length], -1), index[:, :length]
-        if layout.doc_lengths is not None:
-            rows = layout.doc_lengths
-            facts["doc_lengths"] = tuple(tuple(size - depth for size in row if size > depth) for row in rows)
     sliced = [
         None if x is None else x[:, :length] for x in (layout.segment_ids, layout.coordinates, layout.token_types)
     ]
     segment_ids, coordinates, token_types = sliced
-    ahead = Layout(positions, segment_ids, coordinates=coordinates, token_types=token_types, is_checked=True)
-    return replace(ahead, **same, **facts), None if layout.start is not None else index
+    ahead = Layout(
+        layout.positions[:, :length],
+        segment_ids,
+        is_checked=True,
+        encoder_output=layout.encoder_output,
+        coordinates=coordinates,
+        token_types=token_types,
+        attention_backend=layout.attention_backend,
+    )
+    if layout.start is not None:
+        return replace(ahead, start=layout.start, has_padding=False), None
+    has_next, index = _tokens_ahead(layout, depth)
+    doc_lengths = layout.doc_lengths
+    if doc_lengths is not None:
+        doc_lengths = tuple(tuple(size - depth for size in row if size > depth) for row in doc_lengths)
+    positions = torch.where(has_next[:, :length], ahead.positions, -1)
+    ahead = replace(ahead, positions=positions, doc_lengths=doc_lengths, max_position=layout.max_position)
+    return ahead, index[:, :length]
+
+
+def _tokens_ahead(layout: Layout, depth: int) -> tuple[Tensor, Tensor]:
+    """Whether the document of each token has one `depth` further, bool [B, T], and its index in the row, int64."""
+    ids, is_token = layout.dense_segment_ids, layout.positions >= 0
+    has_next, index = is_token, (torch.arange(layout.length, device=ids.device) + depth).expand_as(ids)
+    if layout.has_padding:  # the token whose number in its row is larger by the depth
+        columns = is_token.int().argsort(dim=1, descending=True, stable=True)  # of the numbers 0, 1, …
+        numbers = is_token.cumsum(1) - 1 + depth
+        has_next = is_token & (numbers < is_token.sum(1, keepdim=True))
+        index = columns.gather(1, numbers.clamp(0, layout.length - 1))
+    index = index.clamp(max=layout.length - 1)
+    return has_next & (ids.gather(1, index) == ids), index
