@@ -14,6 +14,8 @@ from heddle.config import Config
 from heddle.laws import LAWS, LawViolation
 from heddle.model.decoder import Decoder, Layer, encode
 from heddle.model.embedding import Embedding, Head
+from heddle.model.initialization import initialize_module
+from heddle.model.multi_token import MultiTokenModule, _tokens_ahead, predictions
 from heddle.model.size import measure_size
 from heddle.model.state import State
 from heddle.numerics.activations import swiglu_clamped
@@ -311,6 +313,22 @@ BUGS = [
         assigned(State.consume, "consumed", lambda _: False)),
     Bug("a state for a bidirectional design", "chunked_decoding", "attention-bidirectional",
         condition(Decoder.init_state, "causal", False)),
+    # Multi-token modules
+    Bug("a document's last tokens predicted with the next document's", "multi_token_prediction", "attention-gqa",
+        result(_tokens_ahead, lambda found: (torch.ones_like(found[0]), found[1]))),
+    Bug("the embedding before the one that a depth reads", "multi_token_prediction", "attention-gqa",
+        calls(predictions, "module",
+              lambda module, hidden, embedding, *rest: module(hidden, embedding.roll(1, 1), *rest))),
+    Bug("the embedding of the token to predict", "multi_token_prediction", "attention-gqa",
+        calls(predictions, "module",
+              lambda module, hidden, embedding, *rest: module(hidden, embedding.roll(-1, 1), *rest))),
+    Bug("first weights that depend on whether there are modules", "multi_token_prediction", "attention-mha",
+        wrapped(initialize_module, lambda draw, model, name, module, seed, *rest:
+                draw(model, name, module, seed + (model.config.multi_token is not None), *rest))),
+    Bug("a module's state that forgets which tokens it has", "multi_token_prediction", "attention-window-2",
+        calls(MultiTokenModule.forward, "extend", lambda table, layout: (table, table.extend(layout)[1]))),
+    Bug("modules of mixers that see later tokens", "multi_token_prediction", "attention-bidirectional",
+        condition(Decoder._build_multi_token, "causal", False)),
     # States: forks, selected rows, rollback
     Bug("a fork that shares its keys with the original", "fork_isolation", "attention-gqa",
         calls(State.select, "map", lambda layer, change: layer)),
