@@ -470,7 +470,7 @@ BUGS = [
     Bug("rotary frequencies chosen by the tokens read so far", "chunked_decoding", "rope-longrope",
         result(PositionTable.final_lengths, lambda lengths: (1,) * len(lengths))),
     Bug("a state without the cache_length that the design needs", "state_errors", "rope-ntk-dynamic",
-        condition(Decoder.init_state, "length_dependent", False, nth=0)),
+        condition(Decoder._empty_state, "length_dependent", False, nth=0)),
     # Options of attention
     Bug("a sink added to the log-sum-exp instead of subtracted", "kernel_equivalence", "attention-sink",
         wrapped(with_sink, lambda with_sink, y, logsumexp, sink: with_sink(y, logsumexp, -sink))),
@@ -567,7 +567,7 @@ BUGS = [
         replaced(Dropout.active, lambda dropout: False)),
     Bug("dropout keyed by the row's index in the batch", "gradient_accumulation", "dropout-everywhere", KEYED_BY_ROW),
     Bug("recomputed layers detached from the embedding", "activation_checkpointing", "attention-mha",
-        calls(Decoder._run, "checkpoint", lambda checkpoint, run, layer, stream, *rest, **options:
+        calls(Decoder._call_layer, "checkpoint", lambda checkpoint, run, layer, stream, *rest, **options:
               checkpoint(run, layer, stream.detach().requires_grad_(), *rest, **options))),
     Bug("a norm weight without a gradient", "finite_differences", "norm-layer",
         wrapped(layer_norm_reference, lambda norm, x, weight, *rest: norm(x, weight.detach(), *rest))),
