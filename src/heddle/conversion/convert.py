@@ -134,7 +134,7 @@ class Conversion:
             raise ConfigError("to: nothing to convert is named; give a target such as kv_heads=2")
         weights = self.source.weights
         for rewrite in self.rewrites:
-            rewrite.check_shared_keys(weights.design)
+            rewrite.check_source(weights.design)
             if rewrite.needs_text and self.text is None and not rewrite.is_exact(weights.design):
                 raise ConfigError(f"{rewrite.name}: needs a text to calibrate on; give one")
             weights = rewrite.apply(weights, self.text)
@@ -152,7 +152,7 @@ class Conversion:
         """Whether every rewrite keeps the logits, up to rounding."""
         weights = self.source.weights
         for rewrite in self.rewrites:
-            rewrite.check_shared_keys(weights.design)
+            rewrite.check_source(weights.design)
             if not rewrite.is_exact(weights.design):
                 return False
             weights = rewrite.apply(weights, self.text)

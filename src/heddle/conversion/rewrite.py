@@ -21,11 +21,13 @@ class Rewrite(Config, ABC):
     targets: fields of a design that it changes, each with the option that takes the new value. methods: sets of options
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
     None: all that it applies to. keeps_attention: whether layers that read the keys and values of others still can.
+    keeps_modules: whether multi-token modules still fit, which have a layer of the last one's kind.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
     methods: ClassVar[Sequence[Mapping[str, str]]] = ()
     keeps_attention: ClassVar[bool] = False
+    keeps_modules: ClassVar[bool] = False
     layers: tuple[int, ...] | None = None
 
     @property
@@ -53,8 +55,15 @@ class Rewrite(Config, ABC):
         text: given if `needs_text`. Raises DesignError, one sentence that says why the design cannot be converted.
         """
 
-    def check_shared_keys(self, design: ModelConfig) -> None:
-        """Raises DesignError for layers that read the keys and values of others, unless `keeps_attention`."""
+    def check_source(self, design: ModelConfig) -> None:
+        """Raises DesignError for what a conversion cannot keep.
+
+        Layers that read the keys and values of others, unless `keeps_attention`; multi-token modules, unless
+        `keeps_modules`.
+        """
+        if design.multi_token is not None and not self.keeps_modules:
+            reason = f"{self.name} would leave the modules those of the old design"
+            raise DesignError("multi_token", f"{reason}; convert with drop_multi_token first")
         for index, source in enumerate(design.kv_sources):
             if source is not None and not self.keeps_attention:
                 reason = f"reads the keys and values of layer {source}, which {self.name} would change for one of them"

@@ -21,6 +21,7 @@ class MergeAdapters(Rewrite):
     """`folder`: of the adapters, as `save_lora` writes it."""
 
     keeps_attention: ClassVar[bool] = True
+    keeps_modules: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"adapters": "folder"}
     folder: str
 

@@ -18,6 +18,7 @@ class Tied(Rewrite):
     """`tied`: whether the head shares the embedding's weight. True is refused where the two differ."""
 
     keeps_attention: ClassVar[bool] = True
+    keeps_modules: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"head.tied": "tied"}
     tied: bool
 

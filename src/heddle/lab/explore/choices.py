@@ -194,7 +194,10 @@ def published_designs() -> list[dict[str, Any]]:
 
 
 def explorer_design(config: ModelConfig) -> dict[str, Any]:
-    """A design as plain data with its different layers and how many there are of each. An encoder is left out."""
+    """A design as plain data with its different layers and how many there are of each.
+
+    An encoder and multi-token modules are left out.
+    """
     data = config.dump()
     layers = [
         LayerConfig(mixer=mixer, feedforward=feedforward).dump() | {"count": count}
