@@ -106,7 +106,8 @@ class Loop:
 
 def documents(layout: Layout) -> list[tuple[int, list[int]]]:
     """Row and columns of each document, in order."""
-    ids, found = layout.dense_segment_ids.tolist(), {}
+    ids = layout.dense_segment_ids.tolist()
+    found: dict[tuple[int, int], list[int]] = {}
     for row, positions in enumerate(layout.positions.tolist()):
         for column, position in enumerate(positions):
             if position >= 0:
@@ -133,7 +134,8 @@ def test_modules_are_those_of_a_plain_loop(number: int) -> None:
     for ahead, (got, ahead_layout) in enumerate(predicted, start=1):
         module = model.multi_token[ahead - 1]
         assert isinstance(module, MultiTokenModule)
-        loop, next_states = Loop(config, dict(module.named_parameters())), {}
+        loop = Loop(config, dict(module.named_parameters()))
+        next_states: dict[tuple[int, int], Tensor] = {}
         for row, columns in texts:
             first, later = columns[: max(0, len(columns) - ahead)], columns[ahead:]
             embedded = [model.embed.weight[tokens[row, column]] for column in later]

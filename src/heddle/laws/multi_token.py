@@ -68,7 +68,7 @@ def _check_main_states(config: ModelConfig, model: Decoder) -> None:
 
 @torch.no_grad()
 def _predict(model: Decoder, tokens: Tensor, layout: Layout | None = None) -> list[Prediction]:
-    layout = layout_for(model, *tokens.shape, layout)
+    layout = layout_for(model, tokens.shape[0], tokens.shape[1], layout)
     return model.predict_ahead(model(tokens, layout)[0], tokens, layout)
 
 
