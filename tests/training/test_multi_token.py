@@ -12,6 +12,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 from heddle.data.samples import Batch
+from heddle.errors import ConfigError
+from heddle.exchange.export import export
+from heddle.exchange.load import load
+from heddle.exchange.transformers import HeddleForCausalLM
 from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.parts.layout import Layout
@@ -142,6 +146,25 @@ def test_a_run_logs_each_depth_and_validates_the_next_token_alone(tmp_path: Path
     assert "multi_token_loss_3" not in lines[0]
     assert lines[-1]["multi_token_loss_1"] < lines[0]["multi_token_loss_1"]
     assert result.bits_per_byte > 0
+
+
+def test_transformers_does_not_train_them_by_halves() -> None:
+    model = HeddleForCausalLM.from_decoder(model_of())
+    tokens = torch.randint(small.VOCABULARY, (1, 6))
+    assert model.eval()(tokens, labels=tokens).loss > 0
+    with pytest.raises(ConfigError, match="multi_token: their losses are no part of this loss"):
+        model.train()(tokens, labels=tokens)
+
+
+def test_an_export_keeps_them_and_a_family_without_them_is_refused(tmp_path: Path) -> None:
+    model = model_of()
+    export(model, tmp_path / "folder")
+    again = load(tmp_path / "folder").model
+    assert again.config == model.config
+    for name, value in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), value), name
+    with pytest.raises(ConfigError, match=r"cannot express this design .multi_token is"):
+        export(model, tmp_path / "other", family="llama")
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
