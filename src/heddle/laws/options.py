@@ -445,8 +445,8 @@ def _weighted_predictions(model: Decoder) -> list[Tensor]:
     """Logits of multi-token modules, times the weight of their loss."""
     if model.config.multi_token is None:
         return []
-    tokens, weight = random_tokens(model.config, ROWS, LENGTH), model.config.multi_token.loss_weight
-    layout = layout_for(model, ROWS, LENGTH)
+    length, weight = LENGTH + model.config.multi_token.depth, model.config.multi_token.loss_weight
+    tokens, layout = random_tokens(model.config, ROWS, length), layout_for(model, ROWS, length)
     predictions = model.predict_ahead(model(tokens, layout)[0], tokens, layout)
     return [weight / len(predictions) * model.head(hidden) for hidden, _ in predictions]
 
