@@ -621,6 +621,11 @@ CASES |= {
     "head-bias-scale-softcap": design(
         layer(attention(), repeat=2), head={"tied": False, "bias": True, "scale": 0.7, "softcap": 1.5}
     ),
+    "multi-token": design(
+        layer(attention(kv_heads=1)),
+        layer(attention(6, kv_heads=2, window=3), {"kind": "gated", "hidden": 11, "dropout": 0.2}),
+        multi_token={"depth": 2, "loss_weight": 0.5},
+    ),
     "head-width-scale": design(layer(attention()), head={"width_scale": 0.5}),
     "head-tied-bias": design(layer(attention(kv_heads=2)), head={"bias": True}),
 }

@@ -28,7 +28,8 @@ WIDTH, DEPTH, MODEL = 24, 2, -1  # of every design; layer index −1 stands for 
 RATE = 0.2
 MIXER, POSITION, FORWARD, RATES, ENCODER = "mixer", "position", "feedforward", "rates", "encoder"
 NONE, BIDIRECTIONAL, CROSS = "none", "bidirectional", "with an encoder output"
-FIXED_FIELDS = {"vocab_size", "width", "layers"}  # fields of a design that are not chosen here
+# Fields of a design that are not chosen here. A law adds multi-token modules to every design.
+FIXED_FIELDS = {"vocab_size", "width", "layers", "multi_token"}
 WIDTHS = ("head_dim", "rope_dim")  # fields that set how many dims a position rotates
 
 Choice = tuple[str, str]  # factor, label

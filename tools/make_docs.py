@@ -61,7 +61,7 @@ from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
 from tools.refusals import reasons  # noqa: E402
 
 SLOTS = ("mixers", "positions", "scalings", "norms", "feedforwards", "residuals")
-MODEL = ("ModelConfig", "EmbeddingConfig", "LayerConfig", "HeadConfig", "InitializationConfig")
+MODEL = ("ModelConfig", "EmbeddingConfig", "LayerConfig", "HeadConfig", "InitializationConfig", "MultiTokenConfig")
 MARKS = ("<!-- generated: {} -->", "<!-- end of generated -->")
 NUMBERS = {
     PositiveInt: "positive integer",

@@ -319,7 +319,7 @@ def test_generate_with_a_draft_and_with_beams(workspace: Path, capsys: pytest.Ca
     command = ("generate", workspace / "run", "--prompt", "The ", "--max-new-tokens", "12", "--device", "cpu")
     out, err = call(capsys, *command, "--draft-model", workspace / "run", "--speculative-tokens", "3")
     assert out == call(capsys, *command)[0]
-    assert re.match(r"draft model: \d+ of \d+ proposed tokens accepted in \d rounds; \d+ tokens", err)
+    assert re.match(r"draft: \d+ of \d+ proposed tokens accepted in \d rounds; \d+ tokens", err)
     assert err.count("\n") == 1
     assert call(capsys, *command, "--draft-model", workspace / "run", "--quiet") == (out, "")
     model, tokenizer = load(workspace / "run")

@@ -14,6 +14,7 @@ from heddle.conversion.convert import Conversion, ConversionSource
 from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.rewrites.dense import Dense
 from heddle.conversion.rewrites.depth import Depth, _Deeper
+from heddle.conversion.rewrites.drop_multi_token import DropMultiToken
 from heddle.conversion.rewrites.experts import Experts
 from heddle.conversion.rewrites.fold_norms import FoldNorms, _Folded, _readers
 from heddle.conversion.rewrites.merge_adapters import MergeAdapters
@@ -73,6 +74,25 @@ def test_random_designs(name: str) -> None:
 @pytest.mark.parametrize("name", EXACT)
 def test_many_random_designs(name: str) -> None:
     check_designs(name, range(QUICK, QUICK + THOROUGH))
+
+
+def test_multi_token_modules_are_dropped_and_nothing_else_keeps_them() -> None:
+    config = case("multi-token")
+    model, dropped = model_under_test(config), converted(config, DropMultiToken())
+    assert dropped.config.multi_token is None
+    tokens = random_tokens(config, 2, 9)
+    assert torch.equal(logits(model, tokens), logits(dropped, tokens))
+    source = ConversionSource(Path(), ModelWeights(model), lambda: "", None)
+    for rewrite in (VocabSize(vocab_size=80), Depth(depth=9), StreamWidth(width=48)):
+        with pytest.raises(ConfigError, match=r"multi_token: .* would leave the modules"):
+            Conversion(source, (rewrite,)).plan()
+        assert Conversion(source, (DropMultiToken(), rewrite)).plan().design.multi_token is None
+    untied = build_model(Conversion(source, (Tied(tied=False),)).plan())
+    kept = [name for name, value in model.named_parameters() if torch.equal(value, untied.get_parameter(name))]
+    assert any(name.startswith("multi_token.") for name in kept)
+    assert kept == [name for name, _ in model.named_parameters()]
+    with pytest.raises(ConfigError, match="no modules to drop"):
+        converted(case("attention-gqa"), DropMultiToken())
 
 
 def chain(number: int) -> tuple[ModelConfig, list[Rewrite]]:

@@ -151,10 +151,14 @@ def exact_probabilities(model: Decoder, temperature: float) -> dict[tuple[int, .
 
 
 def distance(
-    model: Decoder, draft: Decoder | None, probabilities: dict[tuple[int, ...], float], temperature: float
+    model: Decoder,
+    draft: Decoder | None,
+    probabilities: dict[tuple[int, ...], float],
+    temperature: float,
+    multi_token_draft: bool = False,
 ) -> float:
     """How far sampled texts are from the probabilities, in standard deviations of chi-square from its mean."""
-    settings: dict[str, Any] = {} if draft is None else {"draft_model": draft, "speculative_tokens": 2}
+    settings: dict[str, Any] = {"draft_model": draft, "multi_token_draft": multi_token_draft, "speculative_tokens": 2}
     texts = generate(model, [[1, 2]] * ROWS, max_new_tokens=LENGTH, temperature=temperature, seed=3, **settings)
     counts = Counter(map(tuple, texts))
     total, cells, rare, rare_p = 0.0, 0, 0, 0.0

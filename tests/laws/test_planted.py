@@ -14,6 +14,8 @@ from heddle.config import Config
 from heddle.laws import LAWS, LawViolation
 from heddle.model.decoder import Decoder, Layer, encode
 from heddle.model.embedding import Embedding, Head
+from heddle.model.initialization import initialize_module
+from heddle.model.multi_token import MultiTokenModule, _tokens_ahead, predictions
 from heddle.model.size import measure_size
 from heddle.model.state import State
 from heddle.numerics.activations import swiglu_clamped
@@ -361,6 +363,22 @@ BUGS = [
         assigned(State.consume, "consumed", lambda _: False)),
     Bug("a state for a bidirectional design", "chunked_decoding", "attention-bidirectional",
         condition(Decoder.init_state, "causal", False)),
+    # Multi-token modules
+    Bug("a document's last tokens predicted with the next document's", "multi_token_prediction", "attention-gqa",
+        result(_tokens_ahead, lambda found: (torch.ones_like(found[0]), found[1]))),
+    Bug("the embedding before the one that a depth reads", "multi_token_prediction", "attention-gqa",
+        calls(predictions, "module",
+              lambda module, hidden, embedding, *rest: module(hidden, embedding.roll(1, 1), *rest))),
+    Bug("the embedding of the token to predict", "multi_token_prediction", "attention-gqa",
+        calls(predictions, "module",
+              lambda module, hidden, embedding, *rest: module(hidden, embedding.roll(-1, 1), *rest))),
+    Bug("first weights that depend on whether there are modules", "multi_token_prediction", "attention-mha",
+        wrapped(initialize_module, lambda draw, model, name, module, seed, *rest:
+                draw(model, name, module, seed + (model.config.multi_token is not None), *rest))),
+    Bug("a module's state that forgets which tokens it has", "multi_token_prediction", "attention-window-2",
+        calls(MultiTokenModule.forward, "extend", lambda table, layout: (table, table.extend(layout)[1]))),
+    Bug("modules of mixers that see later tokens", "multi_token_prediction", "attention-bidirectional",
+        condition(Decoder._build_multi_token, "causal", False)),
     # States: forks, selected rows, rollback
     Bug("a fork that shares its keys with the original", "fork_isolation", "attention-gqa",
         calls(State.select, "map", lambda layer, change: layer)),
@@ -502,7 +520,7 @@ BUGS = [
     Bug("rotary frequencies chosen by the tokens read so far", "chunked_decoding", "rope-longrope",
         result(PositionTable.final_lengths, lambda lengths: (1,) * len(lengths))),
     Bug("a state without the cache_length that the design needs", "state_errors", "rope-ntk-dynamic",
-        condition(Decoder.init_state, "length_dependent", False, nth=0)),
+        condition(Decoder._empty_state, "length_dependent", False, nth=0)),
     # Options of attention
     Bug("a sink added to the log-sum-exp instead of subtracted", "kernel_equivalence", "attention-sink",
         wrapped(with_sink, lambda with_sink, y, logsumexp, sink: with_sink(y, logsumexp, -sink))),
@@ -599,7 +617,7 @@ BUGS = [
         replaced(Dropout.active, lambda dropout: False)),
     Bug("dropout keyed by the row's index in the batch", "gradient_accumulation", "dropout-everywhere", KEYED_BY_ROW),
     Bug("recomputed layers detached from the embedding", "activation_checkpointing", "attention-mha",
-        calls(Decoder._run, "checkpoint", lambda checkpoint, run, layer, stream, *rest, **options:
+        calls(Decoder._call_layer, "checkpoint", lambda checkpoint, run, layer, stream, *rest, **options:
               checkpoint(run, layer, stream.detach().requires_grad_(), *rest, **options))),
     Bug("a norm weight without a gradient", "finite_differences", "norm-layer",
         wrapped(layer_norm_reference, lambda norm, x, weight, *rest: norm(x, weight.detach(), *rest))),

@@ -35,8 +35,8 @@ MESSAGES = {
     "embedding.position.kind=rope": "embedding.position: kind 'rope' does not belong here; "
     f"choices: {ADDITIVE_POSITIONS}",
     "layers.0.mixer.hads=2": f"layers[0].mixer: unknown field 'hads'; did you mean 'heads'? choices: {CHOICES}",
-    "nonsense=1": "unknown field 'nonsense'; choices: embedding, encoder, head, initialization, layers, norm, "
-    "residual, vocab_size, width",
+    "nonsense=1": "unknown field 'nonsense'; choices: embedding, encoder, head, initialization, layers, "
+    "multi_token, norm, residual, vocab_size, width",
     "mixer.heads=2": "unknown field 'mixer'; did you mean 'layers.*.mixer'?",
     "layers.0.mixer.heads=two": "layers[0].mixer.heads: should be a valid integer, got 'two' (text)",
     "layers.0.mixer.heads=0": "layers[0].mixer.heads: should be greater than 0, got 0 (a whole number)",

@@ -35,8 +35,10 @@ def choices_of_full_model(config: ModelConfig) -> Counter[KernelChoice]:
     with record_choices("cpu") as choices:
         layout, encoder_output = Layout.causal(1, CONTEXT, device="meta"), encoder_output_of(model, 1)
         tokens = torch.zeros(1, CONTEXT, dtype=torch.int64, device="meta")
-        hidden, _ = model(tokens, layout if encoder_output is None else layout.with_encoder_output(encoder_output))
-        model.head(hidden)
+        layout = layout if encoder_output is None else layout.with_encoder_output(encoder_output)
+        hidden, _ = model(tokens, layout)
+        for states in (hidden, *(each.hidden for each in model.predict_ahead(hidden, tokens, layout))):
+            model.head(states)
     return Counter(choices)
 
 
@@ -72,6 +74,15 @@ def check_against_full_model(config: ModelConfig) -> None:
         assert result.state_bytes_per_token == sum(longer.layer_bytes) - sum(shorter.layer_bytes)
     else:
         assert (result.state_bytes, result.state_bytes_per_token) == (0, 0)
+    if len(model.multi_token):
+        [modules] = result.multi_token
+        built = [sum(value.numel() for value in module.parameters()) for module in model.multi_token]
+        assert [modules.parameters] * modules.count == built
+        drafts = model.init_draft_state(BATCH, CONTEXT, encoder_output_of(model, BATCH))
+        assert [modules.state_bytes] == drafts.layer_bytes
+        assert result.active_parameters == parameters - sum(built)  # without experts
+        added = flops_per_token(model, CONTEXT, ENCODER_LENGTH, training=True) - result.flops_per_token
+        assert round(CONTEXT * result.multi_token_flops_per_token) == round(CONTEXT * added) > 0  # whole FLOPs
     if model.encoder is not None:
         encoder_rows = [row.parameters for row in result.encoder for _ in range(row.count)]
         assert encoder_rows == [sum(value.numel() for value in built.parameters()) for built in model.encoder.layers]

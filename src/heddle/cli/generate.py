@@ -42,7 +42,8 @@ class GenerateSettings(SessionSettings):
     stop: Annotated[tuple[str, ...], Option("TEXT", "Stop string; repeatable.")] = ()
     num_beams: Annotated[int, Option("N", "Beams of beam search.")] = 1
     draft_model: Annotated[Path | None, Option("RUN", "Draft model for speculative decoding.")] = None
-    speculative_tokens: Annotated[int, Option("N", "Tokens the draft model proposes at a time.")] = 4
+    multi_token_draft: Annotated[bool, Option("", "Draft with the model's own multi-token module.")] = False
+    speculative_tokens: Annotated[int, Option("N", "Tokens the draft proposes at a time.")] = 4
     compile: Annotated[bool, Option("", "Compile the step of a token: pays from 1,000 new tokens on.")] = False
     weights: Annotated[str | None, Option("NAME", "int8 or int4: fewer bits a weight. [as saved]")] = None
     precision: Precision = "fp32"
@@ -82,17 +83,17 @@ def generate(settings: GenerateSettings) -> None:
             model = _quantized(model, bits)
         rounds: list[SpeculativeRound] = []
         prompts = [_read_prompt(text) for text in settings.prompt or (() if settings.prompts else ("",))]
-        streams = settings.streams
+        streams, has_draft = settings.streams, draft is not None or settings.multi_token_draft
         if settings.prompts is not None:
             prompts += _read_prompts(settings.prompts)
-            takes_turns = settings.batch_invariant or settings.num_beams > 1 or draft
+            takes_turns = settings.batch_invariant or settings.num_beams > 1 or has_draft
             streams = streams or (None if takes_turns else DEFAULT_STREAMS)
         streaming = len(prompts) == 1 and not settings.json
         options = shared(settings, generate_texts) | {
             "streams": streams,
             "draft_model": draft,
             "on_text": _print_piece if streaming else None,
-            "on_speculative_round": None if draft is None else rounds.append,
+            "on_speculative_round": rounds.append if has_draft else None,
             "compile_decoding": settings.compile,
         }
         del options["prompts"]
@@ -137,11 +138,11 @@ def _check_same_tokenizer(
 
 
 def _report_rounds(rounds: "list[SpeculativeRound]") -> None:
-    """Print one line with the draft model's acceptance rate."""
+    """Print one line with the draft's acceptance rate."""
     proposed, accepted, emitted, near_ties = (sum(counts) for counts in zip(*rounds, strict=True))
     ties = f"; {near_ties} were near ties, which rounding decides" if near_ties else ""
     print_status(
-        f"draft model: {accepted} of {proposed} proposed tokens accepted in {len(rounds)} rounds; "
+        f"draft: {accepted} of {proposed} proposed tokens accepted in {len(rounds)} rounds; "
         f"{emitted} tokens generated{ties}"
     )
 

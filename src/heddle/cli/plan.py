@@ -31,9 +31,14 @@ def plan(settings: PlanSettings) -> None:
         _print(settings.design, facts)
 
 
+def _parameters(facts: dict[str, Any]) -> str:
+    modules = facts["multi_token_parameters"]
+    return f"{facts['parameters']:,} parameters" + (f" ({modules:,} in multi-token modules)" if modules else "")
+
+
 def _print_cpu(facts: dict[str, Any]) -> None:
     print(
-        f"{facts['parameters']:,} parameters, {facts['flops_per_token'] / 1e9:,.3g} GFLOPs a trained token; "
+        f"{_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.3g} GFLOPs a trained token; "
         f"{facts['cpu']}, {facts['threads']} threads, float32\n"
         f"a step of {facts['batch_size']:,} × {facts['sequence_length']:,} tokens takes {facts['step_seconds']:.3g} s: "
         f"{facts['tokens_per_second']:,.0f} tokens/s, {facts['share_of_products']:.0%} of what its products reach\n"
@@ -50,7 +55,7 @@ def _print(design: str, facts: dict[str, Any]) -> None:
 
     console = Console(highlight=False, soft_wrap=True, width=110)
     console.print(
-        f"{design}: {facts['parameters']:,} parameters, {facts['flops_per_token'] / 1e9:,.1f} GFLOPs a trained token; "
+        f"{design}: {_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.1f} GFLOPs a trained token; "
         f"{facts['gpus']:,} × {facts['gpu']}, sequences of {facts['sequence_length']:,}\n",
         markup=False,
     )

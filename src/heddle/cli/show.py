@@ -85,10 +85,12 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
     table.add_column("mixer and feed-forward", overflow="fold")
     for name in ("parameters", f"state at {facts['contexts'][0]['context_length']:,}"):
         table.add_column(name, justify="right")
-    for stack in ("encoder", "layers"):
+    for stack in ("encoder", "layers", "multi_token"):
         for layer in facts[stack]:
             parts = escape(terminal_safe(f"{layer['mixer']}\n{layer['feedforward']}"))
             state = "encoder" if stack == "encoder" else format_amount(layer["state_bytes"], "bytes")
+            if stack == "multi_token":
+                parts, state = f"multi-token {parts}", f"{state} in drafts"
             table.add_row(f"{visits_of(layer['count'], layer['weights'])} ×", parts, f"{layer['parameters']:,}", state)
     console.print(table)
 
@@ -108,5 +110,7 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     lengths = sorted({context["encoder_length"] for context in facts["contexts"]} - {0})
     encoder = f" and an encoder output of {' or '.join(f'{length:,}' for length in lengths)} tokens" if lengths else ""
     console.print(f"\ncost of {rows}{encoder} in {facts['dtype']}")
-    console.print("forward FLOPs, the mean over the context; training takes 3 times as many")
+    ahead = facts["contexts"][0]["multi_token_flops_per_token"]
+    added = f", with {ahead / 1e6:,.1f} M more a token for multi-token modules" if ahead else ""
+    console.print(f"forward FLOPs, the mean over the context; training takes 3 times as many{added}")
     console.print(table)

@@ -23,7 +23,8 @@ class Rewrite(Config, ABC):
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
     None: all that it applies to. keeps_attention: whether it leaves attention as it is, also that of layers which
     read the keys and values of others or have an indexer. keeps_layers: whether it changes no layer, so that layers may
-    be visited several times. keeps_convolutions: whether short convolutions keep what they convolve.
+    be visited several times. keeps_convolutions: whether short convolutions keep what they convolve. keeps_modules:
+    whether multi-token modules still fit, which have a layer of the last one's kind.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
@@ -31,6 +32,7 @@ class Rewrite(Config, ABC):
     keeps_attention: ClassVar[bool] = False
     keeps_layers: ClassVar[bool] = False
     keeps_convolutions: ClassVar[bool] = False
+    keeps_modules: ClassVar[bool] = False
     layers: tuple[int, ...] | None = None
 
     @property
@@ -66,8 +68,12 @@ class Rewrite(Config, ABC):
     def check_layers(self, design: ModelConfig) -> None:
         """Raises DesignError for what layers have and it does not know, unless it keeps that.
 
-        Layers may share weights, have short convolutions, read keys or values of others, or select keys by an indexer.
+        Layers may share weights, have short convolutions, read keys or values of others, or select keys by an indexer;
+        multi-token modules have a layer of the last one's kind.
         """
+        if design.multi_token is not None and not self.keeps_modules:
+            reason = f"{self.name} would leave the modules those of the old design"
+            raise DesignError("multi_token", f"{reason}; convert with drop_multi_token first")
         if design.is_looped and not self.keeps_layers:
             reason = f"has one set of weights for several layers, and {self.name} converts each for itself"
             raise DesignError("layers.*.shared", f"{reason}; convert a design without it")

@@ -69,6 +69,7 @@ def shard_model(model: Decoder, mesh: "DeviceMesh", sharding: Sharding | None = 
         for layer, is_looped in zip(stack.layers, stack.config.looped_layers, strict=True)
         if not is_looped
     ]
+    groups += [module for stack in stacks for module in stack.multi_token]
     for group in (*groups, model):
         own_parameters = set(group.parameters())
         fully_shard(

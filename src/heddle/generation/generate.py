@@ -255,6 +255,7 @@ class GenerationSettings(TypedDict, total=False):
     batch_invariant: bool
     num_beams: int
     draft_model: Decoder | None
+    multi_token_draft: bool
     speculative_tokens: int
     on_speculative_round: Callable[[SpeculativeRound], None] | None
 
@@ -322,6 +323,7 @@ def generate(
     batch_invariant: bool = False,
     num_beams: int = 1,
     draft_model: Decoder | None = None,
+    multi_token_draft: bool = False,
     speculative_tokens: int = 4,
     on_speculative_round: Callable[[SpeculativeRound], None] | None = None,
 ) -> NewRows:
@@ -339,6 +341,7 @@ def generate(
     num_beams: the beams of beam search.
     draft_model: a smaller model that proposes `speculative_tokens` tokens per round for speculative decoding: greedy
     text stays the same, sampled text follows the same distribution; `on_speculative_round` gets each round's counts.
+    multi_token_draft: the model's own first multi-token module proposes them.
     compile_decoding: torch.compile makes one graph of a token's step: half a minute for a new design or length, seconds
     where torch has kept it, then less for each token: for many tokens. The text is the same but for rounding.
     Where rotary frequencies depend on the text's length (dynamic NTK, LongRoPE), the length is that of the longest
@@ -351,15 +354,17 @@ def generate(
         raise ConfigError(f"max_new_tokens {max_new_tokens}: must be at least 1")
     if tokenizer is None and (stop or on_text is not None):
         raise ConfigError(f"{'stop' if stop else 'on_text'}: is for text; give the tokenizer, or leave it out")
-    if draft_model is None and on_speculative_round is not None:
+    if draft_model is not None and multi_token_draft:
+        raise ConfigError("multi_token_draft: the draft_model proposes tokens already; leave out one of the two")
+    has_draft = draft_model is not None or multi_token_draft
+    if not has_draft and on_speculative_round is not None:
         raise ConfigError("on_speculative_round: there are no rounds without a draft_model; give one, or leave it out")
     batch = read_prompts(prompts, tokenizer is not None)
-    speculative = (
-        None if draft_model is None else SpeculativeConfig(draft_model, speculative_tokens, on_speculative_round)
-    )
+    speculative = SpeculativeConfig(draft_model, speculative_tokens, on_speculative_round) if has_draft else None
     _check_compatible(model, temperature, prefix, num_beams, speculative)
     if is_sharded(model):
-        _check_sharded(num_beams > 1, speculative is not None, streams is not None, batch_invariant, compile_decoding)
+        drafts = draft_model is not None, multi_token_draft
+        _check_sharded(num_beams > 1, *drafts, streams is not None, batch_invariant, compile_decoding)
     if compile_decoding and (num_beams > 1 or speculative is not None):
         raise ConfigError("compile_decoding: beams and drafts have no step of one token; leave it out")
     if prefix is not None and encoder_output is not None:
@@ -429,16 +434,19 @@ def _check_compatible(
     if num_beams > 1 and temperature != 0.0:
         raise ConfigError(f"num_beams {num_beams}: beam search does not sample; leave temperature at 0")
     if num_beams > 1 and speculative is not None:
-        raise ConfigError(f"num_beams {num_beams}: beam search takes no draft_model; leave out one of the two")
+        name = "multi_token_draft" if speculative.draft_model is None else "draft_model"
+        raise ConfigError(f"num_beams {num_beams}: beam search takes no {name}; leave out one of the two")
     if shared_prefix is not None and shared_prefix.model is not model:
         raise ConfigError("prefix: was read by another model; read it with this one")
     if speculative is not None:
         speculative.check(model)
+        if speculative.draft_model is None and shared_prefix is not None:
+            raise ConfigError("multi_token_draft: a prefix has no state of the modules; leave out one of the two")
 
 
 def _check_sharded(*settings: bool) -> None:
     """Raise ConfigError for settings whose forward passes depend on the tokens, or on where weights lie."""
-    names = ("num_beams", "draft_model", "streams", "batch_invariant", "compile_decoding")
+    names = ("num_beams", "draft_model", "multi_token_draft", "streams", "batch_invariant", "compile_decoding")
     for name in (name for name, is_set in zip(names, settings, strict=True) if is_set):
         raise ConfigError(f"{name}: ranks that share a model take the same steps, a token of each row; leave it out")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +64,16 @@ class ModelRunner:
         assert new_state is not None
         return hidden, new_state
 
+    def draft(self, hidden: Tensor, tokens: Tensor, layout: Layout, state: State) -> tuple[Tensor, State]:
+        """hidden [B, T, width] and the tokens after each, int64 [B, T] -> the first multi-token module's states.
+
+        layout: of the tokens of `hidden`. state: of `init_draft_state`; also returns the new one.
+        """
+        with torch.no_grad(), self._packing():
+            embedding = self.model.embed(tokens, _one_later(layout))
+            predicted, new_state = self.model.multi_token[0](hidden, embedding, layout, state)
+        return predicted, new_state
+
     def logits(self, hidden: Tensor, request: GenerationRequest) -> Tensor:
         """hidden [..., width] -> logits [..., vocab], cut to the request's vocab_limit; -inf for unused tokens."""
         with torch.no_grad(), self._packing():
@@ -83,6 +93,14 @@ class ModelRunner:
     def _packing(self) -> AbstractContextManager[None]:
         """A compiled graph cannot set the context, and holds no packed weight."""
         return nullcontext() if self.is_sharded or is_compiling() else packed_weights(self.packed_weights)
+
+
+def _one_later(layout: Layout) -> Layout:
+    """The layout of the tokens after those of a layout, for their embeddings."""
+    positions = torch.where(layout.positions < 0, -1, layout.positions + 1)
+    start = None if layout.start is None else layout.start + 1
+    newest = None if layout.max_position is None else layout.max_position + 1
+    return replace(layout, positions=positions, start=start, max_position=newest, cache={})
 
 
 @contextmanager
@@ -117,16 +135,26 @@ class Prefix:
     state: State
 
 
-def prefill(runner: ModelRunner, request: GenerationRequest, rollback: int = 0) -> tuple[Tensor, State]:
+def final_lengths(request: GenerationRequest) -> list[int]:
+    """The tokens of each row that a model reads: the last new one is never read."""
+    return [len(prompt) + request.max_new_tokens - 1 for prompt in request.prompt_ids]
+
+
+ReadPrompts = Callable[[Tensor, Layout | None, Tensor], None]  # (tokens [B, T], layout, hidden [B, T, width])
+
+
+def prefill(
+    runner: ModelRunner, request: GenerationRequest, rollback: int = 0, on_read: ReadPrompts | None = None
+) -> tuple[Tensor, State]:
     """Read all prompts; returns the hidden state of each prompt's last token [B, width], and the model's state.
 
-    rollback: how many tokens the state must be able to roll back at a time.
+    rollback: how many tokens the state must be able to roll back at a time. on_read: gets all tokens of prompts without
+    a prefix, which are then read in one call.
     """
-    prompts, model, batch = request.prompt_ids, runner.model, len(request.prompt_ids)
-    final_lengths = [len(prompt) + request.max_new_tokens - 1 for prompt in prompts]
-    cache_length, text_lengths = max(final_lengths), final_lengths if model.length_dependent else None
+    prompts, model, batch, lengths = request.prompt_ids, runner.model, len(request.prompt_ids), final_lengths(request)
+    cache_length, text_lengths = max(lengths), lengths if model.length_dependent else None
     is_alone = batch == 1 or request.encoder_output is not None or (text_lengths and len(set(text_lengths)) > 1)
-    common = 0 if is_alone else _common_prefix_length(prompts)
+    common = 0 if is_alone or on_read is not None else _common_prefix_length(prompts)
     if request.prefix is not None:
         shared, state = len(request.prefix.tokens) - 1, request.prefix.state.select([0] * batch)
     elif common >= MIN_SHARED_TOKENS:
@@ -146,6 +174,8 @@ def prefill(runner: ModelRunner, request: GenerationRequest, rollback: int = 0) 
     tokens = _token_tensor([[0] * (longest - len(row)) + row for row in remaining], model)
     hidden, state = runner.forward(tokens, layout, state)
     runner.read_prompt(hidden, request)
+    if on_read is not None:
+        on_read(tokens, layout, hidden)
     return hidden[:, -1], state
 
 

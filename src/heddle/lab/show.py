@@ -160,6 +160,7 @@ def measure(
         "embedding_parameters": first.embedding_parameters,
         "encoder": [vars(layer) for layer in first.encoder],
         "layers": [vars(layer) for layer in first.layers],
+        "multi_token": [vars(layer) for layer in first.multi_token],
         "batch_size": batch_size,
         "dtype": str(dtype).removeprefix("torch."),
         "contexts": [
@@ -167,6 +168,7 @@ def measure(
                 "context_length": context.context_length,
                 "encoder_length": context.encoder_length,
                 "flops_per_token": context.flops_per_token,
+                "multi_token_flops_per_token": context.multi_token_flops_per_token,
                 "state_bytes": context.state_bytes,
                 "state_bytes_per_token": context.state_bytes_per_token,
                 "position_table_bytes": context.position_table_bytes,

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from heddle.config import Config, Part, kind_class, kinds, literal_values
 from heddle.errors import ConfigError
-from heddle.laws.harness import LawViolation, forward, model_under_test, new_state, normal_tensor, random_tokens
+from heddle.laws.harness import (
+    LawViolation,
+    forward,
+    layout_for,
+    model_under_test,
+    new_state,
+    normal_tensor,
+    random_tokens,
+)
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.initialization import initialize, materialize
@@ -375,7 +383,7 @@ class Behavior:
     @cached_property
     @torch.no_grad()
     def training(self) -> Tensor:
-        """Logits and auxiliary losses in training mode, and the parameters without a gradient after a step."""
+        """Logits (also of multi-token modules) and auxiliary losses in training mode, and what a step then updates."""
         _ = self.weights
         numbers = self._training_numbers()
         numbers += [value.detach().clone() for value in self.model.parameters() if not value.requires_grad]
@@ -385,7 +393,7 @@ class Behavior:
     def _training_numbers(self) -> list[Tensor]:
         self.model.train()
         with use_random_key(RandomKey(1, 1, torch.arange(ROWS))), record_router_statistics() as recorded:
-            numbers = [_logits(self.model)]
+            numbers = [_logits(self.model), *_weighted_predictions(self.model)]
         self.model.eval()
         numbers += recorded.losses
         for entry in recorded.entries:
@@ -435,6 +443,16 @@ def _set_weights(model: Decoder, weights: list[Tensor]) -> None:
 def _logits(model: Decoder) -> Tensor:
     logits: Tensor = model.head(forward(model, random_tokens(model.config, ROWS, LENGTH)))
     return logits
+
+
+def _weighted_predictions(model: Decoder) -> list[Tensor]:
+    """Logits of multi-token modules, times the weight of their loss."""
+    if model.config.multi_token is None:
+        return []
+    length, weight = LENGTH + model.config.multi_token.depth, model.config.multi_token.loss_weight
+    tokens, layout = random_tokens(model.config, ROWS, length), layout_for(model, ROWS, length)
+    predictions = model.predict_ahead(model(tokens, layout)[0], tokens, layout)
+    return [weight / len(predictions) * model.head(hidden) for hidden, _ in predictions]
 
 
 def _differ(first: Tensor, second: Tensor | None) -> bool:

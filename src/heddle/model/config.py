@@ -164,6 +164,17 @@ class LayerConfig(Config):
                     yield from layer.expand(f"{path}.layers[{index}]")
 
 
+class MultiTokenConfig(Config):
+    """Modules that predict tokens further ahead in training (DeepSeek-V3), each with one more layer of the last kind.
+
+    The module of depth d predicts the token after the next d. Training minimizes the loss of the next token +
+    `loss_weight` · mean of the modules' losses.
+    """
+
+    depth: PositiveInt = 1
+    loss_weight: PositiveFloat = 0.3
+
+
 @dataclass(frozen=True)
 class DistinctLayer:
     """A layer that occurs `count` times in a design. path, index: the entry and the number of its first occurrence.
@@ -183,6 +194,7 @@ class ModelConfig(Config):
     """A decoder (or, with every mixer `causal: false`, an encoder). `norm` is the default of every norm.
 
     `encoder` is a second design, without a head of its own: `cross_attention` layers read its hidden states.
+    `multi_token` adds modules that predict tokens further ahead, for training and for drafts.
     """
 
     vocab_size: PositiveInt | None = None  # None: the tokenizer's, set by training; in an encoder: the decoder's
@@ -194,6 +206,7 @@ class ModelConfig(Config):
     residual: ResidualConfig
     head: HeadConfig = HeadConfig()
     initialization: InitializationConfig = InitializationConfig()
+    multi_token: MultiTokenConfig | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -210,6 +223,7 @@ class ModelConfig(Config):
             for name, default in HeadConfig():
                 if getattr(self.encoder.head, name) != default:
                     refuse(f"encoder.head.{name}", "does nothing, because an encoder has no head; leave it out")
+        self._check_multi_token()
         self._check_residual()
         for (path, layer), source in zip(self.expand(), self.kv_sources, strict=True):
             if source is None and layer.mixer is not None and layer.mixer.reads_kv:
@@ -223,6 +237,26 @@ class ModelConfig(Config):
             if visits == 1:
                 refuse(f"{path}.shared", "does nothing for an entry that is visited once; repeat it, or leave it out")
         return self
+
+    def _check_multi_token(self) -> None:
+        if self.encoder is not None and self.encoder.multi_token is not None:
+            refuse("encoder.multi_token", "does nothing, because an encoder has no head; leave it out")
+        if self.multi_token is None:
+            return
+        if reason := too_many_layers(self.depth + self.multi_token.depth):
+            refuse("multi_token.depth", reason)
+        mixer = self.last_layer.mixer
+        if mixer is not None and (mixer.reads_kv or mixer.adds_first_values):
+            what = "keys and values" if mixer.reads_kv else "values"
+            refuse("multi_token", f"the last layer reads {what} of another layer; give it its own, or leave this out")
+
+    @property
+    def last_layer(self) -> LayerConfig:
+        """The last single layer."""
+        layer = self.layers[-1]
+        while layer.layers is not None:
+            layer = layer.layers[-1]
+        return layer
 
     def _check_residual(self) -> None:
         layers = [layer.config for layer in self.distinct_layers]

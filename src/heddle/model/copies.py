@@ -115,10 +115,14 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) ->
     for module in compiled_model.modules():
         for name in eager_methods(module, device):
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    options: dict[str, Any] = {} if backend is None else {"backend": backend}
     for stack in (compiled_model, compiled_model.encoder):
-        for layer in () if stack is None else stack.layers:
-            options: dict[str, Any] = {} if backend is None else {"backend": backend}
-            if stack is not None and stack.config.residual.stream_grows:
-                options["isolate_recompiles"] = True  # each layer has graphs of its own
-            layer.compile(**options)
+        if stack is None:
+            continue
+        # A stream that grows, or a shorter text, would make the sizes of graphs that layers share variables.
+        own_graphs = options | {"isolate_recompiles": True}
+        for layer in stack.layers:
+            layer.compile(**(own_graphs if stack.config.residual.stream_grows else options))
+        for module in stack.multi_token:
+            module.get_submodule("layer").compile(**own_graphs)
     return compiled_model

@@ -22,6 +22,7 @@ from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.embedding import Embedding, Head
 from heddle.model.initialization import initialize, materialize
+from heddle.model.multi_token import MultiTokenModule, Prediction, predictions
 from heddle.model.state import State
 from heddle.parts.build import BuildContext, ResidualContext
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig
@@ -186,6 +187,7 @@ class Decoder(nn.Module):
         weight = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
         self.head = Head(weight, config.head, config.norm)
         self.tie()
+        self.multi_token = nn.ModuleList(build_under("multi_token", self._build_multi_token))
         self.checkpointing, self.imported_config = False, dict[str, Any]()
         dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
         for site, dropout in enumerate(dropouts):
@@ -252,6 +254,28 @@ class Decoder(nn.Module):
         encoder = build_under("encoder", Decoder, inner, distinct_layers_only)
         build_under("encoder", check_encoder, encoder)
         return encoder
+
+    def _build_multi_token(self) -> list[MultiTokenModule]:
+        """One module for each depth. They come last, so that no draw of anything else depends on them."""
+        config = self.config
+        if config.multi_token is None:
+            return []
+        if not self.causal:
+            raise DesignError("", "a bidirectional mixer (causal: false) has seen the tokens to predict; leave it out")
+        index = 0 if config.residual.stream_grows else config.depth - 1  # a stream of its own begins in each module
+        depth = config.multi_token.depth
+        return [MultiTokenModule(config, Layer(config.last_layer, config, index)) for _ in range(depth)]
+
+    def predict_ahead(self, hidden: Tensor, tokens: Tensor, layout: Layout | None = None) -> list[Prediction]:
+        """The predictions of the multi-token modules, from the hidden states that a call without a state returned.
+
+        hidden [B, T, width], tokens and layout are those of the call. One entry for each depth that has tokens: none in
+        a design without modules. `head(entry.hidden)` are the logits of the token after the next d.
+        """
+        layout = self._layout(tokens, layout, None)
+        if not len(self.multi_token):
+            return []
+        return predictions(self.multi_token, hidden, self.embed(tokens, layout), layout, self._call_layer)
 
     def tie(self) -> None:
         """Share weights: the embedding's with a tied head, those of a layer with its later visits; in the encoder too.
@@ -341,24 +365,57 @@ class Decoder(nn.Module):
         """
         if not self.causal:
             raise ConfigError("state: a bidirectional design (causal: false) sees later tokens and cannot have one")
+        spec = self._state_spec(batch, cache_length, encoder_output, rollback)
+        self._check_encoder_output(encoder_output, batch)
+        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        return self._empty_state(spec, layers, self.lookback, text_lengths, self.fingerprint)
+
+    @torch.no_grad()
+    def init_draft_state(
+        self,
+        batch: int,
+        cache_length: int | None = None,
+        encoder_output: EncoderOutput | None = None,
+        rollback: int = 0,
+        text_lengths: Sequence[int] | None = None,
+    ) -> State:
+        """As `init_state`, of the first multi-token module: it has one token less of each row than the model has."""
+        if not len(self.multi_token):
+            raise ConfigError("multi_token: this design has no modules; give it multi_token, and train it")
+        layer = self.multi_token[0].get_submodule("layer")
+        assert isinstance(layer, Layer)
+        lookback = 0 if layer.mixer is None else layer.mixer.lookback
+        spec = self._state_spec(batch, cache_length, encoder_output, rollback)
+        return self._empty_state(spec, [layer], lookback, text_lengths, f"{self.fingerprint} multi_token")
+
+    def _state_spec(
+        self, batch: int, cache_length: int | None, encoder_output: EncoderOutput | None, rollback: int
+    ) -> StateSpec:
         if batch < 1 or (cache_length is not None and cache_length < 1):
             raise ConfigError(f"state: batch = {batch} and cache_length = {cache_length} must be at least 1")
-        if cache_length is None and text_lengths is None and self.length_dependent:
+        if rollback < 0:
+            raise ConfigError(f"state: rollback = {rollback} must not be negative")
+        weight = self.embed.weight
+        return StateSpec(batch, cache_length, weight.dtype, weight.device, encoder_output, rollback)
+
+    def _empty_state(
+        self,
+        spec: StateSpec,
+        layers: Sequence[Layer],
+        lookback: int | None,
+        text_lengths: Sequence[int] | None,
+        fingerprint: str,
+    ) -> State:
+        if spec.cache_length is None and text_lengths is None and self.length_dependent:
             raise ConfigError(f"state: {LENGTH_DEPENDENT}; give init_state a cache_length")
         if text_lengths is not None and not self.length_dependent:
             raise ConfigError("state: nothing in this design depends on text_lengths; leave them out")
-        if rollback < 0:
-            raise ConfigError(f"state: rollback = {rollback} must not be negative")
-        self._check_encoder_output(encoder_output, batch)
-        weight = self.embed.weight
-        table = PositionTable.empty(batch, self.lookback, cache_length, weight.device, rollback)
-        table = table.with_text_lengths(text_lengths)
-        spec = StateSpec(batch, cache_length, weight.dtype, weight.device, encoder_output, rollback)
-        states = [layer.init_state(spec) for layer in self.layers if isinstance(layer, Layer)]
-        state = State(table, states, self.fingerprint)
-        if rollback and not state.can_roll_back(1):
+        table = PositionTable.empty(spec.batch, lookback, spec.cache_length, spec.device, spec.rollback)
+        states = [layer.init_state(spec) for layer in layers]
+        state = State(table.with_text_lengths(text_lengths), states, fingerprint)
+        if spec.rollback and not state.can_roll_back(1):
             raise ConfigError(
-                f"state: rollback = {rollback}, but a recurrence cannot roll back; fork the state instead"
+                f"state: rollback = {spec.rollback}, but a recurrence cannot roll back; fork the state instead"
             )
         return state
 
@@ -410,14 +467,18 @@ class Decoder(nn.Module):
         stream = self.config.residual.expand(self.embed(tokens, layout))
         new_states = []
         for layer, state in zip(self.layers, states, strict=True):
-            if self.checkpointing and torch.is_grad_enabled():
-                # The backward pass runs the layer again, in another thread: with the same noise key and kernels.
-                run_in_context = copy_context().run
-                stream, new_state = checkpoint(run_in_context, layer, stream, layout, state, use_reentrant=False)
-            else:
-                stream, new_state = layer(stream, layout, state)
+            stream, new_state = self._call_layer(layer, stream, layout, state)
             new_states.append(new_state)
         return self.final_norm(stream), new_states
+
+    def _call_layer(self, layer: nn.Module, stream: Stream, layout: Layout, state: Any) -> tuple[Stream, Any]:
+        if self.checkpointing and torch.is_grad_enabled():
+            # The backward pass runs the layer again, in another thread: with the same noise key and kernels.
+            run_in_context = copy_context().run
+            stream, state = checkpoint(run_in_context, layer, stream, layout, state, use_reentrant=False)
+            return stream, state
+        stream, state = layer(stream, layout, state)
+        return stream, state
 
     def _layout(self, tokens: Tensor, layout: Layout | None, state: State | None) -> Layout:
         shape = tokens.shape[:2]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heddle.model.config import ModelConfig, describe, refuse_overflow
 from heddle.model.decoder import Decoder
@@ -40,9 +40,13 @@ def with_encoder(model: Decoder) -> list[Decoder]:
     return [model] if model.encoder is None else [model, model.encoder]
 
 
-def stacked_layers(model: Decoder) -> list[tuple[nn.Module, int]]:
-    """The layers of each stack, and how many layers of the design each stands for."""
-    return [pair for stack in with_encoder(model) for pair in zip(stack.layers, stack.layer_counts, strict=True)]
+def stacked_layers(model: Decoder, training: bool = False) -> list[tuple[nn.Module, int]]:
+    """The layers of each stack, and how many layers of the design each stands for.
+
+    training: also the multi-token modules, at the end, as often as there are depths.
+    """
+    layers = [pair for stack in with_encoder(model) for pair in zip(stack.layers, stack.layer_counts, strict=True)]
+    return [*layers, *((module, 1) for module in model.multi_token)] if training else layers
 
 
 @contextmanager
@@ -73,12 +77,15 @@ def active_parameter_count(module: nn.Module) -> int:
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """Return the number of parameters, a shared one counted once, and how many of them act on one token."""
+    """Return the number of parameters, a shared one counted once, and how many of them act on one token.
+
+    Those of multi-token modules count among the first alone.
+    """
     layers = [layer for layer, _ in stacked_layers(model)]
     weights = [count for stack in with_encoder(model) for count in stack.weight_counts]
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     around = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_layers)
-    total, active = around, around
+    total, active = around, around - parameter_count(model.multi_token)
     for layer, count in zip(layers, weights, strict=True):
         total += count * parameter_count(layer)
         active += count * active_parameter_count(layer)
@@ -116,6 +123,9 @@ class Size:
     tokens; training takes 3 times as many. state_bytes: all tensors of the state, with the table of positions and
     the projected encoder output. state_bytes_per_token: what one more token adds to the layers' states (0 once all
     windows are full). position_table_bytes: those of the table of positions.
+    multi_token: one entry for all multi-token modules, which count among `parameters`, and act in training and in
+    drafts alone; state_bytes: of one whose module drafts. multi_token_flops_per_token: what they and their logits add
+    to a forward pass of training.
     """
 
     context_length: int
@@ -130,6 +140,8 @@ class Size:
     layers: tuple[LayerSize, ...]
     encoder_length: int = 0
     encoder: tuple[LayerSize, ...] = ()
+    multi_token: tuple[LayerSize, ...] = ()
+    multi_token_flops_per_token: float = 0.0
 
     def _repr_html_(self) -> str:
         rows = [
@@ -138,7 +150,7 @@ class Size:
                 layer.parameters,
                 layer.state_bytes,
             )
-            for layer in (*self.encoder, *self.layers)
+            for layer in (*self.encoder, *self.layers, *self.multi_token)
         ]
         total = (f"all, {self.batch} × {self.context_length:,} tokens", self.parameters, self.state_bytes)
         caption = f"{self.active_parameters:,} active parameters, {self.flops_per_token:,.4g} FLOPs per token"
@@ -175,6 +187,7 @@ def measure_size(
     parameters, active = parameter_counts(model)
     source_length = context_length if encoder_length is None else encoder_length
     layer_bytes, growth, state_total, table_total = None, 0, 0, 0
+    flops = _flops(model, context_length, source_length)
     if model.causal:
         state = model.init_state(batch, context_length, _encoder_output(model, batch, source_length), rollback)
         layer_bytes, table_total = state.layer_bytes, state.table.bytes
@@ -186,29 +199,34 @@ def measure_size(
         parameters=parameters,
         active_parameters=active,
         embedding_parameters=sum(stack.embed.weight.numel() for stack in with_encoder(model)),
-        flops_per_token=_flops(model, context_length, source_length) / context_length,
+        flops_per_token=flops / context_length,
         state_bytes=state_total,
         state_bytes_per_token=growth,
         position_table_bytes=table_total,
         layers=_layer_sizes(model, layer_bytes),
         encoder_length=0 if model.encoder_width is None else source_length,
         encoder=() if model.encoder is None else _layer_sizes(model.encoder, None),
+        multi_token=_multi_token_sizes(model, batch, context_length, source_length, rollback),
+        multi_token_flops_per_token=(_flops(model, context_length, source_length, True) - flops) / context_length,
     )
 
 
 @_shapes_only()
-def flops_per_token(model: Decoder, context_length: int, encoder_length: int = 0) -> float:
+def flops_per_token(model: Decoder, context_length: int, encoder_length: int = 0, training: bool = False) -> float:
     """Return the FLOPs of a forward pass of a meta model over one row of `context_length` tokens, divided by them.
 
     All logits are counted, and so are the encoder's pass over `encoder_length` tokens and reading its output.
+    training: with the multi-token modules and their logits.
     """
-    return _flops(model, context_length, encoder_length) / context_length
+    return _flops(model, context_length, encoder_length, training) / context_length
 
 
 @_shapes_only()
-def layer_flops(model: Decoder, context_length: int, encoder_length: int = 0) -> tuple[list[int], int]:
+def layer_flops(
+    model: Decoder, context_length: int, encoder_length: int = 0, training: bool = False
+) -> tuple[list[int], int]:
     """FLOPs of one row of a meta model: of each layer that was built (see `stacked_layers`), and of all else."""
-    layers = [layer for layer, _ in stacked_layers(model)]
+    layers = [layer for layer, _ in stacked_layers(model, training)]
     starts, flops = [0] * len(layers), [0] * len(layers)
     tokens = torch.zeros(1, context_length, dtype=torch.int64, device="meta")
     with torch.no_grad(), count_flops() as total:
@@ -220,14 +238,22 @@ def layer_flops(model: Decoder, context_length: int, encoder_length: int = 0) ->
             flops[index] = total[0] - starts[index]
 
         with around_layers(layers, enter, leave):
-            hidden, _ = model(tokens, _layout(model, context_length, encoder_length))
-            model.head(hidden)
+            _read_row(model, tokens, _layout(model, context_length, encoder_length), training)
     return flops, total[0] - sum(flops)
 
 
-def _flops(model: Decoder, context_length: int, encoder_length: int) -> int:
-    flops, around = layer_flops(model, context_length, encoder_length)
-    return around + sum(value * count for value, (_, count) in zip(flops, stacked_layers(model), strict=True))
+def _read_row(model: Decoder, tokens: Tensor, layout: Layout, training: bool) -> None:
+    """Compute all logits, in training those of the multi-token modules, too."""
+    hidden, _ = model(tokens, layout)
+    model.head(hidden)
+    for ahead, _ in model.predict_ahead(hidden, tokens, layout) if training else ():
+        model.head(ahead)
+
+
+def _flops(model: Decoder, context_length: int, encoder_length: int, training: bool = False) -> int:
+    flops, around = layer_flops(model, context_length, encoder_length, training)
+    layers = stacked_layers(model, training)
+    return around + sum(value * count for value, (_, count) in zip(flops, layers, strict=True))
 
 
 @_shapes_only()
@@ -265,7 +291,7 @@ def measure_kernel_choices(
     source_length = queries + max(cached_tokens, 0) if encoder_length is None else encoder_length
     model.train(cached_tokens < 0)
     tokens = torch.zeros(1, queries, dtype=torch.int64, device="meta")
-    layers, counts = zip(*stacked_layers(model), strict=True)
+    layers, counts = zip(*stacked_layers(model, training=cached_tokens < 0), strict=True)
     starts = [0] * len(layers)
     with record_choices(device) as choices:
 
@@ -277,8 +303,7 @@ def measure_kernel_choices(
 
         with around_layers(layers, enter, leave):
             if cached_tokens < 0:
-                hidden, _ = model(tokens, _layout(model, queries, source_length))
-                model.head(hidden)
+                _read_row(model, tokens, _layout(model, queries, source_length), training=True)
             else:
                 with torch.no_grad(), packed_weights():  # as generation runs
                     encoder_output = _encoder_output(model, 1, source_length)
@@ -315,6 +340,20 @@ def _state_growth(model: Decoder, context_length: int, encoder_length: int) -> i
     encoder_output = _encoder_output(model, 1, encoder_length)
     shorter, longer = (model.init_state(1, context_length + extra, encoder_output).layer_bytes for extra in (0, 1))
     return _times_counts(model, longer) - _times_counts(model, shorter)
+
+
+def _multi_token_sizes(
+    model: Decoder, batch: int, context_length: int, encoder_length: int, rollback: int
+) -> tuple[LayerSize, ...]:
+    """One entry for all modules, which are equal; none without modules."""
+    if not len(model.multi_token):
+        return ()
+    layer, output = model.config.last_layer, _encoder_output(model, batch, encoder_length)
+    state = model.init_draft_state(batch, context_length, output, rollback)
+    mixer, feedforward = ("–" if part is None else describe(part.dump()) for part in (layer.mixer, layer.feedforward))
+    parameters, state_bytes = parameter_count(model.multi_token[0]), state.layer_bytes[0]
+    count = len(model.multi_token)
+    return (LayerSize(count, mixer, feedforward, parameters, state_bytes, weights=count),)
 
 
 def _layer_sizes(model: Decoder, layer_bytes: list[int] | None) -> tuple[LayerSize, ...]:

@@ -77,6 +77,7 @@ def log_line(
         **numbers.distillation,
         **({"aux_loss": numbers.aux_loss} if numbers.experts or numbers.aux_loss else {}),
         **({"experts": numbers.experts} if numbers.experts else {}),
+        **{f"multi_token_loss_{depth}": loss for depth, loss in enumerate(numbers.multi_token, start=1)},
         "gradient_norm": numbers.gradient_norm,
         "learning_rate": step.learning_rate,
         "skipped": numbers.skipped,

@@ -144,7 +144,8 @@ class BatchResult:
     loss: mean over targets, in nats, float64 []. aux_loss: of experts and indexers, mean over tokens,
     float64 []; not part of `loss`. router_metrics: by the path of each mixture of experts. distillation: with a
     teacher, the KL from it ('divergence', mean over targets, in nats) and, if layers are compared, 'layer_error'; each
-    without its weight. ranks: those that share the step.
+    without its weight. multi_token: of each depth of a design with multi-token modules, mean over its targets, without
+    its weight; not part of `loss`. ranks: those that share the step.
     """
 
     loss: Tensor
@@ -152,13 +153,14 @@ class BatchResult:
     router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
     distillation: Mapping[str, Tensor] = field(default_factory=dict)
     ranks: Ranks = ONE_PROCESS
+    multi_token: Sequence[Tensor] = ()
 
 
 class StepNumbers(NamedTuple):
     """The numbers of a step on the host, for its log.
 
-    loss: mean nats per target. gradient_norm: before clipping. skipped: the update was not applied. aux_loss and
-    distillation: as in `BatchResult`. experts: the summary of each mixture of experts, by its path.
+    loss: mean nats per target. gradient_norm: before clipping. skipped: the update was not applied. aux_loss,
+    distillation and multi_token: as in `BatchResult`. experts: the summary of each mixture of experts, by its path.
     """
 
     loss: float
@@ -167,6 +169,7 @@ class StepNumbers(NamedTuple):
     aux_loss: float
     distillation: dict[str, float]
     experts: RouterSummary
+    multi_token: tuple[float, ...] = ()
 
 
 class StepResult:
@@ -178,12 +181,12 @@ class StepResult:
     """
 
     def __init__(self, batch: BatchResult, gradient_norm: Tensor, is_state_finite: Tensor) -> None:
-        losses = (batch.loss, gradient_norm, batch.aux_loss, *batch.distillation.values())
+        losses = (batch.loss, gradient_norm, batch.aux_loss, *batch.multi_token, *batch.distillation.values())
         checked = torch.stack([value.detach().to(gradient_norm.device, torch.float64) for value in losses])
         self.is_finite = checked.isfinite().all() & is_state_finite  # bool [], on the device: the update may be applied
         metrics = [value.double().flatten() for entry in batch.router_metrics.values() for value in entry]
         self._copy = HostCopy(torch.cat((checked, self.is_finite.double()[None], *metrics)))
-        self._distillation = tuple(batch.distillation)
+        self._distillation, self._depth = tuple(batch.distillation), len(batch.multi_token)
         self._experts = {path: len(entry.expert_counts) for path, entry in batch.router_metrics.items()}
 
     def read(self) -> StepNumbers:
@@ -194,14 +197,15 @@ class StepResult:
     def _numbers(self) -> StepNumbers:
         copy = self._copy.read()
         loss, norm, aux_loss, *values = copy.tolist()
+        multi_token, values = tuple(values[: self._depth]), values[self._depth :]
         count = len(self._distillation)
-        is_finite, start, experts = bool(values[count]), count + 4, {}
+        is_finite, start, experts = bool(values[count]), self._depth + count + 4, {}
         for path, size in self._experts.items():  # float64 holds counts below 2^53 exactly
             counts, (dropped, entropy, tokens) = copy[start : start + size], copy[start + size : start + size + 3]
             experts[path] = RouterMetrics(counts.long(), dropped.long(), entropy, tokens.long()).summary()
             start += size + 3
         distillation = dict(zip(self._distillation, values[:count], strict=True))
-        return StepNumbers(loss, norm, not is_finite, aux_loss, distillation, experts)
+        return StepNumbers(loss, norm, not is_finite, aux_loss, distillation, experts, multi_token)
 
     @property
     def loss(self) -> float:
@@ -224,7 +228,7 @@ class BatchPart(NamedTuple):
 
     tokens: int64 [B, T + 1]. samples: int64 [B], their indices. targets: int64 [N], those that are not −1. scored:
     which of the B · T positions they belong to, int64 [N]; None: all, in order. encoder: the encoder's input, and its
-    layout if it has padding.
+    layout if it has padding. rows: which of the batch these are.
     """
 
     tokens: Tensor
@@ -233,6 +237,7 @@ class BatchPart(NamedTuple):
     targets: Tensor
     scored: Tensor | None
     encoder: tuple[Tensor, Layout | None] | None
+    rows: slice = slice(None)
 
 
 class PreparedBatch(NamedTuple):
@@ -271,7 +276,55 @@ def _prepare(batch: Batch, rows: slice, device: torch.device | str) -> BatchPart
         to_device(scored_targets if scored is None else scored_targets[scored], device),
         None if scored is None else to_device(scored, device),
         None if batch.encoder_tokens is None else _encoder_input(batch.encoder_tokens[rows], device),
+        rows,
     )
+
+
+class MultiTokenLosses:
+    """The losses of a design's multi-token modules over the parts of a batch.
+
+    Divided by the targets of the whole batch at each depth, they do not depend on how the batch was split.
+    """
+
+    def __init__(self, model: Decoder, batch: Batch, teacher: Teacher | None = None) -> None:
+        config = model.config.multi_token if teacher is None or teacher.uses_head else None
+        depth, self._weight = (0, 0.0) if config is None else (config.depth, config.loss_weight)
+        self._model, self._targets = model, [targets_ahead(batch, each) for each in range(1, depth + 1)]
+        self._counts = [int((targets >= 0).sum()) for targets in self._targets]
+        self.losses = list(torch.zeros(depth, dtype=torch.float64, device=model.embed.weight.device))
+
+    def add(self, part: BatchPart, hidden: Tensor, layout: Layout) -> Tensor | None:
+        """Add the losses of a part, whose hidden states are [B, T, width], and return what training adds, or None."""
+        if not self._targets:
+            return None
+        total: Tensor | None = None
+        predicted = self._model.predict_ahead(hidden, part.tokens[:, :-1], layout)
+        for index, (ahead, _) in enumerate(predicted):
+            targets = self._targets[index][part.rows].reshape(-1)
+            scored = np.flatnonzero(targets >= 0)
+            selected, there = (to_device(torch.from_numpy(each), ahead.device) for each in (targets[scored], scored))
+            loss = loss_sum(ahead.flatten(0, 1)[there], self._model.head.output_head, selected)
+            loss = loss / max(1, self._counts[index])
+            self.losses[index] += loss.detach().double()
+            total = loss if total is None else total + loss
+        return None if total is None else total * (self._weight / len(self._targets))
+
+    def sums_over(self, ranks: Ranks) -> list[Tensor]:
+        """The losses of each depth, with those of the other ranks."""
+        return [ranks.sum(loss) for loss in self.losses]
+
+
+def targets_ahead(batch: Batch, depth: int) -> np.ndarray:
+    """The target of each of the first T − depth inputs at a depth: that of the input `depth` further, int64.
+
+    −1 where the model has no target there, or where that input is in another document.
+    """
+    targets, length = batch.targets, batch.targets.shape[1]
+    documents = np.full(targets.shape, -1)
+    for row, lengths in zip(documents, batch.doc_lengths, strict=True):
+        row[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+    first, later = documents[:, : max(0, length - depth)], documents[:, depth:]
+    return np.where((first == later) & (first >= 0), targets[:, depth:], -1)
 
 
 def accumulate_gradients(
@@ -284,6 +337,7 @@ def accumulate_gradients(
 ) -> BatchResult:
     """Accumulate the gradients of a batch's mean loss and auxiliary loss in `accumulation_steps` parts of equal rows.
 
+    Multi-token modules add `loss_weight` · mean of their losses, unless a distillation compares layers alone.
     Targets of −1 do not enter the loss. key: (seed, step), from which dropout draws for each sample, so that the number
     of parts does not change the result. teacher: the loss is that of a distillation. A prepared batch has its parts.
     """
@@ -291,7 +345,7 @@ def accumulate_gradients(
     if isinstance(batch, Batch):
         batch = prepare_batch(batch, device, accumulation_steps)
     batch_loss, divergence, layer_error = torch.zeros(3, dtype=torch.float64, device=device)
-    collector = RouterMetricsCollector(model, batch.batch)
+    collector, ahead = RouterMetricsCollector(model, batch.batch), MultiTokenLosses(model, batch.batch, teacher)
     targets_in_batch, tokens_in_batch = int((batch.batch.targets >= 0).sum()), sum(map(sum, batch.batch.doc_lengths))
     for index, part in enumerate(batch.parts, start=1):
         reduce_with_next_backward(model, index == len(batch.parts))
@@ -306,6 +360,7 @@ def accumulate_gradients(
                 if part.encoder is not None:
                     layout = layout.with_encoder_output(model.encode(*part.encoder))
                 hidden, _ = model(tokens[:, :-1], layout)
+                ahead_loss = ahead.add(part, hidden, layout)
                 hidden = hidden.flatten(0, 1)[scored]
                 if taught is None:
                     objective = loss = loss_sum(hidden, model.head.output_head, targets) / targets_in_batch
@@ -318,7 +373,7 @@ def accumulate_gradients(
             aux_loss = collector.add(recorded.entries, recorded.index_losses)
             # The backward pass stays under the random key: recomputed layers must draw the same dropout.
             if grad_enabled:
-                torch.autograd.backward(objective if aux_loss is None else objective + aux_loss)
+                torch.autograd.backward(sum((loss for loss in (aux_loss, ahead_loss) if loss is not None), objective))
         batch_loss += loss.detach().double()
     distillation = {} if teacher is None else {"divergence": divergence}
     if teacher is not None and teacher.layers:
@@ -326,7 +381,9 @@ def accumulate_gradients(
     if batch.ranks.count > 1:
         distillation = {name: batch.ranks.sum(value) for name, value in distillation.items()}
         collector.sum_over(batch.ranks)
-    return BatchResult(batch.ranks.sum(batch_loss), collector.aux_loss, collector.metrics, distillation, batch.ranks)
+    loss = batch.ranks.sum(batch_loss)
+    multi_token = ahead.sums_over(batch.ranks)
+    return BatchResult(loss, collector.aux_loss, collector.metrics, distillation, batch.ranks, multi_token)
 
 
 def run_encoder(model: Decoder, encoder_tokens: np.ndarray) -> EncoderOutput:
@@ -400,6 +457,7 @@ def first_non_finite(
             batch = compute_gradients()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         losses = {"loss": batch.loss, "auxiliary loss": batch.aux_loss, **batch.distillation}
+        losses |= {f"multi-token loss of depth {depth}": loss for depth, loss in enumerate(batch.multi_token, start=1)}
         return watch.origin or _stored(losses, "the") or _stored(gradients, "gradient of")
     finally:
         optimizer.discard_gradients()

@@ -23,6 +23,7 @@ class MergeAdapters(Rewrite):
     keeps_attention: ClassVar[bool] = True
     keeps_layers: ClassVar[bool] = True
     keeps_convolutions: ClassVar[bool] = True
+    keeps_modules: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"adapters": "folder"}
     folder: str
 

@@ -37,6 +37,7 @@ class MergeModels(Rewrite):
     keeps_attention: ClassVar[bool] = True
     keeps_layers: ClassVar[bool] = True
     keeps_convolutions: ClassVar[bool] = True
+    keeps_modules: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"merge": "method"}
     method: Literal["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
     models: tuple[str, ...]

@@ -20,6 +20,7 @@ class Tied(Rewrite):
     keeps_attention: ClassVar[bool] = True
     keeps_layers: ClassVar[bool] = True
     keeps_convolutions: ClassVar[bool] = True
+    keeps_modules: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"head.tied": "tied"}
     tied: bool
 

@@ -493,6 +493,9 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         """
         loss_kwargs = {name: kwargs.pop(name) for name in LOSS_KWARGS & kwargs.keys()}
         has_labels = labels is not None or loss_kwargs.get("shift_labels") is not None
+        if self.training and has_labels and len(self.heddle_decoder.multi_token):
+            reason = "their losses are no part of this loss, so that they would be left behind"
+            raise ConfigError(f"multi_token: {reason}; train with heddle, or convert with drop_multi_token first")
         kwargs |= {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

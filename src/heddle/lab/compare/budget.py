@@ -166,7 +166,7 @@ def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
     """Whether the trainings may take long enough to time their steps first."""
     plan = comparison.plan
     flops = (
-        3 * steps[entry.name] * _flops_per_token(comparison.config(entry), plan.sequence_length)
+        3 * steps[entry.name] * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
         for entry in plan.entries
     )
     return sum(flops) * plan.batch_size * plan.sequence_length * len(plan.seeds) > UNTIMED_FLOPS
@@ -192,7 +192,7 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
     for entry, result in zip(plan.entries, results, strict=True):
         if result["status"] != "done":
             raise MachineError(f"{result['message']}; without a budget of time no step needs to be timed")
-        flops = 3 * _flops_per_token(comparison.config(entry), plan.sequence_length)
+        flops = 3 * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
         start = max(0.0, seconds / rounds - result["timed_seconds"])
         times[entry.name] = StepTime(result["seconds_per_step"], start, flops * plan.batch_size * plan.sequence_length)
     return times
@@ -397,13 +397,13 @@ def _recall_seconds(comparison: Comparison, times: Mapping[str, StepTime], choic
         copy = probe.small_copy(comparison.config(entry))
         length = probe.task_stream.length
         tokens = probe.steps * probe.batch_size * length
-        total += each.start + each.forward(3 * _flops_per_token(copy, length) * tokens)
+        total += each.start + each.forward(3 * _flops_per_token(copy, length, training=True) * tokens)
     return total / min(comparison.workers.total, max(1, len(trained)))
 
 
-def _flops_per_token(config: ModelConfig, length: int) -> float:
+def _flops_per_token(config: ModelConfig, length: int, training: bool = False) -> float:
     """Of a forward pass; at the longest sequence that its learned positions allow."""
     try:
-        return flops_per_token(build(config, device="meta"), length)
+        return flops_per_token(build(config, device="meta"), length, training=training)
     except ConfigError:
-        return flops_per_token(build(config, device="meta"), 1)
+        return flops_per_token(build(config, device="meta"), 1, training=training)

@@ -120,7 +120,8 @@ def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
     elif plan.budget_kind == "flops":
         model = build(comparison.config(entry), device="meta")
         # a backward pass costs twice a forward pass
-        steps = int(plan.budget_value / (3 * flops_per_token(model, plan.sequence_length) * tokens_per_step))
+        flops = 3 * flops_per_token(model, plan.sequence_length, training=True)
+        steps = int(plan.budget_value / (flops * tokens_per_step))
     else:
         [calibration] = run_tasks([calibration_task(comparison, entry)], comparison.workers.first())
         if calibration["status"] != "done":

@@ -202,7 +202,7 @@ def published_designs() -> list[dict[str, Any]]:
 
 
 def explorer_design(config: ModelConfig) -> dict[str, Any]:
-    """A design as plain data with its different layers and how many there are of each. An encoder is left out.
+    """A design as plain data with its different layers and how many there are of each, without encoder and modules.
 
     Each layer that is visited several times is one of its own, `shared`, with the number of visits. Raises DesignError
     for a design with fields that the page cannot show.

@@ -52,8 +52,8 @@ class Rung:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """FLOPs of a forward pass over a row of `sequence_length` tokens, divided by them."""
-        return flops_per_token(build(self.config, device="meta"), self.sequence_length)
+        """FLOPs of a forward pass of training over a row of `sequence_length` tokens, divided by them."""
+        return flops_per_token(build(self.config, device="meta"), self.sequence_length, training=True)
 
     @property
     def width(self) -> int:

@@ -24,6 +24,7 @@ from heddle.model.size import (
     layer_flops,
     parameter_count,
     parameter_counts,
+    stacked_layers,
 )
 from heddle.numerics.cross_entropy import CHUNK_ELEMENTS
 from heddle.numerics.dispatch import record_choices
@@ -100,7 +101,10 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The layers, and what stands around them: embedding, last norm and head (`root`), with looped layers' weights."""
+    """The layers with multi-token modules, and what stands around them: embedding, last norm, head and looped weights.
+
+    The latter are the `root`.
+    """
 
     layers: tuple[LayerCost, ...]
     parameters: int
@@ -110,10 +114,11 @@ class ModelCost:
     vocab_size: int
     width: int
     sequence_length: int
+    multi_token_parameters: int = 0
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs of the forward pass of one row, causal pairs only, with the head."""
+        """FLOPs of the forward pass of one row in training, causal pairs only, with the head."""
         return self.head_flops + sum(layer.count * layer.flops for layer in self.layers)
 
     @property
@@ -151,17 +156,20 @@ def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
         raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
     model = build_distinct_layers(config, torch.bfloat16)
     parameters, active = parameter_counts(model)
-    flops, other_flops = layer_flops(model, sequence_length)
+    flops, other_flops = layer_flops(model, sequence_length, training=True)
     traces = _traces(model, sequence_length)
     layers = []
-    for layer, distinct, row_flops, trace in zip(model.layers, config.distinct_layers, flops, traces, strict=True):
+    modules = [(layer.count, layer.weights, layer.looped) for layer in config.distinct_layers]
+    modules += [(1, 1, False)] * len(model.multi_token)
+    stacked = stacked_layers(model, training=True)
+    for (layer, _), (count, weights, looped), row_flops, trace in zip(stacked, modules, flops, traces, strict=True):
         active_size = active_parameter_count(layer)
         linear = 2.0 * active_size * sequence_length
         layers.append(
             LayerCost(
-                count=distinct.count,
-                weights=distinct.weights,
-                looped=distinct.looped,
+                count=count,
+                weights=weights,
+                looped=looped,
                 parameters=parameter_count(layer),
                 active_parameters=active_size,
                 flops=row_flops,
@@ -181,6 +189,7 @@ def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
         vocab_size=config.vocab_size,
         width=config.width,
         sequence_length=sequence_length,
+        multi_token_parameters=parameter_count(model.multi_token),
     )
 
 
@@ -191,7 +200,8 @@ def _row(sequence_length: int) -> tuple[Tensor, Layout]:
 
 def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
     """What each distinct layer saves for the backward pass of one row."""
-    traces = [_LayerTrace() for _ in model.layers]
+    modules = [layer for layer, _ in stacked_layers(model, training=True)]
+    traces = [_LayerTrace() for _ in modules]
     current: list[_LayerTrace] = []
     weights = {storage_key(parameter.untyped_storage()) for parameter in model.parameters()}
     streams: dict[int, Any] = {}  # storages of all streams so far: a tensor that passes through layers is kept once
@@ -224,12 +234,13 @@ def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
     model.train()
     with (
         record_choices("cuda"),
-        around_layers(list(model.layers), enter, leave),
+        around_layers(modules, enter, leave),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         _Products(current),
         AttentionShapes(note_attention),
     ):
-        model(*_row(sequence_length))
+        tokens, layout = _row(sequence_length)
+        model.predict_ahead(model(tokens, layout)[0], tokens, layout)
     return traces
 
 

@@ -405,6 +405,8 @@ def _check(config: ModelConfig, layout: RankLayout) -> None:
     if config.encoder is not None or config.vocab_size is None:
         reason = "vocab_size: is missing" if config.vocab_size is None else "encoder: a dry run covers decoders only"
         raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
+    if config.multi_token is not None:
+        raise ConfigError("multi_token: a dry run covers designs without modules; leave multi_token out of it")
     if layout.recompute == "selective" or layout.whole_logits or (layout.accumulation > 1 and not layout.reduce_once):
         raise ConfigError(f"{layout}: the trainer recomputes whole layers, cuts the loss in chunks and reduces once")
 

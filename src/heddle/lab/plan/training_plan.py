@@ -101,7 +101,7 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
     from heddle.lab.compare.speed import RandomText, time_training_steps
     from heddle.machine import measured_choices
     from heddle.model.decoder import build
-    from heddle.model.size import flops_per_token, parameter_counts
+    from heddle.model.size import flops_per_token, parameter_count, parameter_counts
     from heddle.runtime import set_up_runtime
     from heddle.training.job import TrainingJob, peak_process_memory
 
@@ -127,11 +127,12 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
         text = RandomText(config.vocab_size or 1, length)
         job = TrainingJob(config=config, source=text, settings=timed, out=Path(folder), device="cpu", label="plan")
         times = time_training_steps(job)
-    seconds, flops = statistics.median(times), 3 * flops_per_token(model, length)
+    seconds, flops = statistics.median(times), 3 * flops_per_token(model, length, training=True)
     products = measure_limits("cpu")["fp32_flops_per_second"]
     rate = rows * length / seconds
     return {
         "parameters": parameters,
+        "multi_token_parameters": parameter_count(model.multi_token),
         "flops_per_token": flops,
         "sequence_length": length,
         "batch_size": rows,
@@ -164,6 +165,7 @@ def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
     return {
         "parameters": cost.parameters,
         "active_parameters": cost.active_parameters,
+        "multi_token_parameters": cost.multi_token_parameters,
         "flops_per_token": 3 * cost.forward_flops / cost.sequence_length,
         "sequence_length": cost.sequence_length,
         "gpus": plan.gpus,
