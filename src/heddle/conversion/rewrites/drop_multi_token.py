@@ -12,6 +12,8 @@ class DropMultiToken(Rewrite):
     """No options."""
 
     keeps_attention: ClassVar[bool] = True
+    keeps_layers: ClassVar[bool] = True
+    keeps_convolutions: ClassVar[bool] = True
     keeps_modules: ClassVar[bool] = True
 
     def is_exact(self, design: ModelConfig) -> bool:
