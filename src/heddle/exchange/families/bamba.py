@@ -46,7 +46,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
         _common.write_common(design)
         | attention
         | _common.write_gated(design)
-        | _mamba.write_mixer(design, granitemoehybrid.NAMES)
+        | _mamba.write_mixer(design, _mamba.PREFIXED_NAMES)
         | {
             "attn_layer_indices": [index for index, is_mamba in enumerate(mamba) if not is_mamba],
             "attention_bias": design_parts.first_attention(design).bias is True,

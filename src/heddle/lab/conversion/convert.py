@@ -302,8 +302,9 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             if settings.heal is None and chosen_steps:
                 healing = replace(healing, steps=chosen_steps)
         used = [rewrite for variant in variants for rewrite in variant.rewrites]
-        for rewrite in used:
-            rewrite.check_sharing(design)
+        for variant in variants:
+            for rewrite in variant.rewrites[:1]:  # later ones see what it makes of the design
+                rewrite.check_layers(design)
         if settings.heal is None and healing is not None and all(rewrite.is_exact(design) for rewrite in used):
             print_status("an exact conversion has nothing to heal: the budget is not needed")
             healing = None
