@@ -58,7 +58,6 @@ from tests.distributed import validation  # noqa: E402
 from tools import family_facts, published_designs, published_facts, rank_laws  # noqa: E402
 from tools.markdown import joined, prose, table  # noqa: E402
 from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
-from tools.refusals import reasons  # noqa: E402
 
 SLOTS = ("mixers", "positions", "scalings", "norms", "feedforwards", "residuals")
 MODEL = ("ModelConfig", "EmbeddingConfig", "LayerConfig", "HeadConfig", "InitializationConfig", "MultiTokenConfig")
@@ -87,7 +86,7 @@ HEAD = f"""# Parts
 A slot is a folder under `src/heddle/parts`; a kind is a file in it. Each slot has a page here, read from the code: the
 text of a kind is the docstring of its file. Its fields have their type and default in brackets; `null`, or leaving a
 field out, means off or the default. Every [law](../laws.md) runs on every option, in designs that combine every two
-choices of different slots. The section of a kind ends with the bugs planted in its code, after the law that catches
+choices of different slots; the section of a kind counts the bugs planted in its code by the law that catches
 them. [commonly-wrong.md](../commonly-wrong.md) shows common mistakes in such parts.
 """
 BENCHMARKS = f"""# Benchmarks
@@ -278,12 +277,10 @@ def kind_blocks(slot: str, kind: str) -> Iterator[str]:
 
 
 def bugs(slot: str, kind: str) -> str:
-    """The bugs planted in a kind's code, by the law that catches them."""
-    caught: dict[str, list[str]] = {}
-    for bug in bugs_of(slot, kind):
-        caught.setdefault(bug.law, []).append(bug.description)
-    lines = [f"- `{law}`: {'; '.join(dict.fromkeys(descriptions))}" for law, descriptions in caught.items()]
-    return joined("Planted bugs:", "\n".join(lines)).strip() if lines else ""
+    """How many bugs are planted in a kind's code, by the law that catches them."""
+    caught = Counter({bug.description: bug.law for bug in bugs_of(slot, kind)}.values())
+    laws = ", ".join(f"`{law}` {count}" if count > 1 else f"`{law}`" for law, count in caught.items())
+    return f"Bugs planted in its code are caught by {laws}." if laws else ""
 
 
 def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:
@@ -353,12 +350,12 @@ def kernels_intro() -> str:
         "An operation has kernels, best first. A call takes the first kernel that supports it; shapes, dtypes and the\n"
         "layout alone decide. `heddle show` prints the chosen kernel, and why the others were rejected. To force one,\n"
         'use `--kernel attention=reference`, or `with heddle.kernels(attention="reference"):`. The last kernel, the\n'
-        "reference, supports every call. In the reasons, n stands for a number of the call."
+        "reference, supports every call."
     )
 
 
 def kernel_blocks() -> Iterator[str]:
-    """Each operation: what it computes, its kernels, and the calls that they reject."""
+    """Each operation: what it computes, and its kernels."""
     described: dict[str | None, str] = {}
     for name, operation in OPERATIONS.items():
         yield f"## {name}"
@@ -366,18 +363,6 @@ def kernel_blocks() -> Iterator[str]:
         yield f"Described under [{described[text]}](#{described[text]})." if text in described else prose(text)
         described.setdefault(text, name)
         yield f"Kernels: {', '.join(f'`{kernel.name}`' for kernel in operation.kernels)}."
-        rejecting: dict[str, list[str]] = {}
-        for kernel in operation.kernels:
-            for reason in reasons(kernel.unsupported):
-                rejecting.setdefault(reason, []).append(f"`{kernel.name}`")
-        fast = len(operation.kernels) - 1
-        of_kernels: dict[str, list[str]] = {}
-        for reason, who in rejecting.items():
-            names = ", ".join(who) if len(who) < max(fast, 2) else "all but the reference"
-            of_kernels.setdefault(names, []).append(reason)
-        if of_kernels:
-            lines = [f"- {names}: {'; '.join(texts)}" for names, texts in of_kernels.items()]
-            yield joined("Why they reject a call:", "\n".join(lines)).strip()
 
 
 if __name__ == "__main__":

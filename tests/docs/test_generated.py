@@ -8,7 +8,6 @@ from heddle.laws import LAWS
 from tests.docs.pages import DOCS, pages
 from tests.source import ROOT
 from tools import make_docs
-from tools.refusals import reasons
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
@@ -45,19 +44,6 @@ def test_laws_and_tests_that_catch_a_mistake_exist() -> None:
         assert separator, section
         names = re.findall(r"`(\S+)`", caught_by.partition("\n\n")[0])
         assert [name for name in names if name not in LAWS and not (ROOT / name).is_file()] == []
-
-
-MAX_ROWS = 64
-
-
-def unsupported(n: int) -> str | None:
-    if n > MAX_ROWS:
-        return f"at most {MAX_ROWS} rows, here are {n}"
-    return "no rows" if n == 0 else None
-
-
-def test_reasons_are_read_from_the_source() -> None:
-    assert set(reasons(unsupported)) == {"at most 64 rows, here are n", "no rows"}
 
 
 def headings(text: str) -> set[str]:
