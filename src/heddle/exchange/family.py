@@ -216,11 +216,7 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
     if not isinstance(model_type, str) or model_type not in families():
         if isinstance(model_type, str) and model_type in missing_parts():
             missing = missing_parts()[model_type]
-            why = (
-                f"it needs {missing}, which heddle lacks"
-                if missing
-                else "no missing part is known, but no family reads it"
-            )
+            why = f"it needs {missing}, which heddle lacks" if missing else "no family reads it yet"
             raise ConfigError(f"{source}: model_type {model_type!r} is not read; {why}")
         near = get_close_matches(model_type[:40], families(), n=1) if isinstance(model_type, str) else []
         question = f"did you mean {near[0]!r}? " if near else ""
