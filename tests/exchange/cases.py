@@ -277,6 +277,7 @@ OF_YOUTU: Fields = {
     and "experts" not in name
 }  # fmt: skip
 OF_GLM_LITE: Fields = OF_YOUTU | {name: OF_SOLAR[name] for name in OF_SOLAR}
+INDEXER: Fields = {"index_topk": 6, "index_n_heads": 9, "index_head_dim": 10, "first_k_dense_replace": 1}
 
 # Their product of all experts takes rows of multiples of 16 bytes. A limit that no number reaches would be read by
 # nobody.
@@ -1090,6 +1091,17 @@ CASES: dict[str, Case] = {
             | {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None, "rope_interleave": False}
             | {"norm_topk_prob": False, "routed_scaling_factor": 0.75},
             "yarn-bias-tied": OF_GLM_LITE | FACTORS | {"attention_bias": True, "tie_word_embeddings": True},
+        },
+        inert=OF_LATENTS,
+    ),
+    "deepseek_v32": Case(
+        {
+            "plain": OF_GLM_LITE | INDEXER,
+            "by-types-tied-yarn-bias": OF_GLM_LITE
+            | INDEXER
+            | FACTORS
+            | {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "tie_word_embeddings": True}
+            | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "index_topk": 4},
         },
         inert=OF_LATENTS,
     ),

@@ -18,23 +18,27 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
     layout = "interleaved" if config.get("rope_interleave", True) else "half"
     mixer = _deepseek.read_attention(config, layout, query_rank=768)
+    config.expect("first_k_dense_replace", 1, default=1)
+    return _common.rms_design(config, 1e-5, read_layers(config, mixer, dense=1))
+
+
+def read_layers(config: ConfigReader, mixer: dict[str, Any], dense: int) -> list[dict[str, Any]]:
+    """Layers that `mlp_layer_types` says are dense or mixtures; where it is absent, the first `dense` are dense."""
     feedforwards = {
         DENSE: _common.read_gated(config),
         SPARSE: _deepseek.read_experts(config, _deepseek.read_sigmoid_routing(config)),
     }
-    layers = [{"mixer": mixer, "feedforward": feedforwards[kind]} for kind in _read_types(config)]
-    return _common.rms_design(config, 1e-5, _layer_types.merge_repeats(layers))
-
-
-def _read_types(config: ConfigReader) -> list[str]:
-    """`mlp_layer_types`; in the published file it is absent, and the first layer is dense."""
     depth, types = _layer_types.read_depth(config), config.optional("mlp_layer_types")
-    config.expect("first_k_dense_replace", 1, default=1)
     config.expect("moe_layer_freq", 1, default=1)
-    types = [DENSE] + [SPARSE] * (depth - 1) if types is None else types
+    types = [DENSE] * dense + [SPARSE] * (depth - dense) if types is None else types
     if len(types) != depth or set(types) - {DENSE, SPARSE}:
         raise config.invalid("mlp_layer_types", f"should say {DENSE} or {SPARSE} of each of {depth} layers")
-    return types
+    return _layer_types.merge_repeats([{"mixer": mixer, "feedforward": feedforwards[kind]} for kind in types])
+
+
+def write_types(design: ModelConfig) -> list[str]:
+    """`mlp_layer_types`."""
+    return [SPARSE if is_sparse else DENSE for is_sparse in design_parts.has_experts(design)]
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
@@ -44,7 +48,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     for name in ("first_k_dense_replace", "moe_layer_freq", "head_dim"):
         del fields[name]
     return fields | {
-        "mlp_layer_types": [SPARSE if is_sparse else DENSE for is_sparse in design_parts.has_experts(design)],
+        "mlp_layer_types": write_types(design),
         "rope_interleave": rope.layout == "interleaved",
     }
 

@@ -1,0 +1,66 @@
+"""DeepSeek-V3.2 (DeepSeek-AI 2025): V3, with an indexer in each layer that selects the keys of a query.
+
+The multi-token prediction layers (`num_nextn_predict_layers`) are ignored; they do not change the next token's logits.
+"""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _deepseek, glm4_moe_lite
+from heddle.exchange.family import Family, WeightMap
+from heddle.model.config import ModelConfig
+from heddle.parts.modules.indexer import IndexerConfig
+
+INDEXED = "indexed_attention"  # the type of every layer
+INDEXER = {"wq_b": "q", "wk": "k", "k_norm": "k_norm", "weights_proj": "weights"}
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
+    depth = config.require("num_hidden_layers", int)
+    config.expect("layer_types", None, [INDEXED] * depth)
+    config.expect("mlp_bias", False, default=False)
+    dense = config.get("first_k_dense_replace", 3)
+    mixer = _deepseek.read_attention(config, "interleaved") | {
+        "indexer": {
+            "top_k": config.get("index_topk", 2048),
+            "heads": config.get("index_n_heads", 64),
+            "head_dim": config.get("index_head_dim", 128),
+        }
+    }
+    layers = glm4_moe_lite.read_layers(config, mixer, min(dense, depth))
+    return _common.rms_design(config, 1e-6, layers)
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    indexer = design_parts.first_latent_attention(design).indexer or IndexerConfig(top_k=1, heads=1, head_dim=2)
+    return (
+        _deepseek.write_common(design)
+        | _deepseek.write_sigmoid_routing(design)
+        | {
+            "mlp_layer_types": glm4_moe_lite.write_types(design),
+            "index_topk": indexer.top_k,
+            "index_n_heads": indexer.heads,
+            "index_head_dim": indexer.head_dim,
+        }
+    )
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Those of V3, and the indexers'."""
+    _deepseek.map_weights(design, weights)
+    for index in range(design.depth):
+        for hf, heddle in INDEXER.items():
+            weights.add_module(f"model.layers.{index}.self_attn.indexer.{hf}", f"layers.{index}.mixer.indexer.{heddle}")
+
+
+FAMILY = Family(
+    "deepseek_v32",
+    "DeepseekV32ForCausalLM",
+    read_config,
+    write_config,
+    map_weights,
+    ignored_tensors=("model.layers.{depth}.",),
+)
