@@ -2,8 +2,10 @@
 
 import json
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
+from heddle.config import DesignError
 from heddle.exchange.family import family_of
 from heddle.exchange.family_match import design_from_config
 from heddle.lab.explore.choices import explorer_design
@@ -24,6 +26,7 @@ def page() -> str:
         if counts[family.model_type] <= MOST:
             config = design_from_config(entry.config, family, entry.name)
             name = entry.name.rpartition("/")[2]
-            designs.append({"name": name, "family": family.model_type, "design": explorer_design(config)})
+            with suppress(DesignError):  # of a design that the page cannot show
+                designs.append({"name": name, "family": family.model_type, "design": explorer_design(config)})
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in designs)
     return f"[\n{lines}\n]\n"
