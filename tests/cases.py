@@ -489,6 +489,9 @@ CASES |= {
         layer(rwkv7(value_dim=5, value_rank=4, value_residual=True), repeat=2),
         norm={"kind": "layer"},
     ),
+    "rwkv7-convolution": design(
+        layer(rwkv7(short_convolution=convolution("input", conv_kernel=2))), layer(rwkv7(value_residual=True))
+    ),
     "kda": design(layer({"kind": "kda", "heads": 3}, repeat=2), norm={"kind": "layer"}),
     "kda-own-widths": design(
         layer({"kind": "kda", "heads": 4, "head_dim": 5, "value_dim": 3, "gate_rank": 2, "conv_kernel": 2}, repeat=2)

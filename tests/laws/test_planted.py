@@ -307,7 +307,7 @@ BUGS = [
     Bug("a later visit with weights of its own", "size_matches_model", "shared-layer",
         condition(Decoder.tie, "source", False)),
     Bug("one state for all visits of a layer", "chunked_decoding", "shared-layer",
-        assigned(Decoder.init_state, "states", lambda states: [states[0] for _ in states])),
+        assigned(Decoder._empty_state, "states", lambda states: [states[0] for _ in states])),
     # Keys that an indexer selects
     Bug("an index that ranks later tokens", "causality", "attention-indexer",
         calls(_selected, "masked_fill", lambda scores, *_: scores)),
@@ -325,7 +325,7 @@ BUGS = [
     Bug("index keys at the positions of the call", "all_chunkings", "latent-indexer",
         wrapped(Indexer.forward, lambda forward, indexer, x, queries, layout:
                 forward(indexer, x, queries, Layout.causal(*x.shape[:2])))),
-    Bug("equal scores by slot and not by position", "chunked_ragged_batch", "attention-indexer-window",
+    Bug("equal scores by slot and not by position", "state_rollback", "attention-indexer-window",
         calls(select_keys, "argsort", lambda positions, **_: torch.arange(positions.shape[1]).expand_as(positions))),
     Bug("index keys of another order of rows", "batch_position_invariance", "attention-indexer",
         wrapped(Indexer.forward, lambda forward, *inputs: (lambda index: index._replace(k=index.k.flip(0)))(
@@ -709,7 +709,7 @@ BUGS = [
     Bug("padding written into an RWKV-7 state", "padding_not_cached", "rwkv7",
         calls(RWKV7._recurrence, "without_padding", lambda _, x, layout: x, nth=0)),
     Bug("a shift that reads the document before", "document_isolation", "rwkv7",
-        calls(token_before, "_cached_taps", lambda *_: None)),
+        calls(token_before, "cached_taps", lambda *_: None)),
     Bug("a shift that reads the state's document in the next one", "chunked_ragged_batch", "rwkv7",
         calls(token_before, "masked_fill", lambda x, *_: x)),
     Bug("a shift that starts anew in every call", "chunked_decoding", "rwkv7-own-widths",

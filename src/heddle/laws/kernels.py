@@ -131,7 +131,7 @@ def low_precision(config: ModelConfig) -> None:
 
     Experts are routed as in float64, and indexers read what they read there: where two experts or keys are nearly
     equal, rounding would choose between different functions.
-    A design that amplifies rounding may err twice as much as float64 does with each layer's output rounded.
+    A design that amplifies rounding may err twice as much as float64 whose modules read and return rounded numbers.
     """
     exact = model_under_test(config, torch.bfloat16).to(torch.float64)  # every dtype can hold its parameters
     tokens = random_tokens(config, 1, 12)
@@ -210,14 +210,14 @@ def _replay_choices(model: Decoder, outputs: dict[int, Any]) -> Iterator[None]:
 
 @contextmanager
 def _rounded_outputs(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
-    """Within the block, what each module without submodules returns is rounded to `dtype`."""
+    """Within the block, what each module without submodules reads and returns is rounded to `dtype`."""
 
-    def rounded(_module: nn.Module, _inputs: object, output: object) -> object:
-        if not (isinstance(output, Tensor) and output.is_floating_point()):
-            return output
-        return output.to(dtype).to(output.dtype)
+    def rounded(x: object) -> object:
+        return x.to(dtype).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    handles = [part.register_forward_hook(rounded) for part in model.modules() if not list(part.children())]
+    parts = [part for part in model.modules() if not list(part.children())]
+    handles = [part.register_forward_hook(lambda _module, _inputs, output: rounded(output)) for part in parts]
+    handles += [part.register_forward_pre_hook(lambda _module, inputs: tuple(map(rounded, inputs))) for part in parts]
     yield
     for handle in handles:
         handle.remove()

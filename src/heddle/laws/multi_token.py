@@ -30,8 +30,8 @@ def multi_token_prediction(config: ModelConfig) -> None:
     """A design with multi-token modules has the same hidden states, and a module reads nothing that it predicts.
 
     At depth d, token t is predicted from states up to t and tokens up to t + d of its document, however rows are
-    packed, padded or cut in calls. Where a mixer sees later tokens, or the last layer has no keys of its own, the
-    design is refused.
+    packed, padded or cut in calls. Where a mixer sees later tokens, or the last layer reads keys or values of another,
+    the design is refused.
     """
     depth = DEPTH if config.multi_token is None else config.multi_token.depth
     changed = {"multi_token": MultiTokenConfig(depth=depth)}
@@ -40,8 +40,9 @@ def multi_token_prediction(config: ModelConfig) -> None:
         build(with_modules, device="meta")
     except DesignError as error:
         bare = build(config, device="meta")
-        reads_kv = config.last_layer.mixer is not None and config.last_layer.mixer.reads_kv
-        if not error.path.startswith("multi_token") or not (reads_kv or not bare.causal):
+        mixer = config.last_layer.mixer
+        reads_others = mixer is not None and (mixer.reads_kv or mixer.adds_first_values)
+        if not error.path.startswith("multi_token") or not (reads_others or not bare.causal):
             raise LawViolation(f"with multi_token: refused: {error}") from None
         return
     model = model_under_test(with_modules)
@@ -53,7 +54,9 @@ def multi_token_prediction(config: ModelConfig) -> None:
 
 
 def _check_main_states(config: ModelConfig, model: Decoder) -> None:
-    plain, drawn = build(config), dict(build(model.config).named_parameters())
+    device = torch.get_default_device()
+    plain = build(config, device=device)
+    drawn = dict(build(model.config, device=device).named_parameters())
     for name, value in plain.named_parameters():
         if not torch.equal(value, drawn[name]):
             raise LawViolation(f"{name}: has other initial values in a design with multi_token")

@@ -479,10 +479,13 @@ def _slices(name: str, stack: Tensor) -> dict[str, Tensor]:
     return {_slice_name(name, first + index): matrix for index, matrix in enumerate(matrices.unbind())}
 
 
+STACKS = ("layers.", "multi_token.")
+
+
 def matrix_parameters(model: Decoder) -> frozenset[str]:
-    """Return the names of the layers' parameters that are matrices, or stacks of matrices."""
+    """Return the names of the parameters of layers and multi-token modules that are matrices, or stacks of matrices."""
     modules = ((path, module) for path, module in model.named_modules() if isinstance(module, SelfInitialized))
-    in_layers = ((path, module) for path, module in modules if path.removeprefix("encoder.").startswith("layers."))
+    in_layers = ((path, module) for path, module in modules if path.removeprefix("encoder.").startswith(STACKS))
     return frozenset(f"{path}.{name}" for path, module in in_layers for name in module.matrix_parameters)
 
 

@@ -60,6 +60,9 @@ class StreamWidth(Rewrite):
             reason = f"kind {norm.kind} is not scaled by a gain when zeros are added; only a design with rms can grow"
             raise DesignError("norm", reason)
         gain_offset(norm)  # refuses a norm without a weight
+        if design.residual.stream_grows:
+            reason = f"kind {design.residual.kind} weighs outputs by a norm over the width, which zeros change"
+            raise DesignError("residual", f"{reason}; leave the width alone")
         position = design.embedding.position
         if position is not None and not isinstance(position, LearnedConfig):
             reason = f"kind {position.kind} adds to every dim what depends on the width, so new dims are not zero"
