@@ -159,11 +159,12 @@ def coordinate_shift_invariance(config: ModelConfig) -> None:
 
 
 def _uses_coordinates(mixer: Mixer) -> bool:
-    """Whether two tokens are rotated by their coordinates. A window of one holds one token; its mixer may be a part."""
+    """Whether two tokens are rotated by their coordinates. A causal window of one holds one; its mixer may be a part."""
     parts = [module for module in mixer.modules() if isinstance(module, Mixer) and module is not mixer]
     if parts:
         return any(map(_uses_coordinates, parts))
-    return mixer.window != 1 and any(isinstance(module, Rotation) and module.axes == 2 for module in mixer.modules())
+    sees_others = mixer.window != 1 or not mixer.causal
+    return sees_others and any(isinstance(module, Rotation) and module.axes == 2 for module in mixer.modules())
 
 
 def _default_coordinates(model: Decoder, tokens: Tensor) -> None:
