@@ -29,7 +29,7 @@ NAMING = {"field", "option", "setting"}  # heads of tables whose rows the search
 class Section:
     """A heading and the text below it. level: 1 to 6. anchor: its id. text: without marks, for the search.
 
-    rows: of tables of fields or options, (name, what it does).
+    rows: of tables of fields or options, and of lists whose items begin with a name: (name, what it does).
     """
 
     level: int
@@ -147,6 +147,14 @@ def _number_headings(tokens: list[Token]) -> Iterator[Section]:
             token.type == "tr_close" and section is not None and head in NAMING and tokens[index - 1].type == "td_close"
         ):
             section.rows.append((cells[0], " ".join(cells[1:])))
+        elif (
+            token.type == "inline"
+            and section is not None
+            and tokens[index - 2].type == "list_item_open"
+            and (children := token.children or ())
+            and children[0].type == "code_inline"
+        ):
+            section.rows.append((children[0].content, _plain(token)[len(children[0].content) :].strip(" :")))
         if token.type == "heading_open":
             if section is not None:
                 yield section

@@ -162,5 +162,6 @@ function sizes(design, chosen = 0) {
 const stateBytes = (sums, design) => sums[3] * design.bytes + sums[4] * 4;
 const summary = design => {
   const { sums } = sizes(design);
-  return { parameters: sums[0], active: sums[0] - sums[1], flops: sums[2], state: stateBytes(sums, design) };
+  // Whole numbers; a rank that follows from a square root may be off by its last bit.
+  return { parameters: Math.round(sums[0]), active: Math.round(sums[0] - sums[1]), flops: Math.round(sums[2]), state: stateBytes(sums, design) };
 };
