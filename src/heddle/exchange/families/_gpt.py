@@ -1,11 +1,14 @@
-"""What GPT-2 and GPT-J share: older field names, and feed-forwards of two projections with biases."""
+"""What GPT-2 and GPT-J share: older field names, and feed-forwards of two projections with biases.
+
+Also the tensor names of Megatron's layers, which GPT-NeoX, BLOOM, Falcon and Persimmon have.
+"""
 
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
-from heddle.exchange.family import TensorTransform, WeightMap
+from heddle.exchange.family import TensorTransform, WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 
 MASK_BUFFERS = ("*.attn.bias", "*.attn.masked_bias")  # buffers that older files hold
@@ -84,3 +87,12 @@ def map_mlp(weights: WeightMap, up: str, down: str, heddle: str, transform: Tens
     """The two projections of a feed-forward."""
     weights.add_module(up, f"{heddle}.up", transform=transform)
     weights.add_module(down, f"{heddle}.down", transform=transform)
+
+
+def map_megatron_layer(weights: WeightMap, hf: str, heddle: str, attention: str, groups: int) -> None:
+    """A layer of Megatron's, but for its norms; queries, keys and values are one matrix, interleaved by `groups`."""
+    qkv = (f"{heddle}.mixer.{role}" for role in "qkv")
+    weights.add_module(f"{hf}.{attention}.query_key_value", *qkv, transform=interleaved_by_group(groups))
+    weights.add_module(f"{hf}.{attention}.dense", f"{heddle}.mixer.out")
+    weights.add_module(f"{hf}.mlp.dense_h_to_4h", f"{heddle}.feedforward.up")
+    weights.add_module(f"{hf}.mlp.dense_4h_to_h", f"{heddle}.feedforward.down")

@@ -8,8 +8,8 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common
-from heddle.exchange.family import Family, WeightMap, interleaved_by_group
+from heddle.exchange.families import _common, _gpt
+from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
 
 
@@ -42,7 +42,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         [{"repeat": depth, "mixer": mixer, "feedforward": feedforward}],
         embedding={"norm": True},
         residual={"kind": "pre_norm", "dropout": config.get("hidden_dropout", 0.0)},
-        head={"tied": config.get("tie_word_embeddings", True)},
+        tied=True,
     )
 
 
@@ -64,25 +64,13 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """The tensor names."""
-    weights.add_module("transformer.word_embeddings", "embed")
+    _common.map_embedding_and_head(design, weights, "transformer.word_embeddings", "transformer.ln_f")
     weights.add_module("transformer.word_embeddings_layernorm", "embed.norm")
-    weights.add_module("transformer.ln_f", "final_norm.norm")
-    if not design.head.tied:
-        weights.add_module("lm_head", "head")
-    by_head = interleaved_by_group(design_parts.first_attention(design).heads)
+    heads = design_parts.first_attention(design).heads
     for index in range(design.depth):
         hf, heddle = f"transformer.h.{index}", f"layers.{index}"
         _common.map_pre_norms(weights, hf, heddle)
-        map_branches(weights, hf, heddle, "self_attention")
-        qkv = tuple(f"{heddle}.mixer.{role}" for role in "qkv")
-        weights.add_module(f"{hf}.self_attention.query_key_value", *qkv, transform=by_head)
-
-
-def map_branches(weights: WeightMap, hf: str, heddle: str, attention: str) -> None:
-    """The output of attention and the feed-forward."""
-    weights.add_module(f"{hf}.{attention}.dense", f"{heddle}.mixer.out")
-    weights.add_module(f"{hf}.mlp.dense_h_to_4h", f"{heddle}.feedforward.up")
-    weights.add_module(f"{hf}.mlp.dense_4h_to_h", f"{heddle}.feedforward.down")
+        _gpt.map_megatron_layer(weights, hf, heddle, "self_attention", heads)
 
 
 FAMILY = Family("bloom", "BloomForCausalLM", read_config, write_config, map_weights)

@@ -8,8 +8,8 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, bloom
-from heddle.exchange.family import Family, WeightMap, interleaved_by_group
+from heddle.exchange.families import _common, _gpt
+from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.residuals.parallel import ParallelConfig
@@ -50,7 +50,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         {"kind": "layer", "eps": config.get("layer_norm_epsilon", 1e-5)},
         [layer],
         residual=residual | {"dropout": config.get("hidden_dropout", 0.0)},
-        head={"tied": config.get("tie_word_embeddings", True)},
+        tied=True,
     )
 
 
@@ -94,23 +94,17 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """The tensor names; queries, keys and values are one matrix, interleaved by head of keys."""
-    weights.add_module("transformer.word_embeddings", "embed")
-    weights.add_module("transformer.ln_f", "final_norm.norm")
-    if not design.head.tied:
-        weights.add_module("lm_head", "head")
+    _common.map_embedding_and_head(design, weights, "transformer.word_embeddings", "transformer.ln_f")
     mixer = design_parts.first_attention(design)
-    by_group = interleaved_by_group(mixer.kv_heads or mixer.heads)
     for index in range(design.depth):
         hf, heddle = f"transformer.h.{index}", f"layers.{index}"
-        qkv = tuple(f"{heddle}.mixer.{role}" for role in "qkv")
-        weights.add_module(f"{hf}.self_attention.query_key_value", *qkv, transform=by_group)
+        _gpt.map_megatron_layer(weights, hf, heddle, "self_attention", mixer.kv_heads or mixer.heads)
         if isinstance(design.residual, ParallelConfig) and design.residual.norms == 2:
             weights.add_module(f"{hf}.ln_attn", f"{heddle}.residual.norms.mixer")
             weights.add_module(f"{hf}.ln_mlp", f"{heddle}.residual.norms.feedforward")
         else:
             weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.shared")
             _common.map_pre_norms(weights, hf, heddle)
-        bloom.map_branches(weights, hf, heddle, "self_attention")
 
 
 FAMILY = Family("falcon", "FalconForCausalLM", read_config, write_config, map_weights)

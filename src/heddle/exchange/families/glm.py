@@ -6,7 +6,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 DEFAULT_ROTARY_FACTOR, DEFAULT_EPS = 0.5, 1.5625e-07  # if the config has none
@@ -14,21 +13,10 @@ DEFAULT_ROTARY_FACTOR, DEFAULT_EPS = 0.5, 1.5625e-07  # if the config has none
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same; `attention_bias` is of q, k and v."""
-    heads = _common.read_heads(config, config.require("hidden_size", int))
-    rope = read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": "qkv" if config.get("attention_bias", True) else False,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": rope | {"layout": "interleaved"},
-    }
-    layer = {
-        "repeat": config.require("num_hidden_layers", int),
-        "mixer": mixer,
-        "feedforward": _common.read_gated(config),
-    }
-    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", DEFAULT_EPS)}, [layer])
+    bias = "qkv" if config.get("attention_bias", True) else False
+    mixer = _common.read_attention(config, partial_rotary_factor=DEFAULT_ROTARY_FACTOR, bias=bias)
+    mixer["position"]["layout"] = "interleaved"
+    return _common.rms_design(config, DEFAULT_EPS, _common.same_layers(config, mixer, _common.read_gated(config)))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

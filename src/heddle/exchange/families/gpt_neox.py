@@ -7,8 +7,8 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader, short_repr
-from heddle.exchange.families import _common
-from heddle.exchange.family import Family, WeightMap, interleaved_by_group
+from heddle.exchange.families import _common, _gpt
+from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import read_rope, write_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.residuals.parallel import ParallelConfig
@@ -74,17 +74,11 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     weights.add_module("gpt_neox.embed_in", "embed")
     weights.add_module("gpt_neox.final_layer_norm", "final_norm.norm")
     weights.add_module("embed_out", "head")
-    heads = interleaved_by_group(design_parts.first_attention(design).heads)
+    heads = design_parts.first_attention(design).heads
     for index in range(design.depth):
         hf, heddle = f"gpt_neox.layers.{index}", f"layers.{index}"
-        weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.mixer")
-        weights.add_module(f"{hf}.post_attention_layernorm", f"{heddle}.residual.norms.feedforward")
-        weights.add_module(
-            f"{hf}.attention.query_key_value", *(f"{heddle}.mixer.{role}" for role in "qkv"), transform=heads
-        )
-        weights.add_module(f"{hf}.attention.dense", f"{heddle}.mixer.out")
-        weights.add_module(f"{hf}.mlp.dense_h_to_4h", f"{heddle}.feedforward.up")
-        weights.add_module(f"{hf}.mlp.dense_4h_to_h", f"{heddle}.feedforward.down")
+        _common.map_pre_norms(weights, hf, heddle)
+        _gpt.map_megatron_layer(weights, hf, heddle, "attention", heads)
 
 
 FAMILY = Family(

@@ -6,7 +6,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 DEFAULT_THETA, DEFAULT_HEAD_DIM = 100000.0, 128  # if the config has none
@@ -15,20 +14,14 @@ DEFAULT_THETA, DEFAULT_HEAD_DIM = 100000.0, 128  # if the config has none
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same; `attention_bias` is of q, k and v."""
     width = config.require("hidden_size", int)
-    heads = _common.read_heads(config, width, DEFAULT_HEAD_DIM)
-    if heads["heads"] * heads["head_dim"] != width:
+    bias = "qkv" if config.get("attention_bias", False) else False
+    mixer = _common.read_attention(config, DEFAULT_THETA, head_dim=DEFAULT_HEAD_DIM, bias=bias)
+    if mixer["heads"] * mixer["head_dim"] != width:
         raise config.invalid("head_dim", f"all heads together should be as wide as the model, {width}")
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "bias": "qkv" if config.get("attention_bias", False) else False,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"], DEFAULT_THETA) | {"layout": "interleaved"},
-    }
+    mixer["position"]["layout"] = "interleaved"
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
-    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
     norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-8), "cast": "after"}
-    return _common.design_fields(config, norm, [layer])
+    return _common.design_fields(config, norm, _common.same_layers(config, mixer, feedforward))
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

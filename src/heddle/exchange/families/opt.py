@@ -37,16 +37,15 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "activation": _common.read_activation(config, "activation_function", "relu"),
         "bias": bias,
     }
-    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
     length = config.get("max_position_embeddings", _common.DEFAULT_MAX_POSITIONS)
     std = config.get("init_std", 0.02)
     return _common.design_fields(
         config,
         {"kind": "layer", "eps": 1e-5},
-        [layer],
+        _common.same_layers(config, mixer, feedforward),
+        tied=True,
         embedding={"position": {"kind": "learned", "length": length, "offset": OFFSET}},
         residual={"kind": "pre_norm", "dropout": config.get("dropout", 0.1)},
-        head={"tied": config.get("tie_word_embeddings", True)},
         initialization={"std": std} if std else {},
     )
 
@@ -71,11 +70,9 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """The tensor names; each is one parameter."""
-    weights.add_module("model.decoder.embed_tokens", "embed")
+    names = "model.decoder.embed_tokens", "model.decoder.final_layer_norm"
+    _common.map_embedding_and_head(design, weights, *names)
     weights.add_module("model.decoder.embed_positions", "embed.position")
-    weights.add_module("model.decoder.final_layer_norm", "final_norm.norm")
-    if not design.head.tied:
-        weights.add_module("lm_head", "head")
     for index in range(design.depth):
         hf, heddle = f"model.decoder.layers.{index}", f"layers.{index}"
         _common.map_attention(weights, hf, heddle, "out_proj")

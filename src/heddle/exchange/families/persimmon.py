@@ -4,8 +4,8 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, bloom
-from heddle.exchange.family import Family, WeightMap, interleaved_by_group
+from heddle.exchange.families import _common, _gpt
+from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
@@ -24,42 +24,35 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "dropout": config.get("attention_dropout", 0.0),
         "position": read_rope(config, width // heads, partial_rotary_factor=DEFAULT_ROTARY_FACTOR),
     }
-    feedforward = _common.read_gated(config, default="relu2", bias=True) | {"kind": "mlp"}
+    feedforward = _common.read_mlp(config, "relu2", bias=True)
     return _common.design_fields(
         config,
         {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)},
-        [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
+        _common.same_layers(config, mixer, feedforward),
         residual={"kind": "pre_norm", "dropout": config.get("hidden_dropout", 0.0)},
     )
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    mixer, feedforward = design_parts.first_attention(design), design_parts.first_mlp(design)
     config = _common.write_common(design) | _common.write_attention(design, partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
     del config["num_key_value_heads"], config["head_dim"]
     return config | {
-        "intermediate_size": feedforward.hidden,
-        "hidden_act": design_parts.HF_ACTIVATIONS[feedforward.activation],
+        **_common.write_mlp(design),
         "hidden_dropout": design.residual.dropout,
-        "qk_layernorm": mixer.qk_norm is not None,
+        "qk_layernorm": design_parts.first_attention(design).qk_norm is not None,
         "layer_norm_eps": design_parts.norm_eps(design),
     }
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """The tensor names; queries, keys and values are one matrix, interleaved by head."""
-    weights.add_module("model.embed_tokens", "embed")
-    weights.add_module("model.final_layernorm", "final_norm.norm")
-    if not design.head.tied:
-        weights.add_module("lm_head", "head")
-    by_head = interleaved_by_group(design_parts.first_attention(design).heads)
+    _common.map_embedding_and_head(design, weights, norm="model.final_layernorm")
+    heads = design_parts.first_attention(design).heads
     for index in range(design.depth):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
         _common.map_pre_norms(weights, hf, heddle)
-        bloom.map_branches(weights, hf, heddle, "self_attn")
-        qkv = tuple(f"{heddle}.mixer.{role}" for role in "qkv")
-        weights.add_module(f"{hf}.self_attn.query_key_value", *qkv, transform=by_head)
+        _gpt.map_megatron_layer(weights, hf, heddle, "self_attn", heads)
         for role in "qk":
             weights.add_module(f"{hf}.self_attn.{role}_layernorm", f"{heddle}.mixer.{role}_norm")
 
