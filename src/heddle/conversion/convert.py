@@ -180,12 +180,21 @@ class Conversion:
             weights = rewrite.apply(weights, self.text)
         return True
 
+    @cached_property
+    def _described(self) -> list[dict[str, Any]]:
+        """Each rewrite with the hashes of other models that it reads, all of whose bytes are read for them, once."""
+        hashes = [[open_source(folder).weights_sha256 for folder in each.other_models] for each in self.rewrites]
+        return [
+            rewrite.describe() | ({"models_sha256": models} if models else {})
+            for rewrite, models in zip(self.rewrites, hashes, strict=True)
+        ]
+
     def describe(self) -> dict[str, Any]:
         """Plain data that identify the conversion: rewrites, source and text."""
         text = self.text
         return {
             "source": {"name": self.source.folder.resolve().name, "weights_sha256": self.source.weights_sha256},
-            "rewrites": [_describe(rewrite) for rewrite in self.rewrites],
+            "rewrites": [dict(rewrite) for rewrite in self._described],
             "text": None
             if text is None
             else {"name": text.name, "sha256": text.sha256, "samples": text.samples, "tokens": text.tokens}
@@ -249,12 +258,6 @@ def convert(conversion: Conversion, out: Path) -> Weights:
         tensors = _ConvertedTensors(weights, bar.advance)
         write_folder(out, tensors={WEIGHTS_FILE: tensors}, documents=documents, kind="model")
     return weights
-
-
-def _describe(rewrite: Rewrite) -> dict[str, Any]:
-    """Its name, its options, and the weights of other models that it reads."""
-    hashes = [open_source(folder).weights_sha256 for folder in rewrite.other_models]
-    return rewrite.describe() | ({"models_sha256": hashes} if hashes else {})
 
 
 def _json(data: Mapping[str, Any]) -> str:
