@@ -255,11 +255,12 @@ class Choice:
 
 
 def split_before_call(text: str) -> tuple[str, str]:
-    """What no call of a tool can begin in, and the rest of a text that goes on."""
+    """What no call of a tool can begin in, and the rest of a text that goes on, with the spaces before it."""
     begin = text.find(CALL_BEGINS)
     if begin < 0:  # its first characters may have come
         lengths = range(min(len(CALL_BEGINS) - 1, len(text)), -1, -1)
         begin = len(text) - next(length for length in lengths if text.endswith(CALL_BEGINS[:length]))
+    begin = len(text[:begin].rstrip())
     return text[:begin], text[begin:]
 
 
