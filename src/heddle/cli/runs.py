@@ -14,7 +14,7 @@ from heddle.settings import Argument, Json, Option, VerbSettings
 if TYPE_CHECKING:
     from heddle.lab.runs import RunSummary
 
-_ORDERS = ("name", "time", "training", "validation", "tokens", "tokens_per_second")
+_ORDERS = ("name", "time", "training", "validation", "final", "tokens", "tokens_per_second")
 MAX_DIFFERENCES = 6  # fields shown for a run; JSON has all
 WIDTH = 140  # characters of the table
 
@@ -35,9 +35,10 @@ class RunsSettings(VerbSettings):
 def runs(settings: RunsSettings) -> None:
     """List the runs below a folder, and the fields in which they differ.
 
-    Training is the mean of the last 20 steps, validation its newest value; speed
-    is that of the median step. Only --prune changes anything: it asks first, and
-    leaves runs alone that are training, damaged checkpoints, and foreign files.
+    Training is the mean of the last 20 steps, validation its newest value, final
+    the evaluation after the last step; speed is that of the median step. Only
+    --prune changes anything: it asks first, and leaves runs alone that are
+    training, damaged checkpoints, and foreign files.
     """
     from heddle.lab.runs import find_runs, summarize, varied_fields
 
@@ -84,18 +85,18 @@ def _print_table(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, 
 
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold")
-    for name in ("step", "tokens", "training", "validation", "tokens/s"):
+    for name in ("step", "tokens", "training", "validation", "final", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("differs in", overflow="fold")
     for run, fields in zip(summaries, varying, strict=True):
         step = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps and run.steps != run.step else "")
         speed = "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}"
-        numbers = (step, f"{run.tokens:,}", _number(run.training), _number(run.validation), speed)
+        numbers = (step, f"{run.tokens:,}", _number(run.training), _number(run.validation), _number(run.final), speed)
         table.add_row(escape(terminal_safe(run.name)), *numbers, escape(terminal_safe(_shown(fields))))
     console = Console(highlight=False, width=WIDTH)
     console.print(table)
     metrics = sorted({run.metric.replace("_", " ") for run in summaries})
-    console.print(f"training and validation: {' or '.join(metrics)}")
+    console.print(f"training, validation and final: {' or '.join(metrics)}")
     console.print(VALIDATION_NOTE)
 
 
@@ -114,6 +115,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
         "training": [_number(run.training) for run in summaries],
         f"training at {tokens:,} tokens": [_number(value) for value in values],
         "validation": [_number(run.validation) for run in summaries],
+        "final": [_number(run.final) for run in summaries],
         "tokens/s": ["" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}" for run in summaries],
         "memory": [_memory(run.peak_memory_bytes) for run in summaries],
     } | {path: [_value(fields[path]) for fields in varying] for path in varying[0]}
