@@ -1,4 +1,4 @@
-"""The state space duality of Mamba-2 (Dao & Gu 2024): sums with a decay that each token decides, one state per head.
+"""The state space duality of Mamba-2 (Dao & Gu 2024): sums with a data-dependent decay, one state per head.
 
     S_t = α_t S_{t−1} + Δ_t k_t v_tᵀ,   y_t = S_tᵀ q_t + D v_t,   S [d_k, d_v]
 
