@@ -336,11 +336,11 @@ CONVOLUTION_FACTS = ConvolutionFacts(8, True, False, False, device="cuda", dtype
         (CONVOLUTION_FACTS._replace(dtype=torch.float64), "it supports dtypes up to float32, not torch.float64"),
         (
             CONVOLUTION_FACTS._replace(channels=12),
-            "it needs a kernel size of 2 to 4 and a multiple of 8 channels, not 4 and 12",
+            "it needs kernel size 2 to 4 and a multiple of 8 channels, not 4 and 12",
         ),
         (
             CONVOLUTION_FACTS._replace(kernel_size=5),
-            "it needs a kernel size of 2 to 4 and a multiple of 8 channels, not 5 and 16",
+            "it needs kernel size 2 to 4 and a multiple of 8 channels, not 5 and 16",
         ),
         (CONVOLUTION_FACTS._replace(taps=True), "it does not combine packed documents with a state or padding"),
         (CONVOLUTION_FACTS._replace(taps=True, packed=True), None),

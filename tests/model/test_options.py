@@ -69,7 +69,7 @@ REFUSED = {
     **{
         f"one number under the norm of {kind}": (
             design(layer({"kind": kind, "heads": 24} | fields)),
-            f"layers[0].mixer.{field}: leaves the norm one number of each head, and so at most its sign",
+            f"layers[0].mixer.{field}: leaves the norm one number per head, and of it at most the sign",
         )
         for kind, field, fields in (
             ("kda", "value_dim", {"conv_kernel": 2}),
@@ -82,7 +82,7 @@ REFUSED = {
     },
     "a cast of heads that are float32": (
         design(layer({"kind": "linear_attention", "heads": 3, "position": {"kind": "rope", "cast": "after"}}, MLP, 2)),
-        "layers[0].mixer.position.cast: does nothing here, because features are float32 at least; leave it out",
+        "layers[0].mixer.position.cast: does nothing here, because features are at least float32; leave it out",
     ),
 }
 

@@ -217,7 +217,7 @@ def test_a_layer_of_another_kind_is_not_the_first() -> None:
                 layer(attention()),
                 layer({"kind": "pair", "first": attention(), "second": attention(value_residual="learned")}),
             ),
-            r"layers\[1\].mixer.second.value_residual: is that of a layer",
+            r"layers\[1\].mixer.second.value_residual: is for a layer",
         ),
     ],
 )

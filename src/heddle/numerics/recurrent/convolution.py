@@ -52,7 +52,7 @@ def conv_unsupported(facts: "ConvolutionFacts") -> str | None:
     if facts.dtype not in DTYPES:
         return f"it supports dtypes up to float32, not {facts.dtype}"
     if facts.kernel_size not in KERNEL_SIZES or facts.channels % ALIGNMENT:
-        return f"it needs a kernel size of 2 to 4 and a multiple of 8 channels, not {facts.kernel_size} and {facts.channels}"
+        return f"it needs kernel size 2 to 4 and a multiple of 8 channels, not {facts.kernel_size} and {facts.channels}"
     if facts.taps and (facts.has_state or not facts.packed):
         return "it does not combine packed documents with a state or padding"
     return None if conv_installed() else "causal-conv1d is not installed"

@@ -54,7 +54,7 @@ class GatedConfig(FeedforwardConfig):
 
     @property
     def active_hidden(self) -> int:
-        """All."""
+        """All hidden channels."""
         return self.hidden
 
     def build(self, context: BuildContext) -> "Gated":

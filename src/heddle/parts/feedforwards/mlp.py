@@ -25,7 +25,7 @@ class MLPConfig(FeedforwardConfig):
 
     @property
     def active_hidden(self) -> int:
-        """All."""
+        """All hidden channels."""
         return self.hidden
 
     def build(self, context: BuildContext) -> "MLP":
