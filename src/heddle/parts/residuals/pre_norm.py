@@ -15,7 +15,7 @@ from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 
 
 class PreNormConfig(FinalNormConfig):
-    """`multiplier` is a number that every branch's output is multiplied by (Granite's residual_multiplier)."""
+    """`multiplier` scales every branch's output (Granite's residual_multiplier)."""
 
     aliases = ("prenorm",)
     keeps_stream = True
