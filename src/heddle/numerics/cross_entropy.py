@@ -34,7 +34,7 @@ from heddle.torch_private import is_fake
 
 
 class ChunkOptions(NamedTuple):
-    """What a step needs besides tensors. gradients: whether those of the logits, and of the bias, are required."""
+    """What a step needs besides tensors. gradients: whether the logits and the bias need them."""
 
     scale: float
     softcap: float | None

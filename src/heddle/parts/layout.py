@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # What makes a layout valid: which tensors fit together, which values they hold, and the static facts that follow.
 #
-# In each row, padding aside: the tokens of a document are adjacent, their positions are consecutive from any first
+# In each row, apart from padding: the tokens of a document are adjacent, their positions are consecutive from any first
 # position, and segment ids never decrease. So every mixer sees the same documents, whether it compares segment ids
 # (softmax) or resets its state where they change (recurrences).
 

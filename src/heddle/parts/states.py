@@ -72,7 +72,7 @@ class MixerState:
         return replace(self, **changed)  # type: ignore[type-var]
 
     def join(self, others: Sequence[Self]) -> Self:
-        """A copy with the rows of this state and then those of the others. All have the same sizes but the batch."""
+        """A copy with the rows of this state, then of the others. All sizes but the batch must be equal."""
         joined: dict[str, Any] = {}
         for name, value in self._fields().items():
             values = [getattr(other, name) for other in others]
@@ -107,18 +107,18 @@ class ConvolvedState(MixerState):
 
 @dataclass(frozen=True, eq=False)
 class LayerState(MixerState):
-    """The states of a layer whose feed-forward has one; any other layer's state is that of its mixer."""
+    """The states of a layer whose feed-forward has one. Other layers have only their mixer's state."""
 
     mixer: MixerState | None
     feedforward: MixerState
 
     def can_roll_back(self, tokens: int, table: "PositionTable") -> bool:
-        """Whether both can."""
+        """Whether both states can."""
         mixer_can = self.mixer is None or self.mixer.can_roll_back(tokens, table)
         return mixer_can and self.feedforward.can_roll_back(tokens, table)
 
     def rolled_back(self, table: "PositionTable", freed: Callable[[int], Tensor]) -> "LayerState":
-        """Both without the removed tokens."""
+        """Both states without the removed tokens."""
         mixer = None if self.mixer is None else self.mixer.rolled_back(table, freed)
         return LayerState(mixer, self.feedforward.rolled_back(table, freed))
 

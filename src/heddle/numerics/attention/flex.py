@@ -53,7 +53,7 @@ class FlexTensors(NamedTuple):
 
 
 class TokenTable(NamedTuple):
-    """int32 positions and documents of queries [B, T] and keys [B, S]. Padding has a document of its own."""
+    """int32 positions and documents of queries [B, T] and keys [B, S]. Padding is its own document."""
 
     q_positions: Tensor | None
     k_positions: Tensor | None

@@ -129,7 +129,7 @@ def _bias_by_offset(table: Tensor, queries: int, groups: int) -> Tensor:
     """The score bias [G, H/G, queries, S] of queries in reverse order, the first of which is at the last of S keys.
 
     table [H, S]: the bias at the offsets 0 … S − 1. Later keys, which are hidden, have a bias of zero. In this order of
-    the queries, the bias of each is that of the one before, shifted by one key, and the result is a view.
+    the queries, each bias is the previous one shifted by one key, and the result is a view.
     """
     by_key = functional.pad(table.flip(1), (0, queries - 1))  # entry m belongs to the offset S − 1 − m
     bias: Tensor = by_key.unfold(1, table.shape[1], 1).unflatten(0, (groups, -1))
@@ -137,7 +137,7 @@ def _bias_by_offset(table: Tensor, queries: int, groups: int) -> Tensor:
 
 
 def _sum_by_offset(gradient: Tensor, heads: int, keys: int) -> Tensor:
-    """The gradient [H, S] of the table, from that of the bias [G, H/G · queries, S]: the sum of each diagonal."""
+    """The gradient [H, S] of the table, from the bias's [G, H/G · queries, S]: the sum of each diagonal."""
     by_query = gradient.reshape(heads, -1, keys)
     queries = by_query.shape[1]
     # Rows of S + queries entries, read as rows of one entry less, are each shifted by one against the row before.

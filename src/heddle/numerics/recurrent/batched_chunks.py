@@ -283,7 +283,7 @@ def _in_order(
 def halving_masks(size: int, like: Tensor) -> Tensor:
     """[levels, C, C] of ones and zeros: at level l, i is in the second and j in the first half of a block of 2^(l+1).
 
-    Each pair i > j is in exactly one level: that of the highest bit in which i and j differ.
+    Each pair i > j is in exactly one level: the highest bit in which i and j differ.
     """
     index, levels = (torch.arange(n, device=like.device) for n in (size, (size - 1).bit_length()))
     differing_bits = index[:, None] ^ index

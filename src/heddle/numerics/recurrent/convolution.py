@@ -29,7 +29,7 @@ from heddle.torch_private import mark_constant
 # Adapter to causal-conv1d (`causal_conv1d`): CUDA kernels of the short convolution, for 2 to 4 tokens.
 #
 # Its tensors are [B, C, T], here views of heddle's [B, T, C], and so is its state [B, C, kernel_size − 1]. `seq_idx`
-# keeps the documents of a row apart. Signatures are those of version 1.6.1.
+# keeps the documents of a row apart. Signatures follow version 1.6.1.
 
 
 MODULE = "causal_conv1d"
@@ -111,7 +111,7 @@ class ConvolutionFacts(NamedTuple):
     """What decides the kernel.
 
     taps: whether there is padding or several documents. near_starts: whether the tokens near document starts are known.
-    packed: whether the documents are, and there is no padding. compiled: whether a graph is being traced.
+    packed: whether each token's document is known and there is no padding. compiled: whether a graph is being traced.
     """
 
     tokens: int

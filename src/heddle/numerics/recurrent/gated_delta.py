@@ -44,7 +44,7 @@ class DeltaInputs(NamedTuple):
     log_decay: log α, finite, ≤ 0, [B, H, T, 1] or per channel [B, H, T, d_k]. Head h reads keys and queries of group
     h // (H/G). A token with beta and log_decay of 0 leaves the state unchanged.
     call_segment_ids: int64 [B, T], each token's document; 0 continues the state's document. None: all are 0.
-    cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). dtype: of the projections (None: that of v).
+    cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). dtype: of the projections (None: v's).
     """
 
     q: Tensor

@@ -63,8 +63,6 @@ class GatedConfig(FeedforwardConfig):
 
 
 class Gated(Feedforward):
-    """The module."""
-
     input_projections = ("gate", "up")
 
     def __init__(self, config: GatedConfig, width: int) -> None:

@@ -34,8 +34,6 @@ class MLPConfig(FeedforwardConfig):
 
 
 class MLP(Feedforward):
-    """The module."""
-
     input_projections = ("up",)
 
     def __init__(self, config: MLPConfig, width: int) -> None:

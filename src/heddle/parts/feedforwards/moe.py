@@ -297,8 +297,6 @@ class SharedExpert(nn.Module):
 
 
 class MoE(Feedforward):
-    """The module."""
-
     input_projections = ("router", "gate", "up", "shared.gate", "shared.up", "shared_gate")
 
     def __init__(self, config: MoEConfig, width: int) -> None:

@@ -41,7 +41,7 @@ class MixerConfig(Part, ABC):
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The window, or those of the mixers within it. Empty: all tokens are seen."""
+        """The window, or the windows of the mixers within it. Empty: all tokens are seen."""
         return ()
 
     def with_window(self, window: int) -> Self:
@@ -50,7 +50,7 @@ class MixerConfig(Part, ABC):
 
     @property
     def reads_kv(self) -> bool:
-        """Whether it reads the keys and values of an earlier layer: the last one that has its own and `kv_kind`."""
+        """Whether it reads keys and values of an earlier layer: the last one of its `kv_kind` that has its own."""
         return False
 
     @property
@@ -60,7 +60,7 @@ class MixerConfig(Part, ABC):
 
     @property
     def adds_first_values(self) -> bool:
-        """Whether it adds to its values those of the first layer of its kind."""
+        """Whether it adds the values of the first layer of its kind to its own."""
         return False
 
     @property
@@ -94,9 +94,9 @@ class Mixer(nn.Module, ABC):
     """Maps x [B, T, width] to the same shape; each token depends on the tokens that it may see.
 
     window: how many tokens a token sees, itself included (causal), or how many to each side (bidirectional). None: all.
-    beyond_window: how many more earlier tokens it depends on, by short convolutions of its own.
+    beyond_window: how many more earlier tokens it depends on, through its own short convolutions.
     causal: whether later tokens are hidden. A mixer that is not causal has no state.
-    encoder_width: the width of the encoder output that it reads beside x; None: it reads none.
+    encoder_width: the width of the encoder output that it reads; None: it reads none.
     state_note: what its state holds in place of keys and values of each head, as a phrase for display.
     input_projections: names of the projections that read x, if nothing else reads it; some may be absent. None: not
     stated. uses_layer_index: whether its formula depends on the layer index. absolute_positions: whether it depends on
@@ -126,7 +126,7 @@ class Mixer(nn.Module, ABC):
 
     @property
     def value_fields(self) -> Mapping[str, Any]:
-        """Empty: it neither adds nor hands over values alone."""
+        """Empty: it neither adds values of another layer nor hands over its own."""
         return {}
 
     @property

@@ -209,7 +209,7 @@ class AttentionConfig(MixerConfig):
 
     @property
     def reads_kv(self) -> bool:
-        """As `shared_kv` says."""
+        """Whether `shared_kv` is set."""
         return self.shared_kv
 
     @property
@@ -219,12 +219,12 @@ class AttentionConfig(MixerConfig):
 
     @property
     def adds_first_values(self) -> bool:
-        """As `value_residual` says."""
+        """Whether `value_residual` is set."""
         return self.value_residual is not None
 
     @property
     def hands_values(self) -> bool:
-        """Unless it has none of its own."""
+        """Whether it has its own values."""
         return not self.shared_kv
 
     @property
@@ -233,7 +233,7 @@ class AttentionConfig(MixerConfig):
         return () if self.window is None else (self.window,)
 
     def with_window(self, window: int) -> Self:
-        """This window, if there is no smaller one."""
+        """The same config with this window, or the smaller one that it has."""
         return self.replace(window=min(self.window or window, window))
 
     def build(self, context: BuildContext) -> "Attention":
@@ -363,7 +363,7 @@ class Attention(SelfInitialized, Mixer):
         projections = (self.q, *(each for each in (self.k, self.v) if each is not None))
         q, *projected = fused_projections(x, *projections)
         if self.convolutions is not None:
-            inputs = dict(zip("qkv", (q, *projected), strict=False))  # without k and v, those of another layer
+            inputs = dict(zip("qkv", (q, *projected), strict=False))  # only q with shared_kv
             (q, *projected), state = self.convolutions(inputs, layout, state)
         q = self._heads(q, self.q_norm, self.heads, layout)
         if self.temperature_beta is not None:

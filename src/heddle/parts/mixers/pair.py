@@ -46,7 +46,7 @@ class PairConfig(MixerConfig):
         return self.first.windows + self.second.windows
 
     def with_window(self, window: int) -> Self:
-        """Both with windows, where they can have any."""
+        """The same config with this window in both mixers, where they can have one."""
         return self.replace(first=self.first.with_window(window), second=self.second.with_window(window))
 
     @property

@@ -84,12 +84,12 @@ class RWKV7Config(MixerConfig):
 
     @property
     def adds_first_values(self) -> bool:
-        """As `value_residual` says."""
+        """Whether `value_residual` is set."""
         return self.value_residual
 
     @property
     def hands_values(self) -> bool:
-        """Always."""
+        """True: every layer has its own values."""
         return True
 
     def build(self, context: BuildContext) -> "RWKV7":

@@ -47,7 +47,7 @@ class ShortConvState(MixerState):
 
 
 class ShortConv(RecurrentMixer):
-    """The module."""
+    """The module. Its state is a `ShortConvState`."""
 
     input_projections = ("q", "k", "v")
     state_note = "only the last tokens"

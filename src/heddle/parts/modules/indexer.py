@@ -87,11 +87,11 @@ class IndexedCache(MixerState):
     index: KVCache
 
     def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
-        """As the mixer's cache."""
+        """Whether the mixer's cache can."""
         return self.kv.can_roll_back(tokens, table)
 
     def rolled_back(self, table: PositionTable, freed: Callable[[int], Tensor]) -> "IndexedCache":
-        """Both without the removed tokens."""
+        """Both caches without the removed tokens."""
         return replace(self, kv=self.kv.rolled_back(table, freed), index=self.index.rolled_back(table, freed))
 
 

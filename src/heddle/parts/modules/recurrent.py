@@ -84,7 +84,7 @@ def _softplus(x: Tensor) -> Tensor:
 class DeltaRuleMixer(RecurrentMixer, ABC):
     """A mixer of the gated delta rule. Its state is a `ConvRecurrentState`.
 
-    A subclass adds the other projections and the convolution, whose channels are those of q and k, then those of v.
+    A subclass adds the other projections and the convolution, over the channels of q, k and v in this order.
     negative_eigenvalues: β is 2 σ(·) and not σ(·), so that I − β k kᵀ may reflect k, not only erase along it.
     steps: corrections of the state per token, each with its own k, v and β; the state decays once, before them.
     """

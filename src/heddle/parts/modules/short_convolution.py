@@ -147,7 +147,7 @@ class ShortConvolutions(nn.ModuleDict):
         self.kernel, self.residual, self.widths = kernel, config.residual, list(channels.values())
 
     def init_state(self, spec: StateSpec, own: MixerState | None = None) -> ConvolvedState:
-        """Zeros, whose size does not depend on the cache length, beside the part's own state."""
+        """Zeros, next to the part's own state; their size does not depend on the cache length."""
         shape = (spec.batch, self.kernel - 1, sum(self.widths))
         return ConvolvedState(own, torch.zeros(shape, dtype=spec.dtype, device=spec.device))
 

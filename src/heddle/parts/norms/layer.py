@@ -35,8 +35,6 @@ class LayerNormConfig(NormConfig):
 
 
 class LayerNorm(SelfInitialized):
-    """The module."""
-
     def __init__(self, config: LayerNormConfig, width: int, heads: int | None) -> None:
         super().__init__()
         self.eps = config.eps

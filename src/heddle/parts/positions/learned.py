@@ -35,7 +35,7 @@ class LearnedConfig(AdditivePositionConfig):
 
 
 class Learned(SelfInitialized, AdditivePosition):
-    """The module."""
+    """The module: weight [offset + length, width]."""
 
     def __init__(self, config: LearnedConfig, width: int) -> None:
         super().__init__()

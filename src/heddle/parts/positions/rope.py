@@ -33,7 +33,7 @@ class RopeConfig(RotationConfig):
     layout: Literal["half", "interleaved"] = "half"
     rotary_dim: Width | None = None  # default: head_dim
     inv_freq: tuple[FiniteFloat, ...] | None = None
-    scaling: ScalingConfig | None = None  # changes the frequencies of `base` for longer texts
+    scaling: ScalingConfig | None = None  # changes the frequencies of `base` for longer sequences
     cast: Literal["after"] | None = None  # half-precision heads are rotated in float32, then cast (OLMo-2)
 
     @model_validator(mode="after")

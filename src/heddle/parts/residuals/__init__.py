@@ -18,7 +18,7 @@ Branches = Mapping[str, Callable[[Tensor], Tensor]]  # "mixer" and "feedforward"
 class InitialScales(NamedTuple):
     """Factors of the initial standard deviation of projections.
 
-    values: to the values of a mixer and the hidden channels of a feed-forward. outputs: the last ones of a branch.
+    values: of projections to a mixer's values and a feed-forward's hidden channels. outputs: of a branch's last one.
     """
 
     values: float = 1.0
@@ -71,11 +71,11 @@ class ResidualConfig(Part, ABC):
         return InitialScales(outputs=float((2 * depth) ** -0.5))
 
     def input_norm(self, branch: str) -> str | None:
-        """The path in the block of the norm whose output the branch reads; only branches read it. None: not stated."""
+        """The norm whose output the branch reads, as a path in the block; only branches read it. None: not stated."""
         return None
 
     def output_norm(self, branch: str) -> str | None:
-        """The path in the block of the norm of the branch's output, before it is added. None: not stated."""
+        """The norm of the branch's output before it is added, as a path in the block. None: not stated."""
         return None
 
     @abstractmethod

@@ -56,7 +56,7 @@ class AttentionResidualsConfig(ResidualConfig):
         return self.drop_path > 0.0 or self.drop_path_first > 0.0
 
     def check_layers(self, depth: int, most_branches: int) -> None:
-        """As for every kind; and a block must fit, and hold more than one branch."""
+        """Raises DesignError, also if a block does not fit into the model, or holds only one branch."""
         super().check_layers(depth, most_branches)
         if self.block_size is None:
             return
@@ -68,11 +68,11 @@ class AttentionResidualsConfig(ResidualConfig):
             raise DesignError("block_size", "1 holds only one branch, because every layer has one; leave it out")
 
     def expand(self, x: Tensor) -> Sources:
-        """The embedding is the only source."""
+        """The embedding x [B, T, width] is the only source."""
         return (x, torch.ones_like(x[..., :1])) if self.may_drop else (x,)
 
     def input_norm(self, branch: str) -> str:
-        """Each branch has one."""
+        """The branch's own norm."""
         return f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "AttentionResiduals":
