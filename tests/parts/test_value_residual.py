@@ -210,7 +210,7 @@ def test_a_layer_of_another_kind_is_not_the_first() -> None:
         ),
         (
             design(layer(attention()), layer(attention(shared_kv=True, value_residual="learned"))),
-            r"layers\[1\].mixer.value_residual: does nothing beside shared_kv",
+            r"layers\[1\].mixer.value_residual: has no effect with shared_kv",
         ),
         (
             design(

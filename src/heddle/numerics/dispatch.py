@@ -37,7 +37,7 @@ def has_triton() -> bool:
 
 
 def is_deterministic() -> bool:
-    """Whether results must be bitwise reproducible: torch enforces deterministic algorithms, not only with warnings."""
+    """Whether results must be bitwise reproducible: deterministic algorithms are enforced, not just warned about."""
     if is_compiling():  # a graph reads only this flag, and is retraced when it changes
         return torch.are_deterministic_algorithms_enabled()
     asked = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -160,7 +160,7 @@ class EncoderOutput:
         for name, tensor in (("keys", self.keys), ("values", self.values)):
             if tensor is not None and tensor.shape[2] != width:
                 raise ConfigError(
-                    f"encoder_output: {name} are {tensor.shape[2]} wide, the design reads encoder_width = {width}"
+                    f"encoder_output: {name} are {tensor.shape[2]} wide, but encoder_width = {width}; make them equal"
                 )
         if self.keys.shape[0] != rows:
             raise ConfigError(f"encoder_output: has {self.keys.shape[0]} rows, the call has {rows}; they must be equal")
@@ -297,7 +297,10 @@ class Layout:
         """
         width = max(lengths, default=0) if length is None else length
         if side not in ("left", "right") or not lengths or max(lengths) > width or min(lengths) < 0:
-            raise ConfigError(f"layout: cannot pad rows of {list(lengths)} tokens to {width} on the side '{side}'")
+            raise ConfigError(
+                f"layout: cannot pad rows of {list(lengths)} tokens to {width} on the side '{side}'; give a length "
+                "that fits each row, and left or right"
+            )
         index = torch.arange(width, device=device).expand(len(lengths), width)
         count = tensor_of(lengths, torch.int64, device)[:, None]
         positions = index - (width - count) if side == "left" else index

@@ -359,7 +359,7 @@ class PositionTable:
         least, longest, wrong = torch.stack((counts.amin(), counts.amax(), is_wrong.long())).tolist()
         if wrong:
             raise ConfigError(
-                f"rollback: cannot remove {tokens.tolist()} tokens from rows that hold {self.token_counts.tolist()}"
+                f"rollback: cannot remove {tokens.tolist()} of {self.token_counts.tolist()} tokens per row; remove fewer"
             )
 
         def freed(size: int) -> Tensor:
@@ -426,7 +426,7 @@ class PositionTable:
 
 
 def join_tables(tables: Sequence[PositionTable]) -> PositionTable:
-    """A table with the rows of all tables, in order. Without a lookback it has the slots of the largest.
+    """A table with the rows of all tables, in order. If it keeps every token, it has the slots of the largest.
 
     Raises ConfigError for tables with different lookbacks, cache lengths or rollbacks.
     """

@@ -43,7 +43,7 @@ class AttentionMask:
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cached(self, key: Any, make: Callable[[], V]) -> V:
-        """`make()`, computed for the first layer that asks and stored for the others. `replace` clears it."""
+        """`make()`, computed for the first layer that asks and stored for the others. `replace` drops it."""
         if key not in self.cache:
             with torch.inference_mode(False):  # a mask made in inference may be used in training afterwards
                 self.cache[key] = make()

@@ -114,7 +114,7 @@ def fla_causal_sums(
 
 
 def is_per_token(log_decay: Tensor, layout: CallLayout) -> bool:
-    """Whether constant decays [H] are passed to fla per token: they are learned, or skip padding."""
+    """Whether constant decays [H] are passed to fla per token: they are learned, or must skip padding."""
     return log_decay.requires_grad or layout.cumulative_tokens is not None
 
 

@@ -1,4 +1,4 @@
-"""The generalized delta rule: a token removes from the state along other vectors than it adds.
+"""The generalized delta rule: a token removes from the state and adds to it with separate vectors.
 
     S_t = (I − b_t c_tᵀ) Diag(α_t) S_{t−1} + k_t v_tᵀ,   o_t = S_tᵀ q_t,   S [d_k, d_v]
 

@@ -197,7 +197,7 @@ class MoEConfig(FeedforwardConfig):
             name = "shared_gate" if self.shared_hidden is None else "shared_hidden"
             refuse(name, "is for shared experts, but there are none; give shared, or leave it out")
         if self.shared is not None and self.shared > 1 and self.shared_hidden is not None:
-            reason = f"{self.shared} does nothing beside shared_hidden = {self.shared_hidden}"
+            reason = f"{self.shared} has no effect with shared_hidden = {self.shared_hidden}"
             refuse("shared", f"{reason}, the width of the shared experts together; set it to 1, or drop shared_hidden")
         if self.shared is None and self.bias == "shared":
             refuse("bias", "'shared' is for shared experts, but there are none; give shared, or choose true or false")

@@ -171,7 +171,7 @@ def check_double_softmax(normalization: str, head_dim: int) -> None:
 def check_norm_width(field: str, width: int) -> None:
     """Refuse a norm over one number, which would keep at most its sign. Raises DesignError."""
     if width == 1:
-        raise DesignError(field, "leaves the norm one number per head, and of it at most the sign; give wider heads")
+        raise DesignError(field, "leaves the norm one number per head, so at most its sign survives; give wider heads")
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -171,7 +171,7 @@ class AttentionConfig(MixerConfig):
         if isinstance(self.value_residual, tuple) and self.value_residual[1] == 0.0:
             refuse("value_residual", "adds nothing if its second number is 0; leave it out, or give another")
         if self.value_residual is not None and self.shared_kv:
-            refuse("value_residual", "does nothing beside shared_kv, which leaves no values of its own; keep one")
+            refuse("value_residual", "has no effect with shared_kv, which leaves no values of its own; keep one")
         if self.indexer is not None and self.shared_kv:
             refuse("indexer", "selects keys of its own layer, but shared_kv reads another layer's; leave one out")
         return self

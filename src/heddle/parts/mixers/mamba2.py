@@ -60,7 +60,7 @@ class Mamba2Config(MixerConfig):
         if self.multipliers is not None and len(self.multipliers) != 5:
             refuse("multipliers", f"{list(self.multipliers)} should be five numbers, for z, v, k, q and a")
         if self.gated_norm == "none" and self.norm is not None:
-            refuse("norm", "does nothing beside gated_norm none; leave one of the two out")
+            refuse("norm", "has no effect with gated_norm: none; leave one of the two out")
         return self
 
     def resolved(self, context: BuildContext) -> Self:

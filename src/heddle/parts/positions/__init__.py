@@ -36,9 +36,9 @@ class RotationConfig(MixerPositionConfig, ABC):
 
 
 def check_base(base: float, inv_freq: tuple[float, ...] | None) -> None:
-    """Refuse a base beside the inverse frequencies that replace it, from within a validator of a rotation."""
+    """Refuse a base next to the inverse frequencies that replace it, from within a validator of a rotation."""
     if inv_freq is not None and base != DEFAULT_BASE:
-        refuse("base", f"{base:g} does nothing beside inv_freq, which replaces its frequencies; keep one of the two")
+        refuse("base", f"{base:g} has no effect with inv_freq, which replaces its frequencies; keep one of the two")
 
 
 class Rotation(nn.Module, ABC):

@@ -67,7 +67,7 @@ class ResidualConfig(Part, ABC):
         return x
 
     def initial_scales(self, depth: int) -> InitialScales:
-        """The factors for a model of `depth` layers, which give the sum of all branches the same scale at any depth."""
+        """The factors for `depth` layers, which give the sum of all branches the same initial scale at any depth."""
         return InitialScales(outputs=float((2 * depth) ** -0.5))
 
     def input_norm(self, branch: str) -> str | None:

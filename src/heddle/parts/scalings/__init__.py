@@ -10,7 +10,7 @@ from heddle.config import Part
 
 LongContextFactor = Annotated[
     float, Field(ge=1.0, allow_inf_nan=False)
-]  # by how much sequences may be longer than in training
+]  # how many times longer than in training sequences may be
 
 
 class ScaledFrequencies(NamedTuple):
