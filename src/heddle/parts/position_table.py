@@ -359,7 +359,8 @@ class PositionTable:
         least, longest, wrong = torch.stack((counts.amin(), counts.amax(), is_wrong.long())).tolist()
         if wrong:
             raise ConfigError(
-                f"rollback: cannot remove {tokens.tolist()} of {self.token_counts.tolist()} tokens per row; remove fewer"
+                f"rollback: cannot remove {tokens.tolist()} of {self.token_counts.tolist()} tokens per row; "
+                "give numbers from 0 to the tokens of each row"
             )
 
         def freed(size: int) -> Tensor:
