@@ -40,7 +40,7 @@ def test_doctor_says_that_there_is_no_gpu_and_chooses_as_on_one(capsys: pytest.C
     ]  # fmt: skip
     assert "measured on cpu" in out
     assert "preset:gqa-tiny, 2,048 tokens in bf16 on cuda" in out
-    assert "not triangle: it is for the CPU" in out
+    assert "not triangle: it runs on the CPU only" in out
     assert len(lines) <= 50, "one screen for a design"
 
 
@@ -91,7 +91,7 @@ def test_show_chooses_kernels_as_on_a_device_that_is_not_there(capsys: pytest.Ca
         device: {reason for choice in fact["kernels"]["training"] for _, reason in choice["rejected"]}
         for device, fact in facts.items()
     }
-    assert "it is for the CPU" in reasons["cuda"] - reasons["cpu"]
+    assert "it runs on the CPU only" in reasons["cuda"] - reasons["cpu"]
     assert facts["cpu"]["parameters"] == facts["cuda"]["parameters"]
 
 
