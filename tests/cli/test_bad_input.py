@@ -236,7 +236,7 @@ ERRORS: list[tuple[str, int, str]] = [
     # generation
     ("generate @/none", 2, "@/none.*"),
     ("generate @/mine", 2, "@/mine.*"),
-    *((f"{verb} @/encoder", 2, "@/encoder: sees later tokens .causal: false., so it writes no text; read its logits")
+    *((f"{verb} @/encoder", 2, "@/encoder: attends to later tokens .causal: false., so it cannot generate text; read")
       for verb in ("generate", "serve", "chat")),
     ("generate @/run --max-new-tokens 0", 2, "max_new_tokens 0:"),
     ("generate @/run --temperature -1", 2, "temperature -1.0:"),
