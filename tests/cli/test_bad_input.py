@@ -372,7 +372,7 @@ def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.
     assert answers[0] == answers[1]
     assert [answer["prompt"] for answer in json.loads(answers[0])] == ["the", "warp", "and"]
     for name, content, says in (
-        ("empty.txt", b"", "has no lines"),
+        ("empty.txt", b"", "is empty"),
         ("list.jsonl", b'{"prompt": "the"}\n[1]\n', "line 2"),
         ("bytes.txt", b"\xff\xfe", "UTF-8"),
         ("missing.txt", None, "cannot be read"),

@@ -37,7 +37,10 @@ class ConvertSettings(SessionSettings):
     heal_parameters: Annotated[str | None, Option("NAME", "all, or touched: only what was converted. [all]")] = None
     heal_lr: Annotated[
         float | None,
-        Option("X", "Its peak learning rate. [at most 0.003 × 96 / width; lower for a small loss or small batches]"),
+        Option(
+            "X",
+            "Its peak learning rate. [at most 0.003 × 96 / width; lower after little added loss, or for small batches]",
+        ),
     ] = None
     heal_batch_size: Annotated[
         int | None, Option("N", "Its sequences per step; fewer, or a shorter --sequence-length, need less memory. [8]")
