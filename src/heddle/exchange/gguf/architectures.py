@@ -269,7 +269,7 @@ def _group_experts(names: list[str]) -> list[tuple[str, ...]]:
 
 
 def _transforms_of(name: str, config: dict[str, Any], graph: Architecture) -> tuple[Transform, Transform]:
-    """What makes a tensor of the family's, and what undoes it."""
+    """The transform that makes a tensor from the family's, and its inverse."""
     for role, heads in ((".attn_q.", "num_attention_heads"), (".attn_k.", "num_key_value_heads")):
         if graph.interleaved_rope and role in name:
             return partial(interleave_rope_rows, heads=config[heads]), partial(_separate_rope_rows, heads=config[heads])
