@@ -280,7 +280,7 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     "fewer layers": ("attention-gqa", [Depth(depth=1)], "depth: 1 is less than the design's 2"),
     "layers and a whole": ("attention-gqa", [Depth(depth=9, layers=(0,))], "depth: applies to the whole design"),
     "numbered layers": ("differential", [Depth(depth=4)], "layers.1.mixer: kind differential_attention depends on"),
-    "same width": ("attention-gqa", [StreamWidth(width=24)], "width: 24 is the design's already"),
+    "same width": ("attention-gqa", [StreamWidth(width=24)], "width: the design has 24 already"),
     "queries of sources": (
         "residual-attention-apart",
         [StreamWidth(width=32)],
@@ -298,7 +298,7 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     "experts of experts": ("moe", [Experts(experts=4, layers=(0,))], "layers.0.feedforward: is neither mlp nor gated"),
     "different experts": ("moe", [Dense()], "layers.0.feedforward: expert 1 differs from expert 0"),
     "no experts": ("attention-gqa", [Dense()], "feedforward: no layer has experts"),
-    "same ids": ("attention-gqa", [VocabSize(vocab_size=61)], "vocab_size: 61 is the vocabulary size already"),
+    "same ids": ("attention-gqa", [VocabSize(vocab_size=61)], "vocab_size: the design has 61 already"),
     "bounded logits": ("head-bias-scale-softcap", [VocabSize(vocab_size=64)], "head.softcap: bounds every logit"),
 }
 

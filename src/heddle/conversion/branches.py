@@ -82,7 +82,7 @@ def layer_path(index: int) -> str:
 def check_growth(field: str, before: int, after: int) -> None:
     """Raises DesignError unless a number grows."""
     if after == before:
-        raise DesignError(field, f"{after} is the design's already; ask for more")
+        raise DesignError(field, f"the design has {after} already; ask for more")
     if after < before:
         reason = f"{after} is less than the design's {before}; only growth keeps the logits, so ask for more"
         raise DesignError(field, reason)

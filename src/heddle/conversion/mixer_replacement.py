@@ -96,7 +96,7 @@ class MixerReplacement(Rewrite, ABC):
             if isinstance(layer.mixer, AttentionConfig) and obstacle is None:
                 lost = self.missing_features(layer.mixer)
                 if lost and not self.drop:
-                    reason = f"{self.name} has no {' and no '.join(lost)}; add drop=true to drop this"
+                    reason = f"{self.name} has no {' and no '.join(lost)}; add drop=true to convert without"
                     raise DesignError(f"layers.{index}.mixer", reason)
                 changed[index] = layer.replace(mixer=self.new_config(layer.mixer))
         if not changed:

@@ -125,7 +125,7 @@ def replace_layers(design: ModelConfig, new_layers: Mapping[int, LayerConfig]) -
     """A resolved design with some layers replaced, by number. Raises DesignError if nothing changes."""
     layers = tuple(new_layers.get(index, layer) for index, layer in enumerate(design.layers))
     if layers == design.layers:
-        raise DesignError("layers", "are already so, and nothing would change; ask for something else")
+        raise DesignError("layers", "match the request already, so nothing would change; ask for something else")
     return design.replace(layers=layers)
 
 

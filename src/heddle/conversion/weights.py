@@ -136,7 +136,7 @@ class Weights(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Read or make one parameter, such as `layers.3.mixer.q.weight`, in memory of its own."""
+        """Read or make one parameter, such as `layers.3.mixer.q.weight`, in its own memory."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,7 +176,7 @@ class ModelWeights(Weights):
 
 
 class ConvertedWeights(Weights):
-    """The parameters of a rewritten design, made layer by layer from those of the source.
+    """The parameters of a rewritten design, converted layer by layer from the source's.
 
     A rewrite overrides `convert_layer` and `convert_other`; what it leaves alone is the source's. Results may have any
     floating point dtype: they are stored in the source's. text: what `activations` runs the source on.

@@ -280,7 +280,7 @@ class DequantizedFolder(SafetensorsFolder):
         return specs
 
     def tensor(self, file: str, name: str) -> Tensor:
-        """One tensor, in memory of its own, after `tensor_specs` named it."""
+        """One tensor, in its own memory, after `tensor_specs` named it."""
         if name not in self._groups:
             return super().tensor(file, name)
         base = name.removesuffix(self.packing.result)

@@ -132,7 +132,7 @@ class WeightSource(Protocol):
     ignored_tensors: tuple[str, ...]
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (file, name, tensor in memory of its own) for every tensor."""
+        """Yield (file, name, tensor in its own memory) for every tensor."""
 
     def tensor_specs(self) -> Iterable[str]:
         """The names of the tensors."""
@@ -183,7 +183,7 @@ def _without_wrappers(name: str) -> str:
 def load_weights(
     model: Decoder, family: Family, source: WeightSource, dtype: torch.dtype | None, allow_non_finite: bool
 ) -> None:
-    """Fill a model on the meta device. dtype None keeps that of each tensor. Raises CheckpointError and ConfigError."""
+    """Fill a model on the meta device. dtype None keeps each tensor's. Raises CheckpointError and ConfigError."""
     _WeightLoader(model, family, source, allow_non_finite).load(dtype)
 
 

@@ -181,7 +181,7 @@ class SafetensorsFolder:
         return sum((self.folder / name).stat().st_size for name in self.tensor_files)
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (file, tensor name, tensor in memory of its own) for every tensor, with a progress bar."""
+        """Yield (file, tensor name, tensor in its own memory) for every tensor, with a progress bar."""
         files = self.tensor_files
         for file in files:
             refuse_lfs_pointer(self.folder / file)
@@ -217,7 +217,7 @@ class SafetensorsFolder:
         return name
 
     def tensor(self, file: str, name: str) -> Tensor:
-        """One tensor, in memory of its own, after `tensor_specs` named it."""
+        """One tensor, in its own memory, after `tensor_specs` named it."""
         stored_name = self._stored_names.get(name, name)
         return read_tensor(self.folder / file, stored_name, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS)
 

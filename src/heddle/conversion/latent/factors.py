@@ -322,7 +322,7 @@ def fit_norms(factors: AttentionFactors, config: AttentionConfig, activations: L
 def _fit_keys(
     factors: AttentionFactors, normalized: NormalizedHeads, activations: LayerActivations, group: int
 ) -> Tensor:
-    """The map of one key head, [d, D+1]. One head at a time, since each has weights of its own."""
+    """The map of one key head, [d, D+1]. One head at a time, since each has its own weights."""
     _, dim, width = factors.k.shape
     moments = factors.k.new_zeros(width, width)
     product = factors.k.new_zeros(dim, width)

@@ -1,4 +1,4 @@
-"""How large the rotated part and the latent of each layer become: as asked for, or by least loss under a budget."""
+"""The sizes of each layer's rotated part and latent: as requested, or with the least loss under a budget."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -118,7 +118,7 @@ def measure_losses(
 
 
 def plain_folded_pairs(pairs: int, rope_dim: int) -> FoldedPairs:
-    """Every n-th frequency, with the n − 1 after it folded into it: those of plain RoPE of rope_dim dims."""
+    """Every n-th frequency, with the n − 1 after it folded into it, as in plain RoPE of rope_dim dims."""
     return fold_pairs(pairs, pairs * 2 // rope_dim)
 
 

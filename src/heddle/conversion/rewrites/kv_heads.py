@@ -318,7 +318,7 @@ def _check_count(index: int, mixer: AttentionConfig, kv_heads: int) -> None:
 
 
 def _check_text(text: CalibrationText | None, design: ModelConfig, mixer: AttentionConfig) -> None:
-    """Raises DesignError if there is no text, or less than least squares over a layer's inputs need."""
+    """Raises DesignError without a text, or with too few tokens for least squares over a layer's inputs."""
     if text is None:
         raise DesignError("kv_heads", "needs a text to calibrate on; give one, or groups and merge that need none")
     assert mixer.value_dim is not None

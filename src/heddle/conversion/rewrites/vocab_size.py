@@ -43,7 +43,7 @@ class VocabSize(Rewrite):
         design = source.design
         assert design.vocab_size is not None
         if self.vocab_size == design.vocab_size:
-            reason = f"{self.vocab_size} is the vocabulary size already; give another number"
+            reason = f"the design has {self.vocab_size} already; give another number"
             raise DesignError("vocab_size", reason)
         masks = self.mask and self.vocab_size > design.vocab_size
         if masks and design.head.softcap is not None:

@@ -95,7 +95,7 @@ RENORMALIZED = {"norm_topk_prob": ("layers.*.feedforward.renormalize", True)}
 NOT_RENORMALIZED = {"norm_topk_prob": ("layers.*.feedforward.renormalize", False)}
 LLAMA_SCALINGS = (LinearConfig, YarnConfig, Llama3Config)
 
-# llama.cpp's number of the mean over tokens, as sentence encoders are trained. Nothing in a design says it.
+# llama.cpp's number of the mean over tokens, as sentence encoders are trained. A design does not record it.
 MEAN_POOLING = 1
 # By the model_type of the family. Mistral is Llama, as long as it has no window.
 ARCHITECTURES: dict[str, Architecture] = {
@@ -218,7 +218,7 @@ class GGUFTensor:
     may_quantize: bool
 
     def build(self, tensors: HFTensors) -> Tensor:
-        """Make the tensor, in memory of its own."""
+        """Make the tensor, in its own memory."""
         parts = [tensors[name] for name in self.hf_names]
         tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
         return self.transform(tensor.to(torch.float32)).to(self.dtype).contiguous()

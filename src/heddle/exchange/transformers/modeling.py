@@ -407,7 +407,7 @@ class HeddleModel(HeddlePreTrainedModel):
         )
 
     def _run(self, call: ModelCall, modules: dict[nn.Module, AttentionModule] | None) -> tuple[Tensor, RecordedOutputs]:
-        """Run the decoder. modules: those of `_external_attention_modules`."""
+        """Run the decoder. modules: from `_external_attention_modules`."""
         tokens, cache_layer = call.tokens, call.cache_layer
         cached = CachedTokens() if cache_layer is None else cache_layer.read_pending(self.decoder)
         inputs = call.layout(cached, has_external_attention=modules is not None)
