@@ -142,7 +142,7 @@ class SafetensorsFolder:
 
     @cached_property
     def tensor_files(self) -> list[str]:
-        """The names of the tensor files, sorted; found late, so that a config is refused before files are missed."""
+        """The tensor files, sorted; looked up late, so that an unsupported config is reported before missing files."""
         try:
             return self._find_tensor_files()
         except OSError as error:
