@@ -236,7 +236,7 @@ ERRORS: list[tuple[str, int, str]] = [
     # generation
     ("generate @/none", 2, "@/none.*"),
     ("generate @/mine", 2, "@/mine.*"),
-    *((f"{verb} @/encoder", 2, "@/encoder: sees later tokens .causal: false., so it writes no text; read its logits")
+    *((f"{verb} @/encoder", 2, "@/encoder: attends to later tokens .causal: false., so it cannot generate text; read")
       for verb in ("generate", "serve", "chat")),
     ("generate @/run --max-new-tokens 0", 2, "max_new_tokens 0:"),
     ("generate @/run --temperature -1", 2, "temperature -1.0:"),
@@ -372,7 +372,7 @@ def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.
     assert answers[0] == answers[1]
     assert [answer["prompt"] for answer in json.loads(answers[0])] == ["the", "warp", "and"]
     for name, content, says in (
-        ("empty.txt", b"", "has no lines"),
+        ("empty.txt", b"", "is empty"),
         ("list.jsonl", b'{"prompt": "the"}\n[1]\n', "line 2"),
         ("bytes.txt", b"\xff\xfe", "UTF-8"),
         ("missing.txt", None, "cannot be read"),

@@ -401,5 +401,5 @@ def test_a_sweep_is_every_combination_of_its_values() -> None:
     assert both[0].file_name == "kv_heads-8-groups-contiguous-merge-mean"
     layers = conversion_variants([], ["layers.0,2.mixer.kv_heads=2,1"])
     assert [variant.rewrites[0].layers for variant in layers] == [(0, 2)] * 2
-    with pytest.raises(ConfigError, match="asked for twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         conversion_variants([], ["kv_heads=8", "kv_heads=8,4"])
