@@ -362,7 +362,7 @@ def test_a_prompt_that_is_not_text_is_refused(
 def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts, lines = workspace / "prompts.txt", workspace / "prompts.jsonl"
     texts.write_text("the\nwarp\nand\n", encoding="utf-8")
-    lines.write_text('{"prompt": "the"}\n{"prompt": "warp"}\n{"prompt": "and"}\n', encoding="utf-8")
+    lines.write_text('{"prompt": "the"}\n{"prompt": "warp"}\n{"prompt": "and", "by": "\u2028"}\n', encoding="utf-8")
     command = ["generate", f"{workspace}/run", "--device", "cpu", "--max-new-tokens", "3", "--json"]
     answers = []
     for options in (["--prompts", f"{texts}"], ["--prompts", f"{lines}", "--streams", "2"]):
@@ -381,6 +381,8 @@ def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.
             (workspace / name).write_bytes(content)
         assert run_command([*command, "--prompts", f"{workspace / name}"]) == 2
         assert says in capsys.readouterr().err
+    assert run_command([*command, "--prompts", f"{texts}", "--streams", "0"]) == 2
+    assert "streams 0: must be at least 1" in capsys.readouterr().err
 
 
 def test_half_a_surrogate_pair_on_the_command_line(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -413,6 +413,19 @@ def test_a_llama_becomes_a_deepseek_that_transformers_generates_with(tmp_path: P
     assert torch.equal(reference.their_greedy(theirs, prompt, torch.ones_like(prompt), 24), expected)
 
 
+def test_equal_sizes_are_chosen_among_those_that_all_layers_can_have() -> None:
+    """The layers have one to four pairs of rotated dims."""
+    mixer = MIXERS["mha"] | {"head_dim": 8}
+    layers = [{"mixer": mixer | {"position": ROPE | {"rotary_dim": dims}}} for dims in (8, 4)]
+    source = source_model(load_config({"vocab_size": VOCABULARY, "width": 16, "layers": layers}))
+    rewrite = LatentAttentionReplacement(state_budget=0.5, exportable=True)
+    assert len({mixer.rope_dim for mixer in mixers(converted_model(source, rewrite, text=text()))}) == 1
+    layers[1] = {"mixer": MIXERS["few-dims-no-rope"]}
+    source = source_model(load_config({"vocab_size": VOCABULARY, "width": 16, "layers": layers}))
+    with pytest.raises(ConfigError, match=r"state_budget: .*rope_dim"):
+        converted_model(source, rewrite, text=text())
+
+
 def test_equal_budgets_for_all_layers_export() -> None:
     source = source_model(design(MIXERS["mha"], depth=3))
     converted = converted_model(source, LatentAttentionReplacement(state_budget=0.5, exportable=True), text=text())

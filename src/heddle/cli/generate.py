@@ -87,7 +87,7 @@ def generate(settings: GenerateSettings) -> None:
         if settings.prompts is not None:
             prompts += _read_prompts(settings.prompts)
             takes_turns = settings.batch_invariant or settings.num_beams > 1 or has_draft
-            streams = streams or (None if takes_turns else DEFAULT_STREAMS)
+            streams = (None if takes_turns else DEFAULT_STREAMS) if streams is None else streams
         streaming = len(prompts) == 1 and not settings.json
         options = shared(settings, generate_texts) | {
             "streams": streams,
@@ -159,7 +159,8 @@ def _read_prompt(text: str) -> str:
 def _read_prompts(file: Path) -> list[str]:
     """Read one prompt per line; in a .jsonl file, the line's field `prompt`. Raises DataError."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        with file.open(encoding="utf-8") as read:
+            lines = [line.removesuffix("\n") for line in read]
     except OSError as error:
         raise DataError(f"--prompts {file}: cannot be read ({error.strerror}); give a file of prompts") from error
     except UnicodeDecodeError:

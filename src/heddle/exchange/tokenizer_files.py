@@ -150,9 +150,9 @@ def _with_added_tokens(text: str, backend: Backend, named: Mapping[str, Any], fo
     added = named.get("added_tokens_decoder")
     entries = added.items() if isinstance(added, dict) else ()
     missing = [(key, entry) for key, entry in entries if backend.token_to_id(_token_text(entry) or "") is None]
-    for key, entry in sorted(missing, key=lambda pair: int(pair[0]) if pair[0].isdecimal() else -1):
+    for key, entry in sorted(missing, key=lambda pair: (len(pair[0]), pair[0])):
         content = _token_text(entry)
-        if content is None or not key.isdecimal() or int(key) != backend.get_vocab_size():
+        if content is None or key != str(backend.get_vocab_size()):
             source = folder / TOKENIZER_CONFIG_FILE
             raise ConfigError(
                 f"{source}: 'added_tokens_decoder' has token {key}, which does not fit {TOKENIZER_FILE}; re-save both"

@@ -162,11 +162,15 @@ def _least(layer: Sequence[LossCurve], state: int) -> tuple[float, LossCurve]:
 def plan_uniform(layers: Sequence[Sequence[LossCurve]], states: Sequence[int], share: float) -> list[LatentPlan]:
     """The same sizes for every layer, with the least total loss. Raises DesignError if the budget is too small."""
     state = int(min(states) * share + ROUNDING)
-    choices = range(len(layers[0]))
-    best = min(choices, key=lambda choice: sum(layer[choice].loss(state) for layer in layers))
-    if layers[0][best].loss(state) == math.inf:
+    by_dims = [{2 * sum(curve.counts): curve for curve in layer} for layer in layers]
+    common = sorted(set.intersection(*map(set, by_dims)))
+    if not common:
+        reason = "gives no number of rotated dims that all layers can have; name layers that are alike, or give rope_dim"
+        raise DesignError("state_budget", reason)
+    best = min(common, key=lambda dims: sum(layer[dims].loss(state) for layer in by_dims))
+    if by_dims[0][best].loss(state) == math.inf:
         raise DesignError("state_budget", f"of {share:.3g} leaves {state} elements per token and layer; raise it")
-    return [layer[best].plan(state) for layer in layers]
+    return [layer[best].plan(state) for layer in by_dims]
 
 
 def plain_position(config: AttentionConfig, rope_dim: int) -> RopeConfig | None:
