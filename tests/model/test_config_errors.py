@@ -70,7 +70,7 @@ MESSAGES = {
     "layers.0.mixer.dropout=-0.1": "layers[0].mixer.dropout: should be greater than or equal to 0, got -0.1 (a number)",
     "layers.0.mixer=[]": "layers[0].mixer: expected a table of fields, got [] (a list)",
     "layers.0.mixer={heads: 4}": f"layers[0].mixer: has no kind; set kind to one of {MIXERS}",
-    "layers.0.repeat=5000": "layers: stands for 5000 layers; at most 1024 are built",
+    "layers.0.repeat=5000": "layers: expands to 5000 layers; at most 1024 are allowed",
     "layers.0.layers=[]": "layers[0].layers: a layer either nests layers or has a mixer and a feedforward; "
     "keep one of the two",
     "layers.0={}": "layers[0].mixer: a layer needs a mixer, a feedforward or both; add one",
