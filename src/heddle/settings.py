@@ -249,7 +249,7 @@ TrainingPrecision = Annotated[str, Option("NAME", "fp32, bf16 (autocast) or bf16
 Tf32 = Annotated[bool, Option("", "On CUDA: float32 matmuls in TF32, faster and less precise.")]
 Deterministic = Annotated[bool, Option("", "Bitwise reproducible on CUDA, too: slower; refuses what cannot be.")]
 Kernel = Annotated[tuple[str, ...], Option("OPERATION=KERNEL", "Force a kernel: attention=reference; repeatable.")]
-PartFile = Annotated[tuple[Path, ...], Option("FILE", "A .py file that defines a part of your own; repeatable.")]
+PartFile = Annotated[tuple[Path, ...], Option("FILE", "A .py file that defines your own part; repeatable.")]
 Quiet = Annotated[bool, Option("", "Print no progress on stderr.", short="q")]
 Json = Annotated[bool, Option("", "Print JSON.")]
 

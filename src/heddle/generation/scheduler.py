@@ -1,7 +1,7 @@
 """Continuous batching (Yu et al. 2022, Orca): many requests at once, each with its own row of the state.
 
 Requests join and leave between steps. A long prompt is prefilled in chunks: running requests wait for at most one chunk
-between two steps, and over time for a third of it. Short prompts overtake long ones, which take turns. Random numbers
+between two steps, and a third of the time overall. Short prompts overtake long ones, which take turns. Random numbers
 depend on a request's own seed and row: other requests change no draw.
 """
 
