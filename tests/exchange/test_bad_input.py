@@ -172,6 +172,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "quantised by MLX": (fields(quantization={"bits": 4}), r"field 'quantization' says the weights are quantized"),
     "a class of nobody": (anonymous("MambaForCausalLM"), r"config\.json: model_type None is not read"),
     "classes that are no list": (anonymous(7), r"config\.json: model_type None is not read"),
+    "classes that are no texts": (anonymous([{}]), r"config\.json: model_type None is not read"),
     "unknown kind": (fields(model_type="mamba9"), r"'mamba9' is not read; did you mean 'mamba2'\? heddle reads"),
     "a long kind": (fields(model_type="x" * 4000), r"\(4002 characters\) is not read; heddle reads the \d+ families"),
     "a kind without its parts": (fields(model_type="llama4_text"), r"'llama4_text' is not read; it needs .* in chunks"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import heddle
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, MachineError
 from heddle.generation.generate import beam_search
 from heddle.generation.model_runner import GenerationRequest
 from heddle.generation.sampling import Sampler
@@ -23,6 +23,14 @@ PROMPTS = [[4, 1, 2, 3], [2], [3, 3]]
 
 def tiny_model(config: ModelConfig, seed: int = 1, vocab_size: int = 5) -> Decoder:
     return amplify_layers(build(config.replace(vocab_size=vocab_size), dtype=torch.float64, seed=seed))
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = tiny_model(next(iter(DESIGNS.values())))
+    with torch.no_grad():
+        next(model.final_norm.parameters()).fill_(torch.nan)
+    with pytest.raises(MachineError, match="not finite"):
+        search(model, PROMPTS, 3, 2, None)
 
 
 def search(model: Decoder, rows: list[list[int]], steps: int, num_beams: int, eos_id: int | None) -> list[list[int]]:

@@ -341,6 +341,25 @@ def events_of(engine: Engine, requests: list[TextRequest]) -> list[list[Event]]:
     return ends
 
 
+def test_an_engine_that_has_ended_takes_no_request() -> None:
+    """It would never be answered."""
+    engine, tokenizer = limited_engine(ServerLimits())
+    reader = RequestReader(tokenizer, NAME, engine.limits)
+    last_events(engine, reader, [1])
+    request = reader.read("completions", json.dumps({"model": NAME, "prompt": "The"}).encode())
+    with pytest.raises(RequestError, match="shutting down") as refused:
+        engine.submit(request, lambda event: None)
+    assert refused.value.status == 503
+
+
+def test_a_request_that_waited_too_long_is_counted() -> None:
+    engine, tokenizer = limited_engine(ServerLimits(max_seconds=0))
+    ends = last_events(engine, RequestReader(tokenizer, NAME, engine.limits), [1])
+    assert ends[0].error is not None
+    assert ends[0].error.status == 429
+    assert engine.metrics.finished == 1
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_text_past_the_positions_ends_alone(invariant: bool) -> None:
     engine, tokenizer = limited_engine(ServerLimits())

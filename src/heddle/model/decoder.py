@@ -382,6 +382,7 @@ class Decoder(nn.Module):
         """
         if not len(self.multi_token):
             raise ConfigError("multi_token: this design has no modules; add multi_token to it and train it")
+        self._check_encoder_output(encoder_output, batch)
         layer = self.multi_token[0].get_submodule("layer")
         assert isinstance(layer, Layer)
         lookback = 0 if layer.mixer is None else layer.mixer.lookback

@@ -28,6 +28,8 @@ from heddle.serving.limits import ServerLimits
 from heddle.serving.requests import Grammar, RequestError, TextRequest
 from heddle.tokenization.tokenizer import Tokenizer
 
+SHUTTING_DOWN = "the server is shutting down; try again later"
+
 # Metrics for /metrics, in Prometheus's text format.
 
 
@@ -387,6 +389,8 @@ class Engine:
         now = time.monotonic()
         job = Job(request, deliver, now, now + self.limits.max_seconds)
         with self._changed:
+            if self._closed:
+                raise RequestError(SHUTTING_DOWN, status=503)
             self._entering.discard(entry)
             self._waiting.append(job)
             self._changed.notify_all()
@@ -407,7 +411,7 @@ class Engine:
                 except Exception as error:  # not of one request: all running ones end, and the server goes on
                     self._end_all(_as_request_error(error))
         for job in [*self._waiting, *self._running.values()]:
-            job.deliver(Event(error=RequestError("the server is shutting down; try again later", status=503)))
+            job.deliver(Event(error=RequestError(SHUTTING_DOWN, status=503)))
         self._waiting.clear()
         self._running.clear()
 
@@ -430,6 +434,7 @@ class Engine:
                     self.metrics.cancelled += 1
                 elif now > job.deadline:
                     self._waiting.remove(job)
+                    self.metrics.finished += 1
                     sentence = "waited too long in the queue; try again later"
                     job.deliver(Event(error=RequestError(sentence, None, 429, self.retry_seconds)))
             for key, job in list(self._running.items()):

@@ -132,7 +132,7 @@ class JsonGrammars:
             grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults={"whitespace_flexible": False})
             reason = LLMatcher.validate_grammar(grammar, self._tokenizer)
         except ValueError as error:
-            reason = str(error)
+            reason = str(error) or type(error).__name__
         if reason:
             sentence = f"response_format: the schema cannot be followed ({printable(reason)[:200]})"
             raise RequestError(sentence, "response_format")

@@ -165,7 +165,9 @@ def plan_uniform(layers: Sequence[Sequence[LossCurve]], states: Sequence[int], s
     by_dims = [{2 * sum(curve.counts): curve for curve in layer} for layer in layers]
     common = sorted(set.intersection(*map(set, by_dims)))
     if not common:
-        reason = "gives no number of rotated dims that all layers can have; name layers that are alike, or give rope_dim"
+        reason = (
+            "gives no number of rotated dims that all layers can have; name layers that are alike, or give rope_dim"
+        )
         raise DesignError("state_budget", reason)
     best = min(common, key=lambda dims: sum(layer[dims].loss(state) for layer in by_dims))
     if by_dims[0][best].loss(state) == math.inf:
