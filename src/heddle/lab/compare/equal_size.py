@@ -1,6 +1,6 @@
 """Resize designs to the baseline's size: find the width at which a design has its parameters or FLOPs per token.
 
-(`heddle.lab.compare.equal_size` makes states equal, at unchanged widths.)
+(`equalize_states` makes states equal, at unchanged widths.)
 
 `width` changes, and the `hidden` of every feed-forward in proportion. All other numbers in the config stay: heads, an
 explicit head_dim, ranks, windows, depth. A head_dim that is not given follows the width, so only those widths are
@@ -74,14 +74,14 @@ def equalize_states(
         config, size = _scale_to(entry.config, bytes_of, target)
         changes = _changes(entry.config, config)
         if abs(size / target - 1) > MAX_STATE_DEVIATION:
-            reached = ", ".join(changes) or "no field of its mixers reaches it"
+            reached = ", ".join(changes) or "none of its mixers' fields gets closer"
             raise ConfigError(
                 f"equal state: {entry.name} comes no nearer to {baseline} at {context} tokens than "
                 f"{size / target - 1:+.0%} ({reached}); choose another baseline or context length, or leave it out"
             )
         for other in scaled_entries:
             if other.config == config:
-                reason = f"{other.name} and {entry.name} become one design ({', '.join(changes) or 'unchanged'})"
+                reason = f"{other.name} and {entry.name} become the same design ({', '.join(changes) or 'unchanged'})"
                 raise ConfigError(f"equal state: {reason}; leave one of them out")
         scaled_entries.append(replace(entry, config=config, scaled_fields=tuple(changes)))
     return tuple(scaled_entries)
@@ -99,7 +99,7 @@ def _scale_to(config: ModelConfig, bytes_of: Callable[[ModelConfig], int], targe
         try:
             candidate = with_state_factor(config, factor)
             size = bytes_of(candidate)
-        except ConfigError:  # too small or too large to be built
+        except ConfigError:  # too small or too large to build
             size = target + 1 if factor > 1 else target - 1
         else:
             if abs(size - target) < abs(best_size - target):
@@ -120,7 +120,7 @@ def _with_mixer_scaled(layer: LayerConfig, factor: float, width: int) -> LayerCo
 
 
 def scale_state(mixer: MixerConfig, factor: float, width: int) -> MixerConfig:
-    """The same config with about `factor` times the state in a model of this width; itself if no field sets it."""
+    """The same config with about `factor` times the state in a model of this width; unchanged if no field sets it."""
     values = {name: getattr(mixer, name) for name in type(mixer).model_fields}
     inner = {name: value for name, value in values.items() if isinstance(value, MixerConfig)}
     if inner:

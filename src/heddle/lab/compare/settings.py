@@ -82,10 +82,10 @@ class CompareSettings(SessionSettings):
         tuple[str, ...],
         Option("FIELD=VALUES", "Tune for each design: lr=0.001..0.02 or lr=0.001,0.004; repeatable."),
     ] = ()
-    tune_budget: Annotated[str | None, Option("X", "Of the comparison's training, or a time such as 10m. [1]")] = None
+    tune_budget: Annotated[str | None, Option("X", "Share of the comparison's training, or a time (10m). [1]")] = None
     speed_context_length: SpeedContexts = ()
     recall: Annotated[str, Option("NAMES", "Recall tasks: auto, all, none, mqar, parity …")] = "auto"
-    extrapolate: Annotated[int, Option("N", "Test texts up to N sequence lengths: 1 (off), 2, 4, 8 …")] = 8
+    extrapolate: Annotated[int, Option("N", "Test sequences up to N times as long: 1 (off), 2, 4, 8 …")] = 8
     track: Track = ()
     devices: Annotated[str | None, Option("NAMES", "One run on each: 0-7, cuda:0,cuda:2, or cpu:4 (4 at a time).")] = (
         None
@@ -104,7 +104,7 @@ class CompareSettings(SessionSettings):
 
     @classmethod
     def read(cls, values: Mapping[Any, Any], source: str = "options") -> Self:
-        """Read settings. Raises ConfigError also for an option that a tuned field replaces: it would have no effect."""
+        """Read settings. Also raises ConfigError for an option that a tuned field overrides."""
         settings = super().read(values, source)
         for field in settings.tune:
             name = field.partition("=")[0]
