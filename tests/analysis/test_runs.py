@@ -93,7 +93,7 @@ def test_the_command_lists_runs(folder: Path, capsys: pytest.CaptureFixture[str]
     assert first.split() == ["b", "40", "4,000", "3.0000", "5.0000", "100", "seed=0"]
     assert second.split() == ["deep/a", "2", "of", "40", "200", "2.0000", "2.0000", "100", "seed=1"]
     assert metrics == "training and validation: bits per byte"
-    assert "of a part of the held-out text" in note
+    assert "reads a part of the held-out text" in note
     assert run_command(["runs", str(folder), "--sort", "training", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["name"], row["differences"]) for row in rows] == [
@@ -144,7 +144,7 @@ def test_a_curve_has_at_most_100_means(tmp_path: Path) -> None:
 
 def test_only_a_page_is_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["runs", str(folder), "--plot", str(tmp_path / "runs.svg")]) == 2
-    assert "runs.svg: writes a page; name it .html" in capsys.readouterr().err
+    assert "runs.svg: the plot is an HTML page; name it .html" in capsys.readouterr().err
     assert not (tmp_path / "runs.svg").exists()
 
 

@@ -158,8 +158,7 @@ def test_state_growth_is_described(per_token: int, fixed: int, sentence: str) ->
 def test_state_growth_of_windows_is_described() -> None:
     ring = [[context, 8.0 * min(context, 4096)] for context in reports.CONTEXTS]
     assert (
-        verdict.describe_state_growth({"state_bytes": ring})
-        == "Its state grows up to 32.8 kB and then stays constant."
+        verdict.describe_state_growth({"state_bytes": ring}) == "Its state grows up to 32.8 kB and then stays constant."
     )
     mixed = [[context, 8.0 * min(context, 4096) + 2.0 * context] for context in reports.CONTEXTS]
     assert (

@@ -30,7 +30,7 @@ def parse_ratios(text: str) -> tuple[float, ...]:
 
 
 def parse_sizes(text: str) -> int | tuple[float, ...]:
-    """Parse `5` as a count, and `60k,120k` or a number above 20 as sizes. Raises ConfigError, which names the size."""
+    """Parse `5` as a count, and `60k,120k` or a number above 20 as sizes. Raises ConfigError, naming the size."""
     if text.isdecimal() and len(text) <= 2 and int(text) <= MAX_COUNT:
         return int(text)
     return tuple(parse_named("--sizes", size.strip(), parse_count) for size in text.split(","))
