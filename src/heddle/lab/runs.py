@@ -152,7 +152,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """A run as it is now.
+    """The current state of a run.
 
     name: of its folder. metric: bits_per_byte, accuracy or loss. curves: "smoothed", "raw" and "validation" of the
     metric; "rate"; "norm" (of the gradient, smoothed) and "raw_norm"; "speed" (tokens per second); "memory" (bytes).

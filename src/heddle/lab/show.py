@@ -75,7 +75,7 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
     source, encoder_length = settings.design, settings.encoder_length
     load_parts(settings.part)
     if source is None:
-        raise ConfigError("DESIGN: missing; give a file, preset:NAME or a checkpoint folder")
+        raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
     counts = [*settings.context_length, settings.batch_size, 1 if encoder_length is None else encoder_length]
     if min(counts) < 1 or max(counts) > MAX_COUNT:
         reason = "at least 1" if min(counts) < 1 else "at most 10^9"

@@ -48,7 +48,7 @@ SOLVED_SHARE = 0.9  # of that way: from there on a task counts as learned
 class TaskChoice:
     """Whether a task is trained. reason: why it is not, or "".
 
-    copies: by design, the design whose small copy is trained for it: its own, or an earlier one with an equal copy.
+    copies: by design, the design that provides the small copy: itself, or an earlier one with an equal copy.
     """
 
     probe: str

@@ -211,7 +211,7 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         workers = choose_workers(
             plan, runtime, count=settings.workers, devices=devices, share=share, ranks=settings.nproc
         )
-        # speed measurements need all threads, unless the plan sets their number for training and speed alike
+        # speed measurements have all needs; with as many threads as training, their entry replaces its own
         needs = {workers.threads or runtime.threads: TRAINING_NEEDS, plan.threads or runtime.threads: ALL_NEEDS}
         runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, needs)
         warn_of_precision(runtime, settings.precision)

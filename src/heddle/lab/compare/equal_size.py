@@ -76,7 +76,7 @@ def equalize_states(
         if abs(size / target - 1) > MAX_STATE_DEVIATION:
             reached = ", ".join(changes) or "none of its mixers' fields gets closer"
             raise ConfigError(
-                f"equal state: {entry.name} comes no nearer to {baseline} at {context} tokens than "
+                f"equal state: {entry.name} gets no closer to {baseline} at {context} tokens than "
                 f"{size / target - 1:+.0%} ({reached}); choose another baseline or context length, or leave it out"
             )
         for other in scaled_entries:
@@ -88,7 +88,7 @@ def equalize_states(
 
 
 def _scale_to(config: ModelConfig, bytes_of: Callable[[ModelConfig], int], target: int) -> tuple[ModelConfig, int]:
-    """The design whose state is nearest to the target among those that can be built, and the bytes of its state."""
+    """The buildable design with the state nearest to the target, and the bytes of its state."""
     best, best_size = config, bytes_of(config)
     low, high = 1 / MAX_FACTOR, MAX_FACTOR
     factor = target / best_size
@@ -242,7 +242,7 @@ def equalize_sizes(
         deviation = size_of(resized) / target - 1
         if abs(deviation) > MAX_DEVIATION:
             raise ConfigError(
-                f"equal {kind}: {entry.name} comes no nearer to {baseline} than {deviation:+.0%}, at width "
+                f"equal {kind}: {entry.name} gets no closer to {baseline} than {deviation:+.0%}, at width "
                 f"{resized.width}; compare it without equal, or give heads that divide more widths, or a head_dim"
             )
         resized_entries.append(replace(entry, config=resized, original_width=entry.config.width))

@@ -147,7 +147,7 @@ def _missing_neighbors(
 def _neighbors(
     search: Search, grids: Sequence[Sequence[Value]], candidate: Candidate
 ) -> Iterator[tuple[str, Candidate]]:
-    """(where, candidate) of the next values of each grid, or of those that continue it: "lr above"."""
+    """(where, candidate) of the next values of each grid, or of values that continue it: "lr above"."""
     for axis, field in enumerate(search.fields):
         for direction, word in ((-1, "below"), (1, "above")) if field.is_number else ():
             grid = grids[axis]

@@ -265,7 +265,7 @@ class StoppingRule:
 
 
 def _next_runs(group: Sequence[int], seeds: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The next seed of each design in the group; those that have fewer than the others catch up first."""
+    """The next seed of each design in the group; designs with fewer seeds catch up first."""
     most, fewest = max(seeds[design] for design in group), min(seeds[design] for design in group)
     target = min(most + (most == fewest), MAX_SEEDS)
     return tuple((design, seed) for seed in range(fewest, target) for design in group if seeds[design] <= seed)

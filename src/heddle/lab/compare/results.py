@@ -99,7 +99,7 @@ class NeededRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference(Interval):
-    """Bits per byte of a design minus those of another.
+    """Bits per byte of a design minus another's.
 
     resolved: whether the interval excludes 0. pairs: seeds that both sides finished. final: whether it may be judged;
     None: it always may. method: how the interval was computed. If it is not resolved: tie_within, the largest

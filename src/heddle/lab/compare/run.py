@@ -230,7 +230,7 @@ def _check_unchanged(folder: Path, saved: dict[str, Any], identity: dict[str, An
     if added and identity["budget_kind"] != "tokens":
         # how much of the longer texts is read depends on the steps of every design
         raise CheckpointError(
-            f"{folder}: holds a comparison without {added[0]}; designs can be added only where the budget is in tokens"
+            f"{folder}: holds a comparison without {added[0]}; designs can be added only if the budget is in tokens"
         )
 
 
@@ -411,7 +411,7 @@ def compare(
 def _open(out: Path, plan: ComparisonPlan, is_shared: bool) -> Iterator[bool]:
     """Lock the folder, and check the plan; yields whether the number of seeds depends on results.
 
-    The lock of processes that share the comparison keeps out those that do not.
+    Processes that share the comparison share a lock, which keeps all others out.
     """
     with ExitStack() as stack:
         if not is_shared:

@@ -135,7 +135,7 @@ def mean_bits_per_byte(runs: Sequence[ScoredRun]) -> MeanLoss:
 def paired_difference(
     design_runs: Sequence[ScoredRun], baseline_runs: Sequence[ScoredRun], sampling: TextSampling = VALIDATION_WINDOWS
 ) -> Difference:
-    """Bits per byte of a design minus those of the baseline, seed by seed: below 0 the design is better.
+    """Bits per byte of a design minus the baseline's, seed by seed: below 0 the design is better.
 
     Without a pair the numbers are None. sampling: what text the runs' windows are. Raises DataError where the two runs
     of a pair were measured on different text.

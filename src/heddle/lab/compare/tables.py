@@ -180,7 +180,7 @@ def mean_loss(design: Design) -> float | None:
 
 
 def ranked_designs(report: Report) -> list[Design]:
-    """The designs, lowest bits per byte first, those without a finished run last.
+    """The designs, lowest bits per byte first; designs without a finished run are last.
 
     The leader is first: where seeds were bought of some designs only, their means are over different seeds.
     """

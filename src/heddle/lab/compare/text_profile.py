@@ -159,7 +159,7 @@ def _recalled(name: str) -> Scored:
 
 
 def _over_depths(run: Run, *, name: str, hidden: bool) -> FiniteScores | None:
-    """The scores of the rows with needles, averaged over the depths, or those of the rows without."""
+    """The scores of the rows with needles, averaged over the depths, or of the rows without."""
     if not run.text_recall:
         return None
     chosen = [getattr(needle, name) for needle in run.text_recall.needles if (needle.depth is not None) == hidden]
@@ -171,7 +171,7 @@ def _over_depths(run: Run, *, name: str, hidden: bool) -> FiniteScores | None:
 
 
 def _gain(scores: Scored, control: Scored) -> Scored:
-    """The scores minus those of the control, row by row."""
+    """The scores minus the control's, row by row."""
 
     def gain(run: Run) -> FiniteScores | None:
         rows, reference = scores(run), control(run)

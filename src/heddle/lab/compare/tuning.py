@@ -1,6 +1,6 @@
 """Tune training fields for each design before a comparison: run the search's trials, and choose the best values.
 
-A trial is a run of its own, as long as the comparison's or shorter, with a schedule that ends. It is scored on the
+A trial is a separate run, as long as the comparison's or shorter, with a complete schedule. It is scored on the
 tuning part of the held-out text; the comparison's runs, on seeds that no trial had, are scored on the rest.
 """
 

@@ -144,7 +144,7 @@ def _lowest_loss(report: Report, ranking: list[Design]) -> str:
 
 
 def _resolved_pairs(report: Report) -> str:
-    """The pairs without the leader whose difference is resolved, as where the leader's runs vary more than theirs."""
+    """Resolved pairs without the leader, as when the leader's runs vary more than theirs."""
     pairs = [row for row in report.pairs if row.resolved and report.leader not in (row.design, row.reference)]
     words = [f"{row.design} against {row.reference} ({format_difference(row)})" for row in pairs]
     return f" Resolved: {join_names(words, 4)}." if words else ""

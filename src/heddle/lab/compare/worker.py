@@ -1,6 +1,6 @@
 """Worker process of a comparison: `python -m heddle.lab.compare.worker TASK.json RESULT.json`.
 
-TASK.json describes one task, whose name is in TASKS. RESULT.json receives its result, or the reason why there is none.
+TASK.json describes one task by its name in TASKS. RESULT.json receives its result, or the reason for its failure.
 """
 
 import ctypes

@@ -281,7 +281,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         is_comparison = bool(settings.sweep or settings.method)
         check_report_tokens(settings.report_tokens, settings.sequence_length, is_comparison)
         if out is None and not settings.dry_run:
-            raise ConfigError("OUT: missing; name the folder to write")
+            raise ConfigError("OUT: is missing; name the folder to write")
         source = open_source(settings.model)
         for rewrite in (rewrite for variant in variants for rewrite in variant.rewrites):
             source.check_tokenizers(rewrite)
@@ -451,9 +451,9 @@ def _check(settings: ConvertSettings) -> None:
     if settings.heal_batch_size is not None and settings.heal_batch_size < 1:
         raise ConfigError(f"--heal-batch-size {settings.heal_batch_size}: must be at least 1")
     if settings.model is None:
-        raise ConfigError("MODEL: missing; give a run, a model folder or a folder of transformers")
+        raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
     if not settings.to and not settings.sweep:
-        raise ConfigError("--to: missing; say what to change, such as --to kv_heads=2 (--list prints the choices)")
+        raise ConfigError("--to: is missing; say what to change, such as --to kv_heads=2 (--list prints the choices)")
     if settings.method not in (None, "all"):
         reason = "must be all; for one, give an option: --to kv_heads=2,merge=mean"
         raise ConfigError(f"--method {settings.method}: {reason}")
@@ -477,7 +477,7 @@ def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int
     if rows is not None and rows != own_rows:
         how = "without the model's BOS token" if own_rows.bos_ids else "with BOS, which the model was trained without"
         print_warning(
-            f"rows begin {how}, as in the conversion that is resumed, so losses differ from those in use; remove "
+            f"rows begin {how}, as in the conversion that is resumed, so losses differ from normal use; remove "
             "the unfinished conversion to start again"
         )
     return prepare_corpus(

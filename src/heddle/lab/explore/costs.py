@@ -143,7 +143,7 @@ def pair_count(n: Quantities) -> Number:
 
 
 def cached_tokens(n: Quantities) -> Number:
-    """Tokens whose keys and values are in the cache: none if the mixer is bidirectional."""
+    """Tokens with keys and values in the cache: none if the mixer is bidirectional."""
     return n.causal * n.least(n.default("window", n.tokens), n.tokens)
 
 

@@ -268,7 +268,7 @@ class FormFit:
 
 @dataclass(frozen=True)
 class FormFits:
-    """A form's solutions for each shape [shapes, 2] that its designs share. points: by design."""
+    """A form's solutions for each shape [shapes, 2] that its designs share. points: of all designs together."""
 
     form: str
     shapes: Array
@@ -320,7 +320,7 @@ class FormFits:
         )
 
     def draw(self, is_accepted: _Accepts, generator: np.random.Generator) -> tuple[dict[str, Array], Array]:
-        """About DRAWS draws, less those that do not fall: coefficients [draws, k + 2], deviations.
+        """About DRAWS draws, without curves that do not fall: coefficients [draws, k + 2], deviations.
 
         A shape is drawn by its density, σ² = S / χ²(ν) given the shape, and the coefficients normally given both.
         """

@@ -102,7 +102,7 @@ class DesignScale:
         best = min(nearby, key=lambda rung: abs(math.log(rung.parameters / parameters)))
         if abs(math.log(best.parameters / parameters)) > math.log(MAX_SIZE_RATIO):
             raise ConfigError(
-                f"sizes {parameters:.0f}: {self.name} comes no nearer than {best.parameters} parameters, at width "
+                f"sizes {parameters:.0f}: {self.name} gets no closer than {best.parameters} parameters, at width "
                 f"{best.width}; choose sizes that it has, or give it more heads or a smaller vocabulary"
             )
         return best

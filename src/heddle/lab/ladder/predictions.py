@@ -232,7 +232,7 @@ def _largest(losses: SizeLosses) -> int:
 
 
 def _without_largest(losses: SizeLosses) -> SizeLosses:
-    """All points but those of the largest size, and of the most tokens of each size."""
+    """All points except the largest size's, and except the most tokens of each size."""
     most: dict[float, float] = {}
     for size, tokens in zip(losses.sizes, losses.tokens, strict=False):
         most[size] = max(tokens, most.get(size, 0.0))

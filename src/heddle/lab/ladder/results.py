@@ -86,7 +86,7 @@ class FormPrediction:
 class Prediction:
     """The loss of a design at a size: the median, and the 95 % intervals of the curve and of a measurement.
 
-    reason: why there is no number, if there is none.
+    reason: why there is no number, or None.
     """
 
     design: str

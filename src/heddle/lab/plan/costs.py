@@ -149,7 +149,7 @@ class _LayerTrace:
 def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
     """Measure a design for sequences of `sequence_length` tokens. Raises ConfigError for one with an encoder."""
     if config.encoder is not None or config.vocab_size is None:
-        reason = "vocab_size: missing" if config.vocab_size is None else "encoder: a plan covers decoders only"
+        reason = "vocab_size: is missing" if config.vocab_size is None else "encoder: a plan covers decoders only"
         raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
     model = build_distinct_layers(config, torch.bfloat16)
     parameters, active = parameter_counts(model)

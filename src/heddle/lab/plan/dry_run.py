@@ -83,7 +83,7 @@ class StepTrace(LightDispatchMode):
         self._resized: dict[int, None] = {}  # gathered weights: FSDP2 empties and fills their storages
         self._learning: list[nn.Parameter] = []  # gathered weights that get gradients now
         self._highest = 0
-        self._weights: dict[int, list[nn.Parameter]] = {}  # gathered ones, by layer; −1: those of the root group
+        self._weights: dict[int, list[nn.Parameter]] = {}  # gathered ones, by layer; −1: the root group
         self._backward_layer: int | None = None
         self._attention = AttentionShapes(self._add_attention)
 
@@ -400,7 +400,7 @@ def _sent(repeats: Mapping[int, int], collective: tuple[str, int], trace: StepTr
 
 def _check(config: ModelConfig, layout: RankLayout) -> None:
     if config.encoder is not None or config.vocab_size is None:
-        reason = "vocab_size: missing" if config.vocab_size is None else "encoder: a dry run covers decoders only"
+        reason = "vocab_size: is missing" if config.vocab_size is None else "encoder: a dry run covers decoders only"
         raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
     if config.multi_token is not None:
         raise ConfigError("multi_token: a dry run covers designs without modules; leave multi_token out of it")
