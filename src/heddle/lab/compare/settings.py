@@ -64,10 +64,10 @@ class CompareSettings(SessionSettings):
     flops: Annotated[float | None, Option("X", "Or the training FLOPs of each run.")] = None
     seeds: Annotated[int | None, Option("N", "Runs of each design, with random seeds 0 to N-1. [3]")] = None
     until_resolved: Annotated[
-        float | None, Option("X", "Then more seeds, until each difference to the best is known to ± X.")
+        float | None, Option("X", "Add seeds until each difference to the best is known to ± X.")
     ] = None
     budget: Annotated[
-        str | None, Option("TIME", "Of the whole command, 90s, 7m or 2h: it chooses tokens and seeds not given.")
+        str | None, Option("TIME", "Time of the whole command (90s, 7m, 2h); chooses tokens and seeds not given.")
     ] = None
     dry_run: Annotated[bool, Option("", "Print the plan and how long it takes; train nothing.")] = False
     batch_size: BatchSize = 4
@@ -90,14 +90,12 @@ class CompareSettings(SessionSettings):
     devices: Annotated[str | None, Option("NAMES", "One run on each: 0-7, cuda:0,cuda:2, or cpu:4 (4 at a time).")] = (
         None
     )
-    share: Annotated[str | None, Option("K/N", "This is process K of N that share the folder. [of a Slurm array]")] = (
-        None
-    )
+    share: Annotated[str | None, Option("K/N", "Run as process K of N sharing the folder. [from a Slurm array]")] = None
     precision: TrainingPrecision = "fp32"
     tf32: Tf32 = False
     deterministic: Deterministic = False
     workers: Annotated[int | None, Option("N", "Runs at the same time. [one per CPU thread, at most 4]")] = None
-    nproc: Annotated[int, Option("N", "Processes that share each training run, on a device each.")] = 1
+    nproc: Annotated[int, Option("N", "Processes that share each training run, one device each.")] = 1
     port: Annotated[int | None, Option("N", "Port of the live report on 127.0.0.1. [any free one]")] = None
     open: Annotated[bool, Option("", "Open the live report in the browser.")] = False
     json: Json = False

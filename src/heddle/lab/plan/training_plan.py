@@ -32,14 +32,14 @@ class PlanSettings(VerbSettings):
     design: Design
     overrides: Overrides = ()
     cpu: Annotated[bool, Option("", "Plan for this machine's CPU; times a step.")] = False
-    gpus: Annotated[int, Option("N", "How many GPUs.")] = 8
+    gpus: Annotated[int, Option("N", "Number of GPUs.")] = 8
     gpu: Annotated[str, Option("NAME", "a100-40gb, a100, h100, h800, h200 or b200.")] = "h100"
     sequence_length: Annotated[int | None, Option("N", "Tokens per sequence. [4096, or fewer learned positions]")] = (
         None
     )
     batch_size: Annotated[int | None, Option("N", "Sequences per step on all GPUs. [one micro-batch on each]")] = None
     tokens: Annotated[float | None, Option("N", "Training tokens, such as 2e12, to estimate the time.")] = None
-    dry_run: Annotated[bool, Option("", "Also trace a step of the first layout on tensors without values.")] = False
+    dry_run: Annotated[bool, Option("", "Also trace a step of the first layout on fake tensors.")] = False
     part: PartFile = ()
     json: Json = False
 
