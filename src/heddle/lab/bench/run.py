@@ -403,7 +403,7 @@ def check_values(label: str, reference: Sequence[float], values: Sequence[float]
     limit = _TOLERANCES["fp32" if precision == "fp32" else "bf16"]
     if not difference <= limit:
         raise MachineError(
-            f"{label}: differs from heddle: {100 * difference:.2g} % apart; their times cannot be compared"
+            f"{label}: results differ from heddle's by {100 * difference:.2g} %; their times cannot be compared"
         )
 
 
