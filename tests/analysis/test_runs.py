@@ -150,7 +150,7 @@ def test_a_curve_has_at_most_100_means(tmp_path: Path) -> None:
 
 def test_only_a_page_is_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["runs", str(folder), "--plot", str(tmp_path / "runs.svg")]) == 2
-    assert "runs.svg: writes a page; name it .html" in capsys.readouterr().err
+    assert "runs.svg: the plot is an HTML page; name it .html" in capsys.readouterr().err
     assert not (tmp_path / "runs.svg").exists()
 
 

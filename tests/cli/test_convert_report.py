@@ -109,7 +109,7 @@ def test_a_healing_says_how_long_it_takes(
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", str(tokens), "--heal-batch-size", "4"]
     words = [word for word in command(workspace, tmp_path / "fewer", *options) if word != "--quiet"]
     assert run_command(words) == 0
-    said = f"healing: {steps} steps of 64 tokens" + (", about 32 min (60 s a step)" if steps > 20 else "")
+    said = f"healing: {steps} steps of 64 tokens" + (", about 32 min (60 s/step)" if steps > 20 else "")
     assert said in capsys.readouterr().err.splitlines()
     assert bool(timed) == (steps > 20)
     assert all(seconds > 0 for seconds in timed)
@@ -125,7 +125,7 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
     assert run_command([*words, "--heal", "6400"]) == 1
     err = capsys.readouterr().err
     assert "--heal 6400: takes about 100 min, and --budget 30m leaves" in err
-    assert "what was converted is kept" in err
+    assert "converted models are kept" in err
     fits = int(err.partition("give --heal ")[2].partition(" ")[0])
     assert 0.8 * 30 * 64 < fits <= 30 * 64
     assert not (tmp_path / "fewer").exists()
@@ -237,7 +237,7 @@ def test_an_exact_conversion_has_nothing_to_heal(
 ) -> None:
     words = command(workspace, tmp_path / "exact", "--to", "rope_layout,layout=interleaved", "--budget", "30m")
     assert run_command([word for word in words if word != "--quiet"]) == 0
-    assert "an exact conversion has nothing to heal" in capsys.readouterr().err
+    assert "an exact conversion needs no healing" in capsys.readouterr().err
     assert "healing" not in (tmp_path / "exact/conversion.json").read_text(encoding="utf-8")
 
 

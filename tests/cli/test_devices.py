@@ -88,7 +88,7 @@ def test_the_share_of_a_process() -> None:
     assert parse_process_share(None, {"SLURM_JOB_ID": "7"}) is None
     assert parse_process_share(None, array) == (2, 8)
     assert parse_process_share("0/3", array) == (0, 3)
-    for text, says in (("3/3", r"0/3.*2/3"), ("1", "expected the num"), ("0/0", "expected the num")):
+    for text, says in (("3/3", r"0/3.*2/3"), ("1", "expected INDEX"), ("0/0", "expected INDEX")):
         with pytest.raises(ConfigError, match=f"^--share {text}: .*{says}"):
             parse_process_share(text, {})
     with pytest.raises(ConfigError, match=r"^SLURM_ARRAY_TASK_ID x/8:"):

@@ -146,7 +146,7 @@ def test_the_report_is_a_plain_loop_that_begins_with_bos(model: Path, texts: Pat
         assert abs(expected - plain_loss(our_logits(ours), corpus, with_bos=False)) > 0.02
     assert results_of(out).text.bos_ids == tuple(corpus.tokenizer.bos_ids)
     page = (out / "convert.html").read_text(encoding="utf-8")
-    assert f"Each row begins with BOS ({corpus.tokenizer.bos_ids[0]})" in page
+    assert f"Each sequence begins with BOS ({corpus.tokenizer.bos_ids[0]})" in page
     assert saved_conversion(out)["text"]["bos_ids"] == corpus.tokenizer.bos_ids
 
 

@@ -182,8 +182,8 @@ def dying(*arguments: Any, **named: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--heal-loss", "text"], "--heal-loss text: says how to heal; give --heal or --budget too"),
-        (["--heal-batch-size", "2"], "--heal-batch-size 2: says how to heal; give --heal or --budget too"),
+        (["--heal-loss", "text"], "--heal-loss text: has no effect without healing; give --heal or --budget too"),
+        (["--heal-batch-size", "2"], "--heal-batch-size 2: has no effect without healing; give --heal or --budget too"),
         (["--heal", "4096", "--heal-batch-size", "0"], "--heal-batch-size 0: must be at least 1"),
         (["--heal", "9"], "healing tokens 9: are less than one step of 2048 tokens; give more"),
         (["--heal", "4096", "--heal-loss", "logit"], "unknown loss 'logit'; choices: logits, text, layers"),

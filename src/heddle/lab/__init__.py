@@ -1,1 +1,1 @@
-"""Comparison and inspection of designs: plain data first, then pages."""
+"""Compare, inspect and plan designs: plain data first, then pages."""

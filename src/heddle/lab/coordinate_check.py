@@ -1,7 +1,7 @@
 """Coordinate check (Yang et al. 2022, appendix D.1): how far a few steps move each activation of a model.
 
-Where a learning rate transfers over width, the mean change of an activation's coordinates is about the same at every
-width. Where it grows with width, a wider model needs a smaller rate.
+If a learning rate transfers over width, the mean change of an activation's coordinates is about the same at every
+width. If it grows with width, a wider model needs a smaller learning rate.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from heddle.training.step import accumulate_gradients, apply_gradients
 def activation_changes(
     model: Decoder, optimizer: Optimizer, batch: Batch, learning_rate: float, steps: int
 ) -> dict[str, list[float]]:
-    """Take steps on one batch, and return each activation's mean absolute change from the start after each step.
+    """Train on one batch, and return each activation's mean absolute change from initialization after each step.
 
     Activations: the output of each mixer and feed-forward by its path, `final_norm`, and `head` for the logits.
     """
@@ -45,7 +45,7 @@ def _activations(model: Decoder, batch: Batch) -> dict[str, Tensor]:
 
 @contextmanager
 def _record_outputs(model: Decoder) -> Iterator[dict[str, Tensor]]:
-    """Within the block, the newest output of each branch of each layer and of the final norm is in the mapping."""
+    """Within the block, the mapping holds the latest output of each branch of each layer and of the final norm."""
     outputs: dict[str, Tensor] = {}
     branches = {
         f"layers.{index}.{name}": branch

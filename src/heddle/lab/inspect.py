@@ -1,4 +1,4 @@
-"""Collect what every attention head reads on one text: its weights, quantized to a byte each, and their averages."""
+"""Collect the attention weights of every head on one text, quantized to a byte each, and their averages."""
 
 import base64
 import zlib
@@ -18,7 +18,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.numerics.attention.observer import Observation
 from heddle.parts.mixers import Mixer
 
-MAX_TOKENS = 512  # that a map can still show
+MAX_TOKENS = 512  # the most that a map can show
 MAX_WEIGHTS = 2**25  # of all heads: 32 MB before compression
 LONG_CONTEXT = 8192  # state sizes are given at this context too
 
@@ -29,8 +29,8 @@ class LayerWeights:
 
     weight_codes: bytes of shape [heads, queries, keys]; a weight w is stored as round(255 · √w).
     The averages are over all heads and all queries but the first, which can see nothing but itself.
-    mean_distance: in tokens, weighted. self_share, first_token_share, sink_share: the weight on the token itself, on
-    the first token and on no token. mean_distance and self_share are None where keys are not the text's tokens.
+    mean_distance: weighted, in tokens. self_share, first_token_share, sink_share: the weight on the token itself, on
+    the first token, and on no token. mean_distance and self_share are None if keys are not the text's tokens.
     """
 
     heads: int
@@ -47,8 +47,8 @@ class LayerWeights:
 class LayerInspection:
     """One layer.
 
-    mixer: its config, in words. visible_range: which tokens it sees, in words. latent: what its heads share, in words,
-    or "". state_bytes: at the text's length and at LONG_CONTEXT; None for a bidirectional design. weights: None where
+    mixer: its config, in words. visible_range: the tokens it sees, in words. latent: what its heads share, in words,
+    or "". state_bytes: at the text's length and at LONG_CONTEXT; None for a bidirectional design. weights: None if
     the mixer computes none.
     """
 
@@ -62,9 +62,9 @@ class LayerInspection:
 
 
 def inspect_layers(model: Decoder, tokens: list[int]) -> list[LayerInspection]:
-    """Run the model on one row of tokens and collect every layer.
+    """Run the model on one sequence and collect every layer.
 
-    Raises ConfigError where the design has no attention weights, or the tokens are too many for a page.
+    Raises ConfigError if the design has no attention weights, or the sequence is too long for a page.
     """
     device = model.embed.weight.device
     text = torch.tensor([tokens], device=device)
@@ -95,7 +95,7 @@ def _check_size(model: Decoder, text: Tensor) -> None:
 
     forward_with_weights(model, text[:, :1], None, count)
     if not heads:
-        raise ConfigError("inspect: no mixer of this design has attention weights; nothing can be drawn")
+        raise ConfigError("inspect: no mixer of this design has attention weights; choose a design with attention")
     limit = min(MAX_TOKENS, int((MAX_WEIGHTS / heads) ** 0.5))
     if text.shape[1] > limit:
         raise ConfigError(
@@ -105,7 +105,7 @@ def _check_size(model: Decoder, text: Tensor) -> None:
 
 
 def summarize_weights(observation: Observation) -> LayerWeights:
-    """The weights of the first row of a batch."""
+    """The weights of the first sequence of a batch."""
     weights = observation.weights[0].double().cpu()
     heads, queries, keys = weights.shape
     codes = (weights.sqrt() * 255).round().to(torch.uint8)
@@ -159,7 +159,7 @@ MIN_SINK_SHARE = 1e-6  # a smaller one is rounding
 
 @dataclass(frozen=True)
 class InspectedModel:
-    """A model and what it read: its name, its number of parameters, and the text of each token."""
+    """A model and its input: its name, its number of parameters, and the text of each token."""
 
     name: str
     parameters: int
@@ -183,7 +183,7 @@ def inspect_page(model: InspectedModel, layers: Sequence[LayerInspection]) -> st
 
 
 def visible_token(text: str) -> str:
-    """A token as it is shown: line breaks, tabs, a token of spaces and an empty token get a symbol."""
+    """A token in printable form: line breaks, tabs, a token of spaces and an empty token get a symbol."""
     symbols = text if text.strip() else text.replace(" ", "·")
     return symbols.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍") or "∅"
 
@@ -207,7 +207,7 @@ def _cells(layer: LayerInspection) -> list[str]:
 
 
 def _script_data(layer: LayerInspection) -> dict[str, Any]:
-    """What the script draws of a layer. codes: the weights' bytes, compressed with zlib, in base64."""
+    """A layer's data for the script. codes: the weights' bytes, compressed with zlib, in base64."""
     data: dict[str, Any] = {
         "kind": layer.mixer.split(" ")[0],
         "visible_range": layer.visible_range,

@@ -1,7 +1,7 @@
-"""Show a page in the browser while a command runs: a server on this machine's loopback address, which ends with it.
+"""Show a page in the browser while a command runs: a server on the loopback address that ends with the command.
 
 It serves one page, its data and its status, to this machine only. A request must name the server's own address as its
-host, so that no other web page can read it under a name of its own (DNS rebinding).
+host, so that no other web page can read it under another host name (DNS rebinding).
 """
 
 import json
@@ -19,10 +19,10 @@ from heddle.errors import ConfigError
 from heddle.progress import print_status, print_warning
 
 ADDRESS = "127.0.0.1"
-POLL_SECONDS = 1.0  # between two questions of a page for the status; static/live.js has the same
+POLL_SECONDS = 1.0  # between a page's requests for the status; the same as in static/live.js
 OPEN_PAGE_SECONDS = 3 * POLL_SECONDS  # a page that asked within this time is still open
-FIRST_PAGE_SECONDS = 60.0  # a browser that opened the page at once waits so long for its first version
-REQUEST_SECONDS = 10.0  # a connection that sends nothing for so long is closed
+FIRST_PAGE_SECONDS = 60.0  # how long a browser that opened the page at once waits for its first version
+REQUEST_SECONDS = 10.0  # a connection that sends nothing for this long is closed
 _HTML, _JSON = "text/html; charset=utf-8", "application/json; charset=utf-8"
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -36,8 +36,8 @@ _HEADERS = {
 class LivePage:
     """`with LivePage(port) as live: live.publish(…)` serves the newest version of a page until the block ends.
 
-    port: 0 for any free one. Raises ConfigError where the port is taken. At the end of the block an open page is given
-    a moment to fetch the last version; after an error it is not.
+    port: 0 for any free one. Raises ConfigError if the port is taken. At the end of the block an open page is given
+    a moment to fetch the last version, but not after an error.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -46,7 +46,7 @@ class LivePage:
         self._status: dict[str, Any] = {}
         self._render: Callable[[int, bool], str] = lambda revision, scripts: ""
         self._data: Callable[[], str] = str
-        self._pages: dict[bool, tuple[int, bytes]] = {}  # with and without scripts: its revision, and the page
+        self._pages: dict[bool, tuple[int, bytes]] = {}  # with and without scripts: (revision, page)
         self._asked_at = -OPEN_PAGE_SECONDS  # in time.monotonic() seconds; no page has asked yet
         self._fetched = 0  # the newest revision that a page has fetched
         try:
@@ -64,8 +64,8 @@ class LivePage:
     def publish(self, page: Callable[[int, bool], str], data: Callable[[], str], status: Mapping[str, Any]) -> None:
         """Replace the page, its data as JSON, and its status of plain values.
 
-        page: called with the revision, a number that grows, and with whether the page has its scripts, which a page
-        that takes over newer content has already. It and `data` are called when somebody asks for them.
+        page: called with the revision, a number that grows, and whether to include scripts, which a page that takes
+        over newer content has already. `page` and `data` are called on request.
         """
         with self._lock:
             self._revision += 1
@@ -120,7 +120,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__((ADDRESS, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a browser that goes away in the middle of an answer is no error."""
+        """Print nothing: a browser that leaves in the middle of an answer is not an error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -158,8 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
 def open_live_page(stack: ExitStack, port: int | None, open_page: bool, what: str | None = None) -> LivePage | None:
     """A live page, until the stack closes.
 
-    what: shown live beside other work; where this machine has no loopback address and nobody asked for a port, a
-    warning says so and the page is None. Without it, raises ConfigError there.
+    what: the page's subject, shown live beside other work; if this machine has no loopback address and no port was
+    requested, a warning is printed and the page is None. Without it, raises ConfigError then.
     """
     try:
         live = stack.enter_context(LivePage(port or 0))

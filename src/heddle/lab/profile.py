@@ -1,4 +1,4 @@
-"""Where the time of a training step, and of a decoded token, goes: by part and operation, from torch's profiler.
+"""Where the time of a training step and of a decode step goes: by part and operation, from torch's profiler.
 
 A part is a mixer, a feed-forward, a norm, the embedding or the head. An operation of the backward pass belongs to the
 part whose operation it differentiates. Profiling slows a step down, so its seconds are measured without it too.
@@ -35,8 +35,8 @@ from heddle.parts.mixers import Mixer
 
 PART, BACKWARD = "part: ", "autograd::engine::evaluate_function: "
 STEPS, PROFILED_STEPS = 3, 2
-PROFILED_TOKENS = 4 * TOKENS * (STEPS + PROFILED_STEPS)  # after the text, at most
-REST = {"forward": "loss", "backward": "loss", "update": "optimizer"}  # what runs in no part
+PROFILED_TOKENS = 4 * TOKENS * (STEPS + PROFILED_STEPS)  # after the context, at most
+REST = {"forward": "loss", "backward": "loss", "update": "optimizer"}  # what runs outside of all parts
 OUTSIDE = "outside of operations"  # Python, and the profiler itself
 
 
@@ -52,7 +52,7 @@ class ProfiledOperation(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A profiled step. seconds: without the profiler. limit_share: its FLOPs over those of the fastest products."""
+    """A profiled step. seconds: without the profiler. limit_share: least seconds at the machine's limit over these."""
 
     name: str
     seconds: float
@@ -62,7 +62,7 @@ class Profile(NamedTuple):
 
 
 def profile_design(config: ModelConfig, rows: int, length: int, precision: str) -> list[Profile]:
-    """Profile a training step of `rows` texts of `length` tokens, and one token after as many, on this CPU.
+    """Profile a training step of `rows` sequences of `length` tokens, and a decode step after as many, on this CPU.
 
     precision: fp32, bf16 (training casts automatically, decoding has bfloat16 weights) or bf16-params.
     """
@@ -75,7 +75,7 @@ def profile_design(config: ModelConfig, rows: int, length: int, precision: str) 
 
 
 def _least_seconds(config: ModelConfig, workload: Workload, precision: str, limits: dict[str, float]) -> float:
-    """The seconds of some workload at the machine's limit."""
+    """The seconds of a workload at the machine's limit."""
     limit, amount = least_cost(config, workload, precision)
     return amount / limits[limit]
 
@@ -175,7 +175,7 @@ class _Collector:
         self.totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def find_parts(self, event: Any, part: str) -> None:
-        """Note the part of each forward operation under its number, which its backward operation shares."""
+        """Record the part of each forward operation by its sequence number, which its backward operation shares."""
         part = event.name.removeprefix(PART) if event.name.startswith(PART) else part
         if part and event.sequence_nr >= 0:
             self.part_of[event.sequence_nr] = part

@@ -1,4 +1,4 @@
-"""Progress, metrics and speed of the runs below a folder, and the fields in which they differ."""
+"""Summaries of the runs below a folder, from run.json and log.jsonl: progress, metric, speed, and differences."""
 
 import json
 import math
@@ -18,8 +18,8 @@ from heddle.training.smoothed_loss import RATE_STEPS, SmoothedLoss, step_speed
 from heddle.training.step import RouterSummary, average_router_summaries
 
 METRICS = ("bits_per_byte", "accuracy")
-SMOOTHED_STEPS = 20  # the training metric is the mean of so many steps
-# Why they differ: how much text each has read.
+SMOOTHED_STEPS = 20  # the training metric is the mean over this many steps
+# Why they differ: how much text each reads.
 VALIDATION_NOTE = (
     "Validation, during training, reads a part of the held-out text; final, at the end, and a comparison's report "
     "read more of it."
@@ -30,14 +30,14 @@ _COMPARED = ("design", "data", "settings")  # of run.json; the rest describes th
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run. name: of its folder, below the folder that was asked for.
+    """One run. name: its folder's path below the given folder.
 
     step, steps: done and planned. tokens: read so far. metric: bits_per_byte, or accuracy. training: its mean over the
-    last 20 steps, None for a task. validation: its newest value. tokens_per_second: that of all steps. time:
-    of the last line, in seconds since 1970. fields: every value of the design, the data and the settings by
-    its path. curve: (tokens, metric) of the training, or else of the validation, as the means of at most 100 groups.
-    peak_memory_bytes: the most that the run took, None if its log does not say. final: of the evaluation after the
-    last step, None for a run that is not finished.
+    last 20 steps, None for a task. validation: its latest value. tokens_per_second: over all steps. time: of the last
+    line, in seconds since 1970. fields: every value of the design, the data and the settings by its path. curve:
+    (tokens, metric) in training, or else in validation, as the means of at most 100 groups. peak_memory_bytes: the
+    peak memory of the run, None if its log does not have it. final: the evaluation after the last step, None for a run
+    that is not finished.
     """
 
     name: str
@@ -71,7 +71,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def summarize(run: Path, folder: Path) -> RunSummary:
-    """Read one run below a folder. Raises CheckpointError if its files were altered or cannot be read."""
+    """Read one run below a folder. Raises CheckpointError if its files were modified or cannot be read."""
     saved, log = read_json_file(run / RUN_FILE), read_log(run)
     settings = saved.get("settings") or {}
     logged = {name.removeprefix("validation_") for line in log for name in line}
@@ -130,30 +130,30 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def at_equal_tokens(runs: Sequence[RunSummary]) -> tuple[int, list[float | None]]:
-    """(tokens, values): as many tokens as every run has a curve for, and each run's last mean up to there."""
+    """(tokens, values): the number of tokens that all curves reach, and each run's last mean up to there."""
     tokens = min((run.curve[-1][0] for run in runs if run.curve), default=0)
     reached = ([value for at, value in run.curve if at <= tokens] for run in runs)
     return tokens, [values[-1] if values else None for values in reached]
 
 
 def varied_fields(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """For each run, its value of every field in which not all runs are equal; None where it lacks the field."""
+    """For each run, its values of the fields in which runs differ; None if it lacks the field."""
     paths = dict.fromkeys(path for run in runs for path in run.fields)
     varying = [path for path in paths if len({json.dumps(run.fields.get(path)) for run in runs}) > 1]
     return [{path: run.fields.get(path) for path in varying} for run in runs]
 
 
-# Follow runs while they train: the curves of their logs, thinned for a page, and what their checkpoints write.
+# Follow runs while they train: the curves of their logs, downsampled for a page, and samples from their checkpoints.
 
 
 MAX_GROUPS = 300  # of neighboring steps, from each of which a curve has at most two points
-EXPERT_STEPS = 100  # the loads of experts are those of so many newest steps
+EXPERT_STEPS = 100  # the loads of experts are averaged over this many latest steps
 Curve = list[tuple[int, float]]  # of (tokens, value)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a checkpoint wrote on from a prompt. text: "" with an error, which is a sentence."""
+    """A checkpoint's continuation of a prompt. text: "" if there is an error, a sentence."""
 
     step: int
     prompt: str
@@ -163,11 +163,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """A run as it is now.
+    """The current state of a run.
 
     name: of its folder. metric: bits_per_byte, accuracy or loss. curves: "smoothed", "raw" and "validation" of the
     metric; "rate"; "norm" (of the gradient, smoothed) and "raw_norm"; "speed" (tokens per second); "memory" (bytes).
-    speed: of the last 100 steps. is_training: whether a process holds its folder. experts: of the newest steps, or
+    speed: of the last 100 steps. is_training: whether a process holds its folder. experts: of the latest steps, or
     None. error: why its files cannot be read, or "".
     """
 
@@ -185,14 +185,14 @@ class WatchedRun:
 
     @property
     def seconds_left(self) -> float | None:
-        """What the remaining steps take at the present speed; None where it is not known."""
+        """Seconds for the remaining steps at the present speed; None if unknown."""
         if not self.steps or not self.speed or not self.step or not self.is_training:
             return None
         return (self.steps - self.step) * (self.tokens / self.step) / self.speed
 
 
 class RunFollower:
-    """Follows one run. write: makes a sample of the run's newest checkpoint; None makes none."""
+    """Follows one run. write: samples from the run's latest checkpoint; None: no samples."""
 
     def __init__(self, run: Path, name: str, write: Callable[[Path, int], Sample] | None = None) -> None:
         self.run, self.name, self.write = run, name, write
@@ -202,7 +202,7 @@ class RunFollower:
         self._sample: Sample | None = None
 
     def follow(self) -> WatchedRun:
-        """Read what is new, and return the run as it is now: the same object where nothing has changed."""
+        """Read new log lines, and return the current run: the same object if nothing has changed."""
         try:
             if self._settings is None:
                 self._settings = read_json_file(self.run / RUN_FILE).get("settings") or {}
@@ -255,7 +255,7 @@ class RunFollower:
 
 
 class FolderFollower:
-    """Follows every run at and below folders, also those that begin later."""
+    """Follows every run at and below folders, including runs that start later."""
 
     def __init__(self, folders: Sequence[Path], write: Callable[[Path, int], Sample] | None = None) -> None:
         """Raises ConfigError if a folder does not exist."""
@@ -266,7 +266,7 @@ class FolderFollower:
                 raise ConfigError(f"{folder}: is not a folder; name a run, or a folder of runs")
 
     def follow(self) -> list[WatchedRun]:
-        """All runs as they are now, in the order of the folders. A run whose folder has gone is left out."""
+        """The current state of all runs, in the order of the folders. A run with a deleted folder is left out."""
         paths = [path for folder in self.folders if folder.is_dir() for path in find_runs(folder)]
         shared = len({path.name for path in paths}) < len(paths)
         for path in paths:
@@ -276,7 +276,7 @@ class FolderFollower:
 
 
 def write_sample(prompt: str, tokens: int) -> Callable[[Path, int], Sample]:
-    """A function that lets the newest checkpoint of a run write on from a prompt, greedily."""
+    """A function that greedily continues a prompt with the latest checkpoint of a run."""
 
     def write(run: Path, step: int) -> Sample:
         from heddle.generation.generate import generate
@@ -287,7 +287,7 @@ def write_sample(prompt: str, tokens: int) -> Callable[[Path, int], Sample]:
             if tokenizer is None:
                 return Sample(step, prompt, "", "the run has no tokenizer")
             return Sample(step, prompt, generate(model, prompt, tokenizer, max_new_tokens=tokens))
-        except HeddleError as error:  # such as a checkpoint that was deleted meanwhile
+        except HeddleError as error:  # such as a checkpoint that was deleted in the meantime
             return Sample(step, prompt, "", str(error))
 
     return write
@@ -306,7 +306,7 @@ def smoothed(points: Curve) -> Curve:
 
 
 def _speeds(lines: Sequence[dict[str, Any]]) -> Curve:
-    """(tokens, tokens per second), each the speed of the last 100 steps up to there."""
+    """(tokens, tokens per second), each over the last 100 steps up to there."""
     stride = math.ceil(len(lines) / MAX_GROUPS) or 1
     ends = range(len(lines), 1, -stride)
     parts = [lines[max(0, end - RATE_STEPS - 1) : end] for end in reversed(ends)]

@@ -1,4 +1,4 @@
-"""What a design costs, measured on a model without weights: `heddle.show`."""
+"""The costs of a design, measured on a model without weights: `heddle.show`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CONTEXT_LENGTHS = [2048, 8192, 32768, 131072]
 MAX_COUNT = 10**9
-PROFILED_LENGTH = 512  # tokens of a profiled text, where no context length was asked for
+PROFILED_LENGTH = 512  # tokens of a profiled sequence, if no context length was given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class ShowSettings(VerbSettings):
 
 @dataclass(frozen=True)
 class ShownDesign:
-    """What a design costs. facts: what `heddle show --json` prints, as plain values."""
+    """The costs of a design. facts: what `heddle show --json` prints, as plain values."""
 
     facts: dict[str, Any]
 
@@ -60,10 +60,10 @@ class ShownDesign:
 def show(
     design: "ShowSettings | ModelConfig | str | Path | Mapping[str, Any]", overrides: Sequence[str] = (), **options: Any
 ) -> ShownDesign:
-    """Return what `heddle show` prints of a design, and print nothing.
+    """Return what `heddle show` prints about a design, and print nothing.
 
-    design: a config, plain data, a file, preset:NAME or a folder; or the settings. options: those of the command line,
-    such as `context_length=[2048]`. Raises ConfigError for a design that cannot be built.
+    design: a config, plain data, a file, preset:NAME or a folder; or one `ShowSettings`. options: as on the command
+    line, such as `context_length=[2048]`. Raises ConfigError for a design that cannot be built.
     """
     if not isinstance(design, ShowSettings):
         design = ShowSettings.read({"design": plain_design(design), "overrides": list(overrides), **options})
@@ -71,7 +71,7 @@ def show(
 
 
 def _facts(settings: ShowSettings) -> dict[str, Any]:
-    """Everything `show` prints, as plain data."""
+    """Everything that `show` prints, as plain data."""
     source, encoder_length = settings.design, settings.encoder_length
     load_parts(settings.part)
     if source is None:
@@ -82,7 +82,7 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
         raise ConfigError(f"show: --context-length, --batch-size and --encoder-length must be {reason}")
     from heddle.model.load_config import load_config, read_design, with_vocab_size
 
-    # A design that is too large is refused before torch is imported.
+    # A design that is too large is rejected before torch is imported.
     data = read_design(source, settings.overrides)
     from heddle.exchange.family_match import family_lines
     from heddle.exchange.imported_checkpoint import imported_family
@@ -94,7 +94,7 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
     equal_bits = choose_deterministic() if settings.deterministic else nullcontext()
     with kernels(**parse_kernels(settings.kernel)), refuse_overflow(), equal_bits:
         config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
-        # Kernels are chosen as on the device, which this machine need not have.
+        # Kernels are chosen as on the device, even if this machine lacks it.
         dtype, device = dtype_of(settings.precision), device_name(settings.device)
         facts = measure(config, list(settings.context_length), settings.batch_size, dtype, device, encoder_length)
         facts["exports_as"] = family_lines(config, imported_family(source) if isinstance(source, str) else None)
@@ -104,7 +104,7 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
 
 
 def plain_design(design: Any) -> Any:
-    """A design as plain data, or where it is."""
+    """A design as plain data, or its path."""
     from heddle.model.config import ModelConfig
 
     return design.dump() if isinstance(design, ModelConfig) else design
@@ -112,7 +112,7 @@ def plain_design(design: Any) -> Any:
 
 def _profile(config: "ModelConfig", settings: ShowSettings) -> list[dict[str, Any]]:
     """Profile a training step and a token on this CPU; returns the tables as plain data."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes lines of its own to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences lines that torch's profiler writes to stderr
     from heddle.lab.profile import PROFILED_TOKENS, profile_design
     from heddle.machine import measured_choices
     from heddle.runtime import set_up_runtime
@@ -141,9 +141,9 @@ def measure(
     device: str,
     encoder_length: int | None = None,
 ) -> dict[str, Any]:
-    """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context.
+    """Everything that `show` prints, as plain data. encoder_length None: as many tokens as each context.
 
-    context_lengths: empty are the usual ones, as far as the model has positions.
+    context_lengths: if empty, the usual ones, as far as the model has positions.
     """
     from heddle.model.size import build_distinct_layers, measure_size
 

@@ -1,6 +1,6 @@
-"""Every file below a folder that heddle wrote: as it was written, damaged, or without a hash that could tell.
+"""Verify every file below a folder that heddle wrote: intact, damaged, or without a hash.
 
-The folders are those of models, checkpoints, runs, comparisons, ladders, conversions and the cache. Nothing is written.
+Folders of models, checkpoints, runs, comparisons, ladders, conversions and the cache. Nothing is written.
 """
 
 import json
@@ -21,7 +21,7 @@ from heddle.storage.run_log import LOG_FILE, RUN_FILE, verify_log
 OK, DAMAGED, NOT_COVERED = "ok", "damaged", "not covered"
 COMPILED_FOLDER = "compiled"  # torch's own cache of kernels
 REPORT_FILES = ("report.json", "report.html")  # made from the results, which are covered
-JSON_FILES = (RUN_FILE, "plan.json", "data.json", "ladder.json")  # never without a hash
+JSON_FILES = (RUN_FILE, "plan.json", "data.json", "ladder.json")  # always with a hash
 HASH_LENGTH = 64
 JSON_SUFFIXES = (".json", ".density")
 NO_HASH = "heddle wrote no hash of it"
@@ -36,10 +36,10 @@ class FileResult(NamedTuple):
 
 
 def verify_files(folder: Path) -> Iterator[FileResult]:
-    """Yield the result of each file below a folder, or of one file, as soon as it is read.
+    """Yield the result of each file below a folder, or of one file, as soon as it has been read.
 
     A folder of compiled kernels is one result; locks are left out. A file of a folder with a manifest or a log is
-    verified by these. Raises CheckpointError where there is neither.
+    verified by these. Raises CheckpointError if the path does not exist.
     """
     if folder.is_file():
         parent = folder.absolute().parent
@@ -80,7 +80,7 @@ def _verify(root: Path, folder: Path, only: str | None = None) -> Iterator[FileR
 def _verify_manifest_folder(
     root: Path, folder: Path, names: list[str], only: str | None = None
 ) -> Iterator[FileResult]:
-    """Verify the files that a manifest lists. Without a manifest that is intact, no other file can be verified."""
+    """Verify the files that a manifest lists. Without an intact manifest, no other file can be verified."""
     try:
         records = read_manifest(folder).files
     except HeddleError as error:
@@ -101,7 +101,7 @@ def _verify_manifest_folder(
 
 
 def _newest_log_position(checkpoints: Path) -> LogPosition | None:
-    """Return how far the log was at the newest checkpoint whose manifest is intact."""
+    """Return the log position at the latest checkpoint with an intact manifest."""
     names = list_names(checkpoints) if checkpoints.is_dir() else []
     for name in sorted((name for name in names if STEP_PATTERN.fullmatch(name)), reverse=True):
         try:
@@ -119,16 +119,16 @@ def _uncovered_reason(path: Path) -> str | None:
     if leftover is not None and leftover["role"] == "tmp":
         return f"process {leftover['process']} did not finish it; the next save here removes it"
     if QUARANTINE_PATTERN.fullmatch(path.name):
-        return "a run found it damaged and set it aside; remove it"
+        return "a run found it damaged and moved it aside; remove it"
     if path.name in REPORT_FILES:
-        return "it is made from the results; the command that wrote it writes it again"
+        return "it is derived from the results; rerun the command to write it again"
     if path.name == COMPILED_FOLDER and path.is_dir():
-        return "torch made it, and makes it again"
+        return "torch's own cache; torch rebuilds it"
     return None
 
 
 def _verify_plain_file(root: Path, path: Path) -> FileResult:
-    """Verify a file of no manifest: JSON with its own SHA-256, or a token file."""
+    """Verify a file without a manifest: JSON with its own SHA-256, or a token file."""
     if path.suffix in JSON_SUFFIXES:
         if path.name not in JSON_FILES and _is_foreign_json(path):
             return FileResult(_below(root, path), NOT_COVERED, NO_HASH)
@@ -145,7 +145,7 @@ def _verify_plain_file(root: Path, path: Path) -> FileResult:
 
 
 def _is_foreign_json(path: Path) -> bool:
-    """Whether a file is sound JSON without a SHA-256, so that heddle does not read it again.
+    """Whether a file is valid JSON without a SHA-256, so that heddle does not read it again.
 
     The field's name or its length shows that there was one, so that no damage to it goes unnoticed.
     """

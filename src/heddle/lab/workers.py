@@ -1,13 +1,13 @@
 """Run tasks in worker processes, several at once.
 
-A task is a request of plain values, and its result is a file. So work that was ended is continued: what has a result is
-not repeated. Each task has a process of its own: it reports its own memory, and no other suffers if it is killed. On
-Linux, tasks of a CPU are forked from a process that has imported what they need, and has computed nothing; speeds are
-measured in fresh ones.
+A task is a request of plain values, and its result is a file, so that interrupted work resumes: a task with a result is
+not repeated. Each task has its own process: it reports its own memory, and the others survive if it is killed. On
+Linux, tasks on a CPU are forked from a process that has imported what they need, and has computed nothing; speeds are
+measured in fresh processes.
 
-Several processes, on several machines too, may share the tasks of a folder: each begins with its own share, and then
-takes what is left. A lock on the result's name tells that a task is taken. The worker inherits it, so that it ends with
-the worker, whatever ends first.
+Several processes, also on several machines, may share the tasks of a folder: each starts with its own share, and then
+takes what is left. A lock named after the result marks a task as taken. The worker inherits it, so that the lock is
+released when the worker ends, even after its parent.
 """
 
 import atexit
@@ -48,18 +48,18 @@ class _Process(Protocol):
         """Send a signal."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it at once."""
 
     def wait(self) -> int:
-        """Wait for its end."""
+        """Wait until it ends."""
 
 
 @dataclass(frozen=True)
 class Task:
     """Work for one worker.
 
-    label: begins its messages. result_file: of its result, once it is done. request: what it is, in plain values; its
-    "task" is a name of `worker.TASKS`. is_optional: whether its refusal ends nothing but itself.
+    label: the start of its messages. result_file: of its result, once it is done. request: the work, in plain values;
+    its "task" is a name of `worker.TASKS`. is_optional: whether other tasks go on if it is refused.
     """
 
     label: str
@@ -69,11 +69,11 @@ class Task:
 
     @property
     def request_file(self) -> Path:
-        """Where the request lies while the worker runs."""
+        """The file of the request while the worker runs."""
         return self.result_file.with_name(f".{self.result_file.stem}.task.json")
 
     def saved_result(self) -> Result | None:
-        """The result of an earlier call, or None. Raises CheckpointError for an altered file."""
+        """The result of an earlier call, or None. Raises CheckpointError for a modified file."""
         return read_json_file(self.result_file) if self.result_file.is_file() else None
 
 
@@ -81,9 +81,9 @@ class Task:
 class Workers:
     """Where tasks run.
 
-    devices: their names; each has one task at a time, one that comes twice has two. threads: of each process on a CPU,
-    on which the last bits depend; None: torch's default. share: (index, count) of this process among those that share
-    the tasks; None: it does all of them. ranks: processes that share each training, on neighboring devices.
+    devices: their names; each runs one task at a time, or two if it is named twice. threads: of each process on a CPU
+    (the last bits of results depend on it); None: torch's default. share: (index, count) of this process among all that
+    share the tasks; None: it does all of them. ranks: processes that share each training, on neighboring devices.
     """
 
     devices: tuple[str, ...]
@@ -108,11 +108,11 @@ class Workers:
         return self.count * (1 if self.share is None else self.share[1])
 
     def first(self) -> "Workers":
-        """The devices of one task alone."""
+        """The workers reduced to the devices of one task."""
         return replace(self, devices=self.groups[0])
 
     def order(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks in the order in which this process takes them: its own share comes first."""
+        """The tasks in the order in which this process takes them: its own share first."""
         if self.share is None:
             return list(tasks)
         index, count = self.share
@@ -136,19 +136,19 @@ def run_tasks(
     until: float = math.inf,
     while_waiting: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """The results of tasks, in their order; each runs here, or in another process that shares them.
+    """Run tasks and return their results in order; each runs here, or in another process that shares them.
 
-    until: in time.monotonic() seconds; then the workers save and end, and tasks without a result have none.
-    while_waiting: called again and again while workers run.
+    until: in time.monotonic() seconds; then the workers save and end, and unfinished tasks have no result.
+    while_waiting: called repeatedly while workers run.
 
-    A result's status is done, diverged or failed; a failed one is not saved, so that the next call tries it again, and
-    before it each process that shares the tasks. on_result: called after each task that ended during the call. Raises
-    HeddleError for what would stop the other tasks too, and Interrupted after a signal; in both cases once every worker
-    of this process has saved.
+    A result's status is done, diverged or failed. A failed one is not saved, so that the next call tries it again, and
+    before that each process that shares the tasks. on_result: called after each task that ended during the call. Raises
+    HeddleError for errors that would stop the other tasks too, and Interrupted after a signal; in both cases once every
+    worker of this process has saved.
     """
     in_order = list(tasks)
     is_shared = workers.share is not None
-    # what others write is read under their locks
+    # results of other processes are read under their locks
     results = {task: None if is_shared else task.saved_result() for task in in_order}
     pool = _Pool(workers, workers.order([task for task in in_order if results[task] is None]))
     with catch_stop_signals() as stop_request:
@@ -189,7 +189,7 @@ class _Running:
 
 
 class _Pool:
-    """The tasks that have no result: waiting, running here, or failed here where another process may succeed."""
+    """The tasks that have no result: waiting, running here, or failed here while another process may succeed."""
 
     def __init__(self, workers: Workers, waiting: list[Task]) -> None:
         self.alone = workers.count == 1  # whether a worker has the terminal to itself
@@ -251,7 +251,7 @@ class _Pool:
         return [*results, *self._finished_elsewhere()] if self.is_shared else results
 
     def _finished_elsewhere(self) -> list[tuple[Task, Result]]:
-        """What other processes have finished; and what failed here, once no other process tries it."""
+        """Results from other processes; and failures here, once no other process tries the task."""
         results = []
         is_over = not self.waiting and not self.running
         for task in [*self.waiting, *self.failed]:
@@ -285,7 +285,7 @@ class _Pool:
 
 
 def start_worker(request_file: Path, result_file: Path, *inherited: int) -> _Process:
-    """Start a process for a request. Signals wait until it handles them. inherited: descriptors it holds."""
+    """Start a process for a request. Signals wait until it handles them. inherited: descriptors that it keeps open."""
     request = json.loads(request_file.read_text(encoding="utf-8"))
     if sys.platform == "linux" and request["task"] in FORKED and list(request["devices"]) == ["cpu"]:
         return _fork_server().start(request_file, result_file, inherited)
@@ -294,7 +294,7 @@ def start_worker(request_file: Path, result_file: Path, *inherited: int) -> _Pro
         return subprocess.Popen(command, start_new_session=True, pass_fds=inherited)
 
 
-# Forked workers. Importing torch and the trainer takes longer than a tiny design's training of a minute can hide.
+# Forked workers. Importing torch and the trainer takes noticeably long beside a minute's training of a tiny design.
 
 
 FORKED = ("calibrate", "train", "loss", "recall")
@@ -312,17 +312,17 @@ class _Fork:
         return self.server.codes.get(self.pid, -signal.SIGKILL if self.server.has_ended else None)
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if it still runs."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it at once."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> int:
-        """Wait for its end."""
+        """Wait until it ends."""
         while (code := self.poll()) is None:
             time.sleep(POLL_SECONDS)
         return code
@@ -331,7 +331,7 @@ class _Fork:
 class _ForkServer:
     """A process that forks a worker for each request: `worker.fork_workers`. It ends with this one.
 
-    codes: the exit codes of the workers that have ended, by process. place: what a worker takes from this process.
+    codes: exit codes of ended workers, by process. place: what a worker inherits from this process.
     """
 
     def __init__(self, place: object) -> None:
@@ -342,7 +342,7 @@ class _ForkServer:
             self._process = subprocess.Popen(command, start_new_session=True, pass_fds=(theirs.fileno(),))
 
     def start(self, request_file: Path, result_file: Path, inherited: Sequence[int]) -> _Fork:
-        """Fork a worker. Raises MachineError where the server is gone."""
+        """Fork a worker. Raises MachineError if the server has ended."""
         with suppress(OSError):
             socket.send_fds(self._socket, [json.dumps([str(request_file), str(result_file)]).encode()], inherited)
             while not self.has_ended:
@@ -357,7 +357,7 @@ class _ForkServer:
                 self._read(socket.MSG_DONTWAIT)
 
     def _read(self, flags: int) -> int | None:
-        """Read a message; returns the process of a worker that was started."""
+        """Read a message; returns the process id of a started worker."""
         message = self._socket.recv(4096, flags)
         if not message:
             self.has_ended = True
@@ -385,7 +385,7 @@ def _close_servers() -> None:
 
 
 def _fork_server() -> _ForkServer:
-    """The server of this process; a new one where a worker would find another folder, environment or terminal."""
+    """The server of this process; a new one if the working folder, environment or terminal has changed."""
     terminals = [(status.st_dev, status.st_ino) for status in (os.fstat(1), os.fstat(2))]
     place = (os.getpid(), os.getcwd(), dict(os.environ), terminals)
     if not _servers or _servers[0].place != place or _servers[0].has_ended:
@@ -395,7 +395,7 @@ def _fork_server() -> _ForkServer:
 
 
 def _read_result(task: Task, exit_code: int) -> Result:
-    """The result that a worker wrote, or a failed one where it wrote none. Raises what would stop other tasks too."""
+    """The result that a worker wrote, or a failed one. Raises errors that would stop other tasks too."""
     result = task.saved_result()
     if result is None:
         return {"status": "failed", "message": f"{task.label}: {_describe_end(exit_code)}"}

@@ -44,7 +44,7 @@ def test_designs_that_keep_all_tokens_are_not_tested() -> None:
     assert not keeps_every_token(recurrent(), 36)
     alike = reasons(a=full(), b=full(kv_heads=1))
     assert set(alike) == set(RECALL_PROBES)
-    assert alike["mqar"] == "every design keeps all tokens of a row"
+    assert alike["mqar"] == "every design keeps all tokens of a sequence"
     assert all(alike.values())
     # a window that hides tokens, or a state of fixed size, may differ
     for other in (full(window=8), recurrent()):
@@ -67,7 +67,7 @@ def test_equal_copies_are_trained_once() -> None:
 def test_a_short_training_affords_short_rows_only() -> None:
     affordable = reasons(300_000, a=full(), b=recurrent())
     assert not affordable["mqar"]
-    assert affordable["parity"] == "all tests together may read 2 times what the trainings of a design read"
+    assert affordable["parity"] == "all tests together may read at most 2 times a design's training tokens"
     tested = [name for name, reason in reasons(500_000, a=full(), b=recurrent()).items() if not reason]
     assert tested == ["mqar", "parity"]  # 0.5 and 0.5 million tokens; the others have longer rows
     assert not reasons(a=full(), b=recurrent())["needle"]
@@ -92,7 +92,7 @@ def test_requested_tasks_are_always_trained() -> None:
         ({"a": 1.0, "b": 0.97}, "every design learned it (97 % to 100 %)"),
         ({"a": 1.0, "b": 1.0}, "every design learned it (100 %)"),
         ({"a": 0.1, "b": 0.12}, "no design learned it within the budget (10 % to 12 %, guessing 8.3 %)"),
-        ({"a": 0.5, "b": 0.52}, "all designs are alike (50 % to 52 %, guessing 8.3 %)"),
+        ({"a": 0.5, "b": 0.52}, "all designs score alike (50 % to 52 %, guessing 8.3 %)"),
         ({"a": 1.0, "b": None}, ""),
         ({"a": 1.0}, ""),
     ],
@@ -121,7 +121,7 @@ def test_the_report_has_what_is_drawn_and_why_the_rest_is_not() -> None:
         ("s5", {}),
     ]
     assert left_out_sentences(report) == [
-        "Parity: tested, not drawn, because no design learned it within the budget (50 % to 51 %, guessing 50 %).",
+        "Parity: tested, not plotted, because no design learned it within the budget (50 % to 51 %, guessing 50 %).",
         "S5: not tested, because it is too hard.",
     ]
     assert list(report_of(is_auto=False)["recall"]) == ["mqar", "parity"]

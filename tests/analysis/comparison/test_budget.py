@@ -234,7 +234,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
 ) -> None:
     assert compare(folder, tmp_path / "out", "--dry-run", "--tokens", "64000") == 0
     out, err = capsys.readouterr()
-    assert "plan: 2 designs × 3 seeds on 64,000 tokens, 0.05 s a step, 2 at a time: training" in err
+    assert "plan: 2 designs × 3 seeds on 64,000 tokens, 0.05 s/step, 2 at a time: training" in err
     assert out == "Nothing was trained.\n"
     assert not (tmp_path / "out").exists()
 
@@ -245,7 +245,7 @@ def test_a_dry_run_says_the_plan_of_a_comparison_that_is_there_and_of_seconds(
     assert compare(folder, tmp_path / "out", "--tokens", "64000") == 0
     capsys.readouterr()
     assert compare(folder, tmp_path / "out", "--tokens", "64000", "--dry-run") == 0
-    assert "plan: 2 designs × 3 seeds on 64,000 tokens, 0.05 s a step" in capsys.readouterr().err
+    assert "plan: 2 designs × 3 seeds on 64,000 tokens, 0.05 s/step" in capsys.readouterr().err
     assert compare(folder, tmp_path / "timed", "--seconds", "30", "--dry-run") == 0
     assert "plan: 2 designs × 3 seeds on 30 seconds, 2 at a time" in capsys.readouterr().err
 

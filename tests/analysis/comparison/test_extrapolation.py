@@ -69,7 +69,7 @@ def test_what_is_missing_is_counted_and_left_out() -> None:
     _, two, four = length_changes(measured, [1, 2, 4])
     assert (two["bits_per_byte"], two["not_finite"], two["change"]["pairs"]) == (2.1, 1, 1)
     assert two["change"]["mean"] == pytest.approx(0.1)
-    assert "gave no number: seed 1" in two["change"]["method"]
+    assert "has no result: seed 1" in two["change"]["method"]
     assert (four["bits_per_byte"], four["not_finite"], four["change"]["mean"]) == (None, 2, None)
     refused = [
         {**run, "extrapolation": [*run["extrapolation"][:1], length_result(ExtrapolationResult(2, [], "why"))]}

@@ -154,7 +154,7 @@ def test_nothing_is_removed_silently(
     assert run_command(flops) == 0
     flops.insert(1, f"{folder}/c.yaml")
     assert run_command([*flops, "--baseline", "a"]) == 2
-    assert "designs can be added only where the budget is in tokens" in capsys.readouterr().err
+    assert "designs can be added only if the budget is in tokens" in capsys.readouterr().err
 
 
 def until(folder: Path, out: Path, *options: str, designs: str = "abc") -> list[str]:

@@ -216,7 +216,7 @@ def test_only_a_served_page_asks_for_newer_versions(tmp_path: Path) -> None:
     file, served = report_page(report), report_page(report, 7)
     assert "connect-src" not in file
     assert "/status.json" not in file
-    assert "it writes this file again" in Page(file).text()
+    assert "which rewrites this file after each task" in Page(file).text()
     assert "connect-src 'self'; script-src" in served
     assert '<body data-revision="7">' in served
     assert "/status.json" in served

@@ -66,7 +66,7 @@ def test_overrides_reach_all_and_mistakes_name_the_design(tmp_path: Path) -> Non
     assert [e.config.width for e in load_entries([good, "preset:mha-tiny"], ["width=32"])] == [32, 32]
     with pytest.raises(ConfigError, match=r"good\.yaml\.layers\[0\]\.mixer\.heads:"):
         load_entries([good], ["layers.0.mixer.heads=0"])
-    with pytest.raises(ConfigError, match="names no design"):
+    with pytest.raises(ConfigError, match="no designs given"):
         load_entries([], [])
 
 
@@ -111,7 +111,7 @@ def test_warnings() -> None:
     two_designs = plan(*entries(("a", small.design()), ("b", small.design())))
     assert plan_warnings(two_designs, {"a": 100, "b": 100}, {"a": 2000, "b": 2000}, 10**4) == []
     few = plan_warnings(two_designs, {"a": 100, "b": 100}, {"a": 50, "b": 50}, 10**4)
-    assert few[0].startswith("A short training: 0.5 training tokens for each parameter")
+    assert few[0].startswith("Short training: 0.5 tokens per parameter")
     sizes = plan_warnings(two_designs, {"a": 100, "b": 120}, {"a": 2000, "b": 2000}, 10**4)
     assert sizes == ["The designs differ in size: b has 20% more parameters than a."]
     again = plan_warnings(two_designs, {"a": 100, "b": 100}, {"a": 2000, "b": 2000}, 1999)

@@ -193,7 +193,7 @@ def test_nothing_finished_gives_nulls() -> None:
         "resolved": False,
         "pairs": 0,
         "final": True,
-        "method": "No seed was finished by both designs, so there is no difference to give.",
+        "method": "No seed was finished by both designs, so there is no difference.",
     }
     assert report["verdict"] == ["No design finished a run, so nothing can be compared."]
 

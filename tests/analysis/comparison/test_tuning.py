@@ -130,7 +130,7 @@ def test_a_shared_value_is_run_where_it_may_answer_otherwise(
     [pair] = shared["pairs"]
     assert abs(pair["at_shared_values"]["mean"]) == pytest.approx(0.2, abs=0.01)
     assert abs(pair["own"]["mean"]) < 0.01
-    assert "would have answered otherwise" in report["tuning"]["sentences"][-1]
+    assert "and the answers differ" in report["tuning"]["sentences"][-1]
 
 
 def test_an_interrupted_search_goes_on(compare: Callable[..., int], workers: Workers, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_grid_is_continued_by_its_own_ratio() -> None:
         (["lr"], "tune lr:"),
         (["rate=1..2"], "tune rate=1..2:"),
         (["lr=0.02..0.001"], "tune lr=0.02..0.001:"),
-        (["weight_decay=0..1"], "a range begins above 0, since its values are spaced by factors; list 0 instead"),
+        (["weight_decay=0..1"], "a range must start above 0 (its values are spaced by factors); list 0 instead"),
         (["lr=0,0.1"], "tune lr=0,0.1: learning_rate 0.0"),
         (["lr=0.1"], "tune lr=0.1:"),
         (["lr=0.1..0.1"], "give two ends that differ"),

@@ -48,7 +48,7 @@ def test_a_resolved_difference_without_the_leader_is_said() -> None:
         ("a", "b"): True,
     }
     assert report["verdict"][0].startswith("No clear winner: noisy 2.")
-    assert " Resolved is a against b (−0.24" in report["verdict"][0]
+    assert " Resolved: a against b (−0.24" in report["verdict"][0]
 
 
 def test_what_is_not_resolved_comes_with_what_would_resolve_it() -> None:
@@ -158,8 +158,7 @@ def test_state_growth_is_described(per_token: int, fixed: int, sentence: str) ->
 def test_state_growth_of_windows_is_described() -> None:
     ring = [[context, 8.0 * min(context, 4096)] for context in reports.CONTEXTS]
     assert (
-        verdict.describe_state_growth({"state_bytes": ring})
-        == "Its state grows up to 32.8 kB and is constant from there."
+        verdict.describe_state_growth({"state_bytes": ring}) == "Its state grows up to 32.8 kB and then stays constant."
     )
     mixed = [[context, 8.0 * min(context, 4096) + 2.0 * context] for context in reports.CONTEXTS]
     assert (
@@ -175,7 +174,7 @@ def test_designs_are_compared_with_the_baseline() -> None:
     assert verdict.compare_with_baseline(report, baseline) == []
     assert verdict.compare_with_baseline(report, gqa) == [
         "a quarter of its state at 8k", "2.0 times its decoding speed at 8k", "1.1 times its training speed",
-        "+0.009 ± 0.013 bits per byte: not resolved", "90 % right answers on MQAR, against 100 %",
+        "+0.009 ± 0.013 bits per byte: not resolved", "90 % correct on MQAR, against 100 %",
     ]  # fmt: skip
     assert verdict.compare_with_baseline(reports.hollow(), reports.hollow()["designs"][1]) == []
 

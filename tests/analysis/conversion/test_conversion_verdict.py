@@ -144,7 +144,7 @@ def test_an_interval_beyond_the_tolerance_is_not_within_it(monkeypatch: pytest.M
 
 
 def test_a_model_without_a_finite_loss_is_no_answer() -> None:
-    assert conversion_verdict(broken()) == ["No converted model gave a finite loss."]
+    assert conversion_verdict(broken()) == ["No converted model has a finite loss."]
 
 
 def test_an_original_that_recalls_nothing_is_named() -> None:

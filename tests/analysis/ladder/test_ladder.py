@@ -169,7 +169,7 @@ def test_a_failed_self_test_comes_first(folder: Path, tmp_path: Path, workers: W
     assert run_command(command(folder, tmp_path)) == 0
     report = read_report(tmp_path)
     assert [test["within"] for test in report["held_out"]] == [False, False]
-    assert report["verdict"][0].startswith("The self-test failed, so no prediction here is to be trusted: ")
+    assert report["verdict"][0].startswith("The self-test failed, so do not trust the predictions: ")
 
 
 def test_failed_runs_are_told(folder: Path, tmp_path: Path, workers: Workers) -> None:
@@ -181,7 +181,7 @@ def test_failed_runs_are_told(folder: Path, tmp_path: Path, workers: Workers) ->
     first = report["designs"][0]["rungs"][0]
     assert [run["status"] for run in first["runs"]] == ["diverged", "done"]
     assert first["seeds"] == 1
-    assert "1 of 16 runs gave no number; a mean without them may look too good." in report["warnings"]
+    assert "1 of 16 runs did not finish; a mean without them may look too good." in report["warnings"]
 
 
 def test_a_dry_run_writes_nothing(
@@ -252,7 +252,7 @@ def test_another_ladder_is_refused(
     other = ["ladder", str(tmp_path.parent / "one.yaml"), "--data", f"{folder}/text", "--out", str(tmp_path), *OPTIONS]
     for asked, reason in (
         (command(folder, tmp_path, "--lr", "0.1"), "learning_rate"),
-        (other, "holds another ladder: the design one was another one; rename yours, or use another folder"),
+        (other, "holds another ladder: the design one was different; rename yours, or use another folder"),
     ):
         capsys.readouterr()
         assert run_command(asked) == 2
@@ -316,7 +316,7 @@ def test_a_budget_chooses_sizes_that_fit_and_reach_the_target(
     [
         (("--target", "100M", "--budget", "20h"), "nothing is predicted beyond 30 times that; give --target"),
         (("--sizes", SIZES, "--tokens-per-parameter", "20", "--budget", "1m"), "this ladder takes about"),
-        (("--budget", "1s"), "--budget 1 s: has no time for 5 sizes"),
+        (("--budget", "1s"), "--budget 1 s: is too short for 5 sizes"),
         (("--budget", "a day"), "--budget a day: must be a time above 0"),
     ],
 )
@@ -334,7 +334,7 @@ def test_a_ladder_says_what_it_can_tell(folder: Path, tmp_path: Path, workers: W
         choice = Choice(replace(plan, plan=replace(plan.plan, target=target)), StepTimes({}, 0.0), 60.0)
         *_, sentence = describe_ladder(choice)
         assert f"it predicts {format_number(target)} parameters" in sentence
-        shares.append(float(sentence.split("less than about ")[1].split(" %")[0]))
+        shares.append(float(sentence.split("below about ")[1].split(" %")[0]))
     assert shares[0] < shares[1]  # the further, the less it can tell
 
 

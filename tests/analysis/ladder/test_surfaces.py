@@ -124,7 +124,9 @@ def test_a_best_size_outside_of_what_was_trained_has_no_number() -> None:
     few = best_size(fit, points, "a", BUDGET)
     assert (few["size"], few["is_less"], few["high"]) == (None, False, None)
     few["low"] = few["least"]  # draws may leave both ends open
-    assert "where its tokens per parameter are none that were trained" in best_size_sentence({"design": "a", **few})
+    assert "but the tokens per parameter there are outside the trained range" in best_size_sentence(
+        {"design": "a", **few}
+    )
     unknown = few | {"low": None, "high": None}
     assert " is not resolved: it may be below " in best_size_sentence({"design": "a", **unknown})
     far = best_size(fit, points, "a", FLOPS_FACTOR * (1e3 * max(SIZES)) ** 2)

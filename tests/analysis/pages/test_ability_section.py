@@ -61,7 +61,7 @@ def test_the_page_shows_what_designs_can_do() -> None:
         "What the designs can do",
         "S5: not tested, because it is <hard>.",
         "In held-out text",
-        "The trained models read 8 rows of 256 tokens",
+        "The trained models read 8 sequences of 256 tokens",
         "again − first",
     ):
         assert words in text, words

@@ -122,7 +122,7 @@ def test_a_sentence_that_the_config_does_not_say_is_noticed(monkeypatch: pytest.
 
     monkeypatch.setitem(cost_functions, ("mixers", "attention"), costs)
     formulas_of.cache_clear()
-    with pytest.raises(ValueError, match="is not refused"):
+    with pytest.raises(ValueError, match="is not rejected"):
         formulas_of("mixers", "attention")
     formulas_of.cache_clear()
 

@@ -55,12 +55,12 @@ def test_the_page_says_what_was_read_and_measured() -> None:
     for words in (
         "same 6 spans of validation text, of 2048 tokens each (from 5 documents)",
         "cut into pieces of 256 tokens as in training",
-        "A rising line The design fails at lengths that it was not trained on",
+        "A rising line The design does not generalize to longer sequences",
         "+0.202 ± 0.009",
         "0.000 ± 0.005",
         "not finite",
-        "hybrid-delta-tiny refuses 4 ×: embedding.position: position 1023 is beyond the 512 learned ones.",
-        "is shown under “Longer texts than in training”",
+        "hybrid-delta-tiny rejects 4 ×: embedding.position: position 1023 is beyond the 512 learned ones.",
+        "is shown under “Longer sequences than in training”",
     ):
         assert words in text
     assert "The lengths are shorter than requested" not in text
@@ -81,7 +81,7 @@ def test_what_was_not_read_has_no_section() -> None:
     for report in (off, short):
         assert render("report/lengths.html", **report_context(report)).strip() == ""
         assert length_figure(report) is None
-        assert "<h2>Longer texts than" not in report_page(report)
+        assert "<h2>Longer sequences than" not in report_page(report)
         assert "longer context is not measured here" in Page(report_page(report)).text()
     assert "Not measured: the longest held-out document has 9 tokens." in Page(report_page(short)).text()
     assert "Not measured" not in report_page(off)

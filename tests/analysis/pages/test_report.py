@@ -57,7 +57,12 @@ def test_everything_is_readable_without_scripts(make: Any) -> None:
             assert words in text
         mean = row["bits_per_byte"]["mean"]
         assert mean is None or f"{mean:.3f}" in text
-    for words in (report["data"]["hash"], report["command"], report["hardware"]["cpu"], "What one sequence keeps"):
+    for words in (
+        report["data"]["hash"],
+        report["command"],
+        report["hardware"]["cpu"],
+        "The memory that one sequence needs",
+    ):
         assert words in text
 
 

@@ -31,8 +31,8 @@ def test_a_shared_value_that_answers_otherwise() -> None:
     chosen, shared = report["tuning"]["sentences"]
     assert chosen.startswith("Each design was trained at its own best values, found by 28 runs")
     assert "lr 0.002 (mha-tiny and hybrid-delta-tiny), lr 0.004 (gqa-tiny) and lr 0.008 (window-tiny)" in chosen
-    assert "All designs were run at the best shared values too, lr 0.004, on the same seeds, and would have" in shared
-    assert "mha-tiny − gqa-tiny is +0.031 ± 0.015 (worse) there and −0.009 ± 0.015 (not resolved)" in shared
+    assert "All designs were run at the best shared values too, lr 0.004, on the same seeds, and the answers" in shared
+    assert "mha-tiny − gqa-tiny is +0.031 ± 0.015 (worse) at shared values and −0.009 ± 0.015 (not resolved)" in shared
     pair = report["tuning"]["shared_values"]["pairs"][0]
     assert pair["designs"] == NAMES[:2]
     assert pair["own"]["mean"] == pytest.approx(-0.009, abs=0.001)
@@ -54,7 +54,7 @@ def test_a_shared_value_that_is_as_good() -> None:
     assert shared_value_matters(far, runs)
     assert needs_shared_run(far, "a") or needs_shared_run(far, "b")
     single = with_tuning(reports.single())
-    assert single["tuning"]["sentences"][-1] == "There is no second design that could share its values."
+    assert single["tuning"]["sentences"][-1] == "There is no second design to share values with."
 
 
 def test_edges_and_what_was_not_tried_are_said() -> None:

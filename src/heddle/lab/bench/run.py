@@ -1,6 +1,6 @@
-"""Measure sides in rounds: each design by heddle, and by transformers at its defaults and tuned where it is the peer.
+"""Measure sides in rounds: each design by heddle and, if transformers is the peer, by it at its defaults and tuned.
 
-Each side is a process, because settings of a process (the allocator, how products are computed) must not reach another.
+Each side is its own process, because process settings (the allocator, how products are computed) must not leak.
 """
 
 import copy
@@ -34,8 +34,8 @@ from heddle.training.step import accumulate_gradients, apply_gradients
 
 # Measurements in rounds: each side takes one timed step at a time, so that noise of the machine affects all alike.
 #
-# Before and after each round a product is timed. Where it was slow, something else used the machine, and the round is
-# taken again.
+# Before and after each round a product is timed. If it was slow, something else used the machine, and the round is
+# repeated.
 
 
 SLOW = 1.15  # times the seconds of the calibration product
@@ -61,26 +61,26 @@ class Calibration:
         return min(times)
 
     def is_slow(self) -> bool:
-        """Whether the product is now slower than usual. What is usual is the fastest that was seen."""
+        """Whether the product is now slower than the fastest one so far."""
         seconds = self.seconds()
         self.usual = min(self.usual, seconds)
         return seconds > SLOW * self.usual
 
 
 class RoundSeconds(NamedTuple):
-    """What rounds gave: by name, the seconds of each; and how many were taken again."""
+    """The seconds of each round by name, and how many rounds were repeated."""
 
     seconds: dict[str, list[float]]
     repeated: int
 
     @property
     def is_noisy(self) -> bool:
-        """Whether as many rounds were taken again as were asked for, so that slow ones counted."""
+        """Whether so many rounds were repeated that slow ones had to count."""
         return self.repeated >= max(map(len, self.seconds.values()), default=1)
 
 
 def measure_in_rounds(steps: Mapping[str, Callable[[], float]], rounds: int, calibration: Calibration) -> RoundSeconds:
-    """Take each step once a round. A round during which the machine was slow is taken again, `rounds` times at most.
+    """Take each step once per round. A round during which the machine was slow is repeated, at most `rounds` times.
 
     steps: by name, a call that returns its seconds.
     """
@@ -89,7 +89,7 @@ def measure_in_rounds(steps: Mapping[str, Callable[[], float]], rounds: int, cal
     repeated = 0
     for number in range(2 * rounds):
         was_slow, times = calibration.is_slow(), {}
-        for offset in range(len(names)):  # none is always the first
+        for offset in range(len(names)):  # a different one starts each time
             name = names[(number + offset) % len(names)]
             times[name] = steps[name]()
         if (calibration.is_slow() or was_slow) and repeated < rounds:
@@ -118,7 +118,7 @@ def quartiles_of(values: Sequence[float]) -> Quartiles:
 
 
 def ratio_of(values: Sequence[float], reference: Sequence[float]) -> Quartiles:
-    """The quartiles_of of the ratios of two sides, round by round."""
+    """`quartiles_of` the ratios of two sides, round by round."""
     return quartiles_of([above / below for above, below in zip(values, reference, strict=True)])
 
 
@@ -128,13 +128,13 @@ def ratio_of(values: Sequence[float], reference: Sequence[float]) -> Quartiles:
 PHASE = "phase: "  # begins the names of a step's phases in a profile
 HEDDLE, DEFAULTS, TUNED = "heddle", "transformers", "transformers tuned"  # sides of a design
 TRAINING, PREFILL, TOKEN = "training", "prefill", "token"
-TOKENS = 8  # that a measurement of decoding decodes
+TOKENS = 8  # decoded per measurement
 COMPARED_LOGITS = 8
 WEIGHT_DECAY, LEARNING_RATE, MAX_GRADIENT_NORM = 0.1, 1e-4, 1.0
 
 
 class Workload(NamedTuple):
-    """A kind of work (training, prefill or token), its sequences, and their length: of the text or of the context."""
+    """A kind of work (training, prefill or token), its sequences, and their length or context in tokens."""
 
     kind: str
     rows: int
@@ -142,19 +142,19 @@ class Workload(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What a table calls it."""
+        """Its name in a table."""
         if self.kind == TRAINING:
             return f"training step of {self.rows} × {self.length:,} tokens"
         return f"prefill of {self.length:,} tokens" if self.kind == PREFILL else f"one token after {self.length:,}"
 
     @property
     def tokens(self) -> int:
-        """How many tokens it processes."""
+        """The number of tokens it processes."""
         return self.rows if self.kind == TOKEN else self.rows * self.length
 
 
 def least_cost(config: ModelConfig, workload: Workload, precision: str) -> tuple[str, float]:
-    """(name of a limit of `measure_limits`, how much of it the workload takes): FLOPs of products, or bytes read."""
+    """(name of a limit of `measure_limits`, amount that the workload takes): FLOPs of products, or bytes read."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     sizes = size(config, workload.length, dtype=dtype)
     if workload.kind == TOKEN:
@@ -177,7 +177,7 @@ def weight_dtype(workload: Workload, precision: str) -> torch.dtype:
 
 
 def training_step(model: Decoder, rows: int, length: int, precision: str) -> Callable[[], float]:
-    """A step of AdamW on the same texts each time, as `heddle train` takes it. It returns the loss before it."""
+    """An AdamW step on the same sequences each time, as in `heddle train`. It returns the loss before the step."""
     model.train()
     optimizer = build_optimizer(model, WEIGHT_DECAY)
     batch = Batch(benchmark_tokens(model.config, rows, length + 1), ((length,),) * rows, np.arange(rows))
@@ -194,9 +194,9 @@ def training_step(model: Decoder, rows: int, length: int, precision: str) -> Cal
 
 
 class Prepared(NamedTuple):
-    """Workload that is ready: `run(before())` does it once, and `before` is not part of it.
+    """A workload that is ready: `run(before())` does it once, and `before` is not timed.
 
-    values: the loss of the first step, or the first logits after the prompt: what another side must compute alike.
+    values: the loss of the first step, or the first logits after the prompt, which other sides must reproduce.
     """
 
     before: Callable[[], Any]
@@ -205,7 +205,7 @@ class Prepared(NamedTuple):
 
 
 def prepare_heddle(config: ModelConfig, workload: Workload, precision: str, device: str) -> Prepared:
-    """Build a model and make the workload ready."""
+    """Build a model and prepare the workload."""
     model = build(config, dtype=weight_dtype(workload, precision), device=device)
     if workload.kind == TRAINING:
         step = training_step(model, workload.rows, workload.length, precision)
@@ -222,7 +222,7 @@ def prepare_heddle(config: ModelConfig, workload: Workload, precision: str, devi
 
 
 def prepare_transformers(model: Any, config: ModelConfig, workload: Workload, precision: str) -> Prepared:
-    """The same workload, of a model of transformers: causal rows, torch's fused AdamW, a dynamic cache."""
+    """The same workload with a transformers model: causal sequences, torch's fused AdamW, a dynamic cache."""
     model = model.to(weight_dtype(workload, precision))
     if workload.kind == TRAINING:
         tokens = torch.from_numpy(benchmark_tokens(config, workload.rows, workload.length + 1)[:, :-1]).to(model.device)
@@ -249,7 +249,7 @@ def _reading(
     device: str,
     first_state: Callable[[], Any],
 ) -> Prepared:
-    """A prefill, or some tokens decoded from a copy of the state after it. read: (tokens, state) -> (logits, state)."""
+    """A prefill, or tokens decoded from a copy of the state after it. read: (tokens, state) -> (logits, state)."""
     prompt = torch.from_numpy(benchmark_tokens(config, workload.rows, workload.length)).to(device)
     logits, start = read(prompt, first_state())
     first, values = logits.argmax(-1), logits[0, -1, :COMPARED_LOGITS].tolist()
@@ -284,16 +284,16 @@ def _transformers_step(model: Any, tokens: Tensor, precision: str) -> Callable[[
 
 
 WORKER_MODULE = "heddle.lab.bench.worker"
-_TOLERANCES = {"fp32": 0.02, "bf16": 0.1}  # relative; transformers' loss leaves out the last token of each text
+_TOLERANCES = {"fp32": 0.02, "bf16": 0.1}  # relative; transformers' loss leaves out the last token of each sequence
 PEER_PROCESSES = {None: (HEDDLE,), "transformers": (HEDDLE, DEFAULTS, TUNED)}  # by the name of a peer
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured.
+    """What to measure.
 
-    designs: by name. peer: None, or "transformers". device: resolved. threads: of each process. rounds: of each of
-    the workloads `measured`.
+    designs: by name. peer: None, or "transformers". device: resolved. threads: per process. rounds: per workload of
+    `measured`.
     """
 
     designs: Mapping[str, ModelConfig]
@@ -308,9 +308,9 @@ class Bench:
 
 
 class Measurement(NamedTuple):
-    """One side's seconds of some workload, and their ratio to the first design's by heddle, round by round.
+    """One side's seconds for a workload, and their ratio to heddle's with the first design, round by round.
 
-    limit_share: the least seconds at this machine's limit over the median.
+    limit_share: the fewest possible seconds, at this machine's limit, over the median.
     """
 
     design: str
@@ -339,7 +339,7 @@ class SideProcess:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request. Raises HeddleError if the worker refuses it or ends."""
+        """The answer to a request. Raises HeddleError if the worker rejects it or ends."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -357,16 +357,16 @@ class SideProcess:
         return answer
 
     def prepare(self, workload: Workload) -> list[float]:
-        """Let the worker build and warm up what some workload needs. Returns its values."""
+        """Build and warm up a workload in the worker. Returns its values."""
         values: list[float] = self.call(self.request | {"workload": list(workload)})["values"]
         return values
 
     def seconds(self) -> float:
-        """Let it do the workload once."""
+        """Run the workload once in the worker."""
         return float(self.call({})["seconds"])
 
     def close(self) -> None:
-        """End it."""
+        """End the worker."""
         self.process.kill()
         self.process.communicate()
 
@@ -374,9 +374,9 @@ class SideProcess:
 def run_bench(
     bench: Bench, limits: Mapping[str, float], report: Callable[[MeasuredWorkload], None] = lambda _: None
 ) -> list[MeasuredWorkload]:
-    """Measure every workload of every side. limits: of `measure_limits`. report: gets each when it is measured.
+    """Measure every workload of every side. limits: from `measure_limits`. report: called with each measured workload.
 
-    What a design cannot do (a prompt longer than its learned positions) is refused with its reason: HeddleError.
+    A workload that a design cannot run (a prompt longer than its learned positions) raises HeddleError with the reason.
     """
     calibration = Calibration(bench.threads)
     results = []
@@ -397,13 +397,13 @@ def run_bench(
 
 
 def check_values(label: str, reference: Sequence[float], values: Sequence[float], precision: str) -> None:
-    """Raise MachineError where a side's values differ from heddle's by more than rounding and the last target may."""
+    """Raise MachineError if a side's values differ from heddle's by more than rounding and the last target explain."""
     size = max(map(abs, reference))
     difference = max(abs(a - b) for a, b in zip(reference, values, strict=True)) / size
     limit = _TOLERANCES["fp32" if precision == "fp32" else "bf16"]
     if not difference <= limit:
         raise MachineError(
-            f"{label}: computes other numbers than heddle, {100 * difference:.2g} % apart; their times say nothing"
+            f"{label}: results differ from heddle's by {100 * difference:.2g} %; their times cannot be compared"
         )
 
 
@@ -446,7 +446,7 @@ def check_peer(peer: str | None, designs: Mapping[str, ModelConfig]) -> None:
     if peer is None:
         return
     if peer not in PEER_PROCESSES:
-        raise ConfigError(f"--peer {peer}: unknown; the choice is transformers")
+        raise ConfigError(f"--peer {peer}: unknown peer; the choice is transformers")
     if find_spec(peer) is None:
         raise ConfigError(f"--peer transformers: is not installed; {pip_install('hf')}")
     from heddle.exchange.family_match import HEDDLE as OWN
@@ -459,13 +459,13 @@ def check_peer(peer: str | None, designs: Mapping[str, ModelConfig]) -> None:
             raise ConfigError(f"--peer transformers: {name}: {error}") from error
         if model_type == OWN:
             raise ConfigError(
-                f"--peer transformers: {name} fits no family, `heddle show` names the nearest; leave --peer out"
+                f"--peer transformers: {name} matches no family (`heddle show` names the nearest); leave --peer out"
             )
 
 
 # What a machine reaches: products by dtype and shape, reading and copying memory, and starting a small operation.
 #
-# The fastest of several measurements counts: a limit is what the machine can do, not what it does while others work.
+# The fastest of several measurements counts: a limit is what the machine can do, not what it does under other load.
 
 
 MEASUREMENTS = 5
@@ -511,7 +511,7 @@ def fastest_seconds(call: Callable[[], object], device: str = "cpu") -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait until an accelerator has done what it was given."""
+    """Wait until an accelerator has finished all queued work."""
     kind = kind_of_device(device)
     if kind == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""Worker process of `heddle bench`: `python -m heddle.lab.bench.worker`, which does the workload of one side.
+"""Worker process of `heddle bench`: `python -m heddle.lab.bench.worker`, which runs the workload of one side.
 
 A line of JSON on standard input is a request, one on standard output its answer: {"seconds": …}, {"values": …} or
-{"error": …}. The"""
+{"error": …}."""
 
 import json
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not end up among the answers
+    os.dup2(2, 1)  # keeps output of libraries out of the answers
     side: Side | None = None
     answer: dict[str, Any]
     for line in sys.stdin:
@@ -63,10 +63,10 @@ class Side:
         self.repetitions = 1
 
     def prepare(self, kind: str, rows: int, length: int) -> list[float]:
-        """Make ready for a kind of workload, and do it once to warm up. Returns what other sides must compute alike."""
+        """Prepare a workload and run it once to warm up. Returns the values that other sides must reproduce."""
         from heddle.lab.bench.run import HEDDLE, TOKEN, TOKENS, Workload, prepare_heddle, prepare_transformers
 
-        self.prepared = None  # the last model must not stay beside the next
+        self.prepared = None  # frees the last model before the next is built
         workload = Workload(kind, rows, length)
         self.repetitions = TOKENS if kind == TOKEN else 1
         if self.name == HEDDLE:
@@ -80,7 +80,7 @@ class Side:
         return self.prepared.values
 
     def seconds(self) -> float:
-        """The seconds of doing the workload once; of a token, where it is one of several."""
+        """The seconds of running the workload once; per token when decoding."""
         from heddle.lab.bench.run import synchronize
 
         assert self.prepared is not None

@@ -1,16 +1,16 @@
-"""What the designs can do: which recall tasks are worth a training, and which of them tell the designs apart.
+"""The recall tasks of a comparison: which are worth training, and which distinguish the designs.
 
-`auto` trains only what may tell the designs apart. From sizes, before any training, it leaves out
+`auto` trains only tasks that may distinguish the designs. Before any training it leaves out
 
-- a task whose small copies are one and the same for all designs,
-- every task, where the state of each design keeps all tokens of a row: such designs recall alike, and none of them
+- a task for which the small copies of all designs are identical,
+- all tasks, if every design's state keeps all tokens of a sequence: such designs recall equally well, and none of them
   tracks a state (Hahn 2020; Merrill & Sabharwal 2023),
-- a task with which a design's tests would read more than `MAX_TOKEN_SHARE` times what its own trainings read,
+- a task with which a design's tests would read more than `MAX_TOKEN_SHARE` times its own training tokens,
 - S5, which no kind of mixer learns within the budget of a probe.
 
-Equal copies are trained once. All copies read the same rows in the same order. A training ends early where the task is
-solved, or where it is hopeless: after `HOPELESS_STEPS` of the budget the accuracy has not left that of guessing. A task
-that all designs solve, or none, is told in one line and is not drawn.
+Equal copies are trained once. All copies read the same sequences in the same order. A run ends early once the task is
+solved, or when it is hopeless: after `HOPELESS_STEPS` of the budget the accuracy is still at chance. A task that all
+designs solve, or none, is reported in one line and not plotted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,9 +46,9 @@ SOLVED_SHARE = 0.9  # of that way: from there on a task counts as learned
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """Whether a task is trained. reason: why it is not, "" where it is.
+    """Whether a task is trained. reason: why it is not, or "".
 
-    copies: by design, the design whose small copy is trained for it: its own, or an earlier one with an equal copy.
+    copies: by design, the design that provides the small copy: itself, or an earlier one with an equal copy.
     """
 
     probe: str
@@ -59,8 +59,8 @@ class TaskChoice:
 def choose_tasks(designs: Mapping[str, ModelConfig], requested: Sequence[str], train_tokens: float) -> list[TaskChoice]:
     """Decide on each task before anything is trained.
 
-    designs: by design's name, with a vocabulary. requested: auto, or names of probes, which are all trained.
-    train_tokens: that a design reads in all of its trainings together.
+    designs: configs by name, each with a vocabulary size. requested: "auto", or names of probes, which are all trained.
+    train_tokens: tokens that a design reads in all of its training runs together.
     """
     choices = []
     for requested_name in requested:
@@ -76,12 +76,12 @@ def choose_tasks(designs: Mapping[str, ModelConfig], requested: Sequence[str], t
 
 
 def _tokens(probe: RecallProbe) -> int:
-    """The tokens of a copy's training, if it does not end early."""
+    """Training tokens of a copy that does not stop early."""
     return probe.steps * probe.batch_size * probe.task_stream.length
 
 
 def _choose_task(designs: Mapping[str, ModelConfig], name: str, affordable: float | None = None) -> TaskChoice:
-    """Decide on one task. affordable: tokens that a copy may still read; None: the task was asked for by its name."""
+    """Decide on one task. affordable: tokens that a copy may still read; None: the task was requested by name."""
     probe = RECALL_PROBES[name]
     copies = {design: _copy_or_none(probe, config) for design, config in designs.items()}
     first_equal = {
@@ -95,16 +95,16 @@ def _choose_task(designs: Mapping[str, ModelConfig], name: str, affordable: floa
     if len(set(first_equal.values())) == 1 and len(designs) > 1:
         reason = "the small copies of all designs are equal"
     elif built and all(keeps_every_token(copy, length) for copy in built):
-        reason = "every design keeps all tokens of a row"
+        reason = "every design keeps all tokens of a sequence"
     elif name in SKIPPED_PROBES:
         reason = "no kind of mixer learns it within this budget"
     elif _tokens(probe) > affordable:
-        reason = f"all tests together may read {MAX_TOKEN_SHARE:g} times what the trainings of a design read"
+        reason = f"all tests together may read at most {MAX_TOKEN_SHARE:g} times a design's training tokens"
     return TaskChoice(name, first_equal, reason)
 
 
 def _copy_or_none(probe: RecallProbe, config: ModelConfig) -> ModelConfig | None:
-    """The small copy of a design; None where it cannot be built, which its training then says."""
+    """The small copy of a design; None if it cannot be built (its training reports why)."""
     try:
         return probe.small_copy(config)
     except DesignError:
@@ -112,23 +112,23 @@ def _copy_or_none(probe: RecallProbe, config: ModelConfig) -> ModelConfig | None
 
 
 def keeps_every_token(config: ModelConfig, length: int) -> bool:
-    """Whether a design's state still grows at the last of `length` tokens: then a layer keeps all of them."""
+    """Whether a design's state still grows at the last of `length` tokens, so that a layer keeps all."""
     try:
         return state_bytes(config, length) > state_bytes(config, length - 1)
-    except ConfigError:  # its learned positions end before
+    except ConfigError:  # beyond its learned positions
         return True
 
 
 def solved_accuracy(chance: float) -> float:
-    """The accuracy from which on a task counts as learned."""
+    """The accuracy at which a task counts as learned."""
     return chance + SOLVED_SHARE * (1 - chance)
 
 
 def describe_results(accuracies: Mapping[str, float | None], chance: float) -> str:
-    """Why a task does not tell the designs apart; "" where it does, and where a single design was measured.
+    """Why a task does not distinguish the designs; "" if it does, or if only one design was measured.
 
-    accuracies: by design, None where there is none. A task is drawn only if the best and the worst design are more
-    than `MIN_DIFFERENCE_SHARE` of the way from guessing to a perfect score apart.
+    accuracies: by design; None if not measured. A task is plotted only if the best and the worst design are more than
+    `MIN_DIFFERENCE_SHARE` of the way from chance to a perfect score apart.
     """
     measured = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
     if len(measured) < 2 or len(measured) < len(accuracies):
@@ -141,16 +141,16 @@ def describe_results(accuracies: Mapping[str, float | None], chance: float) -> s
         return f"every design learned it ({span})"
     if high <= chance + MIN_DIFFERENCE_SHARE * (1 - chance):
         return f"no design learned it within the budget ({span}, guessing {format_percent(chance)})"
-    return f"all designs are alike ({span}, guessing {format_percent(chance)})"
+    return f"all designs score alike ({span}, guessing {format_percent(chance)})"
 
 
 def summarize_abilities(
     choices: Sequence[TaskChoice], results: Mapping[str, Mapping[str, ProbeResult]], is_auto: bool
 ) -> tuple[dict[str, ProbeSummary], list[LeftOutProbe]]:
-    """The recall probes that are drawn, and those that are not.
+    """The recall probes that are plotted, and the ones left out.
 
-    results: by design and probe, of every probe that was trained. With `is_auto` a probe that
-    does not tell the designs apart is not drawn.
+    results: by design and probe, for every probe that was trained. is_auto: leave out probes that do not distinguish
+    the designs.
     """
     drawn: dict[str, ProbeSummary] = {}
     left_out = []
@@ -169,21 +169,21 @@ def summarize_abilities(
 
 
 def left_out_sentences(report: Report) -> list[str]:
-    """A sentence for each reason why tasks are not drawn: "Not tested: MQAR, Copying: every design keeps …"."""
+    """A sentence for each reason why tasks are left out: "Not tested: MQAR, Copying: every design keeps …"."""
     titles: dict[tuple[str, bool], list[str]] = {}
     for row in report.recall_left_out:
         titles.setdefault((row.reason, bool(row.accuracies)), []).append(row.title)
     return [
-        f"{join_names(names, 8)}: {'tested, not drawn' if was_tested else 'not tested'}, because {reason}."
+        f"{join_names(names, 8)}: {'tested, not plotted' if was_tested else 'not tested'}, because {reason}."
         for (reason, was_tested), names in titles.items()
     ]
 
 
-# Length extrapolation of a design: mean loss at each multiple of the trained length, and its paired change.
+# Length extrapolation: a design's mean loss at each multiple of the trained length, and its paired change.
 
 
 def length_result(result: ExtrapolationResult) -> LengthResult:
-    """The result at one multiple, as a part of a run."""
+    """The result at one multiple, as stored in a run."""
     return LengthResult(
         multiple=result.multiple,
         status="done" if result.refusal is None else "refused",
@@ -194,10 +194,10 @@ def length_result(result: ExtrapolationResult) -> LengthResult:
 
 
 def extrapolation_facts(plan: ExtrapolationPlan, corpus: Corpus | None) -> ExtrapolationFacts:
-    """What was read.
+    """What was read at multiples of the trained length.
 
-    corpus: None until it is prepared. `multiples` is empty where nothing was read; `note` says why less was read than
-    was asked for.
+    corpus: None until it is prepared. `multiples` is empty if nothing was read; `note` says why less was read than
+    requested.
     """
     size = 0
     if corpus is not None:
@@ -215,7 +215,7 @@ def extrapolation_facts(plan: ExtrapolationPlan, corpus: Corpus | None) -> Extra
 
 
 def length_changes(runs: Sequence[Run], multiples: Sequence[int]) -> list[LengthChange]:
-    """A design at each multiple."""
+    """A design's mean bits per byte at each multiple, and the change from the trained length, paired by seed."""
     finished = finished_runs(runs)
     trained_length = _runs_at(finished, 1)
     rows = []

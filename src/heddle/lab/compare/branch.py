@@ -27,25 +27,25 @@ from heddle.training.loop import TrainingResult, train
 
 
 def train_branch(job: TrainingJob, trunk: Path, previous: Path | None = None) -> TrainingResult:
-    """Train a job of schedule wsd whose steps before the decay are a run of their own, in the folder `trunk`.
+    """Train a job with schedule wsd; the steps before its decay are a separate run in the folder `trunk`.
 
-    The result is bit-equal to `train(job)`. previous: the trunk of a shorter branch with the same settings, from whose
-    end this trunk goes on; None, or a folder without a checkpoint: it begins at the first step. The same call continues
+    The result is bit-equal to `train(job)`. previous: the trunk of a shorter branch with the same settings, which this
+    trunk continues; None, or a folder without a checkpoint: start at the first step. The same call resumes
     after an interrupt. Raises ConfigError for several ranks, other schedules, or a warmup that depends on the length or
     outlasts the trunk, and whatever `train` raises.
     """
     settings = job.settings
     if job.ranks.count > 1:
-        raise ConfigError(f"ranks: one process trains a branch, and there are {job.ranks.count}; train it alone")
+        raise ConfigError(f"ranks: a branch is trained by one process, not {job.ranks.count}; use one rank")
     if settings.schedule != "wsd":
-        raise ConfigError(f"schedule {settings.schedule}: branches decay from a constant rate; set wsd")
+        raise ConfigError(f"schedule {settings.schedule}: branches decay from a constant learning rate; set wsd")
     if settings.warmup is None or settings.warmup > settings.constant_steps:
         raise ConfigError(
             f"warmup {settings.warmup}: branches share their warmup, so it must be a number, and at most the "
             f"{settings.constant_steps} steps before the decay"
         )
     if not checkpoint_steps(job.out):
-        budget = replace(job.evaluation, final_tokens=1)  # the loss before the decay is of no interest
+        budget = replace(job.evaluation, final_tokens=1)  # the loss before the decay is not used
         stable = replace(settings, steps=settings.constant_steps, schedule="constant")
         start = replace(job, settings=stable, out=trunk, evaluation=budget, observer=None)
         if previous is not None and previous != trunk and not checkpoint_steps(trunk):

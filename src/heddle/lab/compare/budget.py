@@ -1,7 +1,7 @@
-"""How long a comparison takes, from timed steps, and what of it fits a budget of time.
+"""Estimate how long a comparison takes from timed steps, and fit it to a time budget.
 
-A budget is the time of the whole command: preparing the text, tuning, training, speed and recall. What was given
-explicitly is never changed; what was not is chosen: tokens, then fewer seeds. At the end of the budget no run goes on.
+The budget covers the whole command: preparing the text, tuning, training, speed and recall. Explicit settings are never
+changed; the others are chosen: tokens first, then fewer seeds. No run continues past the end of the budget.
 """
 
 import math
@@ -23,36 +23,36 @@ from heddle.model.decoder import build
 from heddle.model.size import flops_per_token, size
 from heddle.progress import format_duration
 
-MIN_STEPS = 64  # of a run that a budget chose: fewer are little but warmup and decay
-MIN_SEEDS = 2  # fewer have no interval
-TOKENS_PER_PARAMETER = 20  # a budget chooses no longer training
-TRAINED_SHARE = 0.9  # of the time for training that its estimate may fill
-EVALUATED_SHARE = 0.12  # of a run's steps: what its evaluations on the way and of longer texts take
-OTHER_EVALUATED_TOKENS = 2**15  # at the end of a run: of longer texts, of recall in text, and of its sample
-END_SHARE, MIN_END_SECONDS = 0.02, 6.0  # kept for the start of the command and the last report
-TEXT_SHARE, MAX_TEXT_SECONDS = 0.06, 60.0  # kept for preparing the text
+MIN_STEPS = 64  # of a run whose length the budget chose: a shorter one is mostly warmup and decay
+MIN_SEEDS = 2  # one seed has no interval
+TOKENS_PER_PARAMETER = 20  # a budget never chooses more
+TRAINED_SHARE = 0.9  # of the training time that the estimate may fill
+EVALUATED_SHARE = 0.12  # of a run's steps: the time of evaluations during training and on longer sequences
+OTHER_EVALUATED_TOKENS = 2**15  # at the end of a run: longer sequences, recall in text, and its sample
+END_SHARE, MIN_END_SECONDS = 0.02, 6.0  # reserved for starting the command and writing the last report
+TEXT_SHARE, MAX_TEXT_SECONDS = 0.06, 60.0  # reserved for preparing the text
 SPEED_SHARE, RECALL_SHARE = 0.15, 0.2  # at most, where a budget chooses them
-DECODE_SECONDS = 0.5  # of the tokens that are decoded at one context
+DECODE_SECONDS = 0.5  # for decoding at one context length
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
-UNTIMED_FLOPS = 2e12  # trainings below this take seconds, and are not worth timing
+UNTIMED_FLOPS = 2e12  # training below this takes seconds, and is not worth timing
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a design's step while every worker is busy. start: of a task beside its steps. flops: of a step."""
+    """Seconds of a training step while every worker is busy. start: of a task beside its steps. flops: of a step."""
 
     step: float
     start: float
     flops: float
 
     def forward(self, flops: float) -> float:
-        """Seconds of a forward pass of so many FLOPs."""
+        """Seconds of a forward pass with this many FLOPs."""
         return flops * self.step / self.flops
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of each part of a comparison. step: of a step, from low to high."""
+    """Seconds of each part of a comparison. step: (lowest, highest) seconds of a training step."""
 
     step: tuple[float, float]
     tuning: float
@@ -62,33 +62,33 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """All of it, but for the text."""
+        """Seconds of all parts; preparing the text is not included."""
         return self.tuning + self.training + self.speed + self.recall
 
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """seconds: of the whole command. started: when it began, in time.monotonic() seconds."""
+    """Time for the whole command. seconds: its length. started: its start, in time.monotonic() seconds."""
 
     seconds: float
     started: float
 
     @property
     def end(self) -> float:
-        """When the last task must have ended, in time.monotonic() seconds."""
+        """When the last task must end, in time.monotonic() seconds."""
         return self.started + self.seconds - end_seconds(self.seconds)
 
     @property
     def remaining(self) -> float:
-        """Seconds until then."""
+        """Seconds until `end`."""
         return self.end - time.monotonic()
 
 
 @dataclass(frozen=True)
 class TimePlan:
-    """When the parts of a comparison must end, in time.monotonic() seconds; never, without a budget.
+    """When the parts of a comparison must end, in time.monotonic() seconds; infinite without a budget.
 
-    times: of each design's step. notes: what the budget chose, as sentences.
+    times: step times by design. notes: what the budget chose, as sentences.
     """
 
     budget: TimeBudget | None = None
@@ -97,37 +97,37 @@ class TimePlan:
 
     @property
     def end(self) -> float:
-        """Of everything but the last report."""
+        """When everything but the last report must end."""
         return math.inf if self.budget is None else self.budget.end
 
     @property
     def ended(self) -> str:
-        """The beginning of a sentence that says what the budget ended."""
+        """The start of a sentence on what the budget cut short."""
         return "" if self.budget is None else f"The budget of {format_duration(self.budget.seconds)} ended"
 
     def training_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
-        """Of the training: a round of speed measurements and the recall tasks follow."""
+        """When training must end, to leave time for a round of speed measurements and the recall tasks."""
         if self.budget is None or not self.times:
             return self.end
         speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts) / SPEED_ROUNDS
         return self.speed_end(comparison, choices) - min(speed, SPEED_SHARE * self.budget.seconds)
 
     def speed_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
-        """Of the speed measurements: the recall tasks follow."""
+        """When the speed measurements must end, to leave time for the recall tasks."""
         if self.budget is None or not self.times:
             return self.end
         recall = sum(_recall_seconds(comparison, self.times, choice) for choice in choices)
         return self.end - min(recall, RECALL_SHARE * self.budget.seconds)
 
     def affordable(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> list[TaskChoice]:
-        """The recall tasks, those left out that `auto` chose and for which the budget has no time."""
+        """The recall tasks; those that `auto` chose and that do not fit the budget are marked as left out."""
         if self.budget is None or not self.times:
             return list(choices)
         left, kept = RECALL_SHARE * self.budget.seconds, []
         for choice in choices:
             seconds = _recall_seconds(comparison, self.times, choice)
             if AUTO in comparison.plan.recall_probes and seconds > left:
-                reason = f"the budget of {format_duration(self.budget.seconds)} has no time for it"
+                reason = f"the budget of {format_duration(self.budget.seconds)} leaves no time for it"
                 kept.append(replace(choice, reason=choice.reason or reason))
             else:
                 left -= seconds
@@ -145,17 +145,17 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def text_seconds(budget: float) -> float:
-    """What a budget keeps for preparing the text."""
+    """Seconds of a budget reserved for preparing the text."""
     return min(TEXT_SHARE * budget, MAX_TEXT_SECONDS)
 
 
 def end_seconds(budget: float) -> float:
-    """What a budget keeps for the start of the command and the last report."""
+    """Seconds of a budget reserved for starting the command and writing the last report."""
     return max(MIN_END_SECONDS, END_SHARE * budget)
 
 
 def least_budget(seconds: float) -> float:
-    """The smallest budget with so many seconds beside the text and the end, rounded up to a second."""
+    """The smallest budget that leaves this many seconds beside the text and the end, rounded up to a second."""
     budget = seconds
     for _ in range(50):
         budget = seconds + text_seconds(budget) + end_seconds(budget)
@@ -163,7 +163,7 @@ def least_budget(seconds: float) -> float:
 
 
 def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
-    """Whether the trainings may take long enough to time their steps first."""
+    """Whether training may take long enough that timing its steps first pays off."""
     plan = comparison.plan
     flops = (
         3 * steps[entry.name] * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
@@ -173,7 +173,7 @@ def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
 
 
 def time_steps(comparison: Comparison) -> dict[str, StepTime]:
-    """The time of a step of each design, on random tokens, with all workers busy as in the trainings.
+    """Time a training step of each design on random tokens, with all workers busy as in training.
 
     Raises MachineError where a step cannot be timed.
     """
@@ -191,7 +191,7 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
     rounds = math.ceil(len(tasks) / comparison.workers.count)
     for entry, result in zip(plan.entries, results, strict=True):
         if result["status"] != "done":
-            raise MachineError(f"{result['message']}; without a budget of time no step needs to be timed")
+            raise MachineError(f"{result['message']}; without a time budget no step needs to be timed")
         flops = 3 * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
         start = max(0.0, seconds / rounds - result["timed_seconds"])
         times[entry.name] = StepTime(result["seconds_per_step"], start, flops * plan.batch_size * plan.sequence_length)
@@ -201,7 +201,7 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
 def estimate(
     comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int], choices: Sequence[TaskChoice]
 ) -> Estimate:
-    """The seconds of each part. steps: of each design's training. choices: the recall tasks."""
+    """Estimate the seconds of each part. steps: training steps of each design. choices: the recall tasks."""
     plan = comparison.plan
     training = _training_seconds(comparison, times, steps)
     return Estimate(
@@ -217,9 +217,9 @@ def fit_plan(
     comparison: Comparison, times: Mapping[str, StepTime], budget: TimeBudget, *, chooses_tokens: bool,
     chooses_seeds: bool, chooses_contexts: bool,
 ) -> tuple[ComparisonPlan, list[str]]:  # fmt: skip
-    """The plan with what a budget chooses, and what it chose, as sentences.
+    """The plan with the settings that a budget chooses, and sentences that name them.
 
-    Raises ConfigError where not even the least that can tell designs apart fits.
+    Raises ConfigError if not even the smallest comparison that can distinguish designs fits.
     """
     plan, notes = comparison.plan, []
     if chooses_contexts:
@@ -228,7 +228,7 @@ def fit_plan(
             contexts.pop()
         if len(contexts) < len(plan.speed_contexts):
             plan = replace(plan, speed_contexts=tuple(contexts))
-            where = f"up to {contexts[-1]:,} tokens" if len(contexts) > 1 else f"at {contexts[0]:,} tokens alone"
+            where = f"up to {contexts[-1]:,} tokens" if len(contexts) > 1 else f"at {contexts[0]:,} tokens only"
             notes.append(f"speed is measured {where}")
     text = text_seconds(budget.seconds)
     others = text + _speed_seconds(comparison, times, plan.speed_contexts) / SPEED_ROUNDS
@@ -250,9 +250,9 @@ def fit_plan(
         length = f"{_least_steps(plan, chooses_tokens)} steps of {plan.batch_size * plan.sequence_length:,} tokens"
         whole = format_seconds(least_budget(rest))
         raise ConfigError(
-            f"--budget {format_seconds(budget.seconds)}: is too short to tell designs apart here: "
+            f"--budget {format_seconds(budget.seconds)}: is too short to distinguish the designs: "
             f"{len(fewest.seeds)} seeds of {len(plan.entries)} designs, {length} each, take about {whole}; give at "
-            "least that, or fewer or smaller designs"
+            "least that, or compare fewer or smaller designs"
         )
     if chooses_tokens:
         notes.insert(0, f"each run trains on {int(chosen.budget_value):,} tokens")
@@ -293,7 +293,7 @@ def _choose(
 
 
 def _least_steps(plan: ComparisonPlan, chooses_tokens: bool) -> int:
-    """Of a run that the budget may choose."""
+    """The fewest steps of a run that the budget may choose."""
     if chooses_tokens:
         return MIN_STEPS
     return int(plan.budget_value) // (plan.batch_size * plan.sequence_length) if plan.budget_kind == "tokens" else 1
@@ -322,7 +322,7 @@ def describe_plan(comparison: Comparison, estimate: Estimate | None, notes: Sequ
     }
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if seconds)
     chosen = [f"the budget chose: {'; '.join(notes)}"] if notes else []
-    return [f"plan: {runs}, {step} s a step{at_once}: {listed}; about {format_seconds(estimate.total)} in all", *chosen]
+    return [f"plan: {runs}, {step} s/step{at_once}: {listed}; about {format_seconds(estimate.total)} in all", *chosen]
 
 
 def format_seconds(seconds: float) -> str:
@@ -334,7 +334,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _most_steps(comparison: Comparison, times: Mapping[str, StepTime], available: float) -> int:
-    """The most steps of every run whose tuning and training take no longer than this."""
+    """The most steps per run for which tuning and training fit into `available` seconds."""
     low, high = 0, 1
     while high < 2**40 and _seconds(comparison, times, dict.fromkeys(times, high)) <= available:
         low, high = high, 2 * high
@@ -351,7 +351,7 @@ def _seconds(comparison: Comparison, times: Mapping[str, StepTime], steps: Mappi
 
 
 def _training_seconds(comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int]) -> float:
-    """Of all runs, on all workers: no less than the rounds in which they take turns."""
+    """Seconds of all runs on all workers: at least the rounds in which they take turns."""
     plan, workers = comparison.plan, comparison.workers.total
     tokens_per_step = plan.batch_size * plan.sequence_length
     final = final_tokens(min(steps.values()) * tokens_per_step, plan.sequence_length)
@@ -374,7 +374,7 @@ def _tuning_seconds(plan: ComparisonPlan, training: float) -> float:
 
 
 def _speed_seconds(comparison: Comparison, times: Mapping[str, StepTime], contexts: Sequence[int]) -> float:
-    """Of both rounds, one design after another."""
+    """Seconds of both rounds, one design after another."""
     total = 0.0
     for entry in comparison.plan.entries:
         each = times[entry.name]
@@ -387,7 +387,7 @@ def _speed_seconds(comparison: Comparison, times: Mapping[str, StepTime], contex
 
 
 def _recall_seconds(comparison: Comparison, times: Mapping[str, StepTime], choice: TaskChoice) -> float:
-    """Of the small copies that are trained on a task."""
+    """Seconds to train the small copies on a task."""
     if choice.reason:
         return 0.0
     probe, total = RECALL_PROBES[choice.probe], 0.0
@@ -402,7 +402,7 @@ def _recall_seconds(comparison: Comparison, times: Mapping[str, StepTime], choic
 
 
 def _flops_per_token(config: ModelConfig, length: int, training: bool = False) -> float:
-    """Of a forward pass; at the longest sequence that its learned positions allow."""
+    """FLOPs per token of a forward pass, at most at the longest sequence that its learned positions allow."""
     try:
         return flops_per_token(build(config, device="meta"), length, training=training)
     except ConfigError:

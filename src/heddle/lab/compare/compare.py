@@ -85,15 +85,15 @@ from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.run import parse_scales, trackers_of, transfer_width_of, warn_of_precision
 from heddle.training.settings import Settings
 
-# Where the runs of a comparison take place: how many at a time, on which devices, shared among which processes.
+# Where runs take place: how many at a time, on which devices, shared among which processes.
 
 MAX_WORKERS = 64
 
 
 def choose_devices(devices: str | None, device: str, workers: int | None, processes: int) -> tuple[str, ...]:
-    """The devices of --devices, or the GPUs that --nproc needs without them; () where one device is enough.
+    """The devices of --devices, or by default the GPUs that --nproc needs; () if one device is enough.
 
-    Raises ConfigError for numbers of devices, --workers and --nproc that do not fit each other.
+    Raises ConfigError if the devices, --workers and --nproc do not match.
     """
     check_workers(workers, devices)
     if not 1 <= processes <= MAX_WORKERS:
@@ -102,23 +102,23 @@ def choose_devices(devices: str | None, device: str, workers: int | None, proces
     if processes == 1:
         return names
     if len(names) % processes:
-        raise ConfigError(f"--nproc {processes}: does not divide the {len(names)} of --devices {devices}")
+        raise ConfigError(f"--nproc {processes}: must divide the {len(names)} devices of --devices {devices}")
     name = names[0] if names else device_name(device)
     if name == "mps" or (not names and ":" in name):
-        raise ConfigError(f"--device {name}: {processes} processes have a device each; give cuda or cpu")
+        raise ConfigError(f"--device {name}: each of the {processes} processes has its own device; give cuda or cpu")
     if name != "cuda":
         return names
     if workers is not None:
-        raise ConfigError(f"--workers {workers}: GPUs of runs of {processes} processes are named; give --devices")
+        raise ConfigError(f"--workers {workers}: runs of {processes} processes need named GPUs; give --devices")
     return parse_devices(f"0-{processes - 1}", "auto")
 
 
 def check_workers(workers: int | None, devices: str | None) -> None:
-    """Raise ConfigError for a number of workers that is no number of processes, or that --devices gives already."""
+    """Raise ConfigError for a number of workers out of range, or beside --devices, which sets it."""
     if workers is not None and not 1 <= workers <= MAX_WORKERS:
         raise ConfigError(f"--workers {workers}: must be from 1 to {MAX_WORKERS}")
     if workers is not None and devices is not None:
-        raise ConfigError(f"--workers {workers}: --devices {devices} says how many runs there are; leave one out")
+        raise ConfigError(f"--workers {workers}: --devices {devices} sets the number of runs already; leave one out")
 
 
 def parse_devices(text: str | None, device: str) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def parse_devices(text: str | None, device: str) -> tuple[str, ...]:
         else:
             names += [resolve_device(kind or "cpu")] * int(count or 1)
         if len(names) > MAX_WORKERS:
-            raise ConfigError(f"--devices {text}: are more than {MAX_WORKERS}")
+            raise ConfigError(f"--devices {text}: names more than {MAX_WORKERS} devices; leave some out")
     twice = [name for name in names if names.count(name) > 1 and name != "cpu"]
     if not names or twice or len(set(map(kind_of_device, names))) > 1:
         reason = f"names {twice[0]} twice" if twice else "must be at least one device, and all of one kind"
@@ -150,7 +150,7 @@ def parse_devices(text: str | None, device: str) -> tuple[str, ...]:
 
 
 def parse_process_share(text: str | None, environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """(index, count) of `--share 0/8`, or of this job in an array of Slurm's; None where there is neither."""
+    """(index, count) of `--share 0/8`, or of this job in a Slurm array; None without either."""
     if text is None and "SLURM_ARRAY_TASK_ID" not in environment:
         return None
     source = "--share" if text is not None else "SLURM_ARRAY_TASK_ID"
@@ -160,7 +160,7 @@ def parse_process_share(text: str | None, environment: Mapping[str, str]) -> tup
     else:
         numbers = [*text.split("/"), "0"]
     if len(numbers) != 3 or not all(re.fullmatch(r"\d{1,9}", number) for number in numbers) or not int(numbers[1]):
-        raise ConfigError(f"{source} {text}: expected the number of this process and of all of them, such as 0/8")
+        raise ConfigError(f"{source} {text}: expected INDEX/COUNT of the processes, such as 0/8")
     index, count, first = map(int, numbers)
     if source == "--share" and index >= count:
         raise ConfigError(f"--share {text}: must be from 0/{count} to {count - 1}/{count}")
@@ -189,12 +189,12 @@ class ComparedDesigns:
 def compare(*designs: CompareSettings | str | Path, **options: Any) -> ComparedDesigns:
     """Compare designs as `heddle compare` does, with its options, defaults and output.
 
-    designs: files, preset:NAME or folders, of which the first is the baseline, and overrides such as "width=64", which
-    apply to all; or the settings of the whole comparison. options: those of the command line, such as `tokens=100_000`
-    or `seeds=3`. Raises ConfigError for an option that does not exist or cannot be, and what the command reports.
+    designs: files, preset:NAME or folders, the first of which is the baseline, and overrides such as "width=64", which
+    apply to all; or one `CompareSettings`. options: as on the command line, such as `tokens=100_000` or `seeds=3`.
+    Raises ConfigError for an unknown or invalid option, and the errors that the command reports.
     """
     if not designs:
-        raise ConfigError("designs: are missing; give at least one file, preset:NAME or folder")
+        raise ConfigError("designs: none given; give at least one file, preset:NAME or folder")
     if isinstance(designs[0], CompareSettings):
         return _compare(designs[0])
     return _compare(CompareSettings.read({"designs": designs, **options}))
@@ -211,7 +211,7 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         workers = choose_workers(
             plan, runtime, count=settings.workers, devices=devices, share=share, ranks=settings.nproc
         )
-        # speeds need all; where they have the threads of the trainings, so do these
+        # speed measurements have all needs; with as many threads as training, their entry replaces its own
         needs = {workers.threads or runtime.threads: TRAINING_NEEDS, plan.threads or runtime.threads: ALL_NEEDS}
         runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, needs)
         warn_of_precision(runtime, settings.precision)
@@ -238,7 +238,7 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
 
 
 def _print_interrupted(settings: CompareSettings) -> None:
-    """The table of what is finished, where the report is, and what is missing."""
+    """Print the table so far, the path of the report, and what is missing."""
     file = settings.out / REPORT_FILES[0]
     if settings.json or not file.is_file():
         return
@@ -258,7 +258,7 @@ def _plan_time(
 ) -> tuple[ComparisonPlan, TimePlan]:
     """Time a step of each design, choose what the budget leaves open, and print the plan.
 
-    A comparison that continues keeps what it chose, and neither it nor a training of seconds is timed.
+    A resumed comparison keeps its choices. Steps are not timed then, nor where training takes only seconds.
     """
     budget = None
     if settings.budget is not None:
@@ -315,7 +315,7 @@ def _plan_time(
 
 
 def comparison_plan(settings: CompareSettings, runtime: Runtime) -> ComparisonPlan:
-    """The plan of a comparison. Raises ConfigError for what cannot be, before anything is trained."""
+    """The plan of a comparison. Raises ConfigError for invalid settings, before anything is trained."""
     budget_kind, budget_value = _budget(settings)
     seeds = DEFAULT_SEEDS if settings.seeds is None else settings.seeds
     if not 1 <= seeds <= 100:
@@ -323,7 +323,7 @@ def comparison_plan(settings: CompareSettings, runtime: Runtime) -> ComparisonPl
     half_width = _stopping(settings, seeds)
     probes = select_probes(settings.recall)
     if settings.tokenizer is not None:
-        Tokenizer.load(settings.tokenizer)  # one that cannot be read must not become part of a comparison
+        Tokenizer.load(settings.tokenizer)  # fail before an unreadable one becomes part of the comparison
     scales = parse_scales(settings.lr_scale)
     tuning = _tuning(settings)
     paths = (*scales, *(tuned_paths(tuning.fields) if tuning is not None else ()))
@@ -365,7 +365,7 @@ def comparison_plan(settings: CompareSettings, runtime: Runtime) -> ComparisonPl
 
 
 def _tuning(settings: CompareSettings) -> TuningPlan | None:
-    """What is tuned, or None."""
+    """The tuning plan, or None."""
     if not settings.tune:
         if settings.tune_budget is not None:
             raise ConfigError(f"--tune-budget {settings.tune_budget}: nothing is tuned; name a field with --tune")
@@ -375,7 +375,7 @@ def _tuning(settings: CompareSettings) -> TuningPlan | None:
 
 
 def _stopping(settings: CompareSettings, seeds: int) -> float | None:
-    """The half-width at which a comparison stops; None where it has a number of seeds."""
+    """The half-width at which a comparison stops; None for a fixed number of seeds."""
     until_resolved = settings.until_resolved
     if until_resolved is None:
         return None
@@ -400,7 +400,7 @@ def _budget(settings: CompareSettings) -> tuple[str, float]:
 
 
 def _terminal_safe(report: Report) -> Report:
-    """The same report with every text safe to print."""
+    """The same report with every string safe to print."""
     return parse(Report, _safe(plain(report)))
 
 
@@ -419,7 +419,7 @@ def _equalize(
     kind: str,
     vocabulary: Path | int,
 ) -> tuple[DesignEntry, ...]:
-    """The entries with new widths, or with new fields of mixers, such that all designs have the same size."""
+    """The entries resized, by width or by fields of mixers, so that all designs have the same size."""
     length = settings.sequence_length
     if length < 1:  # sizes are measured at this length, before the plan is checked
         raise ConfigError(f"--sequence-length {length}: must be at least 1")
@@ -428,7 +428,7 @@ def _equalize(
 
 
 def _check(plan: ComparisonPlan) -> None:
-    """Raise ConfigError for a setting that training would refuse, before any training starts."""
+    """Raise ConfigError for a setting that training would reject, before any training starts."""
     Settings(steps=1, **shared(plan, Settings))
     multiple = plan.max_length_multiple
     if multiple < 1 or multiple & (multiple - 1):
@@ -455,7 +455,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def report_tables(report: Report) -> RenderableType:
-    """All tables and sentences. Texts are never interpreted as rich's markup, whatever a design's name is."""
+    """All tables and sentences. Strings such as design names are never interpreted as rich markup."""
     parts: list[RenderableType] = [_design_table(report), Text()]
     # a single field's rows would repeat those of the designs
     fields = report.effects.fields

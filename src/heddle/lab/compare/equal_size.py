@@ -1,6 +1,6 @@
 """Resize designs to the baseline's size: find the width at which a design has its parameters or FLOPs per token.
 
-(`heddle.lab.compare.equal_size` makes states equal, at unchanged widths.)
+(`equalize_states` makes states equal, at unchanged widths.)
 
 `width` changes, and the `hidden` of every feed-forward in proportion. All other numbers in the config stay: heads, an
 explicit head_dim, ranks, windows, depth. A head_dim that is not given follows the width, so only those widths are
@@ -74,21 +74,21 @@ def equalize_states(
         config, size = _scale_to(entry.config, bytes_of, target)
         changes = _changes(entry.config, config)
         if abs(size / target - 1) > MAX_STATE_DEVIATION:
-            reached = ", ".join(changes) or "no field of its mixers reaches it"
+            reached = ", ".join(changes) or "none of its mixers' fields gets closer"
             raise ConfigError(
-                f"equal state: {entry.name} comes no nearer to {baseline} at {context} tokens than "
+                f"equal state: {entry.name} gets no closer to {baseline} at {context} tokens than "
                 f"{size / target - 1:+.0%} ({reached}); choose another baseline or context length, or leave it out"
             )
         for other in scaled_entries:
             if other.config == config:
-                reason = f"{other.name} and {entry.name} become one design ({', '.join(changes) or 'unchanged'})"
+                reason = f"{other.name} and {entry.name} become the same design ({', '.join(changes) or 'unchanged'})"
                 raise ConfigError(f"equal state: {reason}; leave one of them out")
         scaled_entries.append(replace(entry, config=config, scaled_fields=tuple(changes)))
     return tuple(scaled_entries)
 
 
 def _scale_to(config: ModelConfig, bytes_of: Callable[[ModelConfig], int], target: int) -> tuple[ModelConfig, int]:
-    """The design whose state is nearest to the target among those that can be built, and the bytes of its state."""
+    """The buildable design with the state nearest to the target, and the bytes of its state."""
     best, best_size = config, bytes_of(config)
     low, high = 1 / MAX_FACTOR, MAX_FACTOR
     factor = target / best_size
@@ -99,7 +99,7 @@ def _scale_to(config: ModelConfig, bytes_of: Callable[[ModelConfig], int], targe
         try:
             candidate = with_state_factor(config, factor)
             size = bytes_of(candidate)
-        except ConfigError:  # too small or too large to be built
+        except ConfigError:  # too small or too large to build
             size = target + 1 if factor > 1 else target - 1
         else:
             if abs(size - target) < abs(best_size - target):
@@ -120,7 +120,7 @@ def _with_mixer_scaled(layer: LayerConfig, factor: float, width: int) -> LayerCo
 
 
 def scale_state(mixer: MixerConfig, factor: float, width: int) -> MixerConfig:
-    """The same config with about `factor` times the state in a model of this width; itself if no field sets it."""
+    """The same config with about `factor` times the state in a model of this width; unchanged if no field sets it."""
     values = {name: getattr(mixer, name) for name in type(mixer).model_fields}
     inner = {name: value for name, value in values.items() if isinstance(value, MixerConfig)}
     if inner:
@@ -242,7 +242,7 @@ def equalize_sizes(
         deviation = size_of(resized) / target - 1
         if abs(deviation) > MAX_DEVIATION:
             raise ConfigError(
-                f"equal {kind}: {entry.name} comes no nearer to {baseline} than {deviation:+.0%}, at width "
+                f"equal {kind}: {entry.name} gets no closer to {baseline} than {deviation:+.0%}, at width "
                 f"{resized.width}; compare it without equal, or give heads that divide more widths, or a head_dim"
             )
         resized_entries.append(replace(entry, config=resized, original_width=entry.config.width))

@@ -1,9 +1,9 @@
 """A grid of training fields that is tried on every design with the same seed, as pure functions.
 
-Every candidate is trained once on each design, for the same fraction of the design's own run, with a whole schedule of
-its own. A design's best value needs both neighbors of the grid: where one is missing it is run, beyond the ends of the
+Every candidate is trained once on each design, for the same fraction of the design's own run, with its own complete
+schedule. A best value needs results at both neighbors of the grid: a missing neighbor is run, beyond the ends of the
 grid too, and on all designs, so that any two can be compared at one value. A run that diverged counts as worse than any
-other. Everything follows from the losses so far, so that an interrupted search continues.
+other. The search is a function of the losses so far, so that it resumes after an interrupt.
 """
 
 import math
@@ -14,7 +14,7 @@ from heddle.errors import ConfigError
 from heddle.lab.compare.plan import Candidate, TunedField, Value, all_candidates, format_value
 
 MAX_ADDED_VALUES = 4  # new values of a field's grid
-TUNING_SEED = 1_000_000  # of every trial; the comparison's own seeds are below
+TUNING_SEED = 1_000_000  # of every trial; the comparison's own seeds are smaller
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ Losses = Mapping[Trial, float]  # of finished runs; infinite where one diverged
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched.
+    """A search to run.
 
-    run_costs: of a whole run of each design, in the unit of the budget. budget: the search never costs more.
-    min_fraction: of a run; no trial is shorter. Raises BudgetTooSmall where the budget allows no such trials.
+    run_costs: cost of a full run of each design, in the unit of the budget. budget: the most that the search may cost.
+    min_fraction: of a run; no trial is shorter. Raises BudgetTooSmall if the budget does not allow such trials.
     """
 
     fields: tuple[TunedField, ...]
@@ -57,7 +57,7 @@ class Search:
 
     @property
     def fraction(self) -> float:
-        """Of the design's own run that each trial takes: the longest that the budget allows, up to all of it."""
+        """Length of a trial as a fraction of the design's own run: the longest that the budget allows, up to 1."""
         return min(1.0, self.budget / (self.round_cost * self._runs))
 
     @property
@@ -71,7 +71,7 @@ class Search:
 
 
 class BudgetTooSmall(ConfigError):
-    """The budget allows no search. least_budget: the smallest that does."""
+    """The budget is too small for the search. least_budget: the smallest that does."""
 
     def __init__(self, least_budget: float) -> None:
         super().__init__(f"the budget is too small; the smallest is {least_budget:g}")
@@ -82,9 +82,9 @@ class BudgetTooSmall(ConfigError):
 class SearchState:
     """A search after some losses.
 
-    candidates: those that are tried, the added ones last. pending: runs that are needed next; none: the search is over.
-    best: of each design. values: of each field's grid, with those that were added. open_ends: of each design, the
-    fields whose best value has no neighbor that was run.
+    candidates: all that are tried, added ones last. pending: the runs needed next; empty once the search is over.
+    best: candidate by design. values: the grid of each field, with added values. open_ends: by design, the fields whose
+    best value has no neighbor that was run.
     """
 
     candidates: tuple[Candidate, ...]
@@ -96,7 +96,7 @@ class SearchState:
 
 
 def search_state(search: Search, losses: Losses) -> SearchState:
-    """Replay the search on the losses so far: what is run next, or what is best."""
+    """Replay the search on the losses so far: what to run next, or what is best."""
     candidates = tuple(all_candidates(search.fields))
     values = tuple(field.values for field in search.fields)
     cost_of_one = search.round_cost * search.fraction
@@ -126,7 +126,7 @@ def _best(state: SearchState, design: str, losses: Losses) -> Candidate:
 def _missing_neighbors(
     search: Search, state: SearchState
 ) -> tuple[tuple[tuple[Value, ...], ...], list[Candidate], dict[str, tuple[str, ...]]]:
-    """The grids with new ends, the neighbors of the best candidates that were not tried, and where."""
+    """The grids with new ends, the untried neighbors of the best candidates, and where these lie."""
     grids = list(state.values)
     additions: list[Candidate] = []
     open_ends: dict[str, tuple[str, ...]] = {}
@@ -147,7 +147,7 @@ def _missing_neighbors(
 def _neighbors(
     search: Search, grids: Sequence[Sequence[Value]], candidate: Candidate
 ) -> Iterator[tuple[str, Candidate]]:
-    """(where, candidate) of the next values of each grid, or of those that continue it: "lr above"."""
+    """(where, candidate) of the next values of each grid, or of values that continue it: "lr above"."""
     for axis, field in enumerate(search.fields):
         for direction, word in ((-1, "below"), (1, "above")) if field.is_number else ():
             grid = grids[axis]

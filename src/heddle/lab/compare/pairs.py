@@ -1,4 +1,4 @@
-"""The pairs of designs in a report: differences with simultaneous intervals, and what the unresolved ones need."""
+"""The pairs of designs in a report: differences with simultaneous intervals, and what would resolve the open ones."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,9 +47,9 @@ from heddle.lab.compare.tables import mean_loss
 class Judging:
     """How a report judges its pairs.
 
-    is_anytime: whether the number of seeds followed from results, so that intervals hold at every number of seeds.
-    is_final: whether the planned runs are all there; before, a fixed comparison resolves nothing. half_width: what the
-    user asked for. workers: runs that take place at the same time.
+    is_anytime: whether the number of seeds depended on results, so that intervals must hold at every number of seeds.
+    is_final: whether all planned runs are finished; until then a fixed comparison resolves nothing. half_width: what
+    the user asked for. workers: runs at the same time.
     """
 
     is_anytime: bool = False
@@ -64,7 +64,7 @@ class Judging:
 
 
 def pair_report(runs: Mapping[str, Sequence[ScoredRun]], baseline: str, judging: Judging | None = None) -> PairReport:
-    """All pairs of designs, with intervals of 95 % for all at once, in the order of the designs' losses."""
+    """All pairs of designs with simultaneous 95 % intervals, in the order of the designs' losses."""
     judging = judging or Judging()
     statistics = pair_statistics(runs)
     effects = statistics.effects
@@ -123,7 +123,7 @@ def _difference(
 def _needs(
     statistics: PairStatistics, design: int, reference: int, half: float, judging: Judging, seconds: float
 ) -> list[NeededRuns]:
-    """The needs of narrower intervals, of a comparison that grows in place. seconds: of one run of both designs."""
+    """What narrower intervals need, if the comparison grows in place. seconds: of one run of both designs."""
     widths = round_widths_below(half)
     if judging.half_width is not None and judging.half_width < half:
         widths = sorted({*widths, judging.half_width}, reverse=True)
@@ -155,7 +155,7 @@ def _method(
         set.intersection(*({run.seed for run in side} for side in chosen))
         for chosen in (sides, map(finished_runs, sides))
     )
-    # seeds that only one side was given are no failure
+    # a seed that only one side was given is not a failure
     return method + describe_unpaired(sorted(given - finished))
 
 
@@ -163,14 +163,13 @@ def _method(
 #
 # The effect of a value is the difference between its designs and those with the baseline's value. Each design is paired
 # with the one that is equal in every other field, on the same seed. For each seed the pairs are averaged, so the
-# interval
-# covers seed variance and sampling error of the text, but no other choice of the other fields. The interaction of two
-# fields is what both changes together do beyond the sum of each alone:
+# interval covers seed variance and sampling error of the text, but no other choice of the other fields. The interaction
+# of two fields is what both changes together do beyond the sum of each alone:
 #
 #     (y[a, b] − y[a₀, b]) − (y[a, b₀] − y[a₀, b₀])       where a₀, b₀ are the baseline's values
 #
-# Of one varied field the differences are those of the designs. Of several, the rows of all fields and interactions hold
-# at once: Student's t at the level 1 − 0.95^(1/rows) (Šidák 1967), with a spread estimated as in `simultaneous`.
+# With one varied field the differences are the designs' own. With several, the rows of all fields and interactions hold
+# at once: Student's t at the level 1 − 0.95^(1/rows) (Šidák 1967), with a spread estimated as in `pair_statistics`.
 
 
 FieldLabels = Mapping[str, str]  # the value of each varied field, as its label

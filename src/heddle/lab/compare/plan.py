@@ -32,7 +32,7 @@ MAX_LABEL_LENGTH, MAX_NAME_LENGTH = 40, 120  # a variant's name becomes part of 
 class FieldValue:
     """One value of a varied field: the override `path=text` and a short label.
 
-    standalone: the label says enough without the field's name, as that of a kind does.
+    standalone: whether the label is clear without the field's name, as a kind is.
     """
 
     override: str
@@ -150,7 +150,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _label(text: str, value: Any, all_values: Sequence[Any]) -> str:
-    """A string as it is; a mapping by its kind and the fields in which those of its kind differ; else the text."""
+    """A string as it is; a mapping by its kind and the fields that differ within it; else the text."""
     if isinstance(value, str):
         text = value
     elif value is None:
@@ -193,7 +193,7 @@ WORDS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 
 @dataclass(frozen=True)
 class TunedField:
-    """A training field and its grid: numbers in ascending order, or words in the order of the user."""
+    """A training field and its grid: numbers in ascending order, or words in the user's order."""
 
     name: str
     values: tuple[Value, ...]
@@ -279,7 +279,7 @@ def all_candidates(fields: Sequence[TunedField]) -> list[Candidate]:
 
 
 def tuned_settings(fields: Sequence[TunedField], candidate: Candidate, lr_scale: LearningRateScales) -> dict[str, Any]:
-    """The fields of `Settings` that a candidate sets. lr_scale: of all designs; tuned paths come after them."""
+    """The fields of `Settings` that a candidate sets. lr_scale: shared by all designs; tuned paths come after it."""
     settings: dict[str, Any] = {}
     scales = list(lr_scale)
     for field, value in zip(fields, candidate, strict=True):
@@ -312,7 +312,7 @@ def _parse_grid(name: str, text: str, argument: str) -> tuple[Value, ...]:
         return _log_grid(name, low_text, high_text, argument)
     values = [_parse_value(name, part.strip(), argument) for part in text.split(",")]
     if len(values) < 2:
-        raise ConfigError(f"{argument}: is one value; give at least two, or a range such as {name}=low..high")
+        raise ConfigError(f"{argument}: has one value; give at least two, or a range such as {name}=low..high")
     for index, value in enumerate(values):
         if value in values[:index]:
             raise ConfigError(f"{argument}: {format_value(value)} is given twice; leave one out")
@@ -325,10 +325,10 @@ def _log_grid(name: str, low_text: str, high_text: str, argument: str) -> tuple[
         raise ConfigError(f"{argument}: {name} has no range; list values of {', '.join(WORDS[name])}")
     low, high = (float(_parse_value(name, end.strip(), argument)) for end in (low_text, high_text))
     if low <= 0:
-        raise ConfigError(f"{argument}: a range begins above 0, since its values are spaced by factors; list 0 instead")
+        raise ConfigError(f"{argument}: a range must start above 0 (its values are spaced by factors); list 0 instead")
     if low >= high:
         remedy = f"write {name}={high_text}..{low_text}" if low > high else "give two ends that differ"
-        raise ConfigError(f"{argument}: the range has its lower end first; {remedy}")
+        raise ConfigError(f"{argument}: the range must start at its lower end; {remedy}")
     intervals = max(1, math.ceil(math.log(high / low) / math.log(MAX_RATIO) - 1e-9))
     if intervals >= MAX_CANDIDATES:
         raise ConfigError(f"{argument}: the range spans over {MAX_CANDIDATES} factors of {MAX_RATIO:g}; narrow it")
@@ -371,9 +371,9 @@ class DesignEntry:
     """One design of a comparison: a short unique name, where it came from, and its config.
 
     varied_fields: (path, label) of each varied field; where several designs are varied, ("design", name) comes first.
-    is_unmodified: whether the variant equals the design as it was given.
+    is_unmodified: whether the variant equals the design as given.
     original_width: the width in the design's config, where `config` was resized to an equal size.
-    scaled_fields: what changed, where its state was scaled: `layers[0].mixer.kv_rank 56 → 64`.
+    scaled_fields: what changed if its state was scaled: `layers[0].mixer.kv_rank 56 → 64`.
     """
 
     name: str
@@ -414,17 +414,17 @@ class ComparisonPlan:
     part_files: tuple[str, ...]
     speed_contexts: tuple[int, ...]  # context lengths at which speed is measured
     recall_probes: tuple[str, ...]  # "auto" or names of RECALL_PROBES
-    max_length_multiple: int  # longest text read after training, in sequence lengths; 1: none is read
+    max_length_multiple: int  # longest sequence read after training, in training lengths; 1: none is read
     until_resolved: float | None = None  # more seeds, until every design is resolved or a tie within ± this
     time_budget: float | None = None  # seconds of training, until resolved
-    tuning: TuningPlan | None = None  # training fields that are tuned for each design before
+    tuning: TuningPlan | None = None  # training fields tuned for each design before the comparison
     transfer_width: int | None = None  # the width at which the learning rate was chosen
     tf32: bool = False  # float32 products on CUDA
     deterministic: bool = False  # equal bits on CUDA, too
     trackers: tuple[str, ...] = ()  # to which the training on text is logged as well
 
     def __post_init__(self) -> None:
-        """Raise ConfigError naming a design to which the learning rate of another width does not transfer."""
+        """Raise ConfigError naming a design to which the learning rate does not transfer from its width."""
         for entry in self.entries:
             config = entry.config if entry.config.vocab_size else entry.config.replace(vocab_size=1)
             try:
@@ -433,12 +433,12 @@ class ComparisonPlan:
                 raise ConfigError(f"{entry.name}: {error}") from None
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal for a comparison to be continued.
+        """What must be equal for a comparison to be resumed.
 
         The baseline is left out, since it affects no run, and so is when to stop: `growth` holds what of it may change.
         """
         identity = asdict(self) | {"entries": {entry.name: entry.config.dump() for entry in self.entries}}
-        for name in ("tuning", "transfer_width", "tf32", "deterministic"):  # earlier comparisons have none
+        for name in ("tuning", "transfer_width", "tf32", "deterministic"):  # older comparisons lack these
             if not identity[name]:
                 del identity[name]
         return {name: value for name, value in identity.items() if name not in MAY_CHANGE}
@@ -463,7 +463,7 @@ def load_entries(
     Raises ConfigError naming a design that cannot be trained on text, or that a path of `scales` does not match.
     """
     if not sources:
-        raise ConfigError("compare: names no design; give at least one file, preset:NAME or folder")
+        raise ConfigError("compare: no designs given; give at least one file, preset:NAME or folder")
     variants = enumerate_variants(varied_fields, len(sources))
     several_designs = bool(varied_fields) and len(sources) > 1
     entries: list[DesignEntry] = []
@@ -477,7 +477,7 @@ def load_entries(
             config = _load_variant(source, overrides, variant, scales)
             for entry in variant_entries:
                 if entry.config == config:
-                    raise ConfigError(f"vary: {entry.name} and {variant.name} are one design; leave one of them out")
+                    raise ConfigError(f"vary: {entry.name} and {variant.name} are the same design; leave one out")
             name = f"{design_name} {variant.name}" if several_designs else variant.name or design_name
             variant_entries.append(
                 DesignEntry(
@@ -503,7 +503,7 @@ def _load_variant(source: str, overrides: Sequence[str], variant: Variant, scale
     if not model.causal:
         raise ConfigError(f"{label}: a mixer sees later tokens, so the design cannot learn to predict them")
     if model.encoder_width is not None:
-        raise ConfigError(f"{label}: reads an encoder's output, which texts do not have; remove its cross_attention")
+        raise ConfigError(f"{label}: reads an encoder's output, which text does not have; remove its cross_attention")
     try:
         learning_rate_factors(model, scales)
     except ConfigError as error:
@@ -512,7 +512,7 @@ def _load_variant(source: str, overrides: Sequence[str], variant: Variant, scale
 
 
 def _load_unmodified(source: str, overrides: Sequence[str]) -> ModelConfig | None:
-    """The design without variation; None where it cannot be built, because it leaves the varied field open, say."""
+    """The design without variation; None if it cannot be built, for example because it leaves the varied field open."""
     try:
         return load_config(source, overrides)
     except ConfigError:
@@ -579,7 +579,7 @@ def plan_warnings(
     lowest = min((tokens / parameters[name] for name, tokens in trained.items()), default=1.0)
     if lowest < 1:
         sentences.append(
-            f"A short training: {lowest:.2g} training tokens for each parameter, where about 20 are usual. "
+            f"Short training: {lowest:.2g} tokens per parameter; about 20 are usual. "
             "The order of the designs may change with more training."
         )
     if parameters and max(parameters.values()) > 1.05 * min(parameters.values()):

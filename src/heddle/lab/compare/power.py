@@ -19,10 +19,10 @@ MAX_SEEDS = 100
 
 
 class Need(NamedTuple):
-    """What an interval of ± half_width needs of a pair.
+    """What a pair needs for an interval of ± half_width.
 
-    seeds: of both designs in all, None where 100 are too few. text_factor: how many times the held-out text; 1 where
-    its text is enough.
+    seeds: of each design in total; None if 100 are too few. text_factor: how many times the held-out text; 1 if the
+    present text is enough.
     """
 
     half_width: float
@@ -75,7 +75,7 @@ def smallest_resolvable(statistics: PairStatistics, row: int, column: int, level
 def need_for(
     statistics: PairStatistics, row: int, column: int, half_width: float, level: Level = fixed_level
 ) -> Need | None:
-    """What an interval of ± half_width needs; None where fewer than two seeds tell nothing of the spread.
+    """What an interval of ± half_width needs; None with fewer than two seeds, which say nothing about the spread.
 
     Where the text makes up more than half of the wanted square, the need is split: more text, so that it is half.
     """
@@ -94,7 +94,7 @@ def seeds_for(
 ) -> int | None:
     """The fewest seeds (2 to 100) with which seed variance adds no more than this half-width, or None.
 
-    The spread is taken to stay as it is.
+    Assumes that the spread stays as it is.
     """
     designs, variance = len(statistics.names), float(statistics.variance[row, column])
 
@@ -124,14 +124,14 @@ def round_widths_below(half_width: float, count: int = 2) -> list[float]:
     return [round(width, 12 - power) for width in series if width < half_width * (1 - 1e-9)][:count]
 
 
-# Which seeds to buy next, and when to stop: repeated intervals that hold at whatever number of seeds one stops.
+# Which seeds to buy next, and when to stop: repeated intervals that hold at any number of seeds.
 #
 # A look at n seeds uses the nominal level 0.006 · min(√(n/8), √(8/n)) in place of 5 %. Whatever the number of looks
 # from 2 to 100 seeds, and whichever pairs of equal designs, the probability that any interval at any look misses the
 # truth is at most 5 % (simulated: docs/compare/seeds.md). These are repeated confidence intervals (Jennison and
 # Turnbull 1989) whose levels are spent as in Lan and DeMets (1983), at the significance level of each t (Jennison and
 # Turnbull 2000, section 4.4). A mixture martingale (Lai 1976; Wang and Ramdas 2023) also holds without end; its
-# intervals are wider from 6 seeds on. Seeds that share one text say nothing of other texts: the text's part of an
+# intervals are wider from 6 seeds on. Seeds that share one text say nothing about other texts: the text's part of an
 # interval keeps its own level, which looks do not spend.
 
 
@@ -167,16 +167,16 @@ class Spending(NamedTuple):
 class StoppingRule:
     """Buys seeds until each design is resolved from the leader, or a tie with it within ± half_width.
 
-    A design that is resolved as worse is dropped. Of the open ones those are bought that the remaining budget can
-    decide, the nearest to a decision first; if it can decide none, the nearest alone. The rule has no memory and draws
-    nothing: the same results give the same decision. budget_seconds: of training; None: up to 100 seeds.
+    A design that is resolved as worse is dropped. Seeds go to the open designs that the remaining budget can decide,
+    the nearest to a decision first; if it can decide none, to the nearest alone. The rule keeps no state and is
+    deterministic: equal results give equal decisions. budget_seconds: of training; None: up to 100 seeds.
     """
 
     half_width: float
     budget_seconds: float | None = None
 
     def decide(self, statistics: PairStatistics, spending: Spending) -> Decision:
-        """The next runs. Each design must have been tried before."""
+        """Choose the next runs. Each design must have been tried before."""
         names, leader = statistics.names, statistics.leader
         if leader is None:
             return Decision((), "No run finished, so no more seeds were bought.", (FAILED,) * len(names))
@@ -228,7 +228,7 @@ class StoppingRule:
         return seeds_for(statistics, design, leader, target * (1 - 1e-9), anytime_level) or MAX_SEEDS + 1
 
     def _affordable(self, needs: dict[int, int], leader: int, spending: Spending) -> list[int]:
-        """The designs to buy seeds of; empty where not even the nearest to a decision can have another seed."""
+        """The designs to buy seeds for; empty if not even the nearest to a decision can afford another seed."""
         nearest_first = sorted(needs, key=lambda design: (needs[design], design))
         within = [design for design in nearest_first if spending.seeds[design] < MAX_SEEDS]
         if self.budget_seconds is None or not within:
@@ -252,7 +252,7 @@ class StoppingRule:
         if limited:
             return (
                 f"More seeds cannot decide between {names[leader]} and {join_names(limited, 8)}: "
-                "the choice of held-out text is the larger part of the interval; give more held-out text."
+                "the sampling error of the held-out text is the larger part of the interval; give more held-out text."
             )
         tie = f"a tie within ± {self.half_width:g}"
         return f"Each design is resolved from {names[leader]} or {tie}, so no more seeds were bought."
@@ -265,7 +265,7 @@ class StoppingRule:
 
 
 def _next_runs(group: Sequence[int], seeds: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The next seed of each design in the group; those that have fewer than the others catch up first."""
+    """The next seed of each design in the group; designs with fewer seeds catch up first."""
     most, fewest = max(seeds[design] for design in group), min(seeds[design] for design in group)
     target = min(most + (most == fewest), MAX_SEEDS)
     return tuple((design, seed) for seed in range(fewest, target) for design in group if seeds[design] <= seed)

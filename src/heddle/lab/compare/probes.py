@@ -1,4 +1,4 @@
-"""Recall probes: a small copy of a design learns a task within a fixed budget; its share of right answers is measured.
+"""Recall probes: a small copy of a design learns a task within a fixed budget; its accuracy is measured.
 
 The copy has the design's width, residual wiring and mixers, and the task's vocabulary. A run of equal layers is cut to
 two, and a repeating pattern of layers is kept once. For recall tasks the feed-forwards are left out, as Arora et al.
@@ -17,7 +17,7 @@ from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.loop import FINAL_EVALUATION_TOKENS, INTERIM_EVALUATION_TOKENS
 from heddle.training.settings import Settings
 
-# How often, and on how much text, a run is evaluated on its way: together at most a tenth of what it trains on.
+# How often, and on how much text, a run is evaluated during training: in total at most a tenth of its training tokens.
 
 
 MAX_SHARE = 1 / 10  # of the batches that are trained on
@@ -25,16 +25,16 @@ MAX_POINTS = 10  # of a learning curve
 
 
 class Evaluations(NamedTuple):
-    """interval: steps between two evaluations, None for no evaluation. batches: of each, as large as a step's."""
+    """interval: steps between evaluations, None for no evaluation. batches: per evaluation, as large as a step's."""
 
     interval: int | None
     batches: int
 
 
 def plan_evaluations(steps: int, tokens_per_step: int) -> Evaluations:
-    """The evaluations of a run: at most `MAX_POINTS`, the last step's among them.
+    """The evaluations of a run: at most `MAX_POINTS`, the last one after the last step.
 
-    A run of fewer than 10 steps has none. A long run reads no more than `INTERIM_EVALUATION_TOKENS` at each point.
+    A run of fewer than 10 steps has none. A long run reads at most `INTERIM_EVALUATION_TOKENS` each time.
     """
     affordable = int(MAX_SHARE * steps + 1e-9)
     if affordable < 1:
@@ -47,7 +47,7 @@ def plan_evaluations(steps: int, tokens_per_step: int) -> Evaluations:
 def interim_tokens(settings: Settings, text_tokens: int) -> int:
     """The held-out tokens to ask the training loop for at each evaluation of a run.
 
-    The loop reads every n-th batch of a text of `text_tokens` tokens, with n rounded down; this is a number of tokens
+    The loop reads every n-th batch of `text_tokens` tokens, with n rounded down; this is a number of tokens
     for which it reads no more batches than planned.
     """
     planned = max(1, plan_evaluations(settings.steps, settings.tokens_per_step).batches)
@@ -130,7 +130,7 @@ class RecallProbe:
         )
 
     def summary(self) -> ProbeSummary:
-        """What the report says of the probe."""
+        """What the report says about the probe."""
         stream = self.task_stream
         return ProbeSummary(
             title=self.title,
@@ -167,22 +167,22 @@ PROBE_SETS |= {name: (name,) for name in RECALL_PROBES}
 
 
 def select_probes(names: str) -> tuple[str, ...]:
-    """The probes of names with commas between them: auto, all, none or tasks; "auto" stays as it is.
+    """Parse comma-separated probes: auto, all, none or names of tasks; "auto" stays as it is.
 
-    Raises ConfigError for another name, for a name given twice, and for auto, all or none beside others of them.
+    Raises ConfigError for an unknown name, a repeated name, and for auto, all or none together with other names.
     """
     parts = names.split(",")
     for part in parts:
         if part == GONE:
             raise ConfigError(
-                f"recall {names}: recall over the number of pairs is gone; leave {GONE} out, and train on "
-                "--data recall:mqar_mixture for it"
+                f"recall {names}: recall over the number of pairs was removed; leave {GONE} out, and train on "
+                "--data recall:mqar_mixture instead"
             )
         if part not in PROBE_SETS:
             raise ConfigError(f"recall {part}: unknown choice; {choices_hint(part, PROBE_SETS)}")
     probes = tuple(probe for part in parts for probe in PROBE_SETS[part])
     if len(set(probes)) < len(probes) or (len(parts) > 1 and not set(parts).isdisjoint({AUTO, "all", "none"})):
-        raise ConfigError(f"recall {names}: names a task twice, or auto, all or none beside others; keep one of them")
+        raise ConfigError(f"recall {names}: names a task twice, or auto, all or none with others; keep one of them")
     return probes
 
 

@@ -29,7 +29,7 @@ def run_on_ranks(task: dict[str, Any], request_file: str, result_file: str) -> i
             return launch(arguments, len(task["devices"]), max_restarts=0, module=__name__)
     except RankLost as lost:
         failed = {"status": "failed", "message": str(lost), "stops_all": False}
-        if not Path(result_file).exists():  # a rank that hangs is named by the others
+        if not Path(result_file).exists():  # the other ranks name one that hangs
             write_json_file(Path(result_file), failed)
         return lost.exit_code
 

@@ -1,4 +1,4 @@
-"""The report of a comparison as plain data: whole at the end, and partial after each task on the way."""
+"""The report of a comparison as plain data: complete at the end, partial after each task until then."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,19 +45,19 @@ from heddle.lab.compare.verdict import verdict_sentences
 from heddle.model.config import ModelConfig, describe
 from heddle.model.size import Size, kernel_choices, size, state_bytes, visits_of
 
-# What a running comparison has so far, and what is still to come.
+# What a running comparison has so far, and what is pending.
 
 
 @dataclass
 class Results:
     """The results of each design by its name.
 
-    speed_rounds, probes: how many are planned. facts: what needs no training. steps: of each design's training, as far
-    as they are known. pending: (design, seed) of the runs that are planned and have no result. speeds: the samples of
-    each round. recall: by probe. task_choices: the recall tasks, once they are chosen. loss_groups: of its profile.
-    stop_reason: why no more runs were planned, where that is not the plan itself. tuning: the search for training
-    fields. shared_runs: at values that all designs share, as in `tuning_report`. running: the curves so far, by pair.
-    is_anytime: whether the number of seeds followed from results, as in a comparison that grew.
+    speed_rounds, probes: how many are planned. facts: what needs no training. steps: training steps by design, as far
+    as they are known. pending: (design, seed) of planned runs without a result. speeds: the samples of each round.
+    recall: results by probe. task_choices: the recall tasks, once they are chosen. loss_groups: of the loss profile.
+    stop_reason: why no more runs were planned, unless the plan itself ended. tuning: the search for training fields.
+    shared_runs: runs at values that all designs share, as in `tuning_report`. running: learning curves so far, by
+    (design, seed). is_anytime: whether the number of seeds depended on results, as in a comparison that grew.
     """
 
     names: Sequence[str]
@@ -89,13 +89,13 @@ class Results:
         self.pending = [pair for pair in self.pending if pair != (name, run.seed)]
 
     def comparable_runs(self, name: str) -> list[Run]:
-        """The runs of a design on seeds for which no design's run is still to come: a mean of other seeds misleads."""
+        """The runs of a design on seeds that are pending for no design: a mean over other seeds misleads."""
         unfinished = {seed for _, seed in self.pending}
         return [run for run in self.runs[name] if run.seed not in unfinished]
 
     @property
     def finished_runs(self) -> int:
-        """How many runs have ended, well or not."""
+        """How many runs have ended, failed ones included."""
         return sum(map(len, self.runs.values()))
 
     def stages(self) -> list[Stage]:
@@ -112,13 +112,13 @@ class Results:
 
 
 STATE_CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1k … 128k
-SHARED_OPERATIONS = ("linear", "rms_norm")  # of every layer, not of its mixer
+SHARED_OPERATIONS = ("linear", "rms_norm")  # in every layer, not only in its mixer
 
 
 def comparison_report(comparison: Comparison, results: Results) -> Report:
-    """The report from what is finished. Numbers that are still to come are None, and its verdict says "so far".
+    """The report on what is finished. Pending numbers are None, and the verdict then says "So far".
 
-    While runs are to come, designs are compared on the seeds that all of them have finished.
+    While runs are pending, designs are compared on the seeds that all of them have finished.
     """
     plan, corpus, workers = comparison.plan, comparison.corpus, comparison.workers
     baseline = plan.baseline or plan.entries[0].name
@@ -174,21 +174,21 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
 
 
 def _text_recall(comparison: Comparison) -> TextRecallFacts | None:
-    """What is read to see what is recalled of the text."""
+    """What is read to measure recall in the held-out text."""
     if comparison.corpus is None or not comparison.text_recall_rows:
         return None
     return describe_text_recall(comparison.corpus, comparison.plan.sequence_length, comparison.text_recall_rows)
 
 
 def _tuning(results: Results) -> TuningReport | None:
-    """What tuning says, once it is over."""
+    """The tuning report, once tuning has finished."""
     if results.tuning is None or results.tuning.state.pending:
         return None
     return tuning_report(results.tuning, results.runs, results.shared_runs)
 
 
 def _verdict(report: Report, results: Results) -> list[str]:
-    """The sentences of the verdict; while runs are to come, the first says how many and on what it rests."""
+    """The sentences of the verdict; while runs are pending, the first says how many are done."""
     if not results.pending:
         return verdict_sentences(report)
     planned = results.finished_runs + len(results.pending)
@@ -218,7 +218,7 @@ def data_facts(names: Sequence[str], corpus: Corpus | None, final_tokens: int) -
 
 
 def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design]) -> list[str]:
-    """Caveats from the tokens that are trained on, or will be."""
+    """Caveats, from the tokens that each run trains on or is planned to."""
     plan, corpus = comparison.plan, comparison.corpus
     tokens_per_step = plan.batch_size * plan.sequence_length
     trained_tokens = {}
@@ -229,7 +229,7 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
         trained_tokens[name] = trained if is_done else planned
     parameters = {design.name: design.parameters for design in designs}
     available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
-    chosen = [f"Chosen for the budget of time: {'; '.join(comparison.notes)}."] if comparison.notes else []
+    chosen = [f"Chosen to fit the time budget: {'; '.join(comparison.notes)}."] if comparison.notes else []
     return [*chosen, *plan_warnings(plan, parameters, trained_tokens, available), *overhead_warning(designs)]
 
 
@@ -237,7 +237,7 @@ MIN_READING_SHARE = 0.5
 
 
 def overhead_warning(designs: Sequence[Design]) -> list[str]:
-    """A caveat where decoding is not limited by the bytes of weights and state."""
+    """A caveat if decoding is not limited by reading weights and state."""
     context = shared_context(designs, "decode")
     shares = {design.name: value_at(design.reading_share, context) for design in designs}
     slow = [
@@ -249,12 +249,12 @@ def overhead_warning(designs: Sequence[Design]) -> list[str]:
         return []
     return [
         f"Decoding at these sizes is mostly overhead of small operations: {join_names(slow, 4)} of a token's time; the "
-        "rest reads weights and state. Of larger models, whose bytes decide, these speeds say little."
+        "rest reads weights and state. These speeds say little about larger models, which memory bandwidth limits."
     ]
 
 
 def _reading_shares(comparison: Comparison, results: Results, design: Design) -> Series | None:
-    """Of each context, the time that weights and state take to be read, over that of a decoded token."""
+    """At each context length, the time to read weights and state as a share of a decode step."""
     samples = [sample for speeds in results.speeds[design.name] for sample in speeds.get("read", ())]
     rates = [rate for _, of_round in samples for rate in of_round]
     if not rates:
@@ -269,11 +269,11 @@ def _reading_shares(comparison: Comparison, results: Results, design: Design) ->
 
 
 def design_facts(comparison: Comparison, entry: DesignEntry) -> DesignFacts:
-    """What a design is and costs, as far as it needs no training; with the vocabulary as it is known now."""
+    """A design and its costs, as far as they need no training; with the vocabulary size known so far."""
     plan, config = comparison.plan, comparison.config(entry)
     try:
         model_size = size(config, plan.sequence_length)
-    except ConfigError as error:  # its learned positions end before the training sequence
+    except ConfigError as error:  # its learned positions are shorter than the training sequence
         raise ConfigError(f"{entry.name}: {error}") from None
     dtype = torch.float32 if plan.precision == "fp32" else torch.bfloat16
     equal_context = parse_state_context(plan.equal_size or "", plan.sequence_length)
@@ -298,7 +298,7 @@ def design_facts(comparison: Comparison, entry: DesignEntry) -> DesignFacts:
 def _design(
     name: str, comparable: Mapping[str, Sequence[Run]], baseline: str, results: Results, multiples: Sequence[int]
 ) -> Design:
-    """The facts of a design and what is measured so far; its runs are the comparable ones."""
+    """The facts of a design and its measurements so far, on its comparable runs."""
     runs, own, reference = results.runs[name], comparable[name], comparable[baseline]
     memory = [run.peak_memory_bytes for run in runs if run.status == "done" and run.peak_memory_bytes is not None]
     speeds = summarize_speeds(results.speeds[name])
@@ -320,7 +320,7 @@ def _design(
 
 
 def _mean_so_far(runs: Sequence[Run], comparable: Sequence[Run], pending: int) -> MeanLoss:
-    """The mean of the comparable runs, or of all while there are none; its basis says how many are to come."""
+    """The mean of the comparable runs, or of all while there are none; its basis says how many are pending."""
     mean = mean_bits_per_byte(comparable or runs)
     if not pending:
         return mean

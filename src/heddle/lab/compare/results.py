@@ -20,12 +20,12 @@ SpeedSeries = Sequence[tuple[int, float, float, float]]  # context, tokens per s
 
 
 def left_out(default: Any = None) -> Any:
-    """A field that JSON leaves out where it has its default."""
+    """A field that JSON omits at its default."""
     return field(default=default, metadata={"left_out": True})
 
 
 def plain(value: Any) -> Any:
-    """A result as values for JSON."""
+    """Convert a result to JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = ((each, getattr(value, each.name)) for each in dataclasses.fields(value))
         return {
@@ -39,8 +39,8 @@ def plain(value: Any) -> Any:
 
 
 def parse(kind: type[T], data: Any) -> T:
-    """The result that `plain` wrote; fields that an older file lacks have their defaults."""
-    if kind not in _adapters:  # one takes long to make
+    """Read a result that `plain` wrote; fields that an older file lacks get their defaults."""
+    if kind not in _adapters:  # building one is slow
         _adapters[kind] = TypeAdapter(kind)
     result: T = _adapters[kind].validate_python(data)
     return result
@@ -68,7 +68,7 @@ def finite(value: T) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean and its 95 % interval; None where there is none."""
+    """A mean and its 95 % interval; None where unknown."""
 
     mean: float | None
     low: float | None = None
@@ -76,7 +76,7 @@ class Interval:
 
     @property
     def known(self) -> list[float]:
-        """The mean and the ends that there are."""
+        """The mean and the ends that are known."""
         return [number for number in (self.mean, self.low, self.high) if number is not None]
 
 
@@ -89,7 +89,7 @@ class MeanLoss(Interval):
 
 @dataclass(frozen=True, kw_only=True)
 class NeededRuns:
-    """What an interval of ± half_width needs: seeds of each design (None: too many), times the text, and seconds."""
+    """What an interval of ± half_width needs: seeds per design (None: too many), multiple of the text, seconds."""
 
     half_width: float
     seeds: int | None
@@ -99,12 +99,12 @@ class NeededRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference(Interval):
-    """Bits per byte of a design minus those of another.
+    """Bits per byte of a design minus another's.
 
     resolved: whether the interval excludes 0. pairs: seeds that both sides finished. final: whether it may be judged;
-    None: it always may. method: how the interval was computed. Where it is not resolved: tie_within, the largest
-    difference that the interval allows; resolvable, the smallest that had been resolved with probability 0.8; needs, of
-    narrower intervals.
+    None: it always may. method: how the interval was computed. If it is not resolved: tie_within, the largest
+    difference that the interval allows; resolvable, the smallest difference that has 80 % power to be resolved; needs,
+    what narrower intervals need.
     """
 
     resolved: bool = False
@@ -140,9 +140,9 @@ class BaselineRow(Difference, _Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class PairReport:
-    """leader: the design with the lowest loss, if any finished. pairs: a row for each two designs.
+    """leader: the design with the lowest loss, if any finished. pairs: one row per pair of designs.
 
-    differences: of each design to the baseline.
+    differences: each design minus the baseline.
     """
 
     leader: str | None
@@ -165,7 +165,7 @@ class ScoredRun:
 
     @property
     def seconds_in_all(self) -> float:
-        """The time of a run; 0 where it is not known."""
+        """Seconds of the run; 0 if unknown."""
         return 0.0
 
 
@@ -182,7 +182,7 @@ class LengthResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(ScoredRun):
-    """A training run; None for the numbers of one that diverged or failed.
+    """A training run; its numbers are None if it diverged or failed.
 
     seconds: of its steps; wall_seconds: of its last process. train_speed_range: quartiles, tokens per second. experts:
     the summary of each router, by path. curve: (tokens, bits per byte). loss_profile: scores by position and frequency.
@@ -204,13 +204,13 @@ class Run(ScoredRun):
 
     @property
     def seconds_in_all(self) -> float:
-        """From the start of its last process to its end, or of its steps; 0 where it has neither."""
+        """Wall-clock seconds of its last process, or else of its steps; 0 if neither is known."""
         return float(self.wall_seconds or self.seconds or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """A design on a recall probe. accuracy: the share of right answers. curve: (tokens, accuracy)."""
+    """A design on a recall probe. accuracy: the share of correct answers. curve: (tokens, accuracy)."""
 
     status: str
     accuracy: float | None = None
@@ -246,7 +246,7 @@ class ProfileRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RecallGain:
-    """A score with and without (`control`) what could be recalled, its gain, and the gain minus the baseline's."""
+    """A score with and without (`control`) the text to recall, its gain, and the gain minus the baseline's."""
 
     value: float | None
     control: float | None
@@ -256,7 +256,7 @@ class RecallGain:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecallRow:
-    """A design's recall in held-out text: right tokens and bits per byte of needles, and of repeated spans."""
+    """A design's recall in held-out text: correct tokens and bits per byte of needles, and of repeated spans."""
 
     needle: RecallGain
     needle_loss: RecallGain
@@ -268,7 +268,7 @@ class TextRecallRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """The width of a design as it was given, and as it is trained."""
+    """The width of a design as given, and as trained."""
 
     original: int
     trained: int
@@ -276,7 +276,7 @@ class Widths:
 
 @dataclass(frozen=True, kw_only=True)
 class DesignFacts:
-    """What a design is and costs without training. kernels: by phase and operation. state_bytes: by context."""
+    """A design and its costs that need no training. kernels: by phase and operation. state_bytes: by context."""
 
     name: str
     source: str
@@ -295,7 +295,7 @@ class DesignFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Design(DesignFacts):
-    """A design, and what is measured of it so far.
+    """A design and its measurements so far.
 
     reading_share: (context, share) of a decoded token's time in which this machine reads weights and state; the rest
     is mostly the overhead of small operations.
@@ -329,7 +329,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """stop_reason: why no more runs were planned, where that is not the plan itself."""
+    """stop_reason: why no more runs were planned, unless the plan itself ended."""
 
     is_complete: bool
     stages: Sequence[Mapping[str, Any]]
@@ -338,7 +338,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFacts:
-    """Processes that train at the same time, and the threads of each."""
+    """Processes that train at the same time, and threads per process."""
 
     count: int
     threads: int | None
@@ -346,9 +346,9 @@ class WorkerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """The text; None for its numbers while it is prepared. report: of the corpus.
+    """The text; its numbers are None while it is prepared. report: the corpus report.
 
-    final_tokens: of the held-out text that each run is scored on.
+    final_tokens: held-out tokens that each run is scored on.
     """
 
     name: str
@@ -363,7 +363,7 @@ class DataFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Of each run. kind: tokens, seconds or flops."""
+    """The training budget of each run. kind: tokens, seconds or flops."""
 
     kind: str
     value: float
@@ -388,7 +388,7 @@ class ProbeSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOutProbe:
-    """A recall probe that is not drawn, and why. accuracies: by design, empty where it was not trained."""
+    """A recall probe that is not plotted, and why. accuracies: by design, empty if it was not trained."""
 
     name: str
     title: str
@@ -398,7 +398,7 @@ class LeftOutProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecallFacts:
-    """What was read for recall in held-out text. note: why nothing was, or ""."""
+    """What was read to measure recall in held-out text. note: why nothing was read, or ""."""
 
     row_length: int
     spans: int
@@ -411,7 +411,7 @@ class TextRecallFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyGroup:
-    """Tokens of about the same frequency: their share of the training text, how many, and the most frequent of them."""
+    """Tokens of about the same frequency: share of the training text, count, and the most frequent ones."""
 
     share: float
     tokens: int
@@ -428,7 +428,7 @@ class ProfileGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtrapolationFacts:
-    """What was read at multiples of the trained length, and why less than was asked for (note)."""
+    """What was read at multiples of the trained length, and why less than requested (note)."""
 
     sequence_length: int
     multiples: Sequence[int]
@@ -501,7 +501,7 @@ class TunedField:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningBudget:
-    """runs: trials. whole_runs: how many runs of the comparison they are as long as."""
+    """runs: number of trials. whole_runs: their total length, in runs of the comparison."""
 
     kind: str
     value: float
@@ -553,7 +553,7 @@ class SharedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPair:
-    """The difference of two designs at each one's own best values, and at the shared ones, on the same seeds."""
+    """The difference of two designs at each design's own best values, and at shared ones, on the same seeds."""
 
     designs: Sequence[str]
     own: Difference
@@ -562,7 +562,7 @@ class SharedPair:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedValues:
-    """The best values that all designs can share. runs: by design; None while it is not known whether they are run."""
+    """The best values that all designs can share. runs: by design; None while their need is undecided."""
 
     values: Sequence[Any]
     text: str
@@ -593,7 +593,7 @@ class RunningCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is known of a comparison; numbers that are still to come are None."""
+    """All that is known about a comparison; pending numbers are None."""
 
     heddle: str
     created: str

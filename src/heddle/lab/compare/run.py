@@ -1,7 +1,7 @@
 """Run a comparison: train every design on the same text in the same order, measure it, and write the report.
 
-Several processes may work on one comparison, as in an array of Slurm jobs: each does the runs that no other has, and
-waits for those that another has where it needs all of them.
+Several processes may work on one comparison, as in an array of Slurm jobs: each takes runs that no other has taken, and
+waits for the others where it needs all of them.
 """
 
 import time
@@ -67,10 +67,10 @@ from heddle.training.loop import FINAL_EVALUATION_TOKENS
 class UntilResolved:
     """First the given seeds of every design, then what the rule decides, until it stops.
 
-    The decisions are taken again from the first one in every call, each from the runs of the batches before it alone.
-    So a comparison that was ended in the middle of a batch continues as if it had not been. workers: that many runs
-    take place at the same time, so that their seconds count only in part. saved: (design, seed) of runs with a result
-    from another way here: a smaller budget, say. They are used too, before more are bought than decided.
+    Every call repeats the decisions from the first one, each from the runs of the earlier batches alone, so that a
+    comparison that was interrupted in the middle of a batch resumes as if it had not been. workers: runs at the same
+    time, so that their seconds count only in part. saved: (design, seed) of runs with a result from another schedule,
+    such as a smaller budget. They are used before more are bought than decided.
     """
 
     names: tuple[str, ...]
@@ -101,7 +101,7 @@ class UntilResolved:
                 return []
 
     def _saved_beyond(self, seeds: Mapping[str, int]) -> list[tuple[str, int]]:
-        """The saved runs that follow on the seeds used so far."""
+        """The saved runs whose seeds follow the ones used so far."""
         pairs = []
         for name, seed in seeds.items():
             while (name, seed) in self.saved:
@@ -125,13 +125,13 @@ class Schedule(Protocol):
     def next_runs(self, runs: Mapping[str, Sequence[ScoredRun]]) -> Sequence[tuple[str, int]]:
         """Return the next (design, seed) pairs in the order in which they start; empty: no more.
 
-        runs: all runs so far by design, those that failed too. A pair that is among them must not be returned again.
+        runs: all runs so far by design, failed ones included. A pair among them must not be returned again.
         """
 
 
 @dataclass(frozen=True)
 class FixedSeeds:
-    """Every seed of every design, the designs of one seed after one another."""
+    """Every seed of every design, all designs of a seed before the next seed."""
 
     names: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -153,15 +153,15 @@ def choose_schedule(plan: ComparisonPlan, workers: int = 1, saved: Collection[tu
 
 # A comparison that grows in place: seeds and designs may be added, and it may continue until it is resolved.
 #
-# Nothing may be changed or removed. Whoever adds seeds after all runs were there may have done so because of what they
-# showed; from then on the intervals hold at whatever number of seeds one stops.
+# Nothing may be changed or removed. Seeds added once all runs were finished may have been added because of the results;
+# from then on the intervals hold at any number of seeds.
 
 
 REMEDY = "use the same, or another folder"
 
 
 def result_file(out: Path, name: str, seed: int) -> Path:
-    """Where the result of a training run lies."""
+    """The file of a training run's result."""
     return out / "runs" / f"{name}-seed{seed}.json"
 
 
@@ -171,10 +171,10 @@ def saved_runs(out: Path, names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def check_plan(path: Path, plan: ComparisonPlan, *, may_grow: bool = True) -> bool:
-    """Write the plan of a new comparison, or check that of a continued one and add what is new.
+    """Write the plan of a new comparison, or check the plan of a resumed one and add what is new.
 
-    Returns whether the number of seeds follows from results. Raises CheckpointError naming what was changed or removed,
-    or for anything new where it may not grow, since other processes work on it.
+    Returns whether the number of seeds depends on results. Raises CheckpointError naming what was changed or removed,
+    or anything new if it may not grow, because other processes work on it.
     """
     identity = to_plain_json(plan.identity())
     saved = dict(identity)
@@ -230,7 +230,7 @@ def _check_unchanged(folder: Path, saved: dict[str, Any], identity: dict[str, An
     if added and identity["budget_kind"] != "tokens":
         # how much of the longer texts is read depends on the steps of every design
         raise CheckpointError(
-            f"{folder}: holds a comparison without {added[0]}; designs can be added only where the budget is in tokens"
+            f"{folder}: holds a comparison without {added[0]}; designs can be added only if the budget is in tokens"
         )
 
 
@@ -240,7 +240,7 @@ def _name_budget(identity: dict[str, Any]) -> dict[str, Any]:
     return {str(identity.get("budget_kind")): identity.get("budget_value")} | others
 
 
-# The report of a comparison that runs: written before the first training, and again after its tasks.
+# The report of a running comparison: written before the first training, and again after tasks.
 
 
 REPORT_FILES = ("report.json", "report.html")
@@ -252,7 +252,7 @@ MAX_LISTED_RUNS = 6  # in a sentence
 class ReportWriter:
     """Writes the report of a comparison in its present state, and shows it on the live page.
 
-    Where other processes work on the comparison too, each writes what it knows, and the last one knows all.
+    If other processes work on the comparison too, each writes what it knows, and the last one knows all.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class ReportWriter:
         return report
 
     def update(self) -> None:
-        """Write the report after a task, but not all the time where it has very many designs, or many processes do."""
+        """Write the report after a task; less often with very many designs or processes."""
         is_shared = self.comparison.workers.share is not None
         limit = MAX_REPORT_SHARE * (time.monotonic() - self.written_at)
         if not is_shared and self.seconds < max(SLOW_REPORT_SECONDS, limit):
@@ -305,7 +305,7 @@ class ReportWriter:
                 self._write()
 
     def follow_trainings(self) -> None:
-        """Show on the live page how far the curves of the running trainings are."""
+        """Show the learning curves of the running trainings on the live page."""
         now = time.monotonic()
         if self.live is None or now - self.looked_at < LOOK_SECONDS:
             return
@@ -313,7 +313,7 @@ class ReportWriter:
         for name, seed in self.results.pending:
             folder = result_file(self.comparison.out, name, seed).with_suffix("")
             log = self.logs.setdefault((name, seed), LogReader(folder))
-            with suppress(CheckpointError):  # its own process names what is altered
+            with suppress(CheckpointError):  # its own process reports the damage
                 if not log.read():
                     continue
                 scored = [line for line in log.lines if line.get("validation_bits_per_byte") is not None]
@@ -327,7 +327,7 @@ class ReportWriter:
     def first_report(self) -> Iterator[None]:
         """Write the report of a new comparison before the block, in which its text is prepared, which may take a while.
 
-        Where the block refuses the text or the budget, no report remains.
+        If the block rejects the text or the budget, the report is removed.
         """
         files = [self.comparison.out / name for name in REPORT_FILES]
         if any(file.exists() for file in files):
@@ -343,7 +343,7 @@ class ReportWriter:
 
 
 PLAN_FILE, DATA_FILE = "plan.json", "data.json"
-Tasks = dict[Task, Callable[[Result], None]]  # with what takes each result
+Tasks = dict[Task, Callable[[Result], None]]  # each with the function that receives its result
 
 
 def compare(
@@ -356,11 +356,11 @@ def compare(
     live: LivePage | None = None,
     time_plan: TimePlan | None = None,
 ) -> Report:
-    """Run what is not done yet of a plan in the folder `out`; return the report, which is rewritten on the way.
+    """Run the unfinished tasks of a plan in the folder `out`; return the report, which is also written as tasks finish.
 
-    command: what the user called, for the report. workers: where the runs take place; None: as `choose_workers` does.
-    live: shows the report while it grows. time_plan: of a budget of time, at whose end it ends.
-    Raises CheckpointError where the folder has other content or another comparison, and Interrupted after a signal,
+    command: the user's command, for the report. workers: where the runs take place; None: as `choose_workers` does.
+    live: shows the report while it grows. time_plan: ends the comparison at the end of a time budget.
+    Raises CheckpointError if the folder has other content or another comparison, and Interrupted after a signal,
     once the current runs have been saved.
     """
     workers = workers or choose_workers(plan, runtime)
@@ -396,8 +396,8 @@ def compare(
             spent = sum(_saved_seconds(out, pair) for pair in saved_runs(out, names)) / workers.total
             seconds = spent + max(0.0, writer.training_end - time.monotonic())
             schedule = choose_schedule(replace(plan, time_budget=seconds), workers.total, saved_runs(out, names))
-        # Between the last trainings and the recall tasks no worker waits, unless how many trainings there are, or what
-        # time they leave, is not known before.
+        # Workers that finish the last trainings start on the recall tasks at once, unless the number of trainings, or
+        # the time that they leave, is not known in advance.
         is_fixed = plan.until_resolved is None and time_plan.budget is None
         _train(writer, schedule, _recall_tasks(writer) if is_fixed else {})
         _train_at_shared_values(writer)
@@ -409,9 +409,9 @@ def compare(
 
 @contextmanager
 def _open(out: Path, plan: ComparisonPlan, is_shared: bool) -> Iterator[bool]:
-    """Lock the folder, and check the plan; yields whether the number of seeds follows from results.
+    """Lock the folder, and check the plan; yields whether the number of seeds depends on results.
 
-    The lock of processes that share the comparison keeps out those that do not.
+    Processes that share the comparison share a lock, which keeps all others out.
     """
     with ExitStack() as stack:
         if not is_shared:
@@ -437,7 +437,7 @@ def _check_folder(out: Path, plan: ComparisonPlan) -> bool:
 
 
 def _prepare_text(comparison: Comparison) -> Corpus:
-    """Read the text, and check it against the designs and the folder. Of several processes one is the first."""
+    """Read the text, and check it against the designs and the folder. One of several processes writes the file."""
     plan, file = comparison.plan, comparison.out / DATA_FILE
     with wait_for_lock(file, file.is_file) if comparison.workers.share is not None else nullcontext():
         corpus = prepare_corpus(
@@ -462,7 +462,7 @@ def _final_tokens(comparison: Comparison, trained_tokens: int) -> int:
     file = comparison.out / DATA_FILE
     with wait_for_lock(file) if comparison.workers.share is not None else nullcontext():
         saved = read_json_file(file)
-        if "final_tokens" not in saved:  # a comparison from before it was chosen
+        if "final_tokens" not in saved:  # from a version that did not choose it
             return FINAL_EVALUATION_TOKENS
         if saved["final_tokens"] is None:
             saved["final_tokens"] = final_tokens(trained_tokens, comparison.plan.sequence_length)
@@ -471,7 +471,7 @@ def _final_tokens(comparison: Comparison, trained_tokens: int) -> int:
 
 
 def _train(writer: ReportWriter, schedule: Schedule, then: Tasks) -> None:
-    """Train as the schedule says, one batch of runs after another; workers that are free begin with what comes then."""
+    """Train as scheduled, one batch of runs after another; free workers start on the tasks of `then`."""
     comparison, results = writer.comparison, writer.results
     entries = {entry.name: entry for entry in comparison.plan.entries}
     while True:
@@ -486,13 +486,13 @@ def _train(writer: ReportWriter, schedule: Schedule, then: Tasks) -> None:
             missing = ", ".join(f"seed {seed} of {name}" for name, seed in results.pending[:MAX_LISTED_RUNS])
             more = len(results.pending) - MAX_LISTED_RUNS
             others = f" and {more} more" if more > 0 else ""
-            results.stop_reason = f"{writer.time_plan.ended} before {missing}{others}; a larger budget continues."
+            results.stop_reason = f"{writer.time_plan.ended} before {missing}{others}; raise the budget to continue."
             results.pending = []
             return
 
 
 def _add_run(results: Results, label: str, name: str, seed: int, result: Result) -> None:
-    """Add a training, and say that it is done."""
+    """Add a training run, and print its result."""
     results.add_run(name, run_result(seed, result))
     if result["status"] == "done":
         total = results.finished_runs + len(results.pending)
@@ -503,7 +503,7 @@ def _add_run(results: Results, label: str, name: str, seed: int, result: Result)
 
 
 def _saved_seconds(out: Path, pair: tuple[str, int]) -> float:
-    """Of a training run that has a result."""
+    """Seconds of a training run that has a result."""
     return float(read_json_file(result_file(out, *pair)).get("seconds") or 0.0)
 
 
@@ -524,13 +524,13 @@ def _tune(writer: ReportWriter) -> None:
     def run(tasks: list[Task], add: Callable[[Task, Result], None]) -> None:
         _run(writer, {task: partial(add, task) for task in tasks}, comparison.workers, end)
         if any(not task.result_file.is_file() for task in tasks) and time.monotonic() >= end:
-            raise MachineError(f"{writer.time_plan.ended} while values were tuned; a larger budget continues")
+            raise MachineError(f"{writer.time_plan.ended} while values were tuned; raise the budget to continue")
 
     finish_tuning(comparison, tuning, run)
 
 
 def _train_at_shared_values(writer: ReportWriter) -> None:
-    """Where tuning suggests that one shared value answers otherwise, run what is needed to know."""
+    """Train at the best shared values, if the trials suggest that these change the answer."""
     comparison, results, tuning = writer.comparison, writer.results, writer.results.tuning
     if tuning is None:
         return
@@ -573,7 +573,7 @@ def _measure_speeds(writer: ReportWriter) -> None:
 
 
 def _recall_tasks(writer: ReportWriter) -> Tasks:
-    """The recall probes without a result; the result of one copy is that of every design with an equal one."""
+    """The recall probes without a result; designs with equal copies share one result."""
     comparison, results = writer.comparison, writer.results
     trained = [choice for choice in results.task_choices if not choice.reason]
     order = [choice.probe for choice in trained]
@@ -593,7 +593,7 @@ def _recall_tasks(writer: ReportWriter) -> Tasks:
 
 
 def _measure_recall(writer: ReportWriter) -> None:
-    """Train what is left of the recall probes, until the end of the budget of time."""
+    """Train the remaining recall probes, until the time budget ends."""
     results, tasks = writer.results, _recall_tasks(writer)
     _run(writer, tasks, writer.comparison.workers, writer.time_plan.end)
     reason = f"{writer.time_plan.ended[:1].lower()}{writer.time_plan.ended[1:]} first"
@@ -608,9 +608,9 @@ def _measure_recall(writer: ReportWriter) -> None:
 
 
 def _run(writer: ReportWriter, tasks: Tasks, workers: Workers, until: float) -> None:
-    """Add the results of tasks, those that were saved before at first; the report is written after each new one.
+    """Run tasks and add their results, saved ones first; the report is written after each new one.
 
-    until: in time.monotonic() seconds; tasks that are not done by then have no result.
+    until: in time.monotonic() seconds; tasks that are not finished by then have no result.
     """
     waiting = list(tasks)
     if workers.share is None:

@@ -64,10 +64,10 @@ class CompareSettings(SessionSettings):
     flops: Annotated[float | None, Option("X", "Or the training FLOPs of each run.")] = None
     seeds: Annotated[int | None, Option("N", "Runs of each design, with random seeds 0 to N-1. [3]")] = None
     until_resolved: Annotated[
-        float | None, Option("X", "Then more seeds, until each difference to the best is known to ± X.")
+        float | None, Option("X", "Add seeds until each difference to the best is known to ± X.")
     ] = None
     budget: Annotated[
-        str | None, Option("TIME", "Of the whole command, 90s, 7m or 2h: it chooses tokens and seeds not given.")
+        str | None, Option("TIME", "Time of the whole command (90s, 7m, 2h); chooses tokens and seeds not given.")
     ] = None
     dry_run: Annotated[bool, Option("", "Print the plan and how long it takes; train nothing.")] = False
     batch_size: BatchSize = 4
@@ -82,29 +82,27 @@ class CompareSettings(SessionSettings):
         tuple[str, ...],
         Option("FIELD=VALUES", "Tune for each design: lr=0.001..0.02 or lr=0.001,0.004; repeatable."),
     ] = ()
-    tune_budget: Annotated[str | None, Option("X", "Of the comparison's training, or a time such as 10m. [1]")] = None
+    tune_budget: Annotated[str | None, Option("X", "Share of the comparison's training, or a time (10m). [1]")] = None
     speed_context_length: SpeedContexts = ()
     recall: Annotated[str, Option("NAMES", "Recall tasks: auto, all, none, mqar, parity …")] = "auto"
-    extrapolate: Annotated[int, Option("N", "Test texts up to N sequence lengths: 1 (off), 2, 4, 8 …")] = 8
+    extrapolate: Annotated[int, Option("N", "Test sequences up to N times as long: 1 (off), 2, 4, 8 …")] = 8
     track: Track = ()
     devices: Annotated[str | None, Option("NAMES", "One run on each: 0-7, cuda:0,cuda:2, or cpu:4 (4 at a time).")] = (
         None
     )
-    share: Annotated[str | None, Option("K/N", "This is process K of N that share the folder. [of a Slurm array]")] = (
-        None
-    )
+    share: Annotated[str | None, Option("K/N", "Run as process K of N sharing the folder. [from a Slurm array]")] = None
     precision: TrainingPrecision = "fp32"
     tf32: Tf32 = False
     deterministic: Deterministic = False
     workers: Annotated[int | None, Option("N", "Runs at the same time. [one per CPU thread, at most 4]")] = None
-    nproc: Annotated[int, Option("N", "Processes that share each training run, on a device each.")] = 1
+    nproc: Annotated[int, Option("N", "Processes that share each training run, one device each.")] = 1
     port: Annotated[int | None, Option("N", "Port of the live report on 127.0.0.1. [any free one]")] = None
     open: Annotated[bool, Option("", "Open the live report in the browser.")] = False
     json: Json = False
 
     @classmethod
     def read(cls, values: Mapping[Any, Any], source: str = "options") -> Self:
-        """Read settings. Raises ConfigError also for an option that a tuned field replaces: it would have no effect."""
+        """Read settings. Also raises ConfigError for an option that a tuned field overrides."""
         settings = super().read(values, source)
         for field in settings.tune:
             name = field.partition("=")[0]

@@ -1,7 +1,7 @@
 """Speed of a design with fresh weights: seconds of a training step, prefill and decode at several context lengths.
 
-A machine is not equally fast at all times. So designs are measured in rounds, each design once a round, and a speed
-comes with its range over all rounds. Ranges that overlap support no ratio.
+A machine's speed varies over time, so designs are measured in rounds, each design once per round, and a speed is
+reported with its range over all rounds. Overlapping ranges support no ratio.
 """
 
 import statistics
@@ -28,7 +28,7 @@ from heddle.training.step import accumulate_gradients, apply_gradients, prepare_
 
 DECODED_TOKENS = 16
 MAX_PREFILLS = 2
-REPEAT_LIMIT_SECONDS = 2.0  # once its prefills took this long together, a context is not prefilled again
+REPEAT_LIMIT_SECONDS = 2.0  # a context is not prefilled again once its prefills took this long in total
 MEASURED_STEPS, WARMUP_STEPS = 5, 2
 LONGEST_SECONDS = 10.0
 READ_BYTES = 2**27  # more than caches hold
@@ -38,7 +38,7 @@ Samples = list[tuple[int, list[float]]]  # (context, tokens per second, one numb
 
 
 def measure_speeds(config: ModelConfig, contexts: Sequence[int], device: str, dtype: torch.dtype) -> dict[str, Samples]:
-    """{"prefill": samples, "decode": samples} without contexts that the design cannot process."""
+    """{"prefill": samples, "decode": samples}, without contexts that the design cannot process."""
     model = build(config, dtype=dtype, device=device).eval()
     speeds: dict[str, Samples] = {"prefill": [], "decode": []}
     with torch.no_grad(), packed_weights():
@@ -55,7 +55,7 @@ def measure_speeds(config: ModelConfig, contexts: Sequence[int], device: str, dt
 
 
 def read_rate(device: str) -> float:
-    """Bytes per second at which memory is read: those of weights and state limit a decoded token."""
+    """Memory read bandwidth in bytes per second; reading weights and state at this rate limits decoding."""
     words = torch.zeros(READ_BYTES // 4, device=device)
     return READ_BYTES / fastest_seconds(words.sum, device)
 
@@ -84,9 +84,9 @@ class RandomText:
 
 
 def time_training_steps(job: TrainingJob) -> list[float]:
-    """Seconds of a few steps of a training, without evaluations, on a model that is thrown away.
+    """Seconds of a few training steps, without evaluations, on a model that is thrown away.
 
-    Once two took `LONGEST_SECONDS` together, no more steps are timed: then the second one's time is enough.
+    Timing stops after two steps that took `LONGEST_SECONDS` in total; the second one's time is then enough.
     """
     settings = job.settings
     batch_of = job.training_data.train_batches(replace(settings, seed=0))

@@ -1,6 +1,6 @@
 """Statistics of a comparison's runs: means, paired differences and their 95 % intervals.
 
-Two sources of chance are covered. Training depends on the seed, and the validation text is one sample of its kind.
+Two sources of variance are covered. Training depends on the seed, and the validation text is one sample of its kind.
 With n seeds of paired differences d with standard deviation s, the interval of a difference between designs has
 
     half-width² = (t(n−1) · s / √n)² + text²
@@ -25,7 +25,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 BOOTSTRAP_SEED = 20_240_607
 Windows = npt.NDArray[np.float64]
-NO_PAIR = "No seed was finished by both designs, so there is no difference to give."
+NO_PAIR = "No seed was finished by both designs, so there is no difference."
 
 
 class TextSampling(NamedTuple):
@@ -115,8 +115,8 @@ def mean_bits_per_byte(runs: Sequence[ScoredRun]) -> MeanLoss:
     """Mean bits per byte of a design's finished runs, and in `basis` what it rests on.
 
     With two seeds or more the interval covers seed variance on this validation text, with one seed the sampling
-    of text. All are None where nothing finished. Designs share the text, so compare them by `paired_difference`, not
-    by whether their intervals overlap.
+    error of the text. All are None if nothing finished. Designs share the text, so compare them by `paired_difference`,
+    not by whether their intervals overlap.
     """
     finished = finished_runs(runs)
     missing = f", {len(runs) - len(finished)} of {len(runs)} did not finish" if len(finished) < len(runs) else ""
@@ -135,7 +135,7 @@ def mean_bits_per_byte(runs: Sequence[ScoredRun]) -> MeanLoss:
 def paired_difference(
     design_runs: Sequence[ScoredRun], baseline_runs: Sequence[ScoredRun], sampling: TextSampling = VALIDATION_WINDOWS
 ) -> Difference:
-    """Bits per byte of a design minus those of the baseline, seed by seed: below 0 the design is better.
+    """Bits per byte of a design minus the baseline's, seed by seed: below 0 the design is better.
 
     Without a pair the numbers are None. sampling: what text the runs' windows are. Raises DataError where the two runs
     of a pair were measured on different text.
@@ -172,7 +172,7 @@ I = TypeVar("I", bound=Interval)
 
 
 def _interval(interval: I, half: float | None) -> I:
-    """The same with its ends."""
+    """The interval with its ends set."""
     if half is None or interval.mean is None:
         return interval
     return replace(interval, low=interval.mean - half, high=interval.mean + half)
@@ -209,8 +209,8 @@ def describe_unpaired(seeds: Sequence[int]) -> str:
         return ""
     names = ("seeds " if len(seeds) > 1 else "seed ") + ", ".join(str(seed) for seed in seeds)
     return (
-        f" Left out, because one of the two sides gave no number: {names}. "
-        "The mean of a side that failed looks better than it is."
+        f" Left out, because one of the two designs has no result: {names}. "
+        "A mean without failed runs looks better than it is."
     )
 
 
@@ -249,7 +249,7 @@ MAX_NORMAL = 8.0  # standard deviations
 
 
 def pair_critical_value(designs: int, degrees_of_freedom: float, alpha: float) -> float:
-    """What the largest |t| of all pairs of equal designs exceeds with probability `alpha`.
+    """The value that the largest |t| over all pairs of equal designs exceeds with probability `alpha`.
 
     degrees_of_freedom: of the estimated variance, at least 1. Raises ValueError for arguments outside these bounds.
     """
@@ -262,7 +262,7 @@ def pair_critical_value(designs: int, degrees_of_freedom: float, alpha: float) -
 
 
 def _rounded_down(degrees: float) -> float:
-    """To steps of about a hundredth: few different values are computed, each a little larger."""
+    """Round down to a coarse grid, so that few critical values are computed, each slightly too large."""
     step = 0.1 if degrees < 10 else 0.5 if degrees < 50 else 5.0
     return math.floor(degrees / step + 1e-9) * step
 
@@ -305,18 +305,18 @@ def _deviation_density(degrees: float) -> tuple[FloatArray, FloatArray]:
     return nodes, density / density.sum()
 
 
-# Intervals for all pairs of designs at once, so that with 95 % none of a report's intervals misses the truth.
+# Simultaneous intervals for all pairs: with probability 95 % none of a report's intervals misses the truth.
 #
 # Two designs are compared by Student's t over the n differences paired by seed. With k designs the spread of a pair is
-# estimated from its own differences and from those of all pairs, since few seeds tell little of one pair's own:
+# estimated from its own differences and from those of all pairs, since few seeds say little about one pair's own:
 #
 #     variance = w · own + (1 − w) · mean over all pairs,    w = (n − 1) / (n − 1 + 4)
 #
 # The 4 says how far spreads are expected to differ: by a factor of about 1.5 (a prior of 4 degrees of freedom, as in
 # moderated t, Smyth 2004). The degrees of freedom are Satterthwaite's (1946), less a tenth, for which simulated
-# intervals
-# cover 95 %. The critical value is that of the studentized range: it holds for all pairs, also for those chosen because
-# they looked best. The text has its own standard error, from a block bootstrap of all designs on the same
+# moderated t, Smyth 2004). The degrees of freedom are Satterthwaite's (1946), less a tenth, for which simulated
+# intervals cover 95 %. The critical value is from the studentized range: it holds for all pairs, also for those chosen
+# because they looked best. The text has its own standard error, from a block bootstrap of all designs on the same
 # blocks, and its own critical value; the two half-widths are added as squares.
 
 
@@ -336,8 +336,8 @@ class PairStatistics:
     """Differences of designs (rows) minus others (columns), each [designs, designs]; nan where there is none.
 
     seeds: that both finished; mean: of the differences; variance: of one seed's difference; degrees: of this variance;
-    effects: [designs], each design's loss apart from the luck that a seed brings to all; run_variance: of one run apart
-    from that luck, from all pairs, with pooled_degrees; text_error: the standard error from sampling the text, with
+    effects: [designs], each design's loss without the seeds' effect common to all; run_variance: of one run without
+    this effect, from all pairs, with pooled_degrees; text_error: the standard error from sampling the text, with
     text_degrees.
     """
 
@@ -391,7 +391,7 @@ class PairStatistics:
         return pair_critical_value(len(self.names), self.text_degrees, ALPHA) * float(self.text_error[row, column])
 
     def half_width(self, row: int, column: int, level: Level = fixed_level) -> float:
-        """Half of the interval; with one seed that over the sampling of the text, nan where that is missing too."""
+        """Half of the interval; with one seed only over the sampling of the text, nan if that is missing too."""
         seed, text = self.seed_half_width(row, column, level), self.text_half_width(row, column)
         return text if np.isnan(seed) else float(np.hypot(seed, np.nan_to_num(text)))
 
@@ -448,9 +448,9 @@ def seed_statistics(
 
 
 def design_effects(losses: FloatArray) -> FloatArray:
-    """[designs]: least squares of loss = design + seed, the seeds' mean 0; nan for a design without a loss.
+    """[designs]: least squares of loss = design + seed, with a mean seed effect of 0; nan for a design without a loss.
 
-    Where every design has every seed these are the means. Where a design was dropped early, its mean over the few
+    If every design has every seed, these are the means. If a design was dropped early, its mean over the few
     seeds that it has would be compared with means over others.
     """
     cells = np.isfinite(losses)
@@ -477,7 +477,7 @@ def pooling_weight(seeds: npt.NDArray[np.int64] | int) -> FloatArray:
 
 
 def moderated_degrees(designs: int, seeds: npt.NDArray[np.int64] | int, pooled_degrees: float) -> FloatArray:
-    """Degrees of freedom of a pair's variance; for one pair of two designs those of Student's t."""
+    """Degrees of freedom of a pair's variance; for two designs the same as Student's t."""
     own_degrees = np.maximum(np.asarray(seeds, dtype=np.float64) - 1, 1.0)
     if designs == 2:
         return own_degrees

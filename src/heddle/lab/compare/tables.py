@@ -18,7 +18,7 @@ from heddle.lab.compare.results import (
     VariedField,
 )
 
-# Format the numbers of a comparison as text: units, percent, signs, intervals, lists of names.
+# Format numbers as text: units, percent, signs, intervals, lists of names.
 
 
 NO_VALUE = "–"
@@ -119,7 +119,7 @@ def format_share(part: float, whole: float) -> str:
 def judgment(difference: Difference | None) -> str:
     """What the interval of a difference supports: "better", "worse", "equal", "not resolved" or "not measured".
 
-    "so far": the planned runs of a comparison are not all there, so nothing is judged.
+    "so far": planned runs are pending, so nothing is judged.
 
     "equal": every pair of runs gave the same number. With a single pair of runs ", one seed" is added to "better" and
     "worse".
@@ -180,7 +180,7 @@ def mean_loss(design: Design) -> float | None:
 
 
 def ranked_designs(report: Report) -> list[Design]:
-    """The designs, lowest bits per byte first, those without a finished run last.
+    """The designs, lowest bits per byte first; designs without a finished run are last.
 
     The leader is first: where seeds were bought of some designs only, their means are over different seeds.
     """
@@ -208,13 +208,13 @@ def differences_to_leader(report: Report) -> list[PairRow]:
 
 
 def recall_accuracy(design: Design, probe: str) -> float | None:
-    """The share of right answers of a recall probe, or None where it was not measured."""
+    """Accuracy on a recall probe, or None where it was not measured."""
     result = design.recall.get(probe)
     return None if result is None else result.accuracy
 
 
 def first_probe(report: Report) -> tuple[str, ProbeSummary] | None:
-    """(name, description) of the first recall probe, which stands for all in summaries; None where there is none."""
+    """(name, description) of the first recall probe, which represents all in summaries; None where there is none."""
     return next(iter(report.recall.items()), None)
 
 
@@ -302,7 +302,7 @@ def effect_table(field: VariedField) -> TextTable:
 
 
 def equal_size_words(report: Report) -> str:
-    """What all designs have alike, in words: "parameters"."""
+    """The size that all designs share, in words: "parameters"."""
     kind, _, context = (report.equal_size or "").partition("@")
     return f"state bytes at {context} tokens" if context else SIZE_WORDS[kind][1]
 

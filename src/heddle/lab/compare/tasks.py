@@ -36,9 +36,9 @@ PHASES = ("train", "prefill", "decode", "read")
 class Comparison:
     """A running comparison: the plan, its text, its folder, the machine, and the command for the report.
 
-    corpus: None until it is prepared. extrapolation: the validation text that each trained model reads at several
-    lengths. text_recall_rows: needles that each of them reads in held-out text. final_tokens: of held-out text that
-    scores each of them. notes: what a budget of time chose.
+    corpus: None until it is prepared. extrapolation: validation text that each trained model reads at several
+    lengths. text_recall_rows: needles that each of them reads in held-out text. final_tokens: held-out tokens that
+    score each of them. notes: what a time budget chose.
     """
 
     plan: ComparisonPlan
@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def vocab_size(self) -> int:
-        """The size of the tokenizer; until the text is prepared the one asked for, which a small text may not reach."""
+        """The vocabulary size; until the text is prepared, the requested one, which a small text may not reach."""
         if self.corpus is not None:
             return self.corpus.tokenizer.vocab_size
         if self.plan.tokenizer is not None:
@@ -96,8 +96,8 @@ def choose_workers(
 ) -> Workers:
     """Where a plan's tasks run: on `devices`, each process with the plan's threads; or `count` at a time on one device.
 
-    None: several workers of few threads are faster than one; but a time budget is the time of a machine of its own, and
-    so is a run on several `ranks`. Raises ConfigError for a batch that ranks cannot share.
+    With count None several workers of few threads run, which is faster; but a budget in seconds assumes that a run has
+    the machine to itself, as does a run on several `ranks`. Raises ConfigError for a batch that ranks cannot share.
     """
     Ranks(count=ranks).rows(plan.batch_size, 1)  # which must be equal for each rank
     if not devices:
@@ -151,20 +151,20 @@ def speed_task(comparison: Comparison, entry: DesignEntry, number: int) -> Task:
 
 
 def choose_recall_tasks(comparison: Comparison, steps: Mapping[str, int]) -> list[TaskChoice]:
-    """Which recall tasks are trained, for which designs. steps: of each training."""
+    """Which recall tasks are trained, for which designs. steps: training steps by design."""
     plan, configs = comparison.plan, {entry.name: comparison.config(entry) for entry in comparison.plan.entries}
     tokens = min(steps.values()) * plan.batch_size * plan.sequence_length * len(plan.seeds)
     return choose_tasks(configs, plan.recall_probes, tokens)
 
 
 def recall_task(comparison: Comparison, entry: DesignEntry, probe: str) -> Task:
-    """A recall probe; it may be impossible for one design only, whose positions end before its rows do, say."""
+    """A recall probe; it may be impossible for one design only, for example if its positions are too few."""
     name = f"recall-{probe}"
     return _task(comparison, entry, name, "recall", f"recall {probe}", probe=probe, is_optional=True)
 
 
 def run_result(seed: int, result: Mapping[str, Any]) -> Run:
-    """The result of a training for the report; one that diverged or failed has None for its numbers."""
+    """The result of a training for the report; its numbers are None if it diverged or failed."""
     if result["status"] == "done":
         return parse(Run, result)
     progress.print_status(f"warning: {result['message']}")
@@ -172,7 +172,7 @@ def run_result(seed: int, result: Mapping[str, Any]) -> Run:
 
 
 def speed_result(result: Mapping[str, Any]) -> dict[str, Samples]:
-    """The samples of one round; none where measuring failed."""
+    """The samples of one round; empty if measuring failed."""
     if result["status"] == "done":
         return {phase: result.get(phase, []) for phase in PHASES}  # older ones have no "read"
     progress.print_status(f"warning: {result['message']}")
@@ -180,7 +180,7 @@ def speed_result(result: Mapping[str, Any]) -> dict[str, Samples]:
 
 
 def recall_result(result: Mapping[str, Any]) -> ProbeResult:
-    """The result of a probe; one that failed has None for its numbers, and a message."""
+    """The result of a probe; if it failed, its numbers are None, and it has a message."""
     if result["status"] != "done":
         progress.print_status(f"warning: {result['message']}")
     return parse(ProbeResult, result)

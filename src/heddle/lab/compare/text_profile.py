@@ -1,4 +1,4 @@
-"""What lies below a design's mean loss: its loss by position and by token frequency, and its recall in the user's text.
+"""Behind a design's mean loss: its loss by position and by token frequency, and its recall in the user's text.
 
 Every number of a design is compared with the baseline's by `paired_difference`: the same seeds, the same text.
 """
@@ -65,7 +65,7 @@ def describe_text_recall(corpus: Corpus, sequence_length: int, needles: int) -> 
 def measure_text_recall(
     model: Decoder, corpus: Corpus, settings: Settings, needles: int, autocast: torch.dtype | None
 ) -> TextRecallScores | None:
-    """The scores of a trained model; None where no needles were asked."""
+    """The scores of a trained model; None if no needles were requested."""
     if not needles:
         return None
     return score_text_recall(model, text_recall_rows(corpus, settings.sequence_length, needles), autocast)
@@ -146,7 +146,7 @@ def _mean_ratio(runs: Sequence[Run], scored: Scored) -> float | None:
 
 
 def _as_runs(runs: Sequence[Run], scored: Scored) -> list[ScoredRun]:
-    """Some scores of the finished runs in the form of runs, for the statistics; pieces without a token are left out."""
+    """Scores of the finished runs in the form of runs, for the statistics; pieces without a token are left out."""
     rows = []
     for run in finished_runs(runs):
         scores = [(score, size) for score, size in scored(run) or () if size]
@@ -159,7 +159,7 @@ def _recalled(name: str) -> Scored:
 
 
 def _over_depths(run: Run, *, name: str, hidden: bool) -> FiniteScores | None:
-    """The scores of the rows with needles, averaged over the depths, or those of the rows without."""
+    """The scores of the rows with needles, averaged over the depths, or of the rows without."""
     if not run.text_recall:
         return None
     chosen = [getattr(needle, name) for needle in run.text_recall.needles if (needle.depth is not None) == hidden]
@@ -171,7 +171,7 @@ def _over_depths(run: Run, *, name: str, hidden: bool) -> FiniteScores | None:
 
 
 def _gain(scores: Scored, control: Scored) -> Scored:
-    """The scores minus those of the control, row by row."""
+    """The scores minus the control's, row by row."""
 
     def gain(run: Run) -> FiniteScores | None:
         rows, reference = scores(run), control(run)

@@ -1,6 +1,6 @@
 """Tune training fields for each design before a comparison: run the search's trials, and choose the best values.
 
-A trial is a run of its own, as long as the comparison's or shorter, with a schedule that ends. It is scored on the
+A trial is a separate run, as long as the comparison's or shorter, with a complete schedule. It is scored on the
 tuning part of the held-out text; the comparison's runs, on seeds that no trial had, are scored on the rest.
 """
 
@@ -56,7 +56,7 @@ MIN_TRIAL_STEPS = 32  # with fewer, most of a run would be its warmup
 
 
 class RunTasks(Protocol):
-    """Runs tasks, or reads what they gave before, and calls `add` with each result."""
+    """Runs tasks, or reads their saved results, and calls `add` with each result."""
 
     def __call__(self, tasks: list[Task], add: Callable[[Task, Result], None]) -> None: ...
 
@@ -72,7 +72,7 @@ class Tuning:
 
     @property
     def state(self) -> SearchState:
-        """How far the search is."""
+        """The search after the finished trials."""
         return search_state(self.search, self.losses())
 
     @property
@@ -91,7 +91,7 @@ class Tuning:
 def start_tuning(comparison: Comparison, steps: Mapping[str, int]) -> Tuning:
     """The search of a comparison's plan, before its first trial.
 
-    A comparison that gained seeds keeps the search that it began with. Raises ConfigError for a budget and DataError
+    A comparison that gained seeds keeps the search that it started with. Raises ConfigError for a budget and DataError
     for a text that is too small.
     """
     plan, text, file = comparison.plan.tuning, comparison.text, comparison.out / TUNING_FILE
@@ -110,10 +110,10 @@ def start_tuning(comparison: Comparison, steps: Mapping[str, int]) -> Tuning:
 
 
 def finish_tuning(comparison: Comparison, tuning: Tuning, run: RunTasks) -> None:
-    """Run what is not done yet of the search.
+    """Run the unfinished trials of the search.
 
-    Raises MachineError where every trial of a design diverged, and CheckpointError where the folder's trials are of
-    another length: successive halving, which was here before, began with shorter ones.
+    Raises MachineError if every trial of a design diverged, and CheckpointError if the folder's trials have
+    another length: successive halving, since removed, began with shorter ones.
     """
     entries = {entry.name: entry for entry in comparison.plan.entries}
     while trials := tuning.state.pending:
@@ -127,7 +127,7 @@ def finish_tuning(comparison: Comparison, tuning: Tuning, run: RunTasks) -> None
             settings = Settings(**task.request["settings"])
             if result["status"] == "done" and result["train_tokens"] != settings.steps * settings.tokens_per_step:
                 raise CheckpointError(
-                    f"{comparison.out}: tuned by successive halving, which is gone; compare in another folder, where "
+                    f"{comparison.out}: tuned by successive halving, now removed; compare in another folder, where "
                     "every value is tried on runs of one length"
                 )
             tuning.results[tasks[task]] = result
@@ -152,15 +152,15 @@ def make_search(
 ) -> Search:
     """The search of a plan. run_seconds: of each design's whole run, for a budget in seconds.
 
-    Raises ConfigError for a budget that is too small, saying which is not.
+    Raises ConfigError for a budget that is too small, naming the smallest that is not.
     """
     names = ", ".join(field.name for field in tuning.fields)
     batches = [int(value) for field in tuning.fields if field.name == "batch_size" for value in field.values]
     fewest = min(steps.values()) * plan.batch_size // max([plan.batch_size, *batches])
     if fewest < MIN_TRIAL_STEPS:
         raise ConfigError(
-            f"tune {names}: a run has {fewest} steps, and {MIN_TRIAL_STEPS} are the fewest that tell values apart; "
-            "give the comparison more training"
+            f"tune {names}: a run has {fewest} steps, and distinguishing values takes at least {MIN_TRIAL_STEPS}; "
+            "train longer"
         )
     if tuning.budget_kind == "share":
         costs = dict.fromkeys(steps, 1.0)
@@ -235,14 +235,14 @@ def shared_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, seed
 
 
 def _renamed(task: Task, label: str, stem: str) -> Task:
-    """The same task with a result and a folder of its own."""
+    """The same task with its own result and folder."""
     result_file = task.result_file.with_name(f"{stem}.json")
     return replace(
         task, label=label, result_file=result_file, request={**task.request, "out": str(result_file.with_suffix(""))}
     )
 
 
-# What the report says of tuning: the curves, the chosen values, and whether one shared value answers otherwise.
+# The report on tuning: the curves, the chosen values, and whether a shared value would change the answer.
 
 
 Runs = Mapping[str, Sequence[Run]]
@@ -250,10 +250,10 @@ MAX_PAIRS = 4  # in a sentence
 
 
 def tuning_report(tuning: Tuning, runs: Runs, shared_runs: Runs | None) -> TuningReport:
-    """Everything of the tuning. runs: of the comparison, at each design's own best values.
+    """The report on tuning. runs: of the comparison, at each design's own best values.
 
-    shared_runs: of the same seeds at the best shared values, by design; empty where the trials gave no reason to run
-    them, None while that is not known.
+    shared_runs: same seeds, at the best shared values, by design; empty if the trials gave no reason to run
+    them, None while that is undecided.
     """
     state, names = tuning.state, tuning.field_names
     shared = best_shared(tuning.search, state, tuning.losses())
@@ -310,7 +310,7 @@ def _design_report(tuning: Tuning, name: str) -> TunedDesign:
 
 
 def shared_value_matters(tuning: Tuning, runs: Runs) -> bool:
-    """Whether the trials suggest that a shared value gives another answer, so that it is worth running.
+    """Whether the trials suggest that a shared value changes the answer, so that it is worth running.
 
     That is where the difference between two designs has another sign at the best shared values than
     at each one's own best, or another size by more than the half-width of the comparison's interval.
@@ -336,7 +336,7 @@ def needs_shared_run(tuning: Tuning, name: str) -> bool:
 
 
 def _scores(runs: Runs) -> dict[str, list[SharedRun]]:
-    """Of each run its seed, how it ended and its bits per byte."""
+    """The seed, status and bits per byte of each run."""
     return {
         name: [SharedRun(seed=run.seed, status=run.status, bits_per_byte=run.bits_per_byte) for run in of_design]
         for name, of_design in runs.items()
@@ -344,7 +344,7 @@ def _scores(runs: Runs) -> dict[str, list[SharedRun]]:
 
 
 def _pairs(runs: Runs, shared_runs: Runs) -> list[SharedPair]:
-    """Of each two designs the difference at each one's own best and at the shared values, on the same seeds."""
+    """For each pair of designs, the difference at their own best values and at the shared ones, on the same seeds."""
     return [
         SharedPair(
             designs=[first, second],
@@ -366,7 +366,7 @@ def _sentences(report: TuningReport) -> list[str]:
     for tuned in report.fields:
         if tuned.added:
             added = join_names([format_value(value) for value in tuned.added], 8)
-            sentences.append(f"A best {tuned.name} was at an edge of its range, which was widened by {added}.")
+            sentences.append(f"A best value of {tuned.name} was at an edge of its range, which was widened by {added}.")
     open_ends = {design.name: design.open_ends for design in report.designs if design.open_ends}
     if open_ends:
         parts = [f"{name} ({' and '.join(ends)})" for name, ends in open_ends.items()]
@@ -380,23 +380,23 @@ def _shared_sentence(report: TuningReport) -> str:
     """Whether one shared value would have given another answer."""
     shared = report.shared_values
     if len(report.designs) == 1:
-        return "There is no second design that could share its values."
+        return "There is no second design to share values with."
     if all(design.best == shared.values for design in report.designs):
-        return "All designs have the same best values, so a shared choice of them gives the same answer."
+        return "All designs have the same best values, so sharing them does not change the answer."
     if not shared.runs:
         return (
-            f"With the best shared values, {shared.text}, this comparison would likely answer the same: in the "
-            "trials, on one seed, they change no order, and no difference by more than its interval here."
+            f"The best shared values, {shared.text}, would likely give the same answer: in the "
+            "one-seed trials they change neither the order nor any difference by more than its interval here."
         )
     changed = [pair for pair in shared.pairs if judgment(pair.own) != judgment(pair.at_shared_values)]
     start = f"All designs were run at the best shared values too, {shared.text}, on the same seeds"
     if not changed:
-        return f"{start}: no answer changes."
+        return f"{start}: the answers do not change."
     parts = [
         f"{pair.designs[0]} − {pair.designs[1]} is {format_difference(pair.at_shared_values)} "
-        f"({judgment(pair.at_shared_values)}) there and {format_difference(pair.own)} "
-        f"({judgment(pair.own)}) with each at its best"
+        f"({judgment(pair.at_shared_values)}) at shared values and {format_difference(pair.own)} "
+        f"({judgment(pair.own)}) at their own best values"
         for pair in changed[:MAX_PAIRS]
     ]
     more = f"; and {len(changed) - MAX_PAIRS} more pairs" if len(changed) > MAX_PAIRS else ""
-    return f"{start}, and would have answered otherwise: {'; '.join(parts)}{more}."
+    return f"{start}, and the answers differ: {'; '.join(parts)}{more}."

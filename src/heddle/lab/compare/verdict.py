@@ -1,4 +1,4 @@
-"""Sentences that follow from a report's numbers: the verdict, and what each design gains and costs."""
+"""Sentences that follow from a report's numbers: the verdict, and the gains and costs of each design."""
 
 from itertools import pairwise
 
@@ -86,12 +86,12 @@ def resolution_table(report: Report) -> TextTable | None:
         for row in report.pairs
         if _is_unresolved(row) and {report.leader, report.baseline} & {row.design, row.reference}
     ]
-    header = ["not resolved", "difference", "a tie within", "resolved from", "narrower"]
+    header = ["not resolved", "difference", "tie within", "80 % power at", "narrower"]
     return TextTable(header, rows, "What is not resolved, and what would resolve it") if rows else None
 
 
 def _is_unresolved(row: Difference) -> bool:
-    """Whether a pair was judged and is open; runs that gave the same numbers are not."""
+    """Whether a pair was judged and is open; runs with equal numbers are not."""
     return bool(row.final and not row.resolved and row.tie_within)
 
 
@@ -99,7 +99,7 @@ SAME_SPEED = "no measured difference in {}: the measurements overlap"
 
 
 def verdict_sentences(report: Report) -> list[str]:
-    """A few sentences to read first: loss and its certainty, state, recall, longer texts, failures.
+    """A few sentences to read first: loss and its certainty, state, recall, longer sequences, failures.
 
     "Lowest" is said of the measured means, "resolved" only where the interval for all pairs at once excludes 0.
     """
@@ -144,10 +144,10 @@ def _lowest_loss(report: Report, ranking: list[Design]) -> str:
 
 
 def _resolved_pairs(report: Report) -> str:
-    """The pairs without the leader whose difference is resolved, as where the leader's runs vary more than theirs."""
+    """Resolved pairs without the leader, as when the leader's runs vary more than theirs."""
     pairs = [row for row in report.pairs if row.resolved and report.leader not in (row.design, row.reference)]
     words = [f"{row.design} against {row.reference} ({format_difference(row)})" for row in pairs]
-    return f" Resolved is {join_names(words, 4)}." if words else ""
+    return f" Resolved: {join_names(words, 4)}." if words else ""
 
 
 def _losses(designs: list[Design]) -> str:
@@ -177,7 +177,7 @@ def _state_costs(report: Report, ranking: list[Design]) -> list[str]:
     if smallest == max(sizes.values()):
         return [f"All keep the same state: {format_bytes(baseline_size)} at {position}."]
     if smallest == baseline_size:
-        return [f"No state is smaller than that of {baseline}: {format_bytes(baseline_size)} at {position}."]
+        return [f"No state is smaller than {baseline}'s: {format_bytes(baseline_size)} at {position}."]
 
     def sentence(name: str) -> str:
         alike = [other for other in sizes if sizes[other] == sizes[name]]
@@ -263,7 +263,7 @@ def describe_state_growth(design: Design) -> str:
     if max(slopes) == 0:
         return f"It keeps {final_size} at every context length."
     if last_slope == 0:
-        return f"Its state grows up to {final_size} and is constant from there."
+        return f"Its state grows up to {final_size} and then stays constant."
     fixed = f"{format_bytes(fixed_bytes)} and " if fixed_bytes > 0.02 * points[0][1] else ""
     growth = f"keeps {fixed}{format_bytes(last_slope)} for each token."
     return f"It {growth}" if slopes[0] == last_slope else f"Once its windows are full, it {growth}"
@@ -291,7 +291,7 @@ def compare_with_baseline(report: Report, design: Design) -> list[str]:
         value, reference = recall_accuracy(design, probe[0]), recall_accuracy(baseline, probe[0])
         if value is not None and reference is not None:
             title = probe[1].title
-            phrases.append(f"{format_percent(value)} right answers on {title}, against {format_percent(reference)}")
+            phrases.append(f"{format_percent(value)} correct on {title}, against {format_percent(reference)}")
     return phrases
 
 

@@ -1,6 +1,6 @@
 """Worker process of a comparison: `python -m heddle.lab.compare.worker TASK.json RESULT.json`.
 
-TASK.json describes one task, whose name is in TASKS. RESULT.json receives its result, or the reason why there is none.
+TASK.json describes one task by its name in TASKS. RESULT.json receives its result, or the reason for its failure.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the task of this process, or fork a worker for each that comes."""
+    """Run the task of this process, or fork a worker for each request."""
     if sys.argv[1] == "--fork":
         fork_workers(int(sys.argv[2]))
     else:
@@ -71,9 +71,9 @@ IMPORTED = (
 
 
 def fork_workers(descriptor: int) -> NoReturn:
-    """Fork a worker for each request that comes by a socket, until its other end is closed.
+    """Fork a worker for each request that arrives on a socket, until its other end is closed.
 
-    Nothing but imports takes place here: a worker begins as a fresh process would. A request is a message [request
+    This process only imports modules, so that a worker starts as a fresh process would. A request is a message [request
     file, result file], with descriptors that the worker holds; answers are [process, null] and, at its end, [process,
     exit code].
     """
@@ -95,7 +95,7 @@ def fork_workers(descriptor: int) -> NoReturn:
                         connection.send(json.dumps([pid, os.waitstatus_to_exitcode(status[1])]).encode())
             if connection.fileno() in ready:
                 message, held, _, _ = socket.recv_fds(connection, 65536, 16)
-                if not message:  # Python's own end takes longer; Linux tells the workers, which save
+                if not message:  # Python's own shutdown is slower; Linux signals the workers, which save
                     os._exit(0)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # numpy's idle threads do not outlive a fork
@@ -301,7 +301,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
 def end_at(curve: Sequence[tuple[int, float]], final: float) -> list[tuple[int, float | None]]:
     """The curve, (tokens, bits per byte), shifted by a constant so that its last point is the final evaluation's.
 
-    Evaluations during training read less of the held-out text than the last one. Their part of the text may be harder
+    Evaluations during training read less of the held-out text than the last one. Their part may be harder
     or easier than the whole, by about the same amount at each step.
     """
     last = next((bits for _, bits in reversed(curve) if bits is not None), final)
@@ -331,9 +331,9 @@ def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss(task: dict[str, Any]) -> dict[str, Any]:
-    """Train for nothing but the loss on held-out text: a trial of tuning, or a size of a ladder.
+    """Train only for the loss on held-out text: a trial of tuning, or a size of a ladder.
 
-    A request with a "trunk" names the folder of the steps before the decay, and in "previous" that of a shorter trunk.
+    A request with a "trunk" names the folder of the steps before the decay; "previous" names a shorter trunk's folder.
     """
     from heddle.lab.compare.branch import train_branch
     from heddle.storage.run_log import read_log
@@ -355,7 +355,7 @@ def _loss(task: dict[str, Any]) -> dict[str, Any]:
 def _recall(task: dict[str, Any]) -> dict[str, Any]:
     """Train a small copy of the design on a probe's task, until it is solved or the budget is spent.
 
-    Like any run it saves, and continues after an interrupt.
+    Like any run it saves checkpoints, and resumes after an interrupt.
     """
     from heddle.lab.compare.probes import RECALL_PROBES
     from heddle.lab.compare.results import ProbeResult, plain

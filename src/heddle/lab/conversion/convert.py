@@ -71,20 +71,20 @@ from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.init_checkpoint import model_rows
 from heddle.training.job import TrainingJob
 
-# From a model to the report of its conversion: of one, which is a model folder, or of several, in a folder of models.
+# From a model to the report of its conversion: one conversion in a model folder, or several in a folder of models.
 #
-# What is finished lies in the folder OUT.work beside OUT until all is, so the same call continues after a kill.
+# Unfinished work lies in the folder OUT.work beside OUT, so that the same call resumes after a kill.
 
 RESULTS_FILE = "convert.json"
 RESULT_FOLDER, MODELS_FOLDER = "result", "models"
-CHOICE_FILE = "budget.json"  # what a budget chose, until the work is whole: all of it is healed as long
+CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: every healing has the same length
 
-WriteModel = Callable[[Conversion, Path], None]  # converts, and heals where that is asked for, into a folder
+WriteModel = Callable[[Conversion, Path], None]  # converts, and heals if requested, into a folder
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """How conversions are measured. record: its path is that of the file within the folder of the report."""
+    """How conversions are measured. record: its path names the file within the folder of the report."""
 
     corpus: Corpus
     record: ConversionRecord
@@ -93,22 +93,22 @@ class ConversionReport:
 
 
 def interrupted_report_rows(out: Path) -> RowProtocol | None:
-    """How rows began in what an interrupted call for `out` has read; None if there is none, or it has read no text."""
+    """How rows began in the text that an interrupted call for `out` read; None without one, or if it read none."""
     result = partial_folder(out) / RESULT_FOLDER
     models = {path.with_name(path.name.removesuffix(".work")) for path in (result / MODELS_FOLDER).glob("*")}
     for model in (out, *sorted(models)):
         if rows := interrupted_rows(model):
             return rows
     for folder in (out, result):
-        with suppress(CheckpointError, KeyError):  # what cannot be read is measured again
+        with suppress(CheckpointError, KeyError):  # an unreadable file is measured again
             return RowProtocol.parse(read_json_file(folder / RESULTS_FILE)["text"])
     return None
 
 
 def is_converted(conversion: Conversion, out: Path, healed: bool | None) -> bool:
-    """Whether `out` holds this conversion, but not its whole report: a killed call left it.
+    """Whether `out` holds this conversion without its complete report, because a call was killed.
 
-    healed: whether it must be; None where a budget decided.
+    healed: whether the model must be healed; None if a budget decided.
     """
     if not (out / CONVERSION_FILE).is_file() or (out / PAGE_FILE).exists():
         return False
@@ -131,12 +131,12 @@ def report_conversion(conversion: Conversion, out: Path, report: ConversionRepor
 
 
 def original_model(source: ConversionSource) -> ModelToMeasure:
-    """The model that is converted."""
+    """The model to convert."""
     return ModelToMeasure("original", ORIGINAL, source.weights, source.weights_sha256, source=str(source.folder))
 
 
 def _written_models(name: str, method: str, folder: Path, with_stage: bool = False) -> list[ModelToMeasure]:
-    """The model in a folder; if it was healed, the converted one in `folder`.work before it."""
+    """The model in a folder; if it was healed, preceded by the converted one in `folder`.work."""
     converted = partial_folder(folder) / CONVERTED_FOLDER
     folders = {CONVERTED: converted, HEALED: folder} if converted.is_dir() else {CONVERTED: folder}
     models = []
@@ -157,8 +157,8 @@ def report_variants(
 ) -> ConversionResults:
     """Convert a model in several ways, measure all, and write the folder `out`: the page, its numbers and the models.
 
-    A variant that the model cannot be converted to is left out and named on the page. Raises ConfigError if that are
-    all, CheckpointError if `out` exists or its work is of other conversions, and what `measure_conversion` raises.
+    A variant to which the model cannot be converted is left out and named on the page. Raises ConfigError if none
+    is left, CheckpointError if `out` exists or its work is for other conversions, and what `measure_conversion` raises.
     """
     refuse_existing(out)
     result = partial_folder(out) / RESULT_FOLDER
@@ -185,7 +185,7 @@ def report_variants(
     _move_work_aside(folder)
     refuse_existing(out)
     os.rename(result, out)
-    with suppress(OSError):  # what healing left stays
+    with suppress(OSError):  # keep what healing left
         result.parent.rmdir()
     sync_folder(out.parent)
     return measured
@@ -209,7 +209,7 @@ def _identity(conversion: Conversion) -> dict[str, Any]:
 
 
 def _move_work_aside(folder: Path) -> None:
-    """Move what healing left between the models to the folder that stays beside `out`, as an earlier call's does."""
+    """Move what healing left between the models to the folder that stays beside `out`."""
     left = sorted(folder.glob("*.work"))
     if left:
         names = itertools.chain(["healing"], (f"healing-{number}" for number in itertools.count(2)))
@@ -219,19 +219,19 @@ def _move_work_aside(folder: Path) -> None:
             os.rename(path, work / path.name)
 
 
-DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
+DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
 MIN_WINDOWS = 4  # fewer give no interval
-MIN_TIMED_STEPS = 20  # a healing of fewer is about as long as timing it
-SPEED_SECONDS = 25.0  # of measuring one model's speeds
-MIN_CHOSEN_STEPS = 50  # that a budget heals for: the rate rises over the first ten, and ends in none
-MOST_TOKENS_A_SECOND = 10_000  # of a healing whose length a budget chooses: so much text is encoded before it
+MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
+SPEED_SECONDS = 25.0  # for measuring one model's speeds
+MIN_CHOSEN_STEPS = 50  # the shortest healing that a budget chooses: the first ten are warmup, and the rate decays to 0
+MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded before a budget chooses the steps
 
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """A conversion, or several. folder: its own; None where nothing was written. results: what was measured, if it was.
+    """One conversion or several. folder: None if nothing was written. results: measurements, if there are any.
 
-    costs: of a dry run, by conversion: sizes and costs before and after.
+    costs: from a dry run, by conversion: sizes and costs before and after.
     """
 
     folder: Path | None
@@ -244,9 +244,9 @@ def convert(
 ) -> ConvertedModel:
     """Convert a trained model as `heddle convert` does, with its options, defaults and output.
 
-    model: a run, a model folder or a folder of transformers; or the settings of the whole conversion. out: the folder
-    to write. options: those of the command line, such as `to=["kv_heads=2"]`. Raises ConfigError for an option that
-    does not exist or cannot be, and what the command reports.
+    model: a run, a model folder or a transformers folder; or one `ConvertSettings`. out: the folder to write.
+    options: as on the command line, such as `to=["kv_heads=2"]`. Raises ConfigError for an unknown or invalid option,
+    and the errors that the command reports.
     """
     if isinstance(model, ConvertSettings):
         return _convert(model)
@@ -304,10 +304,10 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                 healing = replace(healing, steps=chosen_steps)
         used = [rewrite for variant in variants for rewrite in variant.rewrites]
         for variant in variants:
-            for rewrite in variant.rewrites[:1]:  # later ones see what it makes of the design
+            for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
                 rewrite.check_layers(design)
         if settings.heal is None and healing is not None and all(rewrite.is_exact(design) for rewrite in used):
-            print_status("an exact conversion has nothing to heal: the budget is not needed")
+            print_status("an exact conversion needs no healing, so the budget is ignored")
             healing = None
         if any(rewrite.needs_text and not rewrite.is_exact(design) for rewrite in used):
             corpus = _corpus(settings, source, _most_tokens(settings, count, seconds), rows)
@@ -387,11 +387,11 @@ def _warn_of_state(design: ModelConfig, converted: ModelConfig) -> None:
 
 @dataclass
 class HealingPlan:
-    """Says how long the healings take; a budget of time chooses their length, or refuses the one that was given.
+    """Decides how long to heal; a time budget chooses the length, or rejects one that was set.
 
-    budget: of the whole command; None: there is none. models: that are measured for the report, on so many rows each.
-    text_tokens: to heal on; a budget reads them at most once. choice: the file that keeps what the budget chose until
-    the work is whole. steps: of each healing; None where the budget has not chosen yet.
+    budget: for the whole command; None: no limit. models: how many are measured for the report, on `rows` rows each.
+    text_tokens: to heal on; a budget reads them at most once. choice: the file that keeps the choice of the budget
+    until the work is complete. steps: per healing; None until the budget has chosen.
     """
 
     settings: ConvertSettings
@@ -403,10 +403,10 @@ class HealingPlan:
     steps: int | None
 
     def decide(self, job: TrainingJob, count: int, begun: float) -> int:
-        """The steps of the first healing of `count` that are to come, from the time of a few; 0 for none.
+        """The steps of the first of `count` pending healings, from the timing of a few steps; 0 for no healing.
 
         begun: when its conversion began, in time.monotonic() seconds; the others take as long. Raises MachineError
-        where a length that was given does not fit.
+        if a length that was set does not fit.
         """
         if self.steps == 0:
             return 0
@@ -416,7 +416,7 @@ class HealingPlan:
             return self.steps
         converting = (count - 1) * (time.monotonic() - begun)
         seconds = median(time_training_steps(job))
-        # A token is read for a third of what a step takes for it: a forward pass of three.
+        # Reading a token costs a third of training on it: the forward pass alone.
         read = self.rows * self.settings.sequence_length / tokens * seconds / 3
         report = self.models * (read + SPEED_SECONDS) if self.rows else 0.0
         left = 0.0 if self.budget is None else max(0.0, self.budget.remaining - report - converting)
@@ -427,18 +427,18 @@ class HealingPlan:
         if not self.steps:
             return 0
         plan = f"healing: {self.steps:,} steps of {tokens:,} tokens"
-        print_status(f"{plan}, about {format_duration(seconds * self.steps)} ({seconds:.2g} s a step)")
+        print_status(f"{plan}, about {format_duration(seconds * self.steps)} ({seconds:.2g} s/step)")
         if self.settings.heal is not None and self.budget is not None and self.steps > fitting:
             remedy = f"--heal {fitting * tokens} or fewer, or a larger --budget" if fitting else "a larger --budget"
             takes = format_duration(seconds * self.steps * count)  # of all variants, not of this one
             raise MachineError(
                 f"--heal {self.settings.heal}: takes about {takes}, and --budget {self.settings.budget} leaves "
-                f"{format_duration(left)} beside the report; give {remedy}; what was converted is kept"
+                f"{format_duration(left)} beside the report; give {remedy}; converted models are kept"
             )
         return self.steps
 
     def _choose(self, steps: int, tokens: int) -> int:
-        """At most `steps` of so many tokens, and once through the text; 0 where that is too few."""
+        """At most `steps` steps of `tokens` tokens, and at most one pass over the text; 0 if that is too few."""
         if min(steps, self.text_tokens // tokens) < MIN_CHOSEN_STEPS:
             few = f"the budget leaves {steps} steps beside the report, and fewer than {MIN_CHOSEN_STEPS} may harm"
             print_status(f"the budget chose: no healing: {few}")
@@ -459,7 +459,7 @@ def _check(settings: ConvertSettings) -> None:
     }
     for name, value in healing.items():
         if settings.heal is None and settings.budget is None and value is not None:
-            raise ConfigError(f"--heal-{name} {value}: says how to heal; give --heal or --budget too")
+            raise ConfigError(f"--heal-{name} {value}: has no effect without healing; give --heal or --budget too")
     if settings.heal_batch_size is not None and settings.heal_batch_size < 1:
         raise ConfigError(f"--heal-batch-size {settings.heal_batch_size}: must be at least 1")
     if settings.model is None:
@@ -472,25 +472,25 @@ def _check(settings: ConvertSettings) -> None:
 
 
 def _most_tokens(settings: ConvertSettings, calibration_tokens: int, seconds: float | None) -> int:
-    """The tokens that are read at most to calibrate and heal, `seconds` of which are in the budget."""
+    """The most tokens that calibration and healing read. seconds: of a time budget for healing."""
     healing = int((seconds or 0.0) * MOST_TOKENS_A_SECOND) if settings.heal is None else settings.heal
     return 4 * calibration_tokens + healing
 
 
 def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int, rows: RowProtocol | None) -> Corpus:
-    """The text to calibrate and heal on, in the model's own tokens; how far it is encoded decides its order.
+    """The text to calibrate and heal on, in the model's own tokens; how much of it is encoded decides its order.
 
-    rows: how rows begin in the conversion that is continued.
+    rows: how rows begin in the conversion that is resumed.
     """
     if source.tokenizer is None:
-        raise CheckpointError(f"{source.folder}: holds no tokenizer.json, so it cannot read a text")
+        raise CheckpointError(f"{source.folder}: has no tokenizer.json, so the text cannot be encoded")
     data = settings.data or ("stdlib",)
     own_rows = model_rows(source.folder, source.tokenizer)
     if rows is not None and rows != own_rows:
         how = "without the model's BOS token" if own_rows.bos_ids else "with BOS, which the model was trained without"
         print_warning(
-            f"rows begin {how}, as in the conversion that is continued, so losses are not those of its use; remove "
-            "what is there, to convert again"
+            f"rows begin {how}, as in the conversion that is resumed, so losses differ from normal use; remove "
+            "the unfinished conversion to start again"
         )
     return prepare_corpus(
         data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer, rows=rows or own_rows
@@ -498,16 +498,16 @@ def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int
 
 
 def check_report_tokens(tokens: int, sequence_length: int, is_required: bool) -> None:
-    """Raise ConfigError for too few tokens, or for none where a report is all that is asked for."""
+    """Raise ConfigError for too few tokens, or for none if a report is required."""
     if tokens == 0 and is_required:
         raise ConfigError("--report-tokens 0: a comparison needs a report; give more, or one target with --to")
     if tokens and tokens < MIN_WINDOWS * sequence_length:
         least = MIN_WINDOWS * sequence_length
-        raise ConfigError(f"--report-tokens {tokens}: is less than {MIN_WINDOWS} rows; give at least {least}, or 0")
+        raise ConfigError(f"--report-tokens {tokens}: is under {MIN_WINDOWS} sequences; give at least {least}, or 0")
 
 
 def can_report(source: ConversionSource) -> bool:
-    """Whether a model has bits per byte on a text; says why if not."""
+    """Whether bits per byte can be measured for a model; prints why if not."""
     model = build(source.weights.design, device="meta")
     reason = ""
     if source.tokenizer is None:
@@ -528,7 +528,7 @@ def conversion_report(
 ) -> ConversionReport:
     """How the conversions of a model are measured. Raises ConfigError for a context that is not positive.
 
-    Warns of rewrites whose windows no sequence of the report reaches beyond.
+    Warns of rewrites with windows as long as the sequences of the report, which cannot show their cost.
     """
     default = MeasurementSettings()
     contexts = tuple(sorted(set(settings.speed_context_length or default.speed_contexts)))
@@ -551,12 +551,12 @@ def conversion_report(
 
 
 def _unseen_windows(rewrites: Sequence[Rewrite], length: int) -> tuple[str, ...]:
-    """A sentence where sequences of `length` tokens fit in a window, so that a report on them cannot show its cost."""
+    """A sentence if sequences of `length` tokens fit in a window, so that a report on them cannot show its cost."""
     windows = sorted({rewrite.window for rewrite in rewrites if isinstance(rewrite, Window)})
     wide = [window for window in windows if window >= length]
     if not wide:
         return ()
-    fit = f"sequences of {length} tokens fit in a window of {wide[0]}, so the report cannot show what it costs"
+    fit = f"sequences of {length} tokens fit in a window of {wide[0]}, so the report cannot show its cost"
     return (f"{fit}; give --sequence-length {2 * wide[-1]}",)
 
 
@@ -568,7 +568,7 @@ def require_report(report: ConversionReport | None) -> ConversionReport:
 
 
 def print_results(results: ConversionResults | None, out: Path, as_json: bool) -> None:
-    """What was found, and where it lies."""
+    """Print the results, and where they are."""
     if results is None:
         print_text(str(out))
         return
@@ -620,7 +620,7 @@ def _costs(source: ConversionSource, design: Any) -> dict[str, dict[str, Any]]:
 
 
 def _print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> None:
-    """The costs of each conversion; of a single one without its name."""
+    """Print the costs of each conversion, without its name if there is only one."""
     if as_json:
         print_text(json.dumps(next(iter(costs.values())) if len(costs) == 1 else costs, indent=2))
         return

@@ -34,9 +34,9 @@ from heddle.training.training_data import TextData
 def layer_errors(
     original: Weights, converted: Weights, rows: Sequence[Batch], bos_ids: Sequence[int] = ()
 ) -> list[LayerError]:
-    """Compare two models layer by layer; empty where they differ in depth, so that no layer stands for another.
+    """Compare two models layer by layer; empty if they differ in depth, so that layers do not correspond.
 
-    bos_ids: tokens that are left out. The stream of BOS can be a hundred times as large as that of any other token, and
+    bos_ids: tokens to leave out. The hidden state of BOS can be a hundred times as large as for any other token, and
     hardly changes (massive activations, Sun et al. 2024, https://arxiv.org/abs/2402.17762).
     """
     if original.design.depth != converted.design.depth:
@@ -70,7 +70,7 @@ def relative_distance(values: Any, reference: Any) -> float | None:
 
 
 def _select(values: Sequence[Any], compared: Sequence[Tensor] | None) -> Sequence[Any]:
-    """The tokens [N, ...] of each batch's tensors [B, T, ...] that are compared; None: all, as they are."""
+    """The compared tokens [N, ...] of each batch's tensors [B, T, ...]; None: all, unchanged."""
     if compared is None:
         return values
     return [[x[tokens] for x in _tensors(value)] for value, tokens in zip(values, compared, strict=True)]
@@ -86,12 +86,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 # The held-out text that is read before and after a conversion: windows, repeated spans and needles.
 #
-# Spans and needles are those of `heddle.training.evaluation.text_recall`. Nothing is trained.
+# Spans and needles come from `heddle.training.evaluation.text_recall`. Nothing is trained.
 
 
 @dataclass(frozen=True)
 class MeasurementSettings:
-    """How much is read. windows, span_rows, needle_rows: at most so many. speed_contexts: empty measures no speed."""
+    """How much is read. windows, span_rows, needle_rows: upper limits. speed_contexts: empty: no speed test."""
 
     sequence_length: int = 256
     windows: int = 256
@@ -105,7 +105,7 @@ class MeasurementSettings:
 
 @dataclass(frozen=True)
 class MeasurementText:
-    """The held-out text of a corpus, cut into what is measured."""
+    """The held-out text of a corpus, cut into windows, spans and needles."""
 
     corpus: Corpus
     settings: MeasurementSettings
@@ -153,8 +153,8 @@ class MeasurementText:
 class ModelToMeasure:
     """A model that a conversion read or made.
 
-    stage: original, converted or healed. method: how it was converted, without the size; one line of the figures.
-    source: the folder or the command it is from. key: identifies its weights, so that nothing is measured twice.
+    stage: original, converted or healed. method: how it was converted, without the size; one line in the figures.
+    source: the folder or command that it comes from. key: identifies its weights, so that nothing is measured twice.
     """
 
     name: str
@@ -166,14 +166,14 @@ class ModelToMeasure:
 
 
 class WindowScores(NamedTuple):
-    """The score of each window so far, and for each range of positions that of its tokens in it."""
+    """The score of each window so far, and for each range of positions the score of the tokens in it."""
 
     windows: FiniteScores
     positions: list[FiniteScores]
 
 
 def measured_rows(text: MeasurementText) -> int:
-    """The rows that are read for one model, which its progress is counted in."""
+    """The rows that are read for one model: the unit of its progress bar."""
     return text.window_count + text.recall.row_count
 
 
@@ -186,9 +186,9 @@ def measure_model(
     begun: WindowScores | None = None,
     save: Callable[[WindowScores], None] = lambda scores: None,
 ) -> ModelResult:
-    """Measure a model in all that does not depend on the speed of the machine.
+    """Measure everything about a model that does not depend on the speed of the machine.
 
-    begun: scores of the first windows by an earlier call. save: gets the scores so far after each batch.
+    begun: scores of the first windows from an earlier call. save: called with the scores so far after each batch.
     """
     decoder = build_model(model.weights).to(device)
     windows, positions = _score_windows(decoder, text, bar, begun, save)
@@ -223,7 +223,7 @@ def measure_model(
 def score_recall(
     decoder: Decoder, text: MeasurementText, bar: ProgressBar
 ) -> tuple[FiniteScores, FiniteScores, list[NeedleScores]]:
-    """The scores of the first and the second occurrence of each span, and those of the needles at each depth."""
+    """The scores of the first and second occurrence of each span, and of the needles at each depth."""
     scores = score_text_recall(decoder, text.recall, advance=bar.advance)
     return scores.first_spans, scores.repeated_spans, scores.needles
 

@@ -1,4 +1,4 @@
-"""What is measured of the models of a conversion, as plain data that is saved after each model."""
+"""Measurements of the models of a conversion, as plain data that is saved after each model."""
 
 import math
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ ORIGINAL, CONVERTED, HEALED = "original", "converted", "healed"
 class LayerError:
     """The relative error ‖converted − original‖ / ‖original‖ of one layer.
 
-    mixer: of the mixer's output, where the layer reads the original's stream. stream: of the stream after the layer,
-    where each model reads its own. None where the two do not have the same shape, or one is not finite.
+    mixer: of the mixer's output, given the original's hidden states as input. stream: of the residual stream after the
+    layer, when each model reads its own. None if the two differ in shape, or one is not finite.
     """
 
     layer: int
@@ -40,12 +40,12 @@ class LayerError:
 
 @dataclass(frozen=True)
 class ModelResult:
-    """One model.
+    """The measurements of one model.
 
-    key: identifies its weights. method: what the figures draw a line for. architecture: the class of transformers.
+    key: identifies its weights. method: its line in the figures. architecture: the transformers class.
     state_bytes: [(context, bytes)]. windows: of the held-out text. positions: for each range of positions, of each
     window. first_spans, repeated_spans: of the spans that are repeated in each row. layer_errors: empty for the
-    original, and where layers do not correspond.
+    original, and if layers do not correspond.
     """
 
     name: str
@@ -87,14 +87,14 @@ class MeasuredText:
     needle_rows: int
     needle_length: int
     note: str = ""
-    bos_ids: tuple[int, ...] = left_out(())  # older files do not say it
+    bos_ids: tuple[int, ...] = left_out(())  # missing in older files
 
 
 @dataclass
 class ConversionResults:
-    """All that is measured of a conversion.
+    """All measurements of a conversion.
 
-    speeds: by the key of a design, the samples of each round. warnings: sentences that a reader must know.
+    speeds: by the key of a design, the samples of each round. warnings: sentences for the reader.
     """
 
     heddle: str
@@ -143,7 +143,7 @@ def state_context(results: ConversionResults) -> int | None:
 
 
 def state_per_token(results: ConversionResults, model: ModelResult) -> float | None:
-    """State bytes a token: those of a text as long as `state_context`, divided by its tokens."""
+    """State bytes per token: the state of a sequence of `state_context` tokens, divided by its length."""
     context = state_context(results)
     return share_of(value_at(model.state_bytes, context), context)
 
@@ -168,18 +168,18 @@ def decode_context(results: ConversionResults) -> int | None:
 # What a conversion changed: paired differences of loss and recall with intervals, and the share of the state.
 #
 # All models read the same windows and rows. A difference is a ratio of sums over them; its 95 % interval is a bootstrap
-# over the text (`heddle.lab.compare.statistics`). It covers the sampling error of the text, not that of the calibration
-# text or of seeds.
+# over the text (`heddle.lab.compare.statistics`). It covers the sampling error of the text, not variance from the
+# calibration text or from seeds.
 
 
-ROUNDING = 1e-5  # bits per byte; a smaller change is one of float32
+ROUNDING = 1e-5  # bits per byte; a smaller change is float32 rounding
 FixedScores = tuple[tuple[float | None, int], ...]  # FiniteScores that can be cached
 
 
 def difference(
     scores: FiniteScores, reference: FiniteScores, sampling: TextSampling = VALIDATION_WINDOWS
 ) -> Difference:
-    """`scores` minus `reference`, which are of the same pieces of text: mean, low, high, resolved."""
+    """`scores` minus `reference`, both on the same pieces of text: mean, low, high, resolved."""
     return _difference(tuple(scores), tuple(reference), sampling)
 
 
@@ -195,7 +195,7 @@ def _run(scores: Sequence[tuple[float | None, int]]) -> ScoredRun:
 
 
 def added_loss(results: ConversionResults, model: ModelResult) -> Difference:
-    """Bits per byte of a model minus those of the original."""
+    """Bits per byte of a model minus the original's."""
     return difference(model.windows, results.original.windows)
 
 
@@ -217,7 +217,7 @@ def describe_change(change: Difference) -> str:
 
 
 def converted_from(results: ConversionResults, healed: ModelResult) -> ModelResult | None:
-    """The converted model that was healed: the one of the same method and design."""
+    """The converted model that was healed: the one with the same method and design."""
     same = [
         model
         for model in results.models
@@ -227,7 +227,7 @@ def converted_from(results: ConversionResults, healed: ModelResult) -> ModelResu
 
 
 def healed_share(results: ConversionResults, healed: ModelResult) -> float | None:
-    """The share of the added loss that healing removed; None where the conversion added none that is resolved."""
+    """The share of the added loss that healing removed; None if the conversion added no resolved loss."""
     before = converted_from(results, healed)
     if before is None:
         return None
@@ -238,13 +238,13 @@ def healed_share(results: ConversionResults, healed: ModelResult) -> float | Non
 
 
 def healing_change(results: ConversionResults, model: ModelResult) -> Difference:
-    """Bits per byte of a healed model minus those it had before; not measured for one that was not healed."""
+    """Bits per byte of a healed model minus its bits per byte before; not measured for a model that was not healed."""
     before = converted_from(results, model)
     return difference([], []) if before is None else difference(model.windows, before.windows)
 
 
 def copying_gain(model: ModelResult) -> Difference:
-    """Bits per byte of a span's second occurrence minus those of its first: the lower, the more is copied."""
+    """Bits per byte of a span's second occurrence minus the first's: the lower, the more is copied."""
     return difference(model.repeated_spans, model.first_spans, TEXT_SPANS)
 
 
@@ -261,7 +261,7 @@ def _gains(model: ModelResult) -> FiniteScores:
 
 
 def copying_share(results: ConversionResults, model: ModelResult) -> float | None:
-    """What is left of the original's copying gain; None where the original gains nothing that is resolved."""
+    """The remaining share of the original's copying gain; None if the original's gain is not resolved."""
     original, own = copying_gain(results.original), copying_gain(model)
     if not original.resolved or original.mean is None or original.mean >= 0 or own.mean is None:
         return None
@@ -274,17 +274,17 @@ def hidden_needles(model: ModelResult) -> Sequence[NeedleScores]:
 
 
 def chance_accuracy(model: ModelResult) -> float | None:
-    """The share of right answers without the needles: what can be guessed from the query."""
+    """Accuracy without the needles: what can be guessed from the query."""
     return finite_ratio(pair for needle in model.needles if needle.depth is None for pair in needle.correct)
 
 
 def needle_accuracy(model: ModelResult) -> float | None:
-    """The share of right answers over all depths."""
+    """Accuracy over all depths."""
     return finite_ratio(pair for needle in hidden_needles(model) for pair in needle.correct)
 
 
 def needle_gain(model: ModelResult) -> Difference:
-    """Right answers with the needles minus those without them, over all depths, with an interval over the needles."""
+    """Accuracy with the needles minus accuracy without, over all depths, with an interval over the needles."""
     if not model.needles:
         return difference([], [])
     counts = [list(zip(*needle.correct, strict=True)) for needle in hidden_needles(model)]
@@ -296,17 +296,17 @@ def needle_gain(model: ModelResult) -> Difference:
     return difference(rows, without, TEXT_SPANS)
 
 
-# What the results of a conversion say, in sentences: how small the state can get before it hurts.
+# The results of a conversion in sentences: how small the state can get before it hurts.
 
 
 TOLERANCE = 0.01  # of the original's loss; below it, the page says that a conversion does not hurt
 
 
 def conversion_verdict(results: ConversionResults) -> list[str]:
-    """The first sentence answers the question of the page, the others qualify it."""
+    """The first sentence answers the page's question, the others qualify it."""
     measured = [model for model in results.converted_models if added_loss(results, model).mean is not None]
     if not measured:
-        return ["No converted model gave a finite loss."]
+        return ["No converted model has a finite loss."]
     designs = {(model.method, model.design_key) for model in measured}
     sentences = _describe_pair(results, measured) if len(designs) == 1 else _describe_sweep(results, measured)
     if harmed := [model for model in measured if describe_change(healing_change(results, model)) == "worse"]:
@@ -322,7 +322,7 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
 
 
 def measured_text_sentence(results: ConversionResults) -> str:
-    """On which sequences the losses of a report are, and how they begin: other sequences have other losses."""
+    """The sequences that a report's losses are measured on, and how they begin: other sequences have other losses."""
     text = results.text
     return (
         f"Losses of this report: {text.windows:,} held-out sequences of {text.sequence_length:,} tokens, "
@@ -339,7 +339,7 @@ def within_tolerance(results: ConversionResults, model: ModelResult) -> bool:
 
 
 def _describe_pair(results: ConversionResults, measured: list[ModelResult]) -> list[str]:
-    """One conversion, before and after healing."""
+    """Sentences on one conversion, before and after healing."""
     sentences: list[str] = []
     for model in measured:
         share = state_share(results, model)
@@ -359,7 +359,7 @@ def _describe_healing(results: ConversionResults, model: ModelResult) -> str:
 
 
 def _describe_added(results: ConversionResults, model: ModelResult) -> str:
-    """ "adds 0.012 ± 0.003 bits per byte (+0.5 %)", or that the loss is the same, or that no change is resolved."""
+    """ "adds 0.012 ± 0.003 bits per byte (+0.5 %)", or that the loss is unchanged, or the change not resolved."""
     added, share = added_loss(results, model), added_share(results, model)
     word = describe_change(added)
     if word == "equal":
@@ -369,7 +369,7 @@ def _describe_added(results: ConversionResults, model: ModelResult) -> str:
 
 
 def _describe_sweep(results: ConversionResults, measured: list[ModelResult]) -> list[str]:
-    """Many conversions: the smallest state that does not hurt, and what the next smaller one costs."""
+    """Sentences on many conversions: the smallest state that does not hurt, and the cost of the next smaller one."""
     best = best_by_state(results, measured)
     tolerated = [model for model in best if within_tolerance(results, model)]
     limit = f"{100 * TOLERANCE:g} %"
@@ -418,7 +418,7 @@ def describe_state(results: ConversionResults, model: ModelResult, whole: str = 
     own, original = state_per_token(results, model), state_per_token(results, results.original)
     if own is None or not original:
         return "a state of unknown size"
-    return f"{format_share(own, original)}{whole} ({format_bytes(own)} a token)"
+    return f"{format_share(own, original)}{whole} ({format_bytes(own)} per token)"
 
 
 def format_signed_percent(share: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Measure the models of a conversion one after the other; what is measured is saved, so that a killed run continues."""
+"""Measure the models of a conversion one after the other; results are saved, so that a killed run resumes."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ REMEDY = "free some space or choose another folder"
 
 @dataclass(frozen=True)
 class ConversionRecord:
-    """Where the results go, and what they say about their origin.
+    """Where the results are written, and the origin that they name.
 
-    path: of convert.json. command: what the user called. source: the name of the original. hardware: of the machine.
+    path: of convert.json. command: the user's command. source: the name of the original. hardware: of the machine.
     """
 
     path: Path
@@ -57,9 +57,9 @@ def measure_conversion(
 ) -> ConversionResults:
     """Measure every model on the same held-out text and save the results after each.
 
-    models: the first one is the original. A model whose weights were measured before, on the same text and with the
-    same settings, is not measured again. Raises DataError if the corpus has no text to measure on, MachineError if the
-    file cannot be written.
+    models: the first one is the original. A model with weights that were measured before, on the same text and with
+    the same settings, is not measured again. Raises DataError if the corpus has no text to measure on, MachineError if
+    the file cannot be written.
     """
     assert models[0].stage == ORIGINAL, "the first model is the one that was converted"
     text = MeasurementText(corpus, settings or MeasurementSettings())
@@ -84,12 +84,12 @@ def measure_conversion(
 
 
 def part_path(path: Path) -> Path:
-    """Where the windows of a model that is being measured are kept."""
+    """The file that stores the scored windows of the model that is being measured."""
     return path.with_name(f"{path.stem}.part.json")
 
 
 class _Part:
-    """The windows that were scored of one model, so that a killed run continues within it."""
+    """The scored windows of one model, so that a killed run resumes within it."""
 
     def __init__(self, path: Path, model: ModelToMeasure, results: ConversionResults) -> None:
         of_results = plain(results)
@@ -98,7 +98,7 @@ class _Part:
         self._model = to_plain_json(described | {"model": [model.name, model.stage, model.key]})
 
     def begun(self) -> WindowScores | None:
-        """What an earlier run scored of this model on this text; None where there is nothing to use."""
+        """The scores of this model on this text from an earlier run; None without usable ones."""
         try:
             part = read_json_file(self.path) if self.path.is_file() else {}
             if part.get("of") != self._model:
@@ -109,7 +109,7 @@ class _Part:
         return scores
 
     def save(self, scores: WindowScores) -> None:
-        """Save the scores so far, once in a while."""
+        """Save the scores so far, at most every `PART_SECONDS`."""
         if time.monotonic() - self._saved >= PART_SECONDS:
             write_json_file(self.path, {"of": self._model, "scores": scores}, REMEDY)
             self._saved = time.monotonic()
@@ -145,7 +145,7 @@ def _new_results(text: MeasurementText, record: ConversionRecord) -> ConversionR
 
 
 def _earlier_results(path: Path, results: ConversionResults) -> ConversionResults | None:
-    """The results of an earlier run on the same text with the same settings; None where there are none to use."""
+    """The results of an earlier run on the same text with the same settings; None without usable ones."""
     if not path.is_file():
         return None
     try:
@@ -157,7 +157,7 @@ def _earlier_results(path: Path, results: ConversionResults) -> ConversionResult
 
 
 def _save(results: ConversionResults, path: Path, measured: dict[tuple[str, str, str], ModelResult]) -> None:
-    """Save the results so far, with those of an earlier run that are still to come."""
+    """Save the results so far, and an earlier run's results for models that are still to come."""
     names = {(model.name, model.stage, model.key) for model in results.models}
     content = plain(results)
     content["models"] += [plain(model) for key, model in measured.items() if key not in names]
@@ -171,7 +171,7 @@ def _measure_all_speeds(
     device: str,
     save: Callable[[], None],
 ) -> None:
-    """Measure each design once a round, because a machine is not equally fast at all times. Models may share one."""
+    """Measure each design once per round, because a machine's speed varies over time. Models may share a design."""
     weights = {result.design_key: model.weights for result, model in zip(results.models, models, strict=True)}
     if not settings.speed_contexts:
         return

@@ -1,1 +1,1 @@
-"""What the explorer shows of each part: its fields, its costs as formulas, its mistakes, the models that use it."""
+"""The explorer's data on each part: its fields, its costs as formulas, common mistakes, and models that use it."""

@@ -1,4 +1,4 @@
-"""What can be chosen of a part: the kinds of a slot and their fields, read from their configs."""
+"""The choices of a part: the kinds of a slot and their fields, read from their configs."""
 
 import inspect
 import json
@@ -22,14 +22,14 @@ SLOTS = {
     "norms": "norm", "scalings": "scaling",
 }  # fmt: skip
 WORDS = {"string": "choice", "integer": "integer", "number": "number", "boolean": "boolean"}
-FIRST_VALUES = {  # of fields that have no default
+FIRST_VALUES = {  # for fields without a default
     "heads": 8, "kv_rank": 256, "nope_dim": 64, "hidden": 2048, "experts": 8, "top_k": 2, "length": 2048,
     "first": {"kind": "attention", "heads": 8, "window": 1024},
     "second": {"kind": "mamba2", "heads": 8},
     "factor": 8.0, "original_length": 4096,
     "short_factor": [1.0] * 32, "long_factor": [round(32 ** (pair / 31), 3) for pair in range(32)],
 }  # fmt: skip
-FIRST_FIELDS: dict[str, dict[str, Any]] = {  # of kinds that are better shown with more than they need
+FIRST_FIELDS: dict[str, dict[str, Any]] = {  # for kinds that are better shown with more than the required fields
     "attention": {"kv_heads": 2, "position": {"kind": "rope"}},
     "differential_attention": {"position": {"kind": "rope"}},
     "latent_attention": {"rope_dim": 32, "position": {"kind": "rope"}},
@@ -46,9 +46,9 @@ _Range = tuple[float | None, float | None, float | None, float | None]
 class Field:
     """A field of a part or a design.
 
-    type: integer, number, boolean, choice, part, or numbers (a list). least, most: the range of its numbers; above,
-    below: the same without the ends. choices: words, or the kinds of a part. optional: whether it can be left out.
-    note: the comment of its source.
+    type: integer, number, boolean, choice, part, or numbers (a list). least, most: the inclusive range of its numbers;
+    above, below: exclusive ends. choices: words, or the kinds of a part. optional: whether it can be left out.
+    note: the comment in its source.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Field:
 class Kind:
     """A kind of a slot.
 
-    fields: those that can be chosen. kept: those that stay as a design has them. first: the fields with which the kind
-    is shown at first. source: the docstring of its file.
+    fields: that can be changed. kept: fields that stay as a design has them. first: the fields with which the kind is
+    first shown. source: the docstring of its file.
     """
 
     slot: str
@@ -81,7 +81,7 @@ class Kind:
     first: dict[str, Any]
 
 
-# Fields that an explored design cannot have: its equal layers read no other, and a convolution is several fields.
+# Fields that an explored design cannot have: its equal layers read no other layer, and a convolution is several fields.
 NOT_EXPLORED = ("shared_kv", "value_residual", "value_rank", "short_convolution")
 
 
@@ -103,7 +103,7 @@ def _kind(slot: str, name: str) -> Kind:
 
 @cache
 def model_fields() -> dict[str, tuple[Field, ...]]:
-    """The fields of a design outside its parts: of itself (`design`), of an entry of its layers, embedding and head."""
+    """The fields of a design outside its parts: its own (`design`), of a layer entry, the embedding and the head."""
     owners = {"design": "ModelConfig", "layer": "LayerConfig", "embedding": "EmbeddingConfig", "head": "HeadConfig"}
     shown = {"design": ("vocab_size", "width"), "layer": ("repeat",)}
     described = {place: _definitions()[owner]["properties"] for place, owner in owners.items()}
@@ -120,7 +120,7 @@ def _definitions() -> dict[str, Any]:
 
 
 def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field]:
-    """Fields that are one number, word or part; norms within a part follow the design's."""
+    """Fields that hold one number, word or part; norms within a part follow the design's."""
     for name, described in definition["properties"].items():
         options = described.get("anyOf", [described])
         optional = any(option.get("type") == "null" for option in options)
@@ -144,13 +144,13 @@ def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field
 
 
 def _range(described: dict[str, Any], least: float | None = None) -> _Range:
-    """least, most, above and below of a number. least: where none is described."""
+    """least, most, above and below of a number. least: the default lower end."""
     most, above, below = (described.get(end) for end in ("maximum", "exclusiveMinimum", "exclusiveMaximum"))
     return described.get("minimum", least), most, above, below
 
 
 def _kept_fields(definition: dict[str, Any]) -> Iterator[Field]:
-    """Fields that are a list of numbers, or a norm or a scaling within a part."""
+    """Fields that hold a list of numbers, or a norm or a scaling within a part."""
     for name, described in definition["properties"].items():
         for option in () if name in NOT_EXPLORED else described.get("anyOf", [described]):
             items = option.get("items", {})
@@ -163,7 +163,7 @@ def _kept_fields(definition: dict[str, Any]) -> Iterator[Field]:
 
 
 def _kinds_of_base(base: str) -> tuple[str, tuple[str, ...]]:
-    """A slot and its kinds; empty for a config with fields of its own, such as an indexer, which is not offered."""
+    """A slot and its kinds; no kinds for a config that is not a slot, such as an indexer, which is not offered."""
     names = [each["$ref"].rpartition("/")[2] for each in _definitions()[base].get("oneOf", ()) if "$ref" in each]
     if not names:
         return "", ()
@@ -202,9 +202,9 @@ def published_designs() -> list[dict[str, Any]]:
 
 
 def explorer_design(config: ModelConfig) -> dict[str, Any]:
-    """A design as plain data with its different layers and how many there are of each, without encoder and modules.
+    """A design as plain data: its distinct layers with their counts, without encoder and multi-token modules.
 
-    Each layer that is visited several times is one of its own, `shared`, with the number of visits. Raises DesignError
+    A layer that is visited several times gets its own entry, `shared`, with the number of visits. Raises DesignError
     for a design with fields that the page cannot show.
     """
     for path, layer_config in config.expand():
@@ -228,7 +228,7 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
 
 
 def _check_explored(data: dict[str, Any], path: str) -> None:
-    """Raises DesignError if a part has a field that the page does not know: its costs would be missing."""
+    """Raises DesignError if a part has a field that is unknown to the page, which would miss its costs."""
     for name, value in data.items():
         if name in NOT_EXPLORED and value not in (None, False):
             raise DesignError(f"{path}.{name}", "is not known to the explorer; heddle show has the design's costs")
@@ -236,7 +236,7 @@ def _check_explored(data: dict[str, Any], path: str) -> None:
             _check_explored(value, f"{path}.{name}")
 
 
-# How parts are commonly written wrong: what docs/commonly-wrong.md measures, and which kinds it concerns.
+# Common mistakes in implementing parts, as measured in docs/commonly-wrong.md, and the kinds that they concern.
 
 
 ATTENTION = ("attention", "differential_attention", "latent_attention")
@@ -248,7 +248,7 @@ ALL_BLOCKS = (
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake. title: its heading in docs/commonly-wrong.md. law: what fails here if somebody makes it."""
+    """A mistake. title: its heading in docs/commonly-wrong.md. law: the check that fails here."""
 
     slot: str
     kinds: tuple[str, ...]
@@ -311,7 +311,7 @@ MISTAKES = (
     ),
     Mistake(
         "mixers", ("short_conv", "gated_delta", "kda", "mamba2"), "A short convolution across packed documents",
-        "The first tokens of a document read the end of the one before, in training alone.", "document_isolation",
+        "The first tokens of a document read the end of the one before, only in training.", "document_isolation",
     ),
     Mistake(
         "mixers", ATTENTION, "Heads split from the wrong dimension",
@@ -337,16 +337,16 @@ MISTAKES = (
     ),
     Mistake(
         "mixers", (*ATTENTION, "cross_attention"), "A softmax over padding",
-        "Padding gets weight, so an answer depends on how long the other rows of the batch are.", "padding_invariance",
+        "Padding gets weight, so outputs depend on the length of the batch's other sequences.", "padding_invariance",
     ),
     Mistake(
         "mixers", (*ATTENTION, "linear_attention", "retention", "gated_delta", "kda", "mamba2", "rwkv7"),
         "A cache reused for the next prompt",
-        "What the last text left in the state is read by the next one.", "call_isolation",
+        "State left by the last sequence is read by the next one.", "call_isolation",
     ),
     Mistake(
         "mixers", ("latent_attention",), "A latent cache that holds full keys and values",
-        "The latents are expanded before they are stored: correct answers, and none of the savings.",
+        "The latents are expanded before they are stored: correct outputs, but none of the savings.",
         "size_matches_model",
     ),
     Mistake(
@@ -384,12 +384,12 @@ MISTAKES = (
     ),
     Mistake(
         "mixers", ("attention",), "Dropout that stays on",
-        "A dropout called as a function stays on in evaluation unless it is told, and answers vary.",
+        "F.dropout stays on in evaluation unless training=False is passed, so outputs vary.",
         "dropout_off_in_eval",
     ),
     Mistake(
         "feedforwards", ("moe",), "Every expert on every token",
-        "All experts run and most results are multiplied by 0: right answers at many times the cost.", "idle_experts",
+        "All experts run and most results are multiplied by 0: correct outputs at many times the cost.", "idle_experts",
     ),
     Mistake(
         "feedforwards", ("moe",), "Gates renormalized by the wrong convention",
@@ -398,6 +398,6 @@ MISTAKES = (
     ),
     Mistake(
         "feedforwards", ("moe",), "A balancing loss that counts padding",
-        "Padding is routed and counted, so the loss balances tokens that nobody reads.", "router_statistics",
+        "Padding is routed and counted, so the loss balances tokens that do not matter.", "router_statistics",
     ),
 )  # fmt: skip

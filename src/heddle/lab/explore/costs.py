@@ -1,8 +1,8 @@
-"""What the kinds of parts cost, and which of their fields do not go together, as arithmetic over the fields.
+"""Costs of the kinds of parts, and constraints between their fields, as arithmetic over the fields.
 
 A function computes with numbers that stand for the fields of a kind, so the same lines serve any kind of number:
-`formulas` makes JavaScript of them. A part of your own may have such a function, under `@costs_of`; its numbers are
-then in the explorer. `model/size.py` measures built models instead, and tests compare the two.
+`formulas` turns them into JavaScript. Your own part may have such a function, under `@costs_of`, which puts its costs
+into the explorer. `model/size.py` measures built models instead, and tests compare the two.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ Number = Any  # an int, a float or a symbol
 class Quantities(Protocol):
     """The fields of a part as numbers, and its surroundings.
 
-    width: of the stream. tokens: of the sequence; an encoder output has as many. branches: of a layer. layers,
-    all_branches: of the design. count: equal layers in a row, whose mean is asked for; layers_before, branches_before:
-    below them. A field is an attribute: one that is missing or false counts 0, true counts 1.
+    width: of the stream. tokens: of the sequence; an encoder output has as many. branches: per layer. layers,
+    all_branches: of the design. count: equal layers in a row, for which the mean is computed; layers_before,
+    branches_before: below them. A field is an attribute: a missing or false one counts 0, true counts 1.
     """
 
     width: Number
@@ -43,7 +43,7 @@ class Quantities(Protocol):
         """A field. A field of a part within this one: `position_buckets`. The length of a list: `count_decay`."""
 
     def default(self, name: str, value: Number) -> Number:
-        """A field that is `value` where it is not given."""
+        """A field with `value` as its default."""
 
     def has(self, name: str) -> Number:
         """1 if a field is given and not false, else 0."""
@@ -58,19 +58,19 @@ class Quantities(Protocol):
         """The smaller number."""
 
     def above(self, number: Number, limit: Number) -> Number:
-        """By how much a number is above a limit, else 0."""
+        """max(number − limit, 0)."""
 
     def remainder(self, number: Number, divisor: Number) -> Number:
-        """What a division leaves."""
+        """number mod divisor."""
 
     def norm(self, width: Number, heads: Number = 1) -> Number:
         """The parameters of a norm over `width` elements, or of one for each head."""
 
     def refuse(self, condition: Number, *shown: Number, **witness: Any) -> None:
-        """State that the config refuses its fields where `condition` is above 0.
+        """Declare that the config rejects its fields if `condition` is above 0.
 
-        witness: fields that are refused for this reason. The config's own sentence about them names the field and gives
-        the reason. shown: what numbers of that sentence are that are neither the field itself nor named (`heads = 8`).
+        witness: fields that are rejected for this reason. The config's own error message about them gives the
+        reason. shown: the numbers of that message that are neither the field itself nor named (`heads = 8`).
         """
 
 
@@ -78,7 +78,7 @@ class Quantities(Protocol):
 class Costs:
     """The costs of a part, for one sequence of `tokens` tokens.
 
-    parameters: all. inactive: those that a token does not use. flops: of the matrix products of a forward pass; a
+    parameters: all. inactive: parameters that a token does not use. flops: of the matrix products of a forward pass; a
     multiply-add is two, and only visible pairs count. cached: elements of the state in the model's dtype. recurrent:
     elements of the state that are float32 at least.
     """
@@ -90,11 +90,11 @@ class Costs:
     recurrent: Number = 0
 
     def __add__(self, other: "Costs") -> "Costs":
-        """Both parts."""
+        """The costs of both parts."""
         return Costs(*(mine + its for mine, its in zip(self._values, other._values, strict=True)))
 
     def scaled(self, count: Number) -> "Costs":
-        """`count` such parts; 0 or 1 stands for an option."""
+        """The costs of `count` such parts; a count of 0 or 1 switches an option."""
         return Costs(*(count * value for value in self._values))
 
     @property
@@ -108,7 +108,7 @@ cost_functions: dict[tuple[str, str], CostFunction] = {}
 
 
 def costs_of(slot: str, *kinds: str) -> Callable[[F], F]:
-    """Declare what kinds of a slot cost: `@costs_of("mixers", "ema")` above a function of their `Quantities`.
+    """Declare the costs of kinds of a slot: `@costs_of("mixers", "ema")` above a function of their `Quantities`.
 
     The slot "final" is the module after the last layer, by kind of residual.
     """
@@ -121,11 +121,11 @@ def costs_of(slot: str, *kinds: str) -> Callable[[F], F]:
 
 
 def cost_function(slot: str, kind: str) -> CostFunction | None:
-    """What was declared for a kind, else what its slot has for all kinds; None: nothing."""
+    """The function declared for a kind, or for all kinds of its slot; None without either."""
     return cost_functions.get((slot, kind)) or cost_functions.get((slot, "*"))
 
 
-# What kinds share
+# Shared by several kinds
 
 
 def projection(n: Quantities, inputs: Number, outputs: Number, bias: Number = 0) -> Costs:
@@ -143,12 +143,12 @@ def pair_count(n: Quantities) -> Number:
 
 
 def cached_tokens(n: Quantities) -> Number:
-    """Tokens whose keys and values are in the cache: none if the mixer is bidirectional."""
+    """Tokens with keys and values in the cache: none if the mixer is bidirectional."""
     return n.causal * n.least(n.default("window", n.tokens), n.tokens)
 
 
 def head_width(n: Quantities, whole: Number) -> Number:
-    """`head_dim`, by default `whole` / heads, which must then be a whole number."""
+    """`head_dim`, by default `whole` / heads, which must be an integer."""
     no_groups = dict.fromkeys(("kv_heads", "key_heads", "groups"))
     n.refuse((1 - n.has("head_dim")) * n.remainder(whole, n.heads), n.heads, whole, heads=7, **no_groups)
     return n.default("head_dim", whole / n.heads)
@@ -162,7 +162,7 @@ def head_groups(n: Quantities, name: str) -> Number:
 
 
 def check_rotation(n: Quantities, dims: Number) -> None:
-    """State which rotations of `dims` dims the field `position` can be."""
+    """Declare which rotations of `dims` dims the field `position` allows."""
     partial = n.has("position_rotary_dim")
     rotated = partial * n.position_rotary_dim + (1 - partial) * dims
     for kind, multiple in (("rope", 2), ("axial_rope", 4)):
@@ -171,7 +171,7 @@ def check_rotation(n: Quantities, dims: Number) -> None:
 
 
 def check_position(n: Quantities, dims: Number) -> None:
-    """State which rotations and which score biases the field `position` can be, in a mixer with the field `causal`."""
+    """Declare which rotations and score biases the field `position` allows, in a mixer with the field `causal`."""
     check_rotation(n, dims)
     biased, buckets, later = n.equals("position", "relative_bias"), n.position_buckets, 1 - n.causal
     one_way = n.causal * buckets + later * (buckets - n.remainder(buckets, 2)) / 2
@@ -185,18 +185,18 @@ def check_position(n: Quantities, dims: Number) -> None:
 
 
 def check_norm(n: Quantities, width: Number) -> None:
-    """State that a norm over the values of a head needs two of them."""
+    """Declare that a norm over the values of a head needs at least two."""
     n.refuse(n.above(2, width), value_dim=1)
 
 
 def check_activation(n: Quantities) -> None:
-    """State which activations take `limit` and `alpha`."""
+    """Declare which activations take `limit` and `alpha`."""
     for name in ("limit", "alpha"):
         n.refuse((1 - n.equals("activation", "swiglu_clamped")) * n.has(name), **{name: 3.0})
 
 
 def convolution_costs(n: Quantities, channels: Number, bias: Number = 0) -> Costs:
-    """A short convolution, whose state is its last inputs."""
+    """A short convolution; its state is its last inputs."""
     return Costs(
         parameters=channels * (n.conv_kernel + bias),
         flops=convolution_flops(n.tokens, channels, n.conv_kernel),
@@ -205,7 +205,7 @@ def convolution_costs(n: Quantities, channels: Number, bias: Number = 0) -> Cost
 
 
 def delta_rule_costs(n: Quantities, dim: Number, value_dim: Number, steps: Number = 1) -> Costs:
-    """The delta rule with keys of `dim` elements and this many steps a token."""
+    """The delta rule with keys of `dim` elements and this many steps per token."""
     flops = delta_rule_flops(n.tokens * steps, n.heads, dim, value_dim)
     return Costs(flops=flops, recurrent=n.heads * dim * value_dim)
 
@@ -369,7 +369,7 @@ def gated_delta(n: Quantities) -> Costs:
 
 @costs_of("mixers", "kda")
 def kda(n: Quantities) -> Costs:
-    """Projections, those of low rank for decay and gate, the convolution and norm, and the delta rule."""
+    """Projections, low-rank ones for decay and gate, the convolution and norm, and the delta rule."""
     dim = head_width(n, n.width)
     value_dim, rank = n.default("value_dim", dim), n.default("gate_rank", dim)
     values, keys = n.heads * value_dim, 2 * n.heads * dim
@@ -382,7 +382,7 @@ def kda(n: Quantities) -> Costs:
 
 @costs_of("mixers", "rwkv7")
 def rwkv7(n: Quantities) -> Costs:
-    """Projections, those of low rank, vectors, the norm of each head, and the generalized delta rule."""
+    """Projections, low-rank ones, vectors, the norm of each head, and the generalized delta rule."""
     dim = head_width(n, n.width)
     value_dim = n.default("value_dim", dim)
     keys, values = n.heads * dim, n.heads * value_dim
@@ -404,7 +404,7 @@ def rwkv7(n: Quantities) -> Costs:
 
 
 def default_rank(n: Quantities, near: Number) -> Number:
-    """The multiple of 32 nearest to a number, at least 32; of two the smaller."""
+    """The multiple of 32 nearest to a number, at least 32; in a tie the smaller one."""
     below = 1024.5 - near / 32
     return 32 * (1 + n.above(1024 - (below - n.remainder(below, 1)), 1))
 
@@ -477,7 +477,7 @@ def moe(n: Quantities) -> Costs:
 
 
 def _check_mixture(n: Quantities) -> None:
-    """State what a mixture cannot be."""
+    """Declare which mixtures are rejected."""
     shared, renormalized = n.has("shared"), n.has("renormalize")
     n.refuse(n.above(n.top_k, n.experts), top_k=9)
     n.refuse(n.equals("routing", "topk_softmax") * (1 - renormalized), routing="topk_softmax", renormalize=False)
@@ -541,7 +541,7 @@ def sinusoidal(n: Quantities) -> Costs:
 
 @costs_of("scalings", "*")
 def scaling(n: Quantities) -> Costs:
-    """Nothing. It needs frequencies to scale. `rotation_base` and `rotation_dims` are of the rotation around it."""
+    """No costs; it needs frequencies to scale. `rotation_base` and `rotation_dims` belong to the enclosing rotation."""
     n.refuse(n.above(1.000001, n.rotation_base), n.rotation_base, rotation={"base": 0.5})
     return Costs()
 
@@ -620,7 +620,7 @@ def hyper_connections(n: Quantities) -> Costs:
 
 @costs_of("residuals", "attention_residuals")
 def attention_residuals(n: Quantities) -> Costs:
-    """A norm and a query for each branch, and products with all that its mix reads."""
+    """A norm and a query for each branch, and products with all sources of its mix."""
     n.refuse(n.above(n.block_size, n.layers), block_size=2)
     n.refuse(n.has("block_size") * n.above(2, n.block_size) * n.above(2, n.branches), block_size=1, branches=1)
     branches, after = n.count * n.branches, n.layers_before + n.count
@@ -632,12 +632,12 @@ def attention_residuals(n: Quantities) -> Costs:
 
 
 def _mixes(n: Quantities, sources: Number) -> Costs:
-    """Scores and sums over so many sources."""
+    """Scores and sums over `sources` sources."""
     return Costs(flops=4 * n.tokens * n.width * sources)
 
 
 def _blocks(n: Quantities, layers: Number) -> tuple[Number, Number]:
-    """Over the first layers: the sum of each one's blocks below its own, and how many start a block."""
+    """Over the first layers: the sum of the blocks below each one's own, and how many layers start a block."""
     size = n.block_size + 1 - n.has("block_size")
     rest = n.remainder(layers, size)  # not a factor below: sympy 1.14 prints a · (b mod c) as (a · b) mod c
     whole = (layers - rest) / size
@@ -646,7 +646,7 @@ def _blocks(n: Quantities, layers: Number) -> tuple[Number, Number]:
 
 @costs_of("final", "attention_residuals")
 def last_mix(n: Quantities) -> Costs:
-    """A norm, and a query instead of that of the first branch, which reads the embedding without a mix."""
+    """A norm, and a query in place of the first branch's, which reads the embedding without a mix."""
     in_blocks = 1 + _blocks(n, n.layers)[1]
     sources = n.all_branches + 1 + n.has("block_size") * (in_blocks - n.all_branches - 1)
     return final_norm(n) + _mixes(n, sources - 1)
@@ -666,7 +666,7 @@ def optional_final_norm(n: Quantities) -> Costs:
 
 @costs_of("final", "post_norm", "deep_norm")
 def no_final_norm(n: Quantities) -> Costs:
-    """Nothing: the last layer ends in a norm."""
+    """No costs: the last layer ends in a norm."""
     return Costs()
 
 

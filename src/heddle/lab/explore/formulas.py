@@ -1,7 +1,7 @@
 """The costs of kinds as symbolic formulas: evaluated in Python, and printed as JavaScript.
 
-Why a design is refused is said by its config alone: each refusal has fields that are refused for this reason, and the
-config's sentence about them becomes a template of the page's sentence.
+The reason why a design is rejected stands only in its config: each refusal has witness fields, and the config's error
+message about them becomes the template of the page's sentence.
 """
 
 import re
@@ -21,22 +21,22 @@ from heddle.numerics.linear import linear_flops
 COSTS = tuple(Costs.__dataclass_fields__)
 RESIDUAL, NORM = "residuals", "norms"
 SCALING = "scalings"
-WITNESS_WIDTH = 480  # of designs that are refused: 7 heads do not divide it
+WITNESS_WIDTH = 480  # of rejected designs: 7 heads do not divide it
 
 
 class Symbols:
-    """`Quantities` of symbols. A symbol `v.heads` is a field of the JavaScript object `v`."""
+    """`Quantities` as symbols. A symbol `v.heads` is a field of the JavaScript object `v`."""
 
     def __init__(self) -> None:
         self.defaults: dict[str, Any] = {}
         self.refusals: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
-        """A field, or a surrounding."""
+        """A field, or a quantity of the surroundings."""
         return sympy.Symbol(f"v.{name}", real=True)
 
     def default(self, name: str, value: Any) -> Any:
-        """A field, whose default is noted."""
+        """A field; its default is recorded."""
         self.defaults.setdefault(name, sympy.sympify(value))
         return getattr(self, name)
 
@@ -61,7 +61,7 @@ class Symbols:
         return sympy.Max(number - limit, 0)
 
     def remainder(self, number: Any, divisor: Any) -> Any:
-        """What a division leaves."""
+        """number mod divisor."""
         return sympy.Mod(number, divisor, evaluate=False)
 
     def norm(self, width: Any, heads: Any = 1) -> Any:
@@ -69,16 +69,16 @@ class Symbols:
         return self.norm_weights * width * heads
 
     def refuse(self, condition: Any, *shown: Any, **witness: Any) -> None:
-        """Note it."""
+        """Record the refusal."""
         self.refusals.append((sympy.sympify(condition), tuple(map(sympy.sympify, shown)), witness))
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a config refuses if `condition` is above 0.
+    """A config's refusal if `condition` is above 0.
 
-    path: of the field, from the part (of a scaling: from the rotation around it). sentence: its pieces, words or the
-    values of a symbol.
+    path: of the field, relative to the part (for a scaling: to the rotation around it). sentence: its pieces, words or
+    the values of a symbol.
     """
 
     condition: Any
@@ -128,7 +128,7 @@ class Formulas:
         return [(refusal.path, refusal.text(values)) for function, refusal in checks if function(values) > 0]
 
     def complete(self, values: dict[str, Any]) -> None:
-        """Add the defaults of fields that are not given."""
+        """Add the defaults of missing fields."""
         for name, function in zip(self.defaults, self._functions["defaults"], strict=True):
             if not values.get(f"has_{name}"):
                 values[name] = function(values)
@@ -193,7 +193,7 @@ def formulas_of(slot: str, kind: str) -> Formulas | None:
 def refusal_sentence(
     slot: str, kind: str, shown: tuple[Any, ...], witness: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[str, tuple[Any, ...]]:
-    """Path and sentence with which the config of a kind refuses the fields `witness`, with symbols for its values."""
+    """Path and message with which the config of a kind rejects the fields `witness`, with symbols for its values."""
     rotation = {"kind": "rope", **witness.pop("rotation", {})}
     branches = witness.pop("branches", 2)
     choices = next(each for each in kinds_of(slot) if each.kind == kind)
@@ -215,7 +215,7 @@ def refusal_sentence(
     except DesignError as error:
         path, reason = error.path, error.reason
     else:
-        raise ValueError(f"{slot} {kind}: {part} is not refused")
+        raise ValueError(f"{slot} {kind}: {part} is not rejected")
     defaulted = {field.name: field.default for field in choices.fields}
     values = raw_values(defaulted | part) | {"width": WITNESS_WIDTH, "branches": branches, "layers": 1}
     values |= {f"rotation_{name}": value for name, value in ({"base": 10000.0} | rotation).items()}
@@ -227,7 +227,7 @@ def refusal_sentence(
 
 
 def _template(reason: str, blamed: str, shown: tuple[Any, ...], values: dict[str, Any]) -> tuple[Any, ...]:
-    """A sentence in which values are symbols: `heads = 8`, what is shown, and the value of the field itself."""
+    """A sentence with symbols for values: `heads = 8`, the shown numbers, and the value of the field itself."""
     known = [(formula, _value(formula, values)) for formula in shown]
     words = "".join(rf"|\b{re.escape(value)}\b" for _, value in known if isinstance(value, str))
     pieces: list[Any] = []
@@ -253,13 +253,13 @@ def _expressions(costs: Costs) -> tuple[Any, ...]:
 
 
 def values_of(part: Part, prefix: str = "") -> dict[str, Any]:
-    """The fields of a part as numbers: what `v` has in the page, but for the surroundings."""
+    """The fields of a part as numbers: what `v` has in the page, except the surroundings."""
     fields = {name: getattr(part, name) for name in type(part).model_fields}
     return raw_values(fields, prefix)
 
 
 def raw_values(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The same of fields as they are written, without defaults. A word is also the value of its field."""
+    """The same for fields as written, without defaults. A word is also the value of its field."""
     values: dict[str, Any] = {}
     for name, value in fields.items():
         path = f"{prefix}{name}"

@@ -17,9 +17,8 @@ from heddle.parts.positions.learned import LearnedConfig
 
 # Formulas of docstrings as LaTeX: `S_t = α_t S_{t−1} + k_t v_tᵀ` is read as it stands, so that it is written once.
 #
-# A block is a formula where a piece of it is one, and nothing in it is drawn. Three spaces separate pieces; a piece
-# that
-# is a sentence stays one.
+# A block is a formula if one of its pieces is a formula, and it has no drawing. Three spaces separate pieces; a piece
+# that is a sentence stays a sentence.
 
 
 _SIGNS = {
@@ -60,14 +59,14 @@ _ROOT = re.compile(r"\\operatorname\{sqrt\}\(([^()]*)\)")
 
 
 class Piece(NamedTuple):
-    """A part of a line. text: LaTeX where it is a formula, else a sentence."""
+    """A part of a line. text: LaTeX if it is a formula, else a sentence."""
 
     text: str
     is_formula: bool
 
 
 def pieces_of(block: str) -> list[list[Piece]] | None:
-    """The pieces of each line of a block, or None where none of them is a formula."""
+    """The pieces of each line of a block, or None if none of them is a formula."""
     lines = [[piece for piece in _GAP.split(line.strip()) if piece] for line in block.splitlines() if line.strip()]
     if DIAGRAM.search(block) or not any(is_formula(piece) for line in lines for piece in line):
         return None
@@ -77,7 +76,7 @@ def pieces_of(block: str) -> list[list[Piece]] | None:
 
 
 def is_formula(piece: str) -> bool:
-    """Whether a piece has a sign of a formula, and neither a year nor two words in a row, as a sentence has."""
+    """Whether a piece has a sign of a formula, and neither a year nor two words in a row."""
     return bool(_SIGN.search(piece)) and not _SENTENCE.search(piece)
 
 
@@ -102,7 +101,7 @@ def latex(piece: str) -> str:
 
 
 def _raised_or_lowered(text: str) -> str:
-    """What stands above or below: a word of letters is upright, as in W_out."""
+    """A superscript or subscript; a word is upright, as in W_out."""
     inner = text[1:-1] if text[0] in "{(" else text
     return _upright(inner) if re.fullmatch(r"[A-Za-z]{2,}(,[a-z])?", inner) else latex(inner)
 
@@ -126,7 +125,7 @@ CODE = re.compile(r"`([^`]+)`")
 def explorer_page(slot: str | None = None, config: ModelConfig | None = None) -> str:
     """The page of a slot, or of a whole design; the same input gives the same bytes.
 
-    config: the design that it shows at first.
+    config: the design that is shown first.
     """
     slots = {name: kinds_of(name) for name in SLOTS}
     pages = list(SLOTS) if slot is None else [slot]
@@ -176,7 +175,7 @@ def _kind_data(kind: Any) -> dict[str, Any]:
 
 
 def _context(config: ModelConfig) -> int:
-    """The tokens that the page shows at first: 4096, or the learned positions where there are fewer."""
+    """The context length that the page shows first: 4096, or fewer learned positions."""
     position = config.embedding.position
     return min(4096, position.length) if isinstance(position, LearnedConfig) else 4096
 
@@ -215,7 +214,7 @@ def _block(block: str) -> str:
 
 
 def _typeset(block: str) -> list[str] | None:
-    """The lines of a formula as HTML; None where it is no formula."""
+    """The lines of a formula as HTML; None if it is not a formula."""
     lines = pieces_of(block)
     if lines is None:
         return None

@@ -1,1 +1,1 @@
-"""Ladders: designs trained at several sizes, their loss as a function of size, and what it says of larger ones."""
+"""Ladders: designs trained at several sizes, their loss as a function of size, and what it predicts for larger ones."""

@@ -1,18 +1,18 @@
 """Fit loss against size, L(N) = E + C·N^−γ, or against size and tokens, L(N, D), as draws of whole curves.
 
-Hoffmann et al. (2022) fit L by Huber's loss on log L from many starts; Besiroglu et al. (2024) show how far off it is
-where the search stops early, and how much too narrow its intervals were. So the search here is exhaustive: for each of
-many E the rest is a least-squares problem in log L with two parameters a design. The posterior of E under a flat prior,
-given these solutions, and Student's t around each of them give draws of curves. With few points, each a mean over
-seeds, squares serve better than Huber's loss, which would hide that one of them lies off the curve.
+Hoffmann et al. (2022) fit L by Huber's loss on log L from many starts; Besiroglu et al. (2024) show how far off the
+result is if the search stops early, and how much too narrow its intervals were. So the search here is exhaustive: for
+each of many E the rest is a least-squares problem in log L with two parameters per design. The posterior of E under a
+flat prior, given these solutions, and Student's t around each of them give draws of curves. With few points, each a
+mean over seeds, squares work better than Huber's loss, which would hide that one of them lies off the curve.
 
 Three forms are fitted: the power law with an irreducible loss E; without it (Kaplan et al. 2020); and log L quadratic
 in log N. Designs share E, and the curvature of the third form, unless each is fitted alone. Draws of the forms are
 mixed by exp(−BIC / 2) (Raftery 1995). A curve that rises with size, up to the largest size for which anything is
-predicted, is no candidate.
+predicted, is rejected.
 
-Where sizes were trained on several numbers of tokens, the forms are those of `heddle.lab.ladder.fit`: E +
-A·N^−α + B·D^−β; the same without E; and a power of such a sum, which designs share. The rest is as for curves.
+If sizes were trained on several numbers of tokens, the forms are E + A·N^−α + B·D^−β; the same without E; and a power
+of such a sum, with an exponent that designs share. The rest is as for curves.
 """
 
 import math
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from heddle.errors import DataError
 
-# Nonlinear least squares by Levenberg and Marquardt's damping, for many problems of the same points at once.
+# Nonlinear least squares with Levenberg-Marquardt damping, for many problems on the same points at once.
 
 
 Array = npt.NDArray[np.float64]
@@ -50,7 +50,7 @@ class CurveFits:
 
 @dataclass(frozen=True)
 class NormalEquations:
-    """Of residuals r with weights W, at some coefficients: rᵀWr [shapes], JᵀWr [shapes, k] and JᵀWJ [shapes, k, k]."""
+    """At some coefficients, for residuals r with weights W: rᵀWr [shapes], JᵀWr [shapes, k] and JᵀWJ [shapes, k, k]."""
 
     squares: Array
     gradient: Array
@@ -58,7 +58,7 @@ class NormalEquations:
 
 
 def damped_least_squares(equations: Callable[[Array], NormalEquations], start: Array) -> CurveFits:
-    """The coefficients [shapes, k] that minimize each sum of squares. No step raises one."""
+    """The coefficients [shapes, k] that minimize each sum of squares. No step raises any of the sums."""
     coefficients, now = start, equations(start)
     damping = np.full(len(start), FIRST_DAMPING)
     for _ in range(MAX_STEPS):
@@ -82,14 +82,14 @@ def damped_least_squares(equations: Callable[[Array], NormalEquations], start: A
 # Least squares of one design's curve L(N) = E + exp(a + b·x + c·x²) in log L, for many pairs (E, c) at once.
 
 
-LEAST_SHARE = 0.02  # of the loss: what E leaves of it at least, where the search begins
+LEAST_SHARE = 0.02  # of the loss: the least that E leaves of it where the search begins
 
 
 @dataclass(frozen=True)
 class SizeLosses:
     """The points of one design: parameters, mean loss over the seeds, and the number of seeds, each [points].
 
-    tokens: of the training, [points]; empty where every size has its own number of tokens, and L is a curve of N.
+    tokens: of the training, [points]; empty if every size has its own number of tokens, so that L is a curve of N.
     """
 
     sizes: Sequence[float]
@@ -107,8 +107,7 @@ def curve_loss(coefficients: Array, x: Array | float) -> Array:
 def fit_curves(points: SizeLosses, center: float, shapes: Array) -> CurveFits:
     """The a and b that minimize Σ w·(log L − log(E + exp(a + b·x + c·x²)))² for each (E, c) of `shapes` [shapes, 2].
 
-    x = log(N / center); w: seeds of the point, relative to those of a point with the most. Nobody chooses where to
-    start.
+    x = log(N / center); w: seeds of the point, relative to a point with the most. No starting point has to be chosen.
     """
     x, losses, weights = point_arrays(points, center)
     floors, bends = shapes[:, :1], shapes[:, 1:] * x**2  # [shapes, 1], [shapes, points]
@@ -137,7 +136,7 @@ def point_arrays(points: SizeLosses, center: float) -> tuple[Array, Array, Array
 def shared_curvature(points: Sequence[SizeLosses], center: float) -> tuple[float, float, float]:
     """The c of log L = a + b·x + c·x² with own a and b for each design: its estimate, sum of squares, and 1 / Σ x².
 
-    The last is that of x², cleared of what a and b explain; times a point's variance it is the variance of c.
+    The last is for x² after projecting out a and b; times a point's variance it is the variance of c.
     """
     total, cross, squares = 0.0, 0.0, 0.0
     for each in points:
@@ -153,16 +152,16 @@ def shared_curvature(points: Sequence[SizeLosses], center: float) -> tuple[float
 
 # Least squares of one design's surface L(N, D) = E + (exp((a + b·x) / g) + exp((p + q·y) / g))^g in log L.
 #
-# x = log(N / center), y = log(D / token center). With g = 1 it is E + A·N^−α + B·D^−β of Hoffmann et al. (2022), with
+# x = log(N / center), y = log(D / token center). With g = 1 it is E + A·N^−α + B·D^−β (Hoffmann et al. 2022), with
 # b = −α and q = −β; with E = 0 and other g it is what Kaplan et al. (2020) fit. For many shapes (E, g) at once.
 #
-# Runs of one size that share a trunk share its luck: their residuals are correlated, and the sum of squares takes that
-# into account as generalized least squares do.
+# Runs of one size that share a trunk have correlated residuals. The sum of squares takes this into account, as in
+# generalized least squares.
 
 
-SIZE_SHARES = (0.25, 0.5, 0.75)  # of what is above E: that of N, where the searches begin
-MIN_EXPONENT = 0.02  # there
-MIN_COUNT = 3  # of numbers of tokens, at as many sizes: with fewer the exponents are guesses
+SIZE_SHARES = (0.25, 0.5, 0.75)  # of the loss above E: N's share where the searches begin
+MIN_EXPONENT = 0.02  # where the searches begin
+MIN_COUNT = 3  # numbers of tokens, at as many sizes: with fewer the exponents are guesses
 
 
 def surface_loss(coefficients: Array, x: Array | float, y: Array | float) -> Array:
@@ -176,8 +175,8 @@ def fit_surfaces(
 ) -> CurveFits:
     """The a, b, p and q with the least squares of log L for each (E, g) of `shapes` [shapes, 2].
 
-    correlation: of the residuals of two points of one size. Points are weighted by their seeds. The search begins at
-    several places, and the best end counts.
+    correlation: between the residuals of two points of one size. Points are weighted by their seeds. The search starts
+    from several points, and the best result counts.
     """
     x, losses, weights = point_arrays(points, center)
     y = np.log(np.asarray(points.tokens, dtype=np.float64) / token_center)
@@ -190,7 +189,7 @@ def fit_surfaces(
         size_terms = (coefficients * is_size) @ columns.T
         token_terms = (coefficients * (1 - is_size)) @ columns.T
         above = powers * np.logaddexp(size_terms / powers, token_terms / powers)
-        sizes = np.exp((size_terms - above) / powers)  # N's share of the sum under the power
+        sizes = np.exp((size_terms - above) / powers)  # N's part of the sum under the power
         above = np.exp(np.clip(above, -500, 50))
         errors, slopes = np.log(losses) - np.log(floors + above), above / (floors + above)
         jacobian = np.where(is_size > 0, (slopes * sizes)[..., None], (slopes * (1 - sizes))[..., None]) * columns
@@ -207,7 +206,7 @@ def fit_surfaces(
 
 
 def _starts(x: Array, y: Array, losses: Array, shapes: Array) -> Array:
-    """Where searches begin [shares × shapes, 4]: a plane through log (L − E), of which each term has a share."""
+    """Starting points [shares × shapes, 4]: a plane through log (L − E), split between the two terms."""
     floors, powers = shapes[:, :1], shapes[:, 1]
     above = np.log(np.maximum(losses - floors, LEAST_SHARE * losses))
     plane = np.linalg.pinv(np.stack([np.ones_like(x), x, y], axis=1)) @ above.T  # [3, shapes]
@@ -243,11 +242,11 @@ POWER_LAW, PLAIN_POWER_LAW, LOG_QUADRATIC = "power law with E", "power law witho
 SUM_OF_POWER_LAWS, PLAIN_SUM, POWER_OF_SUM = "sum of power laws with E", "sum of power laws without E", "power of a sum"
 MAX_EXTRAPOLATION = 30  # times the largest size: nothing is predicted beyond
 DRAWS = 4000
-SHAPES = 200  # values of E that are tried, evenly from 0 to almost the lowest loss; and of c
+SHAPES = 200  # tried values of E, evenly from 0 to almost the lowest loss; and of c
 SURFACE_SHAPES = 60  # of E, and of the power of a sum
-MAX_POWER = 8  # of a sum; its inverse is the least
+MAX_POWER = 8  # of a sum; its inverse is the smallest
 CURVATURE_RANGE = 12  # standard errors of c to each side: t has heavy tails
-MIN_DENSITY = 1e-6  # of the most likely E: rarer ones are left out of the second look
+MIN_DENSITY = 1e-6  # of the most likely E: less likely ones are left out of the second pass
 _Accepts = Callable[[Array], npt.NDArray[np.bool_]]
 
 
@@ -269,7 +268,7 @@ class FormFit:
 
 @dataclass(frozen=True)
 class FormFits:
-    """A form's solutions for each shape [shapes, 2] that its designs share. points: of all these designs."""
+    """A form's solutions for each shape [shapes, 2] that its designs share. points: of all designs together."""
 
     form: str
     shapes: Array
@@ -302,7 +301,7 @@ class FormFits:
     def bic(self) -> float:
         """Schwarz's criterion, up to a constant of all forms: n·log(S / n) + p·log n.
 
-        S is not below what seed variance leaves on average: to come nearer to the points earns nothing.
+        S has a floor, the average left by seed variance, so that a closer fit earns nothing.
         """
         parameters = self.points - self.degrees_of_freedom
         squares = max(float(self.squares.min()), self.degrees_of_freedom * self.seed_deviation**2)
@@ -321,7 +320,7 @@ class FormFits:
         )
 
     def draw(self, is_accepted: _Accepts, generator: np.random.Generator) -> tuple[dict[str, Array], Array]:
-        """About DRAWS draws, less those that do not fall: coefficients [draws, k + 2], deviations.
+        """About DRAWS draws, without curves that do not fall: coefficients [draws, k + 2], deviations.
 
         A shape is drawn by its density, σ² = S / χ²(ν) given the shape, and the coefficients normally given both.
         """
@@ -342,10 +341,10 @@ class FormFits:
 
 @dataclass(frozen=True)
 class FormFamily:
-    """Forms that are weighed against each other.
+    """Forms that are weighted against each other.
 
-    fits: of each form that the points can tell. is_accepted: which coefficients [draws, k] are of a curve whose loss
-    falls with size, and with tokens.
+    fits: for each form with enough points. is_accepted: for which coefficients [draws, k] the loss
+    falls with size and with tokens.
     """
 
     fits: list[FormFits]
@@ -402,7 +401,7 @@ def _shapes(first: Array | float, second: Array | float) -> Array:
 
 
 def _solve_floors(solve: Callable[[Array], FormFits], points: Mapping[str, SizeLosses], count: int) -> FormFits:
-    """The solutions for E over all of its range, and again where the first look has its mass."""
+    """The solutions for E over its whole range, and again on a finer grid where the first pass has its mass."""
     lowest = min(min(each.losses) for each in points.values())
     floors = np.arange(count) / count * lowest
     likely = np.flatnonzero(solve(floors).density > MIN_DENSITY)
@@ -412,7 +411,7 @@ def _solve_floors(solve: Callable[[Array], FormFits], points: Mapping[str, SizeL
 
 FIT_SEED = 20_220_329
 MIN_SIZES = 3  # of a design
-MIN_ACCEPTED = 0.002  # of the draws of a form: with fewer candidates it is left out
+MIN_ACCEPTED = 0.002  # of the draws of a form: if fewer are accepted, it is left out
 
 
 @dataclass(frozen=True)
@@ -444,7 +443,7 @@ class LadderFit:
 
     @cached_property
     def noise(self) -> dict[str, Array]:
-        """By design, for each draw, what a new point's log loss has besides its curve's [draws]."""
+        """By design, the deviation of a new point's log loss from its curve in each draw [draws]."""
         generator = np.random.default_rng(FIT_SEED + 1)
         return {name: each * generator.standard_normal(len(each)) for name, each in self.deviations.items()}
 
@@ -457,16 +456,16 @@ def fit_ladder(
 ) -> LadderFit:
     """Fit the points of all designs: L(N, D) where they have tokens, else L(N).
 
-    seed_deviation: the standard deviation of a point's log loss that seed variance alone gives: no curve is
-    believed to come nearer. share_irreducible: whether all designs have one E; else each is fitted alone. correlation:
-    of L(N, D), between what two points of one size have besides their curve, since their runs share a trunk. Raises
+    seed_deviation: the standard deviation of a point's log loss from seed variance alone: a lower bound for the
+    residuals of a curve. share_irreducible: whether all designs have one E; else each is fitted alone. correlation:
+    for L(N, D), between the residuals of two points of one size, since their runs share a trunk. Raises
     DataError where a design has too few sizes or numbers of tokens, or its loss does not fall with them.
     """
     for name, each in points.items():
         if len(each.sizes) < MIN_SIZES:
-            raise DataError(f"{name}: has a loss at {len(each.sizes)} sizes; a fit needs {MIN_SIZES} at least")
+            raise DataError(f"{name}: has a loss at {len(each.sizes)} sizes; a fit needs at least {MIN_SIZES}")
         if each.tokens and sizes_with_tokens(each) < MIN_COUNT:
-            raise DataError(f"{name}: L(N, D) needs losses at 3 numbers of tokens of 3 sizes at least; it has fewer")
+            raise DataError(f"{name}: L(N, D) needs at least 3 sizes with 3 numbers of tokens each; train more of them")
     center = math.exp(float(np.mean([np.mean(np.log(each.sizes)) for each in points.values()])))
     log_tokens = [np.mean(np.log(each.tokens)) for each in points.values() if each.tokens]
     token_center = math.exp(float(np.mean(log_tokens))) if log_tokens else None
@@ -500,7 +499,7 @@ def _fit_group(points: Mapping[str, SizeLosses], family: FormFamily) -> tuple[di
             drawn.append((draws, deviations))
     if not candidates:
         raise DataError(
-            f"{', '.join(points)}: the loss does not fall with size, so there is nothing to fit; train for more "
+            f"{', '.join(points)}: the loss does not fall with size, so no curve fits; train for more "
             "tokens per parameter, at another learning rate or with more seeds"
         )
     scores = np.array([fits.bic for fits in candidates])
@@ -521,7 +520,7 @@ def _fit_group(points: Mapping[str, SizeLosses], family: FormFamily) -> tuple[di
 
 
 def _shares(weights: Sequence[float] | Array) -> list[int]:
-    """DRAWS in proportion to the weights; what rounding leaves goes to the largest."""
+    """DRAWS in proportion to the weights; the rounding remainder goes to the largest."""
     counts = [int(weight * DRAWS) for weight in weights]
     counts[int(np.argmax(weights))] += DRAWS - sum(counts)
     return counts

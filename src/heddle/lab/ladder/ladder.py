@@ -43,18 +43,18 @@ from heddle.storage.file_io import read_json_file
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 
-# A ladder that fits a budget of time on this machine, from timed steps, and what it will be able to tell.
+# A ladder that fits a time budget on this machine, from timed steps, and the difference that it can resolve.
 
-SMALLER_RATIOS = (10.0, 5.0)  # tokens per parameter that a budget may choose where 20 leave the target out of reach
+SMALLER_RATIOS = (10.0, 5.0)  # tokens per parameter that a budget may choose if the target is out of reach at 20
 LARGEST_STEP = 2**0.25  # between the sizes that are tried
-TIMED_SIZES = (1.0, 1 / 8)  # of the least size that reaches the target, twice
+TIMED_SIZES = (1.0, 1 / 8)  # of twice the smallest size that reaches the target
 TYPICAL_DEVIATION = 0.005  # of the log loss of small models between seeds
 TYPICAL_LOSS = (0.8, 0.5, 0.25)  # E, C and γ of E + C·(N / the target)^−γ
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A ladder that fits, its timed steps, and its seconds of training."""
+    """A ladder that fits, its step times, and its seconds of training."""
 
     ladder: Ladder
     times: StepTimes
@@ -64,10 +64,10 @@ class Choice:
 def fit_ladder_plan(
     ladder: Ladder, budget: TimeBudget, *, chooses_sizes: bool, chooses_ratio: bool, chooses_seeds: bool
 ) -> Choice:
-    """The ladder whose sizes, tokens per parameter and seeds the budget allows; what was asked for stays.
+    """Choose the sizes, tokens per parameter and seeds that fit the budget; explicit settings stay.
 
-    The largest size is as large as fits, and no more than the target needs. Raises ConfigError where no ladder fits
-    that reaches the target, saying what would.
+    The largest size is as large as fits, and no larger than the target needs. Raises ConfigError if no ladder that
+    reaches the target fits, naming what would.
     """
     plan = ladder.plan
     count = plan.sizes if isinstance(plan.sizes, int) else len(plan.sizes)
@@ -102,7 +102,7 @@ def fit_ladder_plan(
             best = choice
     if best is None:
         raise ConfigError(
-            f"--budget {format_seconds(budget.seconds)}: has no time for {count} sizes of these designs here; give "
+            f"--budget {format_seconds(budget.seconds)}: is too short for {count} sizes of these designs here; give "
             "more time, fewer designs, or a smaller vocabulary with --vocab-size"
         )
     reached, within = max(best.ladder.sizes), format_seconds(budget.seconds)
@@ -114,7 +114,7 @@ def fit_ladder_plan(
 
 
 def describe_ladder(choice: Choice) -> list[str]:
-    """What the ladder does, how long it takes, and what it will be able to tell, as sentences."""
+    """What the ladder does, how long it takes, and which differences it can resolve, as sentences."""
     ladder, plan = choice.ladder, choice.ladder.plan
     sizes = ", ".join(format_number(size) for size in ladder.sizes)
     ratios = " and ".join(f"{ratio:g}" for ratio in ladder.ratios)
@@ -130,7 +130,7 @@ def describe_ladder(choice: Choice) -> list[str]:
 
 
 def _resolution(choice: Choice) -> str | None:
-    """How small a difference at the target stays open, from the fit of a typical curve with a typical spread."""
+    """The smallest difference at the target that is resolved, from the fit of a typical curve with a typical spread."""
     ladder, names = choice.ladder, list(choice.ladder.rungs)
     target = ladder.plan.target or 10 * max(ladder.sizes)
     if len(names) < 2 or ladder.plan.settings.shares_trunk:
@@ -154,9 +154,9 @@ def _resolution(choice: Choice) -> str | None:
     _, low, high = interval(first / second)
     factor, spread = target / max(ladder.sizes), format_percent(TYPICAL_DEVIATION)
     return (
-        f"it predicts {format_number(target)} parameters, {factor:.0f} times the largest size; with seeds that spread "
-        f"by {spread} of the loss, designs whose losses there differ by less than about "
-        f"{format_percent((high - low) / 2)} cannot be told apart"
+        f"it predicts {format_number(target)} parameters, {factor:.0f} times the largest size; with a seed spread "
+        f"of {spread} of the loss, differences at that size below about "
+        f"{format_percent((high - low) / 2)} cannot be resolved"
     )
 
 
@@ -173,7 +173,7 @@ def _largest_that_fits(
         sizes = tuple(size / SIZE_STEP**index for index in reversed(range(count)))
         try:
             candidate = _with(ladder, sizes, ratio, seeds)
-        except ConfigError:  # the smallest is too small to be built, or to be trained
+        except ConfigError:  # the smallest is too small to build or train
             continue
         seconds = ladder_seconds(candidate, times)
         if seconds <= _available(budget):
@@ -182,7 +182,7 @@ def _largest_that_fits(
 
 
 def _descending(largest: float, scales: Mapping[str, DesignScale]) -> Iterator[float]:
-    """Sizes from the largest down to those at which nothing is left but the embedding."""
+    """Sizes from the largest down to sizes that are little but the embedding."""
     smallest = min(scale.config.vocab_size or 1 for scale in scales.values())
     while largest > smallest:
         yield largest
@@ -199,13 +199,13 @@ def _with(ladder: Ladder, sizes: int | tuple[float, ...], ratio: Sequence[float]
 
 
 def _at_sizes(ladder: Ladder, sizes: tuple[float, ...]) -> Ladder:
-    """The ladder at other sizes, of which its steps are timed."""
+    """The ladder at the sizes at which steps are timed."""
     rungs = {name: [scale.nearest_rung(size) for size in sorted(sizes)] for name, scale in ladder.scales.items()}
     return replace(ladder, sizes=tuple(sorted(sizes)), rungs=rungs)
 
 
 def _available(budget: TimeBudget) -> float:
-    """Seconds of training that the budget has left."""
+    """Seconds of training that are left in the budget."""
     return TRAINED_SHARE * (budget.remaining - text_seconds(budget.seconds))
 
 
@@ -224,12 +224,12 @@ class TrainedLadder:
 def ladder(*designs: LadderSettings | str | Path, **options: Any) -> TrainedLadder:
     """Train designs at several sizes as `heddle compare ladder` does, with its options, defaults and output.
 
-    designs: files, preset:NAME or folders, of which the first is the baseline, and overrides such as "width=64"; or the
-    settings of the whole ladder. options: those of the command line, such as `sizes="5"`. Raises ConfigError for an
-    option that does not exist or cannot be, and what the command reports.
+    designs: files, preset:NAME or folders, the first of which is the baseline, and overrides such as "width=64"; or
+    one `LadderSettings`. options: as on the command line, such as `sizes="5"`. Raises ConfigError for an unknown or
+    invalid option, and the errors that the command reports.
     """
     if not designs:
-        raise ConfigError("designs: are missing; give at least one file, preset:NAME or folder")
+        raise ConfigError("designs: none given; give at least one file, preset:NAME or folder")
     if isinstance(designs[0], LadderSettings):
         return _ladder(designs[0])
     return _ladder(LadderSettings.read({"designs": designs, **options}))
@@ -259,9 +259,9 @@ def _ladder(settings: LadderSettings) -> TrainedLadder:
 def _plan_time(
     settings: LadderSettings, plan: LadderPlan, runtime: Runtime, started: float
 ) -> tuple[LadderPlan, Choice | None, float]:
-    """The plan with what a budget chooses, its timed steps, and when its runs must have ended.
+    """The plan with what a budget chooses, its step times, and when its runs must end.
 
-    A ladder that continues keeps what it chose; neither it nor one of few steps is timed.
+    A resumed ladder keeps its choices. Steps are not timed then, nor if there are only a few.
     """
     until, budget = math.inf, None
     if settings.budget is not None:
@@ -317,7 +317,7 @@ def _plan(settings: LadderSettings, runtime: Runtime) -> LadderPlan:
         raise ConfigError(f"--irreducible {settings.irreducible}: unknown choice; choices: {choices}")
     tokenizer = settings.tokenizer
     if tokenizer is not None:
-        Tokenizer.load(tokenizer)  # one that cannot be read must not become part of a ladder
+        Tokenizer.load(tokenizer)  # fail before an unreadable one becomes part of the ladder
     entries = load_entries(*split_designs(settings.designs))
     ratios = settings.tokens_per_parameter
     shared_settings = SharedSettings(
@@ -367,7 +367,7 @@ def _estimate(choice: Choice, as_json: bool) -> LadderEstimate:
     if as_json:
         print_text(json.dumps(plain(estimate), indent=2))
         return estimate
-    header = ["design", "parameters", "width", "tokens", "rate", "seconds a run"]
+    header = ["design", "parameters", "width", "tokens", "rate", "seconds per run"]
     cells = [
         [
             row.design,
@@ -405,7 +405,7 @@ def _print_report(report: LadderReport) -> None:
 
 
 def _print_table(table: TextTable) -> None:
-    """The columns aligned, the first to the left; an empty line after the table."""
+    """Print the columns aligned, the first one to the left, and an empty line after the table."""
     rows = [table.header, *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

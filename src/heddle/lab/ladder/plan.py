@@ -27,18 +27,17 @@ from heddle.training.width_transfer import scale_to_width
 # A design at another size: its width is chosen, and everything that grows with it follows.
 #
 # Depth, head widths, experts, states, windows and positions stay; heads, hidden channels and the ranks of latents are
-# in
-# proportion to the width (`training/width_transfer.py`). Where a number of heads would not be whole, or 1 for several,
-# the nearest number is taken that divides the width, and the widths of heads change instead. Groups of heads that share
-# keys stay as large as they are.
+# in proportion to the width (`training/width_transfer.py`). Where a number of heads would not be whole, or would become
+# 1 after being several, the nearest number that divides the width is taken, and the widths of heads change instead.
+# Groups of heads that share keys keep their size.
 #
-# Size is the number of parameters that act on one token, with the embedding (a tied one once): all of them but in a
+# Size is the number of parameters that act on one token, with the embedding (a tied one once): all of them except in a
 # mixture of experts. Counts without the embedding bend the curve at small sizes, where it is most of the model, and are
 # one reason why Kaplan et al. (2020) found another law than Hoffmann et al. (2022) (Pearce & Song 2024).
 
 
 MAX_WIDTH_FACTOR = 64  # times the design's own width
-MAX_SIZE_RATIO = 1.6  # of a size to the one that was asked for, or the inverse
+MAX_SIZE_RATIO = 1.6  # of a size to the requested one, or the inverse
 NEAREST_WIDTHS = 4  # widths that are tried to each side: sizes do not grow evenly where numbers of heads change
 
 
@@ -52,7 +51,7 @@ class Rung:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """FLOPs of a forward pass of training over a row of `sequence_length` tokens, divided by them."""
+        """FLOPs per token of a training forward pass over a sequence of `sequence_length` tokens."""
         return flops_per_token(build(self.config, device="meta"), self.sequence_length, training=True)
 
     @property
@@ -62,7 +61,7 @@ class Rung:
 
 
 class DesignScale:
-    """All sizes of one design. config: its vocab_size is set. Raises ConfigError for a design that is not scaled."""
+    """All sizes of one design. config: its vocab_size is set. Raises ConfigError for a design that cannot be scaled."""
 
     def __init__(self, name: str, config: ModelConfig, sequence_length: int) -> None:
         self.name, self.config, self.sequence_length = name, config, sequence_length
@@ -83,7 +82,7 @@ class DesignScale:
         return Rung(config, parameter_counts(model)[1], self.sequence_length)
 
     def nearest_rung(self, parameters: float) -> Rung:
-        """The rung whose size is nearest, as a ratio. Raises ConfigError where none is near."""
+        """The rung whose size is nearest, as a ratio. Raises ConfigError if none is near."""
         low, high = 1, MAX_WIDTH_FACTOR * self.config.width // self.width_step
         while high - low > 1:
             middle = (low + high) // 2
@@ -98,12 +97,12 @@ class DesignScale:
         ]
         if not nearby:
             raise ConfigError(
-                f"{self.name}: can be built at no width near {high * self.width_step}; choose other sizes"
+                f"{self.name}: cannot be built at any width near {high * self.width_step}; choose other sizes"
             )
         best = min(nearby, key=lambda rung: abs(math.log(rung.parameters / parameters)))
         if abs(math.log(best.parameters / parameters)) > math.log(MAX_SIZE_RATIO):
             raise ConfigError(
-                f"sizes {parameters:.0f}: {self.name} comes no nearer than {best.parameters} parameters, at width "
+                f"sizes {parameters:.0f}: {self.name} gets no closer than {best.parameters} parameters, at width "
                 f"{best.width}; choose sizes that it has, or give it more heads or a smaller vocabulary"
             )
         return best
@@ -115,7 +114,7 @@ class DesignScale:
 
 
 def design_at_width(config: ModelConfig, width: int) -> ModelConfig:
-    """The design at another width, by `scale_to_width` where that leaves whole numbers of heads, else nearest to it.
+    """The design at another width, by `scale_to_width` if that leaves whole numbers of heads, else as near as possible.
 
     Raises ConfigError where it cannot be built.
     """
@@ -142,9 +141,9 @@ HEAD_WIDTHS = ("head_dim", "value_dim", "nope_dim", "rope_dim")  # of one head
 
 
 def mixer_near_width(mixer: MixerConfig, width: int, new_width: int) -> MixerConfig:
-    """A resolved config for a model of another width, where there are no whole numbers of heads in proportion.
+    """A resolved config for a model of another width, if the numbers of heads in proportion are not whole.
 
-    It has the number of heads that leaves their widths nearest to what they were, in whole groups of heads that share
+    It has the number of heads that keeps their widths nearest to the original ones, in whole groups of heads that share
     keys. Other `width_fields` are in proportion, rounded.
     """
     values = {name: getattr(mixer, name) for name in type(mixer).model_fields}
@@ -166,7 +165,7 @@ def mixer_near_width(mixer: MixerConfig, width: int, new_width: int) -> MixerCon
 
 
 def _nearest_head_count(heads: int, group_size: int, ratio: float, width: int) -> int:
-    """The number nearest, as a ratio, to heads · ratio that has whole groups and divides the width into even parts."""
+    """The number nearest to heads · ratio, as a ratio, that has whole groups and divides the width into even parts."""
     counts = range(group_size, width // 2 + 1, group_size)
     choices = [count for count in counts if width % (2 * count) == 0 and count >= min(2, heads)]
     return min(choices or [heads], key=lambda count: abs(math.log(count / (heads * ratio))))
@@ -184,20 +183,20 @@ def _smallest_heads(config: ModelConfig) -> int:
 
 
 MIN_SIZES, MAX_SIZES = 4, 20
-SIZE_STEP = 2  # between sizes, where only their number is given
+SIZE_STEP = 2  # between sizes, if only their number is given
 MAX_SEEDS = 100
 CHECKPOINTS_PER_RUN = 4
-MIN_STEPS = 20  # of the smallest run: fewer are warmup and decay alone
+MIN_STEPS = 20  # of the smallest run: a shorter one is only warmup and decay
 WARMUP_TOKENS = 0.5  # per parameter: of all branches of a trunk, unless warmup is given
 MIN_WARMUP = 10  # steps
-TEXT_FACTOR = 4  # how much more text than needed is made ready where tokens may be added: more of it is another order
+TEXT_FACTOR = 4  # how much more text than needed is prepared if tokens may be added: with more text its order changes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSettings:
-    """What all runs of a ladder share; another value makes another ladder.
+    """The settings that all runs of a ladder share; another value makes another ladder.
 
-    tokens_per_parameter: D / N of every run, ascending. Where there are several, the runs of a size and seed are
+    tokens_per_parameter: D / N of every run, ascending. If there are several, the runs of a size and seed are
     branches that decay from one trunk, and more may be added. learning_rate: at each design's own width; at another
     width it is multiplied by (own width / width)^rate_exponent.
     """
@@ -225,7 +224,7 @@ class SharedSettings:
             raise ConfigError(f"rate_exponent {self.rate_exponent:g}: must be from -4 to 4")
         if self.shares_trunk and self.schedule != "wsd":
             raise ConfigError(
-                f"schedule {self.schedule}: runs of several tokens_per_parameter decay from one constant rate; set wsd"
+                f"schedule {self.schedule}: several tokens_per_parameter decay from one constant learning rate; set wsd"
             )
         self.training(1, 1, 1.0, 0)
 
@@ -246,7 +245,7 @@ class SharedSettings:
     def training(self, parameters: float, ratio: float, width_ratio: float, seed: int) -> Settings:
         """The settings of one run. ratio: its tokens per parameter. width_ratio: its width over the design's own."""
         steps, warmup = self.steps(parameters, ratio), self.warmup
-        if warmup is None and self.shares_trunk:  # one that does not depend on the steps
+        if warmup is None and self.shares_trunk:  # the warmup must not depend on the number of steps
             warmup = max(MIN_WARMUP, round(WARMUP_TOKENS * parameters / self.tokens_per_step))
         return Settings(
             **shared(self, Settings)
@@ -264,14 +263,14 @@ class SharedSettings:
         smallest, ratios = min(sizes), self.tokens_per_parameter
         if self.steps(smallest, ratios[0]) < MIN_STEPS:
             raise ConfigError(
-                f"tokens_per_parameter {ratios[0]:g}: gives the smallest size, {smallest} parameters, "
+                f"tokens_per_parameter {ratios[0]:g}: gives the smallest size, {smallest} parameters, only "
                 f"{self.steps(smallest, ratios[0])} steps of {self.tokens_per_step} tokens; give more, a smaller "
                 "batch_size or larger sizes"
             )
         for ratio, larger in pairwise(ratios):
             if self.steps(smallest, ratio) == self.steps(smallest, larger):
                 raise ConfigError(
-                    f"tokens_per_parameter {ratio:g} and {larger:g}: are the same number of steps at {smallest} "
+                    f"tokens_per_parameter {ratio:g} and {larger:g}: give the same number of steps at {smallest} "
                     "parameters; choose fewer, or further apart"
                 )
         for size in sizes if self.shares_trunk else ():
@@ -283,7 +282,7 @@ class SharedSettings:
                 )
 
     def plain(self) -> dict[str, Any]:
-        """As plain values: one number of tokens per parameter is no list."""
+        """As plain values; a single number of tokens per parameter is not a list."""
         values: dict[str, Any] = to_plain_json(asdict(self))
         ratios = values["tokens_per_parameter"]
         return values | {"tokens_per_parameter": ratios if self.shares_trunk else ratios[0]}
@@ -291,15 +290,15 @@ class SharedSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderPlan:
-    """A ladder as it is asked for.
+    """A ladder as requested.
 
     entries: the designs; the first is the baseline. sizes: numbers of parameters, or how many sizes, from the first
     design's own size downwards by halves. target: the number of parameters to predict; None: 10 × the largest.
-    share_irreducible: whether the designs share an irreducible loss. threads: of the CPU; None: torch's default.
-    names_tokens: whether the settings' tokens_per_parameter were asked for; if not, those of the folder stay. Where
-    there are several: target_tokens: to predict; None: as many per parameter as there are at most. target_flops: the
-    budget, 6·N·D, for which the best size is predicted; None: that of the target. text_tokens: how much text was made
-    ready when the ladder was begun.
+    share_irreducible: whether the designs share an irreducible loss. threads: CPU threads; None: torch's default.
+    names_tokens: whether tokens_per_parameter was set by the user; if not, the folder's values stay. With several
+    tokens_per_parameter: target_tokens: tokens to predict; None: the target times the most per parameter. target_flops:
+    the budget, 6·N·D, for which the best size is predicted; None: the target's. text_tokens: how much text was prepared
+    when the ladder was started.
     """
 
     entries: tuple[DesignEntry, ...]
@@ -335,10 +334,10 @@ class LadderPlan:
 
 
 def join_with_saved(path: Path, plan: LadderPlan) -> LadderPlan:
-    """The plan together with what was planned before in this folder. path: of its file; it need not exist.
+    """The plan joined with what was planned before in this folder. path: its file, which need not exist.
 
-    Designs, sizes, seeds and, where there are several, tokens per parameter are joined. Raises CheckpointError where
-    the settings of runs, or a design, differ.
+    Designs, sizes, seeds and, if there are several, tokens per parameter are joined. Raises CheckpointError if the
+    settings of runs, or a design, differ.
     """
     if not path.is_file():
         return plan
@@ -355,7 +354,7 @@ def join_with_saved(path: Path, plan: LadderPlan) -> LadderPlan:
         if name not in entries:
             entries[name] = DesignEntry(name, design["source"], load_config(design["config"]))
         elif to_plain_json(entries[name].config.dump()) != design["config"]:
-            reason = f"the design {name} was another one"
+            reason = f"the design {name} was different"
             raise CheckpointError(f"{path.parent}: holds another ladder: {reason}; rename yours, or use another folder")
     sizes = plan.sizes
     if isinstance(sizes, int):
@@ -372,7 +371,7 @@ def join_with_saved(path: Path, plan: LadderPlan) -> LadderPlan:
 
 
 def _join_tokens(plan: LadderPlan, saved: float | list[float]) -> SharedSettings:
-    """The plan's settings with the tokens per parameter of a folder, and its own where the folder has several."""
+    """The plan's settings with the folder's tokens per parameter, joined with its own if the folder has several."""
     asked = plan.settings.tokens_per_parameter
     if isinstance(saved, list):
         joined = tuple(sorted({*saved, *(asked if plan.names_tokens else ())}))
@@ -391,7 +390,7 @@ def save_plan(path: Path, plan: LadderPlan, sizes: Sequence[float]) -> None:
 
 
 def find_rungs(scales: Sequence[DesignScale], sizes: Sequence[float]) -> dict[str, list[Rung]]:
-    """By design its rungs, in ascending order. Raises ConfigError where two sizes have one width."""
+    """By design its rungs, in ascending order. Raises ConfigError if two sizes get the same width."""
     rungs: dict[str, list[Rung]] = {}
     for scale in scales:
         rungs[scale.name] = []
@@ -407,7 +406,7 @@ def find_rungs(scales: Sequence[DesignScale], sizes: Sequence[float]) -> dict[st
 
 
 def equal_rungs(rungs: dict[str, list[Rung]]) -> list[str]:
-    """A sentence for each pair of designs that are one design at some width."""
+    """A sentence for each pair of designs that become the same at some width."""
     sentences = []
     names = list(rungs)
     for index, name in enumerate(names):
@@ -416,7 +415,7 @@ def equal_rungs(rungs: dict[str, list[Rung]]) -> list[str]:
             if shared:
                 widths = ", ".join(map(str, shared))
                 sentences.append(
-                    f"{name} and {other} are one design at width {widths}, for want of heads to differ in."
+                    f"{name} and {other} are the same design at width {widths}, which has too few heads to differ in."
                 )
     return sentences
 

@@ -1,7 +1,7 @@
-"""What the curves of a ladder say: the loss at a target, the cost of equal loss, where curves cross, a self-test.
+"""What the curves of a ladder predict: the loss at a target, the cost of equal loss, where curves cross, a self-test.
 
-Everything is a share or a quantile of draws of curves. A 95 % interval of a curve covers where it may lie; that of a
-measurement also covers how far a new point, of as many seeds as the others, may lie from its curve.
+Everything is a share or a quantile of draws of curves. A 95 % interval of a curve covers where the curve may lie; the
+interval of a measurement also covers how far a new point, with as many seeds as the others, may lie from it.
 """
 
 import math
@@ -18,16 +18,16 @@ from heddle.lab.ladder.results import BestSize, Crossing, EqualLoss, FormPredict
 
 CONFIDENCE = 0.95
 GRID_POINTS = 121  # sizes or costs, evenly in log
-SMALL_SHARE = (1 - CONFIDENCE) / 2  # of the draws: what is rarer is ruled out
+SMALL_SHARE = (1 - CONFIDENCE) / 2  # of the draws: anything rarer is ruled out
 
 
 @dataclass(frozen=True)
 class LadderPoints:
-    """What is measured of the designs, and what their training costs.
+    """The measurements of the designs, and the costs of their training.
 
     losses: by design. costs: by design, (sizes, training FLOPs) of the trained sizes and up to 30 × the largest.
-    seed_deviation: of a point's log loss, and correlation: of two of one size, as `fit_ladder` takes them.
-    tokens_per_parameter: of L(N, D), those at which designs are compared, and what `costs` are for.
+    seed_deviation, correlation: of a point's log loss, and between two points of one size, as in `fit_ladder`.
+    tokens_per_parameter: for L(N, D), the ratio at which designs are compared, and which `costs` assume.
     """
 
     losses: Mapping[str, SizeLosses]
@@ -37,15 +37,15 @@ class LadderPoints:
     tokens_per_parameter: float = 0.0
 
     def fit(self, share_irreducible: bool = True) -> LadderFit:
-        """What `fit_ladder` says of these points."""
+        """The result of `fit_ladder` on these points."""
         return fit_ladder(self.losses, self.seed_deviation, share_irreducible, self.correlation)
 
     def tokens(self, sizes: Any) -> Any:
-        """The tokens of some sizes where designs are compared."""
+        """The training tokens of some sizes at the ratio at which designs are compared."""
         return self.tokens_per_parameter * sizes
 
     def cost(self, name: str, sizes: Array | float) -> Array:
-        """The training FLOPs of a design at some sizes, between those that were counted a power law."""
+        """The training FLOPs of a design at some sizes, by power-law interpolation between counted ones."""
         counted_sizes, counted_costs = (np.log(values) for values in self.costs[name])
         return np.asarray(np.exp(_interpolate(np.log(sizes), counted_sizes, counted_costs)))
 
@@ -55,7 +55,7 @@ class LadderPoints:
         return np.asarray(np.exp(_interpolate(np.log(costs), counted_costs, counted_sizes)))
 
     def limit(self, name: str) -> float:
-        """The largest size of a design for which anything is predicted, at the tokens where designs are compared."""
+        """The largest size of a design for which anything is predicted, at the compared tokens per parameter."""
         points = self.losses[name]
         limits = [max(points.sizes)]
         if points.tokens:
@@ -64,7 +64,7 @@ class LadderPoints:
 
 
 def _interpolate(x: Any, known_x: Array, known_y: Array) -> Array:
-    """Linear, also beyond the last known points: rounding may put a limit just outside."""
+    """Linear interpolation, also just beyond the last known points, where rounding may put a limit."""
     last = len(known_x) - 2
     index = np.clip(np.searchsorted(known_x, x) - 1, 0, last)
     slope = (known_y[index + 1] - known_y[index]) / (known_x[index + 1] - known_x[index])
@@ -82,7 +82,7 @@ def predict_loss(
 ) -> Prediction:
     """The loss of a design at a size.
 
-    tokens: of L(N, D); None: those of `points`. Beyond 30 times the largest size, or the most tokens, there is no
+    tokens: for L(N, D); None: as in `points`. Beyond 30 times the largest size, or the most tokens, there is no
     number, and `reason` says so.
     """
     tokens = points.tokens(size) if tokens is None else tokens
@@ -112,7 +112,7 @@ def predict_loss(
 
 
 def _too_far(losses: SizeLosses, name: str, size: float, tokens: float) -> str | None:
-    """Why nothing is predicted at a size and its tokens, if so."""
+    """Why nothing is predicted at a size and number of tokens, or None."""
     limit = MAX_EXTRAPOLATION * (1 + 1e-9)
     if (factor := size / max(losses.sizes)) > limit:
         what, remedy = f"the largest size of {name}", "train larger sizes"
@@ -126,11 +126,11 @@ def _too_far(losses: SizeLosses, name: str, size: float, tokens: float) -> str |
 def cost_for_equal_loss(
     fit: LadderFit, points: LadderPoints, name: str, baseline: str, size: float
 ) -> EqualLoss | None:
-    """What a design needs for the baseline's loss at `size`; None where the baseline has no prediction at this size."""
+    """What a design needs for the baseline's loss at `size`; None if the baseline has no prediction there."""
     if size > points.limit(baseline) * (1 + 1e-9):
         return None
     sizes = np.geomspace(min(points.losses[name].sizes), points.limit(name), GRID_POINTS)
-    # draws may rise or level off outside of their own span, so the first size that is good enough counts
+    # draws may rise or level off beyond the trained sizes, so the first size that is good enough counts
     table = np.stack([fit.losses(name, each, points.tokens(each)) for each in sizes], axis=1)
     goals = fit.losses(baseline, size, points.tokens(size))
     ratios = points.cost(name, _first_reached(sizes, table, goals)) / points.cost(baseline, size)
@@ -152,7 +152,7 @@ def cost_for_equal_loss(
 
 
 def _first_reached(sizes: Array, table: Array, goals: Array) -> Array:
-    """For each draw the first size whose loss is at most its goal, by log-linear interpolation [draws]."""
+    """For each draw the first size with a loss of at most its goal, by log-linear interpolation [draws]."""
     below = table <= goals[:, None]
     index = np.clip(below.argmax(axis=1), 1, len(sizes) - 1)
     rows = np.arange(len(goals))
@@ -190,7 +190,7 @@ def crossing(fit: LadderFit, points: LadderPoints, name: str, baseline: str) -> 
 
 
 def _first_zero(costs: Array, differences: Array) -> tuple[npt.NDArray[np.bool_], Array]:
-    """In which draws [draws] the differences [draws, costs] change sign, and at which cost they first do there."""
+    """In which draws [draws] the differences [draws, costs] change sign, and the first cost at which they do."""
     changes = np.signbit(differences[:, 1:]) != np.signbit(differences[:, :-1])
     crosses = changes.any(axis=1)
     rows, index = np.flatnonzero(crosses), changes.argmax(axis=1)[crosses]
@@ -200,9 +200,9 @@ def _first_zero(costs: Array, differences: Array) -> tuple[npt.NDArray[np.bool_]
 
 
 def hold_out(points: LadderPoints, share_irreducible: bool = True) -> list[HeldOut]:
-    """The self-test: each design's largest size predicted from all others, beside what was measured there.
+    """The self-test: each design's largest size predicted from all others, beside the measurement there.
 
-    Of L(N, D), it is predicted at its most tokens, without the points of the most tokens of any size. within: whether
+    For L(N, D), it is predicted at its most tokens, without the points of the most tokens of any size. within: whether
     the measurement lies in its 95 % interval. Empty where too few points are left to fit.
     """
     without = {name: _without_largest(each) for name, each in points.losses.items()}
@@ -232,7 +232,7 @@ def _largest(losses: SizeLosses) -> int:
 
 
 def _without_largest(losses: SizeLosses) -> SizeLosses:
-    """All points but those of the largest size, and of the most tokens of each size."""
+    """All points except the largest size's, and except the most tokens of each size."""
     most: dict[float, float] = {}
     for size, tokens in zip(losses.sizes, losses.tokens, strict=False):
         most[size] = max(tokens, most.get(size, 0.0))
@@ -249,9 +249,9 @@ def _without_largest(losses: SizeLosses) -> SizeLosses:
     )
 
 
-# The best size for a training budget C = 6·N·D, where a surface L(N, D) = E + A·N^−α + B·D^−β has its least loss.
+# The best size for a training budget C = 6·N·D, which minimizes a surface L(N, D) = E + A·N^−α + B·D^−β.
 #
-# Kaplan et al. (2020) count 6 FLOPs per parameter and token. Along a budget the least loss has a closed form, so every
+# Kaplan et al. (2020) count 6 FLOPs per parameter and token. At a fixed budget the minimum has a closed form, so every
 # draw of the surface has its own best size (Hoffmann et al. 2022, approach 3).
 
 
@@ -259,7 +259,7 @@ FLOPS_FACTOR = 6  # per parameter and token
 
 
 def best_size(fit: LadderFit, points: LadderPoints, name: str, flops: float) -> BestSize:
-    """The size of a design with the least loss for a budget, up to 30 times the largest size and the most tokens."""
+    """The size of a design with the lowest loss for a budget, up to 30 times the largest size and the most tokens."""
     losses, product = points.losses[name], flops / FLOPS_FACTOR
     ratios = [tokens / size for size, tokens in zip(losses.sizes, losses.tokens, strict=True)]
     least = max(math.sqrt(product / max(ratios)), product / (MAX_EXTRAPOLATION * max(losses.tokens)))
@@ -278,7 +278,7 @@ def best_size(fit: LadderFit, points: LadderPoints, name: str, flops: float) -> 
 
 
 def best_sizes(fit: LadderFit, name: str, flops: float) -> Array:
-    """The size with the least loss for a budget in each draw [draws], wherever it is."""
+    """The size with the lowest loss for a budget in each draw [draws], also beyond the limits of predictions."""
     assert fit.token_center is not None, "L(N) has no best size for a budget"
     _, a, b, p, q, g = fit.draws[name].T
     budget = math.log(flops / FLOPS_FACTOR / fit.center / fit.token_center)  # x + y

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-MOST = 0.975  # of the draws: what they agree on counts as known
+MOST = 0.975  # of the draws: if this share agrees, a statement counts as known
 
 
 def ladder_verdict(report: LadderReport) -> list[str]:
@@ -75,7 +75,7 @@ def ratios_text(report: LadderReport) -> str:
 
 
 def _predictions(report: LadderReport) -> Iterator[str]:
-    """The loss of each design at the target, and which have none."""
+    """Sentences on the loss of each design at the target, and on designs without one."""
     target = format_number(report.target)
     predicted = [each for each in report.predictions if each.loss is not None]
     if predicted:
@@ -92,7 +92,7 @@ def _predictions(report: LadderReport) -> Iterator[str]:
 
 
 def best_size_sentence(best: BestSize) -> str:
-    """The size of a design with the least loss for the budget."""
+    """A sentence on the size of a design with the lowest loss for the budget."""
     budget, name = f"{_flops(best.flops)} training FLOPs (6·N·D)", best.design
     least, most = format_number(best.least), format_number(best.most)
     if best.reason is not None:
@@ -105,8 +105,8 @@ def best_size_sentence(best: BestSize) -> str:
         side = f"below {least}" if best.is_less else f"above {most}"
         end = best.high if best.is_less else best.low
         return (
-            f"For {budget} {name} is best {side} parameters, where its tokens per parameter are none that were "
-            f"trained, so no number is given; the 95 % interval ends at {format_number(end)}."
+            f"For {budget} {name} is best {side} parameters, but the tokens per parameter there are outside the "
+            f"trained range, so no number is given; the 95 % interval ends at {format_number(end)}."
         )
     low = f"under {least}" if best.low is None else format_number(best.low)
     high = f"over {most}" if best.high is None else format_number(best.high)
@@ -119,18 +119,18 @@ def best_size_sentence(best: BestSize) -> str:
 
 
 def equal_loss_sentence(equal: EqualLoss) -> str:
-    """What a design costs for the loss of the baseline at the target."""
+    """A sentence on the cost of a design for the baseline's loss at the target."""
     name, baseline, size = equal.design, equal.baseline, format_number(equal.size)
     goal = f"the loss of {baseline} at {size} parameters"
     if equal.is_less:
-        return f"{name} has {goal} already at its smallest size, for {_ratio(equal.least)} the FLOPs."
+        return f"{name} reaches {goal} already at its smallest size, for {_ratio(equal.least)} the FLOPs."
     if equal.ratio is None:
         most = _ratio(equal.most)
-        return f"{name} may not reach {goal} at all: not with {most} the FLOPs, as far as anything is predicted."
+        return f"{name} may not reach {goal} at all: not within {most} the FLOPs, the limit of predictions."
     low = f"under {_ratio(equal.least)}" if equal.low is None else f"{equal.low:.2f}"
     if equal.high is None:
         return (
-            f"For {goal} {name} needs {_ratio(equal.ratio)} the FLOPs, {low} or more; there is no upper end, since "
+            f"For {goal} {name} needs {_ratio(equal.ratio)} the FLOPs, {low} or more; there is no upper bound, since "
             f"it may need more than {_ratio(equal.most)}."
         )
     ends = f"{low} to {equal.high:.2f}"
@@ -144,11 +144,11 @@ def _ratio(value: float) -> str:
 
 
 def crossing_sentence(result: Crossing) -> str:
-    """Whether, and where, the curves of two designs cross."""
+    """A sentence on whether, and where, the curves of two designs cross."""
     name, baseline = result.design, result.baseline
     better, worse, crosses = result.better, result.worse, result.crosses
     if better is None or worse is None or crosses is None:
-        return f"{name} and {baseline} were trained at no common cost, so nothing is said of a crossing."
+        return f"{name} and {baseline} share no range of training costs, so a crossing cannot be predicted."
     first, last = map(_flops, result.costs)
     span = f"from {first} to {last} training FLOPs"
     if better >= MOST:
@@ -182,41 +182,41 @@ def format_power(exponent: int) -> str:
 
 
 def _held_out(report: LadderReport) -> Iterator[str]:
-    """The self-test; where it failed, first that it did."""
+    """Sentences on the self-test; if it failed, this comes first."""
     tests = report.held_out
     if not tests:
         largest = "sizes and most tokens" if report.law == "L(N, D)" else "sizes"
-        yield f"The method could not be tested on these points: without the largest {largest}, too few are left."
+        yield f"The self-test was not possible: without the largest {largest}, too few points are left."
         return
     parts = []
     for test in tests:
         predicted = f"{format_bits(test.loss)} ({format_interval(test.measurement)})"
         measured = f"{format_bits(test.measured)}: {'within' if test.within else 'OUTSIDE'}"
-        parts.append(f"that of {test.design} is predicted at {predicted} and measured at {measured}")
+        parts.append(f"{test.design} is predicted at {predicted} and measured at {measured}")
     if not all(test.within for test in tests):
-        yield "The self-test failed, so no prediction here is to be trusted: the points lie on no curve of these forms."
+        yield "The self-test failed, so do not trust the predictions: the points do not lie on a curve of these forms."
     if report.law == "L(N, D)":
-        yield f"Self-test, the largest size on its most tokens, from smaller ones and fewer alone: {'; '.join(parts)}."
+        yield f"Self-test, the largest size on its most tokens, from smaller ones and fewer tokens: {'; '.join(parts)}."
     else:
-        yield f"Self-test, the largest size from the smaller ones alone: {'; '.join(parts)}."
+        yield f"Self-test, the largest size predicted from the smaller ones: {'; '.join(parts)}."
 
 
 DEFAULT_TARGET = 10  # times the largest size
 CURVE_POINTS = 41  # of each curve in the figure
 TRAINING_FACTOR = 3  # a backward pass costs twice a forward pass
-DEFAULT_CORRELATION = 0.5  # of two runs of one trunk, where one seed cannot tell
+DEFAULT_CORRELATION = 0.5  # of two runs of one trunk, if there is only one seed
 MAX_CORRELATION = 0.95
 Runs = Mapping[tuple[str, int, float, int], Mapping[str, Any]]  # by design, width, tokens per parameter and seed
 
 
 def ladder_report(ladder: "Ladder", results: Runs) -> LadderReport:
-    """The report of a ladder whose runs have ended. Where nothing can be fitted, `reason` says why."""
+    """The report of a ladder whose runs have ended. If nothing can be fitted, `reason` says why."""
     designs = [_design_report(ladder, name, results) for name in ladder.rungs]
     plan, largest = ladder.plan, max(rung.parameters for design in designs for rung in design.rungs)
     target = plan.target or DEFAULT_TARGET * largest
     ratio = ladder.ratios[-1] if plan.target_tokens is None else plan.target_tokens / target
     deviation, degrees = _pooled_deviation(designs)
-    degrees //= len(ladder.ratios)  # branches of one trunk share its luck
+    degrees //= len(ladder.ratios)  # branches of one trunk share its seed variance
     report = LadderReport(
         heddle=__version__,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -305,7 +305,7 @@ def _pooled_deviation(designs: Sequence[LadderDesign]) -> tuple[float, int]:
 
 
 def _trunk_correlation(designs: Sequence[LadderDesign]) -> float:
-    """Of the log losses of two branches of one trunk, over seeds: between pairs of branches, pooled over sizes."""
+    """The correlation over seeds of the log losses of two branches of one trunk, pooled over sizes."""
     squares, products = 0.0, 0.0
     for design in designs:
         for _, rungs in itertools.groupby(design.rungs, key=lambda rung: rung.width):
@@ -332,7 +332,7 @@ def _ladder_points(ladder: "Ladder", report: LadderReport, deviation: float) -> 
 
 
 def _with_predictions(ladder: "Ladder", report: LadderReport, deviation: float, degrees: int) -> LadderReport:
-    """The report with the fit and what follows from it, or with the reason why there is none."""
+    """The report with the fit and its predictions, or with the reason why there are none."""
     points = _ladder_points(ladder, report, deviation)
     names, baseline, target = list(points.losses), report.baseline, report.target
     others = [name for name in names if name != baseline]
@@ -389,7 +389,7 @@ def _cost(rung: Rung, tokens_per_parameter: float) -> float:
 def _law_parameters(fit: LadderFit, name: str) -> dict[str, tuple[float, float, float] | None]:
     """E and γ of a design over the draws of the power law with E: median and 95 % interval; None without such draws.
 
-    Of L(N, D): E, α, β, and the power of the budget that the best size is in proportion to, β / (α + β).
+    For L(N, D): E, α, β, and the exponent of the budget in the best size, β / (α + β).
     """
     draws, is_curve = fit.draws[name], fit.token_center is None
     chosen = draws[(draws[:, 0] > 0) & (draws[:, -1] == (0 if is_curve else 1))]
@@ -401,7 +401,7 @@ def _law_parameters(fit: LadderFit, name: str) -> dict[str, tuple[float, float, 
 
 
 def _curve(fit: LadderFit, points: LadderPoints, name: str) -> list[CurvePoint]:
-    """The curve of a design from its smallest size to the largest that is predicted."""
+    """The curve of a design from its smallest size to the largest one with a prediction."""
     rows = []
     for size in np.geomspace(min(points.losses[name].sizes), points.limit(name), CURVE_POINTS):
         loss, low, high = interval(fit.losses(name, float(size), points.tokens(float(size))))
@@ -415,9 +415,9 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
     runs = [run for design in report.designs for rung in design.rungs for run in rung.runs]
     failed = sum(run.bits_per_byte is None for run in runs)
     if failed:
-        sentences.append(f"{failed} of {len(runs)} runs gave no number; a mean without them may look too good.")
+        sentences.append(f"{failed} of {len(runs)} runs did not finish; a mean without them may look too good.")
     if ladder.plan.seeds == 1:
-        sentences.append("One seed: seed variance is judged by how far the points lie from the curve alone.")
+        sentences.append("One seed: seed variance is estimated only from how far the points lie from the curve.")
     tokens = max(rung.tokens for design in report.designs for rung in design.rungs)
     if tokens > report.data.train_tokens:
         sentences.append(
@@ -430,7 +430,7 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
     if deviation and misfit > 3 * deviation:
         sentences.append(
             f"The points lie {misfit / deviation:.0f} times as far from the curve as seed variance explains: "
-            "sizes differ in more than size, in how well the learning rate suits them, say."
+            "sizes differ in more than size, for example in how well the learning rate suits them."
         )
     if report.law == "L(N, D)":
         ratio = format_number(report.tokens_per_parameter)
@@ -438,7 +438,7 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
     exponent = ladder.plan.settings.rate_exponent
     sentences.append(
         f"Every size had {ratios_text(report)} tokens per parameter and a learning rate in proportion to "
-        f"width^−{exponent:g}; a design whose best rate moves otherwise is at a disadvantage at some sizes."
+        f"width^−{exponent:g}; a design with a best rate that scales differently is at a disadvantage at some sizes."
     )
     return sentences
 
@@ -468,7 +468,7 @@ def rung_table(design: LadderDesign) -> TextTable:
 
 
 def prediction_table(report: LadderReport) -> TextTable:
-    """A row for each design: the loss at the target, its intervals, and what each form of the fit says."""
+    """A row for each design: the loss at the target, its intervals, and the prediction of each form of the fit."""
     predictions = report.predictions
     forms = list(dict.fromkeys(form.form for each in predictions for form in each.forms))
     rows = []
@@ -476,13 +476,13 @@ def prediction_table(report: LadderReport) -> TextTable:
         by_form = {form.form: format_bits(form.loss) for form in each.forms}
         intervals = [NO_VALUE if ends is None else format_interval(ends) for ends in (each.curve, each.measurement)]
         rows.append([each.design, format_bits(each.loss), *intervals, *(by_form.get(f, NO_VALUE) for f in forms)])
-    header = ["design", "predicted", "of the curve", "of a measurement", *forms]
+    header = ["design", "predicted", "curve interval", "measurement interval", *forms]
     tokens = f" and {format_number(report.target_tokens)} tokens" if report.law == "L(N, D)" else ""
     return TextTable(header, rows, f"Bits per byte at {format_number(report.target)} parameters{tokens}")
 
 
 def best_size_table(report: LadderReport) -> TextTable:
-    """A row for each design: the size with the least loss for the budget, its tokens and its loss."""
+    """A row for each design: the size with the lowest loss for the budget, its tokens and its loss."""
     rows = []
     for each in report.best_sizes:
         low = f"under {format_number(each.least)}" if each.low is None else format_number(each.low)
@@ -495,11 +495,11 @@ def best_size_table(report: LadderReport) -> TextTable:
 
 
 def cost_table(report: LadderReport) -> TextTable:
-    """A row for each other design: the FLOPs for the loss of the baseline at the target."""
+    """A row for each other design: the FLOPs for the baseline's loss at the target."""
     rows = []
     for each in report.equal_loss:
-        ends = ["no lower end" if each.low is None else f"{each.low:.2f}"]
-        ends.append("no upper end" if each.high is None else f"{each.high:.2f}")
+        ends = ["no lower bound" if each.low is None else f"{each.low:.2f}"]
+        ends.append("no upper bound" if each.high is None else f"{each.high:.2f}")
         ratio = NO_VALUE if each.ratio is None else f"{each.ratio:.2f} ×"
         interval = "out of reach" if each.low == math.inf else " to ".join(ends)
         rows.append([each.design, ratio, interval])
@@ -508,9 +508,9 @@ def cost_table(report: LadderReport) -> TextTable:
 
 
 def fit_table(fit: FitResult) -> TextTable:
-    """A row for each design: E and γ of the power law with E; of L(N, D) E, α, β and the power of the budget."""
+    """A row for each design: E and γ of the power law with E; for L(N, D), E, α, β and the exponent of the budget."""
     rows = [[name, *map(_parameter, values.values())] for name, values in fit.parameters.items()]
-    names = ["γ"] if len(rows[0]) == 3 else ["α", "β", "best N grows with C to the power of"]
+    names = ["γ"] if len(rows[0]) == 3 else ["α", "β", "exponent of C in best N"]
     return TextTable(["design", "E, bits per byte", *names], rows, "The power law with E")
 
 
@@ -525,7 +525,7 @@ def form_table(fit: FitResult) -> TextTable:
 
 
 def _designs_of(form: FormFit, fit: FitResult) -> str:
-    """The design that a form was fitted to, where each has its own."""
+    """The designs that a form was fitted to, if not all."""
     names = list(form.coefficients)
     return "" if len(names) == len(fit.parameters) else f" ({', '.join(names)})"
 
@@ -544,7 +544,7 @@ def held_out_table(report: LadderReport) -> TextTable:
         for test in report.held_out
     ]
     header = ["design", "largest size", "predicted", "95 % interval", "measured", ""]
-    return TextTable(header, rows, "The largest size, predicted from the others")
+    return TextTable(header, rows, "Self-test: the largest size, predicted from the others")
 
 
 def _parameter(values: Sequence[float] | None) -> str:

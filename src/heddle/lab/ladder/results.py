@@ -60,9 +60,9 @@ class LadderData:
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """The fit. center: the size at which logarithms are 0. seed_deviation: of log loss between seeds of one size.
+    """The fit. center: the size at which log(N / center) is 0. seed_deviation: of log loss between seeds of one size.
 
-    correlation: of two branches of one trunk. parameters: by design, (median, low, high) of E and of the exponents.
+    correlation: of two branches of a trunk. parameters: by design, (median, low, high) of E and of the exponents.
     """
 
     center: float
@@ -84,9 +84,9 @@ class FormPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The loss of a design at a size: the median, the 95 % interval of the curve and that of a measurement.
+    """The loss of a design at a size: the median, and the 95 % intervals of the curve and of a measurement.
 
-    reason: why there is no number, if there is none.
+    reason: why there is no number, or None.
     """
 
     design: str
@@ -100,7 +100,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut(Prediction):
-    """The self-test: the largest size predicted from the others, and what was measured there."""
+    """The self-test: the largest size predicted from the others, and the measurement there."""
 
     measured: float
     within: bool
@@ -110,7 +110,7 @@ class HeldOut(Prediction):
 class EqualLoss:
     """The training FLOPs that a design needs for the baseline's loss at `size`, relative to the baseline's.
 
-    low, high: None where the interval has no end between the design's smallest size and 30 times its largest; `least`
+    low, high: None if the interval has no end between the design's smallest size and 30 times its largest; `least`
     and `most` are the ratios there. is_less: whether the smallest size has that loss already.
     """
 
@@ -129,9 +129,9 @@ class EqualLoss:
 class Crossing:
     """Where the curves of two designs cross, in training FLOPs.
 
-    costs: the range that is looked at. better, worse, crosses: shares of the draws in which the design is better
+    costs: the range that was searched. better, worse, crosses: shares of the draws in which the design is better
     (worse) at every cost, or becomes so at one; None without a common cost. cost, low, high: of the first crossing
-    among the draws that cross; an end is None where so many draws have no crossing that it may lie anywhere.
+    among the draws that cross; an end is None if so many draws have no crossing that it may lie anywhere.
     """
 
     design: str
@@ -147,11 +147,11 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class BestSize:
-    """The size of a design with the least loss for a budget of training FLOPs, its interval, and the loss there.
+    """The size of a design with the lowest loss for a budget of training FLOPs, its interval, and the loss there.
 
-    Only sizes whose tokens per parameter were trained count: `least` and `most` are their ends. low, high: None where
-    the interval has no end between them. size: None where the best one lies outside, and then `is_less` says on which
-    side; where there are no such sizes, `reason` says so.
+    Only sizes with tokens per parameter in the trained range count: from `least` to `most`. low, high: None if the
+    interval has no end between them. size: None if the best one lies outside; then `is_less` says on which side. If
+    there are no such sizes, `reason` says so.
     """
 
     design: str
@@ -169,7 +169,7 @@ class BestSize:
 
     @property
     def tokens_per_parameter(self) -> float | None:
-        """Of the best size, if there is one."""
+        """Tokens per parameter of the best size, if there is one."""
         return None if self.size is None or self.tokens is None else self.tokens / self.size
 
 
@@ -186,7 +186,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatedRun:
-    """A run that a dry run would do. learning_rate: its peak. seconds: of its steps."""
+    """A run that is planned in a dry run. learning_rate: its peak. seconds: of its steps."""
 
     design: str
     parameters: int
@@ -198,7 +198,7 @@ class EstimatedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderEstimate:
-    """What a dry run says: each run once, how many seeds of it, how many at once, and seconds in all."""
+    """The result of a dry run: each run once, seeds per run, runs at a time, and total seconds."""
 
     runs: Sequence[EstimatedRun]
     seeds: int
@@ -208,7 +208,7 @@ class LadderEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderReport:
-    """All of a ladder whose runs have ended. reason: why nothing could be fitted, if so."""
+    """The report of a ladder after its runs have ended. reason: why nothing could be fitted, if so."""
 
     heddle: str
     created: str

@@ -1,4 +1,4 @@
-"""Train the runs of a ladder that are not done yet, fit the curves, and write ladder.json and ladder.html."""
+"""Train the unfinished runs of a ladder, fit the curves, and write ladder.json and ladder.html."""
 
 import math
 import tempfile
@@ -49,8 +49,8 @@ PLAN_FILE, DATA_FILE, RESULTS_FILE = "plan.json", "data.json", "ladder.json"
 class Ladder:
     """A ladder.
 
-    sizes: as asked for. rungs: by design, in ascending order. max_train_tokens: how much of the text is made ready.
-    out: its folder. command: what the user called. text: None until it is ready.
+    sizes: as requested. rungs: by design, in ascending order. max_train_tokens: how much of the text is prepared.
+    out: its folder. command: the user's command. text: None until it is prepared.
     """
 
     plan: LadderPlan
@@ -86,7 +86,7 @@ class Ladder:
         return self.plan.settings.steps(rung.parameters, ratio)
 
     def new_steps(self, rung: Rung, ratio: float) -> int:
-        """Those of them that the trunk of the next fewer tokens per parameter has not taken."""
+        """The steps among them that are not shared with the trunk of the next smaller ratio."""
         index, settings = self.ratios.index(ratio), self.plan.settings
         shared = settings.training(rung.parameters, self.ratios[index - 1], 1.0, 0).constant_steps if index else 0
         return self.steps(rung, ratio) - shared
@@ -97,11 +97,11 @@ class Ladder:
 
 
 def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str, until: float = math.inf) -> LadderReport:
-    """Run what is not done yet of a plan and of what was planned before in the folder `out`; return the report.
+    """Run what is unfinished of a plan, and of earlier plans in the folder `out`; return the report.
 
-    until: in time.monotonic() seconds; runs that have not ended by then are left out. Raises CheckpointError where the
-    folder has other content, Interrupted after a signal, once the current runs have been saved. The same call
-    continues.
+    until: in time.monotonic() seconds; runs that have not ended by then are left out. Raises CheckpointError if the
+    folder has other content, and Interrupted after a signal, once the current runs have been saved. The same call
+    resumes.
     """
     with RunLock(out):
         if not (out / PLAN_FILE).is_file():
@@ -122,9 +122,9 @@ def _write_report(ladder: Ladder, results: dict[RunKey, Result]) -> LadderReport
 
 
 def _run_all(ladder: Ladder, until: float) -> dict[RunKey, Result]:
-    """The results of all runs; of branches those of fewer tokens first, whose trunks the others continue.
+    """The results of all runs; branches with fewer tokens run first, because longer ones continue their trunks.
 
-    Where the time ends first, or a signal ends it, the report of the runs that are done is written all the same.
+    If time runs out, or a signal arrives, the report of the finished runs is still written.
     """
     waves = [_training_tasks(ladder, ratio) for ratio in ladder.ratios]
     files = [task.result_file for wave in waves for task in wave]
@@ -153,7 +153,7 @@ def _run_all(ladder: Ladder, until: float) -> dict[RunKey, Result]:
         results |= {key: of_task.get(task) or task.saved_result() or _not_run(task) for task, key in wave.items()}
     missing = sum(not file.is_file() for file in files)
     if missing and time.monotonic() >= until:
-        progress.print_status(f"the budget of time ended before {missing} of {len(files)} runs; a larger one continues")
+        progress.print_status(f"the budget of time ended before {missing} of {len(files)} runs; raise it to continue")
     return results
 
 
@@ -162,7 +162,7 @@ def _not_run(task: Task) -> Result:
 
 
 def _report_saved(ladder: Ladder, waves: list[dict[Task, RunKey]]) -> None:
-    """Write the report of the runs that have a result, and say what is missing."""
+    """Write the report of the runs that have a result, and print what is missing."""
     tasks = {task: key for wave in waves for task, key in wave.items()}
     saved = {key: result for task, key in tasks.items() if (result := task.saved_result()) is not None}
     if saved:
@@ -181,9 +181,9 @@ def open_ladder(
     *,
     has_rungs: bool = True,
 ) -> Ladder:
-    """A ladder before its text is read, with the vocabulary that is asked for. Raises ConfigError for what cannot be.
+    """A ladder before its text is read, with the requested vocabulary size. Raises ConfigError for invalid settings.
 
-    scales: of the designs, where they are known. has_rungs: whether its sizes are known.
+    scales: by design, if they are known. has_rungs: whether the sizes are known.
     """
     settings = plan.settings
     if scales is None:
@@ -191,12 +191,12 @@ def open_ladder(
         scales = {scale.name: scale for scale in named}
     sizes = plan.requested_sizes(next(iter(scales.values())))
     if len(sizes) < MIN_SIZES:
-        raise ConfigError(f"sizes: {len(sizes)} are too few to fit; give {MIN_SIZES} at least")
+        raise ConfigError(f"sizes: {len(sizes)} are too few to fit; give at least {MIN_SIZES}")
     if len(settings.tokens_per_parameter) == 2:
-        raise ConfigError("tokens_per_parameter: 2 values are too few for L(N, D); give 1, or 3 at least")
+        raise ConfigError("tokens_per_parameter: 2 values are too few for L(N, D); give 1, or at least 3")
     if not settings.shares_trunk and (plan.target_tokens is not None or plan.target_flops is not None):
         name = "target_flops" if plan.target_tokens is None else "target_tokens"
-        raise ConfigError(f"{name}: L(N) at one tokens_per_parameter says nothing of others; give 3 of them at least")
+        raise ConfigError(f"{name}: L(N) at one tokens_per_parameter says nothing about others; give at least 3")
     rungs = find_rungs(list(scales.values()), sizes) if has_rungs else {}
     largest = max((rung.parameters for each in rungs.values() for rung in each), default=0)
     max_train_tokens = settings.steps(largest, settings.tokens_per_parameter[-1]) * settings.tokens_per_step
@@ -217,7 +217,7 @@ def open_ladder(
 
 def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str = "") -> Ladder:
     """Read the text and find the rungs. Raises ConfigError and DataError for what cannot be trained."""
-    # how much text is read depends on the sizes, and they on the text's vocabulary, which may be smaller than asked for
+    # the length of the text depends on the sizes, and these on its vocabulary, which may be smaller than requested
     ladder = open_ladder(plan, out, runtime, command)
     plan, settings = ladder.plan, ladder.plan.settings
     corpus = prepare_corpus(
@@ -241,7 +241,7 @@ def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str =
 
 
 def _check_text(path: Path, corpus: Corpus) -> None:
-    """Write what the text of a new ladder is; compare that of a continued one with the file."""
+    """Write a new ladder's text facts to the file; compare a resumed ladder's text with it."""
     identity = {"data": {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}}
     if not path.is_file():
         write_json_file(path, identity)
@@ -249,15 +249,15 @@ def _check_text(path: Path, corpus: Corpus) -> None:
     difference = first_difference(read_json_file(path), identity)
     if difference:
         raise CheckpointError(
-            f"{path.parent}: was trained on another text, or on less of it: {difference}; use another folder, since "
+            f"{path.parent}: was trained on another text, or on less text: {difference}; use another folder, since "
             "its runs and new ones would not read the same text"
         )
 
 
 def _training_tasks(ladder: Ladder, ratio: float) -> dict[Task, RunKey]:
-    """A task for each run with these tokens per parameter: small sizes first, and of a size a seed of every design.
+    """A task for each run with these tokens per parameter: small sizes first, and within a size all designs per seed.
 
-    So time that ends leaves each design its largest size, on fewer seeds.
+    So if time runs out, each design still has its largest size, on fewer seeds.
     """
     tasks = {}
     for rungs in zip(*([(name, rung) for rung in each] for name, each in ladder.rungs.items()), strict=True):
@@ -294,13 +294,13 @@ def _request(ladder: Ladder, name: str, rung: Rung, ratio: float, seed: int) -> 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """By design (FLOPs of a token, seconds of a step) at two sizes. start: seconds of a run beside its steps."""
+    """By design (FLOPs per token, seconds per step) at two sizes. start: seconds of a run beside its steps."""
 
     ends: Mapping[str, Sequence[tuple[float, float]]]
     start: float
 
     def step(self, name: str, rung: Rung) -> float:
-        """Seconds of a step: linear in its FLOPs; above the ends in proportion to them, below them down to a tenth."""
+        """Seconds per step: linear in FLOPs; in proportion above the larger size, down to a tenth below the smaller."""
         (low, fast), (high, slow) = self.ends[name]
         flops = rung.flops_per_token
         if flops > high:
@@ -309,7 +309,7 @@ class StepTimes:
 
 
 def time_steps(ladder: Ladder) -> StepTimes:
-    """Timed steps of the smallest and the largest size of each design, on random tokens, with all workers busy.
+    """Time steps of the smallest and the largest size of each design, on random tokens, with all workers busy.
 
     Raises MachineError where a step cannot be timed.
     """

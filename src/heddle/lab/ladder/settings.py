@@ -30,7 +30,7 @@ def parse_ratios(text: str) -> tuple[float, ...]:
 
 
 def parse_sizes(text: str) -> int | tuple[float, ...]:
-    """Parse `5` as a count, and `60k,120k` or a number above 20 as sizes. Raises ConfigError, which names the size."""
+    """Parse `5` as a count, and `60k,120k` or a number above 20 as sizes. Raises ConfigError, naming the size."""
     if text.isdecimal() and len(text) <= 2 and int(text) <= MAX_COUNT:
         return int(text)
     return tuple(parse_named("--sizes", size.strip(), parse_count) for size in text.split(","))
@@ -47,13 +47,13 @@ class LadderSettings(SessionSettings):
 
     designs: Designs
     sizes: Annotated[
-        str | None, Option("N|N,N,...", "How many, by halves from the first design down; or sizes. [5]")
+        str | None, Option("N|N,N,...", "Number of sizes, halving from the first design; or sizes. [5]")
     ] = None
     tokens_per_parameter: Annotated[
         str | None,
         Option(
             "X|X,X,...",
-            "Training tokens of each run per parameter; several give L(N, D), as branches of one run. [20]",
+            "Training tokens per parameter; several give L(N, D), as branches of one run. [20]",
         ),
     ] = None
     target: Annotated[
@@ -70,13 +70,13 @@ class LadderSettings(SessionSettings):
     target_flops: Annotated[
         float | None,
         Option(
-            "C", "Budget whose best size is predicted. [6·N·D of the target]", partial(parse_count, unit_name="FLOPs")
+            "C", "Predict the best size for this budget. [6·N·D of the target]", partial(parse_count, unit_name="FLOPs")
         ),
     ] = None
-    irreducible: Annotated[str, Option("NAME", "The loss that no size removes: shared or separate.")] = "shared"
+    irreducible: Annotated[str, Option("NAME", "Irreducible loss of the designs: shared or separate.")] = "shared"
     seeds: Annotated[int | None, Option("N", "Runs of each size, with random seeds 0 to N-1. [2]")] = None
     budget: Annotated[
-        str | None, Option("TIME", "Of the whole command, 30m, 12h: it chooses sizes, tokens and seeds not given.")
+        str | None, Option("TIME", "Time of the whole command (30m, 12h); chooses sizes, tokens, seeds not given.")
     ] = None
     out: Annotated[Path, Option("FOLDER", "The ladder's folder; a later call may add to it.")] = Path("runs/ladder")
     dry_run: Annotated[bool, Option("", "Print sizes, tokens and the time they take; train nothing.")] = False

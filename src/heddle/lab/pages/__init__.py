@@ -1,1 +1,1 @@
-"""Pages made from plain data by jinja2 templates: each is one HTML file that loads nothing."""
+"""Pages made from plain data by jinja2 templates: each is one self-contained HTML file."""

@@ -10,7 +10,7 @@ from heddle.lab.pages.render import render
 class ServedModel:
     """A model that a server answers for.
 
-    address: what its addresses begin with, "" for the server's own. is_chat: whether it has a chat template.
+    address: the prefix of its URLs, "" for the server's own. is_chat: whether it has a chat template.
     has_scores: whether answers come with the probabilities of their tokens.
     """
 
@@ -23,7 +23,7 @@ class ServedModel:
 
 
 def chat_page(models: Sequence[ServedModel], most_tokens: int) -> str:
-    """The page as one HTML document. most_tokens: that an answer may have."""
+    """The page as one HTML document. most_tokens: the limit of an answer."""
     return render(
         "chat.html",
         title=f"heddle chat: {' and '.join(model.name for model in models)}",

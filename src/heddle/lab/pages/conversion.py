@@ -57,7 +57,7 @@ from heddle.lab.pages.sections import HeatCell, HeatMap, with_range
 from heddle.storage.file_io import write_file
 from heddle.training.evaluation.scores import finite_ratio
 
-# The summary of a conversion's page: a row for each model, and the style that all figures show it in.
+# The summary of a conversion's page: a row for each model, and its style in all figures.
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def model_styles(results: ConversionResults) -> dict[str, DesignStyle]:
 
 
 def summary_rows(results: ConversionResults) -> list[ModelRow]:
-    """The original, then the others: of several conversions the larger states first, and of each the lower loss."""
+    """The original, then the others: larger states first, and for equal states lower losses first."""
 
     def order(model: ModelResult) -> tuple[float, float]:
         loss = finite_ratio(model.windows)
@@ -144,7 +144,7 @@ def _recall_bars(results: ConversionResults, model: ModelResult) -> list[Bar]:
 def _cost_bars(results: ConversionResults, model: ModelResult) -> list[Bar]:
     states = [state_per_token(results, each) or 0.0 for each in results.models]
     state, context = state_per_token(results, model), decode_context(results)
-    bars = [Bar("State a token", format_bytes(state), _percent(state, states), "less is better")]
+    bars = [Bar("State per token", format_bytes(state), _percent(state, states), "less is better")]
     if context is not None:
         speeds = [value_at(speeds_of(results, each, "decode"), context) or 0.0 for each in results.models]
         speed = value_at(speeds_of(results, model, "decode"), context)
@@ -164,7 +164,7 @@ HEAT = 55  # the strongest background, in percent
 
 
 def sweep_table(results: ConversionResults) -> TextTable:
-    """A row for each conversion: its state, and what it adds to the loss before and after healing."""
+    """A row for each conversion: its state, and the loss that it adds before and after healing."""
     healed = {_conversion_of(model): model for model in results.models if model.stage == HEALED}
     rows = []
     for model in (model for model in results.models if model.stage == CONVERTED):
@@ -175,7 +175,7 @@ def sweep_table(results: ConversionResults) -> TextTable:
             after = healed.get(_conversion_of(model))
             removed = None if after is None else healed_share(results, after)
             rows[-1] += [*(_added_cells(results, after) if after else [NO_VALUE] * 2), format_percent(removed)]
-    header = ["conversion", "state a token", "of the original", "adds", ""]
+    header = ["conversion", "state per token", "of the original", "adds", ""]
     header += ["healed, adds", "", "removed by healing"] if healed else []
     return TextTable(header, rows, "Added bits per byte by state")
 
@@ -191,7 +191,7 @@ def _added_cells(results: ConversionResults, model: ModelResult) -> list[str]:
 
 
 def position_table(results: ConversionResults) -> HeatMap:
-    """The original's loss by position, and what each other model adds to it; the stronger the color, the more."""
+    """The original's loss by position, and each other model's added loss; the stronger the color, the more."""
     ranges = results.text.positions
     original = results.original
     changes = {
@@ -227,7 +227,7 @@ def layer_tables(results: ConversionResults) -> list[HeatMap]:
 
 
 def copying_table(results: ConversionResults) -> TextTable:
-    """The loss on both occurrences of the repeated spans, and what is left of the original's gain."""
+    """The loss on both occurrences of the repeated spans, and the share of the original's gain that is left."""
     rows = []
     for model in results.models:
         is_original = model.stage == ORIGINAL
@@ -243,12 +243,12 @@ def copying_table(results: ConversionResults) -> TextTable:
                 format_percent(copying_share(results, model)),
             ]
         )
-    header = ["bits per byte of a span", "first", "again", "again − first", "change of it", "", "copying left"]
+    header = ["bits per byte of a span", "first", "again", "again − first", "change in gain", "", "copying left"]
     return TextTable(header, rows, "Loss on repeated spans")
 
 
 def needle_table(results: ConversionResults) -> HeatMap:
-    """Right answers by depth; the stronger the color, the further above what is guessed without the needle."""
+    """Accuracy by depth; the stronger the color, the further above guessing without the needle."""
     rows = []
     depths = [needle.depth for needle in hidden_needles(results.original)]
     for model in results.models:
@@ -267,13 +267,13 @@ def needle_table(results: ConversionResults) -> HeatMap:
         cells += [HeatCell(format_percent(chance_accuracy(model)), 0), HeatCell(text, 0, (note,))]
         rows.append((model.name, cells))
     columns = [*(f"depth {depth:.0%}" for depth in depths if depth is not None), "without it", "gain"]
-    return HeatMap(["right tokens"], columns, rows)
+    return HeatMap(["correct tokens"], columns, rows)
 
 
 def cost_tables(results: ConversionResults) -> list[TextTable]:
     """Sizes, states over the context, and the class that each model exports as."""
     sizes = TextTable(
-        ["model", "parameters", "FLOPs a token", "state a token"],
+        ["model", "parameters", "FLOPs per token", "state per token"],
         [
             [
                 model.name,
@@ -296,7 +296,7 @@ def cost_tables(results: ConversionResults) -> list[TextTable]:
 
 
 def speed_tables(results: ConversionResults) -> list[TextTable]:
-    """Decode and prefill speeds over the context, with their ranges; empty where nothing was measured."""
+    """Decode and prefill speeds over the context, with their ranges; empty if nothing was measured."""
     tables = []
     for phase in ("decode", "prefill"):
         rows = {model.name: speeds_of(results, model, phase) for model in results.models}
@@ -312,13 +312,13 @@ def speed_tables(results: ConversionResults) -> list[TextTable]:
 # The charts of a conversion's page: added loss over the state, and loss, errors and speed of each model.
 
 
-MAX_LINES = 7  # more lines are told by the table alone
+MAX_LINES = 7  # with more lines there is only the table
 TICK_DISTANCE = 0.09  # of the axis
-LINEAR_LIMIT = 8  # an added loss of more than so many times the tolerance is drawn on a stretched scale
+LINEAR_LIMIT = 8  # added losses above this many times the tolerance are drawn on a stretched scale
 
 
 def sweep_figure(results: ConversionResults) -> Figure | None:
-    """Added loss over state bytes a token, a line for each method and stage; None below two sizes of the state."""
+    """Added loss over state bytes per token, a line for each method and stage; None below two state sizes."""
     conversions = [model for model in results.converted_models if model.stage == CONVERTED]
     if len({state_per_token(results, model) for model in conversions} - {None}) < 2:
         return None
@@ -345,7 +345,7 @@ def _sweep_axes(results: ConversionResults, series: Sequence[Series], tolerance:
     context = state_context(results)
     at_context = "" if context is None else f" (of {format_context(context)} tokens)"
     sizes = [value.x for each in series for value in each.values]
-    return line_figure(series, byte_axis(f"state bytes a token{at_context}", sizes), y_axis, dotted)
+    return line_figure(series, byte_axis(f"state bytes per token{at_context}", sizes), y_axis, dotted)
 
 
 def stretch(value: float, limit: float) -> float:
@@ -381,7 +381,7 @@ def stretched_axis(low: float, high: float, limit: float) -> dict[str, Any]:
         if low <= value <= high and all(abs(place - other) >= TICK_DISTANCE * (end - start) for other in ticks):
             ticks[place] = f"{value:g}".replace("-", "−")
     numbers = {"range": [start, end], "tickvals": list(ticks), "ticktext": list(ticks.values())}
-    return axis("bits per byte added, stretched at 0") | numbers
+    return axis("bits per byte added, stretched around 0") | numbers
 
 
 def _sweep_line(results: ConversionResults, name: str, models: Sequence[ModelResult], style: DesignStyle) -> Series:
@@ -391,7 +391,7 @@ def _sweep_line(results: ConversionResults, name: str, models: Sequence[ModelRes
         if size and added.mean is not None:
             percent = format_signed_percent(added_share(results, model))
             change = "the original" if model.stage == ORIGINAL else f"{format_difference(added)} ({percent})"
-            title = f"{model.name}: {change}, {format_bytes(size)} a token"
+            title = f"{model.name}: {change}, {format_bytes(size)} per token"
             values.append(Value(size, added.mean, added.low, added.high, title))
     values.sort(key=lambda value: value.x)
     return Series(name, style, values, has_line=len(values) > 1, filled=models[0].stage != CONVERTED)
@@ -420,7 +420,7 @@ def position_figure(results: ConversionResults) -> Figure | None:
 
 
 def layer_figure(results: ConversionResults) -> Figure | None:
-    """The relative error of each mixer's output, and fainter that of the stream after each layer."""
+    """The relative error of each mixer's output, and fainter the error of the stream after each layer."""
     compared = [model for model in results.converted_models if model.layer_errors]
     if not compared or len(compared) > MAX_LINES:
         return None
@@ -443,7 +443,7 @@ def layer_figure(results: ConversionResults) -> Figure | None:
 
 
 def decode_figure(results: ConversionResults) -> Figure | None:
-    """Decoded tokens per second over the context; a bar is the range of the measurements. One line a design."""
+    """Decoded tokens per second over the context; a bar is the range of the measurements. One line per design."""
     designs = {model.design_key: model for model in reversed(results.models)}
     shown = [model for model in results.models if designs[model.design_key] is model]
     contexts = sorted({row[0] for model in shown for row in speeds_of(results, model, "decode")})
@@ -484,7 +484,7 @@ REMEDY = "free some space or choose another folder"
 
 
 def write_conversion_page(results: ConversionResults, folder: Path) -> Path:
-    """Write convert.html into a folder, whole or not at all; return its path. Raises MachineError."""
+    """Write convert.html into a folder atomically; return its path. Raises MachineError."""
     write_file(folder / PAGE_FILE, conversion_page(results), REMEDY)
     return folder / PAGE_FILE
 

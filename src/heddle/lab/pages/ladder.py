@@ -19,16 +19,16 @@ from heddle.storage.file_io import write_file
 
 SIZE_MARGIN = 1.15  # of the axis of sizes, as a factor
 MAX_TICKS = 6
-MAX_CURVES = 8  # more bands than that hide each other
+MAX_CURVES = 8  # more bands hide each other
 
 
 def size_figure(report: LadderReport) -> Figure:
-    """Loss over parameters; of L(N, D), at the tokens per parameter at which designs are compared."""
+    """Loss over parameters; for L(N, D), at the tokens per parameter at which designs are compared."""
     designs = [
         replace(design, rungs=[rung for rung in design.rungs if _is_near(rung, report.tokens_per_parameter)])
         for design in report.designs
     ]
-    title = "parameters, all that act on a token"
+    title = "parameters that act on a token"
     return _ladder_figure(replace(report, designs=designs), lambda point: point.parameters, title, _size_text)
 
 
@@ -81,14 +81,14 @@ def _measured(design: LadderDesign, x_of: Callable[[Point], float]) -> list[Valu
 
 
 def _loss_range(series: Sequence[Series]) -> tuple[float, float]:
-    """All measured points and curves; the bands may leave the plot where they are wide."""
+    """The range of measured points and curves; wide bands may leave the plot."""
     bare = [Series(each.name, each.style, [Value(value.x, value.y) for value in each.values]) for each in series]
     low, high = value_range(bare)
     return max(low, 1e-3), high
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Numbers 1, 2 and 5 times powers of ten between two, or powers of ten alone where those are enough."""
+    """Numbers 1, 2 and 5 times powers of ten between two, or only powers of ten if those are enough."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for steps in ((1, 2, 5), (1,)):
         ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
@@ -112,7 +112,7 @@ PAGE_FILE = "ladder.html"
 
 
 def write_ladder_page(report: LadderReport, folder: Path) -> Path:
-    """Write ladder.html into a folder, whole or not at all; return its path. Raises MachineError."""
+    """Write ladder.html into a folder atomically; return its path. Raises MachineError."""
     write_file(folder / PAGE_FILE, ladder_page(report))
     return folder / PAGE_FILE
 

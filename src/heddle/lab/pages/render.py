@@ -29,23 +29,23 @@ FILTERS = {
 
 
 def render(template: str, **context: Any) -> str:
-    """The text of a file in templates/. All values are escaped, except the files and JSON that the templates embed.
+    """Render a file in templates/ to HTML. All values are escaped, except the files and JSON that templates embed.
 
-    A page extends base.html, whose policy lets it run the scripts of its block `scripts` and nothing else.
+    A page extends base.html, which lets only the scripts of its block `scripts` run.
     """
     return environment().get_template(template).render(**context)
 
 
-# Characters that reorder the text around them (Unicode's embeddings, overrides and isolates), shown by their numbers: a
-# name may not look like another one. Marks of one character, which right-to-left texts need, stay.
+# Characters that reorder the text around them (Unicode's embeddings, overrides and isolates) are shown as code points,
+# so that no name can look like another one. Marks of one character, which right-to-left texts need, stay.
 BIDI_CONTROLS = {character: f"\\u{character:04x}" for character in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 def render_figures(template: str, figures: Mapping[str, Any], scripts: bool = True, **context: Any) -> str:
-    """The text of a page with figures, which `figures.js` draws where the template has `plot(name, …)`.
+    """Render a page with figures, which `figures.js` draws where the template has `plot(name, …)`.
 
-    figures: plotly's specifications by name; None where nothing was measured. scripts: False leaves plotly's 5 MB out,
-    for a page that has it and takes over the content of a newer version.
+    figures: plotly specifications by name; None if nothing was measured. scripts: False leaves plotly's 5 MB out, for
+    an open page that only takes over newer content.
     """
     return render(template, figures=figures, plotly=plotly_script() if scripts else "", **context)
 
@@ -63,8 +63,8 @@ def plotly_script() -> str:
 def environment() -> "Environment":
     """The jinja2 environment of all pages.
 
-    Besides what jinja2 has, templates may use `static(name)`, which embeds a file of static/, `version`, the FILTERS,
-    the filter `script_json`, which embeds data in a script element, and `script_sources`, which base.html alone needs.
+    Besides the builtins, templates may use `static(name)`, which embeds a file of static/, `version`, the FILTERS,
+    the filter `script_json`, which embeds data in a script element, and `script_sources`, which only base.html needs.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -97,7 +97,7 @@ def script_json(data: Any) -> str:
 
 
 def script_sources(scripts: str) -> str:
-    """The sources of a policy (Content Security Policy, level 2) that lets these script elements run and no other.
+    """The sources of a Content Security Policy (level 2) that lets only these script elements run.
 
     Each is the SHA-256 of an element's text. A browser reads every line break as "\n".
     """
@@ -106,7 +106,7 @@ def script_sources(scripts: str) -> str:
     return " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in texts) or "'none'"
 
 
-# The color, line and marker by which all figures and tables of a page show a design.
+# The color, line and marker of a design in all figures and tables of a page.
 
 
 COLOR_COUNT = 6

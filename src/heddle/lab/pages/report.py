@@ -33,7 +33,7 @@ from heddle.lab.pages.render import DesignStyle, render_figures, report_styles
 from heddle.lab.pages.sections import ability_tables, profile_cards
 from heddle.storage.file_io import write_file
 
-# The data of the report's summary table: a row for each design, its interval relative to the baseline.
+# The data of the report's summary table: a row for each design, with its interval relative to the baseline.
 
 
 INTERVAL_MARGIN = 1.08  # room around the largest interval
@@ -76,7 +76,7 @@ class DifferenceCell:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """A design. difference: None where it is the baseline; baseline_point: its point at 0, if it has a mean."""
+    """A design's row. difference: None for the baseline; baseline_point: its point at 0, if it has a mean."""
 
     name: str
     style: DesignStyle
@@ -94,7 +94,7 @@ class SummaryRow:
 class SummaryTable:
     """The rows, lowest bits per byte first. baseline: its name; compares: whether there is a second design.
 
-    recall_title, chance: of the first probe, where there is one; chance is the percentage that guessing gives.
+    recall_title, chance: of the first probe, if there is one; chance is the accuracy of guessing in percent.
     """
 
     rows: list[SummaryRow]
@@ -151,7 +151,7 @@ def parameters_text(design: Design) -> str:
 def _difference(report: Report, name: str, scale: float) -> DifferenceCell:
     row = difference_to_baseline(report, name)
     word = judgment(row)
-    # one seed gives no certain judgment, so it looks like an unresolved one
+    # one seed gives no certain judgment, so it is styled as unresolved
     look = word if word in ("better", "worse") else "unresolved"
     interval = None
     if row is not None and row.mean is not None:
@@ -203,7 +203,7 @@ class TuningCard:
 
 @dataclass(frozen=True)
 class TuningSection:
-    """A card for each field, sentences, the values that were chosen, and how many were tried on how long runs."""
+    """A card for each field, sentences, the chosen values, and how many were tried on runs of which length."""
 
     cards: list[TuningCard]
     sentences: list[str]
@@ -212,7 +212,7 @@ class TuningSection:
 
 
 def tuning_section(report: Report) -> TuningSection | None:
-    """The section; None where nothing was tuned."""
+    """The section; None if nothing was tuned."""
     tuning = report.tuning
     if not tuning:
         return None
@@ -236,13 +236,13 @@ def tuning_section(report: Report) -> TuningSection | None:
             for index, field in enumerate(tuning.fields)
         ],
         sentences=list(tuning.sentences),
-        choices=TextTable(header, rows, "The values chosen for each design"),
+        choices=TextTable(header, rows, "Values chosen for each design"),
         grid=f"{len(tried.candidates)} {noun} on {length}",
     )
 
 
 def _note(tuning: TuningReport, index: int) -> str:
-    """What the figure shows."""
+    """The note below the figure."""
     field = tuning.fields[index]
     note = "A ring is a design's choice."
     if field.is_number:
@@ -273,9 +273,9 @@ LONG_VERDICT = 160  # characters; a longer first sentence is set in smaller type
 
 
 def write_report(report: Report, folder: Path) -> Path:
-    """Write report.json and report.html into a folder, each completely or not at all; return the page's path.
+    """Write report.json and report.html into a folder, each atomically; return the page's path.
 
-    The same report gives the same bytes. Numbers that are not finite become null. Raises MachineError where the folder
+    The same report gives the same bytes. Non-finite numbers become null. Raises MachineError if the folder
     cannot be written.
     """
     try:
@@ -295,7 +295,7 @@ def report_json(report: Report) -> str:
 def report_page(report: Report, revision: int | None = None, scripts: bool = True) -> str:
     """The report as one HTML document.
 
-    revision: of a page that `LivePage` serves, and that asks for newer ones; None for a file, which asks for nothing.
+    revision: of a page that `LivePage` serves, which polls for newer ones; None for a file.
     scripts: as in `render_figures`.
     """
     return render_figures("report.html", scripts=scripts, revision=revision, **report_context(finite(report)))

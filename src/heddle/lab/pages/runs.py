@@ -18,17 +18,17 @@ from heddle.progress import format_duration
 from heddle.storage.file_io import write_file
 
 SEED = re.compile(r"-seed\d+$")
-MAX_LINES = 24  # of a chart; the table has all runs
+MAX_LINES = 24  # in a chart; the table has all runs
 
 
 def write_runs_page(runs: Sequence[RunSummary], differences: Sequence[str], file: Path) -> None:
-    """Write the page, whole or not at all. differences: a text for each run.
+    """Write the page atomically. differences: a sentence for each run.
 
-    Raises MachineError, and ConfigError for a file that is not a page.
+    Raises MachineError, and ConfigError for a file that is not named .html.
     """
     if file.suffix.lower() != ".html":
-        raise ConfigError(f"--plot {file}: writes a page; name it .html, whose figures can be saved as SVG there")
-    write_file(file, runs_page(runs, differences), "choose another file, or free space")
+        raise ConfigError(f"--plot {file}: the plot is an HTML page; name it .html (its figures can be saved as SVG)")
+    write_file(file, runs_page(runs, differences), "choose another file, or free some space")
 
 
 def runs_page(runs: Sequence[RunSummary], differences: Sequence[str]) -> str:
@@ -49,7 +49,7 @@ def runs_page(runs: Sequence[RunSummary], differences: Sequence[str]) -> str:
 
 
 def curve_figure(runs: Sequence[RunSummary]) -> Figure:
-    """The metric of at most 24 runs over tokens: pale as it is, and smoothed. Seeds of a design are drawn alike."""
+    """The metric of at most 24 runs over tokens: raw (pale) and smoothed. Seeds of a design share a style."""
     shown = runs[:MAX_LINES]
     names = [run.name for run in shown]
     styles, labels = styles_of(names), legend_labels(names)
@@ -78,7 +78,7 @@ def styles_of(names: Sequence[str]) -> dict[str, DesignStyle]:
 
 
 def legend_labels(names: Sequence[str]) -> dict[str, str]:
-    """One entry of the legend for each design: its first run has it, the others have ""."""
+    """One legend entry for each design: at its first run; "" for the others."""
     firsts: dict[str, str] = {}
     counts = Counter(map(design_of, names))
     for name in names:
@@ -93,15 +93,15 @@ def _token_axis() -> dict[str, Any]:
     return axis("tokens") | {"tickformat": "~s", "rangemode": "tozero"}
 
 
-# The page of `heddle watch`: curves of any number of runs, their table, their experts and what they write.
+# The page of `heddle watch`: curves of any number of runs, their table, their experts and samples.
 
 
 MAX_WATCHED_LINES = 12  # runs of a chart; the table has all
-START, MIN_POINTS = 0.1, 20  # the heights of a chart are those after this part, where so many points are later
+START, MIN_POINTS = 0.1, 20  # the y range is taken after this share of the run, if at least this many points follow
 FROM_ZERO = ("tokens/s", "memory")
 # title, curve of the thick line, curve behind it or "", format of a tick, note
 CHARTS: tuple[tuple[str, str, str, str, str], ...] = (
-    ("learning rate", "rate", "", ".3~g", "As the schedule gave it to each step."),
+    ("learning rate", "rate", "", ".3~g", "The scheduled rate of each step."),
     (
         "gradient norm",
         "norm",
@@ -116,14 +116,14 @@ CHARTS: tuple[tuple[str, str, str, str, str], ...] = (
         "~s",
         "The tokens of a step over the median seconds of the last 100 steps, without evaluations and checkpoints.",
     ),
-    ("memory", "memory", "", ".3~s", "The most so far: of tensors on a GPU, of the whole process on a CPU."),
+    ("memory", "memory", "", ".3~s", "Peak so far: tensors on a GPU, the whole process on a CPU."),
 )
 
 
 def watch_page(runs: Sequence[WatchedRun], revision: int | None = None, scripts: bool = True) -> str:
     """The page as one HTML document.
 
-    revision: of a live page, which then follows its server. scripts: as in `render_figures`.
+    revision: of a live page, which follows its server. scripts: as in `render_figures`.
     """
     styles = styles_of([run.name for run in runs])
     readable = [run for run in runs if not run.error]
@@ -154,10 +154,10 @@ def _metrics(runs: Sequence[WatchedRun]) -> list[str]:
 
 
 def _loss_note(metric: str) -> str:
-    task = "The training curve is the loss of answers. " if metric == "accuracy" else ""
+    task = "The training curve is the loss on answers. " if metric == "accuracy" else ""
     return (
         f"{task}Each step is pale. The line is the mean of the steps so far, each weighing 0.9 times the next. "
-        "Markers are held-out text. What is higher in the first tenth is drawn at the edge."
+        "Markers are held-out text. Higher values in the first tenth are drawn at the edge."
     )
 
 
@@ -172,7 +172,7 @@ def _figure(
     styles: dict[str, DesignStyle],
     tick_format: str = "",
 ) -> Figure:
-    """A figure of curves over tokens; each is (name, whether it is behind the others)."""
+    """A figure of curves over tokens; each is (name, whether it is drawn behind the others)."""
     series, last = [], 1
     labels = legend_labels([run.name for run, _ in runs])
     for run, names in runs:
@@ -191,7 +191,7 @@ def _figure(
 
 
 def _after_the_start(series: Series, last: int) -> Series:
-    """The values after the first tenth, so that what a run begins with does not flatten all that follows."""
+    """The values after the first tenth, so that the steep start does not flatten the rest."""
     later = [value for value in series.values if value.x > START * last]
     return replace(series, values=later) if len(later) >= MIN_POINTS else series
 

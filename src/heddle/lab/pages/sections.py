@@ -127,7 +127,7 @@ def _series_table(report: Report, key: str, title: str, format_value: Formatter)
 
 
 def with_range(series: Sequence[Sequence[Any]] | None, context: int, format_value: Formatter) -> str:
-    """The value at a context, with the range of its measurements where it has one: "305 tok/s (290 to 311)"."""
+    """The value at a context, with the range of its measurements if it has one: "305 tok/s (290 to 311)"."""
     text, ends = format_value(value_at(series, context)), range_at(series, context)
     return text if ends is None else f"{text} ({format_number(ends[0])} to {format_number(ends[1])})"
 
@@ -153,7 +153,7 @@ def effect_cards(report: Report) -> list[EffectCard]:
             designs_per_value=max(len(value.designs) for value in field.values),
             is_measured=any(value.mean is not None for value in field.values),
             table=effect_table(field),
-            # the values share a method where they were measured alike
+            # values that were measured alike share a method
             methods=list(dict.fromkeys(value.difference.method for value in field.values if value.difference)),
         )
         for index, field in enumerate(report.effects.fields)
@@ -189,12 +189,12 @@ def _interaction_cell(cell: InteractionCell, means: Sequence[float]) -> HeatCell
 
 
 def equal_size(report: Report) -> tuple[str, TextTable] | None:
-    """(what was made equal, in words; what was changed), or None where nothing was."""
+    """(the size that was made equal, in words; the changes), or None if nothing was."""
     return (equal_size_words(report), equal_size_table(report)) if report.equal_size else None
 
 
 def length_rows(report: Report) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Of each design its name, and for each multiple of the trained length (text, note, method of the interval)."""
+    """Each design's name, and for each multiple of the trained length (text, note, method of the interval)."""
     rows = []
     for design in report.designs:
         rows.append((design.name, [_length_cell(row) for row in design.extrapolation]))
@@ -212,7 +212,7 @@ def _length_cell(row: LengthChange) -> tuple[str, str, str]:
 
 
 def refusals(report: Report) -> list[tuple[str, int, str]]:
-    """(design, multiple, reason) of the first length that a design refuses."""
+    """(design, multiple, reason) of the first length that a design rejects."""
     first = []
     for design in report.designs:
         row = next((row for row in design.extrapolation if row.refusal is not None), None)
@@ -222,7 +222,7 @@ def refusals(report: Report) -> list[tuple[str, int, str]]:
 
 
 def recall_rows(report: Report) -> HeatMap:
-    """Right answers by design and probe; the stronger the color, the further from guessing."""
+    """Accuracy by design and probe; the stronger the color, the further from guessing."""
     probes = report.recall
     rows = []
     for design in report.designs:
@@ -232,11 +232,11 @@ def recall_rows(report: Report) -> HeatMap:
             above = 0.0 if accuracy is None else max(0.0, (accuracy - probe.chance) / (1 - probe.chance))
             cells.append(HeatCell(format_percent(accuracy), RECALL_HEAT * above))
         rows.append((design.name, cells))
-    return HeatMap(["right answers"], [probe.title for probe in probes.values()], rows)
+    return HeatMap(["correct answers"], [probe.title for probe in probes.values()], rows)
 
 
 def design_cards(report: Report) -> list[dict[str, Any]]:
-    """Of each design: what it is, its state, how it compares with the baseline, its runs, and a sample."""
+    """For each design: its summary, its state, how it compares with the baseline, its runs, and a sample."""
     return [
         {
             "design": design,
@@ -263,7 +263,7 @@ def design_cards(report: Report) -> list[dict[str, Any]]:
 
 
 def kernel_sentences(design: Design) -> list[str]:
-    """Of each phase the kernels of the mixers' operations: "Kernels in training: attention torch, delta chunked"."""
+    """For each phase the kernels of the mixers' operations: "Kernels in training: attention torch, delta chunked"."""
     phrases = []
     for phase, operations in design.kernels.items():
         names = [f"{operation} {' and '.join(kernels)}" for operation, kernels in operations.items()]
@@ -272,14 +272,14 @@ def kernel_sentences(design: Design) -> list[str]:
 
 
 def difference_methods(report: Report) -> list[tuple[str, str]]:
-    """(designs, method) of each method by which differences were computed."""
+    """(designs, method) for each method by which differences were computed."""
     is_partial = not report.progress.is_complete
     differences = [row for row in report.differences if not is_partial or row.mean is not None]
     methods = dict.fromkeys(row.method for row in differences)
     return [(join_names([row.design for row in differences if row.method == method], 12), method) for method in methods]
 
 
-# The data of the report's sections on what designs can do and where their loss lies, without HTML.
+# The data of the report's sections on recall and on the loss by position and frequency, without HTML.
 
 
 PROFILE_HEAT = 55  # the strongest background of a cell, in percent
@@ -287,7 +287,7 @@ PROFILE_HEAT = 55  # the strongest background of a cell, in percent
 
 @dataclass(frozen=True)
 class AbilityTables:
-    """What is shown of recall beside the table of tasks. left_out: sentences on tasks that are not in that table."""
+    """The recall data beside the table of tasks. left_out: sentences on tasks that are not in that table."""
 
     left_out: list[str]
     text_table: TextTable | None
@@ -296,7 +296,7 @@ class AbilityTables:
 
 @dataclass(frozen=True)
 class ProfileCard:
-    """Where the loss lies. figure: its name; is_drawn: whether there is one."""
+    """Loss by position or frequency. figure: its name; is_drawn: whether there is one."""
 
     title: str
     note: str
@@ -307,7 +307,7 @@ class ProfileCard:
 
 
 def ability_tables(report: Report) -> AbilityTables:
-    """The section on what the designs can do."""
+    """The section on recall."""
     return AbilityTables(
         left_out=left_out_sentences(report),
         text_table=text_recall_table(report),
@@ -316,7 +316,7 @@ def ability_tables(report: Report) -> AbilityTables:
 
 
 def text_recall_table(report: Report) -> TextTable | None:
-    """Right tokens of the needles with and without them, and bits per byte of repeated spans; None if not measured."""
+    """Accuracy on needles with and without them, and bits per byte of repeated spans; None if not measured."""
     measured = [(design, design.text_recall) for design in report.designs if design.text_recall is not None]
     if not measured:
         return None
@@ -385,8 +385,8 @@ def profile_cards(report: Report) -> list[ProfileCard]:
     return [
         ProfileCard(
             "Loss by position",
-            "The position of a token in its document, within a window. A design that uses what it has read gains with "
-            "the position.",
+            "The position of a token in its document, within a window. A design that uses its context gains with the "
+            "position.",
             "profile-positions",
             figures["profile-positions"] is not None,
             profile_map(report, "positions", ranges),
@@ -404,7 +404,7 @@ def profile_cards(report: Report) -> list[ProfileCard]:
 
 
 def profile_map(report: Report, name: str, columns: Sequence[str]) -> HeatMap:
-    """The baseline's loss in each group, and the others' differences to it; the stronger the color, the worse."""
+    """The baseline's loss in each group, and the others' differences from it; the stronger the color, the worse."""
     rows: list[tuple[str, list[HeatCell]]] = []
     measured = [design for design in report.designs if design.profile(name)]
     means = [
@@ -435,7 +435,7 @@ BAR_WIDTH, BAR_SPACE, PICTURE_HEIGHT = 8.0, 10, 40  # in the picture's own units
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """The experts of one layer. shares: of each expert's choices relative to an even share, which is 1."""
+    """The experts of one layer. shares: the load of each expert, relative to an even load of 1."""
 
     layer: str
     shares: list[float]

@@ -1,1 +1,1 @@
-"""What a training costs on many GPUs, before any of them is rented: memory, communication, speed."""
+"""What training costs on many GPUs, before renting them: memory, communication, speed."""

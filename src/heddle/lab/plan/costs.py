@@ -1,4 +1,4 @@
-"""What one row costs in each layer: FLOPs, parameters, and what is saved for the backward pass.
+"""Costs of one sequence in each layer: FLOPs, parameters, and tensors saved for the backward pass.
 
 Everything is measured on the meta device with the kernels of a GPU; nothing is allocated. Each distinct layer of the
 design runs once and is multiplied by its count.
@@ -34,7 +34,7 @@ from heddle.torch_private import TorchDispatchMode, operator_name, storage_key
 # A stand-in for the fused attention of a GPU: it saves what the kernel saves, and computes nothing.
 
 
-BACKWARD_PRODUCTS = 2.5  # FLOPs of the backward pass over those of the forward pass: scores are computed again
+BACKWARD_PRODUCTS = 2.5  # FLOPs of the backward over the forward pass: scores are recomputed
 
 
 class AttentionShapes(TorchFunctionMode):
@@ -49,7 +49,7 @@ class AttentionShapes(TorchFunctionMode):
         self.note = note
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer attention, and leave the rest to torch."""
+        """Intercept attention, and leave the rest to torch."""
         if function is not functional.scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
         q, k, v = args[:3]
@@ -79,10 +79,10 @@ PRODUCTS = {"addmm", "baddbmm", "bmm", "mm", "linear"}
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One of `count` equal layers. FLOPs and bytes are those of the forward pass of one row.
+    """One of `count` equal layers. FLOPs and bytes are for the forward pass of one sequence.
 
     weights: how many of them have parameters of their own. looped: the others visit these again; they are in the root.
-    attention_flops: those that grow with the square of the length. saved_bytes: what the backward pass needs, in
+    attention_flops: the part that grows with the square of the length. saved_bytes: what the backward pass needs, in
     bfloat16. product_bytes: the outputs of every second product and of attention, which selective recomputation keeps.
     input_bytes: the layer's input, which full recomputation keeps.
     """
@@ -101,10 +101,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The layers with multi-token modules, and what stands around them: embedding, last norm, head and looped weights.
-
-    The latter are the `root`.
-    """
+    """The layers with multi-token modules, and the `root`: embedding, last norm, head and looped weights."""
 
     layers: tuple[LayerCost, ...]
     parameters: int
@@ -118,12 +115,12 @@ class ModelCost:
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs of the forward pass of one row in training, causal pairs only, with the head."""
+        """FLOPs of the forward pass of one sequence in training, causal pairs only, with the head."""
         return self.head_flops + sum(layer.count * layer.flops for layer in self.layers)
 
     @property
     def attention_flops(self) -> float:
-        """Those of `forward_flops` that grow with the square of the length."""
+        """The part of `forward_flops` that grows with the square of the length."""
         return sum(layer.count * layer.attention_flops for layer in self.layers)
 
     @property
@@ -150,7 +147,7 @@ class _LayerTrace:
 
 
 def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
-    """Measure a design for rows of `sequence_length` tokens. Raises ConfigError for one with an encoder."""
+    """Measure a design for sequences of `sequence_length` tokens. Raises ConfigError for one with an encoder."""
     if config.encoder is not None or config.vocab_size is None:
         reason = "vocab_size: is missing" if config.vocab_size is None else "encoder: a plan covers decoders only"
         raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
@@ -199,7 +196,7 @@ def _row(sequence_length: int) -> tuple[Tensor, Layout]:
 
 
 def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
-    """What each distinct layer saves for the backward pass of one row."""
+    """What each distinct layer saves for the backward pass of one sequence."""
     modules = [layer for layer, _ in stacked_layers(model, training=True)]
     traces = [_LayerTrace() for _ in modules]
     current: list[_LayerTrace] = []
@@ -259,7 +256,7 @@ class _Products(TorchDispatchMode):
         return result
 
 
-# How a training is cut over ranks, with torchtitan's names of the degrees.
+# How training is split over ranks, with torchtitan's names for the degrees.
 
 
 Recompute = Literal["none", "selective", "layers"]
@@ -269,10 +266,10 @@ Recompute = Literal["none", "selective", "layers"]
 class RankLayout:
     """Data parallelism: `replicate` groups of ranks, each with the whole state in `shard` shards.
 
-    rows: of a micro-batch on each rank. accumulation: micro-batches of a step. recompute: what the backward pass
-    computes again: nothing, every second product and all between ("selective", as torchtitan), or whole layers.
-    reshard: whether gathered weights are freed after the forward pass. reduce_bytes: of a gradient on its way.
-    whole_logits: whether the logits of a micro-batch exist at once, as in trainers whose loss has no chunks.
+    rows: sequences of a micro-batch on each rank. accumulation: micro-batches per step. recompute: what the backward
+    pass recomputes: nothing, every second product and all between ("selective", as in torchtitan), or whole layers.
+    reshard: whether gathered weights are freed after the forward pass. reduce_bytes: per gradient element when reduced.
+    whole_logits: whether the logits of a micro-batch exist at once, as in trainers with an unchunked loss.
     reduce_once: whether gradients of earlier micro-batches stay whole on each rank, and are reduced with the last one.
     """
 
@@ -295,7 +292,7 @@ class RankLayout:
 
     @property
     def gpus(self) -> int:
-        """Number of ranks, one a GPU."""
+        """Number of ranks, one per GPU."""
         return self.replicate * self.shard
 
 
@@ -303,7 +300,7 @@ class RankLayout:
 
 
 class Collective(NamedTuple):
-    """bytes: of the whole gathered or reduced tensor, over all calls of a step. ranks: of its group."""
+    """A collective. bytes: of the whole gathered or reduced tensor, over all calls of a step. ranks: of its group."""
 
     name: str
     bytes: int
@@ -311,7 +308,7 @@ class Collective(NamedTuple):
 
     @property
     def traffic(self) -> float:
-        """Bytes that pass through one rank's link, by a ring."""
+        """Bytes over one rank's link in a ring algorithm."""
         passes = 2 if self.name == "all_reduce" else 1
         return passes * self.bytes * (self.ranks - 1) / self.ranks
 
@@ -320,7 +317,7 @@ def collectives(cost: ModelCost, layout: RankLayout) -> tuple[Collective, ...]:
     """All collectives of one step.
 
     In each micro-batch, layers are gathered for the forward and again for the backward pass, the root group once, in
-    bfloat16, and gradients are scattered: only in the last one with `reduce_once`. Replicas sum their shards as often.
+    bfloat16, and gradients are reduce-scattered, with `reduce_once` only in the last one. Replicas sum shards as often.
     """
     in_layers = cost.parameters - cost.root_parameters
     gathers = 2 if layout.reshard else 1
@@ -350,7 +347,7 @@ CHUNK_LOGIT_BYTES = 2 * BF16_BYTES  # of a logit in heddle's loss on a GPU: itse
 
 
 def rank_memory(cost: ModelCost, layout: RankLayout) -> dict[str, int]:
-    """Bytes of each component on the rank that holds most."""
+    """Bytes of each component on the rank with the most memory."""
     parameters, tokens = cost.parameters, layout.rows * cost.sequence_length
     shard = -(-parameters // layout.shard)
     gathered = cost.root_parameters + GATHERED_LAYERS * cost.largest_layer
@@ -369,7 +366,7 @@ def rank_memory(cost: ModelCost, layout: RankLayout) -> dict[str, int]:
 
 
 def saved_for_backward(cost: ModelCost, layout: RankLayout) -> int:
-    """Bytes of the activations of one row that exist when the backward pass begins, at its largest layer."""
+    """Bytes of the activations of one sequence when the backward pass begins, at its largest layer."""
     if layout.recompute == "none":
         return sum(layer.count * layer.saved_bytes for layer in cost.layers)
     by_layer = ((x.input_bytes if layout.recompute == "layers" else x.product_bytes) * x.count for x in cost.layers)
@@ -386,26 +383,26 @@ def _loss(cost: ModelCost, layout: RankLayout, tokens: int) -> int:
 
 # Expected time of a step: products, attention, communication and the optimizer.
 #
-#     products = 3 F / (peak · e · w / (w + w₀)),   attention = 3.5 F / (peak · e_a),   both with one forward pass more
+#     products = 3 F / (peak · e · w / (w + w₀)),   attention = 3.5 F / (peak · e_a),   both with another forward pass
 #     where layers are recomputed;   step = compute + communication − o · min(compute, communication) + optimizer
 #
 # w is the model's width: narrow layers spend more of their time between the products. The constants are fitted to
-# published trainings of one program (docs/plan/accuracy.md): what a good trainer reached, not what this one will.
+# published training runs (docs/plan/accuracy.md), so they describe what good trainers reached, not what this one will.
 
 
 OPTIMIZER_BYTES = 32  # read and written for each parameter: weight, gradient, two moments, and again all but one
 FP8_PRODUCTS = 1.155  # speed of training with products in fp8, over bfloat16
-# Selective recomputation computes every second product of a layer again: k, the output and up of a Llama layer's seven,
+# Selective recomputation recomputes every second product of a layer: k, the output and up of a Llama layer's seven,
 # which are 36 % of its FLOPs from 8B to 405B.
 _SELECTIVE = 0.35
-BACKWARD_ATTENTION = 2.5  # FLOPs of its backward pass over those of its forward pass: scores are computed again
+BACKWARD_ATTENTION = 2.5  # FLOPs of the backward over the forward pass: scores are recomputed
 
 
 @dataclass(frozen=True)
 class Speeds:
     """Fractions of a GPU's peaks. half_width: the width at which products reach half of `products`.
 
-    network: of the links' speed. overlap: of communication that hides behind products.
+    network: of the links' speed. overlap: share of communication hidden behind products.
     """
 
     products: float
@@ -438,7 +435,7 @@ class StepTime:
 
 
 def fitted_speeds(gpu: Gpu) -> Speeds:
-    """The fitted fractions for a GPU: those of its generation, or of the last one that was published."""
+    """The fitted fractions for a GPU: for its generation, or for the latest one with published results."""
     return AMPERE if gpu.tflops < 500 else HOPPER
 
 
@@ -465,12 +462,12 @@ def step_time(cost: ModelCost, layout: RankLayout, gpu: Gpu, speeds: Speeds | No
 
 
 def tokens_per_second(cost: ModelCost, layout: RankLayout, gpu: Gpu, speeds: Speeds | None = None) -> float:
-    """Expected tokens a second on each GPU."""
+    """Expected tokens per second on each GPU."""
     tokens = layout.rows * layout.accumulation * cost.sequence_length
     return tokens / step_time(cost, layout, gpu, speeds).seconds
 
 
-# The layouts of ranks for a design and a number of GPUs, fastest first, and why others do not fit.
+# The layouts of ranks for a design and a number of GPUs, fastest first, and layouts that do not fit.
 
 USABLE = 0.92  # of a GPU's memory; the allocator's gaps, NCCL and CUDA take the rest
 MAX_ROWS = 64  # of a micro-batch
@@ -480,7 +477,7 @@ _TRAINER_CHOICES: tuple[Recompute, ...] = ("none", "layers")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout and what it takes. memory: bytes by component. time: of one step."""
+    """One layout and its costs. memory: bytes by component. time: of one step."""
 
     layout: RankLayout
     memory: dict[str, int]
@@ -490,13 +487,13 @@ class Candidate:
 
     @property
     def bytes(self) -> int:
-        """All memory of the fullest rank."""
+        """Total memory of the fullest rank."""
         return sum(self.memory.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """candidates: those that fit, fastest first. too_large: the leanest of each shard degree that does not fit."""
+    """candidates: layouts that fit, fastest first. too_large: the leanest of each shard degree that does not fit."""
 
     cost: ModelCost
     gpu: Gpu
@@ -517,8 +514,8 @@ def plan_training(
 ) -> Plan:
     """Rank the data-parallel layouts of a training.
 
-    batch_size: sequences of a step on all ranks; None: whatever is fastest in one micro-batch. Raises ConfigError for
-    one that is no multiple of the GPUs.
+    batch_size: sequences per step on all ranks; None: the fastest in one micro-batch. Raises ConfigError for
+    a batch size that is not a multiple of the GPUs.
     """
     if not 1 <= gpus <= MAX_GPUS:
         raise ConfigError(f"gpus {gpus}: must be between 1 and {MAX_GPUS}")
@@ -527,7 +524,7 @@ def plan_training(
     if batch_size is not None and (batch_size < gpus or batch_size % gpus):
         below, above = batch_size // gpus * gpus, (batch_size // gpus + 1) * gpus
         near = f"{below} or {above}" if below else f"{above}"
-        raise ConfigError(f"batch_size {batch_size}: each of {gpus} GPUs needs as many sequences; take {near}")
+        raise ConfigError(f"batch_size {batch_size}: must be a multiple of the {gpus} GPUs; take {near}")
     cost = model_cost(config, sequence_length)
     fitting, too_large = [], []
     for shard in _shard_degrees(gpus, gpu.gpus_per_node):
@@ -568,7 +565,7 @@ def _shard_degrees(gpus: int, gpus_per_node: int) -> list[int]:
 
 
 def _layouts(gpus: int, shard: int, recompute: Recompute, batch_size: int | None) -> Iterator[RankLayout]:
-    """With more and more rows in a micro-batch."""
+    """Layouts with more and more sequences per micro-batch."""
     rows_of_step = MAX_ROWS if batch_size is None else batch_size // gpus
     rows = 1
     while rows <= min(rows_of_step, MAX_ROWS):

@@ -1,9 +1,8 @@
-"""A training step of one rank among many on fake tensors: what its memory, FLOPs and collectives will be.
+"""A training step of one rank among many on fake tensors: its memory, FLOPs and collectives.
 
-The step is the trainer's own: FSDP2, the loss, the backward pass, clipping and AdamW, in a process group that is not
-there. Long rows of equal layers are folded (`heddle.lab.plan.dry_run`), and the numbers of all layers
-follow from those of three and four repeats. Micro-batches between the first and the last one are equal, so three are
-run.
+The step is the trainer's own: FSDP2, the loss, the backward pass, clipping and AdamW, in a fake process group. Long
+stacks of equal layers are folded, and the numbers of all layers follow from three and four repeats.
+Micro-batches between the first and the last one are equal, so three are run.
 """
 
 import weakref
@@ -45,9 +44,8 @@ from heddle.training.step import accumulate_gradients, apply_gradients, prepare_
 # Watches a training step of one rank: memory by component at its peaks, FLOPs of products, bytes of collectives.
 #
 # It sees every operation that torch dispatches, on real tensors or on fake ones, and the storages that these allocate
-# and
-# free. What a storage is for follows from the operations of FSDP2 that read or write it; all else is activations, or
-# belongs to the loss if it was allocated between the last layer's forward and backward pass.
+# and free. The purpose of a storage follows from the operations of FSDP2 that read or write it; all else is
+# activations, or belongs to the loss if it was allocated between the last layer's forward and backward pass.
 
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"}
@@ -65,9 +63,9 @@ Label = tuple[Any, ...]  # a phase of the step: its name, and the layer
 
 
 class StepTrace(LightDispatchMode):
-    """Within the block, notes what operations allocate, compute and send.
+    """Within the block, records what operations allocate, compute and send.
 
-    peaks: bytes by component where they are most in total, by the phase of the step. flops, collectives: by
+    peaks: bytes by component at the highest total, by the phase of the step. flops, collectives: by
     micro-batch; collectives also by (name, ranks), in bytes of the whole gathered or reduced tensor.
     """
 
@@ -82,18 +80,18 @@ class StepTrace(LightDispatchMode):
         self._born_as = "activations"
         self._components: Counter[str] = Counter()
         self._storages: dict[int, tuple[str, int, Any]] = {}  # by address: component, bytes, storage
-        self._resized: dict[int, None] = {}  # gathered weights, whose storages FSDP2 empties and fills
-        self._learning: list[nn.Parameter] = []  # gathered weights whose gradients arise now
+        self._resized: dict[int, None] = {}  # gathered weights: FSDP2 empties and fills their storages
+        self._learning: list[nn.Parameter] = []  # gathered weights that get gradients now
         self._highest = 0
-        self._weights: dict[int, list[nn.Parameter]] = {}  # gathered ones, by layer; −1: those of the root group
+        self._weights: dict[int, list[nn.Parameter]] = {}  # gathered ones, by layer; −1: the root group
         self._backward_layer: int | None = None
         self._attention = AttentionShapes(self._add_attention)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation, and note what it did."""
+        """Run one operation, and record what it did."""
         kwargs = kwargs or {}
         if any(issubclass(kind, Tensor) and kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it answers with operations on its shards, which come here
+            return NotImplemented  # it dispatches operations on its shards, which come here
         result = function(*args, **kwargs)
         namespace, _, name = operator_name(function).partition("::")
         if namespace == "prim":
@@ -113,12 +111,12 @@ class StepTrace(LightDispatchMode):
         return result
 
     def label(self, tensors: Iterable[Tensor], name: str) -> None:
-        """Say what tensors are for."""
+        """Record what tensors are for."""
         for tensor in tensors:
             self._born(local_part(tensor.detach()), name, again=True)
 
     def begin(self, *label: Any, name: str = "activations") -> None:
-        """Begin another phase of the step. A label of None: its peak is not noted."""
+        """Begin another phase of the step. With a label of None its peak is not recorded."""
         self._label, self._born_as, self._highest = label, name, 0
         if label in self.peaks:
             self._highest = sum(self.peaks[label].values())
@@ -127,7 +125,7 @@ class StepTrace(LightDispatchMode):
     def record_layers(self, model: nn.Module, layers: Sequence[nn.Module], labels: Sequence[Any]) -> None:
         """Begin a phase with each layer of a sharded model, in the forward and in the backward pass.
 
-        labels: of the layers. None: peaks within this layer are not noted.
+        labels: by layer. None: peaks within this layer are not recorded.
         """
         model.register_forward_pre_hook(lambda *_: self._count_micro_batch(), prepend=True)
         model.register_forward_pre_hook(lambda *_: self._enter_model(model))  # the root group is gathered
@@ -140,7 +138,7 @@ class StepTrace(LightDispatchMode):
 
     def _enter_model(self, model: nn.Module) -> None:
         self._weights[-1] = _gathered(model)
-        if self.micro_batch > 1:  # what still exists of an earlier micro-batch
+        if self.micro_batch > 1:  # what is left of an earlier micro-batch
             for key, (component, size, storage) in self._storages.items():
                 if component in ("activations", "loss"):
                     self._storages[key] = "gradients in reduction", size, storage
@@ -149,9 +147,9 @@ class StepTrace(LightDispatchMode):
         self.begin("forward", "root")
 
     def _enter(self, index: int, label: Any, layer: nn.Module, *_: Any) -> None:
-        if self.fake_mode is not None:  # for each call of a layer: torch leaves function modes for a backward pass
+        if self.fake_mode is not None:  # for each call of a layer: torch disables function modes in a backward pass
             self._attention.__enter__()
-        if self._backward_layer is None:  # not computed again
+        if self._backward_layer is None:  # not recomputed
             self._weights[index] = _gathered(layer)
             self.begin("forward", label)
 
@@ -170,7 +168,7 @@ class StepTrace(LightDispatchMode):
             self.begin("backward", label)
 
     def _note_sharding(self, name: str, args: Any, kwargs: Any) -> str:
-        """Note a collective, or an operation around one. Returns what its results are for."""
+        """Record a collective, or an operation around one. Returns what its results are for."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name in _GATHERS:
             for tensor in tensors:
@@ -189,9 +187,9 @@ class StepTrace(LightDispatchMode):
         self.flops[self.micro_batch] += int(flops)
 
     def _born(self, tensor: Tensor, component: str, again: bool = False) -> None:
-        """Note a storage that is new; `again`: that an old one is for something else. Parameters stay what they are."""
+        """Record a new storage; with `again`, an old one that changes its purpose. Parameters stay parameters."""
         if getattr(tensor, "fake_mode", None) is not self.fake_mode:
-            return  # shapes that torch computes aside
+            return  # torch computes shapes only
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key in self._storages:
@@ -214,7 +212,7 @@ class StepTrace(LightDispatchMode):
         self._resized.pop(key, None)
 
     def _note_peak(self) -> None:
-        """Keep the components if there is more in total than ever in this phase."""
+        """Keep the components if their total is a new peak of this phase."""
         for key in self._resized:
             component, size, reference = self._storages[key]
             now = reference().nbytes()
@@ -229,45 +227,44 @@ class StepTrace(LightDispatchMode):
 
 
 def _gathered(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module that learn and are whole at this time."""
+    """The trainable parameters of a module that are gathered now."""
     return [p for p in module.parameters() if p.requires_grad and as_sharded(p) is None]
 
 
 def _ranks(arguments: Sequence[Any]) -> int:
-    """The ranks of a collective's group, which is among its arguments, or its name the last of them."""
+    """The ranks of a collective's group, which is one of its arguments, or named by the last."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
             return ProcessGroup.unbox(argument).size()
     return resolve_group(arguments[-1]).size()
 
 
-# Fold a long row of layers: three repeats of each repeated block tell about all of them.
+# Fold a long stack of layers: three repeats of each repeated block are enough to know all of them.
 #
-# A quantity that each repeat changes by the same amount is that of three repeats, and for each further one the
-# difference
-# that a fourth repeat made. Two would not do: the first layer of a backward pass finds other buffers of FSDP2 than the
-# second one, and the last one, at the bottom, holds the most gradients.
+# A quantity that each repeat changes by the same amount is that of three repeats, plus for each further one the
+# difference that a fourth repeat made. Two would not do: the first layer of a backward pass finds other buffers of
+# FSDP2 than the second one, and the last one, at the bottom, holds the most gradients.
 
 
-_REPEATS = 3  # that stay: the first one, the last one and the one before it
-_FEWEST_FOLDED = 8  # fewer repeats take no longer than three and four
+_REPEATS = 3  # repeats that stay: the first one, the last one and the one before it
+_FEWEST_FOLDED = 8  # fewer repeats take no longer than three plus four
 
 
 @dataclass(frozen=True)
 class Run:
-    """A block of layers, each by its kind, and how often it comes."""
+    """A block of layers, each by its kind, and how often it repeats."""
 
     block: tuple[int, ...]
     count: int
 
     @property
     def is_long(self) -> bool:
-        """Whether a few repeats stand for all."""
+        """Whether a few repeats are run in place of all."""
         return self.count >= _FEWEST_FOLDED
 
 
 def runs_of(kinds: Sequence[int]) -> list[Run]:
-    """Cut a row of layers into repeated blocks: at each place the block whose repeats reach furthest."""
+    """Cut a stack of layers into repeated blocks: at each place the block with the longest run of repeats."""
     runs, start = [], 0
     while start < len(kinds):
         best = Run(tuple(kinds[start : start + 1]), 1)
@@ -284,7 +281,7 @@ def runs_of(kinds: Sequence[int]) -> list[Run]:
 
 @dataclass(frozen=True)
 class FoldedLayer:
-    """A layer of a folded row. label: its run, its repeat ("first", "inner" or "last"), and its position there.
+    """A layer of a folded stack. label: its run, its repeat ("first", "inner" or "last"), and its position there.
 
     Layers of other repeats have no label.
     """
@@ -294,7 +291,7 @@ class FoldedLayer:
 
 
 def folded(runs: Sequence[Run], extra: int | None = None) -> list[FoldedLayer]:
-    """The layers with folded runs repeated three times, that of index `extra` four times."""
+    """The layers with folded runs repeated three times, or four times for the run of index `extra`."""
     layers = []
     for number, run in enumerate(runs):
         repeats = (_REPEATS + int(number == extra)) if run.is_long else run.count
@@ -307,22 +304,22 @@ def folded(runs: Sequence[Run], extra: int | None = None) -> list[FoldedLayer]:
 
 
 def extrapolate(runs: Sequence[Run], base: float, with_extra: Callable[[int], float]) -> float:
-    """A quantity of all layers, from that of the folded ones and of those with one run longer."""
+    """A quantity of all layers, from its values for the folded ones and for the ones with one run longer."""
     further = ((index, run.count - _REPEATS) for index, run in enumerate(runs) if run.is_long)
     return base + sum(count * (with_extra(index) - base) for index, count in further)
 
 
-# A process group and tensors that are not there: one process stands for a rank of many, and computes shapes alone.
+# A fake process group and fake tensors: one process acts as a rank among many, and computes only shapes.
 
 
 @contextmanager
 def fake_ranks(layout: RankLayout) -> Iterator[DeviceMesh]:
-    """The mesh of a layout, within a process group of as many ranks, whose rank 0 is this process.
+    """The mesh of a layout, in a fake process group of as many ranks, with this process as rank 0.
 
     Raises ConfigError within a process group.
     """
     if distributed.is_initialized():
-        raise ConfigError("dry run: needs a process of its own, without a process group; leave torchrun out")
+        raise ConfigError("dry run: cannot run within a process group; leave torchrun out")
     distributed.init_process_group("fake", store=fake_store(), rank=0, world_size=layout.gpus)
     try:
         shape: tuple[int, ...] = (layout.shard,)
@@ -341,8 +338,8 @@ _MICRO_BATCHES = 3  # the first, one like all between, and the last
 class DryRun:
     """What one rank does in a step.
 
-    memory: bytes by component when they are most in total. phase: when that is, such as "backward". flops: of
-    products and attention, backward pass and recomputed layers included. collectives: as of a plan. layers: how many
+    memory: bytes by component at the highest total. phase: when that is, such as "backward". flops: of
+    products and attention, backward pass and recomputed layers included. collectives: as in a plan. layers: how many
     were run.
     """
 
@@ -354,9 +351,9 @@ class DryRun:
 
 
 def dry_run(config: ModelConfig, layout: RankLayout, sequence_length: int, fold: bool = True) -> DryRun:
-    """Run a step of the trainer on fake tensors. fold: equal layers are told by three and four of them.
+    """Run a step of the trainer on fake tensors. fold: whether three and four of many equal layers are run.
 
-    No layer is left out where the stream grows from layer to layer, or layers share weights. Raises ConfigError for a
+    All layers are run if the stream grows from layer to layer, or layers share weights. Raises ConfigError for a
     layout that the trainer does not offer, and within a process group.
     """
     _check(config, layout)
@@ -408,11 +405,11 @@ def _check(config: ModelConfig, layout: RankLayout) -> None:
     if config.multi_token is not None:
         raise ConfigError("multi_token: a dry run covers designs without modules; leave multi_token out of it")
     if layout.recompute == "selective" or layout.whole_logits or (layout.accumulation > 1 and not layout.reduce_once):
-        raise ConfigError(f"{layout}: the trainer recomputes whole layers, cuts the loss in chunks and reduces once")
+        raise ConfigError(f"{layout}: the trainer recomputes whole layers, chunks the loss and reduces once")
 
 
 def _repeats(accumulation: int) -> dict[int, int]:
-    """How many micro-batches each of those that run stands for, by its number from 1."""
+    """How many micro-batches each one that is run represents, by its number from 1."""
     last = min(accumulation, _MICRO_BATCHES)
     return {index: accumulation - 2 if (index, last) == (2, 3) else 1 for index in range(1, last + 1)}
 

@@ -1,4 +1,4 @@
-"""GPUs by their makers' data sheets, and the speeds that published trainings reached on them."""
+"""GPUs by their makers' data sheets, and the speeds that published training runs reached on them."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ GIB = 2**30
 class Gpu:
     """A GPU in a node of eight. Speeds are peaks of the data sheet.
 
-    tflops: dense products in bfloat16, 10^12 FLOPs a second. memory: GiB. bandwidth: of its memory, GB/s. link: to
-    the others of its node, network: to other nodes, both GB/s in each direction.
+    tflops: dense products in bfloat16, 10^12 FLOP/s. memory: GiB. bandwidth: of its memory, GB/s. link: to
+    other GPUs of its node, network: to other nodes, both GB/s in each direction.
     """
 
     tflops: float
@@ -34,7 +34,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a name. Raises ConfigError for an unknown one."""
+    """Look up a GPU by name. Raises ConfigError for an unknown one."""
     if name not in GPUS:
         raise ConfigError(f"gpu {name}: unknown GPU; {choices_hint(name, GPUS)}")
     return GPUS[name]

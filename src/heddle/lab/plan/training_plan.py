@@ -1,4 +1,4 @@
-"""What a training takes on many GPUs, where nothing is run, or on this CPU, where a step is timed: `heddle.plan`."""
+"""What training takes on many GPUs (computed) or on this CPU (from a timed step): `heddle.plan`."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -31,15 +31,15 @@ class PlanSettings(VerbSettings):
 
     design: Design
     overrides: Overrides = ()
-    cpu: Annotated[bool, Option("", "This machine's CPU instead of GPUs: a step is timed.")] = False
-    gpus: Annotated[int, Option("N", "How many GPUs.")] = 8
+    cpu: Annotated[bool, Option("", "Plan for this machine's CPU; times a step.")] = False
+    gpus: Annotated[int, Option("N", "Number of GPUs.")] = 8
     gpu: Annotated[str, Option("NAME", "a100-40gb, a100, h100, h800, h200 or b200.")] = "h100"
-    sequence_length: Annotated[
-        int | None, Option("N", "Tokens of each sequence. [4096, or fewer learned positions]")
-    ] = None
-    batch_size: Annotated[int | None, Option("N", "Sequences of a step on all GPUs. [one micro-batch on each]")] = None
-    tokens: Annotated[float | None, Option("N", "Tokens of the training, such as 2e12, for its time.")] = None
-    dry_run: Annotated[bool, Option("", "Also trace a step of the first layout on tensors without values.")] = False
+    sequence_length: Annotated[int | None, Option("N", "Tokens per sequence. [4096, or fewer learned positions]")] = (
+        None
+    )
+    batch_size: Annotated[int | None, Option("N", "Sequences per step on all GPUs. [one micro-batch on each]")] = None
+    tokens: Annotated[float | None, Option("N", "Training tokens, such as 2e12, to estimate the time.")] = None
+    dry_run: Annotated[bool, Option("", "Also trace a step of the first layout on fake tensors.")] = False
     part: PartFile = ()
     json: Json = False
 
@@ -54,10 +54,10 @@ class PlannedTraining:
 def plan(
     design: "PlanSettings | ModelConfig | str | Path | Mapping[str, Any]", overrides: Sequence[str] = (), **options: Any
 ) -> PlannedTraining:
-    """Return what `heddle plan` prints of a training, and print nothing.
+    """Return what `heddle plan` prints, and print nothing.
 
-    design: a config, plain data, a file, preset:NAME or a folder; or the settings. options: those of the command line,
-    such as `gpus=64`. Raises ConfigError for a design that cannot be built, or options that cannot be.
+    design: a config, plain data, a file, preset:NAME or a folder; or one `PlanSettings`. options: as on the command
+    line, such as `gpus=64`. Raises ConfigError for a design that cannot be built, and unknown or invalid options.
     """
     if not isinstance(design, PlanSettings):
         design = PlanSettings.read({"design": plain_design(design), "overrides": list(overrides), **options})
@@ -87,10 +87,10 @@ def _length(settings: PlanSettings, config: "ModelConfig") -> int:
 
 
 def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
-    """What a training in float32 takes on this CPU, from timed steps. Bytes, seconds, FLOPs.
+    """What training in float32 takes on this CPU, from timed steps. Bytes, seconds, FLOPs.
 
-    training_seconds leaves out evaluations and checkpoints. Raises ConfigError for options of GPUs and sizes that
-    cannot be, MachineError where weights, gradients, moments and activations do not fit.
+    training_seconds leaves out evaluations and checkpoints. Raises ConfigError for GPU options and invalid
+    sizes, MachineError if weights, gradients, moments and activations do not fit.
     """
     for name in ("gpus", "gpu", "dry_run"):
         value = getattr(settings, name)
@@ -120,7 +120,7 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
     if least + activations > memory:
         raise MachineError(
             f"{settings.design}: a step of {rows} x {length:,} tokens takes about "
-            f"{format_amount(least + activations, 'bytes')}, most of them for activations, and this machine has "
+            f"{format_amount(least + activations, 'bytes')}, mostly for activations, and this machine has "
             f"{format_amount(memory, 'bytes')}; give a smaller --batch-size or --sequence-length"
         )
     with TemporaryDirectory(prefix="heddle-") as folder:
@@ -149,12 +149,12 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
 
 
 def _activation_bytes(config: "ModelConfig", length: int) -> int:
-    """What the backward pass of one row needs, in float32; without the loss, which is computed in pieces."""
+    """Bytes that the backward pass of one sequence needs, in float32, without the loss, which is computed in chunks."""
     from heddle.lab.plan.costs import RankLayout, model_cost, saved_for_backward
 
     if config.encoder is not None:
-        return 0  # not known before a step
-    return 2 * saved_for_backward(model_cost(config, length), RankLayout(1, 1, 1))  # which counts in bfloat16
+        return 0  # unknown before a step
+    return 2 * saved_for_backward(model_cost(config, length), RankLayout(1, 1, 1))  # in bfloat16, hence 2 ×
 
 
 def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def plotly_text(text: str) -> str:
 
 
 def design_trace(report: Report, design: Design, points: Points, texts: list[str]) -> Figure:
-    """A line with markers in the design's style. texts: for each point, shown under the pointer."""
+    """A line with markers in the design's style. texts: hover text of each point."""
     style = report_styles(report)[design.name]
     return {
         "type": "scatter",
@@ -60,7 +60,7 @@ def range_bar(rows: Sequence[Sequence[float]], color: str) -> dict[str, Any]:
 
 
 def dotted_line(value: float, *, color: str, vertical: bool = False) -> dict[str, Any]:
-    """A line across the whole figure, at a value of y, or of x where it is vertical."""
+    """A line across the whole figure, at a value of y, or of x if it is vertical."""
     line = {"type": "line", "line": {"color": color, "width": 1.25, "dash": "dot"}}
     if vertical:
         return line | {"yref": "paper", "y0": 0, "y1": 1, "x0": value, "x1": value}
@@ -80,7 +80,7 @@ def axis(title: str) -> dict[str, Any]:
 
 
 def context_axis(contexts: Iterable[float]) -> dict[str, Any]:
-    """A logarithmic axis of contexts, with ticks at the measured ones, or at every second where they are many."""
+    """A logarithmic axis of contexts, with ticks at the measured ones, or at every second one if there are many."""
     measured = sorted({int(context) for context in contexts})
     ticks = measured[::-1][:: -(-len(measured) // MAX_CONTEXT_TICKS)][::-1] if measured else []
     labels = [format_context(tick) for tick in ticks]

@@ -55,7 +55,7 @@ MAX_LABELED_DESIGNS = 8
 
 
 def overview_figures(report: Report) -> dict[str, Figure | None]:
-    """The figures by name, each {"data", "layout"}, or None where nothing was measured for it."""
+    """The figures by name, each {"data", "layout"}, or None if nothing was measured for it."""
     figures = {
         "loss": _loss_figure(report),
         "tradeoff": _tradeoff_figure(report),
@@ -78,7 +78,7 @@ def mean_curve(design: Design) -> Points:
 
 
 def _loss_figure(report: Report) -> Figure:
-    """Thin lines for the runs, dotted while they run, a cross where one diverged, thick lines for the means."""
+    """Thin lines for the runs (dotted while they run, a cross where one diverged), thick lines for the means."""
     data: list[Figure] = []
     for design in report.designs:
         for run in design.runs:
@@ -155,7 +155,7 @@ def _tradeoff_figure(report: Report) -> Figure:
         size, loss = value_at(design.state_bytes, context), mean_loss(design)
         difference = difference_to_baseline(report, design.name)
         if difference is not None and difference.mean is not None and baseline_loss is not None:
-            loss = baseline_loss + difference.mean  # so that the bar crosses the line exactly where it is unresolved
+            loss = baseline_loss + difference.mean  # so that the bar crosses the line exactly if it is unresolved
         if loss is None or not size:
             continue
         trace = design_trace(report, design, [(size, loss)], [_hover_text(loss, size, difference)])
@@ -198,7 +198,7 @@ def _direction_note() -> dict[str, Any]:
 
 
 def _design_labels(data: Sequence[Figure]) -> list[dict[str, Any]]:
-    """A label next to each point, on the side with more room; none where there are too many designs."""
+    """A label next to each point, on the side with more room; none if there are too many designs."""
     if len(data) > MAX_LABELED_DESIGNS:
         return []
     logs = [math.log10(trace["x"][0]) for trace in data]
@@ -229,7 +229,7 @@ LOG_AXIS_RATIO = 8  # of the largest number to the smallest; from there on their
 
 
 def effect_figures(report: Report) -> dict[str, Figure | None]:
-    """A figure for each varied field, named effect-0, effect-1 …; None where nothing was measured."""
+    """A figure for each varied field, named effect-0, effect-1 …; None if nothing was measured."""
     return {f"effect-{index}": _effect_figure(report, field) for index, field in enumerate(report.effects.fields)}
 
 
@@ -243,7 +243,7 @@ def centered_mean(field: VariedField, value: VariedValue) -> float | None:
 
 
 def _effect_figure(report: Report, field: VariedField) -> Figure | None:
-    """Numbers are drawn along x with the loss above; other values are drawn as rows, with the loss along x."""
+    """Numbers are on the x axis and the loss on y; other values are rows, with the loss on x."""
     values = [value for value in field.values if centered_mean(field, value) is not None]
     if not values:
         return None
@@ -278,7 +278,7 @@ def _coordinates(values: Sequence[VariedValue], losses: Sequence[float | None], 
 
 
 def _mean_trace(values: Sequence[VariedValue], numeric: bool, averaged: bool) -> Figure:
-    """The values' means as bars with their intervals; only the intervals where a value is a single design."""
+    """The values' means as bars with their intervals; only the intervals if a value is a single design."""
     halves = [half_width(value.difference) or 0.0 for value in values]
     color = "series-0" if averaged else "clear"
     return {
@@ -315,11 +315,11 @@ def _axes(field: VariedField, values: Sequence[VariedValue], numeric: bool) -> t
     return value_axis | ticks | {"type": "log" if is_wide else "linear"}, loss_axis
 
 
-# The figure of length extrapolation: bits per byte over the length of the text that is read at once.
+# The figure of length extrapolation: bits per byte over the sequence length.
 
 
 def length_figure(report: Report) -> Figure | None:
-    """A line for each design, ended by a cross where it gives no further number; None where nothing was measured."""
+    """A line for each design, ended by a cross if there is no further number; None if nothing was measured."""
     trained_length, multiples = report.extrapolation.sequence_length, report.extrapolation.multiples
     data: list[Figure] = []
     for design in report.designs:
@@ -332,7 +332,7 @@ def length_figure(report: Report) -> Figure | None:
     ticks = [trained_length * multiple for multiple in multiples]
     labels = [f"{format_context(tick)}\n{multiple} ×" for tick, multiple in zip(ticks, multiples, strict=True)]
     half_doubling = math.log10(2) / 2
-    layout = base_layout(axis("tokens read at once, and times the trained length"), axis("bits per byte"))
+    layout = base_layout(axis("sequence length in tokens, and in trained lengths"), axis("bits per byte"))
     layout["xaxis"] |= {
         "type": "log",
         "tickvals": ticks,
@@ -357,7 +357,7 @@ def length_figure(report: Report) -> Figure | None:
 
 
 def _length_line(report: Report, design: Design, rows: list[LengthChange]) -> Figure:
-    """The mean at the trained length, then this mean plus the paired changes; so a failed seed moves no point."""
+    """The mean at the trained length, then this mean plus the paired changes, so that a failed seed moves no point."""
     trained_length, first_mean = report.extrapolation.sequence_length, rows[0].bits_per_byte or 0.0
     points: Points = []
     texts, halves = [], []
@@ -365,7 +365,7 @@ def _length_line(report: Report, design: Design, rows: list[LengthChange]) -> Fi
         change, length = row.change, row.multiple * trained_length
         loss = row.bits_per_byte if change is None or change.mean is None else first_mean + change.mean
         points.append((length, loss or 0.0))
-        texts.append(f"{format_bits(loss)} bits per byte, {length} tokens read at once{_change_text(row)}")
+        texts.append(f"{format_bits(loss)} bits per byte, at {length} tokens{_change_text(row)}")
         halves.append(half_width(change) or 0.0)
     trace = design_trace(report, design, points, texts)
     return trace | {"error_y": error_bar(halves, trace["line"]["color"], width=4, thickness=1.5)}
@@ -386,10 +386,10 @@ def _cross(line: Figure, missing: LengthChange) -> Figure:
     return cross | {"mode": "markers", "x": line["x"][-1:], "y": line["y"][-1:], "marker": marker, "text": [text]}
 
 
-# The charts of where the loss lies: over the position of a token, and over how frequent it is.
+# The charts of the loss by position and by token frequency.
 
 
-MAX_LINES = 8  # more lines are told by the table alone
+MAX_LINES = 8  # with more lines there is only the table
 
 
 def profile_figure(report: Report, name: str, labels: Sequence[str], x_title: str) -> Figure | None:
@@ -428,7 +428,7 @@ def _values(design: Design, name: str, labels: Sequence[str], compares: bool) ->
 # The figures of tuning: bits per byte over the values of each tuned field, a line for each design.
 
 
-LOSS_SPAN = 4.0  # the axis ends at so many times the spread of the better half; what diverges would hide the rest
+LOSS_SPAN = 4.0  # the axis ends at this many times the spread of the better half; diverging values would hide the rest
 
 
 def tuning_figures(report: Report) -> dict[str, Figure | None]:
@@ -482,7 +482,7 @@ def _tuning_figure(report: Report, tuning: TuningReport, index: int) -> Figure |
 
 
 def _loss_range(losses: Sequence[float]) -> list[float]:
-    """From below the lowest loss to what the better half needs: a value that nearly diverged leaves at the top."""
+    """From below the lowest loss to the range of the better half: a value that nearly diverged leaves the plot."""
     ordered = sorted(losses)
     low, middle = ordered[0], ordered[len(ordered) // 2]
     high = min(ordered[-1], low + max(LOSS_SPAN * (middle - low), 0.02))

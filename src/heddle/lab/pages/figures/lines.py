@@ -13,7 +13,7 @@ BAND, BEHIND = 0.14, 0.4  # opacities
 
 @dataclass(frozen=True)
 class Value:
-    """A point with its interval, and the text under the pointer."""
+    """A point with its interval and its hover text."""
 
     x: float
     y: float
@@ -27,8 +27,8 @@ class Series:
     """The values of one line of a figure.
 
     name: in the legend, "" for a line that is not listed. has_line: whether a line connects the points. filled:
-    whether the markers are. is_curve: whether it has no markers, and a band for its intervals. is_behind: whether it is
-    thin and pale, behind others.
+    whether the markers are filled. is_curve: whether it has a band for its intervals and no markers. is_behind: whether
+    it is thin and pale, behind other lines.
     """
 
     name: str
@@ -70,7 +70,7 @@ def _trace(series: Series) -> Figure:
     }
     if any(value.title for value in values):
         trace["text"] = trace["hovertext"] = [plotly_text(value.title) for value in values]
-        trace["customdata"] = [" "] * len(values)  # the text names the line already
+        trace["customdata"] = [" "] * len(values)  # the hover text names the line already
     else:
         trace["hoverinfo"] = "skip"
     if series.is_behind:
@@ -83,7 +83,7 @@ def _trace(series: Series) -> Figure:
 
 
 def _band(series: Series) -> list[Figure]:
-    """The area between the ends of a curve's intervals; none without them."""
+    """The area between the ends of a curve's intervals; empty without intervals."""
     ends = [(value.x, value.low, value.high) for value in series.values if value.low is not None]
     if not ends:
         return []
@@ -109,7 +109,7 @@ def _rule_text(value: float, text: str, is_below: bool) -> dict[str, Any]:
 
 
 def value_range(series: Iterable[Series], include: Iterable[float] = ()) -> tuple[float, float]:
-    """The lowest and the highest value with its interval, with a margin on both sides."""
+    """The lowest and highest ends of all intervals, with a margin on both sides."""
     ends = [end for each in series for value in each.values for end in (value.y, value.low, value.high)]
     finite = [*include, *(end for end in ends if end is not None and math.isfinite(end))]
     low, high = min(finite, default=0.0), max(finite, default=1.0)

@@ -1,11 +1,11 @@
-// Talks to the models of its server: OpenAI's interface for answers, /chat/ for what is inside.
+// Talks to the models of its server: OpenAI's API for answers, /chat/ for internals.
 (() => {
   "use strict";
   const models = JSON.parse(document.getElementById("models-data").textContent);
   const $ = (id) => document.getElementById(id);
   const ALTERNATIVES = 5;
   const POINTS = 63; // of the curve of the state; the server answers at most 64 at once
-  let halting = null; // ends the answers that are being written
+  let halting = null; // aborts the answers in progress
 
   const element = (name, text = "", className = "") => {
     const made = document.createElement(name);
@@ -21,7 +21,7 @@
     return made;
   };
 
-  // What an answer's events say of tokens, from both shapes of OpenAI's: {text, id, probability, alternatives}.
+  // The tokens in an answer's events, from both of OpenAI's formats: {text, id, probability, alternatives}.
   const scoresOf = (logprobs) => {
     if (!logprobs) return [];
     if (logprobs.content) {
@@ -123,7 +123,7 @@
           this.transcript.scrollTop = this.transcript.scrollHeight;
         }
         const seconds = (performance.now() - started) / 1000;
-        if (turn.usage) this.say(`${turn.usage.completion_tokens} tokens, ${(turn.usage.completion_tokens / seconds).toFixed(1)} a second`);
+        if (turn.usage) this.say(`${turn.usage.completion_tokens} tokens, ${(turn.usage.completion_tokens / seconds).toFixed(1)} per second`);
       } catch (error) {
         if (error.name === "AbortError") this.say("stopped");
         else {
@@ -141,7 +141,7 @@
       this.showState(now);
     }
 
-    // While an answer comes: the state of the tokens so far, on the way to the most that the text may have.
+    // While an answer streams: the state of the tokens so far, on the way to its maximum length.
     async grow(turn, usage, newTokens) {
       turn.usage = usage;
       this.root.querySelector(".views").hidden = false;
@@ -199,7 +199,7 @@
       }));
     }
 
-    // What the step after this part of the answer attended to. reply: its tokens, or its text where they are not known.
+    // What the step after this part of the answer attended to. reply: its tokens, or its text if they are unknown.
     async look(turn, reply) {
       const asked = (this.asked = Symbol("only the newest choice is shown"));
       try {
@@ -285,7 +285,7 @@
     }
   }
 
-  // Bytes at a length: those that were read, or on the line between its neighbors.
+  // Bytes at a length: measured, or interpolated between its neighbors.
   const sizeAt = ({ lengths, bytes }, now) => {
     const next = lengths.findIndex((length) => length >= now);
     if (next < 1) return bytes[next < 0 ? bytes.length - 1 : 0];

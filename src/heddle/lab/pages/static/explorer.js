@@ -1,4 +1,4 @@
-// The page: choices on the left, what follows from them on the right. The address holds the choice.
+// The page: choices on the left, results on the right. The address holds the choice.
 "use strict";
 const $ = id => document.getElementById(id);
 const copy = value => JSON.parse(JSON.stringify(value));
@@ -95,7 +95,7 @@ function setField(id, input) {
   return field.type === "part";
 }
 
-// ---- what follows ----
+// ---- results ----
 const short = value => value >= 1e15 ? value.toExponential(2) : value >= 1e12 ? `${amount(value / 1e12)} T` : value >= 1e9 ? `${amount(value / 1e9)} B` : value >= 1e6 ? `${amount(value / 1e6)} M` : value >= 1e4 ? `${amount(value / 1e3)} k` : amount(value);
 const bytesOf = value => value >= 2 ** 40 ? `${amount(value / 2 ** 40)} TiB` : value >= 2 ** 30 ? `${amount(value / 2 ** 30)} GiB` : value >= 2 ** 20 ? `${amount(value / 2 ** 20)} MiB` : value >= 1024 ? `${amount(value / 1024)} KiB` : `${amount(value)} B`;
 
@@ -106,13 +106,13 @@ const heldByMixer = design => state.slot === "scalings" || state.slot === "posit
 
 function numbers(design) {
   const missing = undeclared(design);
-  if (missing.length) return html`<p>${missing.join(", ")} declares no costs, so there are no numbers of this design.</p>`;
+  if (missing.length) return html`<p>${missing.join(", ")} declares no costs, so there are no numbers for this design.</p>`;
   const { sums, slots } = sizes(design, state.layer), own = slots[heldByMixer(design) ? "mixers" : state.slot];
   const shown = DATA.whole ? sums : own ?? [0, 0, 0, 0, 0];
   const cards = [["parameters", shown[0], short(shown[0]), amount(shown[0])], ["active for a token", shown[0] - shown[1], short(shown[0] - shown[1]), amount(shown[0] - shown[1])],
     ["FLOPs per token", shown[2] / design.tokens, short(shown[2] / design.tokens), "forward pass, averaged over the context"],
-    ["state", stateBytes(shown, design), bytesOf(stateBytes(shown, design)), `after ${amount(design.tokens)} tokens, one text`]];
-  const share = DATA.whole && own ? html`<p class="small">The ${TITLES[state.slot].toLowerCase()} of one layer: ${amount(own[0])} parameters, ${short(own[2] / design.tokens)} FLOPs per token, ${bytesOf(stateBytes(own, design))} of state.</p>` : heldByMixer(design) ? html`<p class="small">These are the numbers of the mixer that holds it.</p>` : state.slot === "norms" ? html`<p class="small">Of one norm over the model’s width.</p>` : "";
+    ["state", stateBytes(shown, design), bytesOf(stateBytes(shown, design)), `after ${amount(design.tokens)} tokens, one sequence`]];
+  const share = DATA.whole && own ? html`<p class="small">The ${TITLES[state.slot].toLowerCase()} of one layer: ${amount(own[0])} parameters, ${short(own[2] / design.tokens)} FLOPs per token, ${bytesOf(stateBytes(own, design))} of state.</p>` : heldByMixer(design) ? html`<p class="small">The numbers are for the mixer that contains it.</p>` : state.slot === "norms" ? html`<p class="small">For one norm over the model’s width.</p>` : "";
   return html`<div class="numbers">${cards.map(([name, , big, detail]) => html`<div><span>${name}</span><strong>${big}</strong><small>${detail}</small></div>`)}</div>${share}`;
 }
 
@@ -150,7 +150,7 @@ function curve(title, valueAt, unit, base) {
 function curves() {
   if (undeclared(state.design).length) return "";
   const pick = design => { const all = sizes(design, Math.min(state.layer, design.layers.length - 1)); return DATA.whole ? all.sums : all.slots[state.slot === "scalings" ? "mixers" : state.slot] ?? [0, 0, 0, 0, 0]; };
-  return [curve("state of one text, bytes", design => stateBytes(pick(design), design), bytesOf, 2), curve("FLOPs per token, forward pass", design => pick(design)[2] / design.tokens, short, 10)];
+  return [curve("state of one sequence, bytes", design => stateBytes(pick(design), design), bytesOf, 2), curve("FLOPs per token, forward pass", design => pick(design)[2] / design.tokens, short, 10)];
 }
 
 function pictures(slot, part) {
@@ -228,7 +228,7 @@ function draw() {
     drawn = `${slot} ${part?.kind}`;
   }
   const models = part ? DATA.models.filter(model => uses(model.design, slot, part.kind)) : [];
-  write("models", models.length ? byFamily(models).map(([family, members]) => html`<p><b>${family}</b>${members.map(model => html`<button type="button" data-model="${DATA.models.indexOf(model)}">${model.name}</button>`)}</p>`) : html`<p class="small">None of the models that this page knows.</p>`);
+  write("models", models.length ? byFamily(models).map(([family, members]) => html`<p><b>${family}</b>${members.map(model => html`<button type="button" data-model="${DATA.models.indexOf(model)}">${model.name}</button>`)}</p>`) : html`<p class="small">No model on this page uses it.</p>`);
   const mistakes = part ? DATA.mistakes.filter(each => each.slot === slot && each.kinds.includes(part.kind)) : [];
   write("mistakes", mistakes.length ? html`<dl>${mistakes.map(each => html`<dt>${each.title}</dt><dd>${each.text} <span class="law">Caught by ${each.law}.</span></dd>`)}</dl>` : html`<p class="small">No mistake is recorded for this kind.</p>`);
   $("yaml").textContent = DATA.whole ? yaml(designData(state.design)) : part ? yaml({ [SINGULAR[slot]]: part }) : "";
@@ -284,7 +284,7 @@ document.addEventListener("click", event => {
   } else if (button.id === "pin") state.pinned = state.pinned ? undefined : copy(state.design);
   else if (button.id === "copy-yaml" || button.id === "copy-link") {
     navigator.clipboard?.writeText(button.id === "copy-yaml" ? $("yaml").textContent : location.href);
-    $("copied").textContent = button.id === "copy-yaml" ? "The YAML is copied." : "The link is copied.";
+    $("copied").textContent = button.id === "copy-yaml" ? "YAML copied." : "Link copied.";
     return;
   } else if (button.id === "again") state = copy(DATA.start);
   else return;

@@ -1,5 +1,5 @@
-// The choice that an address holds. It is built anew from the fields, kinds, words and ranges that DATA knows: what is not
-// among them is ignored, and the page has there what it shows at first.
+// The choice in an address. It is rebuilt from the fields, kinds, words and ranges in DATA; anything else is ignored, and
+// the page shows its initial value there.
 "use strict";
 const MOST_NESTED = 8;  // parts within parts
 const isRecord = value => typeof value === "object" && value !== null && !Array.isArray(value);

@@ -75,10 +75,10 @@ function maskPicture(part, v) {
   }
   let words = `A row is a token; blue cells are the ${part.kind === "cross_attention" ? "tokens of the encoder output" : "tokens"} that it reads.`;
   if (small) words += ` The window of ${amount(given)} tokens is drawn as one of 5.`;
-  else if (Number.isFinite(window)) words += part.causal === false ? ` The window reaches ${window} to each side.` : ` The window holds ${window} tokens, the query’s own among them.`;
+  else if (Number.isFinite(window)) words += part.causal === false ? ` The window reaches ${window} to each side.` : ` The window holds ${window} tokens, including the query itself.`;
   if (part.position?.kind === "alibi") words += " Lighter cells: the distance lowers the score (one head’s slope).";
   if (part.kind === "retention") words += ` Each step multiplies what came before by γ = ${amount(retentionDecay(0))}… in the first head.`;
-  if (GATED.includes(part.kind)) words += " Older tokens fade by a factor that each token computes for itself (here: any factors).";
+  if (GATED.includes(part.kind)) words += " Older tokens fade by a factor that each token computes for itself (here: arbitrary factors).";
   if (part.kind === "linear_attention") words += " All are read through one sum, not pair by pair.";
   return figure(svg(left + SHOWN * cell + 8, top + SHOWN * cell + 6, "Which tokens each token reads", body), words);
 }
@@ -97,7 +97,7 @@ function headsPicture(part, v) {
   const latent = part.kind === "latent_attention";
   body.push(text(width / 2, 144, latent ? `1 latent of ${v.kv_rank} for all heads` : `${groups} key and value head${groups > 1 ? "s" : ""}`, html`text-anchor="middle"`));
   const name = latent ? "All heads expand their keys and values from one latent." : per === 1
-    ? "Every query head has keys and values of its own (multi-head attention)." : groups === 1
+    ? "Every query head has its own keys and values (multi-head attention)." : groups === 1
       ? "All query heads share one key and value head (multi-query attention)." : `${per} query heads share a key and value head: head h reads ⌊h / ${per}⌋.`;
   return figure(svg(width, 154, "Which query heads share keys and values", body), name + (drawn < heads ? ` The first ${drawn} are drawn.` : ""));
 }
@@ -114,7 +114,7 @@ function cachePicture(part, v) {
   const body = [times(SHOWN, at => [rect(20 + at * 22, top, 16, height, "none", html`stroke="var(--line)" stroke-dasharray="3 3" rx="3"`), rect(20 + at * 22, top + height - bar, 16, bar, latent ? SERIES[1] : SERIES[2], html`rx="3"`)])];
   body.push(text(20, 16, "elements of each token in the cache"));
   body.push(text(196, top + height + 20, "tokens →", html`text-anchor="middle"`));
-  const share = own < full ? ` A head of its own for each query head would take ${amount(full)} (dashed): ${amount(full / own)} times as much.` : "";
+  const share = own < full ? ` A separate head for each query head would take ${amount(full)} (dashed): ${amount(full / own)} times as much.` : "";
   return figure(svg(392, top + height + 28, "What the cache holds", body), `Each token adds ${amount(own)} elements in this layer${latent ? `: a latent of ${v.kv_rank} and ${v.rope_dim} rotated dims` : ""}.${share}`);
 }
 
@@ -150,7 +150,7 @@ function matrixPicture(part, v) {
   body.push(text(46, 18, `${columns} ${part.kind === "linear_attention" ? "(values, and the sum z)" : "values"} →`));
   body.push(html`<text transform="translate(34 ${30 + nr * cell / 2}) rotate(-90)" text-anchor="middle">${rows} keys</text>`);
   const count = part.kind === "cross_attention" ? v.kv_heads : v.heads;
-  const extra = v.conv_kernel ? ` Beside it stand the last ${v.conv_kernel - 1} inputs of the convolution.` : "";
+  const extra = v.conv_kernel ? ` Beside it are the last ${v.conv_kernel - 1} inputs of the convolution.` : "";
   if (part.causal === false) return "";
   return figure(svg(Math.max(250, 60 + nc * cell + 40), 44 + nr * cell + sheets * 12, "The state of a recurrence", body),
     `The state is one matrix of ${rows} × ${columns} for each of ${count} head${count > 1 ? "s" : ""}, after any number of tokens.${extra}`);
@@ -167,7 +167,7 @@ function positionPictures(part, v, position) {
   return ADDITIVE.includes(part.kind) ? tablePicture(part) : "";
 }
 
-const tooMany = html`<p class="small">There are more than can be drawn.</p>`;
+const tooMany = html`<p class="small">There are too many to draw.</p>`;
 
 function rotationPictures(part, dims, v, position) {
   if (dims > MOST_DRAWN) return tooMany;
@@ -199,7 +199,7 @@ function wavelengthPicture(frequencies, v) {
   for (let power = 0; power <= most; power += most > 5 ? 2 : 1) body.push(text(40, y(10 ** power) + 4, amount(10 ** power), html`text-anchor="end" class="tick"`));
   body.push(text(216, 160, "pairs, fast to slow", html`text-anchor="middle"`), text(46, 12, "tokens in one full turn"));
   const slow = waves.filter(wave => wave > length).length;
-  return figure(svg(400, 168, "How many tokens each pair takes for a full turn", body), `${slow} of ${waves.length} pairs (orange) never complete a turn within the context. They are the ones that a longer text takes to angles never seen in training.`);
+  return figure(svg(400, 168, "How many tokens each pair takes for a full turn", body), `${slow} of ${waves.length} pairs (orange) never complete a turn within the context. On longer sequences these reach angles never seen in training.`);
 }
 
 function alibiPicture(heads) {
@@ -228,7 +228,7 @@ function bucketPicture(part) {
   for (let d = 0; d < reach; d++)
     body.push(rect(46 + d * 344 / reach, 136 - bucketOf(d, buckets, most) / Math.max(1, buckets - 1) * 112, 344 / reach + 0.3, 3.5, color(bucketOf(d, buckets, most))));
   body.push(text(40, 140, "0", html`text-anchor="end" class="tick"`), text(40, 30, buckets - 1, html`text-anchor="end" class="tick"`), text(46, 14, "bucket"), text(390, 160, `${reach} tokens back`, html`text-anchor="end" class="tick"`));
-  return figure(svg(400, 168, "Which bucket a distance falls into", body), `Near distances have a bucket each; farther ones share buckets that grow with the logarithm; from ${most} on all share the last. Each head learns one number for each of ${buckets} buckets.`);
+  return figure(svg(400, 168, "Which bucket a distance falls into", body), `Near distances have one bucket each; farther ones share buckets of logarithmic width; from ${most} on all share the last. Each head learns one number for each of ${buckets} buckets.`);
 }
 
 const sinusoid = (position, dim, dims) => { const angle = position / 10000 ** (2 * Math.floor(dim / 2) / dims); return dim % 2 ? Math.cos(angle) : Math.sin(angle); };
@@ -240,7 +240,7 @@ function tablePicture(part) {
     body.push(rect(30 + d * 7.5, 18 + p * 4.6, 7.1, 4.2, value < 0 ? SERIES[1] : SERIES[0], html`opacity="${round(Math.abs(value))}"`));
   }
   body.push(text(30, 12, "dims of the embedding →"), html`<text transform="translate(20 92) rotate(-90)" text-anchor="middle">positions</text>`);
-  const words = part.kind === "learned" ? `A table of ${amount(part.length)} learned rows (here: any numbers). A later position has no row, and is refused.`
+  const words = part.kind === "learned" ? `A table of ${amount(part.length)} learned rows (here: arbitrary numbers). A later position has no row, and is rejected.`
     : "Sines and cosines of falling frequencies, 48 dims drawn. Row p + k is a fixed rotation of row p.";
   return figure(svg(400, 172, "Vectors added to the embedding", body), words);
 }

@@ -59,7 +59,7 @@ function costs(slot, part, around) {
 const add = (sums, others, count = 1) => others.forEach((value, index) => { sums[index] += value * count; });
 const normWeights = norm => FORMULAS.norms[norm.kind].costs(complete("norms", norm, { width: 1 }))[0];
 
-// [path of a field, sentence] of everything that the design cannot be.
+// [path of a field, sentence] of everything that makes the design invalid.
 function refusals(design) {
   const found = [];
   for (const name of ["width", "tokens", "vocab_size"])
@@ -84,7 +84,7 @@ function refusals(design) {
   if (position) {
     refusePart("positions", position, design, "embedding.position", found);
     if (position.kind === "learned" && design.tokens > position.length)
-      found.push(["embedding.position", `has ${position.length} positions, and the context more; raise length`]);
+      found.push(["embedding.position", `has ${position.length} positions, and the context is longer; raise length`]);
   }
   return found;
 }

@@ -14,7 +14,7 @@ function feedforwardPicture(part, v) {
   if (gated) body.push(column(208, v.hidden, SERIES[1], ""), text(187, middle + 5, "⊙", html`text-anchor="middle" class="sign"`), fan(224, v.hidden, right + 30, v.width, SERIES[2]));
   else body.push(fan(166, v.hidden, right + 30, v.width, SERIES[2]));
   body.push(column(right + 30, v.width, "var(--series-0)", v.width), text(98, 14, gated ? "gate, up" : "up", html`text-anchor="middle"`), text(right - 20, 14, "down", html`text-anchor="middle"`));
-  return figure(svg(right + 70, 190, "Widths of the feed-forward", body), (gated ? `down(${name}(gate(x)) ⊙ up(x))` : `down(${name}(up(x)))`) + `: every token is widened ${amount(v.hidden / v.width)} times, and narrowed again.`);
+  return figure(svg(right + 70, 190, "Widths of the feed-forward", body), (gated ? `down(${name}(gate(x)) ⊙ up(x))` : `down(${name}(up(x)))`) + `: every token is projected to ${amount(v.hidden / v.width)} times the width, and back.`);
 }
 
 // The experts that a token of the picture takes: the best scores, with groups only in the best groups.
@@ -45,7 +45,7 @@ function routesPicture(part, v) {
   if (few.groups > 1) body.push(times(few.groups, g => rect(218, expertY(g * drawn / few.groups) - space / 2, 42, space * drawn / few.groups, "none", html`stroke="var(--soft)" stroke-dasharray="3 3" rx="4"`)));
   body.push(text(36, 16, "tokens", html`text-anchor="middle"`), text(239, 16, "experts", html`text-anchor="middle"`), text(264, height - 6, "tokens of each", html`class="tick"`));
   if (part.shared) { body.push(rect(150, height - 24, 60, 20, SERIES[4], html`rx="5"`), text(180, height - 9, "shared", html`text-anchor="middle" class="tick" style="fill:#1d2129"`), path(`M44 ${round(tokenY(tokens - 1))}Q70 ${height - 14} 150 ${height - 14}`, SERIES[4], html`stroke-width="2"`)); }
-  const words = `Each token goes to ${part.top_k} of ${part.experts} experts${part.groups ? `, from the best ${part.top_groups} of ${part.groups} groups` : ""}${part.shared ? ", and to the shared expert" : ""}. The scores here are any numbers; real loads can be as uneven, which is what balancing is for.${drawn < part.experts ? ` ${drawn} experts are drawn.` : ""}`;
+  const words = `Each token goes to ${part.top_k} of ${part.experts} experts${part.groups ? `, from the best ${part.top_groups} of ${part.groups} groups` : ""}${part.shared ? ", and to the shared expert" : ""}. The scores here are arbitrary; real loads can be as uneven, which is what balancing is for.${drawn < part.experts ? ` ${drawn} experts are drawn.` : ""}`;
   return figure(svg(380, height, "Routes of tokens to experts", body), words);
 }
 
@@ -55,7 +55,7 @@ function residualPicture(part) {
   if (kind === "parallel") return parallelPicture(part);
   if (kind === "hyper_connections") return streamsPicture(part);
   if (kind === "attention_residuals") return sourcesPicture(part);
-  if (!before && !after && !onStream) return "";  // a kind of the user's own
+  if (!before && !after && !onStream) return "";  // a user-defined kind
   const body = [];
   let x = 30, end = 0;
   const dual = kind === "residual_dual", low = 180;
@@ -80,7 +80,7 @@ function residualPicture(part) {
   if (dual) body.push(wire(`M${x - 52} ${low}H${x + 6}`, SERIES[2]), box(x + 6, low - 15, 30, 30, "N", SERIES[1]), wire(`M${x + 36} ${low}H${x + 52}V${stream + 9}`, SERIES[2]), wire(`M${x} ${stream}H${x + 43}`), plus(x + 52, stream), wire(`M${x + 61} ${stream}h16`), text(30, low + 20, "a second stream that only adds up", html`class="tick"`));
   else if (final) body.push(wire(`M${x} ${stream}h10`), box(x + 10, stream - 15, 30, 30, "N", SERIES[1]), wire(`M${x + 40} ${stream}h18`));
   else body.push(wire(`M${x} ${stream}h18`));
-  const words = { pre_norm: "Each branch reads a normed copy; the stream itself is never normed until the end.", post_norm: "The sum is normed after each branch, so the stream is normed at every step.", sandwich: "A norm before and one behind each branch.", reordered: "The norm stands behind the branch, before its output is added.", deep_norm: "As post-norm, with the stream multiplied by α, the fourth root of 2 · layers, before the sum.", residual_dual: "The upper stream is post-norm; the lower one only accumulates, and is normed once at the end." }[kind] ?? "";
+  const words = { pre_norm: "Each branch reads a normalized copy; the stream itself is normalized only at the end.", post_norm: "The sum is normalized after each branch, so the stream is normalized at every step.", sandwich: "A norm before and one after each branch.", reordered: "The norm follows the branch, before its output is added.", deep_norm: "As post-norm, with the stream multiplied by α, the fourth root of 2 · layers, before the sum.", residual_dual: "The upper stream is post-norm; the lower one only accumulates, and is normalized once at the end." }[kind] ?? "";
   return figure(svg(x + 84, dual ? 210 : 150, `The wiring of ${kind}`, html`<g class="wiring">${body}</g>`), `${words} N is a norm, from left to right one layer.`);
 }
 
@@ -90,7 +90,7 @@ function parallelPicture(part) {
   if (two) body.push(wire("M40 60V34H56"), wire("M40 60V88H56"), box(56, 19, 30, 30, "N", SERIES[1]), box(56, 73, 30, 30, "N", SERIES[1]), wire("M86 34H110M86 88H110"));
   else body.push(box(56, 45, 30, 30, "N", SERIES[1]), wire("M86 60H98M98 34V88M98 34H110M98 88H110"));
   body.push(box(110, 16, 110, 36, "mixer", SERIES[0]), box(110, 70, 110, 36, "feed-forward", SERIES[0]), wire(`M220 34H289V${stream - 9}M220 88H289`), plus(289, stream), wire(`M298 ${stream}h24`), text(330, stream + 5, "…"), wire(`M352 ${stream}h10`), box(362, stream - 15, 30, 30, "N", SERIES[1]), wire(`M392 ${stream}h18`));
-  return figure(svg(420, 160, "The wiring of parallel", html`<g class="wiring">${body}</g>`), `Both branches read the same stream and are added together: ${two ? "each with a norm of its own (GPT-NeoX)" : "one norm for both (GPT-J, PaLM)"}.`);
+  return figure(svg(420, 160, "The wiring of parallel", html`<g class="wiring">${body}</g>`), `Both branches read the same stream and are added together: ${two ? "each with its own norm (GPT-NeoX)" : "one norm for both (GPT-J, PaLM)"}.`);
 }
 
 function streamsPicture(part) {
@@ -117,7 +117,7 @@ function sourcesPicture(part) {
     lane(index + 1, at + 172, index ? "v₂" : "v₁");
   });
   const size = part.block_size, blocks = size ? ` The outputs of ${size} ${size === 1 ? "layer are" : "layers are"} summed into one source.` : "";
-  return figure(svg(end + 20, y(2) + 34, "The wiring of attention residuals", html`<g class="wiring">${body}</g>`), `Every output stays a source of its own. α is a softmax over all earlier sources of a token, with a learned query for each branch.${blocks}`);
+  return figure(svg(end + 20, y(2) + 34, "The wiring of attention residuals", html`<g class="wiring">${body}</g>`), `Every output stays a separate source. α is a softmax over all earlier sources of a token, with a learned query for each branch.${blocks}`);
 }
 
 function normedValues(part, x) {
@@ -132,5 +132,5 @@ function normPicture(part) {
   const mean = x.reduce((a, b) => a + b, 0) / x.length;
   const body = [bars(x, 20, SERIES[0]), bars(y, 220, SERIES[2]), text(100, 150, "x", html`text-anchor="middle"`), text(305, 150, part.kind === "layer" ? "(x − mean) / std" : "x / rms", html`text-anchor="middle"`)];
   body.push(line(16, 82 - mean * 22, 190, 82 - mean * 22, SERIES[1], html`stroke-dasharray="4 3"`), text(194, 82 - mean * 22 + 4, "mean", html`class="tick"`));
-  return figure(svg(410, 160, "A vector before and after the norm", body), part.kind === "layer" ? "The mean (orange) is taken away, then all is divided by the standard deviation." : "All is divided by the root of the mean square. The mean (orange) stays in it.");
+  return figure(svg(410, 160, "A vector before and after the norm", body), part.kind === "layer" ? "The mean (orange) is subtracted, then all is divided by the standard deviation." : "All is divided by the root of the mean square. The mean (orange) stays in it.");
 }

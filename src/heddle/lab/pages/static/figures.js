@@ -16,7 +16,7 @@
     if (key.endsWith("color")) return cssColor(value);
     return key === "text" || key === "ticktext" ? value.replaceAll("\n", "<br>") : value;
   };
-  // A text that names its line needs no title: its customdata is blank.
+  // A hover text that names its line needs no title: its customdata is blank.
   const hoverTemplate = (trace) => trace.customdata?.[0] === " " ? "%{text}<extra></extra>"
     : `<b>%{${trace.customdata ? "customdata" : "fullData.name"}}</b><br>%{text}<extra></extra>`;
 
@@ -69,7 +69,7 @@
     opener.textContent = all ? "close all sections" : "open all sections";
   }, true);
 
-  // The content as it is in the page; on a page that follows a command it is replaced now and then.
+  // The content as it is in the page; on a page that follows a command it is replaced from time to time.
   const show = () => {
     figures = JSON.parse(document.getElementById("figure-data").textContent);
     for (const element of document.querySelectorAll(".needs-script")) element.hidden = false;

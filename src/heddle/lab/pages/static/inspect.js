@@ -1,4 +1,4 @@
-// Draws the map of every head, and one head in large with the text shaded by its weights.
+// Draws the map of every head, and one head enlarged, with the text shaded by its weights.
 (async () => {
   "use strict";
   const $ = (id) => document.getElementById(id);
@@ -63,7 +63,7 @@
     const layer = layers[layerIndex], group = Math.floor(head / (layer.heads / layer.groups));
     $("large-title").textContent = `Layer ${layerIndex}, head ${head}`;
     const sharing = layer.latent ||
-      (layer.groups < layer.heads ? `group ${group} of ${layer.groups}` : "keys of its own");
+      (layer.groups < layer.heads ? `group ${group} of ${layer.groups}` : "its own keys");
     $("large-facts").textContent = [layer.kind, `sees ${layer.visible_range}`, sharing].join(" · ");
     if (!$("large").open) $("large").showModal();
     location.replace(`#layer-${layerIndex}-head-${head}`);

@@ -1,4 +1,4 @@
-// Follows a command: asks its server for the status, and takes over the page's content when there is a newer one.
+// Follows a command: asks its server for the status, and replaces the page's content when there is a newer version.
 (() => {
   "use strict";
   const PERIOD = 1000; // milliseconds; lab/live.py has the same
