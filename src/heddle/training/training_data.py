@@ -159,12 +159,13 @@ class ChatData(WrittenData):
     def train_batches(self, settings: Settings) -> Callable[[int], Batch]:
         """Return a function from a step to its batch of rows.
 
-        Raises ConfigError if the conversations were packed for another sequence_length.
+        Raises ConfigError if the conversations were packed for another length.
         """
         rows, packed_length = settings.batch_size, self.chat.sequence_length
         if settings.sequence_length != packed_length:
             raise ConfigError(
-                f"sequence_length {settings.sequence_length}: these conversations are packed for {packed_length}; set that"
+                f"sequence_length {settings.sequence_length}: these conversations are packed for {packed_length}; set "
+                "the same"
             )
         return lambda step: self.chat.batch(settings.seed, settings.samples_before(step), rows)
 
