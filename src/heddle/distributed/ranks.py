@@ -251,8 +251,8 @@ class ParallelDegrees:
             degree = getattr(self, f"{kind}_parallel_degree")
             if degree != 1:
                 raise ConfigError(
-                    f"{kind}_parallel_degree {degree}: {kind} parallelism is not implemented yet; leave it at 1, and set "
-                    "data_parallel_shard_degree"
+                    f"{kind}_parallel_degree {degree}: {kind} parallelism is not implemented yet; leave it at 1, and "
+                    "set data_parallel_shard_degree"
                 )
         replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
         if replicate < 1:

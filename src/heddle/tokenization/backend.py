@@ -89,14 +89,14 @@ def _growth(step: Any) -> int:
 
 
 def _longest_replacement(characters: str) -> int:
-    """Return the length of the longest replacement in a sentencepiece map: a trie's size, the trie, then 0-ended texts."""
+    """Return the longest replacement's length in a sentencepiece map: a trie's size, the trie, then 0-ended texts."""
     content = base64.b64decode(characters)
     texts = content[4 + int.from_bytes(content[:4], "little") :].decode("utf-8")
     return max(1, *map(len, texts.split("\0")))
 
 
 def is_backend_error(error: BaseException) -> bool:
-    """Whether `tokenizers` failed: it raises bare Exception, and panics that are not Exceptions. A signal is neither."""
+    """Whether `tokenizers` failed: it raises bare Exception, and panics are not Exceptions. A signal is neither."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -111,7 +111,7 @@ def _count_values(data: Any) -> int:
 
 
 def find_eod_id(backend: BackendTokenizer) -> int:
-    """Return the id of the end-of-document token: the first known name among special tokens, else a new special token."""
+    """Return the id of the end-of-document token: the first known name among special tokens, else a new token."""
     special_tokens = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     for name in _EOD_TOKEN_NAMES:
         if name in special_tokens:
