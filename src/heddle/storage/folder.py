@@ -103,7 +103,9 @@ def check_documents(
         except UnicodeEncodeError as error:
             raise CheckpointError(f"{folder / name}: its text is not valid Unicode ({error.reason})") from error
         if len(encoded[name]) > MAX_DOCUMENT_BYTES:
-            raise CheckpointError(f"{folder / name}: has {len(encoded[name])} bytes, more than {MAX_DOCUMENT_BYTES}")
+            raise CheckpointError(
+                f"{folder / name}: has {len(encoded[name])} bytes, more than {MAX_DOCUMENT_BYTES}; shorten it"
+            )
     return encoded
 
 
@@ -121,7 +123,7 @@ def _refuse_unlisted_content(folder: Path) -> None:
         unlisted = unlisted_files(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{folder}: holds files that are damaged, of another format or not written by heddle,"
+            f"{folder}: holds files that are damaged, of another format or that heddle did not write,"
             " and is left unchanged;"
             " choose another folder or move it away"
         ) from error

@@ -248,7 +248,7 @@ def parse_file_record(name: str, record: dict[str, Any]) -> FileRecord:
     """Return a file's entry, as `FileRecord.to_json` wrote it. Raises ValueError."""
     tensors = record.get("tensors")
     if (tensors is None) == name.endswith(".safetensors"):
-        raise ValueError(f"its entry for {name} lists tensors of a file that is not a tensor file, or the reverse")
+        raise ValueError(f"its entry for {name} must list tensors if, and only if, it is a tensor file")
     if not _is_count(record.get("size")):
         raise ValueError(f"the size of {name} is not a whole number")
     hashes = [record.get("sha256")]

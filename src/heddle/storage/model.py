@@ -313,7 +313,7 @@ def _empty_state(model: Decoder, folder: Path, table_fields: dict[str, Any], ten
         if expected.keys() == tensors.keys():
             break
     else:
-        raise CheckpointError(f"{folder}: its tensors are not the tensors of this design's state; save the state again")
+        raise CheckpointError(f"{folder}: its tensors do not fit a state of this design; save the state again")
     for name, tensor in tensors.items():
         if tensor.dtype != expected[name].dtype:
             raise CheckpointError(
@@ -379,7 +379,7 @@ class LoraFolder(NamedTuple):
         """Raise CheckpointError if the adapters belong to other weights."""
         if self.base_weights_sha256 != weights_sha256:
             raise CheckpointError(
-                f"{self.folder}: adapters of other weights, or of these weights in another dtype; load those"
+                f"{self.folder}: were trained on other weights of this design, or in another dtype; load those"
             )
 
     def check_tensors(self, shapes: Mapping[str, Sequence[int]]) -> None:

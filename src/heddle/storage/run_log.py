@@ -146,8 +146,8 @@ class RunLog:
             altered = _follow_chain(whole, position.head)[1]
             damage = "" if altered is None else f", and line {len(counted) + altered} of them was altered"
             print_status(
-                f"{self.path}: lines {len(counted) + 1} to {len(lines)} are of steps after the last checkpoint{damage};"
-                " these steps are repeated"
+                f"{self.path}: lines {len(counted) + 1} to {len(lines)} are of steps after the loaded checkpoint"
+                f"{damage}; these steps are repeated"
             )
         if len(lines) > len(counted) or not self.path.is_file():
             write_file(self.path, b"".join(counted), REMEDY)

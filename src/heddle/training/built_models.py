@@ -160,6 +160,6 @@ def _refuse_on_ranks(job: TrainingJob) -> None:
     for refusal in REFUSED_ON_RANKS:
         if refusal.is_needed(job):
             raise ConfigError(
-                f"{refusal.name}: does not work on {job.ranks.count} ranks, because {refusal.reason}; "
+                f"{refusal.name}: {refusal.reason}, so it does not work on {job.ranks.count} ranks; "
                 f"{refusal.remedy}, or train on one process"
             )

@@ -153,7 +153,7 @@ class Distillation:
         """Return the layers that have a touched parameter. Raises ConfigError where layers do not correspond."""
         for field in ("depth", "width", "residual"):
             if getattr(model.config, field) != getattr(teacher.config, field):
-                raise ConfigError(f"loss layers: {field} is not the same in {self._folder}; compare logits instead")
+                raise ConfigError(f"loss layers: {field} differs from {self._folder}; compare logits instead")
         if model.config.hands_over:
             raise ConfigError(
                 "loss layers: layers that read the keys or values of others cannot run alone; compare logits instead"
@@ -162,7 +162,7 @@ class Distillation:
             raise ConfigError("loss layers: a shared layer has different inputs at each pass; compare logits instead")
         layers = {int(name.split(".")[1]) for name in touched if name.startswith("layers.")}
         if not layers:
-            raise ConfigError(f"loss layers: no layer differs from {self._folder}; compare logits instead")
+            raise ConfigError(f"loss layers: all layers equal the layers of {self._folder}; compare logits instead")
         return tuple(sorted(layers))
 
 

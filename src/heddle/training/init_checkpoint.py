@@ -88,7 +88,9 @@ class InitCheckpoint:
         except CheckpointError as error:
             if config == self.config:
                 raise
-            raise ConfigError(f"{error}, because an override changed it; override fields without weights") from None
+            raise ConfigError(
+                f"{error}, because an override changed it; override only fields without weights"
+            ) from None
 
     def load_shards(self, model: Decoder, device: str, ranks: Ranks = ONE_PROCESS) -> None:
         """Fill a model that was sharded on the meta device; each rank reads its own shards.

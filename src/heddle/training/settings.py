@@ -114,8 +114,8 @@ class Settings:
         rows = self.tokens_per_step // self.gradient_accumulation_steps
         if self.fp8 and rows % FLOAT8_MULTIPLE:
             raise ConfigError(
-                f"fp8: needs a multiple of {FLOAT8_MULTIPLE} tokens a micro-batch, and batch_size · sequence_length / "
-                f"gradient_accumulation_steps is {rows}; change one of them"
+                f"fp8: needs a multiple of {FLOAT8_MULTIPLE} tokens per micro-batch, and batch_size · sequence_length "
+                f"/ gradient_accumulation_steps is {rows}; change one of them"
             )
 
     @property

@@ -164,8 +164,8 @@ class ChatData(WrittenData):
         rows, packed_length = settings.batch_size, self.chat.sequence_length
         if settings.sequence_length != packed_length:
             raise ConfigError(
-                f"sequence_length {settings.sequence_length}: these conversations are packed for {packed_length}; set "
-                "the same"
+                f"sequence_length {settings.sequence_length}: these conversations are packed for {packed_length} "
+                "tokens; set that length"
             )
         return lambda step: self.chat.batch(settings.seed, settings.samples_before(step), rows)
 
