@@ -1,7 +1,7 @@
 """Trackers: send a run's log lines to TensorBoard, Weights & Biases, Trackio or MLflow through their own libraries.
 
 Each tracker has a thread with a bounded queue. A tracker that fails, is slow or hangs loses lines, with a warning; it
-never stops training, and delays its end by at most 10 seconds.
+never stops training, and delays its end by at most 10 seconds per tracker.
 """
 
 import hashlib
