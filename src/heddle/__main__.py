@@ -6,7 +6,7 @@ from heddle.signals import Interrupted, end_on_stop_signals, interrupted_on_stop
 
 
 def main() -> None:
-    """Import the command line and run it. A signal ends it in a sentence from the first import to the end."""
+    """Import and run the command line. A stop signal at any time, imports included, ends it with a one-line message."""
     try:
         with interrupted_on_stop_signals():
             try:

@@ -1,8 +1,8 @@
 """Designs as frozen, strictly typed data. `parse_config` reads plain data and reports errors with exact paths.
 
 A slot is a folder of `heddle.parts`. A kind is a file in it, and the file's name is the `kind` on disk. A kind's module
-is imported only after its name was found in the folder (or was added by `load_part`). Other names of a kind stand in
-its class; all kinds of the slot are imported to find such a name.
+is imported only once its name is found in the folder (or was added by `load_part`). A kind's class lists its aliases,
+so looking one up imports every kind of the slot.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from heddle.errors import ConfigError, choices_hint, describe_path, describe_value, shorten_value
 
-# Types of fields, as they are written: which class a field holds, and whether it is a list on disk.
+# Inspect field annotations: which config class a field holds, and whether it is a list on disk.
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def nested_class(annotation: Any, base: type[T]) -> type[T] | None:
 
 
 def nested_field(fields: Mapping[str, FieldInfo], name: Any, base: type[BaseModel]) -> str | None:
-    """The place of a field one level further down, such as `layers.*.mixer`; None if it is at none or several."""
+    """The path of a field one level down, such as `layers.*.mixer`; None if no nested config has it, or several do."""
     places = []
     for outer, field in fields.items():
         nested = nested_class(field.annotation, base)
@@ -114,7 +114,7 @@ def build_under(path: str, build: Callable[..., B], *arguments: Any) -> B:
 class Config(BaseModel):
     """Plain data about an architecture. No device, precision, kernel or batch size.
 
-    later_fields: those that designs of earlier versions lack; at their default no dump and no fingerprint names them.
+    later_fields: fields that earlier versions do not have. At their defaults, dumps and fingerprints omit them.
     """
 
     later_fields: ClassVar[tuple[str, ...]] = ()
@@ -138,7 +138,7 @@ class Config(BaseModel):
     def dump(self, with_later_fields: bool = False) -> dict[str, Any]:
         """Return JSON-ready data from which `parse_config` makes an equal config.
 
-        Fields that are None are left out, and later fields that have their default, unless they are wanted.
+        Fields that are None are omitted. So are later fields at their defaults, unless `with_later_fields` is set.
         """
         plain = {name: _plain(getattr(self, name), with_later_fields) for name in type(self).model_fields}
         for name in () if with_later_fields else self.later_fields:
@@ -150,8 +150,8 @@ class Config(BaseModel):
 class Part(Config):
     """A config that fits a slot. Its `kind` is the name of the file that defines it.
 
-    data_dependent: names of optional fields that act in training only, on some data (the capacity of experts).
-    aliases: the field's other names of this kind, which designs may use.
+    data_dependent: optional fields that act only in training, and only on some data, such as the capacity of experts.
+    aliases: other names of this kind in the literature, accepted in designs.
     """
 
     slot: ClassVar[str]
@@ -169,12 +169,12 @@ class Part(Config):
 
     @classmethod
     def fields_of_alias(cls, alias: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields given beside an alias, and those that it implies. Raises DesignError if they contradict."""
+        """Return the given fields plus those that an alias implies. Raises DesignError if they contradict."""
         return {**fields}
 
     @classmethod
     def default_fields(cls, previous: "Part", width: int) -> dict[str, Any]:
-        """Return the fields chosen where this kind replaces a part, in a design of this width."""
+        """Return the fields to set where this kind replaces the part `previous`, in a design of this width."""
         return {}
 
 
@@ -209,7 +209,7 @@ def kind_class(slot: str, kind: str) -> type[Part]:
 
 
 def with_implied(alias: str, fields: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """Return the fields with one that an alias implies. Raises DesignError if it has another value."""
+    """Return the fields plus one that an alias implies. Raises DesignError if it is set to another value."""
     if fields.get(name) not in (None, value):
         reason = f"{shorten_value(fields[name])} contradicts {alias}, which means {value!r}"
         raise DesignError(name, f"{reason}; leave it out, or name another kind")
@@ -225,12 +225,12 @@ def find_kind(slot: str, name: Any) -> type[Part] | None:
         return kind_class(slot, name)
     named = [kind for kind in kinds(slot) if isinstance(name, str) and name in kind_class(slot, kind).aliases]
     if len(named) > 1:
-        raise DesignError("", f"'{name}' is a name of {' and '.join(named)}; give one of these")
+        raise DesignError("", f"'{name}' is an alias of {' and '.join(named)}; use one of these names")
     return kind_class(slot, named[0]) if named else None
 
 
 def kind_names(base: type[Part]) -> list[str]:
-    """Return the kinds that fit where `base` stands, and then their aliases."""
+    """Return the kinds that fit a field of type `base`, followed by their aliases."""
     fitting = {kind: kind_class(base.slot, kind) for kind in kinds(base.slot)}
     fitting = {kind: cls for kind, cls in fitting.items() if issubclass(cls, base)}
     return [*fitting, *sorted(alias for cls in fitting.values() for alias in cls.aliases)]
@@ -242,17 +242,17 @@ def is_slot(cls: type[Part]) -> bool:
 
 
 def own_class(module: types.ModuleType, base: type[C], name: str) -> type[C]:
-    """Return the class derived from `base`, a `name`, that a file defines. Raises ConfigError for none or several."""
+    """Return the one subclass of `base`, a `name`, that a file defines. Raises ConfigError for none or several."""
     classes = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, base))
     own = [value for value in classes if value.__module__ == module.__name__]
     if len(own) != 1:
-        reason = f"defines {len(own)} configs of {name}s; a {name}'s file defines exactly one"
+        reason = f"defines {len(own)} {name} configs; define exactly one in a {name} file"
         raise ConfigError(f"{module.__file__}: {reason}")
     return own[0]
 
 
 def load_part(file: Path) -> type[Part]:
-    """Load a user's part from a file. Its slot is that of the config it defines, its kind the file's name.
+    """Load a user's part from a file: the config that it defines gives the slot, the file's name gives the kind.
 
     Raises ConfigError if the file cannot be read, fails to run, or has the name of an existing kind.
     """
@@ -269,7 +269,7 @@ def load_part(file: Path) -> type[Part]:
         raise ConfigError(f"part {file}: failed to run ({type(error).__name__}: {error}); fix the file") from error
     part = own_class(module, Part, "part")
     if is_kind(part.slot, file.stem):
-        raise ConfigError(f"part {file}: {part.slot} has a kind '{file.stem}' already; rename the file")
+        raise ConfigError(f"part {file}: {part.slot} already has a kind '{file.stem}'; rename the file")
     sys.modules[name] = sys.modules[f"heddle.parts.{part.slot}.{file.stem}"] = module
     return part
 
@@ -297,12 +297,12 @@ def parse_config(target: type[C], data: Any, path: str = "") -> C:
 def _resolve(base: type[Part], data: dict[str, Any], path: str) -> tuple[type[Part], dict[str, Any]]:
     """Find the class of a part by its `kind`, and its fields with those that an alias implies."""
     if "kind" not in data:
-        raise DesignError(path, f"names no kind; add kind: … of {', '.join(kind_names(base))}")
+        raise DesignError(path, f"has no kind; set kind to one of {', '.join(kind_names(base))}")
     name = data["kind"]
     cls = build_under(path, find_kind, base.slot, name)
     if cls is None:
         problem = _unknown("kind", name, kind_names(base))
-        own = "" if "did you mean" in problem else "; for one of your own, give the file that defines it: --part FILE"
+        own = "" if "did you mean" in problem else "; for your own part, pass the file that defines it: --part FILE"
         raise DesignError(path, problem + own)
     if not issubclass(cls, base):
         raise DesignError(path, f"kind '{name}' does not belong here; choices: {', '.join(kind_names(base))}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-MAX_NAME_CHARACTERS = 100  # of an unknown name; the search for the nearest takes their square
+MAX_NAME_CHARACTERS = 100  # of an unknown name; finding its nearest match takes quadratic time
 FILE_TYPES = {
     stat.S_IFREG: "is a file",
     stat.S_IFDIR: "is a folder",
@@ -44,13 +44,13 @@ class MachineError(HeddleError):
 
 
 class RankLost(MachineError):
-    """Another rank of a training has ended or hangs. Exit code 75: the same command continues the run."""
+    """Another rank of a training run exited or hangs. Exit code 75: the same command continues the run."""
 
     exit_code = 75
 
 
 class OtherRankFailed(HeddleError):
-    """Another rank failed first, and says why: this one ends with its exit code; the command line prints nothing."""
+    """Another rank failed first and reports why. This one exits with the same code, and prints nothing."""
 
     def __init__(self, sentence: str, exit_code: int) -> None:
         super().__init__(sentence)
@@ -61,9 +61,9 @@ ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 
 
 def pip_install(extra: str, root: Path = ROOT) -> str:
-    """The command that installs an extra of heddle.
+    """The pip command that installs an extra of heddle.
 
-    root: where a checkout has its pyproject.toml. Outside of a checkout, the package has a name.
+    root: the root of a checkout, if this is one; otherwise the command names the published package.
     """
     is_checkout = (root / "pyproject.toml").is_file() and (root / "src" / "heddle").is_dir()
     return f"pip install -e '{root}[{extra}]'" if is_checkout else f"pip install 'heddle-lm[{extra}]'"
@@ -72,7 +72,7 @@ def pip_install(extra: str, root: Path = ROOT) -> str:
 def choices_hint(value: str, choices: Iterable[str], prefix: str = "") -> str:
     """End a message about an unknown name: `did you mean 'heads'? choices: depth, heads`.
 
-    The question is left out where no choice is close to `value`. `prefix` is put before the choice it asks about.
+    The question is omitted if no choice is close to `value`. `prefix` is put before the suggested choice.
     """
     names = list(choices)
     near = get_close_matches(value[:MAX_NAME_CHARACTERS], names, n=1)
@@ -81,19 +81,19 @@ def choices_hint(value: str, choices: Iterable[str], prefix: str = "") -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. torch has an exception class for a GPU, but only a message for a CPU."""
+    """Whether an error means out of memory. torch has an exception class for it on GPUs, but only a message on CPUs."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 def nondeterministic_operation(error: BaseException) -> str | None:
-    """Name what torch refused because it was asked for deterministic algorithms; None for another error."""
+    """The operation that torch refused for lack of a deterministic algorithm; None for any other error."""
     operation, refused, _ = str(error).partition(" does not have a deterministic implementation")
     return operation.rpartition("\n")[2] if refused and isinstance(error, RuntimeError) else None
 
 
 def lacks_compiler(error: BaseException) -> bool:
-    """Whether torch.compile found no C++ compiler that works."""
+    """Whether torch.compile failed because it found no working C++ compiler."""
     return "InvalidCxxCompiler" in (type(error).__name__, str(error).partition(":")[0])
 
 
@@ -110,7 +110,7 @@ def describe_path(path: str | Path) -> str:
     try:
         return describe_file_type(os.stat(path).st_mode)
     except ValueError:
-        return "is not a possible name"
+        return "is not a valid name"
     except OSError as error:
         is_link, number = os.path.islink(path), error.errno
     if number == errno.ELOOP:
@@ -133,7 +133,7 @@ def no_folder_reason(path: str | Path) -> str:
 
 
 def parse_error_reason(error: ValueError | RecursionError) -> str:
-    """Say in the user's words why Python's parser of JSON or TOML refused a text."""
+    """Explain in the user's terms why Python's JSON or TOML parser rejected a text."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return "an integer has more than 4300 digits" if "set_int_max_str_digits" in str(error) else str(error)

@@ -1,12 +1,12 @@
-"""What is fastest on this CPU: measured once per machine, torch and number of threads, and kept in the cache folder.
+"""Choose the fastest CPU implementations: measured once per machine, torch build and thread count, and cached on disk.
 
-Several ways compute the same but for rounding: routes of float32 products, weights packed by oneDNN or as they are,
-plain or fused attention. Which of them is fast depends on the CPU's instructions, its caches and torch's build. Each is
-timed in alternation with the way that torch or heddle takes by default, which stays unless it takes more than `TIE`
-times as long as another (products: `PRODUCTS_TIE`).
+Several implementations give equal results up to rounding: float32 matmul precisions, weights packed by oneDNN or not,
+plain or fused attention. Which one is fastest depends on the CPU's instructions, its caches and torch's build. Each is
+timed in alternation with the default, which is kept unless it takes more than `TIE` times as long as the fastest
+(matmuls: `PRODUCTS_TIE`).
 
-$HEDDLE_MACHINE says otherwise: "default" keeps the defaults, and a file (the "choices" of `heddle doctor --json`) is
-what it says.
+$HEDDLE_MACHINE overrides the measurements: "default" keeps the defaults, and a path names a file with the choices (the
+"choices" of `heddle doctor --json`).
 """
 
 import json
@@ -38,26 +38,26 @@ from heddle.storage.run_log import RUN_FILE
 from heddle.torch_private import can_pack_weights
 
 VARIABLE = "HEDDLE_MACHINE"
-VERSION = 1  # of what is measured, and how
+VERSION = 1  # raise it when what is measured, or how, changes
 TIE, PRODUCTS_TIE = 1.1, 1.05  # the mean over all products repeats within 2 %
 ROUNDS, MIN_ROUNDS = 7, 3
-SECONDS = 0.5  # of the rounds of one race, once each way ran MIN_ROUNDS times
+SECONDS = 0.5  # for the rounds of one race, after the first MIN_ROUNDS
 RECORD = "machine.json"  # of a comparison or a ladder
 # rows, inputs, outputs: of feed-forwards and a vocabulary, in small, medium and large designs
 PRODUCTS = ((512, 128, 352), (512, 128, 4096), (1024, 512, 1408), (1024, 768, 2048))
 WEIGHTS = {False: (512, 512), True: (2048, 1024)}  # a small and a large one
-READ_BYTES = 2**25 + 2**24  # of weights that are multiplied one after the other: more than a core's cache
-MEASURED_ROWS = {1: 1, 8: 4, 64: 32}  # of each class of rows
+READ_BYTES = 2**25 + 2**24  # of weights multiplied in turn: more than a core's cache holds
+MEASURED_ROWS = {1: 1, 8: 4, 64: 32}  # row class: rows measured
 ROWS, HEADS, HEAD_DIM = 2, 4, 64  # of attention
 
 Facts = dict[str, Any]
 
 
 def measured_choices(threads: int | None = None, needs: Collection[str] = ALL_NEEDS) -> Choices:
-    """The choices for `threads` (None: torch's number); what is needed and not yet known is measured, in seconds.
+    """The choices for `threads` (None: torch's thread count). Measurements that are needed and not cached take seconds.
 
-    needs: of ALL_NEEDS. Without a folder that keeps what was measured they are the defaults. Raises ConfigError for
-    a $HEDDLE_MACHINE that says nothing.
+    needs: a subset of ALL_NEEDS. Returns the defaults if no cache folder is writable. Raises ConfigError if
+    $HEDDLE_MACHINE names no file of choices.
     """
     asked = os.environ.get(VARIABLE)
     if asked == "default":
@@ -74,13 +74,13 @@ def _choices_of_file(path: Path) -> Choices:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        reason = "is not a file of choices; write default, or the file with the choices of `heddle doctor --json`"
+        reason = "is not a file of choices; set it to default, or to a file with the choices of `heddle doctor --json`"
         raise ConfigError(f"{VARIABLE} {path}: {reason}") from None
     return Choices.read(values, f"{VARIABLE} {path}")
 
 
 def choices_from(facts: Mapping[str, Any]) -> Choices:
-    """The choices that follow from what was measured; sections that were not have the defaults."""
+    """The choices that follow from the measurements; sections that were not measured keep their defaults."""
     products, packing, attention = (facts.get(section, {}) for section in ALL_NEEDS)
     return Choices(
         matmul=products.get("matmul", DEFAULT_CHOICES.matmul),
@@ -90,9 +90,9 @@ def choices_from(facts: Mapping[str, Any]) -> Choices:
 
 
 def measured_facts(threads: int | None = None, needs: Collection[str] = ALL_NEEDS, anew: bool = False) -> Facts:
-    """What was measured, by section. anew: measure what the cache folder knows, too.
+    """The measurements by section, from the cache where it has them. anew: measure everything again.
 
-    Raises ConfigError and MachineError where there is no folder to keep it.
+    Raises ConfigError or MachineError without a writable cache folder.
     """
     count = torch.get_num_threads() if threads is None else threads
     path = _facts_file(count)
@@ -100,12 +100,12 @@ def measured_facts(threads: int | None = None, needs: Collection[str] = ALL_NEED
     def is_known() -> bool:
         return not anew and set(needs) <= set(_known(path))
 
-    with wait_for_lock(path, is_known):  # two that measure at one time would measure each other
+    with wait_for_lock(path, is_known):  # two processes that measure at once would disturb each other
         facts = _known(path)
         missing = [section for section in needs if anew or section not in facts]
         if missing:
             name = f"{count} thread{'s' if count > 1 else ''}"
-            print_status(f"measuring once what is fastest on this machine with {name}: a few seconds")
+            print_status(f"measuring the fastest CPU kernels with {name}, once per machine: a few seconds")
             with _threads(count):
                 facts |= {section: MEASURES[section]() for section in missing}
             write_json_file(path, facts)
@@ -113,7 +113,7 @@ def measured_facts(threads: int | None = None, needs: Collection[str] = ALL_NEED
 
 
 def _facts_file(threads: int) -> Path:
-    """Where the cache folder keeps what was measured. Raises ConfigError and MachineError where there is none."""
+    """The cache file of the measurements. Raises ConfigError or MachineError without a cache folder."""
     return DataCache(None).path("json", "machine", VERSION, _key(threads))
 
 
@@ -148,9 +148,9 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def race(ways: Mapping[str, Callable[[], None]], rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[str, float]:
-    """The seconds of each way: the lower quartile of some rounds, in each of which all are timed once."""
+    """Time each way, in seconds: the lower quartile over rounds that run every way once."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for run in ways.values():  # oneDNN prepares itself for new shapes
+    for run in ways.values():  # warm up: oneDNN prepares for new shapes
         run()
     began = time.perf_counter()
     for number in range(rounds):
@@ -164,7 +164,7 @@ def race(ways: Mapping[str, Callable[[], None]], rounds: int = ROUNDS, seconds: 
 
 
 def fastest(seconds: Mapping[str, float], default: str, tie: float = TIE) -> str:
-    """The fastest way, or the default one where that takes at most `tie` times as long."""
+    """The fastest way, or the default if it takes at most `tie` times as long."""
     best = min(seconds, key=lambda name: seconds[name])
     return best if seconds[default] > tie * seconds[best] else default
 
@@ -175,7 +175,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _products() -> Facts:
-    """The route of float32 products, and the speed of products in float32 and bfloat16."""
+    """The fastest float32 matmul precision, and the speed of matmuls in float32 and bfloat16."""
 
     def step(rows: int, inputs: int, outputs: int) -> Callable[[], None]:
         x, weight, gradient = _random(rows, inputs), _random(outputs, inputs), _random(rows, outputs)
@@ -215,11 +215,11 @@ def _products() -> Facts:
 
 
 def _run(_: Tensor) -> None:
-    """The result of a call that is timed."""
+    """Discard the result of a timed call."""
 
 
 def _packing() -> Facts:
-    """By class of products of few rows: the fastest way, and how much faster each is than the default one."""
+    """By class of few-row products: the fastest way, and each way's speedup over the default."""
     rows: Facts = {}
     for key, default in DEFAULT_WAYS.items():
         ways = {way: run for way, run in _ways(key).items() if run is not None}
@@ -264,9 +264,9 @@ def _ways(key: WayKey) -> dict[str, Callable[[], None] | None]:
 
 
 def _attention() -> Facts:
-    """The lengths of rows whose causal attention trains faster with plain products than with torch's fused kernel.
+    """The sequence lengths at which causal attention trains faster with plain products than with torch's fused kernel.
 
-    speedups: of plain products.
+    speedups: of plain products over the fused kernel.
     """
     lengths, speedups, before = [], {}, softmax.triangle_lengths
     softmax.triangle_lengths = softmax.LENGTHS
@@ -299,11 +299,11 @@ def _attention_step(kernel: str, length: int) -> Callable[[], None]:
 MEASURES: Mapping[str, Callable[[], Facts]] = {"products": _products, "packing": _packing, "attention": _attention}
 
 
-# The choices of work that was begun: a run, a comparison and a ladder keep theirs, whatever the cache says later.
+# A run, comparison or ladder that has started keeps its recorded choices, whatever the cache says later.
 
 
 def recorded_choices(run: Path) -> Choices | None:
-    """The choices of the run in a folder; None where there is none, or one that cannot be read."""
+    """The choices recorded by the run in a folder; None if there is no readable record."""
     try:
         runtime = read_json_file(run / RUN_FILE).get("runtime", {})
         if "choices" in runtime:
@@ -316,10 +316,10 @@ def recorded_choices(run: Path) -> Choices | None:
 def with_worker_choices(
     runtime: Runtime, folder: Path, plan_file: str, needs: Mapping[int, Collection[str]]
 ) -> Runtime:
-    """The runtime with the choices of workers, for the work in a folder. Nothing else may run meanwhile.
+    """Add the choices of workers, for the work in a folder, to the runtime. Nothing else may run meanwhile.
 
-    needs: by the threads of a worker, what it needs. Work that was begun has the choices of its record, or those that
-    were usual before there was one.
+    needs: a worker's needs, by its number of threads. Work that has started keeps its recorded choices, or the defaults
+    of versions that recorded none.
     """
     if runtime.device != "cpu":
         return runtime
@@ -348,9 +348,9 @@ def _worker_choices_of(folder: Path) -> dict[int, Choices]:
 
 
 def slow_precision(threads: int | None = None) -> str | None:
-    """A sentence where bfloat16 products are slower on this CPU than float32 ones; None where they are not, or unknown.
+    """A warning if bfloat16 matmuls are slower than float32 on this CPU; None if they are not, or not measured yet.
 
-    It measures nothing.
+    Reads cached measurements only.
     """
     if os.environ.get(VARIABLE) == "default":
         return None
@@ -359,5 +359,5 @@ def slow_precision(threads: int | None = None) -> str | None:
         if products:
             ratio = products["fp32_flops_per_second"] / products["bf16_flops_per_second"]
             if ratio > TIE:
-                return f"bf16: products take {ratio:.1f} times as long as in fp32 on this CPU; give --precision fp32"
+                return f"bf16: matmuls take {ratio:.1f} times as long as in fp32 on this CPU; use --precision fp32"
     return None

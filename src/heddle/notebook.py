@@ -1,4 +1,4 @@
-"""Results in a notebook: tables without style of their own, so that they follow its theme, and small gray images."""
+"""HTML for notebooks: unstyled tables, which follow the notebook's theme, and small grayscale images."""
 
 import base64
 import struct
@@ -14,7 +14,7 @@ class Image(str):
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[Cell]], caption: str = "") -> str:
-    """A table whose every text is escaped. Numbers stand at the right."""
+    """An HTML table with all text escaped and numbers right-aligned."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(f"<tr>{''.join(_cell(value) for value in row)}</tr>" for row in rows)
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
@@ -22,7 +22,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[Cell]], caption: s
 
 
 def gray_image(rows: Sequence[bytes], label: str) -> Image:
-    """An image of rows of gray values, one byte a pixel, 0 black, 96 pixels wide. label: its description."""
+    """A grayscale PNG in an <img>, shown 96 pixels wide. rows: one byte per pixel, 0 is black. label: its alt text."""
     width, height = len(rows[0]), len(rows)
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     pixels = zlib.compress(b"".join(b"\0" + row for row in rows), 9)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINE_SECONDS = 5.0
-# What moves the cursor, colors, beeps or turns text around: control characters except line ends and tabs, marks of
-# text direction that reach beyond their place, and halves of surrogate pairs.
+# Characters that move the cursor, color, beep or reorder text: control characters except newlines and tabs, overrides
+# and isolates of text direction, and lone surrogates.
 CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _quiet_depth = 0
@@ -30,10 +30,10 @@ class ProgressBar(Protocol):
     """The progress of one task."""
 
     def advance(self, n: int, note: str = "", rate: float | None = None) -> None:
-        """Count `n` more units.
+        """Add `n` units.
 
-        A `note` that is not empty replaces the text at the end of the line. rate: units per second to show, where the
-        caller knows them better than the time since the start does.
+        A non-empty `note` replaces the text at the end of the line. rate: units per second to show, instead of the
+        average since the start.
         """
 
 
@@ -50,7 +50,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent(silenced: bool = True) -> Iterator[None]:
-    """Silence warnings and results of this process too: another one of several ranks prints them."""
+    """Silence warnings and results of this process, too: another rank prints them."""
     global _silent_depth  # noqa: PLW0603 - as above
     if not silenced:
         yield
@@ -75,18 +75,18 @@ def print_status(text: str) -> None:
 
 
 def print_warning(text: str) -> None:
-    """Print one line on stderr that begins with "warning: ", even when quiet: something was lost or is not as usual."""
+    """Print one line on stderr that begins with "warning: ", even when quiet."""
     _print_line(f"warning: {text}")
 
 
 def print_text(text: str, end: str = "\n") -> None:
-    """Print text on stdout: as it is into a file or a pipe, with control characters escaped on a terminal."""
+    """Print text on stdout: unchanged to a file or pipe, with control characters escaped on a terminal."""
     if not _silent_depth:
         print(terminal_safe(text), end=end, flush=True)
 
 
 def terminal_safe(text: str) -> str:
-    """`text` with control characters escaped, such as \\u001b, if stdout is a terminal; line ends and tabs stay."""
+    """`text` with control characters escaped, such as \\u001b, if stdout is a terminal; newlines and tabs stay."""
     if not _is_terminal(sys.stdout):
         return text
     return CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
@@ -141,7 +141,7 @@ def format_amount(n: float, unit: str) -> str:
 
 
 def format_rate(rate: float, unit: str) -> str:
-    """Units per second: 1,234 tokens/s, 31.5 MB/s; of few, two digits, such as 0.14 layers/s."""
+    """Units per second: 1,234 tokens/s, 31.5 MB/s; below 10, two significant digits, such as 0.14 layers/s."""
     few = unit != "bytes" and 0 < rate < 10
     return f"{rate:.2g} {unit}/s" if few else f"{format_amount(rate, unit)}/s"
 

@@ -1,4 +1,4 @@
-"""Settings of the whole process: set once by a program that owns it (the command line, a worker), never on import."""
+"""Process-wide settings, set once by the program that owns the process (the command line, a worker), not on import."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from typing import Any, Self
 from heddle.errors import ConfigError
 
 DEVICES = ("cuda", "mps", "cpu")  # the first that is available is the default
-MAX_THREADS = 4096  # of a process; torch fails for numbers that no machine has
+MAX_THREADS = 4096  # per process; torch fails for numbers that no machine has
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
@@ -21,11 +21,11 @@ MATMUL_ROUTES = ("highest", "medium")
 
 @dataclass(frozen=True)
 class Choices:
-    """Which of several ways to compute the same, but for rounding, a CPU takes: see `heddle.machine`.
+    """Which of several CPU implementations to use, equal up to rounding: see `heddle.machine`.
 
-    matmul: torch's name of the route of float32 products, "highest" or "medium" (oneDNN). packing: ways of products
-    of few rows, as `heddle.numerics.linear.choose_ways` takes them. triangle_lengths: classes of lengths of rows whose
-    causal attention trains with plain products, by their longest.
+    matmul: torch's float32 matmul precision, "highest" or "medium" (oneDNN). packing: how products of few rows use
+    packed weights, in the form of `heddle.numerics.linear.choose_ways`. triangle_lengths: classes of sequence lengths,
+    each named by its longest, whose causal attention trains with plain products.
     """
 
     matmul: str = "highest"
@@ -38,7 +38,7 @@ class Choices:
 
     @classmethod
     def read(cls, values: Any, source: str = "choices") -> Self:
-        """From plain data; fields that are missing have their defaults. Raises ConfigError, naming the source."""
+        """Read plain data; missing fields keep their defaults. Raises ConfigError that names the source."""
         from heddle.numerics.attention.softmax import LENGTHS
         from heddle.numerics.linear import check_ways
 
@@ -63,10 +63,10 @@ EARLIER_CHOICES = Choices(matmul="medium")  # of runs that recorded none
 
 @dataclass(frozen=True)
 class Runtime:
-    """The settings: device, threads, precision of float32 matrix products, and whether freed memory is retained.
+    """The settings: device, threads, float32 matmul precision, and whether freed memory is retained.
 
-    matmul: torch's name; on CUDA "high" is TF32. deterministic: torch takes deterministic algorithms, or refuses.
-    choices: of this process. worker_choices: by number of threads, of those that it starts.
+    matmul: torch's name; on CUDA "high" is TF32. deterministic: torch uses deterministic algorithms, or raises.
+    choices: for this process. worker_choices: for the workers that it starts, by their number of threads.
     """
 
     device: str
@@ -86,7 +86,7 @@ class Runtime:
         return settings | hardware()
 
     def choices_of_worker(self, threads: int | None) -> dict[str, Any]:
-        """What a worker of so many threads (None: as many as this process) is told, as plain data."""
+        """The choices for a worker with this many threads (None: as many as this process), as plain data."""
         return self.worker_choices.get(threads or self.threads, DEFAULT_CHOICES).dump()
 
 
@@ -99,9 +99,9 @@ def set_up_runtime(
 ) -> Runtime:
     """Set up this process. Raises ConfigError for a missing device, a bad number of threads, or TF32 on a CPU or MPS.
 
-    tf32: float32 products on CUDA round their inputs to 10 bits of mantissa (TF32). deterministic: equal calls give
-    equal bits on CUDA, too, and what has no such algorithm raises an error; kernels choose accordingly. choices: of a
-    CPU; where its "medium" products are less exact than float32, they stay as they are.
+    tf32: float32 matmuls on CUDA round their inputs to 10 mantissa bits (TF32). deterministic: results are bitwise
+    reproducible on CUDA, too; operations without a deterministic algorithm raise an error, and kernels are chosen
+    accordingly. choices: for a CPU; "medium" matmuls fall back to "highest" where they are less accurate than float32.
     """
     import torch
 
@@ -120,14 +120,14 @@ def set_up_runtime(
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        # What finds bugs in deterministic mode costs time.
+        # Deterministic mode also fills uninitialized memory, to expose bugs; that costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     choices = replace(choices, matmul=matmul) if kind == "cpu" else DEFAULT_CHOICES
     return Runtime(resolved, torch.get_num_threads(), matmul, keeps_memory, deterministic, choices)
 
 
 def _set_up_cuda(device: str, tf32: bool) -> str:
-    """Make a GPU the current one, and set the precision of float32 products and convolutions; return its name."""
+    """Make a GPU current, and set the precision of float32 matmuls and convolutions; return torch's name of it."""
     import torch
 
     torch.cuda.set_device(torch.device(device if ":" in device else f"{device}:0"))
@@ -145,9 +145,9 @@ def resolve_device(device: str) -> str:
 
 
 def device_name(device: str) -> str:
-    """Resolve `auto` as `resolve_device` does. Another name stays, though this machine may have no such device.
+    """Resolve `auto` as `resolve_device` does. Other names are returned even if this machine has no such device.
 
-    Raises ConfigError for a name that is none of a device.
+    Raises ConfigError for an unknown device name.
     """
     if device == "auto":
         return next(name for name in DEVICES if is_available(name))
@@ -158,7 +158,7 @@ def device_name(device: str) -> str:
 
 
 def kind_of_device(device: str) -> str:
-    """`cuda` of `cuda:1`."""
+    """The device without its index: `cuda` for `cuda:1`."""
     return device.partition(":")[0]
 
 
@@ -188,7 +188,7 @@ def _keep_freed_memory() -> bool:
 
 
 def install(choices: Choices) -> str:
-    """Let this process compute so on its CPU; return the route of float32 products that it takes."""
+    """Apply these choices to this process's CPU kernels; return the float32 matmul precision in use."""
     import torch
 
     from heddle.numerics.attention import softmax
@@ -202,7 +202,7 @@ def install(choices: Choices) -> str:
 
 
 def medium_is_exact() -> bool:
-    """Whether the error of float32 products of precision "medium" is that of float32 on this CPU."""
+    """Whether float32 matmuls of precision "medium" are as accurate as float32 on this CPU."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -228,7 +228,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the software that decide a result."""
+    """The versions of the software that results depend on."""
     import numpy
     import torch
 

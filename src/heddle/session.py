@@ -1,4 +1,4 @@
-"""What verbs set up in their process: device, threads, kernels, parts of the user's own."""
+"""Process setup for verbs: device, threads, kernels and the user's own parts."""
 
 import os
 from collections.abc import Collection, Iterable
@@ -29,10 +29,10 @@ def open_session(
     needs: Collection[str] = (),
     choices: "Choices | None" = None,
 ) -> "Runtime":
-    """Set up the process for a verb. `stack` undoes it when it closes. device: instead of the settings' own.
+    """Set up the process for a verb; closing `stack` undoes it. device: overrides the settings' device.
 
-    needs: of the ways that `heddle.machine` measures, those that the verb needs on a CPU; choices: those that are known
-    already, instead. Deterministic algorithms have the default ones.
+    needs: the `heddle.machine` measurements that the verb needs on a CPU. choices: known choices, used instead of
+    measuring. Deterministic runs use the defaults.
     """
     from heddle import progress
     from heddle.data.cache import use_own_compile_cache
@@ -53,13 +53,13 @@ def open_session(
         choices = measured_choices(settings.threads, needs)
     runtime = set_up_runtime(name, settings.threads, tf32, deterministic, choices or DEFAULT_CHOICES)
     if tf32:
-        progress.print_status(f"{runtime.device}: float32 products in TF32, with 10 bits of mantissa instead of 23")
+        progress.print_status(f"{runtime.device}: float32 matmuls in TF32, with 10 mantissa bits instead of 23")
     stack.enter_context(force_kernels(**parse_kernels(kernels)))
     return runtime
 
 
 def load_parts(files: Iterable[Path]) -> None:
-    """Define the parts of these files."""
+    """Load the parts that these files define."""
     from heddle.config import load_part
 
     for file in files:

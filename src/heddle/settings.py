@@ -1,7 +1,7 @@
-"""The settings of a verb, written once: options, files of options, the record of a run and the docs are read from them.
+"""A verb's settings, written once: options, option files, run records and docs are all derived from them.
 
-Each verb has a frozen dataclass below `VerbSettings`, with fields such as `seed: Annotated[int, Option("N", "Seed.")]`.
-The field's name is the option's (`from_` is --from), and its type says how a value is read.
+Each verb has a frozen dataclass derived from `VerbSettings`, with fields such as `seed: Annotated[int, Option("N",
+"Seed.")]`. The field's name is the option's (`from_` is --from), and its type says how a value is parsed.
 """
 
 import inspect
@@ -22,10 +22,10 @@ _WANTED = {int: "a whole number", float: "a number"}
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is shown and read.
+    """How a field is shown and parsed.
 
-    metavar: the value in help; "" for a switch. parse: reads a text; a ValueError says what is wrong with it. None: the
-    field's type does. short: one letter. hidden: not shown by help.
+    metavar: the value's name in help; "" for a switch. parse: parses a string, and raises ValueError with what is
+    wrong; None: the field's type does. short: one letter. hidden: not shown by help.
     """
 
     metavar: str
@@ -36,12 +36,12 @@ class Option:
 
 
 class Argument(Option):
-    """A field that is given by its place in the command line."""
+    """A positional argument."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a settings class. type: of one value. repeats: whether there may be several, in a tuple."""
+    """A field of a settings class. type: of one value. repeats: whether it takes several values, as a tuple."""
 
     field: str
     option: Option
@@ -76,7 +76,7 @@ class Setting:
 
     @property
     def off_flag(self) -> str:
-        """The name that turns a switch off: `--no-compile`."""
+        """The flag that turns a switch off: `--no-compile`."""
         return self.flag.replace("--", "--no-", 1)
 
     @property
@@ -93,7 +93,7 @@ class Setting:
         return f"{text} [{default}]"
 
     def read(self, value: Any) -> Any:
-        """Read a text of the command line, or a plain value of a file or of Python. Raises ConfigError."""
+        """Parse a string from the command line, or a plain value from a file or Python. Raises ConfigError."""
         if self.repeats:
             return tuple(map(self._read_one, value if isinstance(value, list | tuple) else [value]))
         if isinstance(value, list | tuple | dict) and self.type is not Any:
@@ -109,7 +109,7 @@ class Setting:
                 raise ConfigError(f"{self.label} {shorten(value)}: must be true or false")
             return value
         if isinstance(value, bool):
-            raise ConfigError(f"{self.name}: takes a word or a number, and is {str(value).lower()}")
+            raise ConfigError(f"{self.name}: takes a word or a number, not {str(value).lower()}")
         text = str(value)
         if self.option.parse is not None:
             return parse_named(self.label, text, self.option.parse)
@@ -121,15 +121,15 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class VerbSettings:
-    """Settings of a verb. SHOWN: the options that `--help` shows, in this order; `--help-all` shows all."""
+    """Settings of a verb. SHOWN: the options that `--help` shows, in order; `--help-all` shows all."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def read(cls, values: Mapping[Any, Any], source: str = "options") -> Self:
-        """Return settings of values by option name, texts or plain values; None is the default.
+        """Build settings from values by option name, given as strings or plain values; None means the default.
 
-        Raises ConfigError naming an unknown option, one that is missing, or a wrong value. source: named for the first.
+        Raises ConfigError for an unknown, missing or invalid option. source: named in the message about an unknown one.
         """
         settings = settings_of(cls)
         read = {}
@@ -149,12 +149,12 @@ class VerbSettings:
         return cls(**read)
 
     def dump(self) -> dict[str, Any]:
-        """Return plain values by option name, without those that are off: a file of options, and a run's record."""
+        """Return plain values by option name, without options that are off: an option file, or a run's record."""
         values = {name: getattr(self, setting.field) for name, setting in settings_of(type(self)).items()}
         return {name: plain for name, value in values.items() if (plain := _plain(value)) is not None}
 
     def command_line(self, verb: str) -> str:
-        """Return the command that has these settings; what is at its default is left out."""
+        """Return the command with these settings, without options at their defaults."""
         words, arguments, settings = [], [], settings_of(type(self))
         for name, value in self.dump().items():
             setting = settings[name]
@@ -177,7 +177,7 @@ def shared(source: Any, target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def settings_of(cls: type[VerbSettings]) -> dict[str, Setting]:
-    """The settings of a class of `VerbSettings` by their names: arguments first, and those of base classes last."""
+    """The settings of a `VerbSettings` class by name: arguments first, settings of base classes last."""
     hints = get_type_hints(cls, include_extras=True)
     order = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
     found = []
@@ -225,7 +225,7 @@ def shorten(value: object) -> str:
 
 
 def _number(text: str) -> float:
-    """The number that a text stands for; NaN if none."""
+    """The number that a text stands for; NaN if it is not one."""
     unit = UNITS.get(text[-1:].lower(), 1.0)
     try:
         return round(float(text[:-1] if unit != 1.0 else text) * unit, 6)
@@ -245,11 +245,11 @@ PRECISIONS = ("fp32", "bf16", "bf16-params")
 Device = Annotated[str, Option("NAME", "auto, cpu, cuda, cuda:N or mps.")]
 Threads = Annotated[int | None, Option("N", "CPU threads. [torch's default]")]
 Precision = Annotated[str, Option("NAME", "fp32 or bf16.")]
-TrainingPrecision = Annotated[str, Option("NAME", "fp32, bf16 (autocast) or bf16-params (weights, too).")]
-Tf32 = Annotated[bool, Option("", "On CUDA: float32 products in TF32, faster and less precise.")]
-Deterministic = Annotated[bool, Option("", "Equal bits on CUDA, too: slower; refuses what cannot be.")]
+TrainingPrecision = Annotated[str, Option("NAME", "fp32, bf16 (autocast) or bf16-params (weights too).")]
+Tf32 = Annotated[bool, Option("", "On CUDA: float32 matmuls in TF32, faster and less precise.")]
+Deterministic = Annotated[bool, Option("", "Bitwise reproducible on CUDA, too: slower; refuses what cannot be.")]
 Kernel = Annotated[tuple[str, ...], Option("OPERATION=KERNEL", "Force a kernel: attention=reference; repeatable.")]
-PartFile = Annotated[tuple[Path, ...], Option("FILE", "A .py file that defines a part of your own; repeatable.")]
+PartFile = Annotated[tuple[Path, ...], Option("FILE", "A .py file that defines your own part; repeatable.")]
 Quiet = Annotated[bool, Option("", "Print no progress on stderr.", short="q")]
 Json = Annotated[bool, Option("", "Print JSON.")]
 

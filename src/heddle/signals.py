@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a command ends in a sentence and an exit code of its own.
+"""Ctrl-C, SIGTERM and SIGHUP: a command ends with a one-line message and its own exit code.
 
-In training the first signal asks the loop to save and stop, and a second one stops at once.
+In training, the first signal asks the loop to save and stop; a second one stops at once.
 """
 
 import atexit
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 # One request may arrive several times: from the terminal and from a program that forwards it, or from Linux, which
-# signals a worker's parent's death once for each of the parent's threads.
+# signals the death of a worker's parent once per thread of the parent.
 SAME_REQUEST_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,9 +38,8 @@ class StopRequest:
 def catch_stop_signals() -> Iterator[StopRequest]:
     """Within the block, record the first signal in the StopRequest; a second one raises Interrupted.
 
-    Raises Interrupted after a block that ends without having acted on the first one: it came too late to be read.
-    Signals that the process was started to ignore stay ignored, as under nohup. Outside the main thread nothing is
-    caught.
+    If the block ends without acting on the first signal, which came too late, raises Interrupted after it. Signals that
+    were ignored when the process started, as under nohup, stay ignored. Does nothing outside the main thread.
     """
     stop_request = StopRequest()
 
@@ -59,9 +58,9 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 
 @contextmanager
 def interrupted_on_stop_signals() -> Iterator[None]:
-    """Within the block, a signal raises Interrupted, so that unfinished files are removed. Ignored ones stay ignored.
+    """Within the block, a signal raises Interrupted, so that unfinished files are removed.
 
-    Outside the main thread nothing is caught.
+    Signals that were ignored stay ignored. Does nothing outside the main thread.
     """
 
     stop_request = StopRequest()
@@ -77,9 +76,9 @@ def interrupted_on_stop_signals() -> Iterator[None]:
 
 
 def end_on_stop_signals() -> None:
-    """From now on, a signal ends this process at once in a sentence, and once its threads have ended nothing does.
+    """From now on, a signal exits the process at once with a message; once its threads have ended, signals are ignored.
 
-    For a process whose work is done. Outside the main thread nothing changes.
+    For a process whose work is done. Does nothing outside the main thread.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -99,7 +98,7 @@ def _ignore_stop_signals() -> None:
 
 @contextmanager
 def masked_stop_signals() -> Iterator[None]:
-    """Within the block, signals wait. A process that is started in it begins so, and unmasks them."""
+    """Block stop signals within the block. A process started in it inherits the mask, and unblocks them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -1,7 +1,7 @@
-"""The private names of torch: every one that heddle uses is here, and nowhere else.
+"""Every private name of torch that heddle uses; no other module uses any.
 
-Any version of torch may change them; `tests/test_torch_private.py` has a test of each, which says what heddle then
-lacks. A name is looked up when it is used, and modules that torch may not have loaded are imported then.
+Any version of torch may change them; `tests/test_torch_private.py` has a test for each, which says what then breaks in
+heddle. A name is looked up on use, and modules that torch may not have loaded are imported then.
 """
 
 import sys
@@ -23,31 +23,31 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class LightDispatchMode(TorchDispatchMode):
-    """A mode whose first operation does not import torch's compiler; the compiler may trace into it."""
+    """A dispatch mode whose first operation does not import torch's compiler; the compiler may trace into it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
 
-# What tensors, modules and operators are.
+# Tensors, modules and operators.
 
 _version_of: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 def version_counters(tensors: Sequence[Tensor]) -> list[int]:
-    """How often torch counted a change in place, for each tensor."""
+    """Each tensor's version counter: the number of in-place changes that torch counted."""
     return list(map(_version_of, tensors))
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that no other living storage has, also on the meta device."""
+    """A number unique among live storages, also on the meta device."""
     key: int = storage._cdata
     return key
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values, as within `fake_tensors`."""
+    """Whether a tensor is fake: it has a shape and no values, as within `fake_tensors`."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
@@ -60,7 +60,7 @@ def fake_tensors() -> "FakeTensorMode":
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class says: it has hooks, or a `forward` of its own."""
+    """Whether calling the module does more than its class defines: it has hooks, or an instance-level `forward`."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
@@ -84,9 +84,9 @@ def in_backward_pass() -> bool:
 
 
 def mark_constant(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Let torch's compiler call a function and keep its answer.
+    """Let torch's compiler treat a function's result as constant.
 
-    It is `torch.compiler.assume_constant_result`, which imports the whole compiler to set the same mark.
+    Like `torch.compiler.assume_constant_result`, which imports the whole compiler to set the same mark.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function
@@ -118,7 +118,7 @@ def foreach_mul_(tensors: Tensors, factor: float | Tensor) -> None:
 
 
 def foreach_add_(tensors: Tensors, others: Tensors, alpha: float) -> None:
-    """Add alpha times its other to each tensor."""
+    """Add alpha times the matching entry of `others` to each tensor."""
     torch._foreach_add_(tensors, others, alpha=alpha)
 
 
@@ -168,7 +168,7 @@ def can_pack_weights(dtype: torch.dtype) -> bool:
         return True
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    try:  # oneDNN may be told to use fewer instructions than the CPU has, which torch's own answer does not know
+    try:  # oneDNN may be restricted to fewer instructions than the CPU has, which torch's check does not see
         pack_weight(torch.zeros(16, 16, dtype=dtype), 1)
     except RuntimeError:
         return False
@@ -176,7 +176,7 @@ def can_pack_weights(dtype: torch.dtype) -> bool:
 
 
 def pack_weight(weight: Tensor, rows: int) -> Tensor:
-    """weight [out, in] in the layout that oneDNN reads fastest for products of so many rows."""
+    """weight [out, in] in the layout that oneDNN reads fastest for products with this many rows."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return packed
 
@@ -227,14 +227,14 @@ def limit_waits(seconds: float) -> None:
 
 
 def resolve_group(name: Any) -> "ProcessGroup":
-    """The group of a name, as functional collectives name theirs."""
+    """The process group with this name, as functional collectives use it."""
     from torch._C._distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)
 
 
 def flight_record() -> bytes | None:
-    """What torch's flight recorder knows of this process's collectives, as JSON; None where torch records nothing."""
+    """The collectives of this process that torch's flight recorder traced, as JSON; None without a recorder."""
     from torch._C import _distributed_c10d
 
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)

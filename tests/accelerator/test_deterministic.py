@@ -43,7 +43,7 @@ def test_a_kernel_that_says_its_bits_vary_is_not_chosen() -> None:
         assert not planted.can_use("fast", None)
         with force_kernels({"planted": "fast"}, {"planted": planted}), pytest.raises(ConfigError) as refused:
             planted.choose(None)
-    reason = "deterministic algorithms are wanted, and threads race"
+    reason = "deterministic algorithms are required, but threads race"
     assert choices == [KernelChoice("planted", "reference", (("fast", reason),))]
     assert str(refused.value) == f"kernel planted=fast: cannot serve here, because {reason}"
 

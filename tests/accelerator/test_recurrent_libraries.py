@@ -236,18 +236,18 @@ FACTS = RecurrenceFacts(8, True, device="cuda", dtype=torch.bfloat16, key_width=
     ("facts", "reason"),
     [
         (FACTS, None),
-        (FACTS._replace(device="cpu"), "it is for CUDA"),
+        (FACTS._replace(device="cpu"), "it runs on CUDA only"),
         (
             FACTS._replace(dtype=torch.float32),
-            "it multiplies in half precision, and the projections are in torch.float32",
+            "it computes in half precision, but the projections are in torch.float32",
         ),
         (FACTS._replace(key_width=320), "keys are 320 wide, more than 256"),
         (FACTS._replace(tokens=1), "one token is one step of the recurrence"),
-        (FACTS._replace(has_documents=True), "documents follow a state or padding"),
+        (FACTS._replace(has_documents=True), "it does not combine packed documents with a state or padding"),
         (FACTS._replace(has_documents=True, has_cu_seqlens=True), None),
         (
             FACTS._replace(has_documents=True, has_cu_seqlens=True, has_state=True),
-            "documents follow a state or padding",
+            "it does not combine packed documents with a state or padding",
         ),
     ],
 )
@@ -332,11 +332,17 @@ CONVOLUTION_FACTS = ConvolutionFacts(8, True, False, False, device="cuda", dtype
     ("facts", "reason"),
     [
         (CONVOLUTION_FACTS, None),
-        (CONVOLUTION_FACTS._replace(device="mps"), "it is for CUDA"),
-        (CONVOLUTION_FACTS._replace(dtype=torch.float64), "its dtypes end at float32, here is torch.float64"),
-        (CONVOLUTION_FACTS._replace(channels=12), "it takes 2 to 4 tokens of a multiple of 8 channels, here 4 of 12"),
-        (CONVOLUTION_FACTS._replace(kernel_size=5), "it takes 2 to 4 tokens of a multiple of 8 channels, here 5 of 16"),
-        (CONVOLUTION_FACTS._replace(taps=True), "documents follow a state or padding"),
+        (CONVOLUTION_FACTS._replace(device="mps"), "it runs on CUDA only"),
+        (CONVOLUTION_FACTS._replace(dtype=torch.float64), "it supports dtypes up to float32, not torch.float64"),
+        (
+            CONVOLUTION_FACTS._replace(channels=12),
+            "it needs kernel size 2 to 4 and a multiple of 8 channels, not 4 and 12",
+        ),
+        (
+            CONVOLUTION_FACTS._replace(kernel_size=5),
+            "it needs kernel size 2 to 4 and a multiple of 8 channels, not 5 and 16",
+        ),
+        (CONVOLUTION_FACTS._replace(taps=True), "it does not combine packed documents with a state or padding"),
         (CONVOLUTION_FACTS._replace(taps=True, packed=True), None),
     ],
 )

@@ -13,9 +13,10 @@ from heddle.lab.pages.runs import curve_figure, legend_labels, styles_of
 from heddle.lab.runs import at_equal_tokens, find_runs, summarize, varied_fields
 from heddle.storage import lock
 from heddle.storage.checkpoints import checkpoint_steps, write_checkpoint
+from heddle.storage.file_io import write_json_file
 from heddle.storage.lock import RunLock
 from heddle.storage.manifest import LogPosition
-from heddle.storage.run_log import LOG_FILE, RunLog, open_run
+from heddle.storage.run_log import FINAL_FILE, LOG_FILE, RunLog, open_run
 from tests.html_page import Page
 
 DESIGN = {"width": 16, "layers": [{"mixer": {"kind": "attention"}}]}
@@ -56,6 +57,10 @@ def test_a_run_is_summarized(folder: Path) -> None:
     assert run.tokens_per_second == 100.0  # the first step is left out
     assert run.peak_memory_bytes == 4e7
     assert summarize(folder / "b", folder / "b").name == "b"
+    assert run.final is None
+    for step, final in ((40, 2.5), (39, None)):  # an evaluation of an earlier end is not that of a longer run
+        write_json_file(folder / "b" / FINAL_FILE, {"step": step, "final_bits_per_byte": 2.5})
+        assert summarize(folder / "b", folder).final == final
 
 
 def test_a_task_has_an_accuracy(tmp_path: Path) -> None:
@@ -87,13 +92,14 @@ def test_what_is_off_in_a_run_is_not_listed_unless_nothing_else_differs(tmp_path
 
 
 def test_the_command_lists_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json_file(folder / "b" / FINAL_FILE, {"step": 40, "final_bits_per_byte": 2.5})
     assert run_command(["runs", str(folder)]) == 0
     head, first, second, metrics, note = (line.rstrip() for line in capsys.readouterr().out.strip().splitlines())
-    assert head.split() == ["run", "step", "tokens", "training", "validation", "tokens/s", "differs", "in"]
-    assert first.split() == ["b", "40", "4,000", "3.0000", "5.0000", "100", "seed=0"]
+    assert head.split() == ["run", "step", "tokens", "training", "validation", "final", "tokens/s", "differs", "in"]
+    assert first.split() == ["b", "40", "4,000", "3.0000", "5.0000", "2.5000", "100", "seed=0"]
     assert second.split() == ["deep/a", "2", "of", "40", "200", "2.0000", "2.0000", "100", "seed=1"]
-    assert metrics == "training and validation: bits per byte"
-    assert "of a part of the held-out text" in note
+    assert metrics == "training, validation and final: bits per byte"
+    assert "reads a part of the held-out text" in note
     assert run_command(["runs", str(folder), "--sort", "training", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["name"], row["differences"]) for row in rows] == [

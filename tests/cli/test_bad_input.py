@@ -236,7 +236,7 @@ ERRORS: list[tuple[str, int, str]] = [
     # generation
     ("generate @/none", 2, "@/none.*"),
     ("generate @/mine", 2, "@/mine.*"),
-    *((f"{verb} @/encoder", 2, "@/encoder: sees later tokens .causal: false., so it writes no text; read its logits")
+    *((f"{verb} @/encoder", 2, "@/encoder: attends to later tokens .causal: false., so it cannot generate text; read")
       for verb in ("generate", "serve", "chat")),
     ("generate @/run --max-new-tokens 0", 2, "max_new_tokens 0:"),
     ("generate @/run --temperature -1", 2, "temperature -1.0:"),
@@ -362,7 +362,7 @@ def test_a_prompt_that_is_not_text_is_refused(
 def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts, lines = workspace / "prompts.txt", workspace / "prompts.jsonl"
     texts.write_text("the\nwarp\nand\n", encoding="utf-8")
-    lines.write_text('{"prompt": "the"}\n{"prompt": "warp"}\n{"prompt": "and"}\n', encoding="utf-8")
+    lines.write_text('{"prompt": "the"}\n{"prompt": "warp"}\n{"prompt": "and", "by": "\u2028"}\n', encoding="utf-8")
     command = ["generate", f"{workspace}/run", "--device", "cpu", "--max-new-tokens", "3", "--json"]
     answers = []
     for options in (["--prompts", f"{texts}"], ["--prompts", f"{lines}", "--streams", "2"]):
@@ -372,7 +372,7 @@ def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.
     assert answers[0] == answers[1]
     assert [answer["prompt"] for answer in json.loads(answers[0])] == ["the", "warp", "and"]
     for name, content, says in (
-        ("empty.txt", b"", "has no lines"),
+        ("empty.txt", b"", "is empty"),
         ("list.jsonl", b'{"prompt": "the"}\n[1]\n', "line 2"),
         ("bytes.txt", b"\xff\xfe", "UTF-8"),
         ("missing.txt", None, "cannot be read"),
@@ -381,6 +381,8 @@ def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.
             (workspace / name).write_bytes(content)
         assert run_command([*command, "--prompts", f"{workspace / name}"]) == 2
         assert says in capsys.readouterr().err
+    assert run_command([*command, "--prompts", f"{texts}", "--streams", "0"]) == 2
+    assert "streams 0: must be at least 1" in capsys.readouterr().err
 
 
 def test_half_a_surrogate_pair_on_the_command_line(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

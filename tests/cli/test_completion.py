@@ -27,7 +27,7 @@ def test_the_script_of_a_shell_is_printed(monkeypatch: pytest.MonkeyPatch, capsy
     assert "_HEDDLE_COMPLETE=zsh_complete" in capsys.readouterr().out
     monkeypatch.setenv("SHELL", "/bin/none")
     assert run_command(["--show-completion"]) == 2
-    assert capsys.readouterr().err.startswith("heddle: SHELL none: has no completion; ")
+    assert capsys.readouterr().err.startswith("heddle: SHELL none: completion is not supported; ")
 
 
 def test_completion_is_installed_once(

@@ -18,9 +18,10 @@ from heddle.lab.compare.speed import time_training_steps
 from heddle.lab.conversion import convert as convert_module
 from heddle.lab.conversion import measure as measure_module
 from heddle.lab.conversion.results import parse_results
-from heddle.model.decoder import Decoder
+from heddle.model.decoder import Decoder, build
+from heddle.model.load_config import load_config
 from heddle.storage.file_io import read_json_file
-from heddle.storage.model import load
+from heddle.storage.model import load, save
 from heddle.training.job import TrainingJob
 from heddle.training.loop import TrainingResult
 from tests import small
@@ -353,6 +354,18 @@ def test_a_report_can_be_left_out(workspace: Path, tmp_path: Path, capsys: pytes
     assert not (out / "convert.html").exists()
 
 
+def test_a_state_that_grows_is_said_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model with fewer learned positions than the context at which states are compared."""
+    design = small.design(embedding={"position": {"kind": "learned", "length": 32}})
+    save(build(load_config(design)), tmp_path / "model")
+    target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
+    assert run_command(["convert", str(tmp_path / "model"), *target, "--dry-run", "--json"]) == 0
+    assert "state bytes at 32" in json.loads(capsys.readouterr().out)["before"]
+    words = ["convert", str(tmp_path / "model"), str(tmp_path / "more"), *target, "--report-tokens", "0", "--quiet"]
+    assert run_command(words) == 0
+    assert "the state grows to 2.0 times" in capsys.readouterr().err
+
+
 def test_a_killed_report_is_finished_by_the_same_command(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,5 +401,5 @@ def test_a_sweep_is_every_combination_of_its_values() -> None:
     assert both[0].file_name == "kv_heads-8-groups-contiguous-merge-mean"
     layers = conversion_variants([], ["layers.0,2.mixer.kv_heads=2,1"])
     assert [variant.rewrites[0].layers for variant in layers] == [(0, 2)] * 2
-    with pytest.raises(ConfigError, match="asked for twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         conversion_variants([], ["kv_heads=8", "kv_heads=8,4"])

@@ -33,14 +33,14 @@ def test_doctor_says_that_there_is_no_gpu_and_chooses_as_on_one(capsys: pytest.C
     lines = out.splitlines()
     assert lines[0].split(None, 1) == [
         "device",
-        "cuda: torch finds none on this machine; kernels are chosen as on one, and nothing runs there",
+        "cuda: torch finds none on this machine; kernels are chosen as for one, and none runs",
     ]
     assert [line.split()[0] for line in lines if line and not line.startswith(" ")][:6] == [
         "device", "machine", "versions", "limits", "choices", "compile"
     ]  # fmt: skip
     assert "measured on cpu" in out
     assert "preset:gqa-tiny, 2,048 tokens in bf16 on cuda" in out
-    assert "not triangle: it is for the CPU" in out
+    assert "not triangle: it runs on the CPU only" in out
     assert len(lines) <= 50, "one screen for a design"
 
 
@@ -76,7 +76,7 @@ def test_a_package_is_usable_not_installed_or_broken(monkeypatch: pytest.MonkeyP
         raise OSError("libcuda.so.1: cannot open\nmore")
 
     monkeypatch.setattr(doctor, "import_module", broken)
-    assert doctor.package_state("triton")["unusable"] == "its import fails: OSError: libcuda.so.1: cannot open"
+    assert doctor.package_state("triton")["unusable"] == "its import failed: OSError: libcuda.so.1: cannot open"
 
 
 def test_show_chooses_kernels_as_on_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_show_chooses_kernels_as_on_a_device_that_is_not_there(capsys: pytest.Ca
         device: {reason for choice in fact["kernels"]["training"] for _, reason in choice["rejected"]}
         for device, fact in facts.items()
     }
-    assert "it is for the CPU" in reasons["cuda"] - reasons["cpu"]
+    assert "it runs on the CPU only" in reasons["cuda"] - reasons["cpu"]
     assert facts["cpu"]["parameters"] == facts["cuda"]["parameters"]
 
 

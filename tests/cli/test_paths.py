@@ -150,4 +150,4 @@ def test_every_kind_of_path_has_words(workspace: Path, tmp_path: Path) -> None:
     assert describe_path(tmp_path / "nothing") == "does not exist"
     assert describe_path(tmp_path) == "is a folder"
     assert describe_path(workspace / "file") == "is a file"
-    assert describe_path("a\0b") == "is not a possible name"
+    assert describe_path("a\0b") == "is not a valid name"

@@ -66,4 +66,4 @@ def test_sigterm_lets_a_running_request_end_and_exits_with_0(folder: Path) -> No
         process.send_signal(signal.SIGTERM)
         assert answer.read().endswith(b"data: [DONE]\n\n")
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "serve: small; Ctrl-C or SIGTERM lets running requests end\n")
+    assert (process.returncode, err) == (0, "serve: small; on Ctrl-C or SIGTERM, running requests finish first\n")

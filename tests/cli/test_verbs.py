@@ -206,6 +206,8 @@ def test_train_prints_json(workspace: Path, tmp_path: Path, capsys: pytest.Captu
     assert result["run"] == str(tmp_path / "run")
     again, _ = call(capsys, *train(workspace, tmp_path / "run", "--tokens", "200", "--quiet", "--json"))
     assert again == out
+    listed, _ = call(capsys, "runs", str(tmp_path), "--json")
+    assert json.loads(listed)[0]["final"] == result["bits_per_byte"]
 
 
 def test_train_on_a_recall_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "frequencies": (
         {"heads": 1, "head_dim": 8}, {"kv_rank": 8, "rope_dim": 6, "exportable": True}, "choices: 2, 4, 8"
     ),
-    "biases": ({"bias": True}, {"kv_rank": 8, "rope_dim": 2, "exportable": True}, "has biases of queries"),
+    "biases": ({"bias": True}, {"kv_rank": 8, "rope_dim": 2, "exportable": True}, "has query biases"),
     "layer": ({}, {"layers": (5,)}, "layers.5: the design has layers 0 to 1"),
 }  # fmt: skip
 
@@ -344,7 +344,7 @@ def test_layers_with_a_window_stay_as_they_are(options: dict[str, Any], capsys: 
     converted = converted_model(source, LatentAttentionReplacement(**options), text=text())
     kinds = [getattr(layer.mixer, "kind", None) for _, layer in converted.config.expand()]
     assert kinds == ["latent_attention", "attention", "latent_attention"]
-    assert "layers with a window stay: [1]" in capsys.readouterr().err
+    assert "layers with a window are unchanged: [1]" in capsys.readouterr().err
     if not options:
         assert difference(source, converted) < 1e-10
     with pytest.raises(ConfigError, match=r"layers\.1\.mixer: has window"):
@@ -358,11 +358,11 @@ def test_a_text_that_is_too_short_says_how_much_is_needed() -> None:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "two sizes": ({"kv_rank": 8, "state_budget": 0.5}, "kv_rank: follows from state_budget"),
-    "no latent": ({"rope_dim": 4}, "rope_dim: is given without a size of the latent"),
+    "two sizes": ({"kv_rank": 8, "state_budget": 0.5}, "kv_rank: conflicts with state_budget"),
+    "no latent": ({"rope_dim": 4}, "rope_dim: needs a size of the latent"),
     "odd": ({"kv_rank": 8, "rope_dim": 3}, "rope_dim: 3 is odd"),
-    "fold": ({"fold": 2}, "fold: changes a smaller state only"),
-    "exportable": ({"exportable": True}, "exportable: changes a smaller state only"),
+    "fold": ({"fold": 2}, "fold: applies to a smaller state only"),
+    "exportable": ({"exportable": True}, "exportable: applies to a smaller state only"),
     "both": ({"exportable": True, "fold": 2, "kv_rank": 4, "rope_dim": 2}, "fold: follows from rope_dim"),
     "share": ({"state_budget": "much"}, "state_budget: 'much' is not a share; write 25% or 0.25"),
 }
@@ -411,6 +411,19 @@ def test_a_llama_becomes_a_deepseek_that_transformers_generates_with(tmp_path: P
     prompt = rows.batches[0][:4]
     expected = reference.greedy(model, prompt, None, 24)
     assert torch.equal(reference.their_greedy(theirs, prompt, torch.ones_like(prompt), 24), expected)
+
+
+def test_equal_sizes_are_chosen_among_those_that_all_layers_can_have() -> None:
+    """The layers have one to four pairs of rotated dims."""
+    mixer = MIXERS["mha"] | {"head_dim": 8}
+    layers = [{"mixer": mixer | {"position": ROPE | {"rotary_dim": dims}}} for dims in (8, 4)]
+    source = source_model(load_config({"vocab_size": VOCABULARY, "width": 16, "layers": layers}))
+    rewrite = LatentAttentionReplacement(state_budget=0.5, exportable=True)
+    assert len({mixer.rope_dim for mixer in mixers(converted_model(source, rewrite, text=text()))}) == 1
+    layers[1] = {"mixer": MIXERS["few-dims-no-rope"]}
+    source = source_model(load_config({"vocab_size": VOCABULARY, "width": 16, "layers": layers}))
+    with pytest.raises(ConfigError, match=r"state_budget: .*rope_dim"):
+        converted_model(source, rewrite, text=text())
 
 
 def test_equal_budgets_for_all_layers_export() -> None:

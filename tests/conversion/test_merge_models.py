@@ -163,7 +163,7 @@ def test_it_is_converted_into_a_folder_that_knows_its_sources(models: tuple[Path
         ("ties,models=[{0}],weights=[1, 2]", "takes 1 weights"),
         ("slerp,models=[{0}],weights=[1]", "takes t, not weights"),
         ("linear,models=[{0}],weights=[1, -1]", "add up to 0"),
-        ("linear,models=[{2}]", "is of another design"),
+        ("linear,models=[{2}]", "has a different design"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(models: tuple[Path, ...], tmp_path: Path, options: str, why: str) -> None:
@@ -180,5 +180,5 @@ def test_models_of_other_tokenizers_are_refused(tmp_path: Path) -> None:
         for number, lines in enumerate(texts)
     ]
     conversion = Conversion(open_source(paths[0]), (MergeModels(method="linear", models=(str(paths[1]),)),))
-    with pytest.raises(ConfigError, match="has another tokenizer"):
+    with pytest.raises(ConfigError, match="has a different tokenizer"):
         conversion.plan()

@@ -25,6 +25,9 @@ MIXERS: dict[str, dict[str, Any]] = {
         "kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": "per_head",
         "norm_after_rotation": True, "position": ROPE | {"rotary_dim": 6},
     },
+    "as-many-heads-as-dims": {
+        "kind": "attention", "heads": 8, "kv_heads": 4, "head_dim": 4, "qk_norm": "per_head", "position": ROPE
+    },
     "projection-norm": {"kind": "attention", "heads": 2, "head_dim": 8, "qk_norm": "projection", "position": ROPE},
     "latent": {"kind": "latent_attention", "heads": 2, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "position": ROPE},
     "latent-queries": {

@@ -181,10 +181,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(facts["layouts"]) + len(facts["too_large"]) >= 10
     assert run_command(["plan", "preset:mla-small", "--gpus", "16", "--gpu", "a100", "--tokens", "1e10"]) == 0
     printed = capsys.readouterr().out
-    assert "tokens/s a GPU" in printed
+    assert "tokens/s per GPU" in printed
     assert "all_gather" in printed
     assert run_command(["plan", *design, *sizes, "--gpus", "8"]) == 0
-    assert "no layout fits; take more or larger GPUs, or shorter sequences" in capsys.readouterr().out
+    assert "no layout fits; use more or larger GPUs, or shorter sequences" in capsys.readouterr().out
 
 
 def test_the_command_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
     folder = copy(theirs(), tmp_path / "model")
     file = shard(folder) if name == "a shard" else folder / name
     file.write_bytes(POINTER)
-    assert f"{file}: is a pointer of Git LFS" in refusal(folder)
+    assert f"{file}: is a Git LFS pointer" in refusal(folder)
 
 
 def test_an_adapter_is_named_with_its_model(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_an_adapter_is_named_with_its_model(tmp_path: Path) -> None:
 def test_what_is_left_of_quantization_is_named(tmp_path: Path) -> None:
     folder = copy(theirs(), tmp_path / "model")
     rewrite(shard(folder), lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}))
-    assert "left of quantized weights" in refusal(folder)
+    assert "left over from quantized weights" in refusal(folder)
 
 
 def test_quantized_weights_are_refused_with_the_option_that_reads_them(tmp_path: Path) -> None:

@@ -161,8 +161,8 @@ def test_a_language_head_is_refused_with_a_change_that_helps(tmp_path: Path) -> 
     [
         ("normalizer", {"lowercase": False}, "lowercase is False"),
         ("normalizer", {"strip_accents": False}, "strip_accents is False"),
-        ("normalizer", {"type": "Lowercase"}, "splits texts otherwise"),
-        ("pre_tokenizer", {"type": "Whitespace"}, "splits texts otherwise"),
+        ("normalizer", {"type": "Lowercase"}, "does not split text as BERT"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "does not split text as BERT"),
     ],
 )
 def test_other_wordpieces_are_refused(part: str, fields: dict[str, Any], named: str) -> None:

@@ -29,9 +29,9 @@ def test_nothing_is_listed_that_is_read_or_gone() -> None:
     ("model_type", "why"),
     [
         ("mamba", "needs Mamba's first selective scan, which heddle lacks"),
-        ("codegen", "no family reads it yet"),
+        ("codegen", "no family supports it yet"),
     ],
 )
 def test_the_refusal_says_why(model_type: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"model_type '{model_type}' is not read; .*{why}"):
+    with pytest.raises(ConfigError, match=f"model_type '{model_type}' is not supported; .*{why}"):
         family_of({"model_type": model_type}, "config.json")

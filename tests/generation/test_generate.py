@@ -109,13 +109,13 @@ def test_damaged_weights_are_an_error() -> None:
         ({1: 2}, {}, "prompts:"),
         ("text", {}, "prompts:"),
         (["text"], {}, "prompts:"),
-        ([1.0, 2.0], {}, "prompts: hold 1.0"),
-        ([[1, 2.5]], {}, "prompts: hold 2.5"),
+        ([1.0, 2.0], {}, "prompts: contain 1.0"),
+        ([[1, 2.5]], {}, "prompts: contain 2.5"),
         ([[True]], {}, "prompts:"),
-        ([1, [2]], {}, "prompts: hold [2]"),
-        ([[1], 2], {}, "prompts: hold 2"),
-        ([[[1]]], {}, "prompts: hold [1]"),
-        (np.ones((1, 2)), {}, "prompts: hold 1.0"),
+        ([1, [2]], {}, "prompts: contain [2]"),
+        ([[1], 2], {}, "prompts: contain 2"),
+        ([[[1]]], {}, "prompts: contain [1]"),
+        (np.ones((1, 2)), {}, "prompts: contain 1.0"),
         (torch.ones(1, 2), {}, "prompts: a tensor is of torch.float32"),
         (torch.ones(1, 2) > 0, {}, "prompts: a tensor is of torch.bool"),
         (torch.ones(1, 2, 3).long(), {}, "prompts: a tensor has shape [1, 2, 3]"),
@@ -171,7 +171,7 @@ def test_a_string_gives_a_string(writer: Decoder, tokenizer: Tokenizer) -> None:
     pieces: list[str] = []
     generate(writer, "", tokenizer, max_new_tokens=12, on_text=lambda row, piece: pieces.append(f"{row}{piece}"))
     assert {piece[0] for piece in pieces} == {"0"}
-    with pytest.raises(ConfigError, match="prompt is a string"):
+    with pytest.raises(ConfigError, match="must all be strings"):
         generate(writer, torch.tensor([[1]]), tokenizer)  # type: ignore[call-overload]
 
 
@@ -258,7 +258,7 @@ def test_prompts_open_with_the_end_token_as_in_training(writer: Decoder, tokeniz
     text = generate(writer, ["The weaver"], tokenizer, max_new_tokens=12)[0]
     ended = by_tokens.index(tokenizer.eod_id) if tokenizer.eod_id in by_tokens else len(by_tokens)
     assert text == tokenizer.decode(by_tokens[:ended])
-    with pytest.raises(ConfigError, match="prompt is a string"):
+    with pytest.raises(ConfigError, match="must all be strings"):
         generate(writer, [[1, 2]], tokenizer)  # type: ignore[list-item]
 
 

@@ -220,7 +220,7 @@ def test_a_draft_needs_modules_and_no_other_draft_or_prefix() -> None:
         heddle.generate(plain, [[1]], multi_token_draft=True)
     with pytest.raises(ConfigError, match="the draft_model proposes tokens already"):
         heddle.generate(model, [[1]], multi_token_draft=True, draft_model=plain)
-    with pytest.raises(ConfigError, match="a prefix has no state of the modules"):
+    with pytest.raises(ConfigError, match="a prefix has no state of the multi-token modules"):
         heddle.generate(model, [[1]], multi_token_draft=True, prefix=heddle.prefix(model, [1, 2, 3]))
     with pytest.raises(ConfigError, match="this design has no modules"):
         plain.init_draft_state(1)

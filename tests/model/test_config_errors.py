@@ -17,7 +17,7 @@ from tests.cases import attention, design, layer
 MIXERS, NORMS, MIXER_POSITIONS, ADDITIVE_POSITIONS = (
     ", ".join(kind_names(base)) for base in (MixerConfig, NormConfig, MixerPositionConfig, AdditivePositionConfig)
 )
-OWN = "; for one of your own, give the file that defines it: --part FILE"
+OWN = "; for your own part, pass the file that defines it: --part FILE"
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = (
     "bias, causal, dropout, exclusive, gate, head_dim, heads, indexer, kv_heads, norm_after_rotation, position, "
@@ -69,8 +69,8 @@ MESSAGES = {
     "layers.0.mixer.dropout=1.0": "layers[0].mixer.dropout: should be less than 1, got 1.0 (a number)",
     "layers.0.mixer.dropout=-0.1": "layers[0].mixer.dropout: should be greater than or equal to 0, got -0.1 (a number)",
     "layers.0.mixer=[]": "layers[0].mixer: expected a table of fields, got [] (a list)",
-    "layers.0.mixer={heads: 4}": f"layers[0].mixer: names no kind; add kind: … of {MIXERS}",
-    "layers.0.repeat=5000": "layers: stands for 5000 layers; at most 1024 are built",
+    "layers.0.mixer={heads: 4}": f"layers[0].mixer: has no kind; set kind to one of {MIXERS}",
+    "layers.0.repeat=5000": "layers: expands to 5000 layers; at most 1024 are allowed",
     "layers.0.layers=[]": "layers[0].layers: a layer either nests layers or has a mixer and a feedforward; "
     "keep one of the two",
     "layers.0={}": "layers[0].mixer: a layer needs a mixer, a feedforward or both; add one",

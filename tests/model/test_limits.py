@@ -16,4 +16,4 @@ def test_only_an_overflow_is_a_refusal() -> None:
 def test_a_refusal_names_the_number_of_layers_up_to_2_to_the_64() -> None:
     sentences = [too_many_layers(depth) for depth in (MAX_LAYERS, MAX_LAYERS + 1, 2**64 - 1, 2**64)]
     numbers = [sentence and sentence.split(" layers")[0] for sentence in sentences]
-    assert numbers == [None, "stands for 1025", "stands for 18446744073709551615", "stands for more than 2^64"]
+    assert numbers == [None, "expands to 1025", "expands to 18446744073709551615", "expands to more than 2^64"]

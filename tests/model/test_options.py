@@ -42,15 +42,15 @@ REFUSED = {
     ),
     "rope's base beside its frequencies": (
         alone(position={"kind": "rope", "base": 500.0, "inv_freq": INV_FREQ}),
-        "layers[0].mixer.position.base: 500 does nothing beside inv_freq, which replaces its frequencies; keep one",
+        "layers[0].mixer.position.base: 500 has no effect with inv_freq, which replaces its frequencies; keep one",
     ),
     "axial rope's base beside its frequencies": (
         alone(head_dim=12, position={"kind": "axial_rope", "base": 20.0, "inv_freq": INV_FREQ}),
-        "layers[0].mixer.position.base: 20 does nothing beside inv_freq, which replaces its frequencies; keep one",
+        "layers[0].mixer.position.base: 20 has no effect with inv_freq, which replaces its frequencies; keep one",
     ),
     "the number of shared experts beside their width": (
         moe(shared=2, shared_hidden=11),
-        "layers[0].feedforward.shared: 2 does nothing beside shared_hidden = 11, the width of the shared experts",
+        "layers[0].feedforward.shared: 2 has no effect with shared_hidden = 11, the width of the shared experts",
     ),
     "drop_path of one layer": (
         design(layer(attention()), residual={"kind": "pre_norm", "drop_path": 0.2}),
@@ -69,7 +69,7 @@ REFUSED = {
     **{
         f"one number under the norm of {kind}": (
             design(layer({"kind": kind, "heads": 24} | fields)),
-            f"layers[0].mixer.{field}: leaves the norm one number of each head, and so at most its sign",
+            f"layers[0].mixer.{field}: leaves the norm one number per head, so at most its sign survives",
         )
         for kind, field, fields in (
             ("kda", "value_dim", {"conv_kernel": 2}),
@@ -82,7 +82,7 @@ REFUSED = {
     },
     "a cast of heads that are float32": (
         design(layer({"kind": "linear_attention", "heads": 3, "position": {"kind": "rope", "cast": "after"}}, MLP, 2)),
-        "layers[0].mixer.position.cast: does nothing here, because features are float32 at least; leave it out",
+        "layers[0].mixer.position.cast: does nothing here, because features are at least float32; leave it out",
     ),
 }
 

@@ -370,7 +370,7 @@ def test_conversions_around_the_layers_keep_the_logits() -> None:
 def test_other_conversions_and_exports_are_refused(target: str) -> None:
     model = source_model(parse_config(ModelConfig, design(GROUP)))
     source: Any = SimpleNamespace(weights=ModelWeights(model), tokenizer=None)
-    with pytest.raises(ConfigError, match=r"layers\.\*\.shared: has one set of weights for several layers"):
+    with pytest.raises(ConfigError, match=r"layers\.\*\.shared: shares weights between layers"):
         Conversion(source, (parse_rewrite(target),)).plan()
 
 
@@ -379,7 +379,7 @@ def test_the_command_refuses_to_convert_layers(tmp_path: Path, capsys: pytest.Ca
     for target in ("kv_heads=1", "latent_attention", "linear_attention"):
         arguments = [str(tmp_path / "model"), str(tmp_path / "out"), "--to", target]
         assert run_command(["convert", *arguments, "--data", str(small.folder(tmp_path / "text"))]) == 2
-        assert "layers.*.shared: has one set of weights" in capsys.readouterr().err
+        assert "layers.*.shared: shares weights between layers" in capsys.readouterr().err
 
 
 def test_other_families_are_refused_by_name() -> None:

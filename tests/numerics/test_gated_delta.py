@@ -110,10 +110,10 @@ def test_no_token() -> None:
 
 
 def test_a_step_gives_the_reason_why_it_does_not_support_a_call() -> None:
-    with pytest.raises(ConfigError, match="one token, here are 2"):
+    with pytest.raises(ConfigError, match="one token, not 2"):
         run("step", *random(2))
     inputs, state = random(1)
-    with pytest.raises(ConfigError, match="gradients are wanted"):
+    with pytest.raises(ConfigError, match="gradients are required"):
         run("step", inputs._replace(v=inputs.v.requires_grad_()), state)
 
 

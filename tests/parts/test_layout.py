@@ -231,9 +231,9 @@ def test_constructors_and_decoding_read_no_value_from_the_device() -> None:
         ),
         (
             lambda: Layout.packed([[1, 2], [4]], 3),
-            "layout: doc_lengths [[1, 2], [4]] must be positive and sum at most to 3",
+            "layout: doc_lengths [[1, 2], [4]] must be positive and sum to at most 3",
         ),
-        (lambda: Layout.packed([[1], []], 3), "layout: doc_lengths [[1], []] must be positive and sum at most to 3"),
+        (lambda: Layout.packed([[1], []], 3), "layout: doc_lengths [[1], []] must be positive and sum to at most 3"),
     ],
 )
 def test_invalid_layouts_raise(make: Callable[[], Layout], message: str) -> None:

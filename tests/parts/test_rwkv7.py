@@ -310,7 +310,7 @@ def test_chunks_with_a_state_keep_the_last_token() -> None:
         ),
         (
             design(layer(rwkv7()), layer({"kind": "pair", "first": rwkv7(value_residual=True), "second": attention()})),
-            r"layers\[1\].mixer.first.value_residual: is that of a layer",
+            r"layers\[1\].mixer.first.value_residual: is for a layer",
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_equal_readers_of_different_layers_are_different_layers() -> None:
             design(
                 layer(attention()), layer({"kind": "pair", "first": attention(shared_kv=True), "second": attention()})
             ),
-            r"layers\[1\].mixer.first.shared_kv: is that of a layer",
+            r"layers\[1\].mixer.first.shared_kv: is for a layer",
         ),
     ],
 )

@@ -410,27 +410,27 @@ def test_recomputed_layers_have_the_same_gradients() -> None:
         (
             attention(short_convolution=convolution("hidden")),
             None,
-            r"mixer.short_convolution.of: attention has no hidden to convolve; choose of input, q, k, v",
+            r"mixer.short_convolution.of: attention has no hidden to convolve; choose from input, q, k, v",
         ),
         (
             {"kind": "linear_attention", "heads": 4, "short_convolution": convolution("input", "q")},
             None,
-            r"mixer.short_convolution.of: linear_attention has no q to convolve; choose of input",
+            r"mixer.short_convolution.of: linear_attention has no q to convolve; choose from input",
         ),
         (
             None,
             {"kind": "moe", "experts": 2, "top_k": 1, "hidden": 3, "short_convolution": convolution("hidden")},
-            r"feedforward.short_convolution.of: moe has no hidden to convolve; choose of input",
+            r"feedforward.short_convolution.of: moe has no hidden to convolve; choose from input",
         ),
         (
             {"kind": "pair", "first": attention(short_convolution=convolution("input")), "second": attention()},
             None,
-            r"mixer.first.short_convolution.of: input is that of both mixers of a pair",
+            r"mixer.first.short_convolution.of: input is shared by both mixers of a pair",
         ),
         (
             attention(shared_kv=True, short_convolution=convolution("v")),
             None,
-            r"mixer.short_convolution.of: k and v are those of another layer \(shared_kv\)",
+            r"mixer.short_convolution.of: k and v come from another layer \(shared_kv\)",
         ),
     ],
 )
@@ -466,7 +466,7 @@ def test_conversions_that_leave_layers_alone_keep_the_logits(target: str) -> Non
 )
 def test_other_conversions_are_refused(target: str, path: str) -> None:
     source: Any = SimpleNamespace(weights=ModelWeights(source_model(parse_config(ModelConfig, ALL))), tokenizer=None)
-    with pytest.raises(ConfigError, match=rf"^{path}.short_convolution: is not known to"):
+    with pytest.raises(ConfigError, match=rf"^{path}.short_convolution: is not supported by"):
         Conversion(source, (parse_rewrite(target),)).plan()
 
 

@@ -210,14 +210,14 @@ def test_a_layer_of_another_kind_is_not_the_first() -> None:
         ),
         (
             design(layer(attention()), layer(attention(shared_kv=True, value_residual="learned"))),
-            r"layers\[1\].mixer.value_residual: does nothing beside shared_kv",
+            r"layers\[1\].mixer.value_residual: has no effect with shared_kv",
         ),
         (
             design(
                 layer(attention()),
                 layer({"kind": "pair", "first": attention(), "second": attention(value_residual="learned")}),
             ),
-            r"layers\[1\].mixer.second.value_residual: is that of a layer",
+            r"layers\[1\].mixer.second.value_residual: is for a layer",
         ),
     ],
 )

@@ -190,7 +190,7 @@ def test_what_is_inside_is_answered_over_http() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["a", "b", "c"], "c: one or two models can answer"),
+        (["a", "b", "c"], "c: at most two models can answer"),
         (["a", "--open"], "--open:"),
         (["none"], "none:"),
     ],

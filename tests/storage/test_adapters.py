@@ -287,9 +287,9 @@ def test_facts_that_do_not_fit_are_refused(old: str, new: str, words: str, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"targets": ("layers.*.mixer.qq",)}, "no projection is at 'layers.*.mixer.qq'; there are layers.*.mixer.q, "),
+        ({"targets": ("layers.*.mixer.qq",)}, "no projection matches 'layers.*.mixer.qq'; choices: layers.*.mixer.q, "),
         ({"targets": ("layers.*.feedforward.up",)}, "'layers.0.feedforward.up'"),
-        ({"targets": ("layers.*.feedforward.router",)}, "no projection is at"),
+        ({"targets": ("layers.*.feedforward.router",)}, "no projection matches"),
         ({"rank": 0}, "rank = 0 must be at least 1"),
         ({"alpha": 0.0}, "alpha = 0.0 must be a number above 0"),
         ({"alpha": float("nan")}, "alpha = nan"),

@@ -152,7 +152,7 @@ def test_transformers_does_not_train_them_by_halves() -> None:
     model = HeddleForCausalLM.from_decoder(model_of())
     tokens = torch.randint(small.VOCABULARY, (1, 6))
     assert model.eval()(tokens, labels=tokens).loss > 0
-    with pytest.raises(ConfigError, match="multi_token: their losses are no part of this loss"):
+    with pytest.raises(ConfigError, match="multi_token: their losses are not part of this loss"):
         model.train()(tokens, labels=tokens)
 
 

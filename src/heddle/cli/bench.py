@@ -1,4 +1,4 @@
-"""`heddle bench`: how fast designs train, read a prompt and decode on this machine, beside each other and a peer."""
+"""`heddle bench`: training, prefill and decoding speed of designs on this machine, side by side and beside a peer."""
 
 import json
 from contextlib import ExitStack
@@ -26,15 +26,17 @@ class BenchSettings(SessionSettings):
 
     designs: Annotated[
         tuple[str, ...],
-        Argument("DESIGN|FIELD=VALUE", "Ratios are to the first; overrides apply to all."),
+        Argument("DESIGN|FIELD=VALUE", "Ratios are relative to the first; overrides apply to all."),
     ]
     peer: Annotated[
-        str | None, Option("NAME", "transformers: its model of each design, at its defaults and tuned.")
+        str | None, Option("NAME", "transformers: also measure its model of each design, with its defaults and tuned.")
     ] = None
-    batch_size: Annotated[int, Option("N", "Sequences of a training step.")] = 4
-    sequence_length: Annotated[int | None, Option("N", "Tokens of each. [512, or fewer learned positions]")] = None
-    context_length: Annotated[tuple[int, ...], Option("N", "Tokens before a decoded one; repeatable. [128 2048]")] = ()
-    rounds: Annotated[int, Option("N", "Measurements of each.")] = 9
+    batch_size: Annotated[int, Option("N", "Sequences per training step.")] = 4
+    sequence_length: Annotated[int | None, Option("N", "Tokens per sequence. [512, or fewer learned positions]")] = None
+    context_length: Annotated[
+        tuple[int, ...], Option("N", "Tokens before the decoded one; repeatable. [128 2048]")
+    ] = ()
+    rounds: Annotated[int, Option("N", "Measurements of each workload.")] = 9
     precision: TrainingPrecision = "fp32"
     json: Json = False
 
@@ -42,7 +44,7 @@ class BenchSettings(SessionSettings):
 def bench(settings: BenchSettings) -> None:
     """Measure training, prefill and decoding in rounds; print medians, quartiles and shares of the machine's limits.
 
-    Each design runs in a process of its own. While it measures, run nothing else.
+    Each design runs in its own process. Run nothing else meanwhile.
     """
     for option, values, most in (
         ("--batch-size", [settings.batch_size], MAX_LENGTH),
@@ -101,7 +103,7 @@ def bench(settings: BenchSettings) -> None:
 
 
 def _check_memory(configs: "dict[str, ModelConfig]", sides: int, device: str) -> None:
-    """Raise MachineError where the processes together need more memory for weights and moments than the device has."""
+    """Raise MachineError if the processes together need more memory for weights and moments than the device has."""
     import torch
 
     from heddle.model.size import build_distinct_layers, parameter_counts
@@ -120,7 +122,7 @@ def _check_memory(configs: "dict[str, ModelConfig]", sides: int, device: str) ->
 def _describe_limits(limits: dict[str, float], asked: "Bench") -> str:
     products = limits["fp32_flops_per_second" if asked.precision == "fp32" else "bf16_flops_per_second"]
     return (
-        f"{asked.device}, {asked.threads} threads: products reach {products / 1e9:,.0f} GFLOP/s, "
+        f"{asked.device}, {asked.threads} threads: matmuls reach {products / 1e9:,.0f} GFLOP/s, "
         f"memory is read at {limits['read_bytes_per_second'] / 1e9:,.0f} GB/s"
     )
 
@@ -131,11 +133,11 @@ def _print_workload(result: "MeasuredWorkload") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    again = f"; taken again: {result.repeated}" if result.repeated else ""
+    again = f"; measured again: {result.repeated}" if result.repeated else ""
     unsteady = "; the machine was busy, do not rely on this" if result.is_noisy else ""
     table = Table(box=None, pad_edge=False, title=f"{result.workload.name}{again}{unsteady}", title_justify="left")
     table.add_column("design", overflow="fold")
-    for name in ("ms (quartiles)", "tokens/s", "of the limit", "time over the first's"):
+    for name in ("ms (quartiles)", "tokens/s", "of the limit", "time vs. the first"):
         table.add_column(name, justify="right")
     for row in result.measurements:
         name = row.design if row.side == "heddle" else f"{row.design}, {row.side}"

@@ -1,4 +1,4 @@
-"""`heddle chat`: talk to a trained model, or write on with it, in the terminal or on a page."""
+"""`heddle chat`: chat with a trained model, or let it continue a text, in the terminal or on a page."""
 
 import contextlib
 import math
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 MAX_MODELS = 2
 COMMANDS = """\
 /temperature X   0 is greedy
-/top-k N         sample from the N most likely tokens; 0: from all
-/top-p X         sample from the most likely tokens with this probability
-/max-tokens N    most tokens of an answer
-/seed N          the same answers again; /seed alone: others each time
-/stop TEXT       an answer ends before it; /stop alone: none
-/tokens          the last answer's tokens, their probabilities, and what else was likely
-/state           bytes of the state, at the length of the text and beyond
-/undo            forget the last answer and what it answered
-/reset           forget everything
-/quit            end; so does Ctrl-D, and Ctrl-C stops an answer
-A line that begins with // is a text that begins with /."""
+/top-k N         sample from the N most likely tokens; 0: from all of them
+/top-p X         sample from the most likely tokens up to this total probability
+/max-tokens N    max tokens per answer
+/seed N          reproducible answers; /seed alone: random
+/stop TEXT       end an answer before TEXT; /stop alone: no stop string
+/tokens          the last answer's tokens with their probabilities and the likeliest alternatives
+/state           bytes of the state at the current length and beyond
+/undo            remove the last answer and its prompt
+/reset           start over
+/quit            quit, like Ctrl-D; Ctrl-C stops an answer
+To send text that begins with /, begin with // instead."""
 # The commands that set a field of `SamplingSettings`, and how each reads its value.
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "temperature": float,
@@ -47,15 +47,15 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 
 
 def chat(settings: ChatSettings) -> None:
-    """Talk to a model, or write on with it; two models answer side by side.
+    """Chat with a model, or let it continue a text; two models answer side by side.
 
-    A model with a chat template answers messages; any other one continues the text. /help lists the commands.
+    A model with a chat template answers messages; any other continues the text. /help lists the commands.
     """
     models = settings.models
     if len(models) > MAX_MODELS:
-        raise ConfigError(f"{models[MAX_MODELS]}: one or two models can answer; leave the others out")
+        raise ConfigError(f"{models[MAX_MODELS]}: at most two models can answer; leave the others out")
     if not settings.page and (settings.open or settings.port):
-        raise ConfigError(f"{'--open' if settings.open else '--port'}: is for the page; give --page, too")
+        raise ConfigError(f"{'--open' if settings.open else '--port'}: needs a page; give --page, too")
     if settings.page:
         check_installed()
     with ExitStack() as stack:
@@ -106,7 +106,7 @@ class Terminal:
         self.conversations, self.settings = conversations, settings
 
     def run(self) -> None:
-        """Until the end of the input, or /quit."""
+        """Answer lines until the end of the input or /quit."""
         names = " and ".join(conversation.reader.name for conversation in self.conversations)
         does = "answers messages" if self.conversations[0].is_chat else "continues your text"
         print_status(f"chat: {names} {does}; /help lists the commands")
@@ -139,22 +139,22 @@ class Terminal:
                 if interrupted.exit_code != 128 + signal.SIGINT:
                     raise
                 print_text("")
-                print_status("chat: the answer was stopped and is forgotten; Ctrl-D ends the chat")
+                print_status("chat: the answer was stopped and discarded; Ctrl-D ends the chat")
 
     def command(self, name: str, value: str) -> None:
-        """One command."""
+        """Run a command such as /help, without its slash."""
         if name == "help":
             print_text(f"{COMMANDS}\nnow: {self._shown_settings()}")
         elif name in SETTINGS:
             self._set(name, value)
         elif name == "undo":
             is_undone = [conversation.undo() for conversation in self.conversations]
-            print_status("chat: the last answer is forgotten" if any(is_undone) else "chat: there is no answer yet")
+            print_status("chat: the last answer was removed" if any(is_undone) else "chat: there is no answer yet")
         elif name == "reset":
             for conversation in self.conversations:
                 while conversation.undo():
                     pass
-            print_status("chat: everything is forgotten")
+            print_status("chat: the conversation was cleared")
         elif name in ("tokens", "state"):
             for conversation in self.conversations:
                 _print_tokens(conversation) if name == "tokens" else _print_state(conversation)
@@ -162,7 +162,7 @@ class Terminal:
             print_warning(f"/{name}: is not a command; /help lists them")
 
     def _set(self, name: str, value: str) -> None:
-        """Change a setting, if the models take it."""
+        """Change a setting if every model accepts it."""
         from heddle.serving.requests import RequestError
 
         try:
@@ -207,12 +207,12 @@ def _print_tokens(conversation: "Conversation") -> None:
     if reply is None:
         return
     if not reply.scores:
-        print_status("chat: this device decodes by recorded steps, which give no probabilities")
+        print_status("chat: this device decodes with recorded graphs, which return no probabilities")
     for score in reply.scores:
         others = ", ".join(
             f"{tokenizer.decode([token])!r} {math.exp(value):.1%}" for token, value in score.alternatives
         )
-        print_text(f"{math.exp(score.log_probability):7.1%}  {tokenizer.decode([score.token])!r:16}  of {others}")
+        print_text(f"{math.exp(score.log_probability):7.1%}  {tokenizer.decode([score.token])!r:16}  among {others}")
 
 
 def _print_state(conversation: "Conversation") -> None:

@@ -1,4 +1,4 @@
-"""`heddle check`: the correctness tests (laws) on a design of the user's; the test suite runs the same ones."""
+"""`heddle check`: run the correctness tests (laws) on a user's design; the test suite runs the same ones."""
 
 import json
 from contextlib import ExitStack
@@ -32,7 +32,7 @@ def check(settings: CheckSettings) -> None:
 
     They cover chunked decoding, padding, packed documents, causality, NaN propagation, kernels and more. With --json
     the results are one list, printed at the end. Exit code: 0 if every law holds, 1 if one is broken, 2 if the design
-    or an option cannot be used.
+    or an option is invalid.
     """
     with ExitStack() as stack:
         runtime = open_session(stack, SessionSettings(**shared(settings, SessionSettings)))

@@ -1,4 +1,4 @@
-"""`heddle convert`: turn a trained model into one of another design."""
+"""`heddle convert`: convert a trained model to another design."""
 
 from heddle.conversion.settings import ConvertSettings
 
@@ -6,7 +6,7 @@ from heddle.conversion.settings import ConvertSettings
 def convert(settings: ConvertSettings) -> None:
     """Convert a trained model: fewer key/value heads, latent attention, windows, recurrences and exact rewrites.
 
-    OUT is written whole or not at all; MODEL is only read.
+    OUT is written atomically; MODEL is not changed.
     """
     from heddle.lab.conversion.convert import convert
 

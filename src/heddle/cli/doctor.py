@@ -1,4 +1,4 @@
-"""`heddle doctor`: what this machine offers, and which kernel each operation of a design takes on a device, and why."""
+"""`heddle doctor`: this machine's limits, and which kernel each operation of a design uses on a device, and why."""
 
 import json
 import os
@@ -37,7 +37,7 @@ OPTIONAL_PACKAGES = {
     "triton": OptionalPackage("triton", "what torch.compile generates for a GPU"),
     "flash-linear-attention": OptionalPackage("fla", "linear attention, retention, delta rules, Mamba-2"),
     "causal-conv1d": OptionalPackage("causal_conv1d", "short convolutions"),
-    "torchao": OptionalPackage("torchao", "products in FP8"),
+    "torchao": OptionalPackage("torchao", "FP8 matmuls"),
 }
 
 
@@ -48,9 +48,9 @@ class DoctorSettings(VerbSettings):
     designs: Annotated[
         tuple[str, ...], Argument("DESIGN", "Files, preset:NAME or folders. [gqa and gated_delta presets]")
     ] = ()
-    device: Annotated[str, Option("NAME", "auto, cpu, cuda, cuda:N or mps; it need not be here.")] = "auto"
+    device: Annotated[str, Option("NAME", "auto, cpu, cuda, cuda:N or mps; it need not be present.")] = "auto"
     gpu: Annotated[bool, Option("", "The same as --device cuda.")] = False
-    measure: Annotated[bool, Option("", "Measure anew what is fastest on this CPU.")] = False
+    measure: Annotated[bool, Option("", "Measure again what is fastest on this CPU.")] = False
     precision: Precision = "bf16"
     deterministic: Deterministic = False
     part: PartFile = ()
@@ -58,9 +58,9 @@ class DoctorSettings(VerbSettings):
 
 
 def doctor(settings: DoctorSettings) -> None:
-    """Print the limits of this machine, the packages that kernels need, and the kernel that each operation takes.
+    """Print the limits of this machine, the packages that kernels need, and the kernel that each operation uses.
 
-    It works without a GPU: kernels are then chosen as on one, and nothing runs there.
+    It works without a GPU: kernels are then chosen as for a GPU, and none runs.
     """
     from heddle.numerics.dispatch import choose_deterministic
 
@@ -82,7 +82,7 @@ def doctor(settings: DoctorSettings) -> None:
 def machine_facts(device: str, anew: bool = False) -> dict[str, Any]:
     """Device, hardware, versions, measured limits, optional packages and the folder of compiled code, as plain data.
 
-    choices: what this CPU's products and attention take; measured: the facts behind them. anew: measured again.
+    choices: how matmuls and attention are computed on this CPU; measured: the timings behind them. anew: measure again.
     """
     from heddle.lab.bench.run import measure_limits
     from heddle.runtime import device_name, hardware, is_available, versions
@@ -131,14 +131,14 @@ def package_state(package: str) -> dict[str, str]:
         return state | {"unusable": "not installed"}
     try:
         import_module(module)
-    except Exception as error:  # a package for another device may fail in any way when it is imported
+    except Exception as error:  # importing a package for another device may raise anything
         reason = (str(error).splitlines() or [""])[0]
-        state["unusable"] = f"its import fails: {type(error).__name__}: {reason}"
+        state["unusable"] = f"its import failed: {type(error).__name__}: {reason}"
     return state
 
 
 def _gpu_facts(device: str) -> dict[str, Any]:
-    """What torch knows of a GPU; of the first one where `device` is none."""
+    """The properties of a GPU from torch; of the first GPU if `device` is not one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -161,7 +161,7 @@ def _torch_builds() -> dict[str, str]:
 
 
 def _compile_cache() -> str:
-    """The folder that commands give torch; without a home torch's own, whose function imports the compiler."""
+    """The folder of compiled code. Without a home: torch's default (its own function imports the compiler)."""
     from heddle.data.cache import use_own_compile_cache
 
     use_own_compile_cache()
@@ -186,7 +186,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     lines.append(("versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())))
     measured = device if facts["available"] else "cpu"
     lines.append(("limits", f"reads {limits['read_bytes_per_second'] / 1e9:,.0f} GB/s, "
-                  f"copies {limits['copy_bytes_per_second'] / 1e9:,.0f} GB/s, products "
+                  f"copies {limits['copy_bytes_per_second'] / 1e9:,.0f} GB/s, matmuls "
                   f"{limits['bf16_flops_per_second'] / 1e12:,.1f} TFLOP/s in bf16 and "
                   f"{limits['fp32_flops_per_second'] / 1e12:,.1f} in fp32, a launch "
                   f"{limits['launch_seconds'] * 1e6:,.1f} µs; measured on {measured}"))  # fmt: skip
@@ -200,7 +200,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _choice_lines(choices: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, str]]:
-    """How float32 products, products of few rows and attention are computed on this CPU, and what was measured."""
+    """How float32 matmuls, matmuls of few rows and attention are computed on this CPU, and what was measured."""
 
     def ratios(speedups: dict[str, float]) -> str:
         return ", ".join(f"{name} {ratio:.2f}" for name, ratio in speedups.items())
@@ -208,13 +208,13 @@ def _choice_lines(choices: dict[str, Any], measured: dict[str, Any]) -> list[tup
     routes, attention = (ratios(measured.get(name, {}).get("speedups", {})) for name in ("products", "attention"))
     lengths = ", ".join(map(str, choices["triangle_lengths"])) or "none"
     lines = [
-        f"float32 products: {choices['matmul']}{_in_brackets(routes)}",
-        f"attention in training by plain products: rows of up to {lengths} tokens{_in_brackets(attention)}",
+        f"float32 matmuls: {choices['matmul']}{_in_brackets(routes)}",
+        f"attention in training by plain matmuls: sequences of up to {lengths} tokens{_in_brackets(attention)}",
     ]
     for name, row in measured.get("packing", {}).items():
         lines.append(f"{name} rows: {row['way']}{_in_brackets(ratios(row['speedups']))}")
     if not measured:
-        lines.append("nothing was measured here: these are the defaults, or those of $HEDDLE_MACHINE")
+        lines.append("nothing was measured here: these are the defaults, or the choices of $HEDDLE_MACHINE")
     return [("choices" if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
@@ -225,7 +225,7 @@ def _in_brackets(text: str) -> str:
 def _describe_device(facts: dict[str, Any]) -> str:
     hardware, device = facts["hardware"], facts["device"]
     if not facts["available"]:
-        return f"{device}: torch finds none on this machine; kernels are chosen as on one, and nothing runs there"
+        return f"{device}: torch finds none on this machine; kernels are chosen as for one, and none runs"
     if not device.startswith("cuda"):
         return f"{device}"
     memory = format_amount(hardware["gpu_memory_bytes"], "bytes")

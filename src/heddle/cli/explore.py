@@ -1,4 +1,4 @@
-"""`heddle explore`: choose parts and options on a page, and see what follows."""
+"""`heddle explore`: a page to choose parts and options on, which shows their sizes and costs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class ExploreSettings(VerbSettings):
 
 
 def explore(settings: ExploreSettings) -> None:
-    """Write a page on which parts and options are chosen: formulas, pictures, sizes and costs, in one offline file."""
+    """Write an offline page for choosing parts and options, with their formulas, pictures, sizes and costs."""
     load_parts(settings.part)
     from heddle.lab.explore.choices import SLOTS
     from heddle.lab.explore.page import explorer_page

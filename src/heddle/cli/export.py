@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("hf", "gguf")
 DTYPES = ("fp32", "bf16", "fp16")
-Q8_0 = "q8_0"  # of a GGUF only
+Q8_0 = "q8_0"  # GGUF only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,14 @@ class ExportSettings(VerbSettings):
     out: Annotated[Path, Argument("OUT", "The folder or file to write.")]
     format: Annotated[str, Option("NAME", "hf: a transformers folder. gguf: a llama.cpp file.")] = "hf"
     dtype: Annotated[str | None, Option("NAME", "fp32, bf16 or fp16; q8_0 for a GGUF. [as in the checkpoint]")] = None
-    family: Annotated[str | None, Option("NAME", "One of several families that fit; `heddle show` lists them.")] = None
+    family: Annotated[str | None, Option("NAME", "Family to write, if several fit; `heddle show` lists them.")] = None
     quiet: Quiet = False
 
 
 def export(settings: ExportSettings) -> None:
-    """Write a model in the format of its family, such as Llama, or of heddle's own class; prints which one and why.
+    """Write a model in its family's format, such as Llama's, or as heddle's own class; print which one and why.
 
-    OUT is written whole or not at all.
+    OUT is written atomically.
     """
     output_format, dtype, family, out = settings.format, settings.dtype, settings.family, settings.out
     if output_format not in FORMATS:
@@ -42,7 +42,7 @@ def export(settings: ExportSettings) -> None:
     if dtype is not None and dtype not in choices:
         raise ConfigError(f"--dtype {dtype}: unknown for --format {output_format}; choices: {', '.join(choices)}")
     if family is not None and output_format != "hf":
-        raise ConfigError(f"--family {family}: is for --format hf; leave one of them out")
+        raise ConfigError(f"--family {family}: works with --format hf only; leave one of them out")
     with ExitStack() as stack:
         open_session(stack, SessionSettings(device="cpu", quiet=settings.quiet))
         import torch

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from heddle.model.decoder import Decoder
     from heddle.tokenization.tokenizer import Tokenizer
 
-BatchInvariant = Annotated[bool, Option("", "Compute each prompt alone, so that it has the same bits.")]
+BatchInvariant = Annotated[bool, Option("", "Compute each prompt alone, so that no result depends on the batch.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(SessionSettings):
-    """Settings of `heddle generate`. Those of sampling and decoding are parameters of `heddle.generate`, too."""
+    """Settings of `heddle generate`; `heddle.generate` takes its sampling and decoding settings, too."""
 
     SHOWN: ClassVar = (
         "prompt", "prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "device", "json",
@@ -31,10 +31,10 @@ class GenerateSettings(SessionSettings):
 
     run: Annotated[Path, Argument("RUN", "A run's or a model's folder.")]
     prompt: Annotated[tuple[str, ...], Option("TEXT", "Text to continue; repeat for a batch; - reads stdin.")] = ()
-    prompts: Annotated[Path | None, Option("FILE", "One prompt in each line; of .jsonl, its prompt.")] = None
-    streams: Annotated[int | None, Option("N", "Prompts decoded at once; the next one joins.")] = None
+    prompts: Annotated[Path | None, Option("FILE", "One prompt per line; in .jsonl, the field prompt.")] = None
+    streams: Annotated[int | None, Option("N", "Prompts decoded at once; as one ends, the next begins.")] = None
     batch_invariant: BatchInvariant = False
-    max_new_tokens: Annotated[int, Option("N", "Most tokens generated.")] = 128
+    max_new_tokens: Annotated[int, Option("N", "Max new tokens.")] = 128
     temperature: Annotated[float, Option("X", "Sampling temperature; 0 is greedy.")] = 0.0
     top_k: Annotated[int | None, Option("N", "Sample from the k most likely tokens.")] = None
     top_p: Annotated[float | None, Option("X", "Nucleus sampling with this probability.")] = None
@@ -44,8 +44,8 @@ class GenerateSettings(SessionSettings):
     draft_model: Annotated[Path | None, Option("RUN", "Draft model for speculative decoding.")] = None
     multi_token_draft: Annotated[bool, Option("", "Draft with the model's own multi-token module.")] = False
     speculative_tokens: Annotated[int, Option("N", "Tokens the draft proposes at a time.")] = 4
-    compile: Annotated[bool, Option("", "Compile the step of a token: pays from 1,000 new tokens on.")] = False
-    weights: Annotated[str | None, Option("NAME", "int8 or int4: fewer bits a weight. [as saved]")] = None
+    compile: Annotated[bool, Option("", "Compile the decode step: pays off from 1,000 new tokens on.")] = False
+    weights: Annotated[str | None, Option("NAME", "int8 or int4: quantize the weights. [as saved]")] = None
     precision: Precision = "fp32"
     tf32: Tf32 = False
     deterministic: Deterministic = False
@@ -57,7 +57,7 @@ DEFAULT_STREAMS = 32  # of a file of prompts
 
 
 def generate(settings: GenerateSettings) -> None:
-    """Continue prompts. The text of one prompt is streamed; the texts of several are printed when all are done."""
+    """Continue prompts. The text of a single prompt is streamed; several are printed when all are done."""
     with ExitStack() as stack:
         runtime = open_session(
             stack,
@@ -87,7 +87,7 @@ def generate(settings: GenerateSettings) -> None:
         if settings.prompts is not None:
             prompts += _read_prompts(settings.prompts)
             takes_turns = settings.batch_invariant or settings.num_beams > 1 or has_draft
-            streams = streams or (None if takes_turns else DEFAULT_STREAMS)
+            streams = (None if takes_turns else DEFAULT_STREAMS) if streams is None else streams
         streaming = len(prompts) == 1 and not settings.json
         options = shared(settings, generate_texts) | {
             "streams": streams,
@@ -111,7 +111,7 @@ def generate(settings: GenerateSettings) -> None:
 
 
 def _bits_of(weights: str | None) -> int | None:
-    """8 of `int8`. Raises ConfigError for another name."""
+    """8 for `int8`. Raises ConfigError for an unknown name."""
     choices = {"int8": 8, "int4": 4}
     if weights is not None and weights not in choices:
         raise ConfigError(f"--weights {weights}: unknown; choices: {', '.join(choices)}")
@@ -119,7 +119,7 @@ def _bits_of(weights: str | None) -> int | None:
 
 
 def _quantized(model: "Decoder", bits: int) -> "Decoder":
-    """The model with weights of so many bits; says how many."""
+    """Return the model with quantized weights; print how many were quantized."""
     from heddle.model.copies import quantize_weights
 
     quantized = quantize_weights(model, bits)
@@ -130,17 +130,17 @@ def _quantized(model: "Decoder", bits: int) -> "Decoder":
 def _check_same_tokenizer(
     draft_model: Path, draft_tokenizer: "Tokenizer | None", run: Path, tokenizer: "Tokenizer"
 ) -> None:
-    """Refuse a draft model with another tokenizer: its token ids mean other text."""
+    """Raise CheckpointError for a draft model with a different tokenizer: its token ids mean other text."""
     if draft_tokenizer is not None and draft_tokenizer.to_json() != tokenizer.to_json():
         raise CheckpointError(
-            f"--draft-model {draft_model}: has another tokenizer than {run}; train both with the same --tokenizer"
+            f"--draft-model {draft_model}: its tokenizer is not the one of {run}; train both with the same --tokenizer"
         )
 
 
 def _report_rounds(rounds: "list[SpeculativeRound]") -> None:
     """Print one line with the draft's acceptance rate."""
     proposed, accepted, emitted, near_ties = (sum(counts) for counts in zip(*rounds, strict=True))
-    ties = f"; {near_ties} were near ties, which rounding decides" if near_ties else ""
+    ties = f"; {near_ties} were near ties, decided by rounding" if near_ties else ""
     print_status(
         f"draft: {accepted} of {proposed} proposed tokens accepted in {len(rounds)} rounds; "
         f"{emitted} tokens generated{ties}"
@@ -157,9 +157,10 @@ def _read_prompt(text: str) -> str:
 
 
 def _read_prompts(file: Path) -> list[str]:
-    """The prompts of a file, one in each line; the line of a .jsonl file has a `prompt`. Raises DataError."""
+    """Read one prompt per line; in a .jsonl file, the line's field `prompt`. Raises DataError."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        with file.open(encoding="utf-8") as read:
+            lines = [line.removesuffix("\n") for line in read]
     except OSError as error:
         raise DataError(f"--prompts {file}: cannot be read ({error.strerror}); give a file of prompts") from error
     except UnicodeDecodeError:
@@ -176,7 +177,7 @@ def _read_prompts(file: Path) -> list[str]:
             raise DataError(f'--prompts {file}: line {number} is not of the form {{"prompt": "text"}}')
         prompts.append(prompt)
     if not prompts:
-        raise DataError(f"--prompts {file}: has no lines; write one prompt in each")
+        raise DataError(f"--prompts {file}: is empty; write one prompt per line")
     return prompts
 
 

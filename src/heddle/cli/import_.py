@@ -19,18 +19,16 @@ class ImportSettings(VerbSettings):
 
     folder: Annotated[Path, Argument("FOLDER", "config.json, safetensors and a tokenizer; or a .gguf.")]
     out: Annotated[Path, Argument("OUT", "The model folder to write.")]
-    dequantize: Annotated[str | None, Option("NAME", "Unpack quantized weights to fp32, bf16 or fp16. [refused]")] = (
-        None
-    )
+    dequantize: Annotated[str | None, Option("NAME", "Dequantize weights to fp32, bf16 or fp16. [refuse them]")] = None
     tokenizer: Annotated[Path | None, Option("FILE", "A tokenizer.json in place of the checkpoint's tokenizer.")] = None
-    allow_non_finite: Annotated[bool, Option("", "Accept weights that hold infinite numbers or NaN.")] = False
+    allow_non_finite: Annotated[bool, Option("", "Accept weights with Inf or NaN.")] = False
     quiet: Quiet = False
 
 
 def import_(settings: ImportSettings) -> None:
-    """Convert a checkpoint of transformers, or a GGUF, into a heddle model; every field and tensor of it is checked.
+    """Convert a transformers checkpoint or a GGUF into a heddle model, checking every field and tensor.
 
-    No code of the folder runs and no pickle is read. OUT is written whole or not at all.
+    No code in the folder runs and no pickle is loaded. OUT is written atomically.
     """
     folder, out, dequantize = settings.folder, settings.out, settings.dequantize
     if dequantize is not None and dequantize not in DTYPES:
@@ -69,4 +67,4 @@ def _warn_of_unknown_names(template: str, source: str) -> None:
         return
     if names:
         listed = ", ".join(f"'{name}'" for name in names[:8])
-        print_status(f"warning: {source}: its chat template reads {listed}, which nothing sets: it is empty there")
+        print_status(f"warning: {source}: its chat template reads {listed}, which heddle does not set: it stays empty")

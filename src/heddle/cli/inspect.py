@@ -1,4 +1,4 @@
-"""`heddle inspect`: the attention maps of a trained model on a text, as one page."""
+"""`heddle inspect`: plot the attention maps of a trained model on a text, as one page."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ def inspect(settings: InspectSettings) -> None:
     """Plot the attention maps of every layer and head on a text, as one HTML file that works offline."""
     run, text, out = settings.run, settings.text, settings.out
     if not text:
-        raise ConfigError("--text: is empty; give some words")
+        raise ConfigError("--text: is empty; give some text")
     with ExitStack() as stack:
         runtime = open_session(stack, settings, kernels=settings.kernel)
         from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page

@@ -6,7 +6,7 @@ from heddle.lab.ladder.settings import LadderSettings
 def ladder(settings: LadderSettings) -> None:
     """Train designs at several sizes, fit loss over size, and predict a larger size with intervals.
 
-    Writes ladder.html and ladder.json. The same call continues; another adds designs, sizes or seeds.
+    Writes ladder.html and ladder.json. Run it again to resume, or with further designs, sizes or seeds to add them.
     """
     from heddle.lab.ladder.ladder import ladder
 

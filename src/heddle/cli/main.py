@@ -41,13 +41,13 @@ CONFIG, PRINT_CONFIG = "config", "print_config"
 
 
 class Text(click.types.StringParamType):
-    """A text, which the settings read; completed by subcommands, or as a file's name."""
+    """A string, parsed by the settings; completes subcommands, else file names."""
 
     def __init__(self, words: Iterable[str] = ()) -> None:
         self.words = tuple(words)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> "list[CompletionItem]":
-        """The words that begin so; a file where none does."""
+        """Return the subcommands with this prefix, or file completion if there is none."""
         from click.shell_completion import CompletionItem
 
         words = [CompletionItem(word) for word in self.words if incomplete and word.startswith(incomplete)]
@@ -72,12 +72,12 @@ class VerbCommand(click.Command):
         super().__init__(name, params=[*arguments, *options], help=function.__doc__)
 
     def _options_of_all(self) -> list[click.Option]:
-        """The options of every verb with many others."""
-        read = "Read options from a YAML file, or from a run's folder; others override them."
+        """The options of every verb that hides some from --help."""
+        read = "Read options from a YAML file or a run's folder; the command line overrides them."
         return [
             click.Option([CONFIG, "--config"], metavar="FILE", type=Text(), help=read),
             click.Option(
-                [PRINT_CONFIG, "--print-config"], is_flag=True, help="Print all options as such a file, and end."
+                [PRINT_CONFIG, "--print-config"], is_flag=True, help="Print all options as such a file and exit."
             ),
             click.Option(
                 ["--help-all"],
@@ -100,7 +100,7 @@ class VerbCommand(click.Command):
         return self.function(settings)
 
     def read_settings(self, ctx: click.Context) -> VerbSettings:
-        """The settings of a command line, with those of its --config."""
+        """Merge the command line over its --config file. Raises ConfigError for an unknown, missing or wrong option."""
         given = {
             name.rstrip("_"): value
             for name, value in ctx.params.items()
@@ -120,7 +120,7 @@ class VerbCommand(click.Command):
             ctx.exit()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Arguments first; then the options that are shown."""
+        """Write arguments, shown options and subcommands, in this order."""
         found = settings_of(self.settings).values()
         arguments = [(s.option.metavar, s.help) for s in found if isinstance(s.option, Argument)]
         if arguments:
@@ -173,25 +173,25 @@ _PLACES = {
 
 
 def completion_script() -> tuple[str, str]:
-    """The shell's name, of the variable SHELL, and its script. Raises ConfigError for a shell without one."""
+    """Return the name of the shell in $SHELL and its completion script. Raises ConfigError for an unsupported shell."""
     from click.shell_completion import get_completion_class
 
     shell = Path(os.environ.get("SHELL", "")).name
     found = get_completion_class(shell)
     if found is None or shell not in _PLACES:
-        raise ConfigError(f"SHELL {shell}: has no completion; set SHELL to one of {', '.join(_PLACES)}")
+        raise ConfigError(f"SHELL {shell}: completion is not supported; set SHELL to one of {', '.join(_PLACES)}")
     return shell, found(click.Group("heddle"), {}, "heddle", COMPLETE).source()
 
 
 def show_completion(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    """Print the script."""
+    """Print the completion script."""
     if is_asked:
         print(completion_script()[1])
         context.exit()
 
 
 def install_completion(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    """Write the script into the home folder, and let the shell read it when it starts."""
+    """Write the completion script to the home folder, and source it in the shell's startup file."""
     if not is_asked:
         return
     from heddle.storage.file_io import write_file
@@ -206,11 +206,11 @@ def install_completion(context: click.Context, _: click.Parameter, is_asked: boo
         if line not in text.splitlines():
             with startup_file.open("a", encoding="utf-8") as stream:
                 stream.write(f"\n{line}\n")
-    print(f"{shell} completion is in {file}; it works in the next shell")
+    print(f"{shell} completion is in {file}; open a new shell to use it")
     context.exit()
 
 
-# The verbs of the first screen, by what they are for. The function of `show` is `heddle.cli.show.show`.
+# The verbs that `heddle --help` lists, by purpose. The function of `show` is `heddle.cli.show.show`.
 VERBS = {
     "Design": {
         "show": "Print a design's layers, parameters and costs.",
@@ -219,42 +219,42 @@ VERBS = {
     },
     "Train": {
         "train": "Train a design, or resume a run.",
-        "runs": "List runs, and what differs.",
+        "runs": "List runs and how they differ.",
     },
     "Compare": {
         "compare": "Train designs side by side and report.",
     },
     "Use": {
         "generate": "Generate text from prompts.",
-        "chat": "Talk to a model, or to two side by side.",
-        "serve": "Answer requests over HTTP as OpenAI does.",
+        "chat": "Chat with a model, or two side by side.",
+        "serve": "Serve a model over an OpenAI-compatible API.",
     },
     "Exchange": {
         "convert": "Convert a trained model to another design.",
-        "import": "Read a transformers folder or a GGUF.",
+        "import": "Import a transformers folder or a GGUF.",
         "export": "Convert a model for transformers or llama.cpp.",
     },
 }
-# Their subcommands. Each is a verb of its own, too: `heddle ladder` is `heddle compare ladder`.
+# Their subcommands. Each also works as a verb: `heddle ladder` is `heddle compare ladder`.
 SUBCOMMANDS = {
     "show": {
         "presets": "List the presets, or print one.",
-        "explore": "Choose parts on a page; see what follows.",
+        "explore": "Choose parts on a page; see sizes and costs.",
         "inspect": "Plot attention maps.",
         "doctor": "Print this machine's limits and kernels.",
     },
     "runs": {
         "watch": "Follow runs on a live page.",
-        "verify": "Say whether a folder's files are intact.",
+        "verify": "Check that a folder's files are intact.",
     },
     "compare": {
-        "ladder": "Train designs at several sizes; predict more.",
-        "bench": "Measure the speed of designs here.",
+        "ladder": "Train designs at several sizes; predict larger.",
+        "bench": "Measure the speed of designs on this machine.",
     },
 }
 COMMANDS = [verb for verbs in (*VERBS.values(), *SUBCOMMANDS.values()) for verb in verbs]
-MAX_SENTENCE = 400  # characters of an error, without the paths that it names
-MAX_LIST = 3000  # characters of one that lists choices
+MAX_SENTENCE = 400  # characters of an error message, not counting the paths in it
+MAX_LIST = 3000  # characters of an error message that lists choices
 
 
 class Heddle(click.Group):
@@ -284,7 +284,7 @@ class Heddle(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The verbs by what they are for, and their subcommands."""
+        """Write the verbs by purpose, then their subcommands."""
         for group, verbs in VERBS.items():
             with formatter.section(group):
                 formatter.write_dl([(verb.ljust(8), summary) for verb, summary in verbs.items()])
@@ -311,27 +311,27 @@ app = Heddle(
     params=[
         _switch("--version", _print_version, "Print the version and exit."),
         _switch("--install-completion", install_completion, "Install completion for the shell of $SHELL."),
-        _switch("--show-completion", show_completion, "Print the script of the completion."),
+        _switch("--show-completion", show_completion, "Print the completion script."),
     ],
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run and exit: 0 on success, 2 on a user's error, 1 on a machine's failure, 128 + its number on a signal."""
+    """Run a command and exit: 0 on success, 1 on a machine failure, 2 on a user error, 128 + N on signal N."""
     _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character the terminal cannot show is no error
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot show must not raise
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run_command(sys.argv[1:] if arguments is None else list(arguments)))
 
 
 def _replace_closed_streams() -> None:
-    """Let closed standard streams lead nowhere, so that no file of ours gets the number of one."""
+    """Open closed standard streams on /dev/null, so that no file of ours gets descriptor 0, 1 or 2."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
@@ -391,7 +391,7 @@ def _check_one_process(arguments: Sequence[str]) -> None:
     """Raise ConfigError under torchrun: each of its processes would do the same work and write the same files."""
     if is_rank() and arguments[:1] != ["train"]:
         raise ConfigError(
-            f"WORLD_SIZE {os.environ['WORLD_SIZE']}: of all commands only train runs on several ranks; start it "
+            f"WORLD_SIZE {os.environ['WORLD_SIZE']}: only train runs on several ranks; start this command "
             "without torchrun"
         )
 
@@ -408,7 +408,7 @@ def _flush_or_discard() -> None:
 def _handle_other(error: BaseException, arguments: Sequence[str]) -> int:
     """Exit codes of usage errors and lack of memory. Any other error is a bug and is raised again."""
     if isinstance(error, click.ClickException) and not is_first_rank():
-        return 2  # all ranks find it, and the first one says it
+        return 2  # every rank fails alike; only the first prints it
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         sentence, see = (
@@ -435,7 +435,7 @@ def _verb(arguments: Sequence[str]) -> list[str]:
 def _print_error(sentence: str, code: int) -> int:
     limit = MAX_LIST if "choices: " in sentence or sentence.count(", ") > 10 else MAX_SENTENCE
     paths = sum(len(word) for word in sentence.split(" ") if "/" in word and len(word) <= MAX_SENTENCE)
-    if len(sentence) - paths > limit:  # it quotes a value that nobody can read
+    if len(sentence) - paths > limit:  # it quotes a value too long to read
         start = re.sub(r"\s\S{0,60}$", "", sentence[: limit * 2 // 3])  # between words, where they are short
         end = re.sub(r"^\S{0,60}\s", "", sentence[-limit // 4 :])
         sentence = f"{start} … {end}"

@@ -1,4 +1,4 @@
-"""`heddle plan`: what a training takes on many GPUs, where nothing is run, or on this CPU, where a step is timed."""
+"""`heddle plan`: predict memory and time of training on many GPUs, running nothing, or on this CPU, timing a step."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ _DAY = 86_400
 def plan(settings: PlanSettings) -> None:
     """Print the fastest layouts of ranks that fit, and why others do not.
 
-    Memory, communication and FLOPs follow from the design. The speed is what published trainings reached; see
+    Memory, communication and FLOPs follow from the design; the speed, from published training runs. See
     docs/plan/accuracy.md for its accuracy.
     """
     from heddle.lab.plan.training_plan import plan
@@ -38,16 +38,16 @@ def _parameters(facts: dict[str, Any]) -> str:
 
 def _print_cpu(facts: dict[str, Any]) -> None:
     print(
-        f"{_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.3g} GFLOPs a trained token; "
+        f"{_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.3g} training GFLOPs per token; "
         f"{facts['cpu']}, {facts['threads']} threads, float32\n"
         f"a step of {facts['batch_size']:,} × {facts['sequence_length']:,} tokens takes {facts['step_seconds']:.3g} s: "
-        f"{facts['tokens_per_second']:,.0f} tokens/s, {facts['share_of_products']:.0%} of what its products reach\n"
+        f"{facts['tokens_per_second']:,.0f} tokens/s, {facts['share_of_products']:.0%} of its matmul speed\n"
         f"memory {format_amount(facts['peak_memory'], 'bytes')} of {format_amount(facts['memory'], 'bytes')}"
     )
     seconds = facts["training_seconds"]
     if seconds is not None:
         time = f"{seconds / _DAY:,.1f} days" if seconds > 2 * _DAY else format_duration(seconds)
-        print(f"the training takes {time}, without evaluations and checkpoints")
+        print(f"training takes {time}, plus evaluations and checkpoints")
 
 
 def _print(design: str, facts: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def _print(design: str, facts: dict[str, Any]) -> None:
 
     console = Console(highlight=False, soft_wrap=True, width=110)
     console.print(
-        f"{design}: {_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.1f} GFLOPs a trained token; "
+        f"{design}: {_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.1f} training GFLOPs per token; "
         f"{facts['gpus']:,} × {facts['gpu']}, sequences of {facts['sequence_length']:,}\n",
         markup=False,
     )
@@ -64,7 +64,7 @@ def _print(design: str, facts: dict[str, Any]) -> None:
         _print_best(console, facts["layouts"][0])
     _print_too_large(console, facts)
     if not facts["layouts"]:
-        console.print("no layout fits; take more or larger GPUs, or shorter sequences")
+        console.print("no layout fits; use more or larger GPUs, or shorter sequences")
     if "dry_run" in facts:
         _print_dry_run(console, facts["dry_run"])
 
@@ -78,9 +78,9 @@ def _print_too_large(console: "Console", facts: dict[str, Any]) -> None:
     degrees = sorted(each["data_parallel_shard_degree"] for each in facts["too_large"])
     others = f" (nor do {', '.join(f'{degree:,}' for degree in degrees[:-1])})" if len(degrees) > 1 else ""
     console.print(
-        f"shard degree {degrees[-1]:,} does not fit{others}: with one row on each GPU and layers recomputed it needs "
-        f"{nearest['memory_total'] / GIB:,.1f} GiB of {facts['usable_memory'] / GIB:,.1f} usable ones, "
-        f"{nearest['memory'][largest] / GIB:,.1f} of them {largest}",
+        f"shard degree {degrees[-1]:,} does not fit{others}: with one sequence per GPU and recomputed layers it needs "
+        f"{nearest['memory_total'] / GIB:,.1f} GiB of {facts['usable_memory'] / GIB:,.1f} usable, "
+        f"{nearest['memory'][largest] / GIB:,.1f} of it {largest}",
         markup=False,
     )
 
@@ -97,7 +97,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
         "reduce",
         "recompute",
         "GiB",
-        "tokens/s a GPU",
+        "tokens/s per GPU",
         "MFU",
         "tokens/s",
     ):
@@ -125,17 +125,19 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
 
 def _print_best(console: "Console", best: dict[str, Any]) -> None:
     memory = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in best["memory"].items())
-    console.print(f"\nthe first: GiB of a rank: {memory}", markup=False)
+    console.print(f"\nthe fastest layout, GiB per rank: {memory}", markup=False)
     for each in best["collectives"]:
-        console.print(f"  {each['name']} over {each['ranks']:,} ranks: {format_amount(each['bytes'], 'bytes')} a step")
+        console.print(
+            f"  {each['name']} over {each['ranks']:,} ranks: {format_amount(each['bytes'], 'bytes')} per step"
+        )
     seconds = best["seconds"]
     console.print(
-        f"  a step takes {seconds['step']:.2f} s: products {seconds['products']:.2f}, attention "
-        f"{seconds['attention']:.2f}, communication {seconds['communication']:.2f} (most of it behind products), "
+        f"  a step takes {seconds['step']:.2f} s: matmuls {seconds['products']:.2f}, attention "
+        f"{seconds['attention']:.2f}, communication {seconds['communication']:.2f} (mostly overlapped with matmuls), "
         f"optimizer {seconds['optimizer']:.2f}"
     )
     console.print(
-        f"  MFU counts causal attention; with full attention, as torchtitan counts, {best['mfu_full_attention']:.1%}\n"
+        f"  MFU counts causal attention; full attention, as in torchtitan, makes it {best['mfu_full_attention']:.1%}\n"
     )
 
 
@@ -144,12 +146,12 @@ def _print_dry_run(console: "Console", facts: dict[str, Any]) -> None:
 
     console.print(
         f"dry run of {facts['data_parallel_replicate_degree']:,} × {facts['data_parallel_shard_degree']:,} ranks, "
-        f"{facts['micro_batch_size']} rows, recompute {facts['recompute']}: {facts['traced_layers']} layers traced; "
-        f"most memory: {facts['peak']}",
+        f"{facts['micro_batch_size']} sequences each, recompute {facts['recompute']}: {facts['traced_layers']} layers "
+        f"traced; most memory: {facts['peak']}",
         markup=False,
     )
     table = Table(box=None, pad_edge=False)
-    for name in ("GiB of a rank", "planned", "traced"):
+    for name in ("GiB per rank", "planned", "traced"):
         table.add_column(name, justify="left" if name.startswith("GiB") else "right")
     for name in (*facts["planned_memory"], "all"):
         sizes = [facts["planned_memory"], facts["memory"]]
@@ -157,5 +159,7 @@ def _print_dry_run(console: "Console", facts: dict[str, Any]) -> None:
         table.add_row(name, *(f"{number / GIB:,.2f}" for number in numbers))
     console.print(table)
     for each in facts["collectives"]:
-        console.print(f"  {each['name']} over {each['ranks']:,} ranks: {format_amount(each['bytes'], 'bytes')} a step")
-    console.print(f"  {facts['flops'] / 1e12:,.1f} TFLOPs a step, with recomputed layers")
+        console.print(
+            f"  {each['name']} over {each['ranks']:,} ranks: {format_amount(each['bytes'], 'bytes')} per step"
+        )
+    console.print(f"  {facts['flops'] / 1e12:,.1f} TFLOPs per step, including recomputation")

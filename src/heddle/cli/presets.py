@@ -1,4 +1,4 @@
-"""`heddle presets`: the designs that come with heddle, or one of them as YAML to begin a design of one's own."""
+"""`heddle presets`: list the designs that come with heddle, or print one as YAML to start your own from."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class PresetsSettings(VerbSettings):
 def presets(settings: PresetsSettings) -> None:
     """List the presets, each in three sizes, or print one as YAML.
 
-    The text is a design of your own to change: heddle presets gqa-tiny > mine.yaml
+    To start your own design from one: heddle presets gqa-tiny > mine.yaml
     """
     from heddle.model.presets import KINDS, SIZES, names, preset
 
@@ -36,7 +36,7 @@ def presets(settings: PresetsSettings) -> None:
 
 
 def _yaml(design: object) -> str:
-    """YAML without anchors: a table that stands twice is written twice."""
+    """YAML without anchors: repeated tables are written out."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

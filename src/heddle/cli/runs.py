@@ -1,4 +1,4 @@
-"""`heddle runs`: the runs below a folder: how far, how good, how fast, and in what they differ."""
+"""`heddle runs`: list the runs below a folder with their progress, losses and speed, and the fields that differ."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from heddle.settings import Argument, Json, Option, VerbSettings
 if TYPE_CHECKING:
     from heddle.lab.runs import RunSummary
 
-_ORDERS = ("name", "time", "training", "validation", "tokens", "tokens_per_second")
+_ORDERS = ("name", "time", "training", "validation", "final", "tokens", "tokens_per_second")
 MAX_DIFFERENCES = 6  # fields shown for a run; JSON has all
 WIDTH = 140  # characters of the table
 
@@ -24,9 +24,9 @@ class RunsSettings(VerbSettings):
     """Settings of `heddle runs`."""
 
     folder: Annotated[Path, Argument("FOLDER", "A folder of runs. [runs]")] = Path("runs")
-    sort: Annotated[str, Option("NAME", f"By {', '.join(_ORDERS)}.")] = "name"
+    sort: Annotated[str, Option("NAME", f"Sort by {', '.join(_ORDERS)}.")] = "name"
     plot: Annotated[Path | None, Option("FILE", "Write a page with the curves of all runs: FILE.html.")] = None
-    compare: Annotated[bool, Option("", "A column for each run, with every field in which they differ.")] = False
+    compare: Annotated[bool, Option("", "One column per run, with every field that differs.")] = False
     prune: Annotated[int | None, Option("N", "Delete all but the N newest checkpoints of each run.")] = None
     yes: Annotated[bool, Option("", "Delete without asking.")] = False
     json: Json = False
@@ -35,9 +35,10 @@ class RunsSettings(VerbSettings):
 def runs(settings: RunsSettings) -> None:
     """List the runs below a folder, and the fields in which they differ.
 
-    Training is the mean of the last 20 steps, validation its newest value; speed
-    is that of the median step. Only --prune changes anything: it asks first, and
-    leaves runs alone that are training, damaged checkpoints, and foreign files.
+    Training is the mean of the last 20 steps, validation its newest value, final
+    the evaluation after the last step; speed is that of the median step. Only
+    --prune changes anything: it asks first, and leaves runs alone that are
+    training, damaged checkpoints, and foreign files.
     """
     from heddle.lab.runs import find_runs, summarize, varied_fields
 
@@ -84,18 +85,18 @@ def _print_table(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, 
 
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold")
-    for name in ("step", "tokens", "training", "validation", "tokens/s"):
+    for name in ("step", "tokens", "training", "validation", "final", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("differs in", overflow="fold")
     for run, fields in zip(summaries, varying, strict=True):
         step = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps and run.steps != run.step else "")
         speed = "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}"
-        numbers = (step, f"{run.tokens:,}", _number(run.training), _number(run.validation), speed)
+        numbers = (step, f"{run.tokens:,}", _number(run.training), _number(run.validation), _number(run.final), speed)
         table.add_row(escape(terminal_safe(run.name)), *numbers, escape(terminal_safe(_shown(fields))))
     console = Console(highlight=False, width=WIDTH)
     console.print(table)
     metrics = sorted({run.metric.replace("_", " ") for run in summaries})
-    console.print(f"training and validation: {' or '.join(metrics)}")
+    console.print(f"training, validation and final: {' or '.join(metrics)}")
     console.print(VALIDATION_NOTE)
 
 
@@ -114,6 +115,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
         "training": [_number(run.training) for run in summaries],
         f"training at {tokens:,} tokens": [_number(value) for value in values],
         "validation": [_number(run.validation) for run in summaries],
+        "final": [_number(run.final) for run in summaries],
         "tokens/s": ["" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}" for run in summaries],
         "memory": [_memory(run.peak_memory_bytes) for run in summaries],
     } | {path: [_value(fields[path]) for fields in varying] for path in varying[0]}
@@ -137,7 +139,7 @@ def _number(value: float | None) -> str:
 
 
 def _shown(fields: dict[str, Any]) -> str:
-    """`seed=1, width=64 and 3 more`, without what is off in this run, unless that is all."""
+    """`seed=1, width=64 and 3 more`, without fields that are off in this run, unless all are."""
     on = {path: value for path, value in fields.items() if value is not None and value is not False} or fields
     texts = [f"{path.partition('.')[2]}={_value(value)}" for path, value in on.items()]
     rest = f" and {len(texts) - MAX_DIFFERENCES} more" if len(texts) > MAX_DIFFERENCES else ""
@@ -152,19 +154,19 @@ def _value(value: Any) -> str:
 
 
 def prune_runs(runs: Sequence[Path], keep: int, is_confirmed: bool) -> None:
-    """Delete all but the `keep` newest intact checkpoints of each run that no process holds.
+    """Delete all but the `keep` newest intact checkpoints of each run that no process is using.
 
-    Raises ConfigError where nobody can be asked.
+    Raises ConfigError if it must ask but stdin is not a terminal.
     """
     from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps, prune_checkpoints
     from heddle.storage.lock import InUseError, RunLock, is_locked
 
     if keep < 1:
-        raise ConfigError(f"--prune {keep}: the newest checkpoint of a run stays; give at least 1")
+        raise ConfigError(f"--prune {keep}: the newest checkpoint of a run is always kept; give at least 1")
     old = {run: [checkpoint_folder(run, step) for step in checkpoint_steps(run)[:-keep]] for run in runs}
     for run in runs:
         if old[run] and is_locked(run):
-            print_status(f"{run}: is training; its checkpoints stay")
+            print_status(f"{run}: is training; its checkpoints are kept")
             del old[run]
     count, size = sum(map(len, old.values())), sum(_bytes(path) for paths in old.values() for path in paths)
     if not count:
@@ -179,7 +181,7 @@ def prune_runs(runs: Sequence[Path], keep: int, is_confirmed: bool) -> None:
             with RunLock(run):
                 for path in prune_checkpoints(run, keep):
                     print_text(str(path))
-        except InUseError as error:  # it began meanwhile
+        except InUseError as error:  # training started meanwhile
             print_warning(str(error))
 
 
@@ -189,6 +191,6 @@ def _bytes(folder: Path) -> int:
 
 def _is_agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("--prune: asks before it deletes, and nobody can answer here; give --yes")
+        raise ConfigError("--prune: asks before it deletes, but stdin is not a terminal; give --yes")
     print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,4 +1,4 @@
-"""`heddle serve`: a model over HTTP with OpenAI's interface, within limits."""
+"""`heddle serve`: serve a model over an OpenAI-compatible HTTP API, with limits."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ MIN_TOKEN_CHARACTERS = 16
 
 
 def serve(settings: ServeSettings) -> None:
-    """Serve a model over HTTP with OpenAI's interface. SIGTERM lets running requests end, and then ends with code 0."""
+    """Serve a model over an OpenAI-compatible HTTP API. On SIGTERM, running requests finish; then it exits with 0."""
     token = _read_token(settings.token_file)
     check_installed()
     with ExitStack() as stack:
@@ -39,7 +39,7 @@ def serve(settings: ServeSettings) -> None:
         host = settings.host
         is_loopback = host in LOOPBACK
         if not is_loopback and token is None:
-            raise ConfigError(f"--host {host}: others can reach it; give --token-file, or set {TOKEN_VARIABLE}")
+            raise ConfigError(f"--host {host}: is reachable from outside; give --token-file, or set {TOKEN_VARIABLE}")
         listener = stack.enter_context(listen(host, settings.port))
         used_port = listener.getsockname()[1]
         decoder, tokenizer = load_any(settings.model, dtype_of(settings.precision), runtime.device)
@@ -47,15 +47,15 @@ def serve(settings: ServeSettings) -> None:
         access = Access(host_names(host, used_port) if is_loopback else None, token)
         engine = stack.enter_context(Engine(decoder, tokenizer, settings, settings.batch_invariant))
         print_text(f"http://{f'[{host}]' if ':' in host else host}:{used_port}/v1")
-        print_status(f"serve: {reader.name}; Ctrl-C or SIGTERM lets running requests end")
+        print_status(f"serve: {reader.name}; on Ctrl-C or SIGTERM, running requests finish first")
         application = Application(engine, reader, access)
-        if token is None:  # a browser that opens a page sends none
+        if token is None:  # a browser that opens the page sends no token
             add_chat_page(application, page_of([(engine, reader)]))
         run_server(application, listener)
 
 
 def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:
-    """The page on which one talks to these models; the first has the server's own addresses."""
+    """Return the HTML chat page for these models; the first is served at the root, the others at /models/N."""
     from heddle.lab.pages.chat import ServedModel, chat_page
 
     served = [
@@ -92,14 +92,14 @@ def load_any(folder: Path, dtype: "torch.dtype", device: "torch.device | str") -
 
 
 def require_causal(model: "Decoder", folder: Path) -> None:
-    """Raises ConfigError for a model that sees later tokens."""
+    """Raises ConfigError for a model that is not causal."""
     if not model.causal:
-        reason = "sees later tokens (causal: false), so it writes no text"
+        reason = "attends to later tokens (causal: false), so it cannot generate text"
         raise ConfigError(f"{folder}: {reason}; read its logits in Python, as docs/huggingface/encoders.md shows")
 
 
 def _read_token(file: Path | None) -> str | None:
-    """The token of the file, else of the environment. Raises ConfigError for a short one."""
+    """Read the token from the file, else from the environment. Raises ConfigError for a short one."""
     if file is not None:
         token, source = file.read_text(encoding="utf-8").strip(), f"--token-file {file}"
     else:
@@ -112,7 +112,7 @@ def _read_token(file: Path | None) -> str | None:
 
 
 def check_installed() -> None:
-    """Raise ConfigError without the libraries of the server."""
+    """Raise ConfigError if a library of the server is not installed."""
     from heddle.numerics.dispatch import optional_module
 
     for name in ("fastapi", "uvicorn"):

@@ -31,7 +31,7 @@ def show(settings: ShowSettings) -> None:
 
 
 def print_profile(profiles: list[dict[str, Any]]) -> None:
-    """Print the operations that take most of each profiled step."""
+    """Print the most expensive operations of each profiled step."""
     for profile in profiles:
         share = f"{profile['limit_share']:.0%} of this machine's limit"
         print(f"\n{profile['step']}: {1e3 * profile['seconds']:,.2f} ms, {share}")
@@ -51,7 +51,7 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
     active = facts["active_parameters"]
     active_text = "all active" if active == facts["parameters"] else f"{active:,} active"
     embedding = facts["embedding_parameters"]
-    console.print(f"{facts['parameters']:,} parameters, {active_text} for each token, {embedding:,} in the embedding")
+    console.print(f"{facts['parameters']:,} parameters, {active_text} per token, {embedding:,} in the embedding")
     head = "tied" if config["head"]["tied"] else "untied"
     console.print(f"width {config['width']}, vocabulary {config['vocab_size']:,}, {head} head\n")
     _print_layers(console, facts)
@@ -111,6 +111,6 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     encoder = f" and an encoder output of {' or '.join(f'{length:,}' for length in lengths)} tokens" if lengths else ""
     console.print(f"\ncost of {rows}{encoder} in {facts['dtype']}")
     ahead = facts["contexts"][0]["multi_token_flops_per_token"]
-    added = f", with {ahead / 1e6:,.1f} M more a token for multi-token modules" if ahead else ""
+    added = f", with {ahead / 1e6:,.1f} M more per token for multi-token modules" if ahead else ""
     console.print(f"forward FLOPs, the mean over the context; training takes 3 times as many{added}")
     console.print(table)

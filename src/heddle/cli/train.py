@@ -11,7 +11,7 @@ from heddle.training.settings import TrainSettings
 
 
 def train(settings: TrainSettings) -> None:
-    """Train a design; prints its bits per byte on held-out text and a sample of its text.
+    """Train a design; print its bits per byte on held-out text and a generated sample.
 
     With --data chat:FILE.jsonl it trains on conversations, with a loss on the assistant's text; with --data
     recall:mqar,pairs=8 on a synthetic recall task, and prints the accuracy.
@@ -23,10 +23,10 @@ def train(settings: TrainSettings) -> None:
 
 
 def launch_ranks(arguments: Sequence[str], processes: int | None, max_restarts: int) -> None:
-    """Where --nproc asks for several ranks and this process is none: run them, and exit as they do.
+    """If --nproc asks for several ranks and this process is not one of them, run them and exit with their code.
 
     arguments: the whole command line, which each rank runs.
-    Raises ConfigError for a bad number, or one that is not torchrun's.
+    Raises ConfigError for an invalid number, or one that differs from torchrun's.
     """
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: must be at least 0")

@@ -1,4 +1,4 @@
-"""`heddle verify`: whether every byte of a folder that heddle wrote is as it was written."""
+"""`heddle verify`: check that no byte of a folder that heddle wrote has changed."""
 
 import json
 from contextlib import nullcontext
@@ -24,10 +24,10 @@ class VerifySettings(VerbSettings):
 
 
 def verify(settings: VerifySettings) -> None:
-    """Read every file below a folder that heddle wrote, or one: is it as it was written, damaged, or without a hash?
+    """Check every file below a folder that heddle wrote, or one file: is it intact, damaged, or without a hash?
 
-    Nothing is written, and a training may go on meanwhile. Exit code: 0 if no file is damaged, 1 if one is, 2 if no
-    file there has a hash of heddle's.
+    Nothing is written, so a run may keep training meanwhile. Exit code: 0 if no file is damaged, 1 if one is, 2 if no
+    file has a hash that heddle wrote.
     """
     from heddle.lab.verify import DAMAGED, NOT_COVERED, verify_files
 
@@ -45,7 +45,7 @@ def verify(settings: VerifySettings) -> None:
     damaged = sum(result.status == DAMAGED for result in results)
     uncovered = sum(result.status == NOT_COVERED for result in results)
     if uncovered == len(results):
-        raise CheckpointError(f"{folder}: holds no file with a hash of heddle's; name a folder that heddle wrote")
+        raise CheckpointError(f"{folder}: holds no file with a hash that heddle wrote; name a folder that heddle wrote")
     if settings.json:
         print(json.dumps({"folder": str(folder), "files": [result._asdict() for result in results]}, indent=1))
     else:

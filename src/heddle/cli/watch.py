@@ -28,15 +28,15 @@ class WatchSettings(VerbSettings):
     paths: Annotated[tuple[Path, ...], Argument("RUN", "Runs, or folders of runs. [runs]")] = ()
     port: Annotated[int | None, Option("N", "Port of the page on 127.0.0.1. [any free one]")] = None
     open: Annotated[bool, Option("", "Open the page in the browser.")] = False
-    prompt: Annotated[str | None, Option("TEXT", "Also show how each new checkpoint goes on from it.")] = None
-    out: Annotated[Path | None, Option("FILE", "Write the page as it is now, and end.")] = None
+    prompt: Annotated[str | None, Option("TEXT", "Also show how each new checkpoint continues TEXT.")] = None
+    out: Annotated[Path | None, Option("FILE", "Write the page as it is now and exit.")] = None
 
 
 def watch(settings: WatchSettings) -> None:
-    """Follow runs on a live page: loss, rate, gradient norm, speed, memory, experts, samples.
+    """Follow runs on a live page: loss, learning rate, gradient norm, speed, memory, experts, samples.
 
-    Runs that begin later below a folder are followed too. Ctrl-C ends the page,
-    not the runs. Nothing is written into them.
+    Runs that start later below a folder are followed, too. Ctrl-C ends the page,
+    not the runs, which are only read.
     """
     from heddle.lab.live import open_live_page
     from heddle.lab.pages.runs import watch_page
@@ -54,7 +54,7 @@ def watch(settings: WatchSettings) -> None:
         return
     with ExitStack() as stack:
         live = open_live_page(stack, settings.port, settings.open)
-        assert live is not None  # or an error said why
+        assert live is not None  # else it has raised
         print_text(live.address)
         print_status("watch: Ctrl-C ends the page; the runs go on")
         try:

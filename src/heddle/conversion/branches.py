@@ -45,7 +45,7 @@ def input_projections(layer: nn.Module, branch: str, path: str) -> list[str]:
     names = module.input_projections
     if names is None:
         kind = type(module).__name__
-        reason = f"{kind} does not state its input_projections, so what reads its input is not known"
+        reason = f"{kind} does not state its input_projections, so the readers of its input are unknown"
         raise DesignError(f"{path}.{branch}", f"{reason}; state them in the part's file")
     present = {name for name, inner in module.named_modules() if inner is not module}
     return [f"{branch}.{name}" for name in names if name in present]
@@ -66,12 +66,12 @@ def gain_offset(norm: NormConfig) -> float:
     Raises DesignError for an unknown norm, and for one without a weight.
     """
     if isinstance(norm, RMSConfig | LayerNormConfig) and not norm.weight:
-        raise DesignError("norm.weight", "is false, so there is no gain to rewrite; this is for norms with a weight")
+        raise DesignError("norm.weight", "is false, so there is no gain to rewrite; choose a norm with a weight")
     if isinstance(norm, RMSConfig):
         return norm.offset
     if isinstance(norm, LayerNormConfig):
         return 0.0
-    raise DesignError("norm", f"kind {norm.kind} has an unknown gain; only those of rms and layer can be rewritten")
+    raise DesignError("norm", f"kind {norm.kind} has an unknown gain; only gains of rms and layer can be rewritten")
 
 
 def layer_path(index: int) -> str:
@@ -82,9 +82,9 @@ def layer_path(index: int) -> str:
 def check_growth(field: str, before: int, after: int) -> None:
     """Raises DesignError unless a number grows."""
     if after == before:
-        raise DesignError(field, f"{after} is what the design has already; ask for more")
+        raise DesignError(field, f"the design has {after} already; ask for more")
     if after < before:
-        reason = f"{after} is less than the {before} of the design; only more keep the logits, so ask for more"
+        reason = f"{after} is less than the design's {before}; only growth keeps the logits, so ask for more"
         raise DesignError(field, reason)
 
 

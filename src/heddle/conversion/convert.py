@@ -40,8 +40,8 @@ from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
 class ConversionSource:
     """A model to convert.
 
-    folder: where it lies. tokenizer: None if it has none. documents: the texts of the other files of its tokenizer.
-    imported_config: the fields that an export to its family writes again.
+    folder: where it lies. tokenizer: None if it has none. documents: the text of the tokenizer's other files, by
+    name. imported_config: the config.json fields that an export to its family writes again.
     """
 
     folder: Path
@@ -57,12 +57,14 @@ class ConversionSource:
         return self.hash_weights()
 
     def check_tokenizers(self, rewrite: Rewrite) -> None:
-        """Raises ConfigError if a model that a rewrite reads has another tokenizer, or is none."""
+        """Raises ConfigError if another model that a rewrite reads has a different tokenizer."""
         own = self.tokenizer
         for folder in rewrite.other_models:
             other = open_source(folder).tokenizer
             if own is not None and other is not None and own.hash != other.hash:
-                raise ConfigError(f"{folder}: has another tokenizer than {self.folder}; its ids mean other text")
+                raise ConfigError(
+                    f"{folder}: has a different tokenizer from {self.folder}; choose models with one tokenizer"
+                )
 
     @property
     def config(self) -> ModelConfig:
@@ -70,7 +72,7 @@ class ConversionSource:
         return self.weights.design
 
     def build_model(self, config: ModelConfig, device: str) -> Decoder:
-        """Build it in float32. config: must be its own."""
+        """Build the model in float32. config: must be this source's design."""
         assert config == self.config
         return build_model(self.weights).float().to(device)
 
@@ -132,7 +134,7 @@ def open_source(folder: Path) -> ConversionSource:
 
 
 def is_transformers_folder(folder: Path) -> bool:
-    """Whether a folder's config.json is that of transformers."""
+    """Whether a folder has a config.json of transformers. Raises CheckpointError if it is damaged."""
     if (folder / CHECKPOINTS_FOLDER).is_dir() or not (folder / CONFIG_FILE).is_file():
         return False
     return "model_type" in parse_json(read_text_file(folder / CONFIG_FILE), folder / CONFIG_FILE)
@@ -143,16 +145,16 @@ CONVERSION_FILE = "conversion.json"
 
 @dataclass(frozen=True)
 class Conversion:
-    """A model and what it is to become. text: what rewrites with `needs_text` read."""
+    """A model and the rewrites to apply to it. text: for rewrites with `needs_text`."""
 
     source: ConversionSource
     rewrites: tuple[Rewrite, ...]
     text: CalibrationText | None = None
 
     def plan(self) -> Weights:
-        """The converted design, and its weights, which are made when they are looked up. Raises ConfigError."""
+        """The converted design and its weights, each converted when it is looked up. Raises ConfigError."""
         if not self.rewrites:
-            raise ConfigError("to: nothing to convert is named; give a target such as kv_heads=2")
+            raise ConfigError("to: is empty; give a target such as kv_heads=2")
         weights = self.source.weights
         for rewrite in self.rewrites:
             rewrite.check_layers(weights.design)
@@ -182,7 +184,7 @@ class Conversion:
 
     @cached_property
     def _described(self) -> list[dict[str, Any]]:
-        """Each rewrite with the hashes of other models that it reads, all of whose bytes are read for them, once."""
+        """Each rewrite with the hashes of the other models that it reads. Cached, since hashing reads all bytes."""
         hashes = [[open_source(folder).weights_sha256 for folder in each.other_models] for each in self.rewrites]
         return [
             rewrite.describe() | ({"models_sha256": models} if models else {})
@@ -229,7 +231,7 @@ class _ConvertedTensors(LazyTensors):
 
 
 def saved_conversion(folder: Path) -> dict[str, Any]:
-    """What `Conversion.describe` said of the model in a folder, and how it was healed; {} if it was not converted."""
+    """The `Conversion.describe` saved in a model folder, and how it was healed; {} if it was not converted."""
     return parse_json_object(read_folder(folder).documents.get(CONVERSION_FILE, "{}").encode())
 
 
@@ -240,7 +242,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def convert(conversion: Conversion, out: Path) -> Weights:
-    """Write the converted model as a model folder, whole or not at all; the source is only read.
+    """Write the converted model as a model folder, atomically; the source is not changed.
 
     Memory: the weights of one layer of the source and of the converted model, and the text's activations. Raises
     ConfigError for a conversion that is not possible, CheckpointError if `out` exists, MachineError for a full disk.

@@ -23,7 +23,7 @@ from heddle.training.optimizer import EagerAdamw
 from heddle.training.settings import Settings, scheduled_learning_rate
 
 TOKENS_PER_STEP = 2048
-VALIDATION_INTERVAL = 8  # one of so many chunks of the text measures the error and is not fitted to
+VALIDATION_INTERVAL = 8  # one in so many chunks of the text is held out to measure the error
 TOKENS_PER_DIM = 2  # of the width, at least: fewer tokens do not determine a mixer
 EVALUATION_COUNT = 20  # in all steps, but at least MIN_INTERVAL steps apart
 MIN_INTERVAL = 10
@@ -35,7 +35,7 @@ MAX_GRADIENT_NORM = 1.0
 class FitResult:
     """The relative squared error of a mixer's output on held-out rows of the text, before and after the fit.
 
-    steps: how many were taken. The error after it is never above the one before it.
+    steps: how many were taken. error_after is never above error_before.
     """
 
     error_before: float
@@ -70,8 +70,8 @@ def check_fit_text(text: CalibrationText, width: int) -> None:
 def fit_mixer(mixer: Mixer, activations: LayerActivations, settings: Settings) -> FitResult:
     """Fit a mixer, in place, to the outputs of the mixer of a layer. Equal arguments give equal weights.
 
-    settings: steps, learning_rate, schedule and seed count. The mixer is left with the lowest error it had on the
-    held-out rows, which may be that of its start.
+    settings: steps, learning_rate, schedule and seed are used. The mixer gets the weights that had the lowest error on
+    the held-out rows, possibly its initial ones.
     """
     fitted, held_out = fit_chunks(activations)
     order = _chunk_order(len(fitted), settings)
@@ -106,7 +106,7 @@ def fit_mixer(mixer: Mixer, activations: LayerActivations, settings: Settings) -
 
 
 def fit_chunks(activations: LayerActivations) -> tuple[list[Chunk], list[Chunk]]:
-    """The text of a layer in chunks of a few rows: those to fit on, and those that measure the error."""
+    """Split the text of a layer into chunks of a few rows: chunks to fit on, and held-out chunks."""
     rows = sum(len(x) for x in activations.mixer_inputs)
     chunk_rows = max(1, TOKENS_PER_STEP // activations.mixer_inputs[0].shape[1])
     chunk_rows = min(chunk_rows, -(-rows // VALIDATION_INTERVAL))
@@ -151,7 +151,7 @@ def _mean_square(chunks: Sequence[Chunk]) -> float:
 
 
 def _chunk_order(chunks: int, settings: Settings) -> list[int]:
-    """The chunk of each step: all of them once, in a new order each time round."""
+    """The chunk of each step; every epoch shuffles them anew."""
     generator = torch.Generator().manual_seed(settings.seed)
     order: list[int] = []
     while len(order) < settings.steps:

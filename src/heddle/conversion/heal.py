@@ -82,9 +82,9 @@ def calibration_from_corpus(corpus: Corpus, tokens: int, sequence_length: int, d
 
 
 MAX_HEALING_RATE = 3e-3
-HEALING_RATE_WIDTH = 96  # up to this width the rate is the largest
-HEALING_STEP = 2048  # tokens; from there on the rate is the largest
-LARGE_LOSS = 2.0  # nats a token that a conversion adds; from there on the rate is the largest
+HEALING_RATE_WIDTH = 96  # up to this width the largest rate is used
+HEALING_STEP = 2048  # tokens; from there on the largest rate is used
+LARGE_LOSS = 2.0  # nats per token added by a conversion; from there on the largest rate is used
 MIN_RATE_SHARE = 0.1
 RATE_ROWS = 16  # of the text, on which the added loss is measured
 RATE_FILE, CONVERTED_FOLDER, HEAL_FOLDER = "rate.json", "converted", "heal"  # in the work folder
@@ -103,9 +103,9 @@ def healing_rate(width: int, tokens_per_step: int = HEALING_STEP) -> float:
 
 
 def rate_share(added_loss: float) -> float:
-    """Return the share of the largest rate after adding this loss, in nats a token: √(loss / 2), from 0.1 to 1.
+    """Return the share of the largest rate after adding this loss, in nats per token: √(loss / 2), from 0.1 to 1.
 
-    A high rate repairs much and costs something itself: the original, trained on at 3e-3, loses 0.04 bits per byte. Of
+    A high rate repairs more but does damage itself: the original, trained on at 3e-3, loses 0.04 bits per byte. Of
     3e-3, 1e-3 and 3e-4 the first was best after adding 2.2 nats, the second after adding 0.1 (docs/log.md).
     """
     return min(1.0, max(MIN_RATE_SHARE, math.sqrt(max(added_loss, 0.0) / LARGE_LOSS)))
@@ -119,7 +119,7 @@ def healing_settings(
     batch_size: int = HEALING_BATCH,
     precision: str = "fp32",
 ) -> Settings:
-    """Settings of a healing of about `tokens` tokens, with a cosine schedule and the weights' decay off.
+    """Settings to heal for about `tokens` tokens, with a cosine schedule and without weight decay.
 
     first_sample: how many samples of the order of seed 0 the calibration read; sequence_length must be its own.
     Raises ConfigError for fewer tokens than one step reads.
@@ -154,8 +154,8 @@ def healing_job(
 ) -> TrainingJob:
     """Describe the healing of a converted model's folder as a training run in the folder `out`, for `train`.
 
-    corpus: the one that the calibration read, encoded as far; rows begin as it says, and in a run that is there, as
-    they did. Warns if its text is too short to read each window once.
+    corpus: the calibration's, encoded as far; rows begin as it says, or as they did in a run that `out` holds.
+    Warns if its text is too short to read each window once.
     """
     start = open_init_checkpoint(converted)
     if (run := out / RUN_FILE).is_file():
@@ -188,12 +188,12 @@ def _repeats(corpus: Corpus, settings: Settings) -> bool:
 
 
 def partial_folder(out: Path) -> Path:
-    """Where a conversion to `out` keeps what it has done, until it is whole."""
+    """The work folder of an unfinished conversion to `out`."""
     return out.with_name(f"{out.name}.work")
 
 
 def interrupted_rows(out: Path) -> RowProtocol | None:
-    """How rows began in what an interrupted conversion to `out` has read; None if it has read no text."""
+    """How an interrupted conversion to `out` began its rows; None if it has read no text."""
     work = partial_folder(out)
     folders = [folder for folder in (out, work / CONVERTED_FOLDER) if (folder / CONVERSION_FILE).is_file()]
     conversions = [saved_conversion(folder) for folder in folders]
@@ -215,14 +215,14 @@ def convert_and_heal(
     environment: Mapping[str, Any] | None = None,
     plan_steps: Callable[[TrainingJob], int] | None = None,
 ) -> TrainingResult | None:
-    """Convert a model, heal it, and write the result as a model folder, whole or not at all.
+    """Convert a model, heal it, and write the result as a model folder, atomically.
 
-    environment: what the healing's run.json says of versions and machine. plan_steps: called before the first step; how
-    many steps to train, instead of those of the settings; for 0, the model is not healed, and there is no result.
+    environment: versions and machine, for the healing's run.json. plan_steps: called before the first step; returns how
+    many steps to train, in place of the settings'; for 0, the model is not healed, and None is returned.
     adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added. The converted model
     and the run lie in the folder `out`.work beside it, so the same call continues after an interruption, with rows that
-    begin as they did. Raises CheckpointError if `out` exists or the work is of another conversion, and what `convert`
-    and `train` raise.
+    begin as they did. Raises CheckpointError if `out` exists or the work folder holds another conversion, and what
+    `convert` and `train` raise.
     """
     refuse_existing(out)
     work = partial_folder(out)

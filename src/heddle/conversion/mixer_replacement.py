@@ -1,4 +1,4 @@
-"""What the rewrites of attention to a recurrence share: which layers, where the weights start, and the fit."""
+"""Shared by the rewrites of attention to a recurrence: the choice of layers, the initial weights, and the fit."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ class MixerReplacement(Rewrite, ABC):
     """Attention becomes another mixer, whose weights start from attention's and are fitted to its outputs.
 
     keep: how many layers stay as they are, or their share (1/4): those whose replacement alone raises the loss on the
-    text the most. None: every layer is converted. drop: leave out what the new mixer has no field for.
+    text the most. None: every layer is converted. drop: drop features that the new mixer lacks.
     fit_steps, fit_learning_rate, seed: of the fit.
     """
 
@@ -50,14 +50,14 @@ class MixerReplacement(Rewrite, ABC):
 
     @abstractmethod
     def new_config(self, mixer: AttentionConfig) -> MixerConfig:
-        """The mixer in place of an attention mixer, whose defaults are written out."""
+        """The config that replaces a resolved attention config."""
 
     @abstractmethod
     def missing_features(self, mixer: AttentionConfig) -> list[str]:
-        """The names of the fields of a mixer that the new one cannot hold."""
+        """The names of the mixer's features that the new mixer lacks."""
 
     def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
-        """Parameters of the new mixer that start neither from attention's nor as a new model's would, by name."""
+        """Initial parameters, by name, that neither attention nor a new model's initialization gives."""
         return {}
 
     @property
@@ -82,7 +82,7 @@ class MixerReplacement(Rewrite, ABC):
         increases = replacement_losses(source, text, lambda activations: replaced.new_mixer(activations.index))
         full = top_layers(increases, keep)
         shown = ", ".join(f"layer {index} {value:.4g}" for index, value in increases.items())
-        print_status(f"{self.name}: rise of the loss if it is alone: {shown}; unchanged: {list(full)}")
+        print_status(f"{self.name}: loss increase of each layer alone: {shown}; unchanged: {list(full)}")
         chosen = {index: layer for index, layer in changed.items() if index not in full}
         return ChosenLayers(source, replace_layers(design, chosen), replaced, frozenset(chosen))
 
@@ -96,7 +96,7 @@ class MixerReplacement(Rewrite, ABC):
             if isinstance(layer.mixer, AttentionConfig) and obstacle is None:
                 lost = self.missing_features(layer.mixer)
                 if lost and not self.drop:
-                    reason = f"{self.name} has no {' and no '.join(lost)}; add drop=true to leave that to the fit"
+                    reason = f"{self.name} has no {' and no '.join(lost)}; add drop=true to convert without"
                     raise DesignError(f"layers.{index}.mixer", reason)
                 changed[index] = layer.replace(mixer=self.new_config(layer.mixer))
         if not changed:
@@ -124,9 +124,9 @@ def features(mixer: AttentionConfig) -> list[str]:
 
 
 class NewMixers(ConvertedWeights):
-    """The weights of a design some of whose mixers are new. Each is fitted when it is first read.
+    """The weights of a design with some new mixers, each fitted when it is first read.
 
-    Fitted mixers are stored in a temporary folder, since a layer may be read several times. results: of each fit.
+    Fitted mixers are stored in a temporary folder, since a layer may be read several times. results: by layer.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class NewMixers(ConvertedWeights):
 
     @cached_property
     def _meta_model(self) -> Decoder:
-        """The new design without weights; a mixer gets some while it is fitted."""
+        """The new design on the meta device; a mixer has weights only while it is fitted."""
         return build(self.design, device="meta").eval()
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ class NewMixers(ConvertedWeights):
         return mixer
 
     def _start(self, index: int) -> dict[str, Tensor]:
-        """What the new mixer takes over: the projections, with key and value heads repeated for the queries."""
+        """The parameters copied from attention, with key and value heads repeated for the queries."""
         config = self.source.design.layers[index].mixer
         assert isinstance(config, AttentionConfig)
         assert config.kv_heads is not None
@@ -209,7 +209,7 @@ class NewMixers(ConvertedWeights):
 
 
 class ChosenLayers(ConvertedWeights):
-    """The weights of a source some of whose layers are those of another design."""
+    """The weights of a source with some layers replaced by another design's."""
 
     def __init__(self, source: Weights, design: ModelConfig, replaced: Weights, chosen: frozenset[int]) -> None:
         super().__init__(source, design)

@@ -21,10 +21,10 @@ class Rewrite(Config, ABC):
 
     targets: fields of a design that it changes, each with the option that takes the new value. methods: sets of options
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
-    None: all that it applies to. keeps_attention: whether it leaves attention as it is, also that of layers which
-    read the keys and values of others or have an indexer. keeps_layers: whether it changes no layer, so that layers may
-    be visited several times. keeps_convolutions: whether short convolutions keep what they convolve. keeps_modules:
-    whether multi-token modules still fit, which have a layer of the last one's kind.
+    None: all that it applies to. keeps_attention: whether it leaves attention unchanged, so that layers may share
+    keys and values or have an indexer. keeps_layers: whether it changes no layer, so that layers may be visited
+    several times. keeps_convolutions: whether the inputs of short convolutions stay the same. keeps_modules: whether
+    multi-token modules, which are built like the last layer, still fit.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
@@ -66,21 +66,21 @@ class Rewrite(Config, ABC):
         """
 
     def check_layers(self, design: ModelConfig) -> None:
-        """Raises DesignError for what layers have and it does not know, unless it keeps that.
+        """Raises DesignError for a feature of the design that the rewrite neither supports nor keeps.
 
-        Layers may share weights, have short convolutions, read keys or values of others, or select keys by an indexer;
-        multi-token modules have a layer of the last one's kind.
+        These are layers that share weights, keys or values, short convolutions, indexers, and multi-token modules
+        (which are built like the last layer).
         """
         if design.multi_token is not None and not self.keeps_modules:
-            reason = f"{self.name} would leave the modules those of the old design"
+            reason = f"{self.name} would leave the modules in the old design"
             raise DesignError("multi_token", f"{reason}; convert with drop_multi_token first")
         if design.is_looped and not self.keeps_layers:
-            reason = f"has one set of weights for several layers, and {self.name} converts each for itself"
+            reason = f"shares weights between layers, but {self.name} converts each layer separately"
             raise DesignError("layers.*.shared", f"{reason}; convert a design without it")
         for distinct in design.distinct_layers:
             for name, part in (("mixer", distinct.config.mixer), ("feedforward", distinct.config.feedforward)):
                 if part is not None and has_convolutions(part) and not self.keeps_convolutions:
-                    reason = f"is not known to {self.name}, which would change what it convolves"
+                    reason = f"is not supported by {self.name}, which would change its input"
                     path = f"layers.{distinct.index}.{name}.short_convolution"
                     raise DesignError(path, f"{reason}; convert a design without it")
         if not self.keeps_attention:
@@ -90,22 +90,22 @@ class Rewrite(Config, ABC):
         selected = self.selected_layers(design)
         for index, (_, layer) in enumerate(design.expand()):
             if index in selected and (field := indexer_field(layer.mixer)):
-                reason = f"selects the keys of each query, which {self.name} does not convert"
+                reason = f"selects the keys of each query, which {self.name} does not support"
                 raise DesignError(f"layers.{index}.mixer.{field}", f"{reason}; convert other layers, or leave it out")
         read = (("shared_kv", "keys and values", design.kv_sources), ("value_residual", "values", design.value_sources))
         for field, what, sources in read:
             for index, source in enumerate(sources):
                 if source is not None:
-                    reason = f"reads the {what} of layer {source}, which {self.name} would change for one of them"
+                    reason = f"reads the {what} of layer {source}, but {self.name} would change only one of the two"
                     raise DesignError(f"layers.{index}.mixer.{field}", f"{reason}; convert a design without it")
 
     def refuse_layers(self, field: str) -> None:
         """Raises DesignError if layers are named, for a field that belongs to the whole design."""
         if self.layers is not None:
-            raise DesignError(field, "belongs to the whole design, not to some layers; name no layers")
+            raise DesignError(field, "applies to the whole design; name no layers")
 
     def selected_layers(self, design: ModelConfig) -> tuple[int, ...]:
-        """The numbers of the layers that it may change. Raises ConfigError for a layer that there is not."""
+        """The numbers of the layers that it may change. Raises ConfigError for a layer that does not exist."""
         if self.layers is None:
             return tuple(range(design.depth))
         for index in self.layers:
@@ -125,12 +125,12 @@ def replace_layers(design: ModelConfig, new_layers: Mapping[int, LayerConfig]) -
     """A resolved design with some layers replaced, by number. Raises DesignError if nothing changes."""
     layers = tuple(new_layers.get(index, layer) for index, layer in enumerate(design.layers))
     if layers == design.layers:
-        raise DesignError("layers", "are as asked for already, so nothing would change; ask for something else")
+        raise DesignError("layers", "match the request already, so nothing would change; ask for something else")
     return design.replace(layers=layers)
 
 
 def merged_repeats(design: ModelConfig) -> ModelConfig:
-    """A resolved design whose equal neighboring layers are one entry with `repeat`."""
+    """Merge equal neighboring layers of a resolved design into entries with `repeat`."""
     entries: list[LayerConfig] = []
     for layer in design.layers:
         if entries and entries[-1].replace(repeat=1) == layer:

@@ -1,4 +1,4 @@
-"""Which layers a conversion may change: how much each one matters on the user's text, and how many stay as they are."""
+"""Which layers a conversion changes: how much each one matters on the user's text, and how many stay unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,13 +47,13 @@ def count_layers(field: str, value: LayerCount, layers: int) -> int:
 
 
 def top_layers(values: Mapping[int, float], count: int) -> tuple[int, ...]:
-    """The layers of the top_layers values, by number. Of equal values the lower layer counts as higher."""
+    """The indices of the layers with the `count` largest values, ascending. Ties go to the lower layer."""
     return tuple(sorted(sorted(values, key=lambda index: (-values[index], index))[:count]))
 
 
 @torch.no_grad()
 def hidden_attention(activations: LayerActivations, window: int) -> float:
-    """The mean weight that a token's attention gives to what a window hides, over tokens and heads, from 0 to 1.
+    """The attention weight that a token gives to keys hidden by a window, mean over tokens and heads, from 0 to 1.
 
     Raises DesignError for a mixer that has no attention weights.
     """
@@ -80,7 +80,7 @@ def hidden_attention(activations: LayerActivations, window: int) -> float:
 def replacement_losses(
     weights: Weights, text: CalibrationText, replacement: Callable[[LayerActivations], Mixer | None]
 ) -> dict[int, float]:
-    """By how much the mean loss of the next token rises, in nats, when one layer's mixer alone is replaced.
+    """The increase of the mean next-token loss, in nats, when one layer's mixer alone is replaced, by layer.
 
     replacement: the mixer in place of a layer's, or None for a layer that is not measured. The weights of one layer are
     in memory at a time. At most SENSITIVITY_TOKENS tokens of the text are read.
@@ -136,7 +136,7 @@ def _top(weights: Weights, device: torch.device) -> Decoder:
 
 
 def _mean_loss(top: Decoder, text: CalibrationText, streams: Sequence[Any]) -> float:
-    """The loss of the next token of each document, mean over tokens, in nats."""
+    """The mean next-token loss within documents, in nats."""
     total, count = 0.0, 0
     for batch, layout, stream in zip(text.batches, text.layouts, streams, strict=True):
         positions, ids = layout.positions, layout.dense_segment_ids
@@ -150,7 +150,7 @@ def _mean_loss(top: Decoder, text: CalibrationText, streams: Sequence[Any]) -> f
 # A budget for the state of all layers, given to the layers where it saves most.
 
 
-Size = tuple[int, float]  # elements of state per token, and what a layer loses with them
+Size = tuple[int, float]  # elements of state per token, and the layer's loss with them
 
 
 def parse_share(value: Any) -> Any:
@@ -163,15 +163,15 @@ def parse_share(value: Any) -> Any:
         refuse("", f"'{value}' is not a share; write 25% or 0.25")
 
 
-# The share of the source's state that is left.
+# The share of the source's state to keep.
 StateBudget = Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(parse_share)]
 
 
 def plan_sizes(choices: Sequence[Sequence[Size]], budget: int) -> list[int] | None:
-    """Choose a size for each layer, so that the losses sum to nearly the least and the sizes to at most `budget`.
+    """Choose a size for each layer so that the losses sum to nearly the minimum and the sizes to at most `budget`.
 
-    choices: of each layer, in order of their sizes. Of each only the convex hull is used: from the smallest sizes on,
-    the step of any layer that saves most per element is taken. None if the smallest sizes exceed the budget.
+    choices: of each layer, in order of their sizes. Greedy on their convex hulls: from the smallest sizes on, the step
+    of any layer that saves most per element is taken. None if the smallest sizes exceed the budget.
     """
     hulls = [_lower_hull(sizes) for sizes in choices]
     taken = [0] * len(hulls)
@@ -193,7 +193,7 @@ def plan_sizes(choices: Sequence[Sequence[Size]], budget: int) -> list[int] | No
 
 
 def _lower_hull(sizes: Sequence[Size]) -> list[Size]:
-    """The choices that no mix of two others beats."""
+    """The lower convex hull of the choices."""
     hull: list[Size] = []
     for size, loss in sizes:
         if hull and loss >= hull[-1][1]:

@@ -16,7 +16,7 @@ class ConvertSettings(SessionSettings):
         "to", "list_", "dry_run", "sweep", "method", "data", "calibration_tokens", "heal", "report_tokens", "device",
     )  # fmt: skip
 
-    model: Annotated[Path | None, Argument("MODEL", "A run, a model folder or a folder of transformers.")] = None
+    model: Annotated[Path | None, Argument("MODEL", "A run, a model folder or a transformers folder.")] = None
     out: Annotated[Path | None, Argument("OUT", "The folder to write; it must not exist.")] = None
     to: Annotated[
         tuple[str, ...], Option("FIELD=VALUE", "What to change, such as kv_heads=2,merge=mean; repeatable.")
@@ -24,18 +24,23 @@ class ConvertSettings(SessionSettings):
     sweep: Annotated[
         tuple[str, ...], Option("FIELD=VALUE,VALUE", "Convert to each value, and compare all; repeatable.")
     ] = ()
-    method: Annotated[str | None, Option("NAME", "all: convert in every way there is, and compare.")] = None
+    method: Annotated[str | None, Option("NAME", "all: convert by every method, and compare.")] = None
     list_: Annotated[bool, Option("", "List the rewrites and their options.")] = False
     dry_run: Annotated[bool, Option("", "Print sizes and costs before and after; write nothing.")] = False
     data: Data = ()
     calibration_tokens: Annotated[int | None, Option("N", "Tokens of the text to calibrate on. [65536]")] = None
-    sequence_length: Annotated[int, Option("N", "Tokens per row of the text.")] = 256
-    heal: Annotated[int | None, Option("TOKENS", "Then train it this long towards MODEL.", parse_tokens)] = None
+    sequence_length: Annotated[int, Option("N", "Tokens per sequence of the text.")] = 256
+    heal: Annotated[
+        int | None, Option("TOKENS", "Then train the result for TOKENS tokens to match MODEL.", parse_tokens)
+    ] = None
     heal_loss: LossWeightsText = None
-    heal_parameters: Annotated[str | None, Option("NAME", "all, or touched: what the conversion changed. [all]")] = None
+    heal_parameters: Annotated[str | None, Option("NAME", "all, or touched: only what was converted. [all]")] = None
     heal_lr: Annotated[
         float | None,
-        Option("X", "Its peak learning rate. [at most 0.003 × 96 / width; less after a small loss, or in small steps]"),
+        Option(
+            "X",
+            "Its peak learning rate. [at most 0.003 × 96 / width; lower after little added loss, or for small batches]",
+        ),
     ] = None
     heal_batch_size: Annotated[
         int | None, Option("N", "Its sequences per step; fewer, or a shorter --sequence-length, need less memory. [8]")
@@ -43,7 +48,7 @@ class ConvertSettings(SessionSettings):
     budget: Annotated[
         str | None,
         Option(
-            "TIME", "Of the whole command, such as 30m: heal for what it leaves; a --heal that takes longer is refused."
+            "TIME", "Of the whole command, such as 30m: healing gets the rest; a --heal that takes longer is refused."
         ),
     ] = None
     report_tokens: Annotated[int, Option("N", "Held-out tokens of the report; 0: none.", parse_tokens)] = 2**16

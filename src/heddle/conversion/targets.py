@@ -1,4 +1,4 @@
-"""What a conversion is asked for: `kv_heads=2,merge=mean`, `layers.3.mixer.position.layout=interleaved`."""
+"""Parse the targets of a conversion: `kv_heads=2,merge=mean`, `layers.3.mixer.position.layout=interleaved`."""
 
 import itertools
 import re
@@ -80,7 +80,7 @@ NOT_IN_A_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class ConversionVariant:
-    """One of several conversions. name: all that it is asked for. method: how, without sizes and numbers."""
+    """One of several conversions. name: its targets. method: its rewrites and methods, without sizes."""
 
     name: str
     method: str
@@ -88,7 +88,7 @@ class ConversionVariant:
 
     @property
     def file_name(self) -> str:
-        """The name as that of a folder."""
+        """The name, made safe for a folder."""
         return NOT_IN_A_FILE_NAME.sub("-", self.name).strip("-.")
 
 
@@ -97,8 +97,8 @@ def conversion_variants(
 ) -> tuple[ConversionVariant, ...]:
     """The conversions that a command asks for. Raises ConfigError.
 
-    targets: what each of them changes first. sweep: what they differ in. all_methods: whether a rewrite that has
-    methods, and is not told which, is applied in each of them.
+    targets: applied first in all of them. sweep: targets with several values, in which they differ. all_methods:
+    whether a rewrite with methods, of which none is chosen, is applied by each.
     """
     variants: dict[str, ConversionVariant] = {}
     swept = [text for values in sweep for text in _combinations(values)]
@@ -109,12 +109,12 @@ def conversion_variants(
             own = chosen[len(targets) :] if sweep else chosen
             name = "; ".join(own).replace(",", ", ")
             if name in variants:
-                raise ConfigError(f"'{name}': is asked for twice; leave one out")
+                raise ConfigError(f"'{name}': is given twice; leave one out")
             variants[name] = ConversionVariant(name, "; ".join(map(_method, rewrites[-len(own) :])), rewrites)
     file_names = [variant.file_name.lower() for variant in variants.values()]
     for name, file_name in zip(variants, file_names, strict=True):
         if file_names.count(file_name) > 1:
-            raise ConfigError(f"'{name}': has the file name of another conversion, {file_name}; leave one out")
+            raise ConfigError(f"'{name}': has the same file name as another conversion, {file_name}; leave one out")
     return tuple(variants.values())
 
 

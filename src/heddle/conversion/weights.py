@@ -1,4 +1,4 @@
-"""A design and its parameters by name. Each is read, or made from those of another design, when it is looked up."""
+"""A design and its parameters by name, each read, or converted from another design, when it is looked up."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ from heddle.parts.layout import HandedOver, Layout
 class CalibrationText:
     """Tokens that a model is run on.
 
-    batches: int64 [B, T] each. layouts: of each batch. name, sha256: of the corpus. samples: how many of the corpus, in
-    the order of seed 0, these are. rows: how each row begins.
+    batches: int64 [B, T] each. layouts: of each batch. name, sha256: of the corpus. samples: how many samples of
+    the corpus, in the order of seed 0, it reads. rows: how each row begins.
     """
 
     batches: Sequence[Tensor]
@@ -136,11 +136,11 @@ class Weights(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Read or make one parameter, such as `layers.3.mixer.q.weight`, in memory of its own."""
+        """Read or make one parameter, such as `layers.3.mixer.q.weight`, in its own memory."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the embedding, which stands for that of the model."""
+        """The dtype of the embedding, taken as the model's."""
         return self.specs["embed.weight"][0]
 
     @property
@@ -176,7 +176,7 @@ class ModelWeights(Weights):
 
 
 class ConvertedWeights(Weights):
-    """The parameters of a rewritten design, made layer by layer from those of the source.
+    """The parameters of a rewritten design, converted layer by layer from the source's.
 
     A rewrite overrides `convert_layer` and `convert_other`; what it leaves alone is the source's. Results may have any
     floating point dtype: they are stored in the source's. text: what `activations` runs the source on.
@@ -202,7 +202,7 @@ class ConvertedWeights(Weights):
         return self.source.tensor(name)
 
     def activations(self, index: int) -> LayerActivations:
-        """What the source's layer reads and writes on the calibration text. In order of the layers each runs once."""
+        """The source layer's activations on the calibration text. In ascending order of index, each layer runs once."""
         assert self.text is not None, f"{type(self).__name__} has no calibration text"
         if self._activations is None or self._activations.index > index:
             self._walk, self._activations = layer_activations(self.source, self.text), None

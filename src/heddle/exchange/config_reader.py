@@ -57,7 +57,7 @@ def short_repr(value: Any) -> str:
 
 
 def short_word(text: str) -> str:
-    """A text that is cut if it is longer than 80 characters."""
+    """The text, cut if it is longer than 80 characters."""
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
@@ -69,9 +69,9 @@ def list_fields(names: Sequence[str]) -> str:
 class ConfigReader:
     """Typed access to a config's fields that remembers which were read.
 
-    source: name of the file in error messages. unread: fields that no one has read yet; null is as good as absent.
-    last_read: the field that was read last, as a hint for errors. noted: fields that are set and change nothing.
-    names: what the file calls fields that are read by other names.
+    source: name of the file in error messages. unread: fields not read yet; null counts as absent.
+    last_read: the field that was read last, as a hint for errors. noted: fields that are set but change nothing.
+    names: the file's names of fields that are read by other names.
     """
 
     def __init__(self, data: Mapping[str, Any], source: str = "config.json") -> None:
@@ -98,7 +98,7 @@ class ConfigReader:
         return values.get(first)
 
     def note(self, *names: str) -> None:
-        """Read fields that change nothing, and note those that are set."""
+        """Mark fields that change nothing as read, and note the ones that are set."""
         self.noted += sorted(self.unread.intersection(names))
         self.unread -= set(names)
 
@@ -108,7 +108,7 @@ class ConfigReader:
         if isinstance(default, float) and type(value) is int:
             value = float(value)
         if value is not None and type(value) is not type(default):
-            raise self.invalid(name, f"should be of kind {type(default).__name__}")
+            raise self.invalid(name, f"should be of type {type(default).__name__}")
         return default if value is None else value
 
     def get_nullable(self, name: str, default: Any) -> Any:
@@ -126,7 +126,7 @@ class ConfigReader:
         if kind is float and type(value) is int:
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise self.invalid(name, f"should be of kind {kind.__name__}")
+            raise self.invalid(name, f"should be of type {kind.__name__}")
         return value
 
     def require_count(self, name: str, *aliases: str, maximum: int = 2**31) -> int:
@@ -159,10 +159,10 @@ class ConfigReader:
     def check_all_read(self) -> None:
         """Raises ConfigError naming the fields that were not read."""
         for name in sorted(self.unread & MUST_BE_OFF):
-            raise self.invalid(name, "heddle builds models in which it is off")
+            raise self.invalid(name, "heddle reads only models in which it is off")
         if self.unread:
             names = list_fields(sorted(self.unread))
             model = short_repr(self.data.get("model_type", "this kind of model")).strip("'")
             raise ConfigError(
-                f"{self.source}: {names}: heddle does not know what this asks of {model}; it was not read"
+                f"{self.source}: {names}: heddle does not know what this means in {model}; remove it if unused"
             )

@@ -1,4 +1,4 @@
-"""A folder of transformers with quantized weights, read as if they were not quantized."""
+"""Read a transformers folder with quantized weights, dequantizing them."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from heddle.progress import format_amount, print_status
 # gptq     Frantar et al. 2023: integers, eight of 4 bits in a word along the inputs; a factor and a zero for each group
 # awq      Lin et al. 2024: the same with the words along the outputs, in the order of its kernels
 # nf4, fp4 Dettmers et al. 2023, as bitsandbytes stores them: numbers of 4 bits name an entry of a table, and each block
-#          of the flat weight has one factor. With double quantization the factors are stored so too, in 8 bits
+#          of the flat weight has one factor. With double quantization the factors are stored likewise, in 8 bits
 #
 # All products are in float32.
 
@@ -31,16 +31,16 @@ Fields = Mapping[str, Any]  # quantization_config
 TensorsBySuffix = Mapping[str, Tensor]  # the stored tensors of one weight, by their suffix
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # with the sign as the fourth bit
 EXPONENT_BIAS = 127
-BLOCK = 128  # DeepSeek's, if the config has none
+BLOCK = 128  # DeepSeek's, if the config does not give it
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place within a word of each of eight outputs
 
 
 class Packing(NamedTuple):
-    """How one weight is tensors.
+    """How one weight is stored as several tensors.
 
-    marker: the suffix of the stored tensor that every such weight has. suffixes: those of its other tensors, of which
-    files may lack the `optional` ones. result: the suffix of the weight. unpack: its numbers in float32.
-    shape_in_marker: the bytes of that tensor say the shape, which other formats tell by the shapes of their tensors.
+    marker: the suffix of the tensor that every such weight has. suffixes: of its other tensors; the `optional` ones may
+    be missing. result: the suffix of the weight. unpack: returns the weight in float32.
+    shape_in_marker: whether the marker's bytes hold the shape; in other formats it follows from the tensors' shapes.
     """
 
     marker: str
@@ -70,7 +70,7 @@ def unpack_mxfp4(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
 
 
 def unpack_gptq(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
-    """Words [inputs · bits / 32, outputs] -> [outputs, inputs]. The zeros of its first format are stored less 1."""
+    """Words [inputs · bits / 32, outputs] -> [outputs, inputs]. Version 1 of the format stores zero points minus 1."""
     bits = _bits(fields)
     integers = _split_words(tensors[".qweight"].mT, bits).mT  # [inputs, outputs]
     zeros = _split_words(tensors[".qzeros"], bits)
@@ -132,7 +132,7 @@ def _parse_description(raw: bytes) -> dict[str, Any]:
 def _block_factors(factors: Tensor, size: int, count: int) -> Tensor:
     """One factor for each of `count` numbers. Raises ValueError if there is not one factor for each block."""
     if size < 1 or len(factors) != -(-count // size):
-        raise ValueError("the factors are not one for each block")
+        raise ValueError("there is not one factor for each block")
     return factors.repeat_interleave(size)[:count]
 
 
@@ -196,12 +196,14 @@ class DequantizedFolder(SafetensorsFolder):
         self.config = dict(self.config)
         fields, source = self.config.pop(QUANTIZATION, None), folder / CONFIG_FILE
         if not isinstance(fields, dict):
-            raise ConfigError(f"{source}: has no '{QUANTIZATION}', so nothing is to be dequantized; import it as it is")
+            raise ConfigError(
+                f"{source}: has no '{QUANTIZATION}', so there is nothing to dequantize; import it as it is"
+            )
         self.method, self.fields = fields.get("quant_method"), fields
         packing = packing_of(fields)
         if packing is None:
             methods = f"{', '.join(PACKING_METHODS)} and 4 bits of {BITSANDBYTES} (nf4, fp4)"
-            reason = f"quant_method {short_repr(self.method)} is not unpacked; heddle unpacks {methods}"
+            reason = f"quant_method {short_repr(self.method)} is not supported; heddle unpacks {methods}"
             raise ConfigError(f"{source}: field '{QUANTIZATION}': {reason}")
         self.packing = packing
 
@@ -243,7 +245,7 @@ class DequantizedFolder(SafetensorsFolder):
             ) from error
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """As of any folder; a weight comes when the last of its tensors was read."""
+        """As in `SafetensorsFolder`; a weight is yielded once the last of its tensors is read."""
         pending: dict[str, dict[str, Tensor]] = {}
         for file, name, tensor in super().tensors():
             if name not in self._owners:
@@ -278,7 +280,7 @@ class DequantizedFolder(SafetensorsFolder):
         return specs
 
     def tensor(self, file: str, name: str) -> Tensor:
-        """One tensor, in memory of its own, after `tensor_specs` named it."""
+        """One tensor, in its own memory, after `tensor_specs` named it."""
         if name not in self._groups:
             return super().tensor(file, name)
         base = name.removesuffix(self.packing.result)

@@ -32,9 +32,9 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     family: str | None = None,
 ) -> FamilyMatch:
-    """Write `folder`, completely or not at all. Returns the family that it was written as.
+    """Write `folder` atomically. Returns the family that it was written as.
 
-    family: the model_type to write; None: that of the import if it fits, or the first that does, or heddle's own.
+    family: the model_type to write; None: the imported one if it fits, else the first that fits, else heddle's own.
 
     What an import left in the model (family, lengths, token ids) is written again where it still applies, and so are
     the tokenizer files of `imported`. LoRA adapters are merged. Tensors are split into files of at most

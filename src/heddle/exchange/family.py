@@ -20,9 +20,8 @@ from heddle.model.config import ModelConfig
 #
 # A rule says that one Hugging Face tensor is made of one or more heddle parameters: concatenated, transposed or
 # interleaved. Rules only move numbers, so every tensor keeps its bits in both directions. A Hugging Face tensor is
-# always
-# made of whole parameters, or of slices along their first dimension (one expert of a stacked weight, or the channels
-# of q in a convolution of q, k and v).
+# always made of whole parameters, or of slices along their first dimension (one expert of a stacked weight, or the
+# channels of q in a convolution of q, k and v).
 
 
 # A parameter's name, or (name, index) or (name, slice with both ends) along its first dimension.
@@ -119,12 +118,12 @@ class WeightMap:
         self.alternatives[hf_name] = TensorRule(hf_name, parameters, transform), tuple(replace)
 
     def add_renamed(self, hf_name: str, published_name: str) -> None:
-        """Add the rule for a tensor that some files name otherwise than `published_name`."""
+        """Add the rule for a tensor whose name in some files is not `published_name`."""
         rule = self.rules[published_name]
         self.add_alternative(hf_name, *rule.parameters, transform=rule.transform, replace=[published_name])
 
     def use_alternatives(self, names: Container[str]) -> None:
-        """Use the rules of the alternatives that a file holds, instead of those of the tensors that they replace."""
+        """Use the alternatives that a file holds in place of the tensors that they replace."""
         present = [hf_name for hf_name in self.alternatives if hf_name in names]
         replaced = {name for hf_name in present for name in self.alternatives[hf_name][1]}
         self.rules = {name: rule for name, rule in self.rules.items() if name not in replaced}
@@ -146,7 +145,7 @@ class WeightMap:
         return rule.transform.join([torch.empty(shape, device="meta") for shape in self.parameter_shapes(rule)]).shape
 
     def unmapped_parameters(self) -> list[str]:
-        """The parameters that the rules do not cover, or of which they miss a slice."""
+        """The parameters that the rules do not cover completely."""
         covered: dict[str, int] = dict.fromkeys(self.shapes, 0)
         for rule in self.rules.values():
             for ref, shape in zip(rule.parameters, self.parameter_shapes(rule), strict=True):
@@ -173,7 +172,7 @@ class Family:
     map_weights: adds the rules between the family's tensors and the model's parameters.
     ignored_tensors: prefixes of tensor names that heddle skips with a notice. {depth} stands for the number of layers,
     * for anything.
-    priority: if several families match a design exactly, the one with the lowest number is taken.
+    priority: if several families match a design exactly, the one with the lowest number is used.
     documents: text files that an export writes beside the weights, by name.
     """
 
@@ -198,31 +197,32 @@ def families() -> Mapping[str, Family]:
 
 @cache
 def missing_parts() -> Mapping[str, str]:
-    """What heddle lacks for each other causal model_type of transformers; empty where no part is missing."""
+    """For each other causal model_type of transformers, the part that heddle lacks; "" if no part is missing."""
     needs: dict[str, str] = json.loads(NOT_READ_FILE.read_text(encoding="utf-8"))["needs"]
     return needs
 
 
 def family_of(config: Mapping[str, Any], source: str) -> Family:
-    """The family that a config.json names, in the oldest files by its class alone.
+    """The family that a config.json names by its model_type, or in the oldest files by its class.
 
     Raises ConfigError for a model_type that heddle does not read, and for quantized weights.
     """
     model_type = config.get("model_type")
     if "model_type" not in config:
-        classes = {(family.architecture,): name for name, family in reversed([*families().items()])}
+        classes = {family.architecture: name for name, family in reversed([*families().items()])}
         architectures = config.get("architectures")
-        model_type = classes.get(tuple(architectures)) if isinstance(architectures, list) else None
+        is_one = isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)
+        model_type = classes.get(architectures[0]) if is_one else None
     if not isinstance(model_type, str) or model_type not in families():
         if isinstance(model_type, str) and model_type in missing_parts():
             missing = missing_parts()[model_type]
-            why = f"it needs {missing}, which heddle lacks" if missing else "no family reads it yet"
-            raise ConfigError(f"{source}: model_type {model_type!r} is not read; {why}")
+            why = f"it needs {missing}, which heddle lacks" if missing else "no family supports it yet"
+            raise ConfigError(f"{source}: model_type {model_type!r} is not supported; {why}")
         near = get_close_matches(model_type[:40], families(), n=1) if isinstance(model_type, str) else []
         question = f"did you mean {near[0]!r}? " if near else ""
         code = "; the code that 'auto_map' names is never run" if config.get("auto_map") else ""
         raise ConfigError(
-            f"{source}: model_type {short_repr(model_type)} is not read; {question}"
+            f"{source}: model_type {short_repr(model_type)} is not supported; {question}"
             f"heddle reads the {len(families())} families of docs/huggingface/families.md{code}"
         )
     for field_name in ("quantization_config", "quantization"):  # transformers, MLX

@@ -105,7 +105,7 @@ def design_from_config(
 ) -> ModelConfig:
     """The design of a config. Raises ConfigError naming the field that is unknown, unsupported or wrong.
 
-    noted: takes the names of fields that are set and change nothing that the model computes.
+    noted: collects the names of fields that are set but change nothing that the model computes.
     """
     reader = ConfigReader(config, source)
     try:
@@ -144,16 +144,16 @@ def _total_weight(match: FamilyMatch) -> int:
 
 
 def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch:
-    """The family that an export takes: `preferred` if it matches exactly, else another that does, else heddle's own."""
+    """The family that an export uses: `preferred` if it matches exactly, else another that does, else heddle's own."""
     exact = [match for match in rank_families(design, preferred) if not match.mismatches]
     exact.sort(key=lambda match: match.family.model_type != preferred)
     return exact[0] if exact else match_family(design, families()[HEDDLE])
 
 
 def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str, tuple[str, ...]]:
-    """The fields of training that each family loses which computes exactly a design, by model_type.
+    """The training fields that each family loses, of the families that match a design exactly, by model_type.
 
-    The first is the family that an export takes if none is chosen, `preferred` if it fits; heddle's own loses nothing.
+    First comes the default of an export, `preferred` if it fits; heddle's own family loses nothing.
     """
     matches = [match for match in _matches(design, preferred) if not match.mismatches]
     matches.sort(key=lambda match: match.family.model_type != preferred)
@@ -165,7 +165,7 @@ def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str
 
 
 def family_lines(design: ModelConfig, preferred: str | None = None) -> list[str]:
-    """The lines of `match_report`; for a design that fits a family, all that it fits, each with what it loses."""
+    """The lines of `match_report`; for a design that fits families, all of them, each with what it loses."""
     report = match_report(design, preferred)
     lines = report.lines()
     for model_type, lost in family_losses(design, preferred).items() if report.nearest is None else ():
@@ -177,7 +177,7 @@ def family_lines(design: ModelConfig, preferred: str | None = None) -> list[str]
 def chosen_match(design: ModelConfig, model_type: str) -> FamilyMatch:
     """The match of the family that a user chose. Raises ConfigError if there is none, or if the design does not fit."""
     if model_type not in families():
-        raise ConfigError(f"family {short_repr(model_type)}: heddle does not write it; choose {', '.join(families())}")
+        raise ConfigError(f"family {short_repr(model_type)}: is not supported; choose {', '.join(families())}")
     match = match_family(design, families()[model_type])
     if match.mismatches:
         reasons = ", ".join(f"{each.path} is {_display(each.actual)}" for each in match.mismatches[:MAX_LISTED])

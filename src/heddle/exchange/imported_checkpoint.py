@@ -36,9 +36,9 @@ def save_imported(imported: ImportedModel, folder: Path) -> None:
 
 
 def imported_family(folder: str | Path) -> str | None:
-    """The family (`model_type`) that the model in a folder was imported from, None if it was not, or for no folder.
+    """The family (`model_type`) that the model in a folder was imported from, None if it was not, or if there is none.
 
-    Only the one file is read, and it is not verified. Raises CheckpointError if it is no JSON.
+    Only the one file is read, and it is not verified. Raises CheckpointError if it is not JSON.
     """
     checkpoints = sorted(Path(folder, CHECKPOINTS_FOLDER).glob("step-*"))
     for file in (Path(folder, IMPORTED_FILE), *(path / IMPORTED_FILE for path in reversed(checkpoints))):

@@ -34,9 +34,9 @@ IGNORED_TENSORS = (
     "*rotary_emb.*inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_cached", "*position_ids", "*token_type_ids",
     "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias", "*.embed_positions",
 )  # fmt: skip
-# Names that wrappers put into those of tensors: torch.compile, data parallelism, FSDP, checkpointing.
+# Words that wrappers insert into tensor names: torch.compile, data parallelism, FSDP, checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-# Ends of names that are left where quantized weights were loaded and saved again.
+# Suffixes of tensors that are left over where quantized weights were loaded and saved again.
 QUANTIZATION_LEFTOVERS = (
     ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".input_scale", ".SCB",
     ".weight_format", ".absmax", ".quant_map", ".nested_absmax", ".zero_point", ".weight_packed",
@@ -52,8 +52,8 @@ def load(
 ) -> ImportedModel:
     """Read a folder that transformers or `heddle export` wrote. dtype None keeps the dtype of each tensor.
 
-    dequantize: the dtype of weights that are stored quantized, in a way of `dequantized_folder.py`; None: such a
-    folder is refused. allow_non_finite: whether weights may hold infinite numbers and NaN. tokenizer_file: a
+    dequantize: the dtype to unpack quantized weights to (see `dequantized_folder`); None: they are refused.
+    allow_non_finite: whether weights may hold Inf and NaN. tokenizer_file: a
     tokenizer.json in place of the folder's, read with the files beside it.
     Peak memory is the model plus one tensor. Raises CheckpointError and ConfigError with one sentence that names the
     file, tensor or field that is missing, altered, unknown or not supported.
@@ -86,7 +86,7 @@ def _tokenizer_of(
 
 
 def _print_notes(noted: list[str], family: Family, source: str) -> None:
-    """Say which fields of a config.json were read and change nothing."""
+    """Print which fields of a config.json are set but change nothing."""
     others = [name for name in noted if name != "auto_map"]
     if len(others) < len(noted):
         print_status(f"noted: {source}: the code that 'auto_map' names is never run; read as {family.model_type}")
@@ -132,7 +132,7 @@ class WeightSource(Protocol):
     ignored_tensors: tuple[str, ...]
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (file, name, tensor in memory of its own) for every tensor."""
+        """Yield (file, name, tensor in its own memory) for every tensor."""
 
     def tensor_specs(self) -> Iterable[str]:
         """The names of the tensors."""
@@ -162,7 +162,7 @@ class TensorNames:
         found = {name: end for end in reversed(ends) for name in names if name.endswith(f".{end}")}
         if len(found) > 1:
             two = " and ".join(f"'{name}'" for name in sorted(found)[:2])
-            raise CheckpointError(f"{source}: holds several models ({two}); save the weights of one of them alone")
+            raise CheckpointError(f"{source}: holds several models ({two}); save the weights of only one")
         self.added = ""
         for name, end in found.items():
             self.dropped, self.added = name.removesuffix(end), "" if end == embedding else self.base
@@ -183,7 +183,7 @@ def _without_wrappers(name: str) -> str:
 def load_weights(
     model: Decoder, family: Family, source: WeightSource, dtype: torch.dtype | None, allow_non_finite: bool
 ) -> None:
-    """Fill a model on the meta device. dtype None keeps that of each tensor. Raises CheckpointError and ConfigError."""
+    """Fill a model on the meta device. dtype None keeps each tensor's. Raises CheckpointError and ConfigError."""
     _WeightLoader(model, family, source, allow_non_finite).load(dtype)
 
 
@@ -217,12 +217,14 @@ class _WeightLoader:
             elif self.model.config.head.tied and name in HF_HEAD_WEIGHTS:
                 self.loaded[HEAD_WEIGHT] = tensor
             elif name in self.weight_map.rules:
-                raise CheckpointError(f"{source} is there twice; save the weights again")
+                raise CheckpointError(f"{source} appears twice; save the weights again")
             elif own_name.endswith(QUANTIZATION_LEFTOVERS):
                 remedy = "save the weights dequantized, or restore the config that says how they are quantized"
-                raise CheckpointError(f"{source} is left of quantized weights; {remedy}")
+                raise CheckpointError(f"{source} is left over from quantized weights; {remedy}")
             else:
-                raise CheckpointError(f"{source} belongs to no part of a {self.family.architecture} of this config")
+                raise CheckpointError(
+                    f"{source} belongs to no part of a {self.family.architecture} with this config; restore it"
+                )
         for name in self.missing:
             raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         self._check_tied_head()
@@ -248,8 +250,8 @@ class _WeightLoader:
         if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
             if not self.allow_non_finite:
                 remedy = "download the weights again, or allow such values"
-                raise CheckpointError(f"{source} holds values that are not finite; {remedy}")
-            print_status(f"warning: {source} holds values that are not finite; the model may write nothing sensible")
+                raise CheckpointError(f"{source} has non-finite values; {remedy}")
+            print_status(f"warning: {source} has non-finite values; the model may generate nonsense")
 
     def _check_tied_head(self) -> None:
         """Raises ConfigError if the head is tied, but the file holds a head that differs from the embedding."""
@@ -260,7 +262,7 @@ class _WeightLoader:
         if not torch.equal(head.to(embedding.dtype), embedding):
             raise ConfigError(
                 f"{self.checkpoint.folder / CONFIG_FILE}: field 'tie_word_embeddings' says that the head is the "
-                "embedding, but the weights hold another; set it to false"
+                "embedding, but the weights hold a different head; set it to false"
             )
 
     def _copy_into(self, rule: TensorRule, tensor: Tensor) -> None:
@@ -280,7 +282,7 @@ class _WeightLoader:
 
 
 class LazyCheckpoint:
-    """A folder of transformers. Headers are checked when it is opened, values are read when they are looked up.
+    """A transformers folder. Headers are checked when it is opened, values are read when they are looked up.
 
     Raises CheckpointError and ConfigError, naming the file, tensor or field that is missing or not supported.
     """
@@ -310,7 +312,7 @@ class LazyCheckpoint:
         file, dtype, shape = self._stored[name]
         source = f"{self.checkpoint.folder / file}: tensor '{name}'"
         if not dtype.is_floating_point or dtype.itemsize == 1:
-            raise CheckpointError(f"{source} is of type {dtype}; heddle reads unquantized floating point")
+            raise CheckpointError(f"{source} is of type {dtype}; heddle reads unquantized floating-point weights")
         if shape != tuple(expected := self._weight_map.hf_shape(rule)):
             raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}")
 
@@ -339,7 +341,7 @@ class LazyCheckpoint:
         return whole
 
     def weights_sha256(self) -> str:
-        """The SHA-256 over the bytes of all tensor files, one block in memory."""
+        """The SHA-256 of all tensor files, read block by block."""
         digest = hashlib.sha256()
         for file in self.checkpoint.tensor_files:
             with open(self.checkpoint.folder / file, "rb") as stream:

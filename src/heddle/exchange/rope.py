@@ -157,7 +157,7 @@ def read_ropes_by_layer_type(
     empty: dict[str, Any] = {}
     tables, scaling = config.get("rope_parameters", empty), config.get("rope_scaling", empty)
     if any(table.get("truncate") is False for table in (scaling, tables, *tables.values()) if isinstance(table, dict)):
-        raise config.invalid("rope_parameters", "transformers reads no 'truncate' in the table of one type of layers")
+        raise config.invalid("rope_parameters", "transformers ignores 'truncate' in a layer type's table; leave it out")
     full, sliding = (ConfigReader(tables, config.source).get(kind, empty) for kind in (FULL, SLIDING))
     ropes = {
         FULL: read_rope_table(config, full | scaling, head_dim, full_theta),

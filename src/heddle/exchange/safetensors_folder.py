@@ -17,10 +17,10 @@ from heddle.storage.folder import MAX_DOCUMENT_BYTES, read_folder
 from heddle.storage.manifest import MANIFEST_FILE, FileRecord, is_file_name, parse_json_object
 from heddle.storage.tensor_file import read_tensor, read_tensor_file, read_tensor_specs
 
-# The text model of a model that also sees: its config, and its tensors by the names that they have in a text model.
+# The text model of a multimodal model: its config, and its tensors by their names in a text model.
 #
-# Such a model has the config of its text model in the table `text_config`, and its tensors below `model.language_model`
-# (older files: `language_model.model`). What is for images is left out; a notice names the tensors.
+# A multimodal model has the config of its text model in the table `text_config`, and its tensors below
+# `model.language_model` (older files: `language_model.model`). Image tensors are left out; a notice names them.
 
 
 # By model_type: the text models that it may have.
@@ -48,7 +48,7 @@ TIED = "tie_word_embeddings"
 
 
 def has_text_model(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model that also sees, with a text model that may be read."""
+    """Whether a config.json is of a multimodal model with a text model that heddle may read."""
     inner = config.get("text_config")
     known = TEXT_MODELS.get(config["model_type"], ()) if isinstance(config.get("model_type"), str) else ()
     return isinstance(inner, dict) and inner.get("model_type") in known
@@ -83,15 +83,15 @@ MAX_JSON_LENGTH = 64 * 2**20  # characters
 MAX_JSON_DEPTH = 64  # levels of nested objects and arrays
 ADAPTER_FILE = "adapter_config.json"
 LFS_POINTER = b"version https://git-lfs"  # what stands in place of a file that was not downloaded
-IS_POINTER = "is a pointer of Git LFS, not the file; run `git lfs pull` in its folder, or download the file"
+IS_POINTER = "is a Git LFS pointer, not the file; run `git lfs pull` in its folder, or download the file"
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
 
 class SafetensorsFolder:
     """A folder in the layout of transformers.
 
-    If the folder has a manifest (exports by heddle have one), every byte is checked against it. Of a model that also
-    sees, the config and the names are those of its text model. Raises CheckpointError, naming file and remedy, for a
+    If the folder has a manifest (exports by heddle have one), every byte is checked against it. For a multimodal
+    model, config and tensor names are its text model's. Raises CheckpointError, naming file and remedy, for a
     folder that is not a model.
     """
 
@@ -112,7 +112,7 @@ class SafetensorsFolder:
             raise CheckpointError(f"{folder}: is an adapter{base}, not a model; {remedy}")
         if not (folder / CONFIG_FILE).is_file():
             raise CheckpointError(
-                f"{folder}: holds no {CONFIG_FILE}, so it is not a model of transformers; name its folder"
+                f"{folder}: has no {CONFIG_FILE}, so it is not a transformers model; name the folder of one"
             )
         self.records: Mapping[str, FileRecord] = {}
         self.verified_texts: Mapping[str, str] = {}
@@ -142,7 +142,7 @@ class SafetensorsFolder:
 
     @cached_property
     def tensor_files(self) -> list[str]:
-        """The names of the tensor files, sorted. A config that is refused is refused before they are missed."""
+        """The tensor files, sorted; looked up late, so that an unsupported config is reported before missing files."""
         try:
             return self._find_tensor_files()
         except OSError as error:
@@ -157,7 +157,9 @@ class SafetensorsFolder:
                 raise CheckpointError(f"{self.folder / INDEX_FILE}: has no table 'weight_map' of files; restore it")
             for tensor, name in shards.items():
                 if not is_file_name(name):
-                    raise CheckpointError(f"{self.folder / INDEX_FILE}: tensor '{tensor}' is said to be in {name!r}")
+                    raise CheckpointError(
+                        f"{self.folder / INDEX_FILE}: tensor '{tensor}' is said to be in {name!r}; restore it"
+                    )
                 if not (self.folder / name).is_file():
                     raise CheckpointError(f"{self.folder / name}: shard is missing; download it again")
             self._index = shards
@@ -179,7 +181,7 @@ class SafetensorsFolder:
         return sum((self.folder / name).stat().st_size for name in self.tensor_files)
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (file, tensor name, tensor in memory of its own) for every tensor, with a progress bar."""
+        """Yield (file, tensor name, tensor in its own memory) for every tensor, with a progress bar."""
         files = self.tensor_files
         for file in files:
             refuse_lfs_pointer(self.folder / file)
@@ -205,7 +207,7 @@ class SafetensorsFolder:
         }
 
     def _name(self, stored_name: str) -> str:
-        """The name of a tensor in newer files and in the text model, if it is another."""
+        """The name of a tensor in newer files and in the text model."""
         name = text_model_name(stored_name) if self.ignored_tensors else stored_name
         for suffix, newer in SUFFIX_ALIASES.items():
             if name.endswith(suffix):
@@ -215,13 +217,13 @@ class SafetensorsFolder:
         return name
 
     def tensor(self, file: str, name: str) -> Tensor:
-        """One tensor, in memory of its own, after `tensor_specs` named it."""
+        """One tensor, in its own memory, after `tensor_specs` named it."""
         stored_name = self._stored_names.get(name, name)
         return read_tensor(self.folder / file, stored_name, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS)
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise CheckpointError for a pointer of Git LFS in place of a large file."""
+    """Raise CheckpointError for a Git LFS pointer in place of a large file."""
     with open_regular_file(path, READ_FLAGS_FOLLOWING_LINKS) as (descriptor, size):
         start = bytearray(min(size, len(LFS_POINTER)))
         read_exactly(descriptor, memoryview(start), path)
@@ -233,7 +235,9 @@ def read_text_file(path: Path) -> str:
     """A UTF-8 text file, links followed. Raises CheckpointError for one that is too large or not UTF-8."""
     with open_regular_file(path, READ_FLAGS_FOLLOWING_LINKS) as (descriptor, size):
         if size > MAX_DOCUMENT_BYTES:
-            raise CheckpointError(f"{path}: has {size} bytes, over {MAX_DOCUMENT_BYTES}; it should be a text")
+            raise CheckpointError(
+                f"{path}: has {size} bytes, over {MAX_DOCUMENT_BYTES}; it should be a small text file"
+            )
         raw = bytearray(size)
         read_exactly(descriptor, memoryview(raw), path)
     if raw.startswith(LFS_POINTER):
@@ -247,7 +251,7 @@ def read_text_file(path: Path) -> str:
 def parse_json(text: str, path: Path) -> dict[str, Any]:
     """The object in the text of a JSON file, with INFINITY in place of that word. Raises CheckpointError naming it."""
     if len(text) > MAX_JSON_LENGTH:
-        raise CheckpointError(f"{path}: has more than {MAX_JSON_LENGTH} characters; it should be a small text")
+        raise CheckpointError(f"{path}: has more than {MAX_JSON_LENGTH} characters; it should be a small text file")
     try:
         data = parse_json_object(text.encode("utf-8"), INFINITY)
         if _depth(data) > MAX_JSON_DEPTH:

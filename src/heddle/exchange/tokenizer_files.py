@@ -66,7 +66,7 @@ def read_tokenizer_files(
 
 
 def _word_count(text: str) -> int:
-    """The tokens of a tokenizer.json, added ones included; 0 where that is not to be seen."""
+    """The number of tokens of a tokenizer.json, added ones included; 0 if it cannot be read."""
     try:
         content = json.loads(text)
         vocabulary = content["model"]["vocab"]
@@ -78,7 +78,7 @@ def _word_count(text: str) -> int:
 
 def _refuse_many_words(count: int, vocab_limit: int, path: Path) -> None:
     if count > vocab_limit:
-        raise ConfigError(f"{path}: has {count} tokens, but the embedding only {vocab_limit} rows")
+        raise ConfigError(f"{path}: has {count} tokens, but the embedding only {vocab_limit} rows; use the model's own")
 
 
 def chosen_tokenizer(file: Path, vocab_limit: int) -> tuple[Tokenizer | None, dict[str, str]]:
@@ -87,7 +87,7 @@ def chosen_tokenizer(file: Path, vocab_limit: int) -> tuple[Tokenizer | None, di
     Raises DataError for a file of another name, and as `read_tokenizer_files`.
     """
     if file.name != TOKENIZER_FILE:
-        raise DataError(f"--tokenizer {file}: should be a file {TOKENIZER_FILE}; name it")
+        raise DataError(f"--tokenizer {file}: should be a file named {TOKENIZER_FILE}; name it")
     if not file.is_file():
         raise DataError(f"--tokenizer {file}: {describe_path(file)}; name a {TOKENIZER_FILE}")
     return read_tokenizer_files(file.parent, vocab_limit)
@@ -145,17 +145,17 @@ def _bos_ids(backend: Backend, named: Mapping[str, Any]) -> tuple[int, ...]:
 def _with_added_tokens(text: str, backend: Backend, named: Mapping[str, Any], folder: Path) -> str:
     """The tokenizer.json with the tokens that tokenizer_config.json adds, as transformers adds them.
 
-    Raises ConfigError for one that would have another id there.
+    Raises ConfigError for a token that would get another id there.
     """
     added = named.get("added_tokens_decoder")
     entries = added.items() if isinstance(added, dict) else ()
     missing = [(key, entry) for key, entry in entries if backend.token_to_id(_token_text(entry) or "") is None]
-    for key, entry in sorted(missing, key=lambda pair: int(pair[0]) if pair[0].isdecimal() else -1):
+    for key, entry in sorted(missing, key=lambda pair: (len(pair[0]), pair[0])):
         content = _token_text(entry)
-        if content is None or not key.isdecimal() or int(key) != backend.get_vocab_size():
+        if content is None or key != str(backend.get_vocab_size()):
             source = folder / TOKENIZER_CONFIG_FILE
             raise ConfigError(
-                f"{source}: 'added_tokens_decoder' has token {key}, which {TOKENIZER_FILE} has no place for"
+                f"{source}: 'added_tokens_decoder' has token {key}, which does not fit {TOKENIZER_FILE}; re-save both"
             )
         flags = {name: entry[name] for name in TOKEN_FLAGS if name in entry}
         backend.add_tokens([AddedToken(content, **flags)])
@@ -165,13 +165,13 @@ def _with_added_tokens(text: str, backend: Backend, named: Mapping[str, Any], fo
 def _eos_ids(
     json_files: Mapping[str, Mapping[str, Any]], named: Mapping[str, Any], backend: Backend, folder: Path
 ) -> tuple[int, ...]:
-    """The ids that end a text: those of generation_config.json, then config.json, then that of the `eos_token`."""
+    """The ids that end a text: those of generation_config.json, then config.json, then the `eos_token`."""
     eos_ids: list[int] = []
     for file in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         value = json_files.get(file, {}).get("eos_token_id")
         for token in value if isinstance(value, list) else [value] * (value is not None):
             if type(token) is not int or token < 0:
-                raise ConfigError(f"{folder / file}: field 'eos_token_id' is {value!r}; it should be ids of tokens")
+                raise ConfigError(f"{folder / file}: field 'eos_token_id' is {value!r}; it should be token ids")
             if token < 2**32 and backend.id_to_token(token) is not None:
                 eos_ids.append(token)
     eos_token = _token_text(named.get("eos_token"))
@@ -186,7 +186,7 @@ def _token_text(token: Any) -> str | None:
 
 
 def _with_turn_ends(generation_config: str, turn_ends: tuple[int, ...]) -> str:
-    """A generation_config.json that also ends at the end of a turn; unchanged where it does, or is damaged."""
+    """Add the turn-end ids to the EOS ids of a generation_config.json; a damaged one is returned unchanged."""
     try:
         fields = json.loads(generation_config)
         ends = fields.get("eos_token_id")
@@ -200,7 +200,7 @@ def _with_turn_ends(generation_config: str, turn_ends: tuple[int, ...]) -> str:
 def write_tokenizer_files(
     tokenizer: Tokenizer | None, imported: ImportedModel | None
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """The tokenizer files of an export, and the token ids for its config.json. tokenizer None: that of `imported`.
+    """The tokenizer files of an export, and the token ids for its config.json. tokenizer None: `imported`'s.
 
     The file of a heddle tokenizer is made to begin every text with the end-of-document token, as in training. An
     imported tokenizer is written unchanged, with the files that came with it.

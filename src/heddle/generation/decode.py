@@ -20,7 +20,7 @@ from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, device_type
 from heddle.numerics.linear import ProductTable
 from heddle.torch_private import is_compiler_error
 
-# Record the kernels of a step once, and launch all of them again by one call: a CUDA graph.
+# Record the kernels of a step once, and replay them all by one call: a CUDA graph.
 
 
 Step = Callable[[], None]
@@ -29,7 +29,7 @@ Step = Callable[[], None]
 def capture(step: Step) -> Step:
     """Record `step`, which reads and writes the same tensors at each call, without running it. Returns its replay.
 
-    The step must have run once, so that its libraries are loaded. It may not wait for the device, copy from pageable
+    The step must have run once, so that its libraries are loaded. It must not wait for the device, copy from pageable
     memory, or have shapes that depend on values. Raises RuntimeError (torch's) for a step that does.
     """
     graph = torch.cuda.CUDAGraph()
@@ -54,7 +54,7 @@ _VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 
 
 class _NoHostReads(TorchFunctionMode):
-    """Refuse to read a tensor's values: a record of a real step would hold them for every step."""
+    """Refuse to read a tensor's values: a recorded step would reuse them in every step."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _HOST_READS:
@@ -108,26 +108,24 @@ def _replay(graph: _Graph, tensors: Sequence[Tensor], table: ProductTable) -> No
     graph(*tensors)
 
 
-# Decoding by one graph: every token takes the same kernels over the same tensors.
+# Decoding by one graph: every token runs the same kernels over the same tensors.
 #
-# The state is pinned (`State.pinned`): its facts hold for all next tokens until a row has `limit` of them, and
-# attention
-# reads `limit` slots. The limit doubles when it is reached. The first token of each limit runs without a graph: it
-# grows
-# the caches and loads the kernels. On a GPU the others replay what was captured after it. The host waits for none of
-# them: tokens are chosen on the device, and read in blocks. `compile_decoding` compiles the step, on any device: fewer
-# kernels in the graph. On a CPU it is recorded before, with packed weights, and no Python runs between its kernels.
+# The state is pinned (`State.pinned`): shapes stay fixed until a row has `limit` tokens, and attention reads `limit`
+# slots. The limit doubles when it is reached. The first token of each limit runs without a graph: it grows the caches
+# and loads the kernels. On a GPU the others replay the graph captured after it. The host waits for none of them: tokens
+# are chosen on the device and read in blocks. `compile_decoding` compiles the step, on any device, for fewer kernels in
+# the graph. On a CPU it is recorded first, with packed weights, and no Python runs between its kernels.
 
 
-MIN_LIMIT = 256  # slots that attention reads at least
-MIN_COMPILED_LIMIT = 1024  # where each limit is compiled: reading these takes less than compiling once more
+MIN_LIMIT = 256  # attention reads at least this many slots
+MIN_COMPILED_LIMIT = 1024  # with compiled steps: reading so many slots costs less than compiling again
 
 
 class PinnedDecoder:
-    """The tensors of a decoding that every step reads and writes in place.
+    """The tensors that every decode step reads and writes in place.
 
-    tokens: int64 [B], the newest of each row. position: int64 [], their index in the new text. state: of all earlier
-    tokens.
+    tokens: int64 [B], the newest token of each row. position: int64 [], their index among the new tokens. state: of all
+    earlier tokens.
     """
 
     def __init__(self, runner: ModelRunner, request: GenerationRequest, tokens: Tensor, state: State) -> None:
@@ -136,7 +134,7 @@ class PinnedDecoder:
         self.position = torch.zeros((), dtype=torch.int64, device=tokens.device)
 
     def grow(self, limit: int) -> None:
-        """Choose a token like `step`, in a state that from now on has room for `limit` tokens of a row."""
+        """Choose a token as `step` does, and from now on pin the state to `limit` tokens per row."""
         self.state = self._read_tokens(self.state.pinned(limit)).pinned(limit)
 
     def step(self) -> None:
@@ -144,16 +142,16 @@ class PinnedDecoder:
         self.state.advance(self._read_tokens)
 
     def compiled_step(self) -> Step:
-        """The step as one graph. It holds for the present limit; a call raises ConfigError if a compiler refuses it."""
+        """The step as one compiled graph, for the current limit. A call raises ConfigError if it cannot be compiled."""
         if self.tokens.device.type == "cpu":
             try:
                 return _refusing(record_step(self.step, self.tensors()))
-            except RuntimeError:  # it reads a value; torch.compile's tracer chooses kernels that read none
+            except RuntimeError:  # the step reads a value; torch.compile's tracer chooses kernels that read none
                 pass
         return _refusing(torch.compile(self.step, fullgraph=True, dynamic=False))
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that a step changes, each once."""
+        """All tensors that a step changes, without duplicates."""
         tensors = [self.tokens, self.position, *self.state.tensors().values()]
         return list({id(tensor): tensor for tensor in tensors}.values())
 
@@ -166,7 +164,7 @@ class PinnedDecoder:
 
 
 def _refusing(compiled_step: Step) -> Step:
-    """The step, whose calls raise ConfigError if the compiler refuses it."""
+    """A step that raises ConfigError if the compiler fails on it."""
 
     def run() -> None:
         try:
@@ -176,16 +174,16 @@ def _refusing(compiled_step: Step) -> Step:
                 raise
             reason = " ".join(str(error).split("\n\n")[0].split())
             raise ConfigError(
-                f"compile_decoding: torch.compile refuses a step of this design ({reason}); leave it out"
+                f"compile_decoding: torch.compile cannot compile a step of this design ({reason}); leave it out"
             ) from error
 
     return run
 
 
 def next_limit(tokens: int, capacity: int, is_compiled: bool = False) -> int:
-    """The slots that attention reads once rows have `tokens`: a power of two above it, at most the capacity.
+    """How many slots attention reads once rows have `tokens`: the next power of two above, at most `capacity`.
 
-    is_compiled: each limit takes the compiler's time, so there are fewer: the powers are those of four.
+    is_compiled: the next power of four, since compiling for each limit takes long.
     """
     if not is_compiled:
         return min(capacity, max(MIN_LIMIT, 1 << tokens.bit_length()))
@@ -201,8 +199,8 @@ def pinned_steps(
 ) -> Iterator[Tensor]:
     """Yield the next tokens of all rows, int64 [B], at each step; −1 where logits are not finite.
 
-    on_refusal gets the reason, once, if no graph can be recorded; then every step runs as the first one. None: no graph
-    is tried.
+    on_refusal: called once with the reason if no graph can be recorded; every step then runs as the first one. None: no
+    graph is tried.
     """
     tokens = request.sampler.choose(
         runner.logits(hidden, request), torch.zeros((), dtype=torch.int64, device=hidden.device)
@@ -233,14 +231,14 @@ def pinned_steps(
         yield decoder.tokens.clone()
 
 
-# Steps between two reads of the tokens. On a GPU each read waits for all steps before it; steps after a row's end are
-# dropped. On a CPU a read costs nothing, and text is shown token by token.
+# Steps between two reads of the tokens. On a GPU each read waits for all steps before it; steps past a row's end are
+# discarded. On a CPU a read costs nothing, and text is shown token by token.
 STEPS_PER_READ = DeviceSize(cpu=1, accelerator=16)
 MIN_GRAPH_TOKENS = 4  # recording a graph takes about as long as a step
 
 
 class DecodingFacts(NamedTuple):
-    """What decides how tokens are decoded. refusal: why no graph can be recorded, once that is known."""
+    """What the way of decoding is chosen by. refusal: why no graph can be recorded, once that is known."""
 
     device: str
     tokens: int
@@ -253,14 +251,14 @@ def decode(
 ) -> NewTokens:
     """Yield one new token per row at each step. The caller marks rows in `finished` when they need no more tokens.
 
-    runner: that of the model, where several calls share its packed weights. A sharded model takes all `max_new_tokens`
-    steps: ranks compute the tokens apart, and must take part in as many forward passes as the others.
+    runner: the model's runner, to share its packed weights between calls. A sharded model always takes all
+    `max_new_tokens` steps: each rank chooses the tokens itself, and all ranks must run equally many forward passes.
     """
     runner = runner or ModelRunner(model)
     with eval_mode(model):
         hidden, state = prefill(runner, request)
         block_size = STEPS_PER_READ.on(hidden)
-        refusal = "the ranks gather its weights at each step" if runner.is_sharded else None
+        refusal = "the ranks gather the weights at each step" if runner.is_sharded else None
         facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding, refusal)
         steps = DECODING.choose(facts).run(runner, request, hidden, state)
         while block := list(islice(steps, block_size)):
@@ -283,9 +281,9 @@ def _eager_steps(runner: ModelRunner, request: GenerationRequest, hidden: Tensor
 
 
 def _graph_steps(runner: ModelRunner, request: GenerationRequest, hidden: Tensor, state: State) -> Iterator[Tensor]:
-    """As `_eager_steps`, by the replays of a graph."""
+    """`_eager_steps` by replays of a graph."""
 
-    def on_refusal(reason: str) -> None:  # the choice that the text is decoded by, for whoever records choices
+    def on_refusal(reason: str) -> None:  # records the kernel that decodes instead
         facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding, reason)
         DECODING.choose(facts)
 
@@ -294,16 +292,16 @@ def _graph_steps(runner: ModelRunner, request: GenerationRequest, hidden: Tensor
 
 def _graph_unsupported(facts: DecodingFacts) -> str | None:
     if facts.device != "cuda":
-        return "CUDA records graphs"
+        return "graphs need CUDA"
     if facts.tokens < MIN_GRAPH_TOKENS:
-        return f"recording a graph does not pay for fewer than {MIN_GRAPH_TOKENS} tokens"
+        return f"recording a graph does not pay off for fewer than {MIN_GRAPH_TOKENS} tokens"
     return facts.refusal
 
 
 def _pinned_unsupported(facts: DecodingFacts) -> str | None:
     if facts.device == "cuda" or facts.is_compiled:
         return None
-    return "it is for CUDA and compiled steps: elsewhere it would read slots without tokens for nothing"
+    return "it is for CUDA and compiled steps: elsewhere it would only read unused slots"
 
 
 DECODING = Operation(

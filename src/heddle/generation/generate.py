@@ -29,9 +29,9 @@ from heddle.model.decoder import Decoder
 from heddle.numerics.transfer import tensor_of
 from heddle.parts.layout import EncoderOutput
 
-# Prompts as callers have them: texts, lists of tokens or tensors of tokens, a single one or a batch.
+# Prompts in any form: strings, lists of tokens or tensors of tokens, a single one or a batch.
 #
-# What is generated is returned in the same form.
+# Generated tokens are returned in the same form.
 
 
 Prompts = str | Tensor | Sequence[str] | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
@@ -39,14 +39,14 @@ Prompts = str | Tensor | Sequence[str] | Sequence[int] | Sequence[Tensor] | Sequ
 NewRows = str | Tensor | list[str] | list[int] | list[Tensor] | list[list[int]]
 
 TEXT_WITHOUT_TOKENIZER = (
-    "prompts: are strings; give the tokenizer too, from `model, tokenizer = heddle.load(folder)`, or lists of tokens"
+    "prompts: are strings; pass the tokenizer of `model, tokenizer = heddle.load(folder)`, or give lists of tokens"
 )
-TOKENS_WITH_TOKENIZER = "prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens"
+TOKENS_WITH_TOKENIZER = "prompts: must all be strings if there is a tokenizer; leave the tokenizer out for tokens"
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """texts, or else the token_ids of each prompt. restore: the new text or tokens of each row -> the caller's form."""
+    """texts, or else token_ids, of each prompt. restore: puts each row's new text or tokens in the caller's form."""
 
     texts: list[str]
     token_ids: list[list[int]]
@@ -56,7 +56,8 @@ class PromptBatch:
 def read_prompts(prompts: Any, has_tokenizer: bool) -> PromptBatch:
     """Read prompts in any form of `Prompts`; numpy arrays count as lists.
 
-    Raises ConfigError for no prompts, for texts without a tokenizer or tokens with one, and for what is no token.
+    Raises ConfigError if there are no prompts, for strings without a tokenizer or tokens with one, and for values that
+    are not tokens.
     """
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
@@ -88,11 +89,11 @@ def token_list(tokens: Any) -> list[int]:
         _check_tensor(tokens, dims=(1,))
         tokens = tokens.tolist()
     if isinstance(tokens, str) or not isinstance(tokens, Iterable):
-        raise ConfigError(f"prompts: hold {tokens!r:.80} where a list of tokens is expected")
+        raise ConfigError(f"prompts: contain {tokens!r:.80} where a list of tokens is expected")
     result = []
     for token in tokens:
         if not _is_token(token):
-            raise ConfigError(f"prompts: hold {token!r:.80} where a token is expected; tokens are whole numbers")
+            raise ConfigError(f"prompts: contain {token!r:.80} where a token is expected; tokens are whole numbers")
         result.append(index(token))
     return result
 
@@ -116,7 +117,7 @@ def _read_tensor(tokens: Tensor) -> PromptBatch:
 def _check_tensor(tokens: Tensor, dims: tuple[int, ...]) -> None:
     shapes = " or ".join("[batch, length]" if dim == 2 else "[length]" for dim in dims)
     if tokens.dim() not in dims or tokens.numel() == 0:
-        raise ConfigError(f"prompts: a tensor has shape {list(tokens.shape)}; expected {shapes}, none of them 0")
+        raise ConfigError(f"prompts: a tensor has shape {list(tokens.shape)}; expected {shapes}, without a size of 0")
     if tokens.dtype == torch.bool or tokens.is_floating_point() or tokens.is_complex():
         raise ConfigError(f"prompts: a tensor is of {tokens.dtype}; tokens are whole numbers, such as torch.int64")
 
@@ -129,7 +130,7 @@ def _first(rows: list[Any]) -> Any:
 
 
 class StopStringBuffer:
-    """The text of one row. `text` is what was released so far; `stopped` is set once a stop string is found."""
+    """The text of one row. `text`: what was released so far. `stopped`: whether a stop string was found."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         if any(not stop for stop in stop_strings):
@@ -152,7 +153,7 @@ class StopStringBuffer:
         return self._release(len(self._pending) - longest)
 
     def finish(self) -> str:
-        """The text still held back, once no more text will come."""
+        """Release the text still held back, when no more text will come."""
         return "" if self.stopped else self._release(len(self._pending))
 
     def _partial_match_length(self, stop: str) -> int:
@@ -169,7 +170,7 @@ class StopStringBuffer:
 
 
 class DecodeStreamProtocol(Protocol):
-    """Turns tokens into text as they come, in whole characters."""
+    """Decodes tokens to text one at a time, in whole characters."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -179,7 +180,7 @@ class DecodeStreamProtocol(Protocol):
 class TokenizerProtocol(Protocol):
     """What generation needs of a tokenizer.
 
-    bos_ids come before a text; any of eos_ids ends it; unused_token_ids, below vocab_size, stand for no token.
+    bos_ids come before a text; any of eos_ids ends it; unused_token_ids are ids below vocab_size without a token.
     """
 
     bos_ids: list[int]
@@ -327,33 +328,34 @@ def generate(
     speculative_tokens: int = 4,
     on_speculative_round: Callable[[SpeculativeRound], None] | None = None,
 ) -> NewRows:
-    """Continue each prompt; returns what is new, in the form of the prompts.
+    """Continue each prompt. Returns only what is new, in the form of the prompts.
 
     Without a tokenizer, prompts are tokens: int64 [T] or [B, T] -> int64 [N] or [B, N], N new tokens; a list of tokens
     -> a list; a list of tensors or of lists, of any lengths -> a list of the same.
     With a tokenizer, a string -> a string, a list of strings -> a list. Each is preceded by the tokenizer's bos_ids as
     in training; a row ends at one of its eos_ids, or at the first of the `stop` strings, which is left out of the
-    result. `on_text(row, piece)` is called as text comes.
+    result. `on_text(row, piece)` is called with new text as it is generated.
     temperature 0 is greedy. encoder_output: what cross-attention reads, one row per prompt. prefix (of
-    `heddle.prefix`): tokens that come before each prompt, read earlier. streams: the most prompts that run at once; the
-    next one joins the batch where one has ended (None: all prompts in one batch until the last has ended).
+    `heddle.prefix`): tokens before each prompt that were already prefilled. streams: the most prompts that run at once;
+    when one ends, the next one joins the batch (None: all prompts in one batch until the last has ended).
     batch_invariant: every prompt is computed alone, so that no bit depends on the other prompts.
-    num_beams: the beams of beam search.
+    num_beams: the beam width of beam search.
     draft_model: a smaller model that proposes `speculative_tokens` tokens per round for speculative decoding: greedy
     text stays the same, sampled text follows the same distribution; `on_speculative_round` gets each round's counts.
     multi_token_draft: the model's own first multi-token module proposes them.
-    compile_decoding: torch.compile makes one graph of a token's step: half a minute for a new design or length, seconds
-    where torch has kept it, then less for each token: for many tokens. The text is the same but for rounding.
-    Where rotary frequencies depend on the text's length (dynamic NTK, LongRoPE), the length is that of the longest
-    prompt plus max_new_tokens - 1, for all rows; the last new token is never read.
+    compile_decoding: compile a decode step into one graph with torch.compile. This takes half a minute for a new design
+    or length, or seconds if torch has it cached, and makes each token faster: it pays off for many tokens. The text is
+    the same up to rounding.
+    Where rotary frequencies depend on the sequence length (dynamic NTK, LongRoPE), each row's length is its prompt's
+    plus max_new_tokens - 1; the last new token is never read.
     All ranks that share a sharded model call it at once, with the same prompts and settings.
-    Raises ConfigError for prompts that are empty or hold something else, and for a setting that is invalid, conflicts
-    with another or would do nothing.
+    Raises ConfigError for prompts that are empty or malformed, and for a setting that is invalid, conflicts with
+    another or would do nothing.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens {max_new_tokens}: must be at least 1")
     if tokenizer is None and (stop or on_text is not None):
-        raise ConfigError(f"{'stop' if stop else 'on_text'}: is for text; give the tokenizer, or leave it out")
+        raise ConfigError(f"{'stop' if stop else 'on_text'}: needs a tokenizer; pass one, or leave it out")
     if draft_model is not None and multi_token_draft:
         raise ConfigError("multi_token_draft: the draft_model proposes tokens already; leave out one of the two")
     has_draft = draft_model is not None or multi_token_draft
@@ -366,7 +368,7 @@ def generate(
         drafts = draft_model is not None, multi_token_draft
         _check_sharded(num_beams > 1, *drafts, streams is not None, batch_invariant, compile_decoding)
     if compile_decoding and (num_beams > 1 or speculative is not None):
-        raise ConfigError("compile_decoding: beams and drafts have no step of one token; leave it out")
+        raise ConfigError("compile_decoding: beams and drafts have no one-token step to compile; leave it out")
     if prefix is not None and encoder_output is not None:
         raise ConfigError("encoder_output: the prefix was read with its own; leave out one of the two")
     request = GenerationRequest(
@@ -409,10 +411,10 @@ def sample_text(model: Decoder, tokenizer: TokenizerProtocol, sequence_length: i
 
 
 def prefix(model: Decoder, text: str | Sequence[int] | Tensor, tokenizer: TokenizerProtocol | None = None) -> Prefix:
-    """Read the beginning of many prompts once, for `generate(prefix=...)`: a string with a tokenizer, or tokens.
+    """Prefill the beginning of many prompts once, for `generate(prefix=...)`: a string with a tokenizer, or tokens.
 
-    The new text is the same as with these tokens at the start of each prompt. The prefix is valid while the model's
-    weights stay as they are. Raises ConfigError for no tokens, or tokens outside the model's vocabulary.
+    The new text is the same as with these tokens at the start of each prompt. The prefix is valid as long as the
+    model's weights do not change. Raises ConfigError for no tokens, or tokens outside the model's vocabulary.
     """
     if isinstance(text, str) == (tokenizer is None):
         raise ConfigError("prefix: give a string and its tokenizer, or a list of tokens without one")
@@ -437,18 +439,18 @@ def _check_compatible(
         name = "multi_token_draft" if speculative.draft_model is None else "draft_model"
         raise ConfigError(f"num_beams {num_beams}: beam search takes no {name}; leave out one of the two")
     if shared_prefix is not None and shared_prefix.model is not model:
-        raise ConfigError("prefix: was read by another model; read it with this one")
+        raise ConfigError("prefix: was read by another model; make it with this one")
     if speculative is not None:
         speculative.check(model)
         if speculative.draft_model is None and shared_prefix is not None:
-            raise ConfigError("multi_token_draft: a prefix has no state of the modules; leave out one of the two")
+            raise ConfigError("multi_token_draft: a prefix has no state of the multi-token modules; leave out one")
 
 
 def _check_sharded(*settings: bool) -> None:
-    """Raise ConfigError for settings whose forward passes depend on the tokens, or on where weights lie."""
+    """Raise ConfigError for settings whose forward passes depend on the tokens, or on where the weights are."""
     names = ("num_beams", "draft_model", "multi_token_draft", "streams", "batch_invariant", "compile_decoding")
     for name in (name for name, is_set in zip(names, settings, strict=True) if is_set):
-        raise ConfigError(f"{name}: ranks that share a model take the same steps, a token of each row; leave it out")
+        raise ConfigError(f"{name}: ranks that share a model must all take the same one-token steps; leave it out")
 
 
 def _check_streams(request: GenerationRequest, streams: int | None, has_rounds: bool) -> None:
@@ -458,9 +460,9 @@ def _check_streams(request: GenerationRequest, streams: int | None, has_rounds: 
     if has_rounds:
         raise ConfigError("streams, batch_invariant: beams and drafts run all prompts in one batch; leave them out")
     if request.encoder_output is not None:
-        raise ConfigError("encoder_output: holds a row for each prompt of one batch; leave streams out")
+        raise ConfigError("encoder_output: has one row per prompt of one batch; leave streams out")
     if streams is not None and request.compile_decoding:
-        raise ConfigError("compile_decoding: a batch that changes has no one step to compile; leave streams out")
+        raise ConfigError("compile_decoding: a changing batch has no fixed step to compile; leave streams out")
 
 
 def _prompt_ids(
@@ -475,7 +477,7 @@ def _prompt_ids(
 
 
 def _encode_after(tokenizer: TokenizerProtocol, first_tokens: Sequence[int], text: str) -> list[int]:
-    """The first tokens and the text's tokens. If both are empty, an end token: in training it precedes each text."""
+    """The first tokens and the text's tokens. If both are empty, an EOS token, which precedes each text in training."""
     return [*first_tokens, *tokenizer.encode(text)] or tokenizer.eos_ids[:1]
 
 
@@ -483,7 +485,7 @@ def _encode_after(tokenizer: TokenizerProtocol, first_tokens: Sequence[int], tex
 #
 #     score = log p(tokens) / number of tokens        (the end token counts)
 #
-# A continuation of any beam by an end token is a finished candidate. Of equal scores, the earlier beam wins, then the
+# A continuation of any beam by an end token is a finished candidate. Ties go to the earlier beam, then to the
 # lower token.
 
 TokenSequence = tuple[int, ...]
@@ -516,7 +518,7 @@ class BeamSearch:
         return parents
 
     def add_finished(self, sequence: TokenSequence, log_prob: float) -> None:
-        """Consider a finished sequence; of equal scores the earlier one stays."""
+        """Consider a finished sequence; a tie keeps the earlier one."""
         if log_prob / len(sequence) > self.best_score:
             self.best_sequence, self.best_score = sequence, log_prob / len(sequence)
 
@@ -532,7 +534,7 @@ class BeamSearch:
 
 
 def _stable_topk(scores: Tensor, count: int) -> Tensor:
-    """Indices of the highest of scores [N], highest first; of equal scores the lower index comes first."""
+    """Indices of the `count` highest of scores [N], highest first; ties go to the lower index."""
     if count < 1:
         return torch.empty(0, dtype=torch.int64)
     threshold = scores.topk(min(count, len(scores))).values[-1]

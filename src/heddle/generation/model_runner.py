@@ -18,7 +18,7 @@ from heddle.numerics.linear import PackedWeightCache, packed_weights
 from heddle.numerics.transfer import Constants, to_device
 from heddle.parts.layout import EncoderOutput, Layout
 
-READ_TOKENS = 16  # of a prompt whose logits are held at a time: a vocabulary may be large
+READ_TOKENS = 16  # of a prompt whose logits are in memory at a time: a vocabulary may be large
 NewTokens = Iterator[list[tuple[int, int]]]  # at each step the new tokens, as (row, token)
 
 
@@ -26,11 +26,11 @@ NewTokens = Iterator[list[tuple[int, int]]]  # at each step the new tokens, as (
 class GenerationRequest:
     """A batch of prompts and how to continue them.
 
-    prompt_ids: the tokens of each prompt, the prefix included. max_new_tokens: the limit of each row.
-    vocab_limit: generate only tokens below it (None: all), since a vocabulary may be larger than its tokenizer's.
-    unused_token_ids: tokens below the limit that are never generated. eos_ids: any of these ends a row.
-    encoder_output: what cross-attention reads, one row per prompt. compile_decoding: the step of a token is compiled.
-    read_prompt: gets the logits [n, vocab] after each token of a single prompt that has no prefix, a few at a time.
+    prompt_ids: the tokens of each prompt, the prefix included. max_new_tokens: the limit of each row. vocab_limit:
+    generate only tokens below it (None: all), since a vocabulary may be larger than its tokenizer's. unused_token_ids:
+    tokens below the limit that are never generated. eos_ids: any of these ends a row. encoder_output: what
+    cross-attention reads, one row per prompt. compile_decoding: compile the decode step. read_prompt: called with the
+    logits [n, vocab] after each token of a single prompt without a prefix, a few tokens at a time.
     """
 
     prompt_ids: Sequence[Sequence[int]]
@@ -46,9 +46,9 @@ class GenerationRequest:
 
 
 class ModelRunner:
-    """A model without gradients, with packed weights that are reused from call to call.
+    """Runs a model without gradients, with packed weights that are reused between calls.
 
-    is_sharded: each forward pass is a collective of all ranks, and gathers the weights anew, so that none is packed.
+    is_sharded: each forward pass is a collective of all ranks and gathers the weights again, so none are packed.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -65,7 +65,7 @@ class ModelRunner:
         return hidden, new_state
 
     def draft(self, hidden: Tensor, tokens: Tensor, layout: Layout, state: State) -> tuple[Tensor, State]:
-        """hidden [B, T, width] and the tokens after each, int64 [B, T] -> the first multi-token module's states.
+        """hidden [B, T, width] and the tokens after each, int64 [B, T] -> the first multi-token module's output.
 
         layout: of the tokens of `hidden`. state: of `init_draft_state`; also returns the new one.
         """
@@ -75,7 +75,7 @@ class ModelRunner:
         return predicted, new_state
 
     def logits(self, hidden: Tensor, request: GenerationRequest) -> Tensor:
-        """hidden [..., width] -> logits [..., vocab], cut to the request's vocab_limit; -inf for unused tokens."""
+        """hidden [..., width] -> logits [..., vocab] below the request's vocab_limit; -inf for unused tokens."""
         with torch.no_grad(), self._packing():
             logits: Tensor = self.model.head(hidden)
         logits = logits[..., : request.vocab_limit]
@@ -85,7 +85,7 @@ class ModelRunner:
         return logits
 
     def read_prompt(self, hidden: Tensor, request: GenerationRequest) -> None:
-        """Give the request the logits of the tokens of its prompt that were read. hidden: [1, T, width]."""
+        """Pass the logits of prompt tokens that were just read to the request. hidden: [1, T, width]."""
         if request.read_prompt is not None:
             for piece in hidden[0].split(READ_TOKENS):
                 request.read_prompt(self.logits(piece, request))
@@ -96,7 +96,7 @@ class ModelRunner:
 
 
 def _one_later(layout: Layout) -> Layout:
-    """The layout of the tokens after those of a layout, for their embeddings."""
+    """The layout of the tokens that follow those of `layout`, for their embeddings."""
     positions = torch.where(layout.positions < 0, -1, layout.positions + 1)
     start = None if layout.start is None else layout.start + 1
     newest = None if layout.max_position is None else layout.max_position + 1
@@ -116,7 +116,7 @@ def eval_mode(*models: Decoder) -> Iterator[None]:
             model.train(training)
 
 
-# Prefill: read prompts of any lengths in one call. Tokens that every prompt begins with are read only once.
+# Prefill: read prompts of any lengths in one call. A common beginning of all prompts is read only once.
 
 
 LENGTH_STEP = DeviceSize(cpu=1, accelerator=64)  # the lengths that uneven prompts are padded to are multiples of it
@@ -136,7 +136,7 @@ class Prefix:
 
 
 def final_lengths(request: GenerationRequest) -> list[int]:
-    """The tokens of each row that a model reads: the last new one is never read."""
+    """How many tokens of each row a model reads: the last new one is never read."""
     return [len(prompt) + request.max_new_tokens - 1 for prompt in request.prompt_ids]
 
 
@@ -148,8 +148,8 @@ def prefill(
 ) -> tuple[Tensor, State]:
     """Read all prompts; returns the hidden state of each prompt's last token [B, width], and the model's state.
 
-    rollback: how many tokens the state must be able to roll back at a time. on_read: gets all tokens of prompts without
-    a prefix, which are then read in one call.
+    rollback: how many tokens the state must be able to roll back at a time. on_read: called with all tokens of the
+    prompts, which have no prefix and are then read in one call.
     """
     prompts, model, batch, lengths = request.prompt_ids, runner.model, len(request.prompt_ids), final_lengths(request)
     cache_length, text_lengths = max(lengths), lengths if model.length_dependent else None
@@ -168,7 +168,7 @@ def prefill(
     lengths = [len(row) for row in remaining]
     longest = max(lengths)
     layout = None
-    if min(lengths) < longest:  # these lengths would hardly ever come again
+    if min(lengths) < longest:  # exact lengths would hardly ever recur
         longest = padded_length(longest, LENGTH_STEP.on(model.embed.weight))
         layout = Layout.padded(lengths, longest, side="left", device=model.embed.weight.device, start=shared)
     tokens = _token_tensor([[0] * (longest - len(row)) + row for row in remaining], model)
@@ -180,7 +180,7 @@ def prefill(
 
 
 def prefill_prefix(model: Decoder, tokens: Sequence[int]) -> Prefix:
-    """Read the tokens that the prompts of many calls begin with. Its state has no cache_length: it grows."""
+    """Prefill tokens that the prompts of many calls begin with. The state has no cache_length: it grows."""
     if model.length_dependent:
         raise ConfigError(
             f"prefix: {LENGTH_DEPENDENT}, which is not known before the prompts; put its tokens before each prompt"
@@ -196,7 +196,7 @@ def prefill_prefix(model: Decoder, tokens: Sequence[int]) -> Prefix:
 def padded_length(longest: int, step: int) -> int:
     """The length that uneven prompts are padded to: a multiple of `step`, at most a quarter more for long ones.
 
-    There are few such lengths, so that a GPU's kernels, which are set up for each shape, find theirs again.
+    With few distinct lengths, a GPU's kernels, which are set up per shape, are reused.
     """
     if step == 1:
         return longest
@@ -213,7 +213,7 @@ def validate_prompt(tokens: list[int], model: Decoder) -> list[int]:
 
 
 def _common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
-    """How many first tokens all prompts share, leaving each prompt at least one token of its own to continue from."""
+    """How many leading tokens all prompts share, leaving each at least one token of its own to continue from."""
     limit = min(map(len, prompts)) - 1
     return next((index for index in range(limit) if len({prompt[index] for prompt in prompts}) > 1), limit)
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from heddle.errors import ConfigError, MachineError
 from heddle.numerics.random import RandomStream, uniform_double
 
-LOGITS_NOT_FINITE = "generation: the model's logits are not numbers; its weights or its state are damaged"
+LOGITS_NOT_FINITE = "generation: the model's logits are not finite; its weights or its state are damaged"
 NOT_FINITE = -1  # stands for the token of a row whose logits are not finite
 
 
@@ -18,8 +18,8 @@ NOT_FINITE = -1  # stands for the token of a row whose logits are not finite
 class Sampler:
     """temperature 0 is greedy. top_k keeps the k most likely tokens, top_p the fewest whose probability reaches p.
 
-    A row's random numbers depend only on the seed, its index in the batch and the step, so other rows change nothing.
-    first_row: the index of the first row, where the batch holds only some of a caller's rows.
+    A row's random numbers depend only on the seed, its index in the batch and the step, not on other rows. first_row:
+    the index of the first row, where the batch has only some of a caller's rows.
     """
 
     temperature: float = 0.0
@@ -41,11 +41,11 @@ class Sampler:
 
     @property
     def can_share(self) -> bool:
-        """Whether rows of several requests can be chosen by any of their samplers: greedy ones draw nothing."""
+        """Whether one sampler can choose for rows of several requests: greedy ones draw no random numbers."""
         return self.temperature == 0.0
 
     def sample(self, logits: Tensor, step: int) -> Tensor:
-        """logits [B, vocab] -> tokens int64 [B]. Of equally likely tokens, greedy takes the lowest.
+        """logits [B, vocab] -> tokens int64 [B]. Greedy ties go to the lowest token.
 
         Raises MachineError if a row's highest logit is not a finite number; −inf excludes a token.
         """
@@ -71,8 +71,7 @@ class Sampler:
     def probabilities(self, logits: Tensor) -> Tensor:
         """The distribution `sample` draws from: logits [..., vocab] -> float64 of that shape; one-hot if greedy.
 
-        Where a row's highest logit is not a finite number, no number of its distribution means anything: see
-        `all_finite`.
+        The distribution of a row whose highest logit is not finite is meaningless: see `all_finite`.
         """
         if self.temperature == 0.0:
             return functional.one_hot(_argmax(logits, logits.amax(-1)), logits.shape[-1]).double()
@@ -80,7 +79,7 @@ class Sampler:
         return torch.zeros_like(probabilities).scatter(-1, order, probabilities).view(logits.shape)
 
     def uniform(self, rows: Tensor, positions: Tensor, site: int) -> Tensor:
-        """float64 in [0, 1) of 53 bits: a function of seed, row in the batch, position in the new text, and `site`."""
+        """Uniform float64 in [0, 1), 53 bits: a function of seed, row in the batch, position in the new text, site."""
         if site not in self._streams:  # a graph that is traced finds the stream of its first call
             self._streams[site] = RandomStream.of(self.seed, 0, site)
         return uniform_double(self._streams[site], rows * 2**32 + positions)
@@ -105,7 +104,7 @@ class Sampler:
 
 
 def check_chosen(tokens: list[int]) -> None:
-    """Raise MachineError if a token of `Sampler.choose` stands for logits that are not finite."""
+    """Raise MachineError if a token from `Sampler.choose` is NOT_FINITE."""
     if NOT_FINITE in tokens:
         raise MachineError(LOGITS_NOT_FINITE)
 

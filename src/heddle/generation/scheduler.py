@@ -1,8 +1,8 @@
-"""Many requests at once, each with a state of its own row: continuous batching (Yu et al. 2022, Orca).
+"""Continuous batching (Yu et al. 2022, Orca): many requests at once, each with its own row of the state.
 
-Requests join and leave between steps. A long prompt is read in pieces: between two steps running requests wait for one
-piece at most, and over time for a third of it. Short prompts pass long ones, which take turns.
-Noise is keyed by a request's own seed and row: what else runs changes no draw.
+Requests join and leave between steps. A long prompt is prefilled in chunks: running requests wait for at most one chunk
+between two steps, and a third of the time overall. Short prompts overtake long ones, which take turns. Random numbers
+depend on a request's own seed and row: other requests change no draw.
 """
 
 import time
@@ -22,12 +22,12 @@ from heddle.model.state import State
 from heddle.numerics.transfer import to_device
 
 PREFILL_TOKENS = 128  # of short prompts, and of a long one, that are read between two steps
-READING_SHARE = 0.5  # seconds of reading long prompts for a second of decoding, while requests run
+READING_SHARE = 0.5  # seconds of reading long prompts per second of decoding, while requests run
 SLOT_STEP = 64  # the slots that attention reads in a batch are multiples of it
 
 
 class NextToken(NamedTuple):
-    """What a step gave a request: its next token, or the error that ended it."""
+    """The result of a step for one request: its next token, or the error that ended it."""
 
     key: int
     token: int
@@ -35,10 +35,10 @@ class NextToken(NamedTuple):
 
 
 class Scheduler(Protocol):
-    """Runs requests of one prompt each, which share tokenizer and model. A request leaves by itself at its last token.
+    """Runs requests of one prompt each that share tokenizer and model. A request leaves by itself at its last token.
 
-    join: start a request under this key. leave: give up a request and what is held for it, if it still runs.
-    step: at most one token of each request. Its length is the number of requests that run. The model is in eval mode.
+    join: start a request under this key. leave: drop a request and free its state, if it still runs. step: generate at
+    most one token of each request. len(): the number of running requests. The model must be in eval mode.
     """
 
     def join(self, key: int, request: GenerationRequest) -> None: ...
@@ -51,7 +51,7 @@ class Scheduler(Protocol):
 
 
 class SeparateScheduler:
-    """Takes a step of each request in turn, so that no bit of a text depends on what else runs."""
+    """Steps each request by itself, so that no bit of its text depends on other requests."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -85,7 +85,7 @@ class SeparateScheduler:
 
 @dataclass(eq=False)
 class _Row:
-    """A request in the batch, or on its way into it: `state` is its own until then."""
+    """A request in the batch, or about to join it: until then it has its own `state`."""
 
     key: int
     request: GenerationRequest
@@ -97,12 +97,12 @@ class _Row:
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that are still to be read."""
+        """How many tokens of the prompt are still to be read."""
         return len(self.request.prompt_ids[0]) - self.read
 
 
 class BatchScheduler:
-    """Takes one step of all requests in one call. A text is that of its request alone, but for rounding."""
+    """Steps all requests in one call. Each text equals that of its request alone, up to rounding."""
 
     def __init__(self, runner: ModelRunner, prefill_tokens: int = PREFILL_TOKENS) -> None:
         self._runner, self._prefill_tokens = runner, prefill_tokens
@@ -119,7 +119,7 @@ class BatchScheduler:
         return [*self._reading, *self._joining, *self._rows]
 
     def join(self, key: int, request: GenerationRequest) -> None:
-        """As in `Scheduler`. Raises ConfigError for a request that reads an encoder output, which has no one row."""
+        """As in `Scheduler`. Raises ConfigError for a request with an encoder output, which cannot join row by row."""
         model = self._runner.model
         if request.encoder_output is not None or model.encoder_width is not None:
             raise ConfigError("encoder_output: requests that join a batch have none; give all prompts in one call")
@@ -132,7 +132,7 @@ class BatchScheduler:
         self._reading.append(_Row(key, request, state, read))
 
     def leave(self, key: int) -> None:
-        """As in `Scheduler`. The rows of the batch are freed before the next step, the last of them at once."""
+        """As in `Scheduler`. Rows of the batch are freed before the next step, or at once if none is left."""
         for row in self._all_rows():
             row.has_left = row.has_left or row.key == key
         self._reading = deque(row for row in self._reading if not row.has_left)
@@ -157,7 +157,7 @@ class BatchScheduler:
             self._rows, self._state = [], None
 
     def _read_prompts(self) -> list[NextToken]:
-        """Read short prompts whole, those that came first before the others, and a piece of the next long one."""
+        """Read short prompts whole, in order of arrival, and a chunk of the next long one."""
         results, left = [], self._prefill_tokens
         long = [row for row in self._reading if row.unread > self._prefill_tokens]
         for row in [row for row in self._reading if row.unread <= self._prefill_tokens]:
@@ -172,7 +172,7 @@ class BatchScheduler:
         return results
 
     def _read(self, row: _Row, count: int) -> list[NextToken]:
-        """Read the next tokens of a prompt, which goes behind the others, or joins the batch with its first token."""
+        """Read a prompt's next tokens; it then goes to the back of the queue, or joins the batch with a first token."""
         self._reading.remove(row)
         piece = row.request.prompt_ids[0][row.read : row.read + count]
         row.read += count
@@ -190,7 +190,7 @@ class BatchScheduler:
         return results
 
     def _decode(self) -> list[NextToken]:
-        """One step of every row of the batch, after the rows that left are gone and those that were read are in it."""
+        """One step of the batch, after removing rows that left and adding rows whose prompts were read."""
         ended = self._end_at_limit()
         running = [row for row in (*self._rows, *self._joining) if not row.has_left]
         if not running:
@@ -203,22 +203,22 @@ class BatchScheduler:
                 state = state.pinned(longest + SLOT_STEP - longest % SLOT_STEP)
             hidden, self._state = self._forward([[row.newest] for row in self._rows], state)
             return ended + self._choose(hidden[:, -1], self._rows)
-        except Exception as error:  # they share one state: all of them end
+        except Exception as error:  # all rows share one state, so all of them end
             self._rows, self._joining, self._state = [], [], None
             return ended + [NextToken(row.key, NOT_FINITE, error) for row in running]
 
     def _end_at_limit(self) -> list[NextToken]:
-        """End the rows whose next token has no position, so that they end no other row of their step."""
+        """End rows whose next token has no position, so that the other rows of the step go on."""
         limit, results = self._runner.model.position_limit, []
         for row in (*self._rows, *self._joining):
             if limit is not None and not row.has_left and len(row.request.prompt_ids[0]) + row.tokens > limit:
                 row.has_left = True
-                sentence = f"the text is as long as the {limit:,} positions of the model; ask for fewer tokens"
+                sentence = f"the text has reached the model's limit of {limit:,} positions; ask for fewer tokens"
                 results.append(NextToken(row.key, NOT_FINITE, ConfigError(sentence)))
         return results
 
     def _rearrange(self) -> State:
-        """Take out the rows that left, and put in those that were read; the state of them all."""
+        """Remove the rows that left and add those whose prompts were read; returns the joint state."""
         staying = [index for index, row in enumerate(self._rows) if not row.has_left]
         joining, self._joining = self._joining, []
         states = [row.state for row in joining if row.state is not None]
@@ -263,7 +263,7 @@ class BatchScheduler:
 def decode_streams(
     scheduler: Scheduler, runner: ModelRunner, request: GenerationRequest, finished: list[bool], streams: int
 ) -> NewTokens:
-    """As `decode`, but at most `streams` prompts run at once: the next one joins where one has left."""
+    """As `decode`, but at most `streams` prompts run at once: when one leaves, the next one joins."""
     rows: Iterator[int] = iter(range(len(request.prompt_ids)))
     with eval_mode(runner.model):
         row = next(rows, None)

@@ -7,8 +7,8 @@ p is the model's distribution, q the draft model's. The text is distributed as w
 is the case where p and q are one-hot. Each row rolls back its rejected tokens. Where a layer cannot roll back, the
 state is forked before the round, and the fork reads the accepted tokens again.
 
-The draft is another model, or the model's own first multi-token module (DeepSeek-V3): it reads the model's state of a
-token and the next token, and then, in the place of states that the model has not computed yet, its own.
+The draft is another model, or the model's own first multi-token module (DeepSeek-V3): it reads the model's hidden state
+of a token and the next token, and its own hidden states where the model has not computed any yet.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class SpeculativeRound(NamedTuple):
 class SpeculativeConfig:
     """The draft model, how many tokens it proposes per round at most, and a callback for each round's counts.
 
-    draft_model: None is the model's own multi-token module.
+    draft_model: None means the model's own multi-token module.
     """
 
     draft_model: Decoder | None
@@ -92,18 +92,18 @@ class RollbackRunner:
         self.needs_fork = not self.state.can_always_roll_back(speculative_tokens)
 
     def begin_round(self) -> None:
-        """Remember the state that `accept` goes back to, if rolling back is not possible."""
+        """Save the state that `accept` returns to, if it cannot be rolled back."""
         self.round_start = self.state.fork() if self.needs_fork else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, T] -> logits [B, T, vocab]. Their states stay in `hidden`, [B, T, width]."""
+        """tokens [B, T] -> logits [B, T, vocab]. The hidden states [B, T, width] stay in `hidden`."""
         self.hidden, self.state = self.runner.forward(tokens, None, self.state)
         return self.runner.logits(self.hidden, self.request)
 
     def accept(self, tokens: Tensor, accepted: Tensor, counts: list[int]) -> None:
-        """Of the round's tokens [B, T], all read by now, keep each row's first and the `accepted` [B] after it.
+        """Of the round's tokens [B, T], keep each row's first and the `accepted` [B] after it; roll back the others.
 
-        counts: the numbers of `accepted`.
+        counts: `accepted` as a list.
         """
         rejected = [tokens.shape[1] - 1 - count for count in counts]
         if not any(rejected):
@@ -144,8 +144,8 @@ class DraftModel(RollbackRunner):
 class MultiTokenDraft:
     """The model's first multi-token module as the draft, and its state.
 
-    Each round it first reads the accepted tokens, with the states of the model. What it then reads of its own states to
-    propose more than one token is rolled back.
+    Each round first reads the accepted tokens with the model's hidden states. To propose more than one token it then
+    reads its own hidden states, and rolls these reads back.
     """
 
     def __init__(self, runner: ModelRunner, request: GenerationRequest, speculative_tokens: int) -> None:
@@ -158,7 +158,7 @@ class MultiTokenDraft:
         self.needs_fork = not self.state.can_always_roll_back(speculative_tokens)
 
     def read_prompts(self, tokens: Tensor, layout: Layout | None, hidden: Tensor) -> None:
-        """Read the prompts, of which the model has the states [B, T, width], but for their last tokens."""
+        """Read the prompts except their last tokens, with the model's hidden states [B, T, width]."""
         rows, length = tokens.shape
         layout = Layout.causal(rows, length, device=tokens.device) if layout is None else layout
         if length > 1:
@@ -168,12 +168,12 @@ class MultiTokenDraft:
         self._keep(hidden[:, -1:], tokens[:, :0], torch.zeros_like(tokens[:, 0]), [0] * len(tokens))
 
     def _keep(self, hidden: Tensor, following: Tensor, accepted: Tensor, counts: list[int]) -> None:
-        """Keep what the next round reads first: states [B, T, width], the tokens after all but each row's last one."""
+        """Keep what the next round reads first: hidden [B, T, width], and the tokens after all but each row's last."""
         longest = max(counts) + 1
         self.hidden, self.following, self.accepted, self.counts = hidden[:, :longest], following, accepted, counts
 
     def propose(self, drawn_for: DrawnFor, last_tokens: Tensor, count: int) -> "Proposal":
-        """Read what was accepted, and propose `count` tokens."""
+        """Read the accepted tokens, and propose `count` tokens."""
         sampler, (rows, emitted) = self.request.sampler, drawn_for
         predicted = self._read_accepted(last_tokens)
         round_start = self.state.fork() if self.needs_fork and count > 1 else None
@@ -193,7 +193,7 @@ class MultiTokenDraft:
         return _proposal(tokens, distributions, finite, self.runner.logits(predicted[:, -1], self.request))
 
     def _read_accepted(self, last_tokens: Tensor) -> Tensor:
-        """The module's states [B, 1, width] after the pair of the newest state and the newest token."""
+        """The module's hidden states [B, 1, width] for the newest hidden state and the newest token."""
         longest, last = self.hidden.shape[1], self.accepted[:, None]
         padded = torch.cat((self.following, last_tokens[:, None]), dim=1)[:, :longest]
         following = padded.scatter(1, last, last_tokens[:, None])
@@ -203,7 +203,7 @@ class MultiTokenDraft:
         return predicted.gather(1, last[..., None].expand(-1, -1, predicted.shape[2]))
 
     def accept_after(self, target: RollbackRunner, tokens: Tensor, accepted: Tensor, counts: list[int]) -> None:
-        """Keep the states that the model computed of the accepted tokens; arguments as in `RollbackRunner.accept`."""
+        """Keep the model's hidden states of the accepted tokens; arguments as in `RollbackRunner.accept`."""
         self._keep(target.hidden, tokens[:, 1:], accepted, counts)
 
     def select(self, rows: list[int]) -> None:
@@ -213,7 +213,7 @@ class MultiTokenDraft:
 
 
 class Proposal(NamedTuple):
-    """What a draft proposes: the last tokens and proposed ones [B, 1 + k], and its distributions q [B, k, vocab].
+    """A draft's proposal: the last and the proposed tokens [B, 1 + k], and its distributions q [B, k, vocab].
 
     finite: whether its logits are finite, bool [].
     """
@@ -224,7 +224,7 @@ class Proposal(NamedTuple):
 
 
 def _proposal(tokens: list[Tensor], distributions: list[Tensor], finite: Tensor, logits: Tensor) -> Proposal:
-    """logits [B, vocab]: any of the draft's, for the shape where it proposed nothing."""
+    """logits [B, vocab]: any of the draft's, which give the shape if nothing was proposed."""
     empty = logits.new_zeros(len(logits), 0, logits.shape[-1]).double()
     return Proposal(torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else empty, finite)
 
@@ -261,7 +261,7 @@ def speculative_decode(
             tokens, q, finite = draft.propose(drawn_for, last_tokens, count)
             logits = target.forward(tokens)
             accepted, last_tokens = _verify(sampler.probabilities(logits), q, tokens[:, 1:], request, drawn_for)
-            # The only wait for what was drawn; rolling back waits once more for each of the two states.
+            # The only wait for sampled tokens; rolling back waits once more for each of the two states.
             finite = finite & all_finite(logits)
             counts, ends, *proposed = _read(finite, accepted, last_tokens, *tokens[:, 1:].unbind(1))
             target.accept(tokens, accepted, counts)
@@ -290,7 +290,7 @@ def _read(finite: Tensor, *tensors: Tensor) -> list[list[int]]:
 def _runners(
     model: Decoder, request: GenerationRequest, config: SpeculativeConfig
 ) -> tuple[RollbackRunner, DraftModel | MultiTokenDraft]:
-    """The model and the draft, which have read the prompts."""
+    """The model and the draft, after both have read the prompts."""
     if config.draft_model is None:
         draft = MultiTokenDraft(ModelRunner(model), request, config.speculative_tokens)
         return RollbackRunner(model, request, config.speculative_tokens, draft.read_prompts), draft

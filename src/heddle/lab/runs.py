@@ -1,4 +1,4 @@
-"""What the runs below a folder did, from their run.json and log.jsonl: progress, metric, speed, and what differs."""
+"""Progress, metrics and speed of the runs below a folder, and the fields in which they differ."""
 
 import json
 import math
@@ -13,15 +13,16 @@ from heddle.errors import CheckpointError, ConfigError, HeddleError
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.file_io import read_json_file
 from heddle.storage.lock import is_locked
-from heddle.storage.run_log import LOG_FILE, RUN_FILE, LogReader, read_log
+from heddle.storage.run_log import FINAL_FILE, LOG_FILE, RUN_FILE, LogReader, read_log
 from heddle.training.smoothed_loss import RATE_STEPS, SmoothedLoss, step_speed
 from heddle.training.step import RouterSummary, average_router_summaries
 
 METRICS = ("bits_per_byte", "accuracy")
 SMOOTHED_STEPS = 20  # the training metric is the mean of so many steps
-# Why a run's numbers are not those that a training prints at its end, or that a report has.
+# Why they differ: how much text each has read.
 VALIDATION_NOTE = (
-    "Validation is of a part of the held-out text. A training's last line and a comparison's report are of more of it."
+    "Validation, during training, reads a part of the held-out text; final, at the end, and a comparison's report "
+    "read more of it."
 )
 MAX_POINTS = 100
 _COMPARED = ("design", "data", "settings")  # of run.json; the rest describes the machine
@@ -35,7 +36,8 @@ class RunSummary:
     last 20 steps, None for a task. validation: its newest value. tokens_per_second: that of all steps. time:
     of the last line, in seconds since 1970. fields: every value of the design, the data and the settings by
     its path. curve: (tokens, metric) of the training, or else of the validation, as the means of at most 100 groups.
-    peak_memory_bytes: the most that the run took, None if its log does not say.
+    peak_memory_bytes: the most that the run took, None if its log does not say. final: of the evaluation after the
+    last step, None for a run that is not finished.
     """
 
     name: str
@@ -50,6 +52,7 @@ class RunSummary:
     fields: dict[str, Any]
     curve: list[tuple[int, float]]
     peak_memory_bytes: int | None = None
+    final: float | None = None
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -90,7 +93,15 @@ def summarize(run: Path, folder: Path) -> RunSummary:
         fields=dict(pair for key in _COMPARED for pair in _flat(saved.get(key), key)),
         curve=_curve(log, metric) or _curve(log, f"validation_{metric}"),
         peak_memory_bytes=last.get("peak_memory_bytes"),
+        final=_final(run, last.get("step", 0), metric),
     )
+
+
+def _final(run: Path, step: int, metric: str) -> float | None:
+    """The final evaluation of a run, if it has one that is not of an earlier end."""
+    path = run / FINAL_FILE
+    final = read_json_file(path) if path.is_file() else {}
+    return final.get(f"final_{metric}") if final.get("step") == step else None
 
 
 def _curve(log: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:

@@ -130,7 +130,7 @@ LAWS: dict[str, Law] = {
 def run(
     config: ModelConfig, names: Iterable[str] | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[Result]:
-    """Check a design against some laws (default: all), and yield each result as soon as its law was checked.
+    """Check a design against some laws (default: all), and yield each result as soon as it is known.
 
     Large designs should be made small first, with `shrink`. Raises ConfigError for an unknown name, before the first
     law is checked. Any other error within a law is reported in its result.
@@ -157,6 +157,6 @@ def _result(law: Law, config: ModelConfig, device: torch.device | str, models: M
 
 
 def _default_device(device: torch.device | str) -> AbstractContextManager[object]:
-    """Within the block, tensors are made on this device. If they are anyway, do nothing: the mode slows every call."""
+    """Create tensors on this device within the block. A no-op if they already are: the mode slows every call."""
     target = torch.device(device)
     return nullcontext() if target == torch.get_default_device() else target

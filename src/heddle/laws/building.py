@@ -40,7 +40,7 @@ def complete_initialization(config: ModelConfig) -> None:
 
 
 def seeded_initialization(config: ModelConfig) -> None:
-    """Initial weights depend on the seed alone, apart from rounding to the dtype; another seed gives others."""
+    """Initial weights depend on the seed alone, apart from rounding to the dtype; another seed gives different ones."""
     torch.rand(3)  # whatever was drawn before must not matter
     first = dict(build(config, seed=3).named_parameters())
     again = dict(build(config, seed=3).named_parameters())
@@ -49,9 +49,9 @@ def seeded_initialization(config: ModelConfig) -> None:
     narrow = dict(build(config, dtype=torch.bfloat16, seed=3).named_parameters())
     for name, value in first.items():
         if not torch.equal(value, again[name]):
-            raise LawViolation(f"{name}: differs between two builds with one seed")
+            raise LawViolation(f"{name}: differs between two builds with the same seed")
         if not torch.equal(wide[name].float(), value) or not torch.equal(value.to(narrow[name].dtype), narrow[name]):
-            raise LawViolation(f"{name}: has other initial values in another dtype")
+            raise LawViolation(f"{name}: has different initial values in another dtype")
         spread = value.numel() > 1 and float(value.detach().std()) > 0  # constants are the same for every seed
         if spread and torch.equal(value, other_seed[name]):
             raise LawViolation(f"{name}: is the same for two seeds")
@@ -88,7 +88,7 @@ def config_round_trip(config: ModelConfig) -> None:
 
 
 def state_dict_completeness(config: ModelConfig) -> None:
-    """A state dict loaded into a model of another seed gives the same bits."""
+    """A state dict loaded into a model with another seed gives the same bits."""
     model = model_under_test(config)
     other = build(config, dtype=torch.float64, device=torch.get_default_device(), seed=5).eval()
     other.load_state_dict(model.state_dict())
@@ -109,7 +109,7 @@ def size_matches_model(config: ModelConfig) -> None:
     if reported.parameters != parameters:
         raise LawViolation(f"{reported.parameters} parameters are reported, {parameters} are built")
     if sum(layer.count for layer in reported.layers) != config.depth:
-        raise LawViolation(f"the reported layers are not {config.depth}")
+        raise LawViolation(f"the number of reported layers is not {config.depth}")
     if sum(layer.count for layer in reported.encoder) != (0 if config.encoder is None else config.encoder.depth):
         raise LawViolation("the reported layers of the encoder are not those of its design")
     allocated = new_state(model, 2, 21).bytes if model.causal else 0

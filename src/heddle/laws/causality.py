@@ -32,7 +32,7 @@ from heddle.parts.modules.short_convolution import ShortConvolutions
 from heddle.parts.residuals.parallel import ParallelConfig
 
 C = TypeVar("C", bound=Config)
-MAX_DRAWS = 256  # of inputs, until every declared dependence was seen
+MAX_DRAWS = 256  # of inputs, until every declared dependence is seen
 InputAndOutput = tuple[Tensor, Tensor]
 
 
@@ -46,7 +46,7 @@ def causality(config: ModelConfig) -> None:
         before = forward_no_grad(model, tokens, layout)
         for start in (1, 6, length - 1):
             changed = torch.cat((tokens[:, :start], others[:, start:]), dim=1)
-            changed[:, start] = tokens[:, start] % (vocabulary - 1) + 1  # surely another one
+            changed[:, start] = tokens[:, start] % (vocabulary - 1) + 1  # always a different one
             after = forward_no_grad(model, changed, layout)
             if model.causal:
                 assert_unaffected(
@@ -57,7 +57,7 @@ def causality(config: ModelConfig) -> None:
 
 
 def _sees_next(model: Decoder, tokens: Tensor, query: int) -> bool:
-    """Whether another token after the query changes its output; a key that is not selected may hide one."""
+    """Whether changing the token after the query changes its output; a key that is not selected may hide this."""
     before, vocabulary = forward_no_grad(model, tokens), model.embed.weight.shape[0]
     for step in range(1, MAX_DRAWS):
         changed = tokens.clone()
@@ -101,9 +101,9 @@ def receptive_field(config: ModelConfig) -> None:
 
 
 def selected_keys(config: ModelConfig) -> None:
-    """With an indexer a token attends to `top_k` of the tokens that its mask shows, or to all of fewer.
+    """With an indexer, a token attends to `top_k` of the tokens that its mask shows, or to all if there are fewer.
 
-    A text of at most `top_k` tokens has the bits of the design without the indexer.
+    A sequence of at most `top_k` tokens has the bits of the design without the indexer.
     """
     model = model_under_test(config)
     indexed: list[Any] = [module for module in model.layers.modules() if getattr(module, "indexer", None) is not None]
@@ -118,9 +118,9 @@ def selected_keys(config: ModelConfig) -> None:
         visible = layout.attention_mask(mixer.window, mixer.causal).materialize()
         attended = (observation.weights > 0).any(1)
         if bool((attended & ~visible).any()):
-            raise LawViolation("a token attends to one that its mask hides")
+            raise LawViolation("a token attends to a masked token")
         if not torch.equal(attended.sum(-1), visible.sum(-1).clamp(max=mixer.indexer.top_k)):
-            raise LawViolation("a token attends to another number of tokens than top_k")
+            raise LawViolation("the number of tokens that a token attends to is not top_k")
 
     handles = [mixer.register_forward_pre_hook(lambda mixer, _: running.append(mixer)) for mixer in indexed]
     handles += [mixer.register_forward_hook(lambda *_: running.clear()) for mixer in indexed]
@@ -134,7 +134,7 @@ def selected_keys(config: ModelConfig) -> None:
     dense = model_under_test(_without_indexers(config))
     dense.load_state_dict({name: value for name, value in model.state_dict().items() if ".indexer." not in name})
     assert_bitwise_equal(
-        forward_no_grad(model, tokens), forward_no_grad(dense, tokens), "a text of top_k tokens, without the indexer"
+        forward_no_grad(model, tokens), forward_no_grad(dense, tokens), "top_k tokens, with and without the indexer"
     )
 
 
@@ -153,7 +153,7 @@ def _without_indexers(config: C) -> C:
 
 
 def _part_call(model: Decoder, part: Mixer | Feedforward, layout: Layout, draw: int) -> InputAndOutput:
-    """Random inputs of a mixer or a feed-forward, and its outputs. draw: 0, 1 …: other inputs."""
+    """Random inputs of a mixer or a feed-forward, and its outputs. draw: the seed of the inputs."""
     generator = torch.Generator().manual_seed(2 + draw)
     x = normal_tensor((1, layout.positions.shape[1], model.config.width), generator).requires_grad_()
     if isinstance(part, Mixer):
@@ -163,7 +163,7 @@ def _part_call(model: Decoder, part: Mixer | Feedforward, layout: Layout, draw: 
 
 
 def _after_sources(model: Decoder, mixer: Mixer, x: Tensor, layout: Layout) -> Tensor:
-    """The outputs of a mixer after those of the layers whose keys or values it reads, here of the same inputs."""
+    """A mixer's outputs after running, on the same inputs, the layers whose keys or values it reads."""
     for number in (mixer.value_source, mixer.kv_source):
         source = None if number is None else model.mixers()[number]
         if source is not None:
@@ -196,7 +196,7 @@ def _mixer_span(mixer: Mixer | None) -> tuple[float, float]:
 
 
 def _layer_span(layer: Layer, model: Decoder) -> tuple[float, float]:
-    """The same through a layer: one branch after the other, or both beside each other."""
+    """The same through a layer, with its branches in sequence or in parallel."""
     back, ahead = _mixer_span(layer.mixer)
     back += _earlier(layer.mixer_convolution)
     beside = _earlier(layer.feedforward_convolution)
@@ -212,8 +212,8 @@ def _earlier(convolutions: ShortConvolutions | None) -> int:
 def _check_support(call: Callable[[int], InputAndOutput], span: tuple[float, float], what: str) -> None:
     """Compare the tokens that a gradient reaches with the declared ones.
 
-    A feature that is zero (relu's) or a key that is not selected hides a dependence, so what one draw does not show is
-    looked for in others.
+    A feature that is zero (relu's) or a key that is not selected hides a dependence, so dependences that one draw does
+    not show are looked for in others.
     """
     missing: Tensor | None = None
     for draw in range(MAX_DRAWS):
@@ -242,4 +242,4 @@ def _report(wrong: Tensor, queries: list[int], message: str) -> None:
     """Raise LawViolation where any (query, key) is wrong."""
     if bool(wrong.any()):
         row, key = wrong.nonzero()[0].tolist()
-        raise LawViolation(f"{message.format(queries[row], key)}, against what its mixers declare")
+        raise LawViolation(f"{message.format(queries[row], key)}, contrary to what its mixers declare")

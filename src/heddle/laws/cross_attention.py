@@ -25,7 +25,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.layout import EncoderOutput, Layout
 
-ROWS, LENGTH, TOKENS = 3, 6, 7  # rows, tokens of the encoder output, tokens of the text
+ROWS, LENGTH, TOKENS = 3, 6, 7  # rows, tokens of the encoder output, tokens of the decoder
 NAN = float("nan")
 MASKS = {
     "on the right": [[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]],
@@ -124,7 +124,7 @@ def _padded(model: Decoder, tokens: Tensor, encoder_output: EncoderOutput, is_to
 
 
 def _in_steps(model: Decoder, tokens: Tensor, encoder_output: EncoderOutput) -> Tensor:
-    """Hidden states with a state, after whose creation the encoder output is overwritten.
+    """Hidden states computed with a state; the encoder output is overwritten once the state exists.
 
     One call without a state for a bidirectional design.
     """
@@ -165,7 +165,7 @@ def _gradient_reaches_tokens(model: Decoder, tokens: Tensor, encoder_output: Enc
     measured = (losses[0] - losses[1]) / (2 * step)
     if not abs(measured - predicted) <= 1e-5 * max(1.0, abs(measured)):
         raise LawViolation(
-            f"a small step of the encoder output changes the loss by {measured:.6g}, its gradient says {predicted:.6g}"
+            f"a step of the encoder output changes the loss by {measured:.6g}, its gradient predicts {predicted:.6g}"
         )
 
 
@@ -173,11 +173,11 @@ def _both_sequences(model: Decoder, tokens: Tensor, keys: Tensor, values: Tensor
     """Keys come from one sequence, values from the other."""
     same = _hidden_states(model, tokens, EncoderOutput(keys))
     assert_bitwise_equal(
-        _hidden_states(model, tokens, EncoderOutput(keys, keys)), same, "values given as the very keys"
+        _hidden_states(model, tokens, EncoderOutput(keys, keys)), same, "the keys passed as values, too"
     )
     for name, changed in {"keys": EncoderOutput(values, keys), "values": EncoderOutput(keys, values)}.items():
         if bool((_hidden_states(model, tokens, changed) - same).abs().amax(-1).min() < 1e-9):
-            raise LawViolation(f"other {name} of the encoder output change nothing")
+            raise LawViolation(f"changing the encoder output's {name} changes nothing")
 
 
 def _nothing_to_read(model: Decoder, tokens: Tensor, keys: Tensor) -> None:
@@ -199,7 +199,7 @@ def _nothing_to_read(model: Decoder, tokens: Tensor, keys: Tensor) -> None:
 
 
 def _wrong(model: Decoder, tokens: Tensor, keys: Tensor) -> None:
-    """No memory, another width, other rows, and a second memory beside a state's are refused."""
+    """A missing encoder output, another width, other rows, and a second one beside the state's are refused."""
     wrong = {
         "is missing": None,
         "keys are": EncoderOutput(keys[..., :-1].repeat(1, 1, 2)),
@@ -223,7 +223,7 @@ def _wrong(model: Decoder, tokens: Tensor, keys: Tensor) -> None:
         assert_refused(again, "encoder_output: the state already has one", "accepted a second encoder output")
 
 
-@torch.no_grad()  # with gradients another kernel may run, which rounds otherwise
+@torch.no_grad()  # with gradients another kernel may run, which rounds differently
 def _encoded(model: Decoder, tokens: Tensor) -> None:
     """The encoder computes the same output from a padded source as from its tokens alone, and marks the padding."""
     if model.encoder is None:

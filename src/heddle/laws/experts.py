@@ -102,9 +102,9 @@ def top_k_routing(config: ModelConfig) -> None:
         row = x[:1]
         chosen = _experts_of_each_token(part, row)
         if not bool((chosen.sum(1) == mixture.top_k).all()):
-            raise LawViolation(f"tokens take {chosen.sum(1).tolist()} experts instead of top_k = {mixture.top_k}")
+            raise LawViolation(f"tokens have {chosen.sum(1).tolist()} experts instead of top_k = {mixture.top_k}")
         if not torch.equal(_statistics(part, row).expert_counts, chosen.sum(0)):
-            raise LawViolation("the loads of a row are not those of its tokens, one by one")
+            raise LawViolation("the loads of a row are not the sum over its tokens, one by one")
         y, _ = part(row, Layout.causal(1, LENGTH))
         last = mixture.weights[-1]  # of the last projection: only hidden activations of zero can hide it
         for token in range(LENGTH):
@@ -113,12 +113,12 @@ def top_k_routing(config: ModelConfig) -> None:
             taken, alone = chosen[token], row[:, token : token + 1]
             if bool((met & ~taken).any()) or not (bool(met.any()) or _shows_nan(part, taken, alone)):
                 raise LawViolation(f"token {token} depends on experts {met.nonzero().flatten().tolist()}, "
-                             f"but took {taken.nonzero().flatten().tolist()}")  # fmt: skip
+                             f"but was routed to {taken.nonzero().flatten().tolist()}")  # fmt: skip
 
 
 @torch.no_grad()
 def _shows_nan(part: Feedforward, experts: Tensor, x: Tensor) -> bool:
-    """Whether NaN in the last projection of these experts, bool [experts], reaches the answer: 0 · NaN is NaN."""
+    """Whether NaN in the last projection of these experts, bool [experts], reaches the output: 0 · NaN is NaN."""
     poisoned = copy.deepcopy(part)
     assert poisoned.expert_info is not None
     poisoned.expert_info.weights[-1][experts] = NAN
@@ -153,7 +153,7 @@ def idle_experts(config: ModelConfig) -> None:
             if not torch.equal(slope, before):
                 raise LawViolation("NaN in the weights of idle experts changes a gradient")
             if _within(value, mixture) and bool(slope[idle].any()):
-                raise LawViolation("an expert that no token took has a gradient that is not zero")
+                raise LawViolation("an expert without tokens has a nonzero gradient")
 
 
 def _within(value: Tensor, mixture: ExpertInfo) -> bool:
@@ -161,7 +161,7 @@ def _within(value: Tensor, mixture: ExpertInfo) -> bool:
 
 
 def routing_ties(config: ModelConfig) -> None:
-    """Where router scores are equal, the experts of the lowest indices are taken, for every token."""
+    """Where router scores are equal, every token is routed to the experts with the lowest indices."""
     for part, mixture, x in _mixtures(config):
         with torch.no_grad():
             for parameter in mixture.router.parameters():
@@ -174,7 +174,7 @@ def routing_ties(config: ModelConfig) -> None:
 
 
 def router_statistics(config: ModelConfig) -> None:
-    """The router statistics of a call are the sum of those of its documents; padding counts in none."""
+    """The router statistics of a call are the sum over its documents; padding is not counted."""
     for part, _, x in _mixtures(config):
         part.train()
         packed, padded = Layout.packed([[4, 3, 2], [1, 8]]), Layout.padded([5, LENGTH], side="left")
@@ -195,7 +195,7 @@ def router_statistics(config: ModelConfig) -> None:
 
 
 def load_balancing(config: ModelConfig) -> None:
-    """After a step overloaded experts are less likely and idle ones more; balancing biases change no output."""
+    """After a step, overloaded experts become less likely and idle ones more; balancing biases change no output."""
     for part, x in _each(model_under_test(config)):
         mixture = part.expert_info
         loads = torch.arange(1 if mixture is None else mixture.num_experts) * 2
@@ -206,13 +206,13 @@ def load_balancing(config: ModelConfig) -> None:
         for name, value in part.named_parameters():
             moved = value.detach() - before[name]
             if value.requires_grad and bool(moved.any()):
-                raise LawViolation(f"balancing moves {name}, which gradients teach")
+                raise LawViolation(f"balancing changes {name}, which is trained by its gradient")
             if not value.requires_grad:
                 if bool((moved.sign() * toward < 0).any()):
                     raise LawViolation(f"{name}: an expert above the mean load became more likely")
                 with torch.no_grad():
                     value.copy_(before[name] + 0.5)
-        assert_close(_forward(part, x), y, "what balances was raised alike for all experts")
+        assert_close(_forward(part, x), y, "balancing biases were raised equally for all experts")
 
 
 def router_precision(config: ModelConfig) -> None:
@@ -229,7 +229,7 @@ def router_precision(config: ModelConfig) -> None:
         for name, got in logits.items():
             error = float((got.double() - want).abs().max())
             if got.dtype not in (torch.float32, torch.float64) or not error < 1e-5 * max(1.0, float(want.abs().max())):
-                raise LawViolation(f"{name}, the router's numbers are {got.dtype} and differ by {error:.1e}")
+                raise LawViolation(f"{name}, the router's logits are {got.dtype} and differ by {error:.1e}")
 
 
 def token_isolation_in_training(config: ModelConfig) -> None:
@@ -264,4 +264,4 @@ def _refused_with_a_state(part: Feedforward, x: Tensor) -> None:
     if part.expert_info is not None and part.expert_info.capacity_factor is not None:
         assert_refused(call, "capacity", "experts with a capacity factor were trained with a state")
     elif not bool(call().isfinite().all()):
-        raise LawViolation("in training with a state, the answer is not finite")
+        raise LawViolation("in training with a state, the output is not finite")

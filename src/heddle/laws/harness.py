@@ -16,7 +16,7 @@ from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import EncoderOutput, Layout
 
 TOLERANCE = 1e-10
-MAX_TEXT_LENGTH = 128  # tokens, more than any law's text
+MAX_TEXT_LENGTH = 128  # tokens, longer than any law's sequence
 EXPERT_TOLERANCE = 1e-12  # other tokens change the row count, and so the rounding, of an expert's matrix product
 ENCODER_LENGTH = 5  # tokens of the encoder output that cross-attention reads
 PADDING_TOKEN = 0  # random_tokens never returns it: it stands for padding and for poisoned tokens
@@ -124,7 +124,7 @@ def forward_no_grad(model: Decoder, tokens: Tensor, layout: Layout | None = None
 def new_state(model: Decoder, rows: int, cache_length: int | None = None, rollback: int = 0) -> State:
     """An empty state.
 
-    A design whose rotary embedding depends on the final length gets a `cache_length` that holds any law's text.
+    A design whose rotary embedding depends on the final length gets a `cache_length` long enough for any law.
     """
     if cache_length is None and model.length_dependent:
         cache_length = MAX_TEXT_LENGTH

@@ -64,12 +64,12 @@ def _padded(rows: Tensor, side: str) -> tuple[Layout, Tensor]:
         layout = Layout(torch.where((index >= 0) & (index < torch.tensor(LENGTHS)[:, None]), index, -1))
     else:
         layout = Layout.padded(LENGTHS, width, side=side)
-    filler = rows[:, -1:]  # an ordinary token, whose effect would show
+    filler = rows[:, -1:]  # an ordinary token, to make any effect of padding visible
     return layout, torch.where(layout.positions >= 0, rows.gather(1, layout.positions.clamp(min=0)), filler)
 
 
 def padding_gradients(config: ModelConfig) -> None:
-    """The gradients of a padded batch are the sum of those of its rows computed separately."""
+    """The gradients of a padded batch are the sum over its rows computed separately."""
     model = model_under_test(config)
     rows = random_tokens(config, len(LENGTHS), max(LENGTHS))
     want = None
@@ -275,7 +275,7 @@ def _poison_slots(state: State) -> None:
 
 
 def padding_not_cached(config: ModelConfig) -> None:
-    """Padding is written to no state: after a padded call a row holds the same as after a call alone."""
+    """Padding is written to no state: after a padded call, a row's state is the same as after a call on it alone."""
     model = model_under_test(config)
     if not supports_state(model):
         return

@@ -38,7 +38,7 @@ from heddle.parts.positions import Rotation
 from heddle.torch_private import tree_leaves, tree_map
 
 REFERENCE = {name: operation.kernels[-1].name for name, operation in OPERATIONS.items()}
-FLOAT32_BOUND = 1e-10  # mean square of the error over that of the answer
+FLOAT32_BOUND = 1e-10  # mean square error relative to the mean square of the output
 FLOAT32_ANGLES_BOUND = 1e-9  # where angles are float32, as in transformers: one of 3,000 is rounded by 1e-4
 BFLOAT16_BOUND = 1e-2
 
@@ -54,7 +54,7 @@ def kernel_equivalence(config: ModelConfig) -> None:
             with kernels(**REFERENCE):
                 want = run()
         _compare(got, want, f"{name}, chosen kernels")
-        # A kernel of an operation that is not among these calls would only repeat the reference.
+        # Kernels of operations outside these calls would only repeat the reference.
         for operation, kernel in _forced_kernels({call.operation for call in calls}):
             try:
                 with kernels(**(REFERENCE | {operation: kernel})):
@@ -111,7 +111,7 @@ def _training_run(model: Decoder, tokens: Tensor, layout: Layout | None) -> Run:
 
 
 def _loss_run(model: Decoder, tokens: Tensor) -> Run:
-    """The loss of fixed hidden states and its gradients: those of hidden states are the values."""
+    """The loss of fixed hidden states; their gradient serves as the values, the loss is among the gradients."""
     shape, head = (*tokens.shape, model.embed.weight.shape[1]), model.head.output_head
     states = torch.randn(shape, dtype=head.weight.dtype, generator=torch.Generator().manual_seed(0), device="cpu")
     hidden = states.to(head.weight.device).requires_grad_()
@@ -129,9 +129,9 @@ def _loss_run(model: Decoder, tokens: Tensor) -> Run:
 def low_precision(config: ModelConfig) -> None:
     """Outputs in float32 and bfloat16, also token by token and far from position 0, stay close to float64.
 
-    Experts are routed as in float64, and indexers read what they read there: where two experts or keys are nearly
-    equal, rounding would choose between different functions.
-    A design that amplifies rounding may err twice as much as float64 whose modules read and return rounded numbers.
+    Experts are routed, and indexers select keys, as in float64: where two experts or keys are nearly equal, rounding
+    would choose between different functions. A design that amplifies rounding may have twice the error of a float64
+    model whose modules read and return rounded numbers.
     """
     exact = model_under_test(config, torch.bfloat16).to(torch.float64)  # every dtype can hold its parameters
     tokens = random_tokens(config, 1, 12)
@@ -170,7 +170,7 @@ def _choosers(model: Decoder) -> list[nn.Module]:
 def _record_choices(model: Decoder) -> Iterator[dict[int, Any]]:
     """Collect the output of each router and indexer within the block, in one call.
 
-    An indexer gives numbers that bfloat16 can hold, so that its scores are those of every dtype.
+    Indexers return numbers that bfloat16 can represent, so that scores are the same in every dtype.
     """
     outputs: dict[int, Any] = {}
     choosers = _choosers(model)
@@ -224,14 +224,14 @@ def _rounded_outputs(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Mean square of the error over that of the answer."""
+    """Mean square error relative to the mean square of the output."""
     return float((got.double() - want).square().mean() / want.square().mean())
 
 
 def _check_error(got: Tensor, want: Tensor, what: str, bound: float) -> None:
     error = _error(got, want)
     if not error <= bound:
-        raise LawViolation(f"{what}: the mean square error is {error:.1e} of the answer, more than {bound:.0e}")
+        raise LawViolation(f"{what}: the relative mean square error is {error:.1e}, more than {bound:.0e}")
 
 
 def extreme_inputs(config: ModelConfig) -> None:
@@ -245,23 +245,23 @@ def extreme_inputs(config: ModelConfig) -> None:
                 model.embed.weight.mul_(factor)
             hidden = forward(model, tokens)
             grads = gradients(model, probe_loss(hidden.float()))
-            for name, tensor in {"the answer": hidden, **grads}.items():
+            for name, tensor in {"the output": hidden, **grads}.items():
                 if not bool(tensor.isfinite().all()):
-                    what = "the answer" if tensor is hidden else f"the gradient of {name}"
+                    what = "the output" if tensor is hidden else f"the gradient of {name}"
                     raise LawViolation(f"{dtype} with embeddings times {factor:g}: {what} is not finite")
 
 
-# bfloat16: no kernel errs much more than the reference, and what must not influence a token changes no bit of it.
+# bfloat16: no kernel has a much larger error than the reference, and what must not affect a token changes no bit of it.
 #
 # The other laws run in float64, for which most kernels of a GPU do not exist. These laws run the kernels that train and
 # generate there. A bound on values is twice the reference's error, as in FlashAttention's own tests.
 
 
 NARROW = torch.bfloat16
-# A kernel's error may be so many times the reference's, or that of rounding the exact result if that is more. Of
-# gradients the largest of the call is rounded: terms are rounded before they cancel in a smaller one.
+# A kernel's error may be this many times the larger one of the reference's error and the rounding error of the exact
+# result. For gradients it is that of the largest in the call: terms are rounded before they cancel in a smaller one.
 VALUE_FACTOR, GRADIENT_FACTOR = 2.0, 8.0
-QUERY_SCALE = 16.0  # of the queries of softmax attention: a kernel that rounds scores errs in proportion to them
+QUERY_SCALE = 16.0  # of the queries of softmax attention: the error of a kernel that rounds scores grows with them
 NOISE = 1e-5  # the error that is allowed where the exact result is zero
 MIN_LENGTH = 13  # tokens of a row; no other dimension of a small design has this size
 
@@ -270,7 +270,7 @@ NarrowRun = Callable[[], object]
 
 
 def bfloat16_kernels(config: ModelConfig) -> None:
-    """In bfloat16 a kernel errs at most twice as much as the reference, in gradients eight times as much."""
+    """In bfloat16, a kernel's error is at most twice the reference's, and eight times in gradients."""
     model = model_under_test(config, NARROW)
     checked = set()
     for what, layout, call in _calls(config, model):
@@ -303,7 +303,7 @@ def _compare_narrow(
             if not error <= bound:
                 raise LawViolation(
                     f"{what}, {call.operation}={kernel.name}, {name}: the error is {error:.1e}, more than {factor:g} "
-                    f"times that of the reference or of rounding (together {bound:.1e})"
+                    f"times the error of the reference or of rounding ({bound:.1e})"
                 )
 
 
@@ -335,7 +335,7 @@ def _recorded(run: NarrowRun) -> list[KernelCall]:
 
 
 def _copied(call: KernelCall, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, whose tensors are leaves: copies, in `dtype` if they are floating and it is given."""
+    """The arguments of a call with tensors copied to new leaves, floating ones in `dtype` if it is given."""
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -369,7 +369,7 @@ def _results(call: KernelCall, kernel: Kernel[Any], layout: Layout | None, dtype
 
 
 def _without_padding(y: Tensor, layout: Layout | None) -> Tensor:
-    """An output with zeros at padding, where each kernel may return what it wants: [B, …, T, …]."""
+    """An output [B, …, T, …] with zeros at padding, where kernels may return anything."""
     if layout is None or layout.padding is None or y.dim() < 3 or y.shape[0] != layout.batch:
         return y
     dims = [dim for dim in range(1, y.dim() - 1) if y.shape[dim] == layout.length]

@@ -1,4 +1,4 @@
-"""Multi-token modules: each design with them computes what it does without, and no module sees what it predicts."""
+"""Multi-token modules: a design computes the same with and without them, and no module sees what it predicts."""
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ def multi_token_prediction(config: ModelConfig) -> None:
     """A design with multi-token modules has the same hidden states, and a module reads nothing that it predicts.
 
     At depth d, token t is predicted from states up to t and tokens up to t + d of its document, however rows are
-    packed, padded or cut in calls. Where a mixer sees later tokens, or the last layer reads keys or values of another,
-    the design is refused.
+    packed, padded or split into calls. Where a mixer sees later tokens, or the last layer reads keys or values of
+    another, the design is refused.
     """
     depth = DEPTH if config.multi_token is None else config.multi_token.depth
     changed = {"multi_token": MultiTokenConfig(depth=depth)}
@@ -59,14 +59,14 @@ def _check_main_states(config: ModelConfig, model: Decoder) -> None:
     drawn = dict(build(model.config, device=device).named_parameters())
     for name, value in plain.named_parameters():
         if not torch.equal(value, drawn[name]):
-            raise LawViolation(f"{name}: has other initial values in a design with multi_token")
+            raise LawViolation(f"{name}: has different initial values in a design with multi_token")
     plain = plain.double().eval()
     weights = model.state_dict()
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     tokens = random_tokens(config, 2, LENGTH)
     layout = layout_for(plain, 2, LENGTH)
     with torch.no_grad():
-        assert_bitwise_equal(model(tokens, layout)[0], plain(tokens, layout)[0], "hidden states beside modules")
+        assert_bitwise_equal(model(tokens, layout)[0], plain(tokens, layout)[0], "hidden states with modules")
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def _tolerance(model: Decoder, values: Tensor) -> float:
 
 
 def _check_documents(model: Decoder, depth: int) -> None:
-    """Packed and padded documents are predicted as each is alone."""
+    """Packed and padded documents are predicted as each one alone."""
     tokens = random_tokens(model.config, len(DOCUMENTS), LENGTH)
     packed = _predict(model, tokens, Layout.packed(DOCUMENTS, LENGTH))
     if len(packed) != min(depth, LENGTH - 1):
@@ -102,10 +102,10 @@ def _check_documents(model: Decoder, depth: int) -> None:
 
 
 def _check_later_tokens(model: Decoder, depth: int) -> None:
-    """Another token changes the predictions of those that read it, from `depth` before it on, and no earlier one."""
+    """Changing a token changes the predictions that read it, from `depth` before it on, and no earlier one."""
     tokens, at = random_tokens(model.config, 1, LENGTH), LENGTH - 3
     other = tokens.clone()
-    other[0, at] = tokens[0, at] % (model.embed.weight.shape[0] - 1) + 1  # another one, and no padding
+    other[0, at] = tokens[0, at] % (model.embed.weight.shape[0] - 1) + 1  # a different token, and not padding
     for ahead, (before, after) in enumerate(zip(_predict(model, tokens), _predict(model, other), strict=True), start=1):
         first = at - ahead  # which reads token first + ahead = at
         if first < 0:
@@ -114,7 +114,7 @@ def _check_later_tokens(model: Decoder, depth: int) -> None:
         what = f"depth {ahead}, token {at} was changed"
         assert_close(after.hidden[:, unaffected], before.hidden[:, unaffected], what, tolerance)
         if not bool((after.hidden[:, first] - before.hidden[:, first]).abs().max() > 0.0):
-            raise LawViolation(f"depth {ahead}: token {at} does not act on the prediction at token {first}")
+            raise LawViolation(f"depth {ahead}: token {at} does not affect the prediction at token {first}")
 
 
 @torch.no_grad()

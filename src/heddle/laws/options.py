@@ -1,9 +1,9 @@
-"""Options: every field of a design acts, or is refused where it would do nothing.
+"""Options: every field of a design has an effect, or is refused where it would have none.
 
 For each field, other values are tried until one changes something. A value that is invalid counts as refused. Where
-valid values change nothing, a number in the configs around the field may hide it: a window of one token hides whatever
-changes scores, and small heads have too few frequencies. So other numbers are tried, and the field must act beside
-these. A choice, or a part, that makes a field do nothing must refuse it.
+valid values change nothing, a number in the configs around the field may hide the effect: a window of one token hides
+whatever changes scores, and small heads have too few frequencies. So other numbers are tried, and the field must have
+an effect beside these. A choice, or a part, that makes a field do nothing must refuse it.
 """
 
 import types
@@ -43,9 +43,9 @@ LENGTHS = (1, 2, 3, 4)  # of lists of numbers
 
 
 class Option(NamedTuple):
-    """A field of a config within a design. steps: the way to it, such as ("layers", 0, "mixer", "heads").
+    """A field of a config within a design. steps: its path, such as ("layers", 0, "mixer", "heads").
 
-    around: the ways to the configs that hold it, the innermost first.
+    around: the paths of the configs that contain it, the innermost first.
     """
 
     config: Config
@@ -64,7 +64,7 @@ class Option(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The way to the field as one writes it: `layers[0].mixer.heads`."""
+        """The path as text: `layers[0].mixer.heads`."""
         return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.steps).removeprefix(".")
 
 
@@ -74,7 +74,7 @@ def field_values(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def options(config: Config) -> Iterator[Option]:
-    """Every field of a design and of the configs within it. Equal configs at the same field of several layers: once."""
+    """Every field of a design and of the configs within it. Equal configs in one field of several layers count once."""
     return _options(config, (), (), set())
 
 
@@ -94,7 +94,7 @@ def _options(
 
 
 def config_at(config: Config, steps: Steps) -> Config:
-    """The config at the end of a way."""
+    """The config at a path."""
     value: Any = config
     for step in steps:
         value = value[step] if isinstance(step, int) else getattr(value, step)
@@ -103,7 +103,7 @@ def config_at(config: Config, steps: Steps) -> Config:
 
 
 def with_values(config: C, values: dict[Steps, Any]) -> C:
-    """The design with another value at the end of each way, all at once. Raises DesignError if that is refused."""
+    """The design with another value at each path, all at once. Raises DesignError if that is refused."""
     changed: dict[str, Any] = {}
     for name in dict.fromkeys(str(steps[0]) for steps in values):
         inner = {steps[1:]: value for steps, value in values.items() if steps[0] == name}
@@ -148,14 +148,14 @@ def _groups(annotation: Any, value: Any) -> Iterator[list[Any]]:
 
 
 def other_numbers(value: float) -> list[Any]:
-    """Numbers near and far from one, of its type."""
+    """Numbers near and far from `value`, of its type."""
     if isinstance(value, int):
         return list(dict.fromkeys((value + 1, 2 * value, value - 1, value // 2, 1, 2, 16)))
     return [*(value * factor for factor in FACTORS), 1.0, 0.5]
 
 
 def far_numbers(value: float) -> list[Any]:
-    """A few numbers far from one, of its type."""
+    """A few numbers far from `value`, of its type."""
     numbers = (2 * value, 1, 2, 16) if isinstance(value, int) else (2.0 * value, value / 64, value * 64)
     return [number for number in numbers if number != value]
 
@@ -225,13 +225,13 @@ LEAST_CHANGE = 1e-9  # of float64 numbers: more than any rounding
 
 
 def options_have_effect(config: ModelConfig) -> None:
-    """Another value of any field changes sizes, outputs, gradients or first weights, or is refused."""
+    """Another value of any field changes sizes, outputs, gradients or initial weights, or is refused."""
     behavior = Behavior(config)
     for option in options(config):
         if not has_effect(option, behavior):
             raise LawViolation(
-                f"{option.path}: every other value gives the sizes, outputs, gradients and first weights of "
-                f"{option.value!r}; refuse it where it does nothing"
+                f"{option.path}: every other value gives the same sizes, outputs, gradients and initial "
+                f"weights as {option.value!r}; refuse it where it does nothing"
             )
 
 
@@ -243,7 +243,7 @@ def has_effect(option: Option, behavior: "Behavior") -> bool:
 def changes(option: Option, behavior: "Behavior", most: int | None = None) -> bool | None:
     """True: another value changes something. False: valid values change nothing. None: all are refused.
 
-    most: how many values of a group are tried, the last ones, which are far from its own.
+    most: how many values to try of each group: the last ones, which are farthest from the field's own.
     """
     for group in alternatives(option):
         accepted: list[Behavior] = []
@@ -256,7 +256,7 @@ def changes(option: Option, behavior: "Behavior", most: int | None = None) -> bo
                     return True
             except ConfigError:
                 continue
-            # None stands for a default. The same default written out is no other value.
+            # None stands for a default. The same default written out is not another value.
             if None not in (option.value, value) or changed.config.resolved() != behavior.config.resolved():
                 accepted.append(changed)
         if accepted:
@@ -265,7 +265,7 @@ def changes(option: Option, behavior: "Behavior", most: int | None = None) -> bo
 
 
 def numbers_with_effect(option: Option, behavior: "Behavior") -> dict[Steps, float] | None:
-    """Numbers around the field whose other values let it change something; None if there are none."""
+    """Numbers around the field beside which it has an effect; None if there are none."""
     for change in _changes_around(option, behavior):
         other = _behavior_with(change, behavior)
         if other is not None and changes(option, other, most=FEW):
@@ -274,13 +274,13 @@ def numbers_with_effect(option: Option, behavior: "Behavior") -> dict[Steps, flo
 
 
 def _changes_around(option: Option, behavior: "Behavior") -> Iterator[dict[Steps, float]]:
-    """Other values of numbers around a field, the likeliest to show what it does first.
+    """Other values of numbers around a field, first those most likely to show what it does.
 
     One number at a time, the smallest first, and all whole numbers doubled, because a width may depend on another. Then
-    one other number at a time beside the whole numbers of the nearest configs multiplied as far as they can be: a head
-    of one pair, a window of one token and a small base together hide what a scaling does. Then one number at a time
-    beside the field's own config doubled as far as it can be. Last, each number of that config which cannot be doubled
-    alone, together with one around it.
+    one other number at a time beside the whole numbers of the nearest configs, multiplied as far as possible: a head of
+    one pair, a window of one token and a small base together hide what a scaling does. Then one number at a time beside
+    the field's own config, doubled as far as possible. Last, each number of that config which cannot be doubled alone,
+    together with one around it.
     """
     numbers = {
         (*steps, name): value
@@ -308,7 +308,7 @@ def _changes_around(option: Option, behavior: "Behavior") -> Iterator[dict[Steps
 
 
 def _multiplied(numbers: dict[Steps, float], factor: int, behavior: "Behavior") -> dict[Steps, float]:
-    """The numbers times a factor, but for those with which the design, multiplied so far, would be refused."""
+    """The numbers times a factor, except those with which the design, multiplied so far, would be refused."""
     multiplied: dict[Steps, float] = {}
     for steps, number in numbers.items():
         if _behavior_with(multiplied | {steps: factor * number}, behavior) is not None:
@@ -327,7 +327,7 @@ def _behavior_with(numbers: dict[Steps, float], behavior: "Behavior") -> "Behavi
 
 
 class Behavior:
-    """What a design computes, each part of it when it is first asked for; with the weights of `like`, if they fit.
+    """What a design computes, each result on first use; with the weights of `like`, if they fit.
 
     Raises ConfigError if the design cannot be built.
     """
@@ -348,7 +348,7 @@ class Behavior:
         return _differ(self.logits, other.logits) or _differ(self.training, other.training)
 
     def differs_in_detail(self, other: "Behavior") -> bool:
-        """Whether the state's size, the rounding or the first weights differ, though outputs do not."""
+        """Whether the state's size, rounding or initial weights differ, though outputs do not."""
         return self.shapes == other.shapes and (
             self.state_bytes != other.state_bytes
             or not torch.equal(self.narrow_logits, other.narrow_logits)
@@ -383,7 +383,7 @@ class Behavior:
     @cached_property
     @torch.no_grad()
     def training(self) -> Tensor:
-        """Logits (also of multi-token modules) and auxiliary losses in training mode, and what a step then updates."""
+        """Logits (also of multi-token modules) and auxiliary losses in training mode, and what a step updates."""
         _ = self.weights
         numbers = self._training_numbers()
         numbers += [value.detach().clone() for value in self.model.parameters() if not value.requires_grad]
@@ -402,7 +402,7 @@ class Behavior:
 
     @cached_property
     def has_unused_parameters(self) -> bool:
-        """Whether a trainable parameter is in no computation, so that it gets no gradient, not even zero."""
+        """Whether a trainable parameter is not used at all, so that its gradient is None instead of zero."""
         _ = self.weights
         total = torch.stack([number.sin().sum() for number in self._training_numbers()]).sum()
         trainable = [value for value in self.model.parameters() if value.requires_grad]
@@ -412,13 +412,13 @@ class Behavior:
 
     @cached_property
     def state_bytes(self) -> int:
-        """The size of a state for a text longer than the law's; 0 for a bidirectional design."""
+        """The size of a state for a sequence longer than the law's; 0 for a bidirectional design."""
         return new_state(self.model, 2, CACHE_LENGTH).bytes if self.model.causal else 0
 
     @cached_property
     @torch.no_grad()
     def narrow_logits(self) -> Tensor:
-        """Logits in bfloat16, which show what is rounded where."""
+        """Logits in bfloat16, which show where numbers are rounded."""
         _ = self.weights
         logits = _logits(self.model.to(torch.bfloat16))
         _set_weights(self.model.to(torch.float64), self.weights)
@@ -456,7 +456,7 @@ def _weighted_predictions(model: Decoder) -> list[Tensor]:
 
 
 def _differ(first: Tensor, second: Tensor | None) -> bool:
-    """Whether two tensors differ by more than rounding. One that is missing differs in nothing."""
+    """Whether two tensors differ by more than rounding. A missing one counts as equal."""
     if second is None or first.shape != second.shape:
         return second is not None
     changed = (first - second).abs().nan_to_num(nan=0.0) > LEAST_CHANGE

@@ -159,7 +159,7 @@ def coordinate_shift_invariance(config: ModelConfig) -> None:
 
 
 def _uses_coordinates(mixer: Mixer) -> bool:
-    """Whether two tokens are rotated by their coordinates. A causal window of one holds one. A mixer may be a part."""
+    """Whether coordinates rotate tokens relative to each other: never in a causal window of one."""
     parts = [module for module in mixer.modules() if isinstance(module, Mixer) and module is not mixer]
     if parts:
         return any(map(_uses_coordinates, parts))

@@ -25,7 +25,7 @@ from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.residuals import Residual, Stream
 
 SAMPLES, SMALL_SAMPLES = 20_000, 200
-MAX_DEVIATIONS = 4.0  # standard deviations by which a share of the samples may be off
+MAX_DEVIATIONS = 4.0  # standard deviations that a share of samples may be off
 RATE = 0.4
 FIRST_RATE = 0.25  # of the first layer, where a design has one
 
@@ -60,7 +60,7 @@ def drop_path_rates(config: ModelConfig) -> None:
         blocks = list(_blocks(stack))
         for index, (block, rate, stream) in enumerate(_streams(stack, SAMPLES)):
             if not rate:
-                stream = _first_samples(stream, SMALL_SAMPLES)  # whatever is dropped here shows at once
+                stream = _first_samples(stream, SMALL_SAMPLES)  # anything dropped here shows at once
             by_branch = _surviving_samples(block, stream)
             for name, rows in by_branch.items():
                 _check_share(rows, 1.0 - rate, f"{what}layer {index} of {len(blocks)}: samples that keep {name}")

@@ -1,7 +1,7 @@
 """A small design with the structure of a large one, on which the laws run in seconds.
 
 Parts are shrunk by their fields, which have one meaning in every kind: heads, their widths and groups, windows, ranks,
-hidden channels. Where that is not enough, a kind has a function of its own, under `@shrink_part.register`.
+hidden channels. Where that is not enough, a kind has its own function, under `@shrink_part.register`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,10 +29,10 @@ V = TypeVar("V")
 VOCAB_SIZE = 97
 LEAST_WIDTH = 16
 SMALL_WINDOW = 7
-SMALL_TEXT = 128  # tokens, more than any law's text
+SMALL_TEXT = 128  # tokens, longer than any law's sequence
 GROUP_FIELDS = ("kv_heads", "key_heads", "groups")
 HEAD_WIDTH = 8
-SMALL_TOP_K = 3  # keys that an indexer selects, fewer than those of any law's text
+SMALL_TOP_K = 3  # keys that an indexer selects, fewer than any law's sequence has
 MOST = {  # an odd number stays odd
     "kv_rank": 10, "query_rank": 8, "gate_rank": 8, "decay_rank": 8, "rate_rank": 6, "value_rank": 4, "state_size": 8,
     "nope_dim": 6, "rope_dim": 4, "hidden": 20, "buckets": 8,
@@ -47,8 +47,8 @@ WINDOWS = ("window", "conv_kernel")
 class ShrinkContext:
     """The width of the residual stream, before and after.
 
-    small_encoder_width: that of the encoder output, if the design has an encoder of its own. dims: of a head's rotated
-    part, before and after.
+    small_encoder_width: the encoder output's, if the design has its own encoder. dims: of a head's rotated part, before
+    and after.
     """
 
     width: int
@@ -270,7 +270,7 @@ def _head_counts(mixer: MixerConfig) -> Iterator[tuple[int, int]]:
 
 
 def _width(*configs: ModelConfig) -> int:
-    """The small width of designs of the same width."""
+    """The small width of designs that have the same width."""
     width, least = configs[0].width, 1
     odd = width % 2 == 1
     for config in configs:
@@ -285,23 +285,23 @@ def _width(*configs: ModelConfig) -> int:
 
 
 def small_count(number: int) -> int:
-    """1, 2 or 3, with the parity of the number."""
+    """1, 2 or 3, with the parity of `number`."""
     return number if number <= 3 else 3 - (number + 1) % 2
 
 
 def small_head_count(heads: int, groups: int | None = None) -> int:
-    """The number of heads after shrinking, a multiple of that of the groups. None: each head is a group."""
+    """The number of heads after shrinking, a multiple of the number of groups. None: each head is a group."""
     groups = groups or heads
     return small_count(groups) * small_count(heads // groups)
 
 
 def at_most(number: int, most: int) -> int:
-    """The number if it is at most `most` (which is even), else `most`, plus 1 for an odd number."""
+    """`number` if it is at most `most` (which is even), else `most`, plus 1 if `number` is odd."""
     return number if number <= most else most + number % 2
 
 
 def small_relative_width(value: int, before: int, after: int) -> int:
-    """A width that is to `after` as `value` is to `before`: wider, as wide or narrower."""
+    """A width that relates to `after` as `value` does to `before`: wider, as wide or narrower."""
     return after + (value > before) - (value < before and after > 1)
 
 

@@ -1,4 +1,4 @@
-"""States as values: forked, reordered and rolled back, they continue as if each text had been read separately."""
+"""States as values: forked, reordered and rolled back, they continue as if each sequence had been read separately."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from heddle.parts.mixers import Mixer
 from heddle.parts.position_table import INITIAL_SLOTS
 
 ROLLBACK = 3  # tokens that ring buffers can roll back
-# Tokens taken back of each row, and read after that. At last all rows are equally long again.
+# Tokens rolled back in each row, and read after that. In the end all rows are equally long again.
 ROLLBACKS = (([0, 1, 2], 4), ([3, 0, 1], 3), ([3, 3, 3], 2), ([2, 2, 0], 2), ([0, 2, 2], 2))
 ROWS = 3
 
@@ -49,7 +49,7 @@ class TokenRead(NamedTuple):
 
 
 class ReferenceState:
-    """A state together with the texts that it has read. Every output is compared with a call on these texts."""
+    """A state with the sequences that it has read. Every output is compared with a call on these sequences."""
 
     def __init__(self, model: Decoder, rows: int, cache_length: int | None = None, rollback: int = 0) -> None:
         self.model = model
@@ -57,7 +57,7 @@ class ReferenceState:
         self.rows: list[list[TokenRead]] = [[] for _ in range(rows)]
 
     def feed(self, tokens: Tensor, what: str, layout: Layout | None = None, tolerance: float = 1e-10) -> None:
-        """Read tokens [B, T] and compare each output with that of the full texts without a state."""
+        """Read tokens [B, T] and compare each output with that of the full sequences without a state."""
         try:
             hidden, self.state = forward_with_state(self.model, self.state, tokens, layout)
         except ConfigError as error:
@@ -77,7 +77,7 @@ class ReferenceState:
                 )
 
     def recomputed(self) -> Tensor:
-        """Hidden states of all texts, in one call without a state, padded on the right."""
+        """Hidden states of all sequences, in one call without a state, padded on the right."""
         longest = max(1, *map(len, self.rows))
         filled = [[*row, *[TokenRead(PADDING_TOKEN, -1, 0)] * (longest - len(row))] for row in self.rows]
         columns = [torch.tensor([[read[field] for read in row] for row in filled]) for field in range(3)]
@@ -152,7 +152,7 @@ def fork_isolation(config: ModelConfig) -> None:
 
 
 def state_row_selection(config: ModelConfig) -> None:
-    """Rows of a state that are selected, repeated or reordered continue as each text would alone."""
+    """Rows of a state that are selected, repeated or reordered continue as each sequence would alone."""
     model = model_under_test(config)
     if not supports_state(model):
         return
@@ -177,7 +177,7 @@ def state_row_selection(config: ModelConfig) -> None:
 
 
 def changing_batch(config: ModelConfig) -> None:
-    """Texts that join a batch and leave it between steps continue as each would alone."""
+    """Sequences that join a batch and leave it between steps continue as each would alone."""
     model = model_under_test(config)
     if not supports_state(model):
         return
@@ -232,14 +232,14 @@ def _rollback_before_wraparound(model: Decoder, config: ModelConfig, turn: int) 
 
 
 def rollback_errors(config: ModelConfig) -> None:
-    """A rollback that is impossible is refused and leaves the state valid; a performed one consumes the handle."""
+    """An impossible rollback is refused and leaves the state valid; one that is performed consumes the handle."""
     model = model_under_test(config)
     if not supports_state(model):
         return
     forgets = not new_state(model, 1).can_roll_back(1)
     slack = 0 if forgets else 1
     if forgets:
-        assert_refused(lambda: new_state(model, 2, rollback=1), "fork", "a recurrence promised a rollback")
+        assert_refused(lambda: new_state(model, 2, rollback=1), "fork", "a recurrence accepted a rollback")
     length = max(_ring_sizes(model), default=4) + slack + 1
     twin = ReferenceState(model, 2, rollback=slack)
     twin.feed(random_tokens(config, 2, length), "rows")
@@ -264,7 +264,7 @@ def rollback_errors(config: ModelConfig) -> None:
             assert_refused(
                 lambda: twin.state.rollback(1), "fork", "a ring buffer rolled back further than allowed, in two steps"
             )
-    twin.feed(random_tokens(config, 2, 2), "rows after what was refused")
+    twin.feed(random_tokens(config, 2, 2), "rows after refused rollbacks")
 
 
 def rollback_size(config: ModelConfig) -> None:
@@ -279,15 +279,15 @@ def rollback_size(config: ModelConfig) -> None:
     _, state = forward_with_state(model, new_state(model, 2, context, ROLLBACK), random_tokens(config, 2, context))
     if state.rollback(2).bytes != reported:
         raise LawViolation(
-            f"{reported} bytes are reported of a state with rollback {ROLLBACK}, {state.bytes} are allocated"
+            f"{reported} bytes are reported for a state with rollback {ROLLBACK}, {state.bytes} are allocated"
         )
 
 
-# Chunking: a text read in chunks, with a state carried from call to call, gives the hidden states of one call.
+# Chunking: a sequence read in chunks, with a state carried from call to call, gives the hidden states of one call.
 
 
 def chunked_decoding(config: ModelConfig) -> None:
-    """Reading a text in chunks with a state equals reading it in one call, for lengths around every window."""
+    """Reading a sequence in chunks with a state equals reading it in one call, for lengths around every window."""
     model = model_under_test(config)
     if not supports_state(model):
         return
@@ -327,7 +327,7 @@ def _brief(sizes: list[int]) -> str:
 
 
 def all_chunkings(config: ModelConfig, length: int = 6) -> None:
-    """All 2^(T−1) ways to split a short text into chunks give the hidden states of one call."""
+    """All 2^(T−1) ways to split a short sequence into chunks give the hidden states of one call."""
     model = model_under_test(config)
     if not supports_state(model):
         return

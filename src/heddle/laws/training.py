@@ -41,7 +41,7 @@ def dropout_off_in_eval(config: ModelConfig) -> None:
         changed = not torch.equal(forward_no_grad(model, tokens), forward_no_grad(without, tokens))
     declared = _without_dropout(config, data_dependent=True) != config
     if changed != declared and (declared or config == plain):
-        raise LawViolation(f"in training, something was {'' if changed else 'not '}dropped, against the declared rates")
+        raise LawViolation(f"in training, something was {'' if changed else 'not '}dropped, despite the declared rates")
 
 
 def _without_dropout(config: C, data_dependent: bool) -> C:
@@ -108,7 +108,7 @@ def finite_differences(config: ModelConfig) -> None:
     grads = gradients(model, probe_loss(forward(model, tokens)))
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
-        if name not in grads:  # no gradient teaches it
+        if name not in grads:  # not trained by gradients
             continue
         direction = normal_tensor(parameter.shape, generator)
         predicted = float((grads[name] * direction).sum())
@@ -118,7 +118,7 @@ def finite_differences(config: ModelConfig) -> None:
                 break
         else:
             raise LawViolation(
-                f"{name}: a small step changes the loss by {measured:.6g}, its gradient says {predicted:.6g}"
+                f"{name}: a small step changes the loss by {measured:.6g}; its gradient predicts {predicted:.6g}"
             )
 
 

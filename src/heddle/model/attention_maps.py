@@ -1,4 +1,4 @@
-"""Attention weights of every layer of a call, computed exactly, while fast kernels compute the output."""
+"""Record each layer's attention weights in a call, computed exactly while fast kernels compute the output."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,11 +18,11 @@ _MAX_PIXELS = 96
 
 
 class AttentionWeights(list[Tensor | None]):
-    """The weights of each layer, [B, H, T, S] or None. In a notebook: those of the first row, as images."""
+    """The weights of each layer, [B, H, T, S] or None. A notebook shows the first sequence's as images."""
 
     def _repr_html_(self) -> str:
         rows = [(index, *_shown(index, weights)) for index, weights in enumerate(self)]
-        return html_table(("layer", "heads", "weights, dark: 1"), rows, "attention weights of the first row")
+        return html_table(("layer", "heads", "weights, dark: 1"), rows, "attention weights of the first sequence")
 
 
 def _shown(index: int, weights: Tensor | None) -> tuple[str, Image]:
@@ -47,8 +47,8 @@ def attention_weights(
     Weights are in at least float32, before dropout. Each row sums to 1, or to less with a sink; rows of padding are
     zero. S is T, or the length of the encoder output that cross-attention reads. A layer has no weights if it has no
     mixer or its mixer has no softmax. With `implied`, mixers without a softmax return the factor of each value (after
-    its convolution) in each output (before its norm and gate): these rows need not sum to 1 and may be negative; there
-    are none where a token has several values. The heads of two mixers in one layer are concatenated. Raises
+    its convolution) in each output (before its norm and gate): these rows need not sum to 1 and may be negative;
+    a mixer with several values per token has none. The heads of two mixers in one layer are concatenated. Raises
     ConfigError if these two read different lengths.
     """
     weights = AttentionWeights([None] * len(model.layers))
@@ -114,8 +114,8 @@ def _concatenate_heads(index: int, observations: list[Observation]) -> Observati
     lengths = sorted({observation.weights.shape[3] for observation in observations})
     if len(lengths) > 1:
         raise ConfigError(
-            f"attention_weights: layer {index} reads texts of {lengths} tokens, whose weights do not fit in one "
-            "tensor; collect them with heddle.numerics.attention.observer"
+            f"attention_weights: layer {index} attends to sequences of {lengths} tokens, and their weights do not fit "
+            "in one tensor; collect them with heddle.numerics.attention.observer"
         )
     weights = torch.cat([observation.weights for observation in observations], dim=1)
     return Observation(weights, sum(observation.groups for observation in observations))

@@ -1,4 +1,4 @@
-"""A design: the config of a whole model, with those of its embedding, layers and head."""
+"""A design: the config of a whole model, with its embedding, layers and head."""
 
 import hashlib
 import json
@@ -34,17 +34,17 @@ from heddle.parts.norms import NormConfig
 from heddle.parts.positions import AdditivePositionConfig
 from heddle.parts.residuals import ResidualConfig
 
-# Limits on the sizes of a design, and the sentences that refuse more.
+# Limits on the size of a design.
 
 
-MAX_LAYERS = 1024  # more take above two seconds to parse and to compare with families
+MAX_LAYERS = 1024  # more take over two seconds to parse and to match against families
 MAX_DISTINCT_LAYERS = 128  # each takes about 20 ms to build and measure
 
 
 def too_many_layers(depth: int) -> str | None:
     """Return why a design of `depth` layers is refused, or None if it is not."""
     count = f"{depth}" if depth < 2**64 else "more than 2^64"
-    return f"stands for {count} layers; at most {MAX_LAYERS} are built" if depth > MAX_LAYERS else None
+    return f"expands to {count} layers; at most {MAX_LAYERS} are allowed" if depth > MAX_LAYERS else None
 
 
 @contextmanager
@@ -77,8 +77,8 @@ class HeadConfig(Config):
     """`tied` shares the embedding's weight. Logits are `cap · tanh(scale · (W h + b) / cap)` with `softcap` as cap.
 
     transform: an activation f; then h is N(f(V h + c)) of the hidden states, N the model's norm (BERT's masked language
-    models). transform_bias: whether there is a c.
-    width_scale: another factor of the logits, which a transfer over width sets; the next one replaces it.
+    models). transform_bias: whether c is added.
+    width_scale: another factor of the logits, set by hyperparameter transfer over width; the next transfer replaces it.
     """
 
     tied: bool = True
@@ -96,7 +96,7 @@ class HeadConfig(Config):
         return self
 
     def resolved(self) -> Self:
-        """One factor of the logits: the product."""
+        """The same config with one factor of the logits, the product."""
         return self if self.width_scale is None else self.replace(scale=self.scale * self.width_scale, width_scale=None)
 
 
@@ -113,9 +113,9 @@ class InitializationConfig(Config):
 class LayerConfig(Config):
     """`repeat` equal layers, each a mixer and a feed-forward; or a list of `layers`, repeated as a whole.
 
-    shared: every visit of this entry has the same weights, in its own repeats and in those of the entries around it
-    (Universal Transformer, Dehghani et al. 2018; Zamba2's shared block, 2024; Ouro, Zhu et al. 2025). Each visit has a
-    state of its own. What depends on depth counts visits: `initialization.depth_scaled`, `drop_path`, the α and β of
+    shared: every visit of this entry uses the same weights, in its own repeats and those of enclosing entries
+    (Universal Transformer, Dehghani et al. 2018; Zamba2's shared block, 2024; Ouro, Zhu et al. 2025). Each visit has
+    its own state. Whatever depends on depth counts visits: `initialization.depth_scaled`, `drop_path`, the α and β of
     `deep_norm`, the blocks of `attention_residuals` and λ_init of `differential_attention`.
     """
 
@@ -144,14 +144,14 @@ class LayerConfig(Config):
         return self.repeat * inner
 
     def map(self, change: Callable[["LayerConfig"], "LayerConfig"]) -> "LayerConfig":
-        """The same entry with `change` of each entry within it that nests no others."""
+        """The same entry with `change` applied to each entry within it that nests no others."""
         if self.layers is None:
             return change(self)
         return self.replace(layers=tuple(layer.map(change) for layer in self.layers))
 
     @property
     def has_shared(self) -> bool:
-        """Whether it, or an entry within it, is shared."""
+        """Whether this entry, or an entry within it, is shared."""
         return self.shared or any(layer.has_shared for layer in self.layers or ())
 
     def expand(self, path: str) -> Iterator[tuple[str, "LayerConfig"]]:
@@ -177,9 +177,9 @@ class MultiTokenConfig(Config):
 
 @dataclass(frozen=True)
 class DistinctLayer:
-    """A layer that occurs `count` times in a design. path, index: the entry and the number of its first occurrence.
+    """A layer that occurs `count` times in a design. path, index: the entry and layer index of its first occurrence.
 
-    weights: how many of these have weights of their own. looped: whether the others visit the same weights again.
+    weights: how many of the occurrences have their own weights. looped: whether the others reuse these weights.
     """
 
     config: LayerConfig
@@ -193,7 +193,7 @@ class DistinctLayer:
 class ModelConfig(Config):
     """A decoder (or, with every mixer `causal: false`, an encoder). `norm` is the default of every norm.
 
-    `encoder` is a second design, without a head of its own: `cross_attention` layers read its hidden states.
+    `encoder` is a second design, without a head: `cross_attention` layers read its hidden states.
     `multi_token` adds modules that predict tokens further ahead, for training and for drafts.
     """
 
@@ -215,7 +215,7 @@ class ModelConfig(Config):
         if reason := too_many_layers(self.depth):
             refuse("layers", reason)
         if len(self.distinct_layers) > MAX_DISTINCT_LAYERS:
-            reason = f"has {len(self.distinct_layers)} different layers; at most {MAX_DISTINCT_LAYERS} are built"
+            reason = f"has {len(self.distinct_layers)} different layers; at most {MAX_DISTINCT_LAYERS} are allowed"
             refuse("layers", reason)
         if self.encoder is not None and self.encoder.encoder is not None:
             refuse("encoder.encoder", "an encoder cannot have an encoder; leave it out")
@@ -227,11 +227,11 @@ class ModelConfig(Config):
         self._check_residual()
         for (path, layer), source in zip(self.expand(), self.kv_sources, strict=True):
             if source is None and layer.mixer is not None and layer.mixer.reads_kv:
-                reason = "no earlier layer has keys and values of its own, this window and this direction; leave it out"
+                reason = "no earlier layer has keys and values of this window and this direction; leave it out"
                 refuse(f"{path}.mixer.shared_kv", reason)
         for (path, layer), source in zip(self.expand(), self.value_sources, strict=True):
             if source is None and layer.mixer is not None and layer.mixer.adds_first_values:
-                reason = f"no earlier layer has {layer.mixer.kind} and values to add; leave it out of the first one"
+                reason = f"no earlier layer has {layer.mixer.kind} with values to add; leave it out of the first one"
                 refuse(f"{path}.mixer.value_residual", reason)
         for path, visits in self._shared_visits.items():
             if visits == 1:
@@ -271,23 +271,23 @@ class ModelConfig(Config):
             (count, *("none" if part is None else describe(part.dump()) for part in parts))
             for parts, count in self.equal_layers.items()
         ]
-        vocab_size = "that of the data" if self.vocab_size is None else f"{self.vocab_size:,}"
+        vocab_size = "set by the data" if self.vocab_size is None else f"{self.vocab_size:,}"
         caption = f"width {self.width:,}, vocabulary {vocab_size}, {self.depth} layers"
         caption += f", norm {describe(self.norm.dump())}, residual {describe(self.residual.dump())}"
         return html_table(("layers", "mixer", "feed-forward"), rows, caption)
 
     @property
     def position_limit(self) -> int | None:
-        """How many tokens a text may have: the number of learned positions; None where no table of them ends."""
+        """The maximum sequence length: the number of learned positions; None where no table of positions ends."""
         return getattr(self.embedding.position, "length", None)
 
     def usual_length(self, length: int, following: int = 0) -> int:
-        """A default number of tokens: `length`, or as many as leave positions for those that follow."""
+        """A default sequence length: `length`, or less if `following` more tokens would have no positions."""
         return length if self.position_limit is None else max(1, min(length, self.position_limit - following))
 
     @cached_property
     def depth(self) -> int:
-        """The number of layers, repeats counted."""
+        """The number of layers, counting repeats."""
         return sum(layer.count() for layer in self.layers)
 
     @cached_property
@@ -305,7 +305,7 @@ class ModelConfig(Config):
 
     @cached_property
     def value_sources(self) -> tuple[int | None, ...]:
-        """For each layer from the bottom up, the first layer of its kind if it adds its values, else None."""
+        """For each layer from the bottom up, the first layer of its kind if it adds that layer's values, else None."""
         first: dict[str, int] = {}
         sources: list[int | None] = []
         for index, (_, layer) in enumerate(self.expand()):
@@ -317,7 +317,7 @@ class ModelConfig(Config):
 
     @property
     def hands_over(self) -> bool:
-        """Whether a layer reads what an earlier one hands over."""
+        """Whether a layer reads keys or values of an earlier one."""
         return any(source is not None for source in (*self.kv_sources, *self.value_sources))
 
     @cached_property
@@ -360,17 +360,17 @@ class ModelConfig(Config):
         return visits
 
     def shared_entry(self, path: str) -> str:
-        """The path of the outermost shared entry that holds a layer, whose path this is."""
+        """The path of the outermost shared entry that contains the layer at `path`."""
         return next(entry for entry in self._shared_visits if f"{path}.".startswith(f"{entry}."))
 
     @property
     def is_looped(self) -> bool:
-        """Whether layers visit the weights of others again."""
+        """Whether layers reuse the weights of other layers."""
         return any(entry.has_shared for entry in self.layers)
 
     @cached_property
     def looped_layers(self) -> tuple[bool, ...]:
-        """For each layer from the bottom up, whether its weights are visited several times."""
+        """For each layer from the bottom up, whether its weights are used by several visits."""
         visits = Counter(self.weight_sources)
         return tuple(visits[source] > 1 for source in self.weight_sources)
 
@@ -419,7 +419,7 @@ class ModelConfig(Config):
         return counts
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the design as plain data with repeats written out. Equal designs have equal ones."""
+        """Return the SHA-256 of the design as plain data with repeats written out: the same for equal designs."""
         layers = [layer.config.replace(repeat=1, shared=False).dump() for layer in self.distinct_layers]
         plain = self.dump() | {"layers": [layers[index] for index in self.layer_order]}
         plain |= {"weight_sources": self.weight_sources} if self.is_looped else {}
@@ -429,7 +429,7 @@ class ModelConfig(Config):
     def resolved(self) -> Self:
         """Return the design with repeats and defaults written out: equal for designs that build the same model.
 
-        Entries that are shared, or hold shared ones, stay entries.
+        Shared entries, and entries that contain them, are not expanded.
         """
         return self._resolved
 
@@ -489,7 +489,7 @@ def schema() -> dict[str, Any]:
             cls = kind_class(slot, kind)
             part = _config_schema(cls, definitions)
             names = [kind, *cls.aliases]
-            word = [] if "required" in part else [{"enum": names}]  # a kind that needs no field is also a word
+            word = [] if "required" in part else [{"enum": names}]  # a kind without required fields is also a word
             part["properties"] = {"kind": {"enum": names} if cls.aliases else {"const": kind}, **part["properties"]}
             part["required"] = ["kind", *part.get("required", [])]
             for base in cls.__mro__:

@@ -1,4 +1,4 @@
-"""A copy of a model whose projections and head have weights of 8 or 4 bits, for generation on a CPU."""
+"""Copies of a model: with int8 or int4 weights for generation on a CPU, and with compiled layers."""
 
 import copy
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from heddle.numerics.quantized import BITS, can_quantize, dequantize, quantize, 
 from heddle.parts.modules.eager import eager_methods
 from heddle.parts.modules.linear import Linear
 
-# Matrices that a mixer multiplies with each other, and a router's, whose choices small errors change.
+# Not quantized: matrices that a mixer multiplies with each other, and routers, since small errors change their choices.
 EXEMPT = ("k_up", "v_up", "router")
 HEAD_BITS = 8
 
@@ -29,7 +29,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[outputs, inputs], made at each access."""
+        """[outputs, inputs], dequantized at each access."""
         return dequantize(self.matrix, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,9 +42,9 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedModel(NamedTuple):
-    """A model, how many weights it had, and how many of them now have fewer bits.
+    """A quantized model, its number of weights, and how many of them were quantized.
 
-    A tied head counts; the embedding that it shares stays for looking tokens up.
+    A tied head counts as quantized; the embedding that it shares stays as it is, for lookups.
     """
 
     model: Decoder
@@ -53,13 +53,13 @@ class QuantizedModel(NamedTuple):
 
 
 def quantize_weights(model: Decoder, bits: int) -> QuantizedModel:
-    """Return a copy in eval mode with weights of 8 or 4 bits; it shares all others with the model.
+    """Return a copy in eval mode with int8 or int4 weights; it shares all other parameters with the model.
 
-    The head has 8 bits in both cases: with 4 it adds a quarter as much loss as all other weights together. Embeddings,
-    norms, convolutions, stacks of experts and routers stay as they are, and so do matrices whose sizes torch's kernels
-    do not have: inputs in multiples of 32, and for 4 bits outputs in multiples of 16. Raises
-    ConfigError for other bits, another device than a CPU, a dtype other than float32, bfloat16 and float64, or a design
-    without a matrix that can be quantized.
+    The head is int8 in both cases: in int4 it adds a quarter as much loss as all other weights together. Embeddings,
+    norms, convolutions, stacks of experts and routers are not quantized, nor are matrices of sizes that torch's kernels
+    do not support: inputs must be multiples of 32, and for int4 outputs multiples of 16. Raises ConfigError for other
+    bits, a device other than the CPU, a dtype other than float32, bfloat16 and float64, or a design without a matrix
+    that can be quantized.
     """
     device, dtype = model.embed.weight.device, model.embed.weight.dtype
     if bits not in BITS:
@@ -67,7 +67,7 @@ def quantize_weights(model: Decoder, bits: int) -> QuantizedModel:
     if device.type != "cpu":
         raise ConfigError(f"weights: int{bits} is for the CPU, and the device is {device.type}; use the CPU")
     if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ConfigError(f"weights: int{bits} multiplies float32 and bfloat16, and the model is {dtype}; use those")
+        raise ConfigError(f"weights: int{bits} needs a float32 or bfloat16 model, and this one is {dtype}; convert it")
     changed = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
     count, made = 0, dict[int, QuantizedLinear]()
     for path, module in list(changed.named_modules()):
@@ -87,7 +87,7 @@ def quantize_weights(model: Decoder, bits: int) -> QuantizedModel:
         count += head.numel()
     if count == 0:
         raise ConfigError(
-            f"weights: no matrix of this design has sizes that int{bits} can have; use int8 or leave it out"
+            f"weights: no matrix of this design has a size that int{bits} supports; use int8 or leave it out"
         )
     return QuantizedModel(changed, sum(parameter.numel() for parameter in model.parameters()), count)
 
@@ -96,18 +96,18 @@ def quantize_weights(model: Decoder, bits: int) -> QuantizedModel:
 
 
 def should_compile(device: str) -> bool:
-    """Whether to compile layers on a device, such as "cuda:1", where nobody chose: on CUDA, with Triton installed.
+    """Whether to compile layers by default on a device such as "cuda:1": on CUDA, with Triton installed.
 
-    There the time of eager layers is that of thousands of launches. On a CPU, compiling takes longer than it saves in
+    There, eager layers are bound by thousands of kernel launches. On a CPU, compiling takes longer than it saves in
     most runs.
     """
     return device.partition(":")[0] == "cuda" and find_spec("triton") is not None
 
 
 def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) -> Decoder:
-    """Return a copy over the same parameters whose layers are compiled with `torch.compile`. The model stays plain.
+    """Return a copy over the same parameters whose layers are compiled with `torch.compile`. The model stays eager.
 
-    Methods marked `eager` (attention over a layout, what experts record) run uncompiled, so that a new layout never
+    Methods marked `eager` (attention over a layout, expert statistics) are not compiled, so that a new layout never
     causes a recompilation. `backend` is torch.compile's; None is its default.
     """
     device = model.embed.weight.device.type
@@ -119,7 +119,7 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) ->
     for stack in (compiled_model, compiled_model.encoder):
         if stack is None:
             continue
-        # A stream that grows, or a shorter text, would make the sizes of graphs that layers share variables.
+        # A growing stream, or a shorter sequence, would make sizes dynamic in the graphs that layers share.
         own_graphs = options | {"isolate_recompiles": True}
         for layer in stack.layers:
             layer.compile(**(own_graphs if stack.config.residual.stream_grows else options))

@@ -52,9 +52,9 @@ def encoder_config(config: ModelConfig, encoder_width: int | None) -> ModelConfi
 
 
 def check_encoder(encoder: "Decoder") -> None:
-    """Raises DesignError for an encoder with cross-attention."""
+    """Raise DesignError for an encoder with cross-attention."""
     if encoder.encoder_width is not None:
-        raise DesignError("layers", "an encoder has no encoder output to read; take cross_attention out of it")
+        raise DesignError("layers", "an encoder has no encoder output to read; remove its cross_attention")
 
 
 def encode(encoder: "Decoder | None", source: Tensor, layout: Layout | None) -> EncoderOutput:
@@ -63,10 +63,10 @@ def encode(encoder: "Decoder | None", source: Tensor, layout: Layout | None) -> 
     Raises ConfigError without an encoder, or if rows hold several documents: cross-attention would read all of them.
     """
     if encoder is None:
-        raise ConfigError("encoder: this design has none; give vectors of your own to layout.with_encoder_output(...)")
+        raise ConfigError("encoder: this design has none; pass your own vectors to layout.with_encoder_output(...)")
     layout = None if layout is None else layout.checked()
     if layout is not None and layout.segment_ids is not None:
-        raise ConfigError("source: packed documents would be read as one; give each its own row")
+        raise ConfigError("source: packed documents would be read as one; put each in its own row")
     hidden, _ = encoder(source, layout)
     return EncoderOutput(hidden, is_token=None if layout is None or layout.padding is None else ~layout.padding)
 
@@ -97,7 +97,7 @@ class Layer(nn.Module):
         self.residual = build_under("residual", model.residual.build, residual_context)
 
     def init_state(self, spec: StateSpec) -> MixerState | None:
-        """An empty state: that of the mixer, or a `LayerState` if the feed-forward has one, too."""
+        """An empty state: the mixer's, or a `LayerState` if the feed-forward has one, too."""
         states: list[MixerState | None] = []
         for part, convolution in (
             (self.mixer, self.mixer_convolution),
@@ -154,18 +154,18 @@ def _run(
 
 
 class Decoder(nn.Module):
-    """A model built from a `ModelConfig`; one without a `vocab_size` raises DesignError.
+    """A model built from a `ModelConfig`. Raises DesignError for a config without a `vocab_size`.
 
     `distinct_layers_only` builds each different layer once, to check and measure a design. `layer_counts`: how many
-    layers each one stands for. `weight_counts`: how many of these have weights of their own. `weight_sources`: for each
-    layer, the first one with its weights. `imported_config`: what an export writes again of the config.json that a
-    model came from.
+    layers each one stands for. `weight_counts`: how many of these have their own weights. `weight_sources`: for each
+    layer, the first one with its weights. `imported_config`: fields of an imported config.json that an export writes
+    back.
     """
 
     def __init__(self, config: ModelConfig, distinct_layers_only: bool = False) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise DesignError("vocab_size", "is required to build a model; give it, or train on a text")
+            raise DesignError("vocab_size", "is required to build a model; set it, or train on data")
         self.config = config
         self.fingerprint = config.fingerprint()
         self.embed = build_under("embedding", Embedding, config.vocab_size, config.width, config.embedding, config.norm)
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
         self.layer_counts = [count for *_, count in layers]
         self.weight_sources = list(config.weight_sources)
         self.weight_counts = [int(source == index) for index, source in enumerate(self.weight_sources)]
-        if distinct_layers_only:  # the first of its equals was built
+        if distinct_layers_only:  # only the first of equal layers was built
             self.weight_counts = [layer.weights for layer in config.distinct_layers]
             self.weight_sources = [config.layer_order[config.weight_sources[index]] for _, _, index, _ in layers]
         self.layers = nn.ModuleList(build_under(path, Layer, layer, config, index) for path, layer, index, _ in layers)
@@ -194,7 +194,7 @@ class Decoder(nn.Module):
             dropout.site = site
 
     def _check_encoder_widths(self, paths: list[str]) -> None:
-        """Raises DesignError if a layer expects an encoder output of another width than an earlier layer."""
+        """Raise DesignError if a layer expects an encoder output of another width than an earlier layer."""
         expected = self.encoder_width
         for path, mixer in zip(paths, self.mixers(), strict=True):
             width = None if mixer is None else mixer.encoder_width
@@ -203,10 +203,9 @@ class Decoder(nn.Module):
                 raise DesignError(f"{path}.mixer", reason)
 
     def _link_layers(self, layers: list[tuple[str, int]]) -> None:
-        """Tell mixers which layer's keys and values, or values alone, they read.
+        """Set from which layer each mixer reads keys and values, or values alone.
 
-        layers: path and number of each layer that was built. Raises DesignError if what they read is not as theirs
-        would be.
+        layers: path and index of each layer that was built. Raises DesignError if the two layers' fields differ.
         """
         config, mixers = self.config, self.mixers()
         by_index = {index: (path, mixer) for (path, index), mixer in zip(layers, mixers, strict=True)}
@@ -215,14 +214,14 @@ class Decoder(nn.Module):
             path, mixer = by_index[index]
             if source is None or mixer is None:
                 return None
-            if source not in by_index:  # the first of its equals was built
+            if source not in by_index:  # only the first of equal layers was built
                 source = config.distinct_layers[config.layer_order[source]].index
             source_path, source_mixer = by_index[source]
             assert source_mixer is not None
             own = getattr(mixer, fields)
             for name, value in getattr(source_mixer, fields).items():
                 if own[name] != value:
-                    reason = f"differs from that of {source_path}, whose {what}; make them equal"
+                    reason = f"differs from that of {source_path}, whose {what}; make the two equal"
                     raise DesignError(f"{path}.mixer.{name}", reason)
             source_mixer.kv_target = source
             return source
@@ -233,7 +232,7 @@ class Decoder(nn.Module):
                 mixer.value_source = link(index, config.value_sources[index], "value_fields", "values it adds")
 
     def _check_shared_weights(self, paths: list[str]) -> None:
-        """Raises DesignError where a visit of a shared layer would have other weights than the first."""
+        """Raise DesignError where a later visit of a shared layer would have other weights than the first."""
         for index, source in enumerate(self.weight_sources):
             if source != index:
                 first, again = (
@@ -242,9 +241,7 @@ class Decoder(nn.Module):
                 )
                 different = sorted(name for name in first.keys() | again.keys() if first.get(name) != again.get(name))
                 if different:
-                    reason = (
-                        f"two of its visits differ in {different[0]}; begin with a layer of its own, or leave it out"
-                    )
+                    reason = f"two of its visits differ in {different[0]}; put another layer first, or leave it out"
                     raise DesignError(f"{self.config.shared_entry(paths[index])}.shared", reason)
 
     def _build_encoder(self, config: ModelConfig, distinct_layers_only: bool) -> "Decoder | None":
@@ -256,21 +253,21 @@ class Decoder(nn.Module):
         return encoder
 
     def _build_multi_token(self) -> list[MultiTokenModule]:
-        """One module for each depth. They come last, so that no draw of anything else depends on them."""
+        """One module per depth, built last, so that no other random draw depends on them."""
         config = self.config
         if config.multi_token is None:
             return []
         if not self.causal:
-            raise DesignError("", "a bidirectional mixer (causal: false) has seen the tokens to predict; leave it out")
-        index = 0 if config.residual.stream_grows else config.depth - 1  # a stream of its own begins in each module
+            raise DesignError("", "a bidirectional mixer (causal: false) sees the tokens to predict; leave it out")
+        index = 0 if config.residual.stream_grows else config.depth - 1  # each module starts a new stream
         depth = config.multi_token.depth
         return [MultiTokenModule(config, Layer(config.last_layer, config, index)) for _ in range(depth)]
 
     def predict_ahead(self, hidden: Tensor, tokens: Tensor, layout: Layout | None = None) -> list[Prediction]:
         """The predictions of the multi-token modules, from the hidden states that a call without a state returned.
 
-        hidden [B, T, width], tokens and layout are those of the call. One entry for each depth that has tokens: none in
-        a design without modules. `head(entry.hidden)` are the logits of the token after the next d.
+        hidden [B, T, width], tokens and layout: of that call. Returns one entry per depth that has tokens; none without
+        modules. `head(entry.hidden)` are the logits of the token after the next d.
         """
         layout = self._layout(tokens, layout, None)
         if not len(self.multi_token):
@@ -278,9 +275,9 @@ class Decoder(nn.Module):
         return predictions(self.multi_token, hidden, self.embed(tokens, layout), layout, self._call_layer)
 
     def tie(self) -> None:
-        """Share weights: the embedding's with a tied head, those of a layer with its later visits; in the encoder too.
+        """Share weights: of the embedding with a tied head, of a layer with its later visits; in the encoder, too.
 
-        Call it after parameters were replaced. Those of the first visit are kept.
+        Call it after replacing parameters. A shared layer keeps those of its first visit.
         """
         if self.config.head.tied:
             self.head.weight = self.embed.weight
@@ -294,9 +291,9 @@ class Decoder(nn.Module):
             self.encoder.tie()
 
     def visits(self, name: str) -> list[str]:
-        """The names of a parameter or module in all layers that have the same weights, the first visit's first.
+        """The names of a parameter or module in all layers that share its weights, the first visit's first.
 
-        Of what belongs to no layer, or to one that is visited once, the name itself.
+        Only the name itself outside of layers, and in layers visited once.
         """
         prefix = "encoder." if self.encoder is not None and name.startswith("encoder.") else ""
         stack = self.encoder if self.encoder is not None and prefix else self
@@ -308,7 +305,7 @@ class Decoder(nn.Module):
         return [f"{prefix}layers.{index}{inner}" for index in same]
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Each module with its name, without layers that visit the weights of others again."""
+        """Each module with its name, without later visits of shared layers."""
         return ((name, module) for name, module in self.named_modules() if self.visits(name)[0] == name)
 
     def mixers(self) -> list[Mixer | None]:
@@ -322,7 +319,7 @@ class Decoder(nn.Module):
 
     @property
     def lookback(self) -> int | None:
-        """How many earlier positions a state's table must store: those of the widest window, or all (None)."""
+        """How many earlier positions a state's table must store: as many as the widest window, or all (None)."""
         lookbacks = [mixer.lookback for mixer in self.mixers() if mixer is not None]
         return None if None in lookbacks else max((length for length in lookbacks if length is not None), default=0)
 
@@ -358,10 +355,10 @@ class Decoder(nn.Module):
     ) -> State:
         """Return an empty state for `batch` rows of at most `cache_length` tokens (None: the caches grow by doubling).
 
-        encoder_output: what cross-attention reads; its keys and values are projected here, once. rollback: how many
-        tokens `State.rollback` may take back at a time. text_lengths: each row's final length, where a rotary embedding
-        depends on it (None: `cache_length`). Raises ConfigError if a mixer is bidirectional or cannot roll back, or if
-        an embedding depends on the final length and both are None.
+        encoder_output: what cross-attention reads; its keys and values are projected here, once. rollback: the most
+        tokens that `State.rollback` can remove at a time. text_lengths: each row's final length, where a rotary
+        embedding depends on it (None: `cache_length`). Raises ConfigError if a mixer is bidirectional or cannot roll
+        back, or if an embedding depends on the final length and both are None.
         """
         if not self.causal:
             raise ConfigError("state: a bidirectional design (causal: false) sees later tokens and cannot have one")
@@ -379,9 +376,12 @@ class Decoder(nn.Module):
         rollback: int = 0,
         text_lengths: Sequence[int] | None = None,
     ) -> State:
-        """As `init_state`, of the first multi-token module: it has one token less of each row than the model has."""
+        """`init_state` for the first multi-token module, whose state has one token less per row than the model's.
+
+        Raises ConfigError as `init_state`, and for a design without modules.
+        """
         if not len(self.multi_token):
-            raise ConfigError("multi_token: this design has no modules; give it multi_token, and train it")
+            raise ConfigError("multi_token: this design has no modules; add multi_token to it and train it")
         layer = self.multi_token[0].get_submodule("layer")
         assert isinstance(layer, Layer)
         lookback = 0 if layer.mixer is None else layer.mixer.lookback
@@ -432,7 +432,7 @@ class Decoder(nn.Module):
 
     @property
     def position_limit(self) -> int | None:
-        """That of the design."""
+        """The design's `position_limit`."""
         return self.config.position_limit
 
     def forward(
@@ -452,12 +452,12 @@ class Decoder(nn.Module):
         if torch.is_grad_enabled():
             raise ConfigError("state: is written in place and carries no gradient; call within torch.no_grad()")
         if layout.encoder_output is not None:
-            raise ConfigError("encoder_output: the state already has one; give it to init_state alone")
+            raise ConfigError("encoder_output: the state already has one; pass it to init_state alone")
         if state.fingerprint != self.fingerprint:
             raise ConfigError("state: belongs to another design; continue with a state from this model's init_state")
         state.check_not_consumed()
         table, layout = state.table.extend(layout, check=not is_next)
-        state.consume()  # a layout that was refused leaves the handle valid
+        state.consume()  # after the checks: a refused layout leaves the handle valid
         hidden, states = self._run(tokens, layout, state.layers)
         return hidden, State(table, states, state.fingerprint)
 
@@ -485,7 +485,7 @@ class Decoder(nn.Module):
         if tokens.dim() - tokens.is_floating_point() != 2:
             raise ConfigError(f"tokens: have shape {list(tokens.shape)}; expected [batch, length]")
         if tokens.is_floating_point() and tokens.shape[2] != self.config.width:
-            raise ConfigError(f"tokens: are vectors {tokens.shape[2]} wide; the embedding's are {self.config.width}")
+            raise ConfigError(f"tokens: are vectors {tokens.shape[2]} wide; expected width {self.config.width}")
         if layout is None:
             if state is not None:
                 state.table.check_batch(tokens.shape[0])

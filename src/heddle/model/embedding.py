@@ -21,18 +21,18 @@ from heddle.parts.norms import NormConfig
 
 
 class TokenTypes(SelfInitialized):
-    """A vector for each type of token (BERT, Devlin et al. 2019), added to the embedding."""
+    """A learned vector per token type (BERT, Devlin et al. 2019), added to the embedding."""
 
     def __init__(self, number: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(number, width))
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Normal rows."""
+        """Draw the weight from normal(0, std)."""
         fill_normal(self.weight, std, draws("weight"))
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """x [B, T, width] -> x + weight[token_types]. Raises ConfigError for types that the table does not have."""
+        """x [B, T, width] -> x + weight[token_types]. Raises ConfigError for types outside the table."""
         types = layout.token_types
         if types is None:
             return x + self.weight[0]
@@ -45,14 +45,14 @@ class TokenTypes(SelfInitialized):
             least, most = torch.stack(types.aminmax()).tolist()
             if least < 0 or most >= len(self.weight):
                 wrong = least if least < 0 else most
-                raise ConfigError(f"token_types: {wrong} is none of the {len(self.weight)} types of this design")
+                raise ConfigError(f"token_types: {wrong} is not one of this design's {len(self.weight)} types")
         return x + functional.embedding(types, self.weight)
 
 
 class Embedding(SelfInitialized):
-    """Token embeddings, scaled, with token types and absolute positions added, and perhaps normed.
+    """Token embeddings, scaled, with token types and absolute positions added, and optionally normalized.
 
-    Padding becomes zero, whatever its token is.
+    Padding gives zeros, whatever its tokens are.
     """
 
     def __init__(self, vocab_size: int, width: int, config: EmbeddingConfig, norm: NormConfig) -> None:
@@ -67,7 +67,7 @@ class Embedding(SelfInitialized):
         self.lookup_module: nn.Module | None = None
 
     def set_lookup(self, lookup_module: nn.Module) -> None:
-        """Use another module for the lookup (tokens [B, T] -> vectors [B, T, width]), and its `weight` for this one."""
+        """Replace the lookup by a module (tokens [B, T] -> vectors [B, T, width]) and take over its `weight`."""
         weight = lookup_module.get_parameter("weight")
         self.lookup_module, self.weight = lookup_module, weight
 
@@ -100,7 +100,7 @@ class Embedding(SelfInitialized):
             x = self.position(x, layout)
         padding = None if layout.padding is None else layout.padding[..., None]
         if self.norm is not None:
-            x = self.norm(x if padding is None else x.masked_fill(padding, 0.0))  # what NaN gives has no gradient
+            x = self.norm(x if padding is None else x.masked_fill(padding, 0.0))  # keeps NaN out of the gradients
         x = self.dropout(x)
         return x if padding is None else x.masked_fill(padding, 0.0)
 
@@ -112,7 +112,7 @@ def _rounded_to_dtypes(number: float) -> dict[torch.dtype, float]:
 
 
 class HeadTransform(nn.Module):
-    """What a head does before the logits: `N(f(V h + c))`, as in BERT's masked language models."""
+    """The transform of hidden states before the logits: `N(f(V h + c))`, as in BERT's masked language models."""
 
     def __init__(self, width: int, config: HeadConfig, norm: NormConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Initialization: storage for the parameters of a model that was built on the meta device, and their first values."""
+"""Initialization: allocate the parameters of a model built on the meta device, and draw their first values."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def initialize(model: "Decoder", seed: int, include: Callable[[SelfInitialized], bool] = lambda module: True) -> None:
     """Initialize every parameter of the modules that `include` accepts.
 
-    The values depend on the seed and on each parameter's name alone, not on other parameters or the device.
+    The values depend only on the seed and each parameter's name, not on other parameters or the device.
     """
     for name, module in model.own_modules():
         initialize_module(model, name, module, seed, include)
@@ -54,7 +54,7 @@ def materialize(model: "Decoder", dtype: torch.dtype, device: torch.device | str
 
 
 def cast_parameters(model: "Decoder", dtype: torch.dtype) -> None:
-    """Store every parameter of a model as one of `dtype` stores it, rounded. Shared ones stay shared."""
+    """Cast every parameter to the dtype that a model of `dtype` stores it in. Shared ones stay shared."""
     _replace_values(model, lambda each: each.detach().to(storage_dtype(each, dtype)))
 
 

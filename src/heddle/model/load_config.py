@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
 
 
-# The parsers of YAML and TOML are slow: each limit is read in about a second.
+# The YAML and TOML parsers are slow: a file at its limit takes about a second.
 MAX_FILE_BYTES = {".json": 4 * 2**20, ".toml": 2**16}
 WEIGHT_SUFFIXES = frozenset({".gguf", ".safetensors"})
 MAX_YAML_BYTES = 2**20
@@ -52,9 +52,9 @@ def with_vocab_size(config: "ModelConfig", vocab_size: int) -> "ModelConfig":
 
 
 def read_design(source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the plain data of a design with its overrides. Raises ConfigError for one that is too wide or too deep.
+    """Return the plain data of a design with overrides applied. Raises ConfigError if it is too wide or too deep.
 
-    Anything else may still be invalid: only `load_config` imports the parts, and torch.
+    Nothing else is checked: only `load_config` imports the parts, and torch.
     """
     with _refuse_deep_nesting():
         data = _plain_data(source)
@@ -82,7 +82,7 @@ def _check_limits(design: dict[str, Any], path: str = "") -> None:
 
 
 def _depth(layers: Any) -> int:
-    """Count the layers that a list of entries stands for. What is not valid counts as one layer."""
+    """Count the layers that a list of entries stands for. Invalid entries count as one layer."""
     if not isinstance(layers, list):
         return 1
     depth = 0
@@ -98,7 +98,7 @@ def _refuse_deep_nesting() -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise ConfigError("layers: nest too deeply to be read; write fewer levels, with repeat") from None
+        raise ConfigError("layers: are nested too deeply to read; use fewer levels, with repeat") from None
 
 
 def _with_defaults(data: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _plain_data(source: str | Path | dict[str, Any]) -> dict[str, Any]:
         path = _config_in(path)
     data = _read_file(path)
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: holds no table of fields; a design starts with width: …")
+        raise ConfigError(f"{path}: is not a table of fields; a design starts with width: …")
     return data
 
 
@@ -143,19 +143,19 @@ def _config_in(folder: Path) -> Path:
     for candidate in (folder / "config.json", *reversed(steps)):
         if candidate.is_file():
             return candidate
-    raise ConfigError(f"{folder}: holds no config.json; name a design file, preset:NAME or a checkpoint folder")
+    raise ConfigError(f"{folder}: has no config.json; give a design file, preset:NAME or a checkpoint folder")
 
 
 def _read_file(path: Path) -> Any:
     what = describe_path(path)
     if what not in ("is a file", "does not exist"):
-        raise ConfigError(f"{path}: {what}; name a YAML, TOML or JSON file, preset:NAME or a checkpoint folder")
+        raise ConfigError(f"{path}: {what}; give a YAML, TOML or JSON file, preset:NAME or a checkpoint folder")
     if what == "does not exist":
         hint = f"; did you mean preset:{path}?" if re.fullmatch(r"[a-z_]+-(tiny|small|medium)", str(path)) else ""
-        raise ConfigError(f"{path}: no such design file{hint or '; name a file, preset:NAME or a checkpoint folder'}")
+        raise ConfigError(f"{path}: no such design file{hint or '; give a file, preset:NAME or a checkpoint folder'}")
     if path.suffix in WEIGHT_SUFFIXES:
-        remedy = f"first `heddle import {path if path.suffix == '.gguf' else path.parent} FOLDER`, then name the folder"
-        raise ConfigError(f"{path}: holds weights, not a design; {remedy}")
+        remedy = f"first `heddle import {path if path.suffix == '.gguf' else path.parent} FOLDER`, then give the folder"
+        raise ConfigError(f"{path}: contains weights, not a design; {remedy}")
     try:
         limit = MAX_FILE_BYTES.get(path.suffix, MAX_YAML_BYTES)
         if path.stat().st_size > limit:
@@ -191,7 +191,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def apply_override(data: dict[str, Any], override: str) -> "list[KindReplacement]":
     """Set `path.to.field=value` in plain data, in place. `layers.*.` applies to every entry, null removes a field.
 
-    A word where a part stands is its new kind. Returns the parts whose kind changed.
+    A word in place of a part sets its kind. Returns the parts whose kind changed. Raises ConfigError if the path or the
+    value cannot be read.
     """
     path, equals, text = override.partition("=")
     if not equals or not path:
@@ -208,7 +209,7 @@ def apply_override(data: dict[str, Any], override: str) -> "list[KindReplacement
 
 
 def _crosses_word(node: Any, steps: list[str]) -> bool:
-    """Whether a word, which may be a part without fields, stands on a path."""
+    """Whether a path goes through a word, which may be a part without fields."""
     if isinstance(node, list):
         return any(_crosses_word(item, steps[1:]) for item in node)
     return isinstance(node, str) or (
@@ -268,10 +269,10 @@ class _Yaml(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(None, None, problem, self.peek_event().start_mark)
         event, mark = self.peek_event(), self.peek_event().start_mark
         if isinstance(event, yaml.AliasEvent):
-            problem = "an alias (*name) is not read; write it out, or use repeat"
+            problem = "aliases (*name) are not supported; write it out, or use repeat"
             raise yaml.MarkedYAMLError(None, None, problem, mark)
         if getattr(event, "tag", None) is not None:
-            raise yaml.MarkedYAMLError(None, None, "a tag (!name) is not read", mark)
+            raise yaml.MarkedYAMLError(None, None, "tags (!name) are not supported", mark)
         return super().compose_node(parent, index)
 
 
@@ -320,24 +321,24 @@ def parse_values(text: str, name: str) -> list[tuple[str, Any]]:
     written = f"[{text}]"
     data = parse_yaml(written, name) if text.strip() else []
     if not isinstance(data, list) or not data or text.rstrip().endswith(","):
-        raise ConfigError(f"{name}: a value is empty; give values between commas, null for a field that is off")
+        raise ConfigError(f"{name}: a value is empty; give comma-separated values, null for a field that is off")
     node = _Yaml(written).get_single_node()
     assert isinstance(node, yaml.SequenceNode)
     pieces = [written[item.start_mark.index : item.end_mark.index] for item in node.value]
     return list(zip(pieces, data, strict=True))
 
 
-# A part of a design's plain data whose kind changes gets the fields that it needs.
+# When an override changes the kind of a part, the part gets the fields that its new kind needs.
 #
-# The new kind keeps the fields that both kinds have. It says itself (`default_fields`) which further ones it needs in
-# the place of the old one. What it cannot have, such as a rotation of more dims than it rotates, is left out.
+# Fields that both kinds have are kept. The new kind's `default_fields` adds the others that it needs in the old one's
+# place. Fields that do not fit it, such as a rotation of more dims than it rotates, are left out.
 
 
 @dataclass(frozen=True, eq=False)
 class KindReplacement:
     """A part in a design's plain data whose kind changed.
 
-    chosen: the fields that it got and that the design did not give. dropped: the paths of those that do not fit.
+    chosen: fields that were added because the design did not give them. dropped: the paths of fields that did not fit.
     """
 
     part: dict[str, Any]
@@ -346,7 +347,7 @@ class KindReplacement:
     dropped: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """What happened, in sentences; fields that were set afterwards are left out."""
+        """The changes as status lines; fields that were set afterwards are left out."""
         chosen = [f"{name} {_name_value(value)}" for name, value in self.chosen.items() if self.part.get(name) == value]
         lines = [f"{self.kind}: {', '.join(chosen)} chosen; set them to change"] if chosen else []
         return lines + (
@@ -359,7 +360,7 @@ def _name_value(value: Any) -> Any:
 
 
 def is_part_path(data: dict[str, Any], steps: list[str]) -> bool:
-    """Whether a part stands at a path, or may stand there."""
+    """Whether the field at a path holds a part, or may hold one."""
     from heddle.model.config import ModelConfig
 
     holders = _parts_at(ModelConfig, data, steps[:-1], None)
@@ -367,9 +368,9 @@ def is_part_path(data: dict[str, Any], steps: list[str]) -> bool:
 
 
 def replace_kinds(data: dict[str, Any], steps: list[str], kind: Any) -> list[KindReplacement]:
-    """Write out the words on a path as parts, in place; if it ends at a kind, change the parts there to another one.
+    """Expand words on a path to parts, in place; if the path ends at a kind, change the parts there to it.
 
-    Returns what changed. A kind that does not exist is refused later.
+    Returns the changes. An unknown kind is refused later.
     """
     from heddle.model.config import ModelConfig
 
@@ -407,7 +408,7 @@ def _field_class(cls: type[Config], node: dict[str, Any], name: str) -> type[Con
 
 
 def _replace_kind(node: dict[str, Any], base: type[Part], kind: str, width: Any) -> KindReplacement | None:
-    """Change the fields of a part for another kind, in place. None if nothing was chosen: a fault is refused later."""
+    """Change a part's fields for another kind, in place. None if none had to change; errors are reported later."""
     new, old = find_kind(base.slot, kind), find_kind(base.slot, node.get("kind"))
     if new is None or old is None or not issubclass(new, base):
         return None

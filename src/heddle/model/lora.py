@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021): a frozen projection plus a trained low-rank one: `y = x Wᵀ + c + (alpha / rank) (x Aᵀ) Bᵀ`.
 
-W and c are frozen. A [rank, inputs] starts at normal numbers and B [outputs, rank] at zero, so that the output is
-unchanged before the first step. Merging replaces W by `W + (alpha / rank) B A`, computed in float64 and rounded once.
+W and c are frozen. A [rank, inputs] starts as normal random numbers and B [outputs, rank] at zero, so that the output
+is unchanged at first. Merging replaces W by `W + (alpha / rank) B A`, computed in float64 and rounded once.
 """
 
 import copy
@@ -34,13 +34,13 @@ class LoraLinear(SelfInitialized):
         self.rank, self.alpha = rank, alpha
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Initialize the adapter alone. It adds zero."""
+        """Draw A from normal(0, std) and set B to zero: the adapter adds nothing at first."""
         fill_normal(self.a, std, draws("a"))
         nn.init.zeros_(self.b)
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter."""
+        """The factor of the adapter, alpha / rank."""
         return self.alpha / self.rank
 
     @property
@@ -50,7 +50,7 @@ class LoraLinear(SelfInitialized):
 
     @torch.no_grad()
     def merged(self, gather: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """[outputs, inputs]: the sum in float64 on the CPU, rounded once. Where zero is added, the bits are kept.
+        """[outputs, inputs]: the sum in float64 on the CPU, rounded once. Entries where zero is added keep their bits.
 
         gather: as in `merge_lora`.
         """
@@ -62,7 +62,7 @@ class LoraLinear(SelfInitialized):
         return linear(x, self.frozen, self.bias) + linear(linear(x, self.a), self.b) * self.scale
 
     def extra_repr(self) -> str:
-        """The text of a Linear, and the rank."""
+        """As for a `Linear`, with the rank."""
         return f"{self.frozen.shape[1]}, {self.frozen.shape[0]}, bias={self.bias is not None}, rank={self.rank}"
 
 
@@ -100,7 +100,7 @@ def add_lora(
 def merge_lora(model: Decoder, gather: Callable[[Tensor], Tensor] | None = None) -> Decoder:
     """Return a plain model that computes the same as a model with adapters. It shares every weight without an adapter.
 
-    A model without adapters is returned as it is. gather: returns all of an adapter that is sharded over ranks.
+    A model without adapters is returned as it is. gather: returns the whole of a tensor that is sharded over ranks.
     """
     if not adapters(model):
         return model
@@ -148,15 +148,14 @@ def target_projections(model: Decoder, targets: Sequence[str]) -> list[str]:
         for path in matches:
             if any(modules[path].get_parameter(name).dim() > 2 for name in modules[path].matrix_parameters):
                 raise ConfigError(
-                    f"lora: '{path}' is a stack of matrices, such as those of experts, which takes no adapters; "
-                    "leave it out"
+                    f"lora: '{path}' is a stack of matrices, as experts have, and cannot take an adapter; leave it out"
                 )
         projections = set(matches).intersection(linear_paths)
         if not projections and model.visits(target)[0] != target:
             raise ConfigError(f"lora: '{target}' has the weights of an earlier layer; name '{model.visits(target)[0]}'")
         if not projections:
             known = ", ".join(dict.fromkeys(_with_wildcards(path) for path in linear_paths))
-            raise ConfigError(f"lora: no projection is at '{target}'; there are {known}")
+            raise ConfigError(f"lora: no projection matches '{target}'; choices: {known}")
         selected |= projections
     return [path for path in modules if path in selected]
 

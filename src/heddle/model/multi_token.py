@@ -27,9 +27,9 @@ CallLayer = Callable[
 
 
 class Prediction(NamedTuple):
-    """What a module of depth d computes. hidden: [B, T − d, width]; the head makes logits of token t + 1 + d of it.
+    """The output of a module of depth d. hidden: [B, T − d, width]; the head turns it into logits of token t + 1 + d.
 
-    layout: of the T − d first tokens. Those whose document ends before token t + d are padding, and so is padding.
+    layout: of the first T − d tokens. Tokens whose document ends before token t + d are marked as padding.
     """
 
     hidden: Tensor
@@ -66,7 +66,7 @@ class MultiTokenModule(nn.Module):
             state.consume()
             [inner] = state.layers
         padding = None if layout.padding is None else layout.padding[..., None]
-        if padding is not None:  # what it holds has no gradient
+        if padding is not None:  # NaN in padding must not reach a gradient
             hidden, embedding = hidden.masked_fill(padding, 0.0), embedding.masked_fill(padding, 0.0)
         x = self.projection(torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), dim=-1))
         stream = self.expand(x if padding is None else x.masked_fill(padding, 0.0))
@@ -78,7 +78,7 @@ class MultiTokenModule(nn.Module):
 def predictions(
     modules: Iterable[nn.Module], hidden: Tensor, embedding: Tensor, layout: Layout, call: CallLayer
 ) -> list[Prediction]:
-    """The predictions of all depths that have tokens; hidden and embedding [B, T, width] are those of `layout`."""
+    """The predictions of all depths that have tokens. hidden, embedding: [B, T, width] of the tokens of `layout`."""
     results: list[Prediction] = []
     for depth, module in enumerate(modules, start=1):
         if layout.length <= depth:
@@ -96,7 +96,7 @@ def predictions(
 def layout_ahead(layout: Layout, depth: int) -> tuple[Layout, Tensor | None]:
     """The layout of the tokens [B, T − depth] that have a token `depth` further in their document; others are padding.
 
-    Also the index of that token in its row, int64 [B, T − depth]; None if it is `depth` more for each.
+    Also that token's index in its row, int64 [B, T − depth]; None if it is always `depth` more than the token's own.
     """
     length = layout.length - depth
     sliced = [
@@ -124,7 +124,7 @@ def layout_ahead(layout: Layout, depth: int) -> tuple[Layout, Tensor | None]:
 
 
 def _tokens_ahead(layout: Layout, depth: int) -> tuple[Tensor, Tensor]:
-    """Whether the document of each token has one `depth` further, bool [B, T], and its index in the row, int64."""
+    """Whether each token's document has a token `depth` further, bool [B, T], and its index in the row, int64."""
     ids, is_token = layout.dense_segment_ids, layout.positions >= 0
     has_next, index = is_token, (torch.arange(layout.length, device=ids.device) + depth).expand_as(ids)
     if layout.has_padding:  # the token whose number in its row is larger by the depth

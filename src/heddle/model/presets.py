@@ -4,8 +4,8 @@ Sizes: tiny (1–2 M parameters), small (≈ 15 M), medium (≈ 100 M). Kinds di
 so that no design has more than 1 % more parameters than the mha of its size. A hybrid has three recurrent layers for
 each layer of full attention if the depth is divisible by four (medium), else two (depth six); the last layer is full
 attention. moe is gqa with experts: as many active parameters per token, and about twice as many in all. Its experts are
-balanced as in DeepSeek-V3: a bias that is used for the selection only adds no gradient, and its step size needs no
-tuning; a loss per sequence with a small coefficient keeps single texts from using few experts.
+balanced as in DeepSeek-V3: a bias that only affects the selection adds no gradient, and its step size needs no tuning;
+a small loss per sequence keeps single sequences from using few experts.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def names() -> list[str]:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The plain data of a preset. Raises ConfigError for an unknown name, with the nearest one."""
+    """The plain data of a preset. Raises ConfigError for an unknown name, and suggests the nearest one."""
     kind, _, size_name = name.rpartition("-")
     if kind not in KINDS or size_name not in SIZES:
         raise ConfigError(f"preset:{name}: unknown preset; {choices_hint(name, names(), prefix='preset:')}")

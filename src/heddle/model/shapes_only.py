@@ -25,7 +25,7 @@ class ShapesOnly(LightDispatchMode):
     """Within `with ShapesOnly():` operations on meta tensors return meta tensors of the right shape and dtype."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer one operation, or let torch answer it."""
+        """Compute the result of one operation, or leave it to torch."""
         kwargs = kwargs or {}
         name = operator_name(function).removeprefix("aten::")
         is_pointwise = torch.Tag.pointwise in function.tags and kwargs.keys() <= POINTWISE_OPTIONS
@@ -83,7 +83,7 @@ def _result_dtype(tensors: list[Tensor], numbers: list[int | float]) -> torch.dt
 
 
 def _like(tensors: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty result whose dimensions are in memory in the order of those of the first operand of its shape."""
+    """An empty result with the memory order of dimensions of the first operand that has its shape."""
     result = torch.empty(shape, dtype=dtype, device="meta")
     operand = next((tensor for tensor in tensors if tensor.shape == shape), None)
     if operand is None or operand.is_contiguous() or 0 in operand.stride():

@@ -23,11 +23,11 @@ from heddle.numerics.linear import packed_weights
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import EncoderOutput, Layout
 
-# A meta model with each distinct layer of a design once, and what is measured around its layers.
+# A meta model with each distinct layer of a design once, and helpers that measure its layers.
 
 
 def build_distinct_layers(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    """Build a meta model with one layer for each different one of the design. Several measurements can share it."""
+    """Build a meta model with each distinct layer of the design once. Several measurements can share it."""
     with refuse_overflow():
         with torch.device("meta"):
             model = Decoder(config, distinct_layers_only=True)
@@ -43,7 +43,7 @@ def with_encoder(model: Decoder) -> list[Decoder]:
 def stacked_layers(model: Decoder, training: bool = False) -> list[tuple[nn.Module, int]]:
     """The layers of each stack, and how many layers of the design each stands for.
 
-    training: also the multi-token modules, at the end, as often as there are depths.
+    training: with the multi-token modules at the end, one for each depth.
     """
     layers = [pair for stack in with_encoder(model) for pair in zip(stack.layers, stack.layer_counts, strict=True)]
     return [*layers, *((module, 1) for module in model.multi_token)] if training else layers
@@ -66,20 +66,20 @@ def around_layers(
 
 
 def parameter_count(module: nn.Module) -> int:
-    """The number of a module's parameters, a shared one counted once."""
+    """The number of a module's parameters, counting shared ones once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def active_parameter_count(module: nn.Module) -> int:
-    """How many of a module's parameters act on one token."""
+    """How many of a module's parameters are active for one token."""
     idle = sum(part.inactive_parameters for part in module.modules() if isinstance(part, Feedforward))
     return parameter_count(module) - idle
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """Return the number of parameters, a shared one counted once, and how many of them act on one token.
+    """Return the number of parameters, counting shared ones once, and how many of them are active for one token.
 
-    Those of multi-token modules count among the first alone.
+    Multi-token modules count in the first number only.
     """
     layers = [layer for layer, _ in stacked_layers(model)]
     weights = [count for stack in with_encoder(model) for count in stack.weight_counts]
@@ -93,7 +93,7 @@ def parameter_counts(model: Decoder) -> tuple[int, int]:
 
 
 def visits_of(count: int, weights: int) -> str:
-    """How many layers there are, and how many have weights of their own: `6`, `6 visits of 1`, or `6 again`."""
+    """A number of layers, and how many of them have their own weights: `6`, `6 visits of 1`, or `6 again`."""
     if count == weights:
         return f"{count}"
     return f"{count} visits of {weights}" if weights else f"{count} again"
@@ -101,9 +101,9 @@ def visits_of(count: int, weights: int) -> str:
 
 @dataclass(frozen=True)
 class LayerSize:
-    """`count` equal neighboring layers. Parameters and state bytes are those of one of them.
+    """`count` equal adjacent layers. parameters, state_bytes: of one of them.
 
-    weights: how many of them have parameters of their own; the others visit a shared layer again.
+    weights: how many of them have their own parameters; the others visit a shared layer again.
     """
 
     count: int
@@ -122,10 +122,10 @@ class Size:
     averaged over a row of `context_length` tokens, causal pairs only, with the encoder's pass over `encoder_length`
     tokens; training takes 3 times as many. state_bytes: all tensors of the state, with the table of positions and
     the projected encoder output. state_bytes_per_token: what one more token adds to the layers' states (0 once all
-    windows are full). position_table_bytes: those of the table of positions.
-    multi_token: one entry for all multi-token modules, which count among `parameters`, and act in training and in
-    drafts alone; state_bytes: of one whose module drafts. multi_token_flops_per_token: what they and their logits add
-    to a forward pass of training.
+    windows are full). position_table_bytes: of the table of positions alone.
+    multi_token: one entry for all multi-token modules, which count in `parameters` and serve training and drafts
+    only; its state_bytes: of the module that drafts. multi_token_flops_per_token: what the modules and their logits
+    add to a forward pass of training.
     """
 
     context_length: int
@@ -154,7 +154,7 @@ class Size:
         ]
         total = (f"all, {self.batch} × {self.context_length:,} tokens", self.parameters, self.state_bytes)
         caption = f"{self.active_parameters:,} active parameters, {self.flops_per_token:,.4g} FLOPs per token"
-        return html_table(("layers", "parameters of each", "state of each, bytes"), [*rows, total], caption)
+        return html_table(("layers", "parameters per layer", "state bytes per layer"), [*rows, total], caption)
 
 
 @contextmanager
@@ -173,8 +173,8 @@ def size(
 ) -> Size:
     """Measure a design. encoder_length: tokens of the encoder output, if it is read; None means `context_length`.
 
-    rollback: that of its state; a bidirectional design has no state. Raises DesignError if the design cannot be built,
-    ConfigError if its state cannot roll back.
+    rollback: as in `Decoder.init_state`; a bidirectional design has no state. Raises DesignError if the design cannot
+    be built, ConfigError if its state cannot roll back.
     """
     return measure_size(build_distinct_layers(config, dtype), context_length, batch, encoder_length, rollback)
 
@@ -183,7 +183,7 @@ def size(
 def measure_size(
     model: Decoder, context_length: int, batch: int = 1, encoder_length: int | None = None, rollback: int = 0
 ) -> Size:
-    """Return the `size` of the design of a meta model."""
+    """Measure the design of a meta model, as `size` does."""
     parameters, active = parameter_counts(model)
     source_length = context_length if encoder_length is None else encoder_length
     layer_bytes, growth, state_total, table_total = None, 0, 0, 0
@@ -213,10 +213,10 @@ def measure_size(
 
 @_shapes_only()
 def flops_per_token(model: Decoder, context_length: int, encoder_length: int = 0, training: bool = False) -> float:
-    """Return the FLOPs of a forward pass of a meta model over one row of `context_length` tokens, divided by them.
+    """Return the FLOPs per token of a forward pass of a meta model over one sequence of `context_length` tokens.
 
-    All logits are counted, and so are the encoder's pass over `encoder_length` tokens and reading its output.
-    training: with the multi-token modules and their logits.
+    All logits are counted, and so are the encoder's pass over `encoder_length` tokens and reading its output. training:
+    with the multi-token modules and their logits.
     """
     return _flops(model, context_length, encoder_length, training) / context_length
 
@@ -225,7 +225,7 @@ def flops_per_token(model: Decoder, context_length: int, encoder_length: int = 0
 def layer_flops(
     model: Decoder, context_length: int, encoder_length: int = 0, training: bool = False
 ) -> tuple[list[int], int]:
-    """FLOPs of one row of a meta model: of each layer that was built (see `stacked_layers`), and of all else."""
+    """FLOPs of a meta model for one sequence: of each layer that was built (see `stacked_layers`), and of the rest."""
     layers = [layer for layer, _ in stacked_layers(model, training)]
     starts, flops = [0] * len(layers), [0] * len(layers)
     tokens = torch.zeros(1, context_length, dtype=torch.int64, device="meta")
@@ -243,7 +243,7 @@ def layer_flops(
 
 
 def _read_row(model: Decoder, tokens: Tensor, layout: Layout, training: bool) -> None:
-    """Compute all logits, in training those of the multi-token modules, too."""
+    """Compute all logits; in training also those of the multi-token modules."""
     hidden, _ = model(tokens, layout)
     model.head(hidden)
     for ahead, _ in model.predict_ahead(hidden, tokens, layout) if training else ():
@@ -260,7 +260,7 @@ def _flops(model: Decoder, context_length: int, encoder_length: int, training: b
 def state_bytes(config: ModelConfig, context_length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes of a state for `context_length` tokens, with the table of positions.
 
-    An encoder output that the design reads is as long; its projected keys and values are counted.
+    If the design reads an encoder output, it has as many tokens, and its projected keys and values are counted.
     """
     model = build_distinct_layers(config, dtype)
     state = model.init_state(batch, context_length, _encoder_output(model, batch, context_length))
@@ -278,7 +278,7 @@ def kernel_choices(
     """Count the kernels chosen for the operations of one call: `queries` tokens after `cached_tokens`.
 
     The call runs on the meta device, but kernels are chosen as for `device`. cached_tokens = −1 means a training call
-    without a state. encoder_length: tokens of the encoder output; None means as many as the text has.
+    without a state. encoder_length: tokens of the encoder output; None means as many as the sequence has.
     """
     return measure_kernel_choices(build_distinct_layers(config, dtype), queries, cached_tokens, device, encoder_length)
 

@@ -18,8 +18,8 @@ from heddle.parts.states import MixerState
 class State:
     """A handle to the state's tensors. A model call consumes the handle and returns a new one over the same tensors.
 
-    layers: the state of each layer, that of its mixer alone or a `LayerState`; None where a layer has none.
-    fingerprint: that of the model's config.
+    layers: the state of each layer: its mixer's alone, or a `LayerState`; None where a layer has none. fingerprint: of
+    the model's config.
     """
 
     table: PositionTable
@@ -28,7 +28,7 @@ class State:
     consumed: bool = field(default=False, repr=False)
 
     def consume(self) -> "State":
-        """Mark the handle as consumed. Raises ConfigError if it was: its tensors already hold later tokens."""
+        """Mark the handle as consumed. Raises ConfigError if it already is: its tensors then hold later tokens."""
         self.check_not_consumed()
         self.consumed = True
         return self
@@ -43,7 +43,7 @@ class State:
         Raises ConfigError for a row that does not exist. This handle stays valid.
         """
         self.check_not_consumed()
-        index = torch.as_tensor(rows, dtype=torch.int64).cpu()  # checked on the host: it may wait for a tensor, no more
+        index = torch.as_tensor(rows, dtype=torch.int64).cpu()  # checked on the host: at most this tensor is waited for
         if index.dim() != 1 or index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= self.table.batch:
             raise ConfigError(f"rows: {index.tolist()} must be indices from 0 to {self.table.batch - 1}")
         target = to_device(index, self.table.token_counts.device)
@@ -52,7 +52,7 @@ class State:
 
     @staticmethod
     def join(states: "Sequence[State]") -> "State":
-        """Return a copy with the rows of all states, in order: the opposite of `select`. The handles stay valid.
+        """Return a copy with the rows of all states, in order: the inverse of `select`. The handles stay valid.
 
         Rows may have different lengths. Raises ConfigError for states of different designs, lengths or rollbacks.
         """
@@ -66,11 +66,11 @@ class State:
         return State(table, layers, states[0].fingerprint)
 
     def pinned(self, max_tokens: int) -> "State":
-        """The state with facts that hold for every next token until a row has `max_tokens`. Consumes this handle.
+        """Fix the shapes of all decode steps until a row has `max_tokens`. Consumes this handle.
 
-        Each call of one token then takes the same operations on tensors of the same shapes, whatever the state holds:
-        one graph serves all of them. It attends to `max_tokens` slots. Raises ConfigError for more than the state's
-        cache length.
+        Every call of one token then runs the same operations on tensors of the same shapes, whatever the state holds,
+        so that one graph serves all of them. Attention reads `max_tokens` slots. Raises ConfigError if that is more
+        than the state's cache length.
         """
         self.check_not_consumed()
         table = self.table.pinned(max_tokens)
@@ -78,9 +78,9 @@ class State:
         return State(table, self.layers, self.fingerprint)
 
     def advance(self, read: Callable[["State"], "State"]) -> None:
-        """Replace a pinned state in place by `read` of it, a call of one token. This handle stays valid.
+        """Update a pinned state in place by `read`, a call of one token. This handle stays valid.
 
-        Every tensor stays where it is, so that a graph recorded over them finds the state of the next token in them.
+        No tensor moves in memory, so that a graph recorded over them finds the next state in them.
         """
         self.check_not_consumed()
         newer = read(replace(self))
@@ -89,11 +89,11 @@ class State:
                 target.copy_(source)
 
     def can_roll_back(self, tokens: int) -> bool:
-        """Whether `rollback` can take back this many tokens of every row now."""
+        """Whether `rollback` can remove this many tokens of every row now."""
         return self._can_roll_back_from(tokens, self.table)
 
     def can_always_roll_back(self, tokens: int) -> bool:
-        """Whether `rollback` can take back the next `tokens` after they are read, however full the state is then."""
+        """Whether `rollback` can remove the next `tokens` after they are read, however full the state is then."""
         full_table = replace(self.table, peak_tokens=sys.maxsize, rollback_left=self.table.rollback)
         return self._can_roll_back_from(tokens, full_table)
 
@@ -105,12 +105,12 @@ class State:
         """Remove the last `tokens` of every row (or one number for each row), in place. Consumes this handle.
 
         Raises ConfigError if a row has fewer tokens or a layer cannot roll back: a recurrence never can, a ring
-        buffer at most by the `rollback` that the state was created with. Then this handle stays valid; fork the state
-        beforehand and read the tokens again instead.
+        buffer at most by the `rollback` that the state was created with. This handle then stays valid; instead, fork
+        the state beforehand and read the tokens again.
         """
         self.check_not_consumed()
         token_counts = self.table.token_counts
-        if not isinstance(tokens, Tensor):  # numbers of the host, which the host need not read again
+        if not isinstance(tokens, Tensor):  # already on the host: no need to wait for the device
             tokens = torch.as_tensor(tokens, device="cpu")
         removed = to_device(tokens, token_counts.device)
         if removed.dtype.is_floating_point or (removed.dim() and removed.shape != token_counts.shape):
@@ -120,8 +120,8 @@ class State:
         most = int(tokens.max())
         if not self.can_roll_back(most):
             raise ConfigError(
-                f"rollback: {self._blocker(most)} cannot take back {most} tokens; fork the state before and read the "
-                "tokens again, or, if only windows are in the way, create the state with a larger rollback"
+                f"rollback: {self._blocker(most)} cannot take back {most} tokens; fork the state beforehand and "
+                "read the tokens again, or, if only windows prevent it, create the state with a larger rollback"
             )
         table, removed_slots = self.table.rolled_back(removed, most)
         self.consumed = True
@@ -136,7 +136,7 @@ class State:
         return "the table of positions"
 
     def check_not_consumed(self) -> None:
-        """Raises ConfigError if an earlier call consumed this handle."""
+        """Raise ConfigError if an earlier call consumed this handle."""
         if self.consumed:
             raise ConfigError(
                 "state: was consumed by an earlier call; continue with the state that call returned "

@@ -1,7 +1,7 @@
 """Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss (2025).
 
-A function joins with its definition in this file: `@plain` for an f, `@gated` for a function of both inputs. The
-configs of feed-forwards then allow its name.
+To add a function, define it in this file: with `@plain` for an f, with `@gated` for a function of both inputs. The
+configs of feed-forwards then accept its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,7 +86,7 @@ def swiglu_clamped(up: Tensor, gate: Tensor, limit: float, alpha: float) -> Tens
 
 
 def activation(name: str, settings: Mapping[str, float] | None = None) -> Activation:
-    """The activation of this name. Settings that are left out have their defaults."""
+    """The activation of this name, with defaults for settings that are left out."""
     if name in GATED:
         function, defaults = GATED[name]
         return partial(_with_gate, partial(function, **{**defaults, **(settings or {})}))

@@ -34,7 +34,7 @@ from heddle.torch_private import is_fake
 
 
 class ChunkOptions(NamedTuple):
-    """What a step needs besides tensors. gradients: whether those of the logits, and of the bias, are required."""
+    """What a step needs besides tensors. gradients: whether the logits and the bias need them."""
 
     scale: float
     softcap: float | None
@@ -146,13 +146,13 @@ def results_of_compiled_step(
 
 
 CHUNK_ELEMENTS = DeviceSize(2**24, 2**29)  # logits that exist at one time: 64 MB in float32 on a CPU
-CHUNK_MULTIPLE = DeviceSize(1, 128)  # tokens: accelerators multiply tiles of so many rows
+CHUNK_MULTIPLE = DeviceSize(1, 128)  # tokens: accelerators multiply tiles of this many rows
 
 
 class OutputHead(NamedTuple):
     """weight [vocab, width] and bias [vocab] of a head. `scale` multiplies the logits, then `softcap` bounds them.
 
-    transform: what hidden states pass through first, [N, width] -> [N, width].
+    transform: applied to the hidden states first, [N, width] -> [N, width].
     """
 
     weight: Tensor
@@ -176,7 +176,7 @@ class TeacherOutput(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What is summed: `text_weight` · cross-entropy + `logits_weight` · divergence from the teacher, if any."""
+    """The loss: `text_weight` · cross-entropy + `logits_weight` · divergence from the teacher, if any."""
 
     teacher: TeacherOutput | None = None
     text_weight: float = 1.0
@@ -224,7 +224,7 @@ def loss_sum(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
 def distillation_sums(
     hidden: Tensor, head: OutputHead, targets: Tensor, teacher: TeacherOutput, text_weight: float, logits_weight: float
 ) -> DistillationSums:
-    """As `loss_sum`, of `text_weight` · cross-entropy + `logits_weight` · KL(teacher ‖ model); gradients as there.
+    """As `loss_sum`, but of `text_weight` · cross-entropy + `logits_weight` · KL(teacher ‖ model).
 
     The teacher gets no gradient. Its logits, too, exist in chunks only.
     """

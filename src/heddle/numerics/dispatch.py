@@ -32,30 +32,30 @@ def device_type(tensor: Tensor) -> str:
 
 @cache
 def has_triton() -> bool:
-    """Whether torch can compile for this machine's GPU. Assumed where there is none: then a choice is only told."""
+    """Whether torch can compile for this machine's GPU. True without a GPU: choices are then only reported."""
     return not torch.cuda.is_available() or find_spec("triton") is not None
 
 
 def is_deterministic() -> bool:
-    """Whether equal calls must give equal bits: torch was asked for deterministic algorithms, not only for warnings."""
-    if is_compiling():  # a graph reads this flag alone; it is traced anew when the flag changes
+    """Whether results must be bitwise reproducible: deterministic algorithms are enforced, not just warned about."""
+    if is_compiling():  # a graph reads only this flag, and is retraced when it changes
         return torch.are_deterministic_algorithms_enabled()
     asked = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return asked or _assumed_deterministic.get()
 
 
 def optional_nondeterministic(facts: Any) -> str:
-    """Why equal calls may differ in bits, of a kernel whose library does not follow torch's flag."""
-    return "its library promises no equal bits for equal calls"
+    """Why a library's kernel may not be bitwise reproducible: it does not follow torch's flag."""
+    return "its library does not guarantee bitwise reproducible results"
 
 
 @dataclass(frozen=True)
 class Kernel(Generic[Facts]):
     """One way to compute an operation. `unsupported(facts)` returns why it cannot run, or None if it can.
 
-    traceable: whether a graph of `torch.compile` or `torch.export` may hold it: it does not loop over lengths.
-    nondeterministic: returns why equal calls may differ in bits although torch was asked for deterministic algorithms.
-    None for a kernel that follows torch's flag.
+    traceable: whether `torch.compile` and `torch.export` can trace it, which rules out loops over lengths.
+    nondeterministic: returns why equal calls may differ in bits although torch enforces deterministic algorithms, or
+    None. Left out for a kernel that follows torch's flag.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Kernel(Generic[Facts]):
     nondeterministic: Callable[[Facts], str | None] | None = None
 
     def rejected(self, facts: Facts) -> str | None:
-        """Why the kernel is not for a call, or None: what it does not support, and bits that may not vary."""
+        """Why the kernel cannot run a call, or None: it is unsupported, or its results must be reproducible."""
         reason = self.unsupported(facts)
         if reason is not None or self.nondeterministic is None or not is_deterministic():
             return reason
         cause = self.nondeterministic(facts)
-        return None if cause is None else f"deterministic algorithms are wanted, and {cause}"
+        return None if cause is None else f"deterministic algorithms are required, but {cause}"
 
 
 class KernelChoice(NamedTuple):
@@ -164,7 +164,7 @@ def force_kernels(kernel_names: Mapping[str, str], operations: Mapping[str, Oper
 
 @contextmanager
 def choose_deterministic() -> Iterator[None]:
-    """Within the block, choose kernels as if torch were asked for deterministic algorithms. torch's flag stays."""
+    """Within the block, choose kernels as if torch enforced deterministic algorithms. torch's flag is unchanged."""
     token = _assumed_deterministic.set(True)
     try:
         yield
@@ -201,7 +201,7 @@ def record_calls() -> Iterator[list[KernelCall]]:
 # Libraries that a kernel may need: none is a dependency of heddle.
 
 
-NOT_CUDA = "it is for CUDA"  # why most kernels of libraries are not for a call
+NOT_CUDA = "it runs on CUDA only"  # why most library kernels reject a call
 
 
 _modules: dict[str, ModuleType | None] = {}
@@ -250,11 +250,11 @@ def count_flops() -> Iterator[list[int]]:
         _total.reset(token)
 
 
-# How much an operation computes at one time, by the kind of device.
+# How much an operation computes at once, by device type.
 
 
 class DeviceSize(NamedTuple):
-    """A size, in the unit of its constant. `cpu` fits a CPU's cache; `accelerator` takes few launches."""
+    """A size, in the unit of its constant. `cpu` fits a CPU's cache; `accelerator` keeps launches few."""
 
     cpu: int
     accelerator: int

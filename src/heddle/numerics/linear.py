@@ -28,9 +28,9 @@ from heddle.torch_private import can_pack_weights, onednn_product, pack_weight, 
 
 
 MAX_PACKED_ROWS = 64  # with more rows a product is bound by arithmetic, and packing gains little
-LARGE_ELEMENTS = 2**20  # of a weight that no cache of a core holds
+LARGE_ELEMENTS = 2**20  # of a weight that exceeds a core's cache
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
-ROW_CLASSES = (1, 8, MAX_PACKED_ROWS)  # up to so many rows have one fastest way
+ROW_CLASSES = (1, 8, MAX_PACKED_ROWS)  # row counts up to each share one fastest way
 Way = Literal["plain", "packed", "four"]  # four: packed, and a single row repeated to four
 
 # By dtype, whether the weight is large, and class of rows. Which way is fastest depends on the CPU: see
@@ -52,7 +52,7 @@ def way_name(key: WayKey) -> str:
 
 
 def check_ways(ways: Mapping[str, Any]) -> dict[WayKey, Way]:
-    """Ways of products of few rows, by `way_name`. Raises ConfigError for a name or a way that there is not."""
+    """Ways of products of few rows, by `way_name`. Raises ConfigError for an unknown name or way."""
     keys, checked = {way_name(key): key for key in DEFAULT_WAYS}, dict[WayKey, Way]()
     for name, way in ways.items():
         if name not in keys:
@@ -64,9 +64,9 @@ def check_ways(ways: Mapping[str, Any]) -> dict[WayKey, Way]:
 
 
 def choose_ways(ways: Mapping[str, str]) -> None:
-    """From now on, products of few rows take these ways (see `check_ways`), and the default ones where none is named.
+    """From now on, products of few rows use these ways (see `check_ways`), and the defaults elsewhere.
 
-    Packed copies that exist keep whether a single row is repeated.
+    Existing packed copies keep whether they repeat a single row.
     """
     _ways.update({**DEFAULT_WAYS, **check_ways(ways)})
 
@@ -113,7 +113,7 @@ class ProductTable:
 
     def __init__(self) -> None:
         self.packed: list[PackedMaps] = []
-        # The smallest free number, so that equal graphs have equal numbers, and the compiler's cache knows them.
+        # The smallest free number, so that equal graphs have equal numbers and hit the compiler's cache.
         self.number = next(number for number in count() if number not in _tables)
         _tables[self.number] = self
 
@@ -156,8 +156,8 @@ MIN_PACKED_ELEMENTS = 2**15  # calling a kernel costs more than reading a smalle
 Cached = TypeVar("Cached")
 
 # The key is the address, shape and strides of the tensors, so that a slice of a stacked weight is recognized. The entry
-# is their storages, where these lie, the tensors' version counters, and the cached value. A storage that is referenced
-# can still lose its memory: FSDP frees a layer's weights so, and gathers the next layer's at the same address.
+# is their storages, the storages' addresses, the tensors' version counters, and the cached value. A storage that is
+# referenced can still lose its memory: FSDP frees a layer's weights, then gathers the next layer's at the same address.
 TensorKey = tuple[int, torch.Size, tuple[int, ...]]
 PackedWeightCache = dict[tuple[TensorKey, ...], tuple[list[torch.UntypedStorage], list[int], list[int], Any]]
 
@@ -240,15 +240,15 @@ _can_pack = cache(can_pack_weights)
 
 def _packed_unsupported(facts: LinearFacts) -> str | None:
     if not facts.packing:
-        return "weights are not packed here"
+        return "weight packing is off for this call"
     if facts.device != "cpu":
-        return "it is for the CPU"
+        return "it runs on the CPU only"
     if facts.gradients:
-        return "gradients are wanted"
+        return "gradients are required"
     if not 1 <= facts.rows <= MAX_PACKED_ROWS:
-        return f"it multiplies 1 to {MAX_PACKED_ROWS} rows, here are {facts.rows}"
+        return f"it takes 1 to {MAX_PACKED_ROWS} rows, not {facts.rows}"
     if facts.weight_elements < MIN_PACKED_ELEMENTS:
-        return f"it pays for {MIN_PACKED_ELEMENTS} weights or more, here are {facts.weight_elements}"
+        return f"it pays off from {MIN_PACKED_ELEMENTS} weights on, not {facts.weight_elements}"
     if facts.dtype not in PACKED_DTYPES:
         return f"oneDNN cannot pack weights of {facts.dtype}"
     if not _can_pack(facts.dtype):
@@ -308,8 +308,8 @@ def linears(x: Tensor, linear_maps: Sequence[LinearMap]) -> Sequence[Tensor]:
 def _facts(x: Tensor, linear_maps: Sequence[LinearMap]) -> LinearFacts:
     weight, device = linear_maps[0][0], device_type(x)
     gradients = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w, _ in linear_maps))
-    # Autocast does not cast the inputs of oneDNN's operators. Other programs' own types, such as torchao's quantized
-    # weights, know how to multiply, and not how to be packed.
+    # Autocast does not cast the inputs of oneDNN's operators. Tensor subclasses of other libraries, such as torchao's
+    # quantized weights, define products but cannot be packed.
     packing = packing_enabled() and x.dtype == weight.dtype and not torch.is_autocast_enabled(device)
     packing = packing and all(type(w) in (Parameter, Tensor) for w, _ in linear_maps)
     elements = sum([weight.numel() for weight, _ in linear_maps])

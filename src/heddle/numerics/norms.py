@@ -48,10 +48,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
     """RMSNorm over the last dimension: x [..., width], weight [width] (or [heads, width]) -> x's shape and dtype.
 
-    Without a weight γ is 1.
-
-    `offset` is added to the weight (1 for Gemma's `1 + γ`). `cast` says when the result is cast back to x's dtype:
-    "before" γ is applied (Llama) or "after" it (Gemma, OLMo-2).
+    Without a weight γ is 1. `offset` is added to the weight (1 for Gemma's `1 + γ`). `cast` says when the result is
+    cast back to x's dtype: "before" γ is applied (Llama) or "after" it (Gemma, OLMo-2).
     """
     wide = at_least_float32(x)
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -91,7 +89,7 @@ def _fused_unsupported(facts: RMSNormFacts) -> str | None:
         return "the weight has an offset"
     if facts.dtype not in (torch.float32, torch.float64):
         if facts.device == "cpu":
-            return f"{facts.dtype} must be cast to float32 for the statistics, and a CPU does it in steps"
+            return f"{facts.dtype} is cast to float32 for the statistics, which a CPU does step by step"
         if facts.cast == "before" and facts.weight_dims:
             return f"the result is cast back to {facts.dtype} before the weight"
     if facts.weight_dims > 1:
@@ -102,7 +100,7 @@ def _fused_unsupported(facts: RMSNormFacts) -> str | None:
 
 
 def _steps_unsupported(facts: RMSNormFacts | LayerNormFacts) -> str | None:
-    return None if facts.device == "cpu" else "each step is a launch"
+    return None if facts.device == "cpu" else "each step is a separate launch"
 
 
 RMS_NORM: Operation[RMSNormFacts] = Operation(
@@ -172,7 +170,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """Normalize exp(logits) [..., n, n] by columns, then rows, `iterations` times. At least float32, same shape.
 
-    Rows sum to 1 up to rounding, columns approximately. It runs on logarithms, so that all finite logits have a finite
+    Rows sum to 1 up to rounding, columns approximately. It works on logarithms, so that all finite logits have a finite
     result and gradient.
     """
     logs = at_least_float32(logits)

@@ -6,9 +6,10 @@
 ```
 
 Scales and middles are bfloat16, and q is the nearest whole number for the rounded scale (Dettmers et al. 2022). With 4
-bits the scale and the middle of a group are those of the least squared error among some, as in llama.cpp's K-quants
-(Frantar et al. 2023 round better, with a text). torch's kernels read q as it is stored and multiply activations in
-bfloat16. One row then takes the time of reading q. With more rows, and in float64, W is made again and multiplied.
+bits the scale and the middle of a group are the candidates with the least squared error, as in llama.cpp's K-quants
+(Frantar et al. 2023 round better, with calibration data). torch's kernels read q as it is stored and multiply
+activations in bfloat16. One row then takes the time of reading q. With more rows, and in float64, W is dequantized
+first.
 """
 
 from typing import NamedTuple
@@ -21,9 +22,9 @@ from heddle.numerics.dispatch import Kernel, Operation, add_flops, device_type
 from heddle.torch_private import int4_product, int8_product, pack_int4
 
 BITS = (8, 4)
-GROUP = 32  # inputs that share a scale with 4 bits. torch's kernel of 8 bits reads beyond a row that is no multiple
-OUTPUT_MULTIPLE = 16  # of the kernel of 4 bits
-_SHRINKS = (1.0, 0.9)  # of a group's range
+GROUP = 32  # inputs that share a 4-bit scale. torch's 8-bit kernel reads past the end of a row that is not a multiple
+OUTPUT_MULTIPLE = 16  # outputs of the 4-bit kernel are a multiple of it
+_SHRINKS = (1.0, 0.9)  # factors of a group's range
 _ROWS_AT_ONCE = 2**12  # outputs whose groups are searched together, which bounds the memory
 MAX_PACKED_ROWS = 8  # with more rows, torch's kernels are slower than a product with W
 
@@ -55,12 +56,12 @@ class QuantizedFacts(NamedTuple):
 
 
 def can_quantize(outputs: int, inputs: int, bits: int) -> bool:
-    """Whether a matrix of these sizes has a form of so many bits."""
+    """Whether a matrix of these sizes can be quantized to `bits`."""
     return inputs % GROUP == 0 and (bits == 8 or outputs % OUTPUT_MULTIPLE == 0)
 
 
 def quantize(weight: Tensor, bits: int) -> QuantizedMatrix:
-    """weight [outputs, inputs], in any dtype, to 8 or 4 bits. Sizes as `can_quantize` says."""
+    """Quantize weight [outputs, inputs], in any dtype, to 8 or 4 bits. `can_quantize` must hold for its sizes."""
     wide = weight.detach().float()
     if bits == 8:
         scales = _nonzero(wide.abs().amax(1) / 127).bfloat16()
@@ -126,7 +127,7 @@ def _least_squares(groups: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """The weight [outputs, inputs] that a matrix stands for."""
+    """The weight [outputs, inputs] that a matrix represents, in `dtype`."""
     if matrix.bits == 8:
         return matrix.codes.to(dtype) * matrix.scales.to(dtype)[:, None]
     codes = torch.stack([matrix.codes & 15, matrix.codes >> 4], dim=-1).flatten(1)
@@ -137,7 +138,7 @@ def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def quantized_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
-    """x [..., inputs] times the weight that the matrix stands for, plus bias [outputs] -> [..., outputs]."""
+    """x [..., inputs] times the weight that the matrix represents, plus bias [outputs] -> [..., outputs]."""
     rows = x.numel() // max(x.shape[-1], 1)
     add_flops(2 * rows * x.shape[-1] * matrix.codes.shape[0])
     facts = QuantizedFacts(rows, torch.is_grad_enabled() and x.requires_grad, device_type(x), x.dtype)
@@ -146,7 +147,7 @@ def quantized_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = N
 
 
 def reference(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """`quantized_linear` with the weight made again."""
+    """`quantized_linear` with the dequantized weight."""
     return functional.linear(x, dequantize(matrix, x.dtype), bias)
 
 
@@ -162,16 +163,16 @@ def _packed(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
 
 def _packed_unsupported(facts: QuantizedFacts) -> str | None:
     if facts.device != "cpu":
-        return "it is for the CPU"
+        return "it runs on the CPU only"
     if facts.gradients:
-        return "gradients are wanted"
+        return "gradients are required"
     if not 1 <= facts.rows <= MAX_PACKED_ROWS:
-        return f"it multiplies 1 to {MAX_PACKED_ROWS} rows, here are {facts.rows}"
+        return f"it takes 1 to {MAX_PACKED_ROWS} rows, not {facts.rows}"
     return None if facts.dtype in (torch.float32, torch.bfloat16) else f"it rounds {facts.dtype} to bfloat16"
 
 
 def _nonzero(scales: Tensor) -> Tensor:
-    """Scales of which none is zero, so that a row of zeros stays one."""
+    """Scales above zero, so that a row of zeros stays zero."""
     return scales.clamp(min=1e-8)
 
 

@@ -21,14 +21,13 @@ from heddle.numerics.transfer import to_device
 #
 # Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a counter of four 32-bit words
 # and a 64-bit key to four words. Element i of a stream is word `i mod 4` of the block with counter `i // 4`, so no
-# other
-# element has to be drawn before it. The quantile function of the normal distribution (Wichura 1988, AS 241) turns one
+# earlier element has to be drawn. The quantile function of the normal distribution (Wichura 1988, AS 241) turns one
 # word into one normal number. It is computed from sums, products and quotients alone: every machine rounds these alike,
 # while math libraries differ in the last bits of their logarithms and square roots.
 
 
 WORD = 0xFFFFFFFF
-CHUNK = 2**16  # elements drawn at once, so that what lies between the steps stays in a CPU's cache
+CHUNK = 2**16  # elements drawn at once, so that intermediate results stay in a CPU's cache
 
 # Coefficients of AS 241, constant terms first: near the median, and in the tails down to a probability of 1e-11.
 MEDIAN_NUMERATOR = (
@@ -184,10 +183,10 @@ def use_random_key(key: RandomKey) -> Iterator[None]:
 
 
 def uniform(shape: tuple[int, ...], site: int, device: torch.device, tensor_slice: TensorSlice | None = None) -> Tensor:
-    """Numbers in [0, 1), float32, of `shape` [B, ...]; `site` tells apart the modules of a model that draw.
+    """Numbers in [0, 1), float32, of `shape` [B, ...]; `site` identifies the module that draws.
 
-    With a `tensor_slice`, `shape[1:]` is that slice of each sample's tensor. Without a key in force, one is drawn from
-    torch's global generator. A compiled graph calls this as one opaque operator, so that the key is read when it runs.
+    With a `tensor_slice`, `shape[1:]` is that slice of each sample's tensor. Outside `use_random_key`, a key is drawn
+    from torch's global generator. A compiled graph calls this as one opaque operator, which reads the key when it runs.
     """
     if is_compiling():
         full_shape, start = ((), ()) if tensor_slice is None else tensor_slice
@@ -220,7 +219,7 @@ def _(device_of: Tensor, shape: Sequence[int], site: int, full_shape: Sequence[i
 
 
 def uniform_double(stream: RandomStream, samples: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64 of all 53 bits, one for each of `samples` int64 [N], which index what is drawn for."""
+    """Numbers in [0, 1), float64 with all 53 bits, one for each sample index in `samples` int64 [N]."""
     zero = torch.zeros_like(samples)
     high, low, _, _ = philox((zero, zero, samples & WORD, samples >> 32 & WORD), stream.key)
     return ((high >> 5).double() * 2.0**26 + (low >> 6).double()) * 2.0**-53
@@ -264,21 +263,21 @@ def _cells(shape: tuple[int, ...], tensor_slice: TensorSlice, device: torch.devi
     return index.flatten()
 
 
-# Stochastic rounding to bfloat16 (Gupta et al. 2015): to one of the two neighbours, the nearer the likelier.
+# Stochastic rounding to bfloat16 (Gupta et al. 2015): to one of the two neighbors, more likely to the nearer one.
 #
-# The mean of many roundings is the number itself, so that updates far below the spacing of bfloat16 are not lost.
+# The expected value is the number itself, so updates far below the spacing of bfloat16 are not lost.
 
 
 BLOCKS = DeviceSize(cpu=2**13, accelerator=2**22)  # blocks of random words drawn at once
 _DRAWS = 8  # 16-bit draws of a block
-_LOW = 0xFFFF  # what float32 has more than bfloat16
+_LOW = 0xFFFF  # the bits of float32 that bfloat16 drops
 
 
 def stochastic_round(values: Tensor, stream: RandomStream, start: int = 0) -> Tensor:
     """Round float32 values to bfloat16 of the same shape.
 
     Element i takes draw `start + i` of 16 bits of the stream, so the result does not depend on the device, nor on how a
-    tensor is cut. Numbers that bfloat16 has, infinities and NaN stay as they are.
+    tensor is split. Numbers that bfloat16 represents exactly, infinities and NaN are unchanged.
     """
     flat, result = values.reshape(-1), torch.empty(values.numel(), dtype=torch.bfloat16, device=values.device)
     elements = _DRAWS * BLOCKS.on(values)

@@ -35,7 +35,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Positions [B, T] -> `attention_factor` times cosine and sine [B, 1, T, pairs], in `dtype`, for x [B, H, T, d].
 
-    inv_freq: of all tokens (a list, or [pairs]), or those of each, [B, T or 1, pairs]. Coordinates on several axes,
+    inv_freq: shared by all tokens (a list, or [pairs]), or per token, [B, T or 1, pairs]. Coordinates on several axes,
     [B, T, axes] and of any sign, give [B, 1, T, axes, pairs]. As in transformers, inv_freq is rounded to float32 before
     it is multiplied, and the table is cast to a narrower dtype only after the cosine. Padding (position −1) is rotated
     like position 0; its result is never used.

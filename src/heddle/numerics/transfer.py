@@ -1,6 +1,6 @@
-"""Copies between host and device for which the host does not wait, and the numbers that operations read on a device.
+"""Copies between host and device that do not block the host, and numbers of modules as tensors on a device.
 
-A copy from or to pageable memory makes the host wait for all that the device still has to do. Here copies go through
+A copy from or to pageable memory blocks the host until the device has finished its queued work. Here copies go through
 pinned memory. CPU, MPS and meta tensors are copied as usual.
 """
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-UNPINNED = ("cpu", "mps", "meta")  # kinds of device whose copies need no pinned memory
-MAX_CONSTANTS = 64  # that a module stores
+UNPINNED = ("cpu", "mps", "meta")  # device types that need no pinned memory
+MAX_CONSTANTS = 64  # tensors that a module stores
 
 
 def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
@@ -23,12 +23,12 @@ def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
 
 
 def tensor_of(values: Sequence[float] | Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
-    """`torch.tensor(values, dtype, device)`, for which the host does not wait."""
+    """`torch.tensor(values, dtype, device)` without blocking the host."""
     return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 class HostCopy:
-    """The copy of a tensor to the host: it starts at once, and only `read` waits for it."""
+    """An asynchronous copy of a tensor to the host; only `read` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None
@@ -39,7 +39,7 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> Tensor:
-        """The copy, on the CPU. Waits for what the device had to do when the copy started, and for no more."""
+        """The copy, on the CPU. Waits only for work that was queued on the device before the copy."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -49,20 +49,20 @@ class HostCopy:
 class Constants:
     """The numbers of a module as tensors, made once for each dtype and device.
 
-    A module keeps the numbers as floats, so that no change of its dtype rounds them, and no copy to the device is in
-    the way of a call that a CUDA graph records.
+    A module keeps its numbers as floats, so that a change of its dtype does not round them; stored tensors need no copy
+    to the device in a call that a CUDA graph captures.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor] = {}
 
     def tensor(self, values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`torch.tensor(values, dtype, device)`; nobody may change it."""
+        """`torch.tensor(values, dtype, device)`, stored: do not modify it in place."""
         key = (values, dtype, device)
         tensor = self._tensors.get(key)
         if tensor is not None:
             return tensor
-        if is_compiling():  # what a graph computes must not leave it
+        if is_compiling():  # a tensor of a traced graph must not be stored outside it
             return tensor_of(values, dtype, device)
         with torch.inference_mode(False):  # a model used in inference may be trained afterwards
             tensor = tensor_of(values, dtype, device)

@@ -1,4 +1,4 @@
-"""What the model tells a part when it is built: the sizes of the model, and which layer the part belongs to."""
+"""What a part is built with: the sizes of the model, and which layer the part belongs to."""
 
 from dataclasses import dataclass
 

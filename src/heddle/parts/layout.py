@@ -1,8 +1,8 @@
 """The layout of a call: the position, the document and the padding of every token. It replaces attention masks.
 
 A layout also carries static facts (equal rows, document lengths), so that a kernel is chosen without reading a value
-from the device. Constructors that make the tensors know the facts. `Layout.of` reads them off tensors, and refuses
-tensors that are no layout; see `layout_facts`.
+from the device. Constructors that make the tensors know the facts. `Layout.of` computes them from tensors, and refuses
+invalid tensors; see `layout_facts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from heddle.parts.position_table import CacheView
 
 
-# What a layout may be: which tensors fit each other, which values they hold, and the static facts that follow.
+# What makes a layout valid: which tensors fit together, which values they hold, and the static facts that follow.
 #
-# In each row, padding aside: the tokens of a document stand together, their positions go on by one from any first
-# position, and segment ids never fall. So every mixer reads the same documents, whether it compares segment ids
-# (softmax)
-# or starts anew where they change (recurrences).
+# In each row, apart from padding: the tokens of a document are adjacent, their positions are consecutive from any first
+# position, and segment ids never decrease. So every mixer sees the same documents, whether it compares segment ids
+# (softmax) or resets its state where they change (recurrences).
 
 
 MAX_POSITION = 2**30  # of positions and segment ids: a state stores them as int32
 
 
 class LayoutFacts(NamedTuple):
-    """The facts of a layout that kernels are chosen by; see `Layout` for what each means."""
+    """The facts of a layout that kernels are chosen by; see `Layout` for their meaning."""
 
     start: int | None
     doc_lengths: tuple[tuple[int, ...], ...]
@@ -56,19 +55,19 @@ def check_layout_tensors(positions: Tensor, segment_ids: Tensor | None, coordina
             f"layout: coordinates have shape {list(coordinates.shape)}; expected {[*shape, 2]}, x and y of each token"
         )
     if coordinates is not None and (coordinates.dtype == torch.bool or coordinates.is_complex()):
-        raise ConfigError(f"layout: coordinates are {coordinates.dtype}; expected whole or floating-point numbers")
+        raise ConfigError(f"layout: coordinates are {coordinates.dtype}; expected integers or floating-point numbers")
     for name, ids in (("positions", positions), ("segment_ids", segment_ids)):
         if ids is not None and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex()):
-            raise ConfigError(f"layout: {name} are {ids.dtype}; expected whole numbers, int64")
+            raise ConfigError(f"layout: {name} are {ids.dtype}; expected integers, as int64")
     for name, tensor in (("segment_ids", segment_ids), ("coordinates", coordinates)):
         if tensor is not None and tensor.device != positions.device:
-            raise ConfigError(f"layout: {name} are on {tensor.device}, positions on {positions.device}; move one")
+            raise ConfigError(f"layout: {name} are on {tensor.device}, positions on {positions.device}; use one device")
 
 
 def layout_facts(positions: Tensor, segment_ids: Tensor | None) -> LayoutFacts:
     """The facts of positions and segment_ids int [B, T]. Both are copied to the host, in one device sync.
 
-    Raises ConfigError that names the first token which no layout can have.
+    Raises ConfigError that names the first invalid token.
     """
     tensors = positions[None] if segment_ids is None else torch.stack((positions, segment_ids.to(positions.dtype)))
     table = tensors.detach().cpu().numpy()
@@ -90,10 +89,10 @@ def layout_facts(positions: Tensor, segment_ids: Tensor | None) -> LayoutFacts:
 
 
 def _check_range(position: np.ndarray, segment: np.ndarray, is_token: np.ndarray) -> None:
-    """Raises ConfigError for numbers that are no position or no segment id."""
+    """Raises ConfigError for an invalid position or segment id."""
     is_wrong = (position < -1) | (position > MAX_POSITION)
     if is_wrong.any():
-        _refuse(is_wrong, position, "position {value}", f"a position is from 0 to {MAX_POSITION}, and −1 is padding")
+        _refuse(is_wrong, position, "position {value}", f"positions are from 0 to {MAX_POSITION}, or −1 for padding")
     is_wrong = is_token & ((segment < 0) | (segment > MAX_POSITION))
     if is_wrong.any():
         _refuse(is_wrong, segment, "segment id {value}", f"segment ids are from 0 to {MAX_POSITION}")
@@ -102,7 +101,7 @@ def _check_range(position: np.ndarray, segment: np.ndarray, is_token: np.ndarray
 def _check_order(position: np.ndarray, segment: np.ndarray, is_token: np.ndarray) -> np.ndarray:
     """bool [B, T], True at a token that continues the document of the token before it.
 
-    Raises ConfigError if a document comes back, or its positions do not go on by one.
+    Raises ConfigError if a document reappears, or its positions are not consecutive.
     """
     index = np.where(is_token, np.arange(position.shape[1]), -1)
     newest = np.maximum.accumulate(index, axis=1) if position.size else index
@@ -112,12 +111,12 @@ def _check_order(position: np.ndarray, segment: np.ndarray, is_token: np.ndarray
     has_previous = is_token & (previous >= 0)
     is_wrong = has_previous & (segment < last_segment)
     if is_wrong.any():
-        remedy = "the tokens of a document stand together, and the next document has a higher segment id"
+        remedy = "keep the tokens of a document together, and give the next document a higher segment id"
         _refuse(is_wrong, segment, "segment id {value} follows {last}", remedy, last_segment)
     continues: np.ndarray = has_previous & (segment == last_segment)
     is_wrong = continues & (position != last_position + 1)
     if is_wrong.any():
-        remedy = "positions of a document go on by one; give segment_ids to mark where a document ends"
+        remedy = "positions of a document are consecutive; give segment_ids to mark where a document ends"
         _refuse(is_wrong, position, "position {value} follows {last}", remedy, last_position)
     return continues
 
@@ -161,7 +160,7 @@ class EncoderOutput:
         for name, tensor in (("keys", self.keys), ("values", self.values)):
             if tensor is not None and tensor.shape[2] != width:
                 raise ConfigError(
-                    f"encoder_output: {name} are {tensor.shape[2]} wide, the design reads encoder_width = {width}"
+                    f"encoder_output: {name} are {tensor.shape[2]} wide, but encoder_width = {width}; make them equal"
                 )
         if self.keys.shape[0] != rows:
             raise ConfigError(f"encoder_output: has {self.keys.shape[0]} rows, the call has {rows}; they must be equal")
@@ -179,9 +178,9 @@ V = TypeVar("V")
 
 
 class HandedOver:
-    """What layers hand to later ones within a call, by the layer's number.
+    """What layers hand to later ones within a call, by layer index.
 
-    An object and no dictionary: FSDP copies the dictionaries of a layout for each layer.
+    An object, not a dictionary: FSDP copies the dictionaries of a layout for each layer.
     """
 
     def __init__(self) -> None:
@@ -192,20 +191,20 @@ class HandedOver:
 class Layout:
     """Positions int64 [B, T] (−1 is padding) and each token's document, segment_ids int64 [B, T].
 
-    segment_ids None: each row is one document, with a state the one that the row is in.
+    segment_ids None: each row is one document; with a state, the one that the row is in.
     start: the first position, if every row is one document at positions start, start + 1, … (see `causal`).
-    doc_lengths: the tokens of each row's documents, in order, padding left out. None: not known, or `start` tells.
-    max_position: no position is larger. None: not known, or `start` tells.
+    doc_lengths: the lengths of each row's documents, in order, without padding. None: not known, or given by `start`.
+    max_position: no position is larger. None: not known, or given by `start`.
     has_padding: False only if no position is −1.
-    is_checked: whether tensors and facts are known to be a layout. A model checks any other layout, as `of` does.
+    is_checked: whether tensors and facts are known to be valid. A model checks any other layout, as `of` does.
     cache_view: set by a model that carries a state.
     encoder_output: what cross-attention reads, unless a state holds its projection already.
     coordinates: x and y of each token [B, T, 2], for positions in the plane. Causality still follows `positions`.
     The coordinates of padding are ignored.
-    token_types: the type of each token, int64 [B, T] (BERT's segments); None: type 0. Those of padding are ignored.
-    attention_backend: computes the softmax attention of `attention` mixers in this call in heddle's place.
-    handed_over: what layers hand to later ones, by the layer's number; each call of a model that shares keys and values
-    has one of its own. None: nothing is handed over.
+    token_types: the type of each token, int64 [B, T] (BERT's segments); None: type 0. Types of padding are ignored.
+    attention_backend: computes the softmax attention of `attention` mixers in this call instead of heddle.
+    handed_over: what layers hand to later ones; a new object for each call of a model that shares keys or values. None:
+    nothing is handed over.
     """
 
     positions: Tensor
@@ -235,9 +234,9 @@ class Layout:
     ) -> "Layout":
         """The layout of a copy of these tensors, checked on the host in one device sync; on `device` if it is given.
 
-        positions int [B, T]: −1 is padding, which may stand anywhere; within a document positions go on by one, from
+        positions int [B, T]: −1 is padding, which may be anywhere; within a document positions are consecutive, from
         any first position. segment_ids int [B, T]: equal for the tokens of a document, higher for the next one in the
-        row; ignored at padding. None: each row is one document. Raises ConfigError that names the first wrong token.
+        row; ignored at padding. None: each row is one document. Raises ConfigError that names the first invalid token.
         """
         raw = Layout(positions, segment_ids, coordinates=coordinates)
         target = positions.device if device is None else device
@@ -245,15 +244,15 @@ class Layout:
         facts = layout_facts(positions.to(torch.int64), ids)
         return replace(
             raw,
-            positions=to_device(positions.to(torch.int64, copy=True), target),  # whoever changes the tensors afterwards
-            segment_ids=None if ids is None else to_device(ids.clone(), target),  # would change what was checked
+            positions=to_device(positions.to(torch.int64, copy=True), target),  # copies, so that later changes of the
+            segment_ids=None if ids is None else to_device(ids.clone(), target),  # tensors do not change the layout
             coordinates=None if coordinates is None else to_device(coordinates, target),
             is_checked=True,
             **facts._asdict(),
         )
 
     def checked(self) -> "Layout":
-        """The same layout, checked as by `of` if it is not known to be one."""
+        """The same layout, checked as in `of` unless it is known to be valid."""
         if self.is_checked:
             return self
         layout = Layout.of(self.positions, self.segment_ids, self.coordinates)
@@ -261,9 +260,9 @@ class Layout:
         return replace(layout, **{name: getattr(self, name) for name in names})
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Layout":
-        """The layout of some rows, or of some tokens that follow each other: `function` selects them from each tensor.
+        """The layout of some rows, or of some adjacent tokens: `function` selects them from each tensor.
 
-        It knows no facts but `has_padding`.
+        Of the facts it keeps only `has_padding`.
         """
         optional = (self.segment_ids, self.coordinates, self.token_types)
         segment_ids, coordinates, token_types = (None if x is None else function(x) for x in optional)
@@ -298,7 +297,10 @@ class Layout:
         """
         width = max(lengths, default=0) if length is None else length
         if side not in ("left", "right") or not lengths or max(lengths) > width or min(lengths) < 0:
-            raise ConfigError(f"layout: cannot pad rows of {list(lengths)} tokens to {width} on the side '{side}'")
+            raise ConfigError(
+                f"layout: cannot pad rows of {list(lengths)} tokens to {width} on the side '{side}'; give a length "
+                "that fits each row, and left or right"
+            )
         index = torch.arange(width, device=device).expand(len(lengths), width)
         count = tensor_of(lengths, torch.int64, device)[:, None]
         positions = index - (width - count) if side == "left" else index
@@ -325,7 +327,7 @@ class Layout:
         unused = [width - sum(row) for row in rows]
         uneven = min(unused, default=-1) < 0 or (length is None and any(unused))
         if uneven or any(not row or min(row) <= 0 for row in rows):
-            bound = "to the same length in each row" if length is None else f"at most to {length}"
+            bound = "to the same length in each row" if length is None else f"to at most {length}"
             raise ConfigError(f"layout: doc_lengths {rows} must be positive and sum {bound}")
         if all(len(row) == 1 for row in rows) and not any(unused):
             return Layout.causal(len(rows), width, device=device)
@@ -358,10 +360,10 @@ class Layout:
 
     @property
     def text_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """The final lengths of each row's texts, which some rotary embeddings depend on: a neighbor changes none.
+        """The final lengths of each row's documents, which some rotary embeddings depend on.
 
-        Without a state the tokens of each document, in order. With a state one number for each row, from `init_state`.
-        Raises ConfigError with a state that knows no length.
+        Without a state the length of each document, in order. With a state one number for each row, from `init_state`.
+        Raises ConfigError with a state that was created without a length.
         """
         if self.cache_view is not None:
             return tuple((length,) for length in self.cache_view.after.final_lengths)
@@ -373,7 +375,7 @@ class Layout:
 
     @property
     def row_tokens(self) -> tuple[int, ...] | None:
-        """The tokens of each row, padding left out, if they are known on the host."""
+        """The number of tokens of each row, without padding, if it is known on the host."""
         if self.start is not None or not self.has_padding:
             return (self.length,) * self.batch
         return None if self.doc_lengths is None else tuple(map(sum, self.doc_lengths))
@@ -385,12 +387,12 @@ class Layout:
 
     @property
     def padding(self) -> Tensor | None:
-        """bool [B, T], True at padding; None if there certainly is none."""
+        """bool [B, T], True at padding; None if there is certainly none."""
         return self.cached("padding", lambda: self.positions < 0) if self.has_padding else None
 
     @property
     def dense_segment_ids(self) -> Tensor:
-        """`segment_ids` as a tensor in every case: zeros [B, T] where each row is one document."""
+        """`segment_ids`, or zeros [B, T] if each row is one document."""
         return torch.zeros_like(self.positions) if self.segment_ids is None else self.segment_ids
 
     @property
@@ -407,7 +409,7 @@ class Layout:
         ids = self.dense_segment_ids
         if self.cache_view is not None:
             last = self.cache_view.before.last_token[:, 1:]
-        else:  # that of the row's first token
+        else:  # the segment id of the row's first token
             first = None if self.padding is None or not self.length else self.padding.int().argmin(1, keepdim=True)
             last = ids[:, :1] if first is None else ids.gather(1, first)
         if self.padding is not None:  # padding takes the document of the token before it, so it ends no document

@@ -14,13 +14,13 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.parts.layout import Layout
 
-# Whether a call can follow the tokens of a state: in the document of a row's newest token, or in a later one.
+# Whether a call can continue a state: in the document of a row's newest token, or in a later one.
 
 
 def is_no_continuation(token_counts: Tensor, last_token: Tensor, layout: Layout, arrivals: Tensor) -> Tensor:
-    """int64 [B], 1 for a row whose first new token can follow neither in its document nor as a later document.
+    """int64 [B], 1 for a row whose first new token neither continues the newest document nor starts a later one.
 
-    token_counts [B] and last_token [B, 2] are those of a position table, arrivals [B, T] of the call's tokens.
+    token_counts [B] and last_token [B, 2] as in `PositionTable`, arrivals [B, T] of the call's tokens.
     """
     position, segment = _first_tokens(layout, arrivals)
     last_position, last_segment = last_token.unbind(1)
@@ -30,15 +30,15 @@ def is_no_continuation(token_counts: Tensor, last_token: Tensor, layout: Layout,
 
 
 def refuse_layout(last_token: Tensor, layout: Layout, arrivals: Tensor, is_wrong: Tensor) -> NoReturn:
-    """Raise ConfigError that names the first row that is wrong, and its first new token."""
+    """Raise ConfigError that names the first invalid row and its first new token."""
     row = int(is_wrong.argmax())
     position, segment = (int(values[row]) for values in _first_tokens(layout, arrivals))
     last_position, last_segment = last_token[row].tolist()
     is_earlier = segment < last_segment
     name, value, last = ("segment id", segment, last_segment) if is_earlier else ("position", position, last_position)
     raise ConfigError(
-        f"layout: {name} {value} in row {row} follows {last}, the state's newest; a call goes on in the document "
-        "of that token, at the next position, or begins one with a higher segment id"
+        f"layout: {name} {value} in row {row} follows {last}, the state's newest; continue that token's document "
+        "at the next position, or begin one with a higher segment id"
     )
 
 
@@ -58,7 +58,7 @@ V = TypeVar("V")
 class SlotMapping:
     """Which token of a call goes to which slot of a buffer of `size` slots.
 
-    Rows of equal lengths are written by slices [(source, target), …], others token by token (rows, slots, tokens).
+    Rows of equal lengths are written by slices [(source, target), …], others by the indices (rows, slots, tokens).
     A token that a later token of the same call would overwrite is not written.
     """
 
@@ -148,15 +148,15 @@ class PositionTable:
     positions, segment_ids: int32 [B, size]; a position of −1 marks an unused slot.
     token_counts: int64 [B], tokens of each row so far. last_token: int64 [B, 2], position and segment id of each
     row's newest token.
-    lookback: how many earlier tokens the layers need (None: all). cache_length: the most tokens a row may get (None:
-    the table doubles when it is full).
+    lookback: how many earlier tokens the layers need (None: all). cache_length: the maximum number of tokens of a row
+    (None: the table doubles when it is full).
     max_tokens: no row has more tokens. equal_lengths: every row has exactly `max_tokens`. contiguous: every row is one
     document at positions 0, 1, ….
-    rollback: how many tokens can be taken back at a time, for which ring buffers have that many extra slots.
-    rollback_left: how many can be taken back now. peak_tokens: the most tokens that a row ever had.
+    rollback: how many tokens can be removed at a time; ring buffers have that many extra slots for it.
+    rollback_left: how many can be removed now. peak_tokens: the most tokens that a row ever had.
     max_position: no position is larger. None: not known.
-    is_pinned: the facts are those of a table with `max_tokens`, whatever it holds: see `pinned`.
-    text_lengths: the final length of each row's text, for rotary embeddings that depend on it (None: cache_length).
+    is_pinned: the facts hold for up to `max_tokens` tokens, whatever the table holds: see `pinned`.
+    text_lengths: the final length of each sequence, for rotary embeddings that depend on it (None: cache_length).
     """
 
     positions: Tensor
@@ -239,7 +239,7 @@ class PositionTable:
 
     @property
     def final_lengths(self) -> tuple[int, ...]:
-        """The final length of each row's text. Raises ConfigError if the state was created without a length."""
+        """The final length of each sequence. Raises ConfigError if the state was created without a length."""
         if self.text_lengths is not None:
             return self.text_lengths
         if self.cache_length is None:
@@ -249,26 +249,26 @@ class PositionTable:
         return (self.cache_length,) * self.batch
 
     def pinned(self, max_tokens: int) -> "PositionTable":
-        """The table with room for `max_tokens`, and with facts that hold for each next token until a row has so many.
+        """The table with room for `max_tokens`, and with facts that hold for every decode step up to that number.
 
-        Slots are written and read by token counts on the device, so that every next token takes the same operations.
+        Slots are written and read by token counts on the device, so that every decode step runs the same operations.
         Raises ConfigError for more tokens than `cache_length`.
         """
         self._check_capacity(max_tokens)
-        before = max_tokens - 1  # what a row has at most when a call of one token begins
+        before = max_tokens - 1  # the most tokens of a row before a decode step
         max_position = None if self.max_position is None else self.max_position + before - self.max_tokens
         table = replace(self._grown(max_tokens), max_tokens=before, equal_lengths=False, contiguous=False)
         return replace(table, is_pinned=True, peak_tokens=before, rollback_left=0, max_position=max_position)
 
     def select(self, index: Tensor, rows: Sequence[int]) -> "PositionTable":
-        """A copy of the rows of `index` (int64), whose values are `rows`."""
+        """A copy with the rows `index` (int64); `rows` are the same numbers on the host."""
         table, texts = self.map(lambda x: x.index_select(0, index)), self.text_lengths
         if not self.equal_lengths:
             table = table.counted()
         return table if texts is None else replace(table, text_lengths=tuple(texts[row] for row in rows))
 
     def counted(self) -> "PositionTable":
-        """The same table with `max_tokens`, `equal_lengths` and `contiguous` read off `token_counts`."""
+        """The same table with `max_tokens`, `equal_lengths` and `contiguous` computed from `token_counts`."""
         return self._with_lengths(*torch.stack((self.token_counts.amin(), self.token_counts.amax())).tolist())
 
     def _with_lengths(self, least: int, most: int) -> "PositionTable":
@@ -283,12 +283,12 @@ class PositionTable:
     def check_batch(self, rows: int) -> None:
         """Raise ConfigError if a call has another number of rows."""
         if rows != self.batch:
-            raise ConfigError(f"state: holds {self.batch} rows, the call has {rows}; make a state of that batch")
+            raise ConfigError(f"state: has {self.batch} rows, the call has {rows}; create a state with that batch")
 
     def next_layout(self, length: int, token_counts: Tensor | None = None) -> Layout:
         """`length` more tokens in each row, after its newest token and in the same document.
 
-        token_counts: int64 [B], how many of them are tokens; the others are padding, on the right.
+        token_counts: int64 [B], how many of these are tokens; the rest is padding, on the right.
         """
         if self.equal_lengths and self.contiguous and token_counts is None:
             return Layout.causal(self.batch, length, start=self.max_tokens, device=self.positions.device)
@@ -304,8 +304,8 @@ class PositionTable:
     def extend(self, layout: Layout, check: bool = True) -> "tuple[PositionTable, Layout]":
         """Write the tokens of a call; returns the new table and the layout with its `cache_view` set.
 
-        check: False if the layout is that of `next_layout`. Raises ConfigError if the number of rows differs, if the
-        layout does not go on where the rows end, or if a row would get more tokens than `cache_length`.
+        check: False for a layout from `next_layout`. Raises ConfigError if the number of rows differs, if the layout
+        does not continue where the rows end, or if a row would get more tokens than `cache_length`.
         """
         self.check_batch(layout.batch)
         continues = layout.segment_ids is None and self.contiguous and layout.start == self.max_tokens
@@ -315,7 +315,7 @@ class PositionTable:
         equal = self.equal_lengths and not layout.has_padding
         max_tokens, fewest = self.max_tokens + layout.length, layout.length
         # With padding of unknown length the number of new tokens is a value on the device, and so are a row's newest
-        # token and the first of a layout from outside. Only then they are read, once for each call.
+        # token and the first of a layout from outside. They are read only then, once per call.
         check = check and not continues and self.max_tokens > 0
         row_tokens = layout.row_tokens if self.equal_lengths else None
         if row_tokens is not None:
@@ -349,7 +349,7 @@ class PositionTable:
         return after, replace(layout, cache_view=view, cache={})
 
     def rolled_back(self, tokens: Tensor, most: int) -> "tuple[PositionTable, Callable[[int], Tensor]]":
-        """Take back the last `tokens` [B] of each row, at most `most`, in place; returns the new table and `freed`.
+        """Remove the last `tokens` [B] of each row, at most `most`, in place; returns the new table and `freed`.
 
         freed(slots) is bool [B, slots], True at the slots of removed tokens in a buffer of that size.
         Raises ConfigError if a row has fewer tokens.
@@ -359,7 +359,8 @@ class PositionTable:
         least, longest, wrong = torch.stack((counts.amin(), counts.amax(), is_wrong.long())).tolist()
         if wrong:
             raise ConfigError(
-                f"rollback: cannot take back {tokens.tolist()} tokens of rows that hold {self.token_counts.tolist()}"
+                f"rollback: cannot remove {tokens.tolist()} of {self.token_counts.tolist()} tokens per row; "
+                "give numbers from 0 to the tokens of each row"
             )
 
         def freed(size: int) -> Tensor:
@@ -426,15 +427,15 @@ class PositionTable:
 
 
 def join_tables(tables: Sequence[PositionTable]) -> PositionTable:
-    """A table with the rows of all, in order. Where it keeps every token it has the slots of the largest.
+    """A table with the rows of all tables, in order. If it keeps every token, it has the slots of the largest.
 
-    Raises ConfigError for tables that were created with different lengths or rollbacks.
+    Raises ConfigError for tables with different lookbacks, cache lengths or rollbacks.
     """
     first = tables[0]
     for name in ("lookback", "cache_length", "rollback"):
         values = sorted({str(getattr(table, name)) for table in tables})
         if len(values) > 1:
-            raise ConfigError(f"join: the states have {name} {' and '.join(values)}; create them alike")
+            raise ConfigError(f"join: the states have {name} {' and '.join(values)}; create all with one value")
     size = max(table.size for table in tables)
     positions = torch.cat([_with_slots(table.positions, size, -1) for table in tables])
     segment_ids = torch.cat([_with_slots(table.segment_ids, size, 0) for table in tables])

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 class StateSpec:
     """What a part needs to know to make an empty state.
 
-    batch: rows. cache_length: the most tokens a row may get (None: the state grows). encoder_output: what
-    cross-attention reads. rollback: how many tokens can be taken back at a time; ring buffers have that many extra
-    slots.
+    batch: rows. cache_length: the maximum number of tokens of a row (None: the state grows). encoder_output: what
+    cross-attention reads. rollback: how many tokens can be removed at a time; ring buffers have that many extra slots.
     """
 
     batch: int
@@ -73,7 +72,7 @@ class MixerState:
         return replace(self, **changed)  # type: ignore[type-var]
 
     def join(self, others: Sequence[Self]) -> Self:
-        """A copy with the rows of this state and then those of the others. All have the same sizes but the batch."""
+        """A copy with the rows of this state, then of the others. All sizes but the batch must be equal."""
         joined: dict[str, Any] = {}
         for name, value in self._fields().items():
             values = [getattr(other, name) for other in others]
@@ -108,23 +107,23 @@ class ConvolvedState(MixerState):
 
 @dataclass(frozen=True, eq=False)
 class LayerState(MixerState):
-    """The states of a layer whose feed-forward has one; any other layer's state is that of its mixer."""
+    """The states of a layer whose feed-forward has one. Other layers have only their mixer's state."""
 
     mixer: MixerState | None
     feedforward: MixerState
 
     def can_roll_back(self, tokens: int, table: "PositionTable") -> bool:
-        """Whether both can."""
+        """Whether both states can."""
         mixer_can = self.mixer is None or self.mixer.can_roll_back(tokens, table)
         return mixer_can and self.feedforward.can_roll_back(tokens, table)
 
     def rolled_back(self, table: "PositionTable", freed: Callable[[int], Tensor]) -> "LayerState":
-        """Both without the removed tokens."""
+        """Both states without the removed tokens."""
         mixer = None if self.mixer is None else self.mixer.rolled_back(table, freed)
         return LayerState(mixer, self.feedforward.rolled_back(table, freed))
 
 
-# States of recurrent mixers: one matrix for each head, whatever the length of the text.
+# States of recurrent mixers: one matrix for each head, whatever the sequence length.
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +140,7 @@ class RecurrentState(MixerState):
 
 @dataclass(frozen=True, eq=False)
 class ConvRecurrentState(MixerState):
-    """The state of a recurrence behind a short convolution.
+    """The state of a recurrence after a short convolution.
 
     recurrent_state [B, heads, d_k, d_v], in at least float32. conv_state [B, conv_kernel − 1, channels]: the last
     inputs of the convolution.
@@ -170,9 +169,9 @@ def call_layout(layout: Layout) -> CallLayout:
 
 
 def call_cu_seqlens(layout: Layout) -> tuple[Tensor, Tensor] | None:
-    """Where the documents of all rows end, from 0 on, int64 [N + 1]: on the device and on the host.
+    """0 and the ends of the documents of all rows, int64 [N + 1]: on the device and on the host.
 
-    None if a row is one document, if the host does not know the lengths, or if no library on the device reads them.
+    None if each row is one document, if the host does not know the lengths, or if no library on the device reads them.
     """
     if is_compiling() or device_type(layout.positions) != "cuda" or fla.functions() is None:
         return None

@@ -1,1 +1,1 @@
-"""Serve a model over HTTP with OpenAI's interface, within limits: `heddle serve`."""
+"""Serve a model over HTTP through the OpenAI API, within limits: `heddle serve`."""

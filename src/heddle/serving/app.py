@@ -1,4 +1,4 @@
-"""The server's addresses: OpenAI's interface, /metrics and /health."""
+"""The server's endpoints: the OpenAI API, /metrics and /health."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from heddle.serving.engine import (
 )
 from heddle.serving.requests import RequestError, RequestReader, TextRequest
 
-# Who may ask the server: the Host and Origin of a request, and its token.
+# Access control by a request's Host, Origin and token.
 
 
 Scope = MutableMapping[str, Any]
@@ -45,32 +45,32 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Access:
-    """hosts: the names a request may give as its Host; None: any, which needs a token. token: None asks for none."""
+    """hosts: the Host headers that are allowed; None: any, which requires a token. token: None requires none."""
 
     hosts: frozenset[str] | None
     token: str | None = None
 
     def check(self, headers: Mapping[str, str], path: str) -> None:
-        """Raise RequestError for a request that must not be answered. headers: by names in lower case."""
+        """Raise RequestError for a request that must not be answered. headers: by lower-case name."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.hosts is not None and host not in self.hosts:
             raise RequestError("Host: is not the name of this server; use its address", "Host", 403)
         if origin is not None and origin.partition("://")[2] != host:
-            raise RequestError("Origin: pages of other sites may not ask this server", "Origin", 403)
+            raise RequestError("Origin: pages of other sites may not use this server; use its own page", "Origin", 403)
         if path == "/health" or self.token is None:
             return
         token = headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(token.encode(), self.token.encode()):
-            raise RequestError("Authorization: needs 'Bearer' and the server's token", "Authorization", 401)
+            raise RequestError("Authorization: must be 'Bearer' and the server's token", "Authorization", 401)
 
 
 class Gate:
-    """Around the whole application: refuses what may not come in, counts answers by status, sets safe headers."""
+    """Wraps the whole application: refuses forbidden requests, counts responses by status, sets security headers."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], access: Access) -> None:
         self.app, self.access = app, access
         self.is_draining = False
-        self.answers: dict[int, int] = {}  # how many, by status
+        self.answers: dict[int, int] = {}  # number by status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -89,7 +89,7 @@ class Gate:
         try:
             self.access.check(headers, scope["path"])
             if self.is_draining and scope["method"] == "POST":
-                raise RequestError("the server is about to end; try another one, or later", status=503)
+                raise RequestError("the server is shutting down; try again later", status=503)
         except RequestError as error:
             await refusal(error)(scope, receive, send_counted)
         else:
@@ -100,7 +100,7 @@ class Gate:
 
 
 def refusal(error: RequestError) -> JSONResponse:
-    """The answer to a refused request, in OpenAI's shape."""
+    """The response to a refused request, in OpenAI's format."""
     headers = {"Retry-After": str(error.retry_seconds)} if error.status in (429, 503) else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -108,7 +108,7 @@ def refusal(error: RequestError) -> JSONResponse:
 
 
 class Turns:
-    """Work of one kind, one request at a time and at most a share of the time, so that it slows others by no more.
+    """Does one kind of work, for one request at a time and at most a share of the time, to limit how it slows others.
 
     most: how many requests may wait for their turn.
     """
@@ -119,7 +119,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn and take it. Raises RequestError where too many wait."""
+        """Wait for a turn and take it. Raises RequestError if too many requests wait."""
         if self._waiting >= self.most:
             raise RequestError("the server has too many requests of this kind; try again after 1 s", None, 429, 1)
         self._waiting += 1
@@ -136,11 +136,11 @@ class Turns:
             self._waiting -= 1
 
 
-BODY_SECONDS = 10.0  # within which a body must have come
+BODY_SECONDS = 10.0  # limit on receiving a body
 LARGE_BODY = 2**16  # bytes; larger ones are read in turns
-READING_SHARE, LOOKING_SHARE = 0.1, 0.25  # of the time, for large bodies, and for the chat page's looks at the model
-LEAST_TURN = 0.005  # seconds: a connection costs as much
-DISCONNECT_SECONDS = 0.25  # between two looks whether a client that waits for a whole answer is still there
+READING_SHARE, LOOKING_SHARE = 0.1, 0.25  # of the time: for large bodies, and for the chat page's views of the model
+LEAST_TURN = 0.005  # seconds: what a connection alone costs
+DISCONNECT_SECONDS = 0.25  # between two checks whether a waiting client is still connected
 
 
 class Application:
@@ -193,10 +193,10 @@ class Application:
         return ClosingStream(answer, first)
 
     async def read_body(self, request: Request) -> bytes:
-        """The body. Raises RequestError as soon as it is too long, or comes too slowly."""
+        """Read a request's body. Raises RequestError as soon as it is too long or too slow."""
         limit, body = self.engine.limits.max_body, bytearray()
         length = request.headers.get("content-length", "0")
-        is_long = length.isdecimal() and int(length[:20]) > limit  # then no byte of it is read
+        is_long = length.isdecimal() and int(length[:20]) > limit  # then nothing of it is read
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 stream = request.stream()
@@ -204,7 +204,7 @@ class Application:
                     body += chunk
                     is_long = len(body) > limit
         except TimeoutError:
-            sentence = f"body: did not come within {BODY_SECONDS:.0f} s; send it at once"
+            sentence = f"body: did not arrive within {BODY_SECONDS:.0f} s; send it at once"
             raise RequestError(sentence, status=408) from None
         if is_long:
             async with self.large_bodies.turn():
@@ -212,16 +212,16 @@ class Application:
         return bytes(body)
 
 
-# What an answer that calls tools begins its calls with (Hermes, Qwen), or is as a whole (Llama 3.1).
+# The marks around each tool call in an answer (Hermes, Qwen). In Llama 3.1 the whole answer is a call without marks.
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 
 
 @dataclass
 class Choice:
-    """How far one text of an answer is. score_bytes: of the tokens whose scores were given.
+    """The progress of one completion. score_bytes: of the tokens whose logprobs were sent.
 
-    added_spaces: of the prompt's first token, which the echo of a text has not.
-    held: text that may be a call of a tool, until its end tells. calls: those that it was.
+    added_spaces: spaces of the prompt's first token that the echoed text does not have. held: text that may be a tool
+    call, until that is known. calls: the parsed tool calls.
     """
 
     request: TextRequest
@@ -230,11 +230,11 @@ class Choice:
     finish_reason: str | None = None
     held: str = ""
     added_spaces: int = 0
-    has_begun: bool = False  # text of the client's has been given out
+    has_begun: bool = False  # whether text was sent to the client
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, event: Event) -> str:
-        """Take an event in; what of its text is new to the client, with the echo of the prompt before the first."""
+        """Add an event; returns the text that is new to the client, after the echo of the prompt at first."""
         text = event.text if self.new_tokens else (self.request.echo or "") + event.text
         self.new_tokens, self.finish_reason = event.new_tokens, event.finish_reason
         return self._without_calls(text) if self.request.has_tools else text
@@ -255,9 +255,9 @@ class Choice:
 
 
 def split_before_call(text: str) -> tuple[str, str]:
-    """What no call of a tool can begin in, and the rest of a text that goes on, with the spaces before it."""
+    """Split unfinished text into what cannot belong to a tool call, and the rest with the spaces before it."""
     begin = text.find(CALL_BEGINS)
-    if begin < 0:  # its first characters may have come
+    if begin < 0:  # the text may end with its first characters
         lengths = range(min(len(CALL_BEGINS) - 1, len(text)), -1, -1)
         begin = len(text) - next(length for length in lengths if text.endswith(CALL_BEGINS[:length]))
     begin = len(text[:begin].rstrip())
@@ -265,9 +265,9 @@ def split_before_call(text: str) -> tuple[str, str]:
 
 
 def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text of an answer before its calls of tools, and these in OpenAI's shape.
+    """Split an answer into the text before its tool calls, and the calls in OpenAI's format.
 
-    Where one of them cannot be read, the whole text and none.
+    If one of the calls cannot be parsed, the whole text and no calls.
     """
     before, *parts = text.split(CALL_BEGINS)
     if not parts:
@@ -290,14 +290,14 @@ def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 class Answer:
-    """One request in the engine, of one or several texts, and its answer in OpenAI's shape."""
+    """A request in the engine, for one or several completions, and its response in OpenAI's format."""
 
     def __init__(self, application: Application, kind: str, requests: list[TextRequest], entry: object) -> None:
         self.engine, self.reader, self.request, self.kind = application.engine, application.reader, requests[0], kind
         self.choices = [Choice(request, added_spaces=self._added_spaces(request)) for request in requests]
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self._look_at = time.monotonic() + DISCONNECT_SECONDS  # when to look whether the client is there
+        self._look_at = time.monotonic() + DISCONNECT_SECONDS  # when to check whether the client is connected
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
         self._jobs: list[Job] = []
         try:
@@ -309,7 +309,7 @@ class Answer:
             raise
 
     def _added_spaces(self, request: TextRequest) -> int:
-        """Whether the tokens of a prompt begin with a space that its text has not: some tokenizers add one."""
+        """1 if the prompt's tokens begin with a space that its text does not have, as some tokenizers add; else 0."""
         pieces = map(self.reader.tokenizer.token_bytes, request.prompt_ids)
         text = next((piece for piece in pieces if piece), b"")
         return int(bool(request.echo) and text.startswith(b" ") and not str(request.echo).startswith(" "))
@@ -320,22 +320,22 @@ class Answer:
 
     @property
     def is_done(self) -> bool:
-        """Whether every text has ended."""
+        """Whether every completion has ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def cancel(self) -> None:
-        """Free what the engine holds for it."""
+        """Cancel its jobs, which frees their states."""
         for job in self._jobs:
             self.engine.cancel(job)
 
     async def first_event(self, is_disconnected: Callable[[], Awaitable[bool]]) -> tuple[int, Event]:
-        """The next event, and of which text. Raises RequestError if it is an error, or if the client has gone."""
+        """The next event, and its choice's index. Raises RequestError if it is an error, or the client disconnected."""
         try:
             while True:
-                if time.monotonic() > self._look_at:  # also while events come: nobody may read them
+                if time.monotonic() > self._look_at:  # also while events arrive: the client may be gone
                     self._look_at = time.monotonic() + DISCONNECT_SECONDS
                     if await is_disconnected():
-                        raise RequestError("the client has gone", status=499)
+                        raise RequestError("the client disconnected", status=499)
                 with contextlib.suppress(TimeoutError):
                     index, event = await asyncio.wait_for(self._events.get(), DISCONNECT_SECONDS)
                     if event.error is not None:
@@ -346,7 +346,7 @@ class Answer:
             raise
 
     async def whole(self, is_disconnected: Callable[[], Awaitable[bool]]) -> Response:
-        """The answer in one piece."""
+        """The complete response."""
         texts, scores = [""] * len(self.choices), [list[TokenScore]() for _ in self.choices]
         while not self.is_done:
             index, event = await self.first_event(is_disconnected)
@@ -359,7 +359,7 @@ class Answer:
         return json_answer(self._object("") | {"choices": choices, "usage": self._usage()})
 
     async def stream(self, first: tuple[int, Event]) -> AsyncIterator[str]:
-        """The answer as server-sent events; those of several texts come as they are computed, each with its index."""
+        """The response as server-sent events; several choices interleave as they are computed, each with its index."""
         if self.kind == "chat":
             for index in range(len(self.choices)):
                 delta = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -392,7 +392,7 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.reader.name}
 
     def _choice(self, index: int, text: str, scores: list[TokenScore], reason: str | None, part: str) -> dict[str, Any]:
-        """A choice; `part` is what holds the text of a chat: `message`, or `delta` of a stream."""
+        """A choice. `part`: the field with a chat's text, `message`, or `delta` in a stream."""
         has_scores, tokenizer = self.request.alternatives is not None and bool(scores), self.reader.tokenizer
         if self.kind == "completions":
             choice = self.choices[index]
@@ -409,19 +409,19 @@ class Answer:
         return {"index": index, part: role | content, "logprobs": logprobs, "finish_reason": reason}
 
     def _calls_delta(self, index: int) -> dict[str, Any]:
-        """The calls of tools in a stream: each whole, in one piece."""
+        """The tool calls in a stream: all in one chunk."""
         calls = [{"index": number} | call for number, call in enumerate(self.choices[index].calls)]
         return {"index": index, "delta": {"tool_calls": calls}, "logprobs": None, "finish_reason": None}
 
     def _usage(self) -> dict[str, int]:
-        """Tokens of all texts; a prompt that several texts continue counts once."""
+        """Token counts over all choices; a prompt that several choices continue counts once."""
         prompts = {id(choice.request.prompt_ids): len(choice.request.prompt_ids) for choice in self.choices}
         prompt, new = sum(prompts.values()), sum(choice.new_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 class ClosingStream(StreamingResponse):
-    """A stream whose end, also by a client that goes away, frees what the engine holds for it."""
+    """A streaming response that cancels its jobs when it ends, also if the client disconnects."""
 
     def __init__(self, answer: Answer, first: tuple[int, Event]) -> None:
         super().__init__(answer.stream(first), media_type="text/event-stream")
@@ -440,7 +440,7 @@ async def _answer_refused(request: Request, error: Exception) -> Response:
         return refusal(error)
     if not isinstance(error, HTTPException):
         return refusal(RequestError("the request failed inside the server", status=500))
-    what = "has no such address" if error.status_code == 404 else "does not take this method here"
+    what = "has no such endpoint" if error.status_code == 404 else "does not allow this method here"
     return refusal(RequestError(f"the server {what}; see /v1/models", status=error.status_code))
 
 

@@ -1,4 +1,4 @@
-"""The page of the server, on which one talks to its model, or to two models side by side."""
+"""The server's chat page, for one model or two side by side."""
 
 import asyncio
 import copy
@@ -19,16 +19,16 @@ from heddle.numerics.transfer import to_device
 from heddle.serving.app import Application, json_answer
 from heddle.serving.requests import RequestError, parse_object
 
-# What a reader of an answer may see of the model: the attention of its last step, and the size of its state.
+# What the page shows of the model beside an answer: the attention of its last step, and the size of its state.
 
 
-MAX_TOKENS = 1024  # of a text whose attention is shown: each layer's weights of all its tokens are in memory at once
+MAX_TOKENS = 1024  # of a text whose attention is shown: a layer's weights for all tokens are in memory at once
 MAX_LENGTHS = 64
 MAX_LENGTH = 2**20
 
 
 class ModelView:
-    """Looks into a model that another thread may be using."""
+    """Reads attention and state sizes of a model that another thread may be using."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -39,12 +39,12 @@ class ModelView:
         self._lock = threading.Lock()
 
     def last_step(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """For each layer, what its last query attends to when it reads the tokens: `mixer`, and `heads` [H][T] or None.
+        """For each layer, the attention of the last token over all tokens: `mixer`, and `heads` [H][T] or None.
 
         Raises RequestError for too many tokens.
         """
         if not 0 < len(tokens) <= MAX_TOKENS:
-            raise RequestError(f"reply: the text has {len(tokens):,} tokens; attention is shown of 1 to {MAX_TOKENS:,}")
+            raise RequestError(f"reply: text has {len(tokens):,} tokens; attention is shown for 1 to {MAX_TOKENS:,}")
         heads: dict[int, list[list[float]]] = {}
 
         def keep_last(layer: int, observation: Observation) -> None:
@@ -62,9 +62,9 @@ class ModelView:
         ]
 
     def state_bytes(self, lengths: Sequence[int]) -> list[int]:
-        """Bytes of the state of one text of so many tokens each, the table of positions included. Nothing is allocated.
+        """State bytes of one sequence of each length, the table of positions included. Nothing is allocated.
 
-        Raises RequestError for lengths that no text has.
+        Raises RequestError for invalid lengths.
         """
         is_valid = all(type(length) is int and 0 < length <= MAX_LENGTH for length in lengths)
         if not is_valid or not 0 < len(lengths) <= MAX_LENGTHS:
@@ -73,10 +73,9 @@ class ModelView:
 
 
 def add_chat_page(application: Application, page: str, other_models: Sequence[Application] = ()) -> None:
-    """Answer `/` with a page, and what it asks besides OpenAI's interface: /chat/attention and /chat/state.
+    """Serve a page at `/`, and what it needs besides the OpenAI API: /chat/attention and /chat/state.
 
-    other_models: applications of further models, whose addresses begin with /models/1, /models/2 … The caller enters
-    their engines.
+    other_models: applications of further models, mounted at /models/1, /models/2 … The caller enters their engines.
     """
     app = _app(application)
 
@@ -123,7 +122,7 @@ def _add_routes(application: Application) -> None:
 
 
 def _attention_fields(body: bytes, vocab_size: int) -> tuple[str, bytes, str | list[int]]:
-    """(kind, the request as JSON, the part of its answer that was given). Raises RequestError."""
+    """(kind, the request as JSON, the part of its answer so far). Raises RequestError."""
     fields = parse_object(body)
     kind, request, reply = fields.get("kind"), fields.get("request"), fields.get("reply", "")
     is_text = isinstance(reply, str)
@@ -131,5 +130,5 @@ def _attention_fields(body: bytes, vocab_size: int) -> tuple[str, bytes, str | l
     if kind not in ("completions", "chat") or not isinstance(request, dict):
         raise RequestError("kind: must be completions or chat, with its request", "kind")
     if not is_text and not is_tokens:
-        raise RequestError(f"reply: must be a text, or tokens from 0 to {vocab_size - 1}", "reply")
+        raise RequestError(f"reply: must be a string, or tokens from 0 to {vocab_size - 1}", "reply")
     return kind, json.dumps(request).encode(), reply

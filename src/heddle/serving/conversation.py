@@ -1,4 +1,4 @@
-"""Talk to a model in a terminal: one conversation, its settings, and what was generated last."""
+"""Chat with a model in a terminal: one conversation, its settings, and the last reply."""
 
 import json
 import queue
@@ -9,16 +9,16 @@ from typing import Any
 from heddle.serving.engine import Engine, Event, TokenScore
 from heddle.serving.requests import RequestReader
 
-ALTERNATIVES = 3  # tokens shown beside each that was chosen
+ALTERNATIVES = 3  # tokens shown beside each chosen one
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings of an answer, checked as those of a request are. seed: None draws another one for each answer."""
+    """Settings of a reply, checked like those of a request. seed: None draws a new one for each reply."""
 
     temperature: float = 0.8
     top_p: float = 0.95
-    top_k: int = 0  # 0: of all tokens
+    top_k: int = 0  # 0: all tokens
     max_tokens: int = 256
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. tokens: of the whole text, prompt included. scores: of each new token; empty where there are none."""
+    """A reply. tokens: of prompt and reply together. scores: of each new token; empty if there are none."""
 
     text: str
     tokens: int
@@ -42,18 +42,18 @@ class Reply:
 
 
 class Conversation:
-    """Messages to and from one model, or one text that both write on where the model has no chat template."""
+    """A chat with one model, or one text that user and model continue in turn if it has no chat template."""
 
     def __init__(self, engine: Engine, reader: RequestReader) -> None:
         self.engine, self.reader = engine, reader
         self.is_chat = reader.chat_format is not None
-        self.turns: list[tuple[str, str]] = []  # (what was said, the answer)
+        self.turns: list[tuple[str, str]] = []  # (the user's text, the reply)
         self.last_reply: Reply | None = None
 
     def answer(self, text: str, settings: SamplingSettings, on_text: Callable[[str], None]) -> Reply:
-        """Generate an answer to a text; `on_text` gets it in pieces. Raises RequestError.
+        """Generate a reply to a text; `on_text` gets it in pieces. Raises RequestError.
 
-        Where `on_text` raises, or a signal arrives, the answer is given up and the conversation stays as it was.
+        If `on_text` raises, or a signal arrives, the reply is cancelled and the conversation stays unchanged.
         """
         kind = "chat" if self.is_chat else "completions"
         body = {"model": self.reader.name, "stream": True} | settings.fields() | self._prompt(text)
@@ -82,12 +82,12 @@ class Conversation:
         return self.last_reply
 
     def check(self, settings: SamplingSettings) -> None:
-        """Raise RequestError for settings that the model does not take."""
+        """Raise RequestError for settings that the model does not accept."""
         body = {"model": self.reader.name, "prompt": "x"} | settings.fields()
         self.reader.read("completions", json.dumps(body).encode())
 
     def undo(self) -> bool:
-        """Forget the last answer and what it answered; whether there was one."""
+        """Forget the last turn; returns whether there was one."""
         self.last_reply = None
         return bool(self.turns and self.turns.pop())
 

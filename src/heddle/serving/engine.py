@@ -1,6 +1,6 @@
 """One worker thread that decodes: requests join and leave between steps, and share a batch where that is faster.
 
-A request's text is that of the request alone but for rounding; with `batch_invariant` it has the same bits.
+A request's text equals that of the request alone up to rounding; with `batch_invariant`, bit for bit.
 """
 
 import contextvars
@@ -28,14 +28,14 @@ from heddle.serving.limits import ServerLimits
 from heddle.serving.requests import Grammar, RequestError, TextRequest
 from heddle.tokenization.tokenizer import Tokenizer
 
-# What /metrics tells, in the text form that Prometheus reads.
+# Metrics for /metrics, in Prometheus's text format.
 
 
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
 
 
 class Histogram:
-    """How many durations were at most each bucket's seconds. Safe from several threads."""
+    """A histogram of durations: how many were at most each bucket's seconds. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BUCKETS) + 1)
@@ -55,7 +55,7 @@ class Histogram:
             return self._total / max(1, sum(self._counts))
 
     def lines(self, name: str) -> list[str]:
-        """The metric of this name, in seconds."""
+        """The metric with this name in Prometheus's text format, in seconds."""
         with self._lock:
             counts, total = list(self._counts), self._total
         bounds = [*map(str, BUCKETS), "+Inf"]
@@ -65,10 +65,10 @@ class Histogram:
 
 
 class EngineMetrics:
-    """What the engine counts since it began.
+    """What the engine has counted since it started.
 
-    queue_seconds: of a request before it is started. first_token_seconds: from its arrival. token_seconds: from one of
-    its tokens to the next. running_seconds: from its start to its end.
+    queue_seconds: from a request's arrival to its start. first_token_seconds: from its arrival to its first token.
+    token_seconds: from one of its tokens to the next. running_seconds: from its start to its end.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class EngineMetrics:
         self.token_seconds, self.running_seconds = Histogram(), Histogram()
 
     def lines(self) -> list[str]:
-        """All of them."""
+        """All metrics in Prometheus's text format."""
         lines: list[str] = []
         for name in ("prompt_tokens", "new_tokens", "finished", "cancelled"):
             lines += [f"# TYPE heddle_{name}_total counter", f"heddle_{name}_total {getattr(self, name)}"]
@@ -87,25 +87,25 @@ class EngineMetrics:
 
 
 def gauge_lines(values: Mapping[str, int]) -> list[str]:
-    """Gauges by name."""
+    """Gauges by name, in Prometheus's text format."""
     return [
         line for name, value in values.items() for line in (f"# TYPE heddle_{name} gauge", f"heddle_{name} {value}")
     ]
 
 
 def answer_lines(answers: Mapping[int, int]) -> list[str]:
-    """How many answers there were of each status."""
+    """The number of responses by status, in Prometheus's text format."""
     lines = [f'heddle_answers_total{{status="{status}"}} {count}' for status, count in sorted(answers.items())]
     return ["# TYPE heddle_answers_total counter", *lines]
 
 
-# Log probabilities of tokens, as OpenAI's interface gives them.
+# Log probabilities of tokens, in the format of the OpenAI API.
 
 
 class TokenScore(NamedTuple):
-    """A token's log probability (natural), and those of the most likely tokens, most likely first.
+    """A token's natural log probability, and the most likely tokens with theirs, most likely first.
 
-    The first token of a prompt, before which there is nothing, has nan and none.
+    The first token of a prompt, which nothing precedes, has nan and no alternatives.
     """
 
     token: int
@@ -118,11 +118,11 @@ class TokenScore(NamedTuple):
         return math.isnan(self.log_probability)
 
 
-LEAST_LOG_PROBABILITY = -9999.0  # OpenAI's, of a token without any probability: JSON has no infinite number
+LEAST_LOG_PROBABILITY = -9999.0  # OpenAI's, for a token of probability 0: JSON has no infinity
 
 
 def score_token(logits: Tensor, token: int, alternatives: int) -> TokenScore:
-    """The score of a token, by the logits [vocab] before it."""
+    """The score of a token from the logits [vocab] that predict it."""
     log_probabilities = logits.double().log_softmax(-1).clamp(min=LEAST_LOG_PROBABILITY)
     best = log_probabilities.topk(min(alternatives, len(log_probabilities)))
     own = float(log_probabilities[token]) if token < len(log_probabilities) else LEAST_LOG_PROBABILITY
@@ -153,10 +153,10 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class RowSampler(Sampler):
-    """A sampler of one row that follows a grammar, and keeps the score of each token it chose.
+    """A sampler of one row that follows a grammar, and records the score of each token it chooses.
 
-    alternatives: how many tokens are scored beside it, all by the model's probabilities, before grammar, temperature,
-    top-k and top-p; None: none is. For steps that run one by one: a recorded graph calls no sampler.
+    alternatives: how many other tokens to score, all by the model's probabilities before grammar, temperature, top-k
+    and top-p; None: score nothing. Only for steps that run one by one: a recorded graph calls no sampler.
     """
 
     alternatives: int | None = None
@@ -165,7 +165,7 @@ class RowSampler(Sampler):
 
     @property
     def can_share(self) -> bool:
-        """Never: each row's scores and grammar are its own."""
+        """Never: each row has its own scores and grammar."""
         return False
 
     def choose(self, logits: Tensor, position: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class RowSampler(Sampler):
 
 
 def token_text(token: int, tokenizer: Tokenizer) -> str:
-    """A token by itself: a special token's name; bytes that are no whole characters as `bytes:\\xe2\\x80`."""
+    """A token by itself: a special token's name; bytes that are not whole characters as `bytes:\\xe2\\x80`."""
     if token in tokenizer.special_tokens:
         return tokenizer.special_tokens[token]
     data = tokenizer.token_bytes(token)
@@ -212,7 +212,7 @@ def completion_scores(
     """`logprobs` of /v1/completions, and token_ids.
 
     before: the bytes of the text so far. text_offset: whole characters of the text before each token. added_spaces:
-    that the tokenizer puts before a text, which the text has not.
+    spaces before the text that only its tokens have.
     """
     offsets, data = [], before
     for score in scores:
@@ -232,7 +232,7 @@ def completion_scores(
 
 @dataclass(frozen=True)
 class Event:
-    """What comes of a request: more text, or its end. new_tokens: how many were generated so far."""
+    """An event of a request: more text, or its end. new_tokens: how many tokens were generated so far."""
 
     text: str = ""
     scores: tuple[TokenScore, ...] = ()
@@ -242,7 +242,7 @@ class Event:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing comes after it."""
+        """Whether no event follows."""
         return self.finish_reason is not None or self.error is not None
 
 
@@ -271,7 +271,7 @@ class TokenReader:
         )
 
     def read(self, token: int) -> Event:
-        """The event of the next token; the last one has a finish_reason. Raises RequestError for a grammar's end."""
+        """The event of the next token; the last one has a finish_reason. Raises RequestError if the grammar failed."""
         if self._grammar is not None and self._grammar.error:
             reason = printable(self._grammar.error)[:200]
             raise RequestError(f"response_format: the schema cannot be followed further ({reason})", "response_format")
@@ -291,7 +291,7 @@ class TokenReader:
 
 @dataclass(eq=False)
 class Job:
-    """A request, where its events go, and when it came and must have ended, in time.monotonic() seconds."""
+    """A request, the callback for its events, and its arrival and deadline in time.monotonic() seconds."""
 
     request: TextRequest
     deliver: Callable[[Event], None]
@@ -300,16 +300,16 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     reader: TokenReader | None = None
     start: float = 0.0
-    newest: float = 0.0  # when the newest token came
+    newest: float = 0.0  # when the newest token arrived
 
     @property
     def slots(self) -> int:
-        """The most tokens that its state gets."""
+        """The most tokens that its state can have."""
         return len(self.request.prompt_ids) + self.request.new_tokens
 
 
 class Engine:
-    """`with Engine(…) as engine: engine.submit(request, deliver)`; `deliver` is called on the worker's thread."""
+    """`with Engine(…) as engine: engine.submit(request, deliver)`; `deliver` is called on the worker thread."""
 
     def __init__(
         self, model: Decoder, tokenizer: Tokenizer, limits: ServerLimits, batch_invariant: bool = False
@@ -341,25 +341,25 @@ class Engine:
 
     @property
     def queue_length(self) -> int:
-        """How many requests wait."""
+        """How many requests are waiting."""
         return len(self._waiting)
 
     @property
     def states(self) -> int:
-        """How many requests are decoded now; each has one state."""
+        """How many requests are being decoded; each has one state."""
         return len(self._running)
 
     @property
     def retry_seconds(self) -> int:
-        """When a request that is refused now may find room: once as many have ended as wait before it."""
+        """In how many seconds a request refused now may find room: when as many have ended as wait before it."""
         turns = (1 + len(self._waiting)) / self.limits.streams
         return min(self.limits.max_seconds, max(1, math.ceil(turns * self.metrics.running_seconds.mean)))
 
     @contextmanager
     def entry(self) -> Iterator[object]:
-        """Room in the queue for a request that is about to be read, for `submit`.
+        """Reserve a place in the queue for a request before it is parsed, to pass to `submit`.
 
-        Raises RequestError where the queue is full: before anything is computed for the request.
+        Raises RequestError if the queue is full, before anything is computed for the request.
         """
         entry = object()
         with self._changed:
@@ -375,14 +375,14 @@ class Engine:
                 self._entering.discard(entry)
 
     def submit(self, request: TextRequest, deliver: Callable[[Event], None], entry: object | None = None) -> Job:
-        """Queue a request. Raises RequestError where it has no entry and the queue is full."""
+        """Queue a request. Raises RequestError if it has no entry and the queue is full."""
         if entry is None:
             with self.entry() as own:
                 return self.submit(request, deliver, own)
         if request.alternatives is not None and not self.gives_scores:
-            raise RequestError("logprobs: this server decodes by recorded steps, which give none", "logprobs")
+            raise RequestError("logprobs: this server decodes with recorded graphs, which return none", "logprobs")
         if request.grammar is not None and not self.gives_scores:
-            sentence = "response_format: this server decodes by recorded steps, which follow no schema"
+            sentence = "response_format: this server decodes with recorded graphs, which follow no schema"
             raise RequestError(sentence, "response_format")
         now = time.monotonic()
         job = Job(request, deliver, now, now + self.limits.max_seconds)
@@ -393,7 +393,7 @@ class Engine:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Give up a request that nobody reads: its state is freed before the next step. Ended ones stay ended."""
+        """Cancel a request; its state is freed before the next step. Does nothing for one that has ended."""
         job.cancelled.set()
         with self._changed:
             self._changed.notify_all()
@@ -404,15 +404,15 @@ class Engine:
                 try:
                     for result in self._scheduler.step():
                         self._deliver(result)
-                except Exception as error:  # of no request: those that run end, and the server goes on
+                except Exception as error:  # not of one request: all running ones end, and the server goes on
                     self._end_all(_as_request_error(error))
         for job in [*self._waiting, *self._running.values()]:
-            job.deliver(Event(error=RequestError("the server ends; try again later", status=503)))
+            job.deliver(Event(error=RequestError("the server is shutting down; try again later", status=503)))
         self._waiting.clear()
         self._running.clear()
 
     def _end_all(self, error: RequestError) -> None:
-        """End every request that runs, and forget their states."""
+        """End every running request, and drop their states."""
         jobs, self._running = list(self._running.values()), {}
         self._scheduler = self._new_scheduler(ModelRunner(self.model))
         for job in jobs:
@@ -420,7 +420,7 @@ class Engine:
             job.deliver(Event(error=error))
 
     def _admit(self) -> bool:
-        """Wait for requests; drop those that were cancelled or waited too long, start others. False: the end."""
+        """Wait for requests; drop cancelled and expired ones, start others. Returns False once the engine is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._running or self._closed)
             now = time.monotonic()
@@ -441,7 +441,7 @@ class Engine:
             return not self._closed
 
     def _has_room(self, job: Job) -> bool:
-        """Whether it can run beside the others: every row of a batch has the slots of the longest."""
+        """Whether a job fits beside the running ones: every row of a batch has as many slots as the longest."""
         if not self._running:
             return True
         longest = max(other.slots for other in (job, *self._running.values()))
@@ -480,7 +480,7 @@ class Engine:
         except Exception as error:
             event = Event(error=_as_request_error(error))
         if event.is_last:
-            self._leave(result.key)  # before the end is told: who reads it finds the state freed
+            self._leave(result.key)  # before the last event: whoever reads it finds the state freed
             self.metrics.finished += 1
             self.metrics.running_seconds.observe(now - job.start)
         if event.text or event.scores or event.is_last:

@@ -1,4 +1,4 @@
-"""Read the bodies of OpenAI's requests: every field is checked, and an unknown one is refused by its name."""
+"""Parse requests of the OpenAI API: every field is checked, and an unknown one is refused by name."""
 
 import json
 import math
@@ -24,7 +24,7 @@ MAX_ALTERNATIVES = 20  # OpenAI's limits of top_logprobs and logprobs
 MAX_MESSAGES = 1000
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_CHOICES = 16  # texts of one request: prompts times n
-DEFAULT_TOKENS = 128  # where a request names no number of new tokens
+DEFAULT_TOKENS = 128  # for requests that set no limit
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second one is vLLM's, as is top_k
 _SHARED_FIELDS = {
     "model", "max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed", "stream",
@@ -35,8 +35,8 @@ _FIELDS = {
     "chat": _SHARED_FIELDS
     | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "response_format"},
 }
-# Fields of OpenAI's interface that ask for nothing at these values, which clients send by themselves; null is one, too.
-_ANY = object()  # whatever the value, nothing depends on it
+# Fields of the OpenAI API with the values, besides null, at which they have no effect: clients send them unasked.
+_ANY = object()  # any value is accepted and ignored
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -57,30 +57,30 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (_ANY,),
     "safety_identifier": (_ANY,),
 }
-# Of an assistant's message that a client sends back as it came.
+# The same for an assistant message that a client sends back unchanged.
 _NEUTRAL_OF_MESSAGE: dict[str, tuple[Any, ...]] = {
     name: (None, [], "", {}) for name in ("refusal", "annotations", "audio", "function_call")
 }
 
 
 class RequestError(Exception):
-    """A request that is refused: its HTTP status, one sentence, the field that is wrong, and when to ask again."""
+    """A refused request: one sentence, the wrong field, the HTTP status, and when to retry."""
 
     def __init__(self, sentence: str, field: str | None = None, status: int = 400, retry_seconds: int = 1) -> None:
         super().__init__(sentence)
         self.sentence, self.field, self.status, self.retry_seconds = sentence[:400], field, status, retry_seconds
 
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's shape."""
+        """The error in OpenAI's format."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.sentence, "type": kind, "param": self.field, "code": None}}
 
 
 class Grammar:
-    """What the next tokens of one text may be, so that it is JSON of a schema: llguidance's matcher.
+    """Constrains the next tokens of one text to JSON that follows a schema: llguidance's matcher.
 
-    error: why it cannot go on, in llguidance's words; empty until then.
+    error: why it cannot continue, in llguidance's words; empty until then.
     """
 
     def __init__(self, matcher: Any) -> None:
@@ -96,13 +96,13 @@ class Grammar:
         return logits if self.error else logits.masked_fill(~allowed, -math.inf)
 
     def take(self, token: int) -> None:
-        """Go on after a token."""
+        """Advance by one token."""
         if not self.error and not self._matcher.consume_token(token):
-            self.error = self._matcher.get_error() or "the text has left the schema"
+            self.error = self._matcher.get_error() or "the text no longer follows the schema"
 
 
 class JsonGrammars:
-    """Makes grammars of JSON for a tokenizer. end_ids: tokens that may end a text."""
+    """Compiles JSON grammars for a tokenizer. end_ids: tokens that may end a text."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]) -> None:
         """Raises RequestError where llguidance is not installed."""
@@ -124,10 +124,10 @@ class JsonGrammars:
         self._tokenizer = LLTokenizer(TokenizerWrapper(Words()), eos_token=list(end_ids))
 
     def compile(self, schema: Mapping[str, Any]) -> Callable[[], Grammar]:
-        """A function that makes a grammar for one text. Raises RequestError for a schema that cannot be followed."""
+        """A function that creates a grammar for one text. Raises RequestError for an unsupported schema."""
         from llguidance import LLMatcher
 
-        # without white space of its choice, of which a small model writes nothing else
+        # fixed whitespace: where it is free, a small model may write nothing else
         try:
             grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults={"whitespace_flexible": False})
             reason = LLMatcher.validate_grammar(grammar, self._tokenizer)
@@ -143,11 +143,11 @@ class JsonGrammars:
 class TextRequest:
     """A prompt and how to continue it. alternatives: how many tokens to score beside the chosen one; None: no score.
 
-    stop_ids: tokens that end the text beside the tokenizer's `eos_ids`: the end of a turn.
+    stop_ids: tokens that end the text besides the tokenizer's `eos_ids`, such as the end of a turn.
     echo: text of the prompt that the answer begins with; with `alternatives`, its tokens are scored, too.
-    has_tools: the answer may hold calls of tools.
-    grammar: makes what its tokens follow.
-    include_usage: the numbers of tokens come at the end of a stream; continuous_usage: with each of its pieces, too.
+    has_tools: the answer may contain tool calls.
+    grammar: creates the grammar that its tokens follow.
+    include_usage: token counts come at the end of a stream; continuous_usage: with each chunk, too.
     """
 
     prompt_ids: list[int]
@@ -168,7 +168,7 @@ class TextRequest:
 
 
 class RequestReader:
-    """Reads requests to one model. name: what clients call it."""
+    """Parses requests to one model. name: what clients call it."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, limits: ServerLimits) -> None:
         """Raises DataError for a chat template that cannot be read."""
@@ -185,29 +185,29 @@ class RequestReader:
             raise DataError(f"{CHAT_TEMPLATE_FILE}: {error}; restore the model's folder") from error
 
     def read(self, kind: str, body: bytes) -> TextRequest:
-        """Read a body that asks for one text. Raises RequestError."""
+        """Parse a body that asks for one text. Raises RequestError."""
         return self.read_choices(kind, body)[0]
 
     def read_choices(self, kind: str, body: bytes) -> list[TextRequest]:
-        """Read a body of this kind, `completions` or `chat`: `n` texts for each prompt. Raises RequestError.
+        """Parse a body of this kind, `completions` or `chat`: `n` texts for each prompt. Raises RequestError.
 
-        The texts of a prompt are sampled with the seed, the one after it, and so on.
+        The texts of a prompt are sampled with consecutive seeds, from the request's on.
         """
         fields = parse_object(body)
         fields = {name: value for name, value in fields.items() if value is not None}
         for name in sorted(set(fields) - _FIELDS[kind]):
             if name not in _NEUTRAL:
-                raise RequestError(f"{shorten_value(name)}: is not a field of this server; leave it out", name)
+                raise RequestError(f"{shorten_value(name)}: is not a field that this server knows; leave it out", name)
             if not _is_neutral(fields[name], _NEUTRAL[name]):
-                raise RequestError(f"{name}: this server does not do what this asks for; leave it out", name)
+                raise RequestError(f"{name}: this server does not support this value; leave it out", name)
         if fields.get("model") != self.name:
             status = 404 if isinstance(fields.get("model"), str) else 400
-            raise RequestError(f"model: this server has one model, '{self.name}'", "model", status)
+            raise RequestError(f"model: must be '{self.name}', the only one of this server", "model", status)
         count = int(_number(fields, "n", 1, (1, MAX_CHOICES), whole=True))
         _text(fields, "user", "")
         options = fields.get("stream_options", {})
         if not isinstance(options, dict) or set(options) - set(_STREAM_OPTIONS):
-            raise RequestError(f"stream_options: has only {' and '.join(_STREAM_OPTIONS)}", "stream_options")
+            raise RequestError(f"stream_options: may have only {' and '.join(_STREAM_OPTIONS)}", "stream_options")
         temperature = float(_number(fields, "temperature", 1.0, (0.0, 2.0)))
         top_p = float(_number(fields, "top_p", 1.0, (0.0, 1.0)))
         if top_p == 0.0:
@@ -215,9 +215,7 @@ class RequestReader:
         tools = self._tools(fields) if kind == "chat" else None
         prompts = [(self._messages(fields, tools), None)] if kind == "chat" else self._prompts(fields)
         if len(prompts) * count > MAX_CHOICES:
-            sentence = (
-                f"n: {len(prompts)} prompts times {count} are more than {MAX_CHOICES} texts; ask for fewer at a time"
-            )
+            sentence = f"n: {len(prompts)} prompts times {count} exceed {MAX_CHOICES} texts; ask for fewer at a time"
             raise RequestError(sentence, "n")
         first = TextRequest(
             prompt_ids=prompts[0][0],
@@ -263,11 +261,11 @@ class RequestReader:
         stop = fields.get("stop", [])
         strings = [stop] if isinstance(stop, str) else stop
         if not isinstance(strings, list) or len(strings) > self.limits.max_stops:
-            raise RequestError(f"stop: must be a text, or a list of at most {self.limits.max_stops}", "stop")
+            raise RequestError(f"stop: must be a string, or a list of at most {self.limits.max_stops}", "stop")
         for text in strings:
             if not isinstance(text, str) or not 0 < len(text) <= self.limits.max_stop_length:
                 longest = self.limits.max_stop_length
-                raise RequestError(f"stop: each must be a text of 1 to {longest} characters", "stop")
+                raise RequestError(f"stop: each must be a string of 1 to {longest} characters", "stop")
         return tuple(strings)
 
     def _prompts(self, fields: Mapping[str, Any]) -> list[tuple[list[int], str | None]]:
@@ -293,7 +291,7 @@ class RequestReader:
         elif isinstance(prompt, list) and prompt and all(type(x) is int and 0 <= x < vocab_size for x in prompt):
             tokens = prompt
         else:
-            raise RequestError(f"prompt: must be texts, or lists of tokens from 0 to {vocab_size - 1}", "prompt")
+            raise RequestError(f"prompt: must be strings, or lists of tokens from 0 to {vocab_size - 1}", "prompt")
         return self._within_limit(tokens, "prompt")
 
     def _encoded(self, text: str) -> list[int]:
@@ -303,7 +301,7 @@ class RequestReader:
             raise RequestError(f"prompt: {error}", "prompt") from error
 
     def _grammar(self, fields: Mapping[str, Any]) -> Callable[[], Grammar] | None:
-        """What `response_format` asks of a text: JSON, or JSON of a schema."""
+        """The grammar for `response_format`: JSON, or JSON that follows a schema; None for plain text."""
         form = fields.get("response_format", {"type": "text"})
         kind = form.get("type") if isinstance(form, dict) else None
         if kind == "text":
@@ -325,22 +323,22 @@ class RequestReader:
         """The functions that the answer may call; None where it may call none."""
         tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
         if choice not in ("none", "auto"):
-            raise RequestError("tool_choice: this server knows none and auto; a call cannot be forced", "tool_choice")
+            raise RequestError("tool_choice: must be none or auto; this server cannot force a call", "tool_choice")
         if not isinstance(tools, list) or len(tools) > MAX_TOOLS or not all(map(_is_function, tools)):
             sentence = f"tools: must be a list of at most {MAX_TOOLS} functions, each with a type and a name"
             raise RequestError(sentence, "tools")
         if not tools or choice == "none":
             return None
         if self.chat_format is None or not self.chat_format.takes_tools:
-            raise RequestError("tools: this model's chat template does not read them; leave them out", "tools")
+            raise RequestError("tools: this model's chat template does not support them; leave them out", "tools")
         self._refuse_special_tokens(tools, "tools")
         return tools
 
     def _refuse_special_tokens(self, value: Any, field: str) -> None:
-        """A text from outside must not stand for a token that only the template may write. Raises RequestError."""
+        """Raise RequestError if a client's text has a special token, which only the template may write."""
         specials = self.tokenizer.special_tokens.values()
         if any(special in text for text in _texts_in(value) for special in specials):
-            raise RequestError(f"{field}: a content holds a special token of the model; leave it out", field)
+            raise RequestError(f"{field}: a content contains a special token of the model; leave it out", field)
 
     def _messages(self, fields: Mapping[str, Any], tools: list[Any] | None) -> list[int]:
         if self.chat_format is None:
@@ -357,12 +355,12 @@ class RequestReader:
         return self._within_limit(tokens, "messages")
 
     def _message(self, message: Any) -> dict[str, Any]:
-        """A message's role and text, the calls of an assistant, and of which call a tool's message is the result.
+        """A message's role and text, an assistant's tool calls, and the call that a tool's message answers.
 
-        Parts of text are joined; the name of who speaks is not read, as templates read none but a tool's.
+        Text parts are joined. `name` is ignored unless the role is tool: templates read no other.
         """
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise RequestError(f"messages: each has a role ({', '.join(ROLES)}) and a text as its content", "messages")
+            raise RequestError(f"messages: each must have a role ({', '.join(ROLES)}) and text content", "messages")
         role = message["role"]
         read = {"role": role}
         if role == ASSISTANT and message.get("tool_calls"):
@@ -374,23 +372,23 @@ class RequestReader:
                 continue
             if not _is_neutral(message[name], _NEUTRAL_OF_MESSAGE.get(name, (None,))):
                 raise RequestError(
-                    f"messages: this server does not read {shorten_value(name)}; leave it out", "messages"
+                    f"messages: this server does not support {shorten_value(name)}; leave it out", "messages"
                 )
         content = message.get("content")
         if isinstance(content, list):
             content = self._joined_parts(content)
         if not isinstance(content, str) and not (content is None and "tool_calls" in read):
-            raise RequestError("messages: a content must be a text, or a list of parts of text", "messages")
+            raise RequestError("messages: a content must be a string, or a list of text parts", "messages")
         for value in (content or "", read):
             self._refuse_special_tokens(value, "messages")
         return read | {"content": content}
 
     @staticmethod
     def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-        """An assistant's calls, as templates read them: their arguments are tables, not texts of JSON."""
+        """An assistant's tool calls in the form that templates read: with arguments as dicts, not as JSON strings."""
         read = []
         if not isinstance(calls, list) or not all(map(_is_function, calls)):
-            raise RequestError("messages: each of tool_calls has a type and a function with a name", "messages")
+            raise RequestError("messages: each of tool_calls needs a type and a named function", "messages")
         for call in calls:
             function = call["function"]
             try:
@@ -398,7 +396,7 @@ class RequestReader:
             except (TypeError, ValueError, RecursionError):
                 arguments = None
             if not isinstance(arguments, dict):
-                raise RequestError("messages: the arguments of tool_calls must be a table as JSON text", "messages")
+                raise RequestError("messages: arguments of tool_calls must be a JSON object in a string", "messages")
             table = {"name": function["name"], "arguments": arguments}
             read.append({"id": str(call.get("id", "")), "type": "function", "function": table})
         return read
@@ -408,12 +406,12 @@ class RequestReader:
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
-                what = shorten_value(kind) if isinstance(kind, str) and kind != "text" else "another thing"
-                raise RequestError(f"messages: a part of a content is {what}; this server reads text alone", "messages")
+                what = shorten_value(kind) if isinstance(kind, str) and kind != "text" else "not text"
+                raise RequestError(f"messages: a content part is {what}; this server reads only text", "messages")
         return "".join(part["text"] for part in parts)
 
     def _refuse_long_text(self, text: str, field: str) -> None:
-        """Refuse a text that is too long whatever its tokens are, before it is cut into them. Raises RequestError."""
+        """Refuse a text that is too long for any tokenization, before tokenizing it. Raises RequestError."""
         least = len(text) // self._longest_token
         if least > self.limits.max_prompt:
             raise RequestError(
@@ -428,21 +426,21 @@ class RequestReader:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The table in a body. Raises RequestError."""
+    """Parse a body as a JSON object. Raises RequestError."""
     try:
         fields = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-        json.dumps(fields, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text
+        json.dumps(fields, ensure_ascii=False).encode("utf-8")  # fails for lone surrogates
     except UnicodeError as error:
-        raise RequestError("body: is not text in UTF-8") from error
+        raise RequestError("body: is not UTF-8 text") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(f"body: is not JSON ({parse_error_reason(error)})") from error
     if not isinstance(fields, dict):
-        raise RequestError("body: must be a table in JSON")
+        raise RequestError("body: must be a JSON object")
     return fields
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """The texts of plain data, names of fields included: in JSON some of their characters are escaped."""
+    """The strings of plain data, keys included. (In JSON, some of their characters would be escaped.)"""
     inner = [value]
     while inner:
         part = inner.pop()
@@ -461,7 +459,7 @@ def _is_function(tool: Any) -> bool:
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value is one of these, of the same kind: 0 is not false."""
+    """Whether a value is one of these, and of the same type: 0 is not false."""
     kinds = (bool,)
     return any(
         other is _ANY or (value == other and isinstance(value, kinds) == isinstance(other, kinds)) for other in neutral
@@ -486,7 +484,7 @@ def _number(
 def _text(fields: Mapping[str, Any], name: str, default: str) -> str:
     value = fields.get(name, default)
     if not isinstance(value, str):
-        raise RequestError(f"{name}: must be a text", name)
+        raise RequestError(f"{name}: must be a string", name)
     return value
 
 
@@ -498,14 +496,14 @@ def _truth(fields: Mapping[str, Any], name: str) -> bool:
 
 
 def _alternatives(fields: Mapping[str, Any]) -> int | None:
-    """What `logprobs` of /v1/completions asks for: a number."""
+    """How many alternatives `logprobs` of /v1/completions, a number, asks for."""
     if "logprobs" not in fields:
         return None
     return int(_number(fields, "logprobs", 0, (0, MAX_ALTERNATIVES), whole=True))
 
 
 def _chat_alternatives(fields: Mapping[str, Any]) -> int | None:
-    """What `logprobs` of /v1/chat/completions asks for: a truth value, with a number beside it."""
+    """How many alternatives `logprobs` of /v1/chat/completions, true or false, and `top_logprobs` ask for."""
     count = int(_number(fields, "top_logprobs", 0, (0, MAX_ALTERNATIVES), whole=True))
     if not _truth(fields, "logprobs"):
         if count:

@@ -14,7 +14,7 @@ from heddle.errors import ConfigError
 from heddle.serving.app import Application
 from heddle.signals import Interrupted
 
-# Connections of clients, bounded: how many are open, and how long one may take to send a request's headers.
+# Limits on client connections: how many are open, and how long one may take to send a request's headers.
 
 
 HEADER_SECONDS = 10.0  # from the connection, or from the first byte of a later request, to the end of the headers
@@ -31,7 +31,7 @@ class BoundedConnection(H11Protocol):
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuse a connection too many; else wait for headers."""
+        """Refuse a connection over the limit; otherwise wait for headers."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
             transport.write(FULL)
@@ -40,7 +40,7 @@ class BoundedConnection(H11Protocol):
             self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Read data. The time for headers ends with them, and begins again with a later request."""
+        """Read data. The timeout for headers stops once they are complete, and restarts with a later request."""
         if self.transport.is_closing():
             return
         super().data_received(data)
@@ -50,7 +50,7 @@ class BoundedConnection(H11Protocol):
             self._stop_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
+        """Stop the timeout for headers."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -69,18 +69,18 @@ class BoundedConnection(H11Protocol):
 
 
 def bounded_connection(most: int) -> type[BoundedConnection]:
-    """The protocol of a server with at most so many connections."""
+    """The protocol class of a server with at most this many connections."""
     return type("BoundedConnection", (BoundedConnection,), {"most": most})
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 IDLE_CONNECTION_SECONDS = 5  # after which a connection without a request is closed
 GRACE_SECONDS = 1  # for the last bytes of answers to leave
-SWITCH_SECONDS = 0.0003  # for which another thread may hold up the one that decodes; Python's default is 0.005
+SWITCH_SECONDS = 0.0003  # that another thread may delay the decoding one; Python's default is 0.005
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server; a signal lets the running requests end first. interrupted_by: a signal that cut them off."""
+    """A uvicorn server that lets requests finish after a signal. interrupted_by: the signal that cut them off."""
 
     def __init__(self, application: Application) -> None:
         config = uvicorn.Config(
@@ -102,14 +102,14 @@ class DrainingServer(uvicorn.Server):
         self._drain_until = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; end at once at the second signal."""
+        """Start to drain; end at once at the second signal."""
         if self.application.gate.is_draining:
             self.interrupted_by, self.should_exit = sig, True
         self.application.gate.is_draining = True
         self._drain_until = self._drain_until or time.monotonic() + self.application.engine.limits.drain_seconds
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end now; asked ten times a second."""
+        """Whether to end now; called ten times a second."""
         engine = self.application.engine
         if self.application.gate.is_draining and not self.should_exit:
             if not engine.states and not engine.queue_length:
@@ -121,7 +121,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is any free one. Raises ConfigError where that cannot be."""
+    """A listening socket; port 0 picks a free one. Raises ConfigError if the address cannot be used."""
     if not 0 <= port < 2**16:
         raise ConfigError(f"{host} port {port}: cannot be used (no such port); choose one below 65536, or 0")
     listener = None
@@ -140,7 +140,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def host_names(host: str, port: int) -> frozenset[str]:
-    """What a request may give as its Host to a server on a loopback address."""
+    """The Host headers that are allowed for a server on a loopback address."""
     names = [f"[{name}]" if ":" in name else name for name in {*LOOPBACK, host}]
     return frozenset(f"{name}:{port}" for name in names)
 

@@ -1,4 +1,7 @@
-"""The files of a run besides its checkpoints: run.json (settings and environment) and log.jsonl (one line per step)."""
+"""The files of a run besides its checkpoints.
+
+run.json has settings and environment, log.jsonl one line per step, final.json the final evaluation.
+"""
 
 import contextlib
 import hashlib
@@ -19,6 +22,7 @@ from heddle.storage.manifest import EMPTY_CHAIN, LogPosition, parse_json_object
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
+FINAL_FILE = "final.json"  # {"step": …, "final_bits_per_byte": …}, or final_accuracy
 BRANCH_SETTINGS = ("steps", "schedule")  # a branch may differ from its trunk in these
 IDENTITY_KEYS = ("design", "data", "settings", "init_checkpoint", "lora", "distillation")
 # Fields of a run's environment that determine the last bits of its numbers: software versions and the machine.

@@ -27,8 +27,9 @@ from heddle.model.decoder import Decoder
 from heddle.numerics.transfer import UNPINNED
 from heddle.progress import format_amount
 from heddle.signals import Interrupted, StopRequest, catch_stop_signals
+from heddle.storage.file_io import write_json_file
 from heddle.storage.lock import RunLock
-from heddle.storage.run_log import RunLog, open_run, read_log
+from heddle.storage.run_log import FINAL_FILE, REMEDY, RunLog, open_run, read_log
 from heddle.training.built_models import BuiltModels, build_models
 from heddle.training.checkpoint import CheckpointSaver, TrainingProgress, resume_run, save_run
 from heddle.training.evaluation.scores import EarlyStop, Scores, TokenObserver, ratio_of_sums, scores_on_ranks
@@ -300,7 +301,10 @@ def train(job: TrainingJob) -> TrainingResult:
                 f"{job.out}: the loss on held-out text is not finite after {settings.steps} steps; "
                 f"try a learning rate below {settings.learning_rate:g} in another folder"
             )
-        track({"step": state.progress.step, f"final_{training_data.metric}": ratio_of_sums(scores)})
+        final = {"step": state.progress.step, f"final_{training_data.metric}": ratio_of_sums(scores)}
+        track(final)
+        if job.ranks.is_first:
+            write_json_file(job.out / FINAL_FILE, final, REMEDY)
         return TrainingResult(models.model, scores, state.progress, tokens_per_second)
 
 

@@ -123,7 +123,7 @@ UNSUPPORTED: dict[str, Data] = {
     r"layers\[0\].mixer.*GatedDelta": design(layer({"kind": "gated_delta", "heads": 2})),
     r"layers\[0\].mixer.sink": design(layer(attention(sink=True))),
     r"layers\[0\].mixer.softcap": design(layer(attention(softcap=3.0))),
-    "bias of distance": design(layer(attention(position=ALIBI))),
+    "distance bias": design(layer(attention(position=ALIBI))),
     r"layers\[0\].mixer.causal": design(layer(attention(causal=False))),
     r"layers\[0\].mixer.value_dim.*5": design(layer(attention(value_dim=5))),
     r"layers\[1\].mixer.*heads": design(layer(attention()), layer(attention(kv_heads=1))),

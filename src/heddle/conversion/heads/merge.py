@@ -35,8 +35,7 @@ from heddle.parts.mixers.attention import Attention, AttentionConfig
 # How several heads share one: each is mapped to the shared head's dims, and the shared head is their mean.
 #
 # With maps D_u and U_u of head u the shared head is k̂ = Σ_u D_u k_u, and k_u ≈ U_u k̂. Queries q_u become U_uᵀ q_u,
-# and an
-# output projection W_o becomes W_o U_u, so nothing is lost where k_u = U_u k̂.
+# and an output projection W_o becomes W_o U_u, so nothing is lost where k_u = U_u k̂.
 #
 #     mean            D_u = I/n,    U_u = I                                  (Ainslie et al. 2023)
 #     first           D_u = I for the first head, else 0,    U_u = I
@@ -325,7 +324,7 @@ def _swapped(costs: np.ndarray, groups: Groups) -> Groups:
 
 Merge = Literal["mean", "first", "aligned", "least-squares"]
 
-PAIR_TOKENS = 4096  # of the text on which every two heads are merged to see what that costs
+PAIR_TOKENS = 4096  # of the text on which the cost of merging every two heads is measured
 
 
 @dataclass(frozen=True)
@@ -396,7 +395,7 @@ class MergedHeads:
         return layer
 
     def _merge_gains(self, layer: dict[str, Tensor], groups: int) -> None:
-        """Gains and biases of a key norm with weights of its own for each head: their mean, or the first."""
+        """Merge the per-head gains and biases of a key norm: their mean, or the first head's."""
         for name in ("mixer.k_norm.weight", "mixer.k_norm.bias"):
             if name in layer and self.config.qk_norm != "head":
                 gains = layer[name].double()
@@ -474,7 +473,7 @@ def pair_rounds(heads: int) -> list[list[tuple[int, int]]]:
 
 
 def head_outputs(mixer: Attention, x: Tensor, layout: Layout) -> Tensor:
-    """What the output projection reads, by query head: [tokens, H, d_v] of the tokens that are no padding."""
+    """What the output projection reads, by query head: [tokens, H, d_v] of the tokens that are not padding."""
     seen: list[Tensor] = []
     handle = mixer.out.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
     try:

@@ -38,7 +38,7 @@ class HeadFreedom:
 
 
 def rotary_pairs(position: RotationConfig, head_dim: int) -> Tensor | None:
-    """The dims that are rotated together, int64 [P, 2]; None for a rotation that is not known."""
+    """The dims that are rotated together, int64 [P, 2]; None for an unknown rotation."""
     if not isinstance(position, RopeConfig | AxialRopeConfig):
         return None
     rotary_dim = position.rotary_dim or head_dim
@@ -173,7 +173,7 @@ def set_output_maps(layer: dict[str, Tensor], maps: Tensor) -> None:
 
 @dataclass(frozen=True)
 class HeadStatistics:
-    """Of a layer with U key heads of d dims, H query heads and D = width.
+    """Second moments of a layer with U key heads of d dims, H query heads and D = width.
 
     keys [U, U, d, d]: E k_u k_vᵀ, before the norm and the rotation. values [U, U, d_v, d_v]: E of attended values.
     queries [U, U, d, d]: E q_u q_vᵀ, summed over the query heads of u and v in their order. key_metrics [U, d, d] and
@@ -187,7 +187,7 @@ class HeadStatistics:
     value_metrics: Tensor
 
     def select(self, key_heads: Sequence[int]) -> "HeadStatistics":
-        """The same of some heads."""
+        """The statistics of some key heads."""
         index = torch.tensor(list(key_heads), device=self.keys.device)
         keys, values, queries = (x[index][:, index] for x in (self.keys, self.values, self.queries))
         return HeadStatistics(keys, values, queries, self.key_metrics[index], self.value_metrics[index])
@@ -202,7 +202,7 @@ def gram(maps: Tensor, covariance: Tensor | None) -> Tensor:
 
 
 def weight_statistics(layer: Parameters, config: AttentionConfig) -> HeadStatistics:
-    """As if inputs had variance 1 and were independent."""
+    """The statistics for independent inputs of variance 1."""
     queries = head_maps(layer, "mixer.q", config.heads)
     metrics = (queries @ queries.mT).unflatten(0, (config.kv_heads or config.heads, -1)).sum(1)
     return _statistics(layer, config, (None, None), metrics)
@@ -212,7 +212,7 @@ def weight_statistics(layer: Parameters, config: AttentionConfig) -> HeadStatist
 def text_statistics(
     layer: Parameters, config: AttentionConfig, context: BuildContext, activations: LayerActivations
 ) -> HeadStatistics:
-    """On the inputs of the layer's mixer on a text."""
+    """The statistics for the inputs of the layer's mixer on a text."""
     width = layer["mixer.q.weight"].shape[1]
     example = layer["mixer.q.weight"].double()
     inputs, attended = example.new_zeros(width + 1, width + 1), example.new_zeros(width + 1, width + 1)

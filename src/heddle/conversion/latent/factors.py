@@ -50,7 +50,7 @@ class AttentionFactors:
 
 
 def supported_attention(mixer: MixerConfig | None, path: str) -> AttentionConfig:
-    """The mixer, if latent attention can hold it. Raises DesignError that names what it cannot hold."""
+    """The mixer, if latent attention can express it. Raises DesignError naming the feature that it cannot express."""
     if not isinstance(mixer, AttentionConfig):
         kind = "no mixer" if mixer is None else f"kind {mixer.kind}"
         raise DesignError(path, f"has {kind}, but only softmax attention becomes latent attention; leave it out")
@@ -73,7 +73,7 @@ def supported_attention(mixer: MixerConfig | None, path: str) -> AttentionConfig
     }
     for feature, is_there in features.items():
         if is_there:
-            reason = f"has {feature}, which latent attention cannot hold; convert other layers, or remove it first"
+            reason = f"has {feature}, which latent attention cannot express; convert other layers, or remove it first"
             raise DesignError(path, reason)
     return mixer
 
@@ -139,8 +139,7 @@ def real_dims(z: Tensor) -> Tensor:
 # What decides which part of keys and values a smaller state should keep, measured on a calibration text.
 #
 # An error δs of the score of query i and key j changes a head's output by p_ij δs W_o (v_j − o_i), to first order. So
-# the
-# squared change of the layer's output is w_ij δs² with w_ij = p_ij² |W_o (v_j − o_i)|², where p are the attention
+# the squared change of the layer's output is w_ij δs² with w_ij = p_ij² |W_o (v_j − o_i)|², where p are the attention
 # weights and o_i their mean of v. An error of a value changes it by p_ij W_o δv_j. Both are in units of the output.
 
 
@@ -267,9 +266,8 @@ def rotate_pairs(x: Tensor, angles: Tensor) -> Tensor:
 # Query-key norms as linear maps: W_q and W_k fitted to the normalized heads on a text.
 #
 # A norm divides each head by a number that depends on the token, which no map of x does. The least squares fit keeps
-# the
-# mean of that number; what varies between tokens is lost. Keys are weighted by what their errors change in the layer's
-# output (see `heddle.conversion.latent.factors`), since a head attends to few tokens.
+# the mean of that number; its variation between tokens is lost. Keys are weighted by what their errors change in the
+# layer's output, since a head attends to few tokens.
 
 
 RIDGE = 1e-9  # of the mean square of [x ; 1]
@@ -324,7 +322,7 @@ def fit_norms(factors: AttentionFactors, config: AttentionConfig, activations: L
 def _fit_keys(
     factors: AttentionFactors, normalized: NormalizedHeads, activations: LayerActivations, group: int
 ) -> Tensor:
-    """The map of one key head, [d, D+1]. One head at a time, since each has weights of its own."""
+    """The map of one key head, [d, D+1]. One head at a time, since each has its own weights."""
     _, dim, width = factors.k.shape
     moments = factors.k.new_zeros(width, width)
     product = factors.k.new_zeros(dim, width)

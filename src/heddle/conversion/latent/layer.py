@@ -144,9 +144,8 @@ class RopeComponents:
 # One low-rank latent for the position-free keys and the values of all heads.
 #
 # A rank-r latent c = W_d x gives k = W_k' c and v = W_v' c. With C the covariance of x, K_g and V_g the maps of group
-# g,
-# and M_g, S_g what squared errors of its keys and values cost in the layer's output, the loss is least for the first r
-# eigenvectors E of C^½ (Σ_g K_gᵀ M_g K_g + V_gᵀ S_g V_g) C^½:  W_d = Eᵀ C^-½,  W_k' = K C^½ E,  W_v' = V C^½ E.
+# g, and M_g, S_g what squared errors of its keys and values cost in the layer's output, the loss is least for the first
+# r eigenvectors E of C^½ (Σ_g K_gᵀ M_g K_g + V_gᵀ S_g V_g) C^½:  W_d = Eᵀ C^-½,  W_k' = K C^½ E,  W_v' = V C^½ E.
 # So keys and values are balanced by their effect, and the entries of c are uncorrelated, with variance 1. Means need no
 # rank: a constant key shifts all scores of a query alike, and a constant value is a bias of the output.
 

@@ -1,4 +1,4 @@
-"""How large the rotated part and the latent of each layer become: as asked for, or by least loss under a budget."""
+"""The sizes of each layer's rotated part and latent: as requested, or with the least loss under a budget."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class LatentPlan:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """What a layer loses by the rank of its latent, for one choice of rotated components.
+    """The loss of a layer by the rank of its latent, for one choice of rotated components.
 
     losses[r]: squared error of the layer's output, relative to its square. constant: 1 if an entry of the latent is
     constant, else 0.
@@ -58,12 +58,12 @@ class LossCurve:
     constant: int
 
     def loss(self, state: int) -> float:
-        """The loss with so many elements of state per token; infinite where no latent is left."""
+        """The loss with `state` elements of state per token; infinite if no latent is left."""
         rank = self.plan(state).kv_rank - self.constant
         return self.losses[rank] if rank > 0 else math.inf
 
     def plan(self, state: int) -> LatentPlan:
-        """The sizes with at most so many elements of state per token."""
+        """The sizes with at most `state` elements of state per token."""
         rank = min(state - 2 * sum(self.counts), len(self.losses) - 1)
         return LatentPlan(rank, self.folded_pairs, self.counts, self.inv_freq)
 
@@ -118,12 +118,12 @@ def measure_losses(
 
 
 def plain_folded_pairs(pairs: int, rope_dim: int) -> FoldedPairs:
-    """Every n-th frequency, with the n − 1 after it folded into it: those of plain RoPE of rope_dim dims."""
+    """Every n-th frequency, with the n − 1 after it folded into it, as in plain RoPE of rope_dim dims."""
     return fold_pairs(pairs, pairs * 2 // rope_dim)
 
 
 def rope_dim_choices(config: AttentionConfig, share: float, plain: bool) -> list[int]:
-    """Numbers of rotated dims to try for a layer that is left this share of its state."""
+    """Numbers of rotated dims to try for a layer that keeps this share of its state."""
     pairs, state = rotary_pair_count(config), state_elements(config) * share
     if pairs == 0:
         return [0]
@@ -136,7 +136,7 @@ def rope_dim_choices(config: AttentionConfig, share: float, plain: bool) -> list
 
 
 def plan_by_budget(layers: Sequence[Sequence[LossCurve]], states: Sequence[int], share: float) -> list[LatentPlan]:
-    """Share the budget, a share of the sum of the layers' states, among layers. Raises DesignError if it is too small.
+    """Distribute a share of the layers' total state over the layers. Raises DesignError if it is too small.
 
     layers: the choices of each.
     """
@@ -155,18 +155,22 @@ def plan_by_budget(layers: Sequence[Sequence[LossCurve]], states: Sequence[int],
 
 
 def _least(layer: Sequence[LossCurve], state: int) -> tuple[float, LossCurve]:
-    """The least loss of a layer with so many elements, and where it is reached."""
+    """The least loss of a layer with `state` elements, and its curve."""
     return min(((curve.loss(state), curve) for curve in layer), key=lambda pair: pair[0])
 
 
 def plan_uniform(layers: Sequence[Sequence[LossCurve]], states: Sequence[int], share: float) -> list[LatentPlan]:
-    """The same sizes for every layer, whose losses sum to the least."""
+    """The same sizes for every layer, with the least total loss. Raises DesignError if the budget is too small."""
     state = int(min(states) * share + ROUNDING)
-    choices = range(len(layers[0]))
-    best = min(choices, key=lambda choice: sum(layer[choice].loss(state) for layer in layers))
-    if layers[0][best].loss(state) == math.inf:
+    by_dims = [{2 * sum(curve.counts): curve for curve in layer} for layer in layers]
+    common = sorted(set.intersection(*map(set, by_dims)))
+    if not common:
+        reason = "gives no number of rotated dims that all layers can have; name layers that are alike, or give rope_dim"
+        raise DesignError("state_budget", reason)
+    best = min(common, key=lambda dims: sum(layer[dims].loss(state) for layer in by_dims))
+    if by_dims[0][best].loss(state) == math.inf:
         raise DesignError("state_budget", f"of {share:.3g} leaves {state} elements per token and layer; raise it")
-    return [layer[best].plan(state) for layer in layers]
+    return [layer[best].plan(state) for layer in by_dims]
 
 
 def plain_position(config: AttentionConfig, rope_dim: int) -> RopeConfig | None:
@@ -184,7 +188,7 @@ def plain_position(config: AttentionConfig, rope_dim: int) -> RopeConfig | None:
 def check_sizes(
     config: AttentionConfig, width: int, sizes: tuple[int | None, int | None], plain: bool, path: str
 ) -> None:
-    """Refuse sizes (kv_rank, rope_dim) that a layer does not have. Raises DesignError with the path of the layer."""
+    """Raises DesignError, with the path of the layer, for sizes (kv_rank, rope_dim) that do not fit it."""
     kv_rank, rope_dim = sizes
     pairs, most = rotary_pair_count(config), min(width, state_elements(config))
     if kv_rank is not None and kv_rank > most:
@@ -196,7 +200,7 @@ def check_sizes(
     if pairs == 0 and rope_dim is not None:
         raise DesignError("rope_dim", f"{rope_dim} is asked for, but {path} has no RoPE; leave it out")
     if pairs > 0 and kv_rank is not None and rope_dim is None:
-        raise DesignError("rope_dim", f"is missing, but {path} has RoPE; give it, or state_budget in place of both")
+        raise DesignError("rope_dim", f"is missing, but {path} has RoPE; give it, or state_budget instead of both")
     assert config.kv_heads is not None
     all_rotated = 2 * pairs * config.kv_heads
     if rope_dim is not None and rope_dim > all_rotated:

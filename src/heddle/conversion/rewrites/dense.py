@@ -1,4 +1,4 @@
-"""A mixture of equal experts to the feed-forward that each of them is. The inverse of `experts`."""
+"""Replace a mixture of identical experts by one feed-forward: the inverse of `experts`."""
 
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ PROJECTIONS = ("gate", "up", "down")
 
 
 class Dense(Rewrite):
-    """Layers whose experts are equal get one feed-forward instead. Layers whose experts differ are refused."""
+    """Replace identical experts by one feed-forward. Layers with different experts are refused."""
 
     keeps_attention: ClassVar[bool] = True
 
@@ -65,11 +65,11 @@ class _Dense(ConvertedWeights):
 
 
 def _check_gates(config: MoEConfig, path: str) -> None:
-    """Raises DesignError unless the output is the common output of the experts, times a number."""
+    """Raises DesignError unless the output is the experts' common output times a constant."""
     if config.shared is not None:
         raise DesignError(f"{path}.shared", "a shared expert is added to the others; leave this layer out")
     if not config.renormalize and config.routing != "topk_softmax":
-        reason = "false lets the sum of the gates vary, so that even equal experts are not one feed-forward"
+        reason = "false lets the sum of the gates vary, so even identical experts are not one feed-forward"
         raise DesignError(f"{path}.renormalize", f"{reason}; leave this layer out")
 
 
@@ -82,7 +82,9 @@ def _check_equal(source: Weights, path: str) -> None:
         for number, expert in enumerate(experts):
             if not torch.equal(expert, experts[0]):
                 reason = f"expert {number} differs from expert 0 in {name.rpartition('feedforward.')[2]}"
-                raise DesignError(path, f"{reason}; only equal experts are one feed-forward, so leave this layer out")
+                raise DesignError(
+                    path, f"{reason}; only identical experts are one feed-forward, so leave this layer out"
+                )
 
 
 def _feedforward(config: MoEConfig) -> FeedforwardConfig:

@@ -1,6 +1,6 @@
-"""More layers, which add nothing at first: their last projections are zero (Wu et al. 2024, LLaMA Pro).
+"""Add layers that are the identity at first: their output projections are zero (Wu et al. 2024, LLaMA Pro).
 
-A new layer is a copy of the layer below it, so that only what it writes has to be learned. Where a norm follows the
+A new layer is a copy of the layer below it, so that only its output has to be learned. Where a norm follows the
 branch (sandwich, reordered), the gain of that norm is zero instead.
 """
 
@@ -37,12 +37,12 @@ class Depth(Rewrite):
         return True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
-        """Raises DesignError if the number does not grow, or if no layer of the design can leave the stream alone."""
+        """Raises DesignError if the depth does not grow, or if no layer of the design can be the identity."""
         self.refuse_layers("depth")
         design = source.design
         check_growth("depth", design.depth, self.depth)
         if not design.residual.keeps_stream:
-            reason = f"kind {design.residual.kind} changes the stream in every layer, so that no new layer can keep it"
+            reason = f"kind {design.residual.kind} changes the stream in every layer, so no layer can be the identity"
             raise DesignError("residual", f"{reason}; only a design such as pre_norm can grow")
         if design.residual.first_layer_differs:
             reason = "leaves the first layer without a norm, which a copy of it would need"
@@ -53,7 +53,7 @@ class Depth(Rewrite):
         return _Deeper(source, new_design, origins)
 
     def layer_sources(self, depth: int) -> list[tuple[int, bool]]:
-        """For each new layer, the number of the old layer that it is, or copies, and whether it is a copy."""
+        """For each new layer: the index of the old layer that it is or copies, and whether it is a copy."""
         added = self.depth - depth
         result = []
         for index in range(depth):
@@ -64,14 +64,14 @@ class Depth(Rewrite):
         return result
 
     def _check_indices(self, design: ModelConfig, origins: list[tuple[int, bool]]) -> None:
-        """Raises DesignError if an old layer, whose formula depends on its number, would get another number."""
+        """Raises DesignError if an old layer that depends on its index would get another one."""
         model = modules_of(design)
         for new_index, (index, is_copy) in enumerate(origins):
             mixer = layer_modules(model, index).mixer
             if mixer is not None and mixer.uses_layer_index and not is_copy and new_index != index:
                 config = design.layers[index].mixer
                 assert config is not None
-                reason = f"kind {config.kind} depends on the number of its layer, which would become {new_index}"
+                reason = f"kind {config.kind} depends on the index of its layer, which would become {new_index}"
                 raise DesignError(f"{layer_path(index)}.mixer", f"{reason}; give at=end")
 
 

@@ -1,4 +1,4 @@
-"""A model without its multi-token modules, which nothing but training and drafts reads."""
+"""Remove the multi-token modules, which only training and drafting use."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from heddle.model.config import ModelConfig
 
 
 class DropMultiToken(Rewrite):
-    """No options."""
+    """Remove the multi-token modules."""
 
     keeps_attention: ClassVar[bool] = True
     keeps_layers: ClassVar[bool] = True

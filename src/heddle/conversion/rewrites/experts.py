@@ -1,7 +1,7 @@
-"""A feed-forward to a mixture of equal copies of it: sparse upcycling (Komatsuzaki et al. 2023).
+"""Replace a feed-forward by a mixture of identical copies: sparse upcycling (Komatsuzaki et al. 2023).
 
-The gates of the chosen experts sum to 1, so equal experts compute what the one did. The router is small and random: a
-router of zeros would send every token to the same experts, and the others would never be trained.
+The gates of the chosen experts sum to 1, so the mixture computes what the feed-forward did. The router is small and
+random: a router of zeros would send every token to the same experts, and the others would never be trained.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ from heddle.parts.modules.linear import fill_normal
 
 
 class Experts(Rewrite):
-    """`experts` equal experts, of which each token uses `top_k`.
+    """Copy each feed-forward into `experts` identical experts, of which each token uses `top_k`.
 
-    router_std: of the router's weights; default: the design's `initialization.std`. aux_loss: as in `moe`. seed: of the
-    router. With `top_k: 1` every gate is 1, so that only `aux_loss` would train the router.
+    router_std: standard deviation of the router's weights; default: the design's `initialization.std`. aux_loss: as in
+    `moe`. seed: of the router. With `top_k: 1` every gate is 1, so that only `aux_loss` would train the router.
     """
 
     keeps_attention: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class Experts(Rewrite):
         return True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
-        """Raises DesignError if no reached layer, or a named one, has an `mlp` or `gated` feed-forward."""
+        """Raises DesignError if no layer, or not every named one, has an `mlp` or `gated` feed-forward."""
         changed: dict[int, LayerConfig] = {}
         for index in self.selected_layers(source.design):
             layer = source.design.layers[index]
@@ -55,13 +55,13 @@ class Experts(Rewrite):
             elif self.layers is not None:
                 raise DesignError(f"{layer_path(index)}.feedforward", "is neither mlp nor gated; leave this layer out")
         if not changed:
-            raise DesignError("feedforward", "no layer has an mlp or gated feed-forward, which experts could copy")
+            raise DesignError("feedforward", "no layer has an mlp or gated feed-forward to copy; leave it out")
         design = replace_layers(source.design, changed)
         std = self.router_std or design.initialization.std
         return _Experts(source, design, frozenset(changed), self, std)
 
     def mixture(self, feedforward: FeedforwardConfig) -> MoEConfig:
-        """The design of experts that are copies of a feed-forward."""
+        """The config of experts that are copies of a feed-forward."""
         assert isinstance(feedforward, MLPConfig | GatedConfig)
         settings: dict[str, Any] = (
             {} if isinstance(feedforward, MLPConfig) else {"limit": feedforward.limit, "alpha": feedforward.alpha}
@@ -83,7 +83,7 @@ def _check_multipliers(feedforward: GatedConfig, path: str) -> None:
     """Raises DesignError for numbers that experts have no fields for."""
     for name in ("gate_multiplier", "multiplier"):
         if getattr(feedforward, name) is not None:
-            raise DesignError(f"{path}.{name}", "is a number that no expert has; leave this layer out")
+            raise DesignError(f"{path}.{name}", "is not supported in experts; leave this layer out")
 
 
 class _Experts(ConvertedWeights):
@@ -94,7 +94,7 @@ class _Experts(ConvertedWeights):
         self.changed, self.options, self.std = changed, options, std
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
-        """Each projection of the feed-forward once for every expert, and a router."""
+        """Repeat each projection for every expert, and add a router."""
         layer = self.source.layer(index)
         if index not in self.changed:
             return layer

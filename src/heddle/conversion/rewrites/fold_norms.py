@@ -1,4 +1,4 @@
-"""Gains of norms folded into the projections that read them: `W (γ ⊙ n + β) = (W diag γ) n + W β`.
+"""Fold the gains of norms into the projections that read them: `W (γ ⊙ n + β) = (W diag γ) n + W β`.
 
 Afterwards these norms have gain 1 and β = 0. Rotations of the stream and quantization need this (Ashkboos et al. 2024).
 """
@@ -29,7 +29,7 @@ _Readers = dict[str, list[str]]  # the path of a norm -> the paths of the projec
 
 
 class FoldNorms(Rewrite):
-    """`final_norm`: whether the final norm is folded into an untied head. Default: if no layers are named."""
+    """Fold norms into the projections after them. `final_norm`: also into the head; default: if no layers are named."""
 
     keeps_attention: ClassVar[bool] = True
     final_norm: bool | None = None
@@ -51,10 +51,10 @@ class FoldNorms(Rewrite):
         folds_final = self.layers is None if self.final_norm is None else self.final_norm
         if folds_final and isinstance(model.final_norm, FinalNorm):
             if design.head.tied:
-                reason = "the embedding reads the head's weight too, so the final norm cannot be folded into it"
+                reason = "the embedding shares the head's weight, so the final norm cannot be folded into it"
                 raise DesignError("head.tied", f"{reason}; untie it first (head.tied=false), or give final_norm=false")
             if design.head.transform is not None:
-                reason = "reads the final norm before the head's weight does, and nothing is folded into it"
+                reason = "stands between the final norm and the head's weight, so the norm cannot be folded"
                 raise DesignError("head.transform", f"{reason}; give final_norm=false")
             _check_biases(model, FINAL_NORM, [HEAD], "")
         else:
@@ -117,11 +117,11 @@ def _readers(layer: nn.Module, design: ModelConfig, path: str) -> _Readers:
 
 
 def _check_biases(owner: nn.Module, norm: str, projections: list[str], path: str) -> None:
-    """Raises DesignError if a norm has a bias, and a projection that reads it has none to take it."""
+    """Raises DesignError if a norm has a bias, but a projection that reads it has none to absorb it."""
     if getattr(owner.get_submodule(norm), "bias", None) is None:
         return
     for name in projections:
         if owner.get_submodule(name).bias is None:
             full_name = ".".join(filter(None, (path, name)))
-            reason = "has no bias that could take the bias of the norm before it"
+            reason = "has no bias to absorb the bias of the norm before it"
             raise DesignError(full_name, f"{reason}; give other layers, or choose a norm without a bias")

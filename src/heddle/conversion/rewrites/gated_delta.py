@@ -2,8 +2,8 @@
 
 Queries, keys, values and outputs start from attention's, as in Mamba in the Llama (Wang et al. 2024) and MOHAWK (Bick
 et al. 2024); key and value heads are repeated for the query heads they serve. The convolution starts as the identity,
-which leaves a quarter less error than a random one; decay, β and the gate start fresh. A gate per channel is taken
-over. Positions are left out: the decay and the convolution tell the order.
+which leaves a quarter less error than a random one; decay, β and the gate are initialized as in a new model. A
+per-channel gate is copied. Positions are left out: the decay and the convolution encode the order.
 """
 
 import torch
@@ -16,10 +16,10 @@ from heddle.parts.mixers.gated_delta import GatedDelta, GatedDeltaConfig
 
 
 class GatedDeltaReplacement(MixerReplacement):
-    """Full attention to `gated_delta`, fitted to attention's outputs; `keep=1/4` keeps a quarter of the layers."""
+    """Replace full attention by `gated_delta`, fitted to attention's outputs; `keep=1/4` keeps a quarter of them."""
 
     def new_config(self, mixer: AttentionConfig) -> MixerConfig:
-        """As many heads, as wide."""
+        """The same heads and head dims."""
         return GatedDeltaConfig(heads=mixer.heads, head_dim=mixer.head_dim, value_dim=mixer.value_dim)
 
     def missing_features(self, mixer: AttentionConfig) -> list[str]:
@@ -30,7 +30,7 @@ class GatedDeltaReplacement(MixerReplacement):
         ]
 
     def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
-        """A convolution that reads the token itself alone."""
+        """The identity as the convolution."""
         assert isinstance(mixer, GatedDelta)
         weight = torch.zeros(sum(mixer.conv_widths), mixer.conv_kernel)
         weight[:, -1] = 1.0

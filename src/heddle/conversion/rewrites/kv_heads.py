@@ -1,7 +1,7 @@
-"""Another number of key/value heads: more by repeating them, exact; fewer by letting groups of heads share one, lossy.
+"""Change the number of key/value heads: more by repeating them, exact; fewer by merging groups of heads, lossy.
 
-`groups` says which heads share: neighbors, those with similar queries or with similar keys and values, or those whose
-merging changes the layer's output on the text least. `merge` says how a group becomes one head: see
+`groups` says which heads are merged: neighbors, heads with similar queries or with similar keys and values, or heads
+that change the layer's output on the text least when merged. `merge` says how a group becomes one head: see
 `heddle.conversion.heads.merge`. `least-squares` also refits the output projection on the text.
 """
 
@@ -35,8 +35,6 @@ from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions import ScoreBiasConfig
 from heddle.parts.positions.relative_bias import RelativeBiasConfig
 
-# One attention layer with another number of key heads: which heads share one, and how each group becomes one head.
-
 # Refit an attention layer's output projection on a text, by ridge regression on the outputs of another layer.
 
 
@@ -47,10 +45,10 @@ RIDGE = 1e-3  # of the mean squared input of the projection
 def fit_output(
     layer: Parameters, config: AttentionConfig, context: BuildContext, activations: LayerActivations
 ) -> dict[str, Tensor]:
-    """The layer with W_o (and its bias) for which Σ |y − W_o z − b|² + λ |ΔW_o|² over the text is least.
+    """Refit W_o (and its bias) to minimize Σ |y − W_o z − b|² + λ |ΔW_o|² over the text.
 
-    z: what the projection reads in this layer. y: what the mixer of `activations` wrote. λ is RIDGE times the text's
-    tokens times the mean of z². ΔW_o: the change, so a layer that has no error stays as it is.
+    z: the input of the projection in this layer. y: the output of the mixer in `activations`. λ = RIDGE · tokens ·
+    mean(z²). ΔW_o: the change, so a layer without error stays as it is.
     """
     mixer = build_mixer(config, context, layer)
     weight, bias = layer["mixer.out.weight"].double(), layer.get("mixer.out.bias")
@@ -103,8 +101,8 @@ class HeadConversion:
     ) -> dict[str, Tensor]:
         """The parameters of layer `index` of a resolved design with `kv_heads` key heads.
 
-        Where that is no divisor of the heads there are, these are repeated first, up to a common multiple.
-        activations: of the layer on the calibration text; only called if one is needed.
+        If that does not divide the present number of heads, they are first repeated up to a common multiple.
+        activations: returns the layer's activations on the calibration text; only called if they are needed.
         """
         config = design.layers[index].mixer
         assert isinstance(config, AttentionConfig)
@@ -151,10 +149,10 @@ Mixers = Mapping[int, AttentionConfig]  # by the number of the layer
 
 
 class KVHeads(Rewrite):
-    """`attention` with another number of key/value heads: more by repeating (exact), fewer by sharing (lossy).
+    """Change the number of key/value heads of `attention`: more by repeating (exact), fewer by merging (lossy).
 
-    kv_heads: of every layer; or state_budget: the share of the state that is left, by which each layer gets its number
-    of heads, so that the loss on the text rises least. similarity: whether heads are compared and aligned on the text,
+    kv_heads: of every layer; or state_budget: the share of the state to keep, distributed over the layers so that the
+    loss on the text rises least. similarity: whether heads are compared and aligned on the text,
     or by their weights.
     """
 
@@ -179,7 +177,7 @@ class KVHeads(Rewrite):
         if self.kv_heads is None and self.state_budget is None:
             refuse("kv_heads", "is missing; give the number of key/value heads, or state_budget")
         if self.kv_heads is not None and self.state_budget is not None:
-            refuse("kv_heads", "follows from state_budget; keep one of the two")
+            refuse("kv_heads", "conflicts with state_budget; give one of the two")
         is_on_text = self.groups == "similar-outputs" or self.merge == "least-squares"
         if self.similarity == "weights" and (is_on_text or not self._converter.compares):
             reason = (
@@ -193,20 +191,20 @@ class KVHeads(Rewrite):
         return HeadConversion(self.groups, self.merge, self.similarity)
 
     def describe(self) -> dict[str, Any]:
-        """As `Rewrite.describe`, with the seed of methods that are gone: conversions on disk record it."""
+        """As `Rewrite.describe`, with the seed of removed methods, which conversions on disk record."""
         return super().describe() | {"seed": 0}
 
     @property
     def needs_text(self) -> bool:
-        """Unless heads are grouped and merged by their weights. Repeating needs none in any case."""
+        """True unless heads are grouped and merged by their weights alone."""
         return self.state_budget is not None or self._converter.needs_text
 
     def is_exact(self, design: ModelConfig) -> bool:
-        """If heads are only repeated."""
+        """True if heads are only repeated."""
         return self.kv_heads is not None and not _merged(self._mixers(design), self.kv_heads)
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
-        """Raises DesignError for a number of heads that does not divide, or a layer whose heads cannot be merged."""
+        """Raises DesignError if the number does not divide the query heads, or if a layer's heads cannot be merged."""
         mixers = self._mixers(source.design)
         if self.kv_heads is not None:
             for index, mixer in mixers.items():
@@ -238,11 +236,11 @@ class KVHeads(Rewrite):
         return mixers
 
     def _check_reordering(self, index: int, mixer: AttentionConfig) -> None:
-        """Raises DesignError if heads may change places though their scores depend on their places."""
+        """Raises DesignError if heads may be reordered although their scores depend on their index."""
         position = mixer.position
         depends = isinstance(position, ScoreBiasConfig) and not isinstance(position, RelativeBiasConfig)
         if position is not None and depends and self.groups != "contiguous" and self.kv_heads != 1:
-            reason = f"{position.kind} gives each head by its number another bias, so heads cannot be reordered"
+            reason = f"{position.kind} gives each head its own bias by index, so heads cannot be reordered"
             raise DesignError(f"layers.{index}.mixer.position", f"{reason}; use groups=contiguous")
 
     def _budgeted(self, source: Weights, text: CalibrationText | None, mixers: Mixers) -> dict[int, int]:
@@ -260,7 +258,7 @@ class KVHeads(Rewrite):
         planned = plan_sizes(choices, int(self.state_budget * total + 1e-9))
         if planned is None:
             least = sum(sizes[0][0] for sizes in choices) / total
-            reason = f"{self.state_budget:.4g} of the state is less than one head per layer takes, {least:.4g}"
+            reason = f"{self.state_budget:.4g} of the state is less than the {least:.4g} of one head per layer"
             raise DesignError("state_budget", f"{reason}; raise it")
         return {index: size // widths[index] for index, size in zip(mixers, planned, strict=True)}
 
@@ -320,7 +318,7 @@ def _check_count(index: int, mixer: AttentionConfig, kv_heads: int) -> None:
 
 
 def _check_text(text: CalibrationText | None, design: ModelConfig, mixer: AttentionConfig) -> None:
-    """Raises DesignError if there is no text, or less than least squares over a layer's inputs need."""
+    """Raises DesignError without a text, or with too few tokens for least squares over a layer's inputs."""
     if text is None:
         raise DesignError("kv_heads", "needs a text to calibrate on; give one, or groups and merge that need none")
     assert mixer.value_dim is not None

@@ -1,7 +1,7 @@
 """Softmax attention to latent attention: exact at full rank, else with a smaller state (after Meng et al. 2025).
 
-Rotated keys of all heads become `rope_dim` shared dims, what is left of the keys and the values one latent of `kv_rank`
-dims; both are chosen on a text, so that the layers' outputs change least. See `heddle.conversion.latent`.
+The rotated keys of all heads become `rope_dim` shared dims; the rest of the keys, and the values, become one latent of
+`kv_rank` dims. Both are chosen on a text so that the layers' outputs change least. See `heddle.conversion.latent`.
 """
 
 from collections.abc import Mapping
@@ -39,10 +39,10 @@ Mixers = Mapping[int, AttentionConfig]  # by the number of the layer
 
 
 class LatentAttentionReplacement(Rewrite):
-    """`attention` to `latent_attention`. Without sizes: exact, at full rank, which saves next to no state.
+    """Replace `attention` by `latent_attention`. Without sizes: exact, at full rank, which saves almost no state.
 
-    kv_rank, rope_dim: sizes of each layer. state_budget: the share of the state that is left, spread over the layers
-    and over both sizes by what each loses. fold: how many neighboring frequencies are made one. exportable: a latent
+    kv_rank, rope_dim: sizes of each layer. state_budget: the share of the state to keep, distributed over the layers
+    and over both sizes by their losses. fold: how many neighboring frequencies become one. exportable: a latent
     norm, plain frequencies and equal layers, as in DeepSeek-V3.
     """
 
@@ -55,26 +55,26 @@ class LatentAttentionReplacement(Rewrite):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kv_rank is not None and self.state_budget is not None:
-            refuse("kv_rank", "follows from state_budget; keep one of the two")
+            refuse("kv_rank", "conflicts with state_budget; give one of the two")
         if self.rope_dim is not None and self.is_full_rank:
-            refuse("rope_dim", "is given without a size of the latent; give kv_rank or state_budget too")
+            refuse("rope_dim", "needs a size of the latent; give kv_rank or state_budget, too")
         if self.rope_dim is not None and self.rope_dim % 2:
             refuse("rope_dim", f"{self.rope_dim} is odd, but dims are rotated in pairs; give an even number")
         if self.is_full_rank and (self.fold > 1 or self.exportable):
             field = "exportable" if self.exportable else "fold"
-            refuse(field, "changes a smaller state only; give kv_rank and rope_dim, or state_budget")
+            refuse(field, "applies to a smaller state only; give kv_rank and rope_dim, or state_budget")
         if self.exportable and self.fold > 1:
-            refuse("fold", "follows from rope_dim where the result is exportable; leave it out")
+            refuse("fold", "follows from rope_dim if exportable is true; leave it out")
         return self
 
     @property
     def is_full_rank(self) -> bool:
-        """Whether all of the keys and values is kept."""
+        """Whether keys and values are kept exactly."""
         return self.kv_rank is None and self.state_budget is None
 
     @property
     def needs_text(self) -> bool:
-        """Unless all is kept."""
+        """True unless the conversion is at full rank."""
         return not self.is_full_rank
 
     def is_exact(self, design: ModelConfig) -> bool:
@@ -82,7 +82,7 @@ class LatentAttentionReplacement(Rewrite):
         return self.is_full_rank
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
-        """Raises DesignError that names what latent attention cannot hold, or a size that does not fit."""
+        """Raises DesignError for a feature that latent attention lacks, or a size that does not fit."""
         mixers = self._mixers(source.design)
         if self.is_full_rank:
             configs = {index: _full_rank_config(mixer, source) for index, mixer in mixers.items()}
@@ -101,10 +101,12 @@ class LatentAttentionReplacement(Rewrite):
             indices = tuple(index for index, each in mixers_by_index.items() if isinstance(each, AttentionConfig))
             whole = tuple(index for index in indices if getattr(mixers_by_index[index], "window", None) is None)
             if whole and len(whole) < len(indices):  # a window's state is bounded already
-                print_status(f"latent_attention: layers with a window stay: {sorted(set(indices) - set(whole))}")
+                print_status(
+                    f"latent_attention: layers with a window are unchanged: {sorted(set(indices) - set(whole))}"
+                )
                 indices = whole
         if not indices:
-            raise DesignError("layers", "have no softmax attention, which alone becomes latent attention")
+            raise DesignError("layers", "have no softmax attention to convert; name other layers")
         mixers = {}
         for index in indices:
             path = f"layers.{index}.mixer"
@@ -115,13 +117,13 @@ class LatentAttentionReplacement(Rewrite):
                 )
                 raise DesignError(path, reason)
             if self.exportable and mixer.bias:
-                reason = "has biases of queries, which no family with latent attention has; leave out exportable"
+                reason = "has query biases, which no family with latent attention has; leave out exportable"
                 raise DesignError(path, reason)
             check_sizes(mixer, design.width, (self.kv_rank, self.rope_dim), self.exportable, path)
         return mixers
 
     def _plans(self, source: Weights, text: CalibrationText, mixers: Mixers) -> dict[int, LatentPlan]:
-        """Walk through the layers and choose what each keeps."""
+        """Measure the layers one by one, and choose the sizes of each."""
         curves = []
         with progress_bar("measuring", source.design.depth, "layers") as bar:
             for activations in layer_activations(source, text):
@@ -175,7 +177,7 @@ class _Converted(ConvertedWeights):
         self.plans = plans
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
-        """The layer with the parameters of latent attention in place of those of attention."""
+        """Replace the parameters of attention by those of latent attention."""
         layer = self.source.layer(index)
         before, config = self.source.design.layers[index].mixer, self.design.layers[index].mixer
         if not (isinstance(before, AttentionConfig) and isinstance(config, LatentAttentionConfig)):

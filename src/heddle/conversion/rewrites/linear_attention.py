@@ -2,7 +2,7 @@
 
 The map is Hedgehog's (Zhang et al. 2024). Queries, keys, values and outputs start from attention's, the map near the
 identity, and all of them are fitted to attention's outputs (LoLCATs, Zhang et al. 2024, fits the map alone). Key and
-value heads are repeated for the query heads they serve. A rotation goes on, of the features.
+value heads are repeated for the query heads they serve. A rotary embedding is kept, and rotates the features.
 """
 
 from heddle.conversion.mixer_replacement import MixerReplacement, features
@@ -13,10 +13,10 @@ from heddle.parts.positions import RotationConfig
 
 
 class LinearAttentionReplacement(MixerReplacement):
-    """Full attention to `linear_attention` with a learned feature map, fitted to attention's outputs."""
+    """Replace full attention by `linear_attention` with a learned feature map, fitted to attention's outputs."""
 
     def new_config(self, mixer: AttentionConfig) -> MixerConfig:
-        """As many heads, as wide."""
+        """The same heads and head dims, and the rotary embedding."""
         return LinearAttentionConfig(
             heads=mixer.heads,
             head_dim=mixer.head_dim,

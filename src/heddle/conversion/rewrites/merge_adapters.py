@@ -1,4 +1,4 @@
-"""A folder of LoRA adapters added to the weights that they were trained on: `W + (alpha / rank) B A`.
+"""Merge a folder of LoRA adapters into the weights that they were trained on: `W + (alpha / rank) B A`.
 
 A run that trained adapters needs no rewrite: its checkpoints hold the merged weights.
 """
@@ -18,7 +18,7 @@ from heddle.storage.model import LoraFolder, digest_tensors, read_lora, with_lor
 
 
 class MergeAdapters(Rewrite):
-    """`folder`: of the adapters, as `save_lora` writes it."""
+    """Merge the LoRA adapters in `folder`, as `save_lora` writes it."""
 
     keeps_attention: ClassVar[bool] = True
     keeps_layers: ClassVar[bool] = True
@@ -63,7 +63,7 @@ class _Merged(ConvertedWeights):
 
 
 def _base_tensors(source: Weights) -> Iterator[tuple[str, Tensor]]:
-    """All weights in alphabetical order, with the encoder's tied head, as the hash in a folder of adapters has them."""
+    """All weights in alphabetical order, with the encoder's tied head, as an adapter folder's hash has them."""
     tied = {"encoder.head.weight": "encoder.embed.weight"} if source.design.encoder is not None else {}
     for name in sorted({*source.names, *tied}):
         yield name, source.tensor(tied.get(name, name))

@@ -1,4 +1,4 @@
-"""Several models of one design become one: their weights are mixed, tensor by tensor, in float64.
+"""Merge several models of one design: mix their weights tensor by tensor, in float64.
 
 Linear means (Wortsman et al. 2022, https://arxiv.org/abs/2203.05482), slerp along the arc between two tensors, task
 arithmetic (Ilharco et al. 2023, https://arxiv.org/abs/2212.04089), TIES (Yadav et al. 2023,
@@ -24,14 +24,14 @@ STRAIGHT = 0.9995  # cosine of an angle so small that slerp is linear
 
 
 class MergeModels(Rewrite):
-    """`method`: how. `models`: the folders of the others. `weights`: one number for each model, MODEL's first.
+    """Merge MODEL with the folders `models` by `method`. `weights`: one number per model, MODEL's first.
 
-    linear: the mean by `weights`, of all models alike by default. slerp: `t` of the way from MODEL to the other.
-    The others add weighted differences from MODEL, from which all were trained: MODEL + `scale` · Σ wᵢ Δᵢ.
-    `weights` is one number for each of `models` there, by default 1. task_arithmetic: as they are. ties: of each
-    tensor of Δᵢ the share `density` with the largest magnitudes stays; where signs differ, the sign of the weighted sum
-    wins, and what has it is averaged by weight. dare: a share `density` of Δᵢ, drawn by `seed`, stays, divided by
-    `density`. dare_ties: so drawn, then summed where the sign of the weighted sum is.
+    linear: the weighted mean, with equal weights by default. slerp: `t` of the way from MODEL to the other.
+    The other methods add weighted differences from MODEL, the common base: MODEL + `scale` · Σ wᵢ Δᵢ. There, `weights`
+    has one number for each of `models`, 1 by default. task_arithmetic: Δᵢ unchanged. ties: keep the share `density` of
+    each tensor of Δᵢ with the largest magnitudes, then average by weight the values with the sign of the weighted sum.
+    dare: keep a random share `density` of Δᵢ, drawn by `seed`, divided by `density`. dare_ties: draw as in dare, then
+    sum the values with the sign of the weighted sum.
     """
 
     keeps_attention: ClassVar[bool] = True
@@ -73,11 +73,11 @@ class MergeModels(Rewrite):
         others = [open_source(folder).weights for folder in self.other_models]
         for folder, other in zip(self.models, others, strict=True):
             if other.design != source.design:
-                raise DesignError("merge", f"{folder} is of another design; only models of one design can be merged")
+                raise DesignError("merge", f"{folder} has a different design; only models of one design can be merged")
         return _Merged(source, others, self, weights)
 
     def mix(self, name: str, first: Tensor, others: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """One tensor of the result. first: of MODEL; all in float64."""
+        """Merge one tensor. name: seeds dare's draws. first: MODEL's tensor; others: of the same shape, all float64."""
         factors = torch.tensor(weights, dtype=torch.float64, device=first.device).view(-1, *[1] * first.dim())
         if self.method == "linear":
             return (factors * torch.stack([first, *others])).sum(0) / sum(weights)
@@ -100,14 +100,14 @@ class MergeModels(Rewrite):
         return first + self.scale * total
 
     def _drawn(self, name: str, index: int, change: Tensor) -> Tensor:
-        """A share `density` of a change, divided by `density`."""
+        """Keep a random share `density` of a change, divided by `density`."""
         draws = RandomStream.of(self.seed, "dare", index, name).uniform(0, change.numel())
         stays = (draws < self.density).view(change.shape).to(change.device)
         return change * stays / self.density
 
 
 def slerp(first: Tensor, second: Tensor, t: float) -> Tensor:
-    """`t` of the way along the arc between two tensors as vectors; on the line where they are nearly parallel."""
+    """Interpolate by `t` along the arc between two tensors as vectors; linearly if they are nearly parallel."""
     norms = first.norm() * second.norm()
     cosine = (first * second).sum() / norms if norms > 0 else torch.ones(())
     if abs(float(cosine)) > STRAIGHT:
@@ -117,7 +117,7 @@ def slerp(first: Tensor, second: Tensor, t: float) -> Tensor:
 
 
 def _largest(change: Tensor, density: float) -> Tensor:
-    """A tensor with zeros for all but a share of its numbers, those of the largest magnitude."""
+    """Zero all but the share `density` of the values with the largest magnitudes."""
     kept = max(int(density * change.numel()), 1)
     flat = change.flatten()
     result = torch.zeros_like(flat)

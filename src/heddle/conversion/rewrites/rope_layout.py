@@ -77,7 +77,8 @@ class _Permuted(ConvertedWeights):
         for module, (start, head_dim) in names.items():
             for name in (f"{module}.weight", f"{module}.bias"):
                 if name in layer:
-                    layer[name] = permute_heads(layer[name], head_dim, start, order)
+                    dim = layer[name].dim() - 1 if "norm" in module else 0
+                    layer[name] = permute_heads(layer[name], head_dim, start, order, dim)
         return layer
 
 
@@ -88,14 +89,13 @@ def new_pair_order(position: RopeConfig) -> Tensor:
     return pairs.T.flatten() if position.layout == "half" else pairs.view(-1, 2).T.flatten()
 
 
-def permute_heads(x: Tensor, head_dim: int, start: int, order: Tensor) -> Tensor:
-    """Permute dims `start` … of each head of head_dim dims. The dims of all heads are the first dim, or the last one.
+def permute_heads(x: Tensor, head_dim: int, start: int, order: Tensor, dim: int) -> Tensor:
+    """Permute dims `start` … of each head of head_dim dims, which lie in dimension `dim`.
 
     x: a matrix [heads · head_dim, inputs], a bias or gain [heads · head_dim], or gains [heads, head_dim] or [head_dim].
     """
     index = torch.arange(head_dim)
     index[start : start + len(order)] = start + order
-    dim = 1 if x.dim() == 2 and x.shape[-1] == head_dim and x.shape[0] % head_dim else 0
     heads = x.unflatten(dim, (-1, head_dim))
     permuted: Tensor = heads.index_select(dim + 1, index.to(x.device)).flatten(dim, dim + 1)
     return permuted

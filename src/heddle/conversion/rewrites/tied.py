@@ -1,4 +1,4 @@
-"""The head's weight apart from the embedding's, or one weight for both where they are equal."""
+"""Untie the head's weight from the embedding's, or tie them where they are equal."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -29,14 +29,14 @@ class Tied(Rewrite):
         return True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
-        """Raises DesignError if nothing would change, or if different weights should become one."""
+        """Raises DesignError if nothing would change, or if the weights to tie differ."""
         self.refuse_layers("head.tied")
         head = source.design.head
         if head.tied == self.tied:
             state = "tied" if self.tied else "untied"
             raise DesignError("head.tied", f"the head is {state} already, so nothing would change; leave it out")
         if self.tied and not torch.equal(source.tensor(HEAD), source.tensor(EMBEDDING)):
-            reason = "the head's weight differs from the embedding's, so that one weight cannot stand for both"
+            reason = "the head's weight differs from the embedding's, so they cannot share one"
             raise DesignError("head.tied", f"{reason}; keep them untied")
         return _Tied(source, source.design.replace(head=head.replace(tied=self.tied)))
 

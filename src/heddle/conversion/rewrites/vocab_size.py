@@ -38,12 +38,12 @@ class VocabSize(Rewrite):
         return self.mask or self.vocab_size < design.vocab_size
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
-        """Raises DesignError if the number stays, or if a bound on the logits forbids the mask."""
+        """Raises DesignError if the size does not change, or if a softcap of the logits forbids the mask."""
         self.refuse_layers("vocab_size")
         design = source.design
         assert design.vocab_size is not None
         if self.vocab_size == design.vocab_size:
-            reason = f"{self.vocab_size} is what the design has already; ask for another number"
+            reason = f"the design has {self.vocab_size} already; give another number"
             raise DesignError("vocab_size", reason)
         masks = self.mask and self.vocab_size > design.vocab_size
         if masks and design.head.softcap is not None:
@@ -62,7 +62,7 @@ class _Vocabulary(ConvertedWeights):
         self.masks = masks
 
     def convert_other(self, name: str) -> Tensor:
-        """Rows of ids are cut off, or filled up."""
+        """Cut off or append rows of ids."""
         if name not in BY_ID:
             return self.source.tensor(name)
         shape = self.specs[name][1]

@@ -1,8 +1,8 @@
-"""A wider residual stream whose new dims are zero.
+"""Widen the residual stream with dims that are zero.
 
 With D dims of D′ not zero the mean square is D/D′ of what it was, so RMSNorm's ε is multiplied by D/D′, its gain by
-√(D/D′). What writes to the stream writes zero to the new dims; what reads it has random weights for them, so that they
-can be learned. Heads, ranks and hidden channels stay.
+√(D/D′). Projections that write to the stream write zeros to the new dims; those that read it get random weights for
+them, so that they can be learned. Heads, ranks and hidden channels do not change.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ NORM_INPUTS: dict[type[nn.Module], dict[str, str]] = {
 
 
 class StreamWidth(Rewrite):
-    """`width`: of the residual stream. `seed`: of the weights that read the new dims."""
+    """Widen the residual stream to `width`. `seed`: of the weights that read the new dims."""
 
     keeps_attention: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"width": "width"}
@@ -57,7 +57,7 @@ class StreamWidth(Rewrite):
         design, norm = source.design, source.design.norm
         check_growth("width", design.width, self.width)
         if not isinstance(norm, RMSConfig):
-            reason = f"kind {norm.kind} is not scaled by a gain when zeros are added; only a design with rms can grow"
+            reason = f"kind {norm.kind} cannot undo added zeros by its gain; only a design with rms can grow"
             raise DesignError("norm", reason)
         gain_offset(norm)  # refuses a norm without a weight
         if design.residual.stream_grows:
@@ -65,7 +65,7 @@ class StreamWidth(Rewrite):
             raise DesignError("residual", f"{reason}; leave the width alone")
         position = design.embedding.position
         if position is not None and not isinstance(position, LearnedConfig):
-            reason = f"kind {position.kind} adds to every dim what depends on the width, so new dims are not zero"
+            reason = f"kind {position.kind} adds width-dependent values to every dim, so new dims would not be zero"
             raise DesignError("embedding.position", f"{reason}; leave the width alone")
         wider_norm = norm.replace(eps=norm.eps * design.width / self.width)
         head = design.head
@@ -99,7 +99,7 @@ class _Wider(ConvertedWeights):
                 before = old.get_parameter(name).shape
                 grows = [a != b for a, b in zip(before, parameter.shape, strict=True)]
                 if sum(grows) > (name in read) + (name in written) or (name in read and not grows[-1]):
-                    reason = "depends on the width in a way that zeros cannot keep; state its sizes in the design"
+                    reason = "depends on the width in a way that zeros do not preserve; state its sizes in the design"
                     raise DesignError(f"{path}.{name}", reason)
             for norm in _changed_norms(old.get_submodule(branch), new.get_submodule(branch)):
                 owner, _, name = f"{branch}.{norm}".rpartition(".")
@@ -117,7 +117,7 @@ class _Wider(ConvertedWeights):
             if f"{path}.{name}" in self.gains or isinstance(owner, Linear):
                 continue
             if parameter.shape != old.get_parameter(name).shape:
-                reason = "depends on the width in a way that zeros cannot keep; leave the width alone"
+                reason = "depends on the width in a way that zeros do not preserve; leave the width alone"
                 raise DesignError(f"{path}.{name}", reason)
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:

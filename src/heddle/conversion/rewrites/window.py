@@ -1,8 +1,8 @@
 """Full attention becomes local: a query sees the last `window` tokens, and the cache holds no more.
 
-No weight changes. Where not every layer is converted, those become local whose window alone raises the loss on
-the user's text the least, or whose attention gives the least weight to what the window hides. (The loss chooses
-better: attention that is spread evenly gives much weight to far tokens and needs none of them.) Every mixer that can
+No weight changes. With `keep`, the layers that become local are those where a window alone raises the loss on the
+user's text the least, or whose attention gives the least weight to what the window hides. (The loss chooses
+better: evenly spread attention gives much weight to far tokens and needs none of them.) Every mixer that can
 have a window gets one; a smaller window stays. The conversion is exact for texts that fit in the window.
 """
 
@@ -22,11 +22,11 @@ from heddle.progress import print_status, progress_bar
 
 
 class Window(Rewrite):
-    """`window`: the most keys that a query sees, itself included; to each side, where later tokens are seen.
+    """`window`: the maximum keys that a query sees, itself included; to each side, if attention is not causal.
 
-    keep: how many layers stay as they are, or their share (1/4). by: what chooses them, the rise of the loss if
-    a layer alone gets a window, or the weight that attention gives to tokens beyond it.
-    longest_text: the length of the longest text there will be; if it fits in the window, the conversion is exact.
+    keep: how many layers stay unchanged, or their share (1/4). by: how they are chosen, by the loss increase when
+    a layer alone gets a window, or by the attention weight of tokens beyond it.
+    longest_text: tokens of the longest text to be read; if it fits in the window, the conversion is exact.
     """
 
     targets: ClassVar[Mapping[str, str]] = {"window": "window"}
@@ -37,11 +37,11 @@ class Window(Rewrite):
 
     @property
     def needs_text(self) -> bool:
-        """Only to choose layers."""
+        """True if it chooses layers."""
         return self.keep is not None
 
     def is_exact(self, design: ModelConfig) -> bool:
-        """If every text fits in the window."""
+        """True if every text fits in the window."""
         return self.longest_text is not None and self.longest_text <= self.window
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
@@ -62,23 +62,23 @@ class Window(Rewrite):
             count = count_layers("keep", self.keep, len(changed))
             effects = self._effects(source, text, replace_layers(design, changed), frozenset(changed))
             full = top_layers(effects, count)
-            what = "attention beyond it" if self.by == "attention" else "rise of the loss if it is alone"
+            what = "attention weight beyond it" if self.by == "attention" else "loss increase of each layer alone"
             shown = ", ".join(f"layer {index} {value:.4g}" for index, value in effects.items())
             print_status(f"window {self.window}: {what}: {shown}; unchanged: {list(full)}")
             changed = {index: layer for index, layer in changed.items() if index not in full}
         return ConvertedWeights(source, replace_layers(design, changed))
 
     def _check_reaches(self, text: CalibrationText) -> None:
-        """Raises DesignError where no sequence of the text is longer than the window, so that no layer would differ."""
+        """Raises DesignError if no sequence of the text exceeds the window, so that layers cannot be compared."""
         longest = max(batch.shape[1] for batch in text.batches)
         if longest <= self.window:
-            reason = f"sequences of {longest} tokens fit in a window of {self.window}, so no layer can be told apart"
+            reason = f"sequences of {longest} tokens fit in a window of {self.window}, so layers cannot be compared"
             raise DesignError("keep", f"{reason}; give --sequence-length {2 * self.window}, or name the layers")
 
     def _effects(
         self, source: Weights, text: CalibrationText, design: ModelConfig, changed: frozenset[int]
     ) -> dict[int, float]:
-        """How much a window in each layer that could be changed would matter."""
+        """The effect of a window in each layer that could change: loss increase or hidden attention weight."""
         if self.by == "loss":
             windowed = build(design, device="meta").eval()
             return replacement_losses(
@@ -94,7 +94,7 @@ class Window(Rewrite):
 
 
 def _windowed_mixer(windowed: Decoder, activations: LayerActivations) -> Mixer:
-    """The mixer of a design with windows, with the weights of the layer's own."""
+    """The windowed mixer with the layer's weights."""
     mixer, original = copy.deepcopy(layer_modules(windowed, activations.index).mixer), activations.layer.mixer
     assert mixer is not None
     assert original is not None

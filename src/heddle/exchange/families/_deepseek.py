@@ -26,7 +26,7 @@ def read_latents(config: ConfigReader, query_rank: int | None) -> dict[str, Any]
     """Latent attention without its rotation. query_rank: the family's default for `q_lora_rank`."""
     heads = config.require("num_attention_heads", int)
     if heads // config.get("num_key_value_heads", heads) != 1:
-        raise config.invalid("num_key_value_heads", f"latent attention has as many as num_attention_heads = {heads}")
+        raise config.invalid("num_key_value_heads", f"latent attention needs num_attention_heads = {heads}")
     config.optional("qk_head_dim")  # the sum of qk_nope_head_dim and qk_rope_head_dim
     config.expect("attention_dropout", 0.0, None)
     return {
@@ -45,11 +45,11 @@ def _read_rope(config: ConfigReader, rope_dim: int) -> dict[str, Any]:
     table = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
     if table.get("mscale_all_dim") and (table.get("attention_factor") or not table.get("mscale")):
         raise config.invalid(
-            "rope_parameters", "mscale_all_dim is read beside mscale only, and without attention_factor"
+            "rope_parameters", "mscale_all_dim is supported only with mscale, and without attention_factor"
         )
     rope = read_rope(config, rope_dim)
     if "rotary_dim" in rope:
-        raise config.invalid("partial_rotary_factor", "all of qk_rope_head_dim is rotated; leave it out")
+        raise config.invalid("partial_rotary_factor", "all dims of qk_rope_head_dim are rotated; leave it out")
     return rope
 
 

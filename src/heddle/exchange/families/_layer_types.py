@@ -26,7 +26,7 @@ def read_types(config: ConfigReader, default: LayerTypes) -> LayerTypes:
     """The type of each layer, `default` if the field is absent. Raises ConfigError for a wrong one."""
     types = config.get("layer_types", default)
     if len(types) != len(default):
-        raise config.invalid("layer_types", f"num_hidden_layers asks {len(default)} entries")
+        raise config.invalid("layer_types", f"num_hidden_layers needs {len(default)} entries")
     if any(kind not in (FULL, SLIDING) for kind in types):
         raise config.invalid("layer_types", f"this family has {FULL} and {SLIDING}")
     return types
@@ -67,7 +67,7 @@ def merge_repeats(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def ropes_by_layer_type(design: ModelConfig) -> tuple[RopeConfig, RopeConfig]:
-    """The RoPE of the first full and of the first sliding layer. If there are none of a type, that of the other."""
+    """The RoPE of the first full and of the first sliding layer. A type without layers gets the other's."""
     ropes: dict[str, RopeConfig] = {}
     for layer, kind in zip(design_parts.layers(design), design_parts.layer_types(design), strict=True):
         ropes.setdefault(kind, design_parts.rope_of(layer.mixer))

@@ -1,8 +1,8 @@
 """BERT (Devlin et al. 2019): a post-norm encoder of tokens, types and learned positions, and its masked language model.
 
-The pooler and the head that tells whether a sentence is the next one are left out: they do not change the logits of
-tokens. `is_decoder` and `add_cross_attention` are refused, and so are the relative positions that
-`position_embedding_type` once named. The first files call gains and biases of norms `gamma` and `beta`.
+The pooler and the next-sentence head are left out: they do not change the logits of tokens. `is_decoder` and
+`add_cross_attention` are refused, and so are the relative positions that `position_embedding_type` once named. The
+first files call gains and biases of norms `gamma` and `beta`.
 """
 
 from typing import Any
@@ -154,5 +154,5 @@ FAMILY = Family(
     ignored_tensors=(
         "bert.pooler.", "pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids", "cls.predictions.bias",
         "cls.predictions.decoder.bias",
-    ),  # the last two are the same number twice; of a tied head the first is read, of another the second
+    ),  # the last two hold the same bias; a tied head reads the first, an untied one the second
 )  # fmt: skip

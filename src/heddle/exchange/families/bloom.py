@@ -1,7 +1,7 @@
 """BLOOM (BigScience 2022): ALiBi, a norm after the embedding, biases everywhere.
 
-Queries, keys and values are one matrix, interleaved by head. Where the number of heads is no power of two (BLOOM 176B),
-its slopes are others than heddle's, so that is refused.
+Queries, keys and values are one matrix, interleaved by head. With a number of heads that is not a power of two (BLOOM
+176B), its slopes differ from heddle's, so it is refused.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     if heads & (heads - 1):
         raise config.invalid("n_head", "should be a power of two; other numbers have slopes that heddle does not build")
     if width % heads:
-        raise config.invalid("hidden_size", f"bloom asks a multiple of its {heads} heads")
+        raise config.invalid("hidden_size", f"bloom needs a multiple of its {heads} heads")
     config.expect("apply_residual_connection_post_layernorm", False, default=False)
     config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
     config.optional("slow_but_exact")

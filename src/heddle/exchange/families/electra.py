@@ -21,7 +21,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         config.optional(name)
     width = config.require("hidden_size", int)
     if config.get("embedding_size", 128) != width:
-        raise config.invalid("embedding_size", f"heddle has embeddings as wide as the layers, here {width}")
+        raise config.invalid("embedding_size", f"heddle needs embeddings as wide as the layers, {width}")
     base = DISCRIMINATOR if _common.is_base_class(config, DISCRIMINATOR) else BASE
     return bert.read_encoder(config, base, offset=0, transform="gelu")
 

@@ -13,7 +13,7 @@ DEFAULT_THETA = 500000.0
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """`use_bias` is of every projection; all layers are the same."""
+    """`use_bias` applies to every projection; all layers are the same."""
     bias = config.get("use_bias", False)
     config.expect("compression_ratio", 1.0, default=1.0)  # of positions, in the first files
     mixer, feedforward = read_mixer(config, bias, head_dim=128), _common.read_gated(config, bias=bias)

@@ -13,7 +13,7 @@ ONE_GROUP = TensorTransform(lambda parameters: parameters[0].unsqueeze(0), lambd
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """`use_bias` is of the head and all projections but the routed experts'. The balancing bias stays as loaded."""
+    """`use_bias`: of the head and all projections except the routed experts'. The balancing bias stays as loaded."""
     config.require("num_key_value_heads", int)
     bias, sparse = config.get("use_bias", False), _read_sparse(config)
     config.expect("moe_gate_act", "softmax", None)

@@ -28,7 +28,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 
 def _read_types(config: ConfigReader, window: int | None) -> list[str]:
-    """The type of each layer; `sliding_window_pattern` counts where `layer_types` is absent."""
+    """The type of each layer; `sliding_window_pattern` applies if `layer_types` is absent."""
     depth, pattern = _layer_types.read_depth(config), config.optional("sliding_window_pattern")
     if config.data.get("layer_types") is not None or window is None:
         return _layer_types.read_types(config, [FULL] * depth)

@@ -20,7 +20,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     width = config.require_count("hidden_size", "n_embed")
     heads = config.require_count("num_attention_heads", "n_head")
     if width % heads:
-        raise config.invalid("hidden_size", f"falcon asks a multiple of its {heads} heads")
+        raise config.invalid("hidden_size", f"falcon needs a multiple of its {heads} heads")
     config.expect("alibi", False, None)
     config.expect("apply_residual_connection_post_layernorm", False, None)  # of the first files
     parallel, bias = config.get("parallel_attn", True), config.get("bias", False)
@@ -60,10 +60,10 @@ def _read_architecture(config: ConfigReader, heads: int, parallel: bool) -> tupl
     own = config.get("num_kv_heads", heads, "n_head_kv")
     if not config.get("new_decoder_architecture", False):
         if norms not in (None, 1):
-            raise config.invalid("num_ln_in_parallel_attn", "is of the new decoder architecture")
+            raise config.invalid("num_ln_in_parallel_attn", "it belongs to the new decoder architecture; leave it out")
         return (1 if few else heads), 1
     if not parallel:
-        raise config.invalid("parallel_attn", "is true in the new decoder architecture")
+        raise config.invalid("parallel_attn", "the new decoder architecture needs true")
     if norms not in (None, 1, 2):
         raise config.invalid("num_ln_in_parallel_attn", "should be 1 or 2")
     return own, norms or 2

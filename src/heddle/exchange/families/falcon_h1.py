@@ -84,7 +84,7 @@ def _read_mamba(config: ConfigReader, eps: float) -> dict[str, Any]:
     if fields["heads"] * fields["head_dim"] != inner:
         raise config.invalid(CHANNELS, f"is not {fields['heads']} heads of {fields['head_dim']}; make them equal")
     if config.get("projectors_bias", False) != fields["bias"]:
-        raise config.invalid("projectors_bias", "heddle builds models in which it is as 'mamba_proj_bias'")
+        raise config.invalid("projectors_bias", "it should equal 'mamba_proj_bias'")
     has_norm, is_before = config.get("mamba_rms_norm", False), config.get("mamba_norm_before_gate", True)
     numbers = _read_multipliers(config, "ssm_multipliers", 5)
     fields |= {"gated_norm": NORMS[has_norm, is_before], "multipliers": None if numbers == [1.0] * 5 else numbers}

@@ -12,7 +12,7 @@ DEFAULT_ROTARY_FACTOR, DEFAULT_EPS = 0.5, 1.5625e-07  # if the config has none
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same; `attention_bias` is of q, k and v."""
+    """All layers are the same; `attention_bias` applies to q, k and v."""
     bias = "qkv" if config.get("attention_bias", True) else False
     mixer = _common.read_attention(config, partial_rotary_factor=DEFAULT_ROTARY_FACTOR, bias=bias)
     mixer["position"]["layout"] = "interleaved"

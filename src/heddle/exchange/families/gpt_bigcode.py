@@ -20,7 +20,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     mixer = _gpt.read_attention(config, 0.1) | {"bias": True}
     width, heads = config.require_count("n_embd", "hidden_size"), mixer["heads"]
     if width % heads:
-        raise config.invalid("n_embd", f"gpt_bigcode asks a multiple of its {heads} heads")
+        raise config.invalid("n_embd", f"gpt_bigcode needs a multiple of its {heads} heads")
     kv_heads = 1 if config.get("multi_query", True) else heads
     config.expect("num_key_value_heads", None, kv_heads)
     scale = {} if config.get("scale_attn_weights", True) else {"scale": 1.0}

@@ -31,9 +31,7 @@ def _read_rotary_dim(config: ConfigReader, heads: int) -> int:
     """The number of rotated dims of a head. Null means the model's width, which is possible with a single head only."""
     if "rotary_dim" in config.data and config.optional("rotary_dim") is None:
         if heads > 1:
-            raise config.invalid(
-                "rotary_dim", "rotates as many dims as all heads have together; give those of one head"
-            )
+            raise config.invalid("rotary_dim", "this rotates the dims of all heads together; give those of one head")
         return config.require_count("n_embd", "hidden_size")
     return config.get("rotary_dim", 64)
 

@@ -26,7 +26,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     eps = config.get("rms_norm_eps", 1e-6)
     types, activation = _read_types(config), _common.read_activation(config)
     if LINEAR in types and activation != "silu":
-        raise config.invalid("hidden_act", f"layers of type {LINEAR} have silu; choose it")
+        raise config.invalid("hidden_act", f"layers of type {LINEAR} need silu")
     config.optional("mamba_chunk_size")
     config.expect("normalization_function", "rmsnorm", default="rmsnorm")
     mixers = {LINEAR: read_mamba(config, eps), FULL: _read_attention(config)}

@@ -12,7 +12,7 @@ DEFAULT_THETA, DEFAULT_HEAD_DIM = 100000.0, 128  # if the config has none
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same; `attention_bias` is of q, k and v."""
+    """All layers are the same; `attention_bias` applies to q, k and v."""
     width = config.require("hidden_size", int)
     bias = "qkv" if config.get("attention_bias", False) else False
     mixer = _common.read_attention(config, DEFAULT_THETA, head_dim=DEFAULT_HEAD_DIM, bias=bias)

@@ -13,7 +13,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     """`qkv_bias` and `bias` are the names of the two biases in the first files."""
     bias = config.get("attention_bias", False, "qkv_bias")
     if config.get("mlp_bias", False, "bias") != bias:
-        raise config.invalid("mlp_bias", "should be what attention_bias is")
+        raise config.invalid("mlp_bias", "should equal attention_bias")
     design = llama.read_config(config, DEFAULT_HEAD_DIM)
     for part in ("mixer", "feedforward"):
         design["layers"][0][part]["bias"] = bias

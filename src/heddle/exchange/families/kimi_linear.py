@@ -1,6 +1,6 @@
 """Kimi Linear (Kimi Team 2025): Kimi Delta Attention, latent attention without rotation between, DeepSeek-V3's experts.
 
-`linear_attn_config` numbers layers from 1. A `layer_types` beside it counts instead, as in transformers.
+`linear_attn_config` numbers layers from 1. A `layer_types` beside it takes precedence, as in transformers.
 """
 
 import itertools
@@ -62,7 +62,7 @@ def _read_types(config: ConfigReader, linear: ConfigReader, depth: int) -> list[
 
 
 def _read_delta(config: ConfigReader, linear: ConfigReader, eps: float) -> dict[str, Any]:
-    """A field of `linear_attn_config` counts before the one of the config."""
+    """A field of `linear_attn_config` takes precedence over the config's."""
     heads = linear.get("num_heads", config.get("linear_num_heads", 32))
     head_dim = linear.get("head_dim", config.get("linear_head_dim", 128))
     kernel = linear.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4))

@@ -1,8 +1,8 @@
 """MiniMax-01 and MiniMax-M1 in transformers' names (MiniMax 2025): lightning attention between layers of softmax.
 
-A layer is `N(α x + β f(x))` for each branch, and the embedding has a norm. The slopes that decays follow from are those
-of the number of heads and of the layer; files may hold them, and what they hold is left out. Published files say
-`rotary_dim`, as the paper does; transformers turns whole heads whatever it says.
+A layer is `N(α x + β f(x))` for each branch, and the embedding has a norm. The decays follow from
+the number of heads and the layer; stored slopes are ignored. Published files give `rotary_dim`, as the paper does;
+transformers ignores it and rotates whole heads.
 """
 
 import math
@@ -65,7 +65,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 
 def read_position(config: ConfigReader, head_dim: int, theta: float) -> dict[str, Any]:
-    """Published files say `rotary_dim`; a `partial_rotary_factor` beside it counts instead, as in transformers."""
+    """Published files say `rotary_dim`; a `partial_rotary_factor` beside it takes precedence, as in transformers."""
     rotary_dim = config.get("rotary_dim", head_dim)
     if not 0 < rotary_dim <= head_dim:
         raise config.invalid("rotary_dim", f"should be above 0 and at most head_dim = {head_dim}")

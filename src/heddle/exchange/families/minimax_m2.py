@@ -36,7 +36,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 
 def _read_experts(config: ConfigReader, depth: int) -> dict[str, Any]:
-    """The feed-forward of every layer; `intermediate_size` is of one expert."""
+    """The feed-forward of every layer; `intermediate_size` is the width of one expert."""
     for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
         config.optional(name)
     config.expect("output_router_logits", False, None)

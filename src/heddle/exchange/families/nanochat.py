@@ -1,6 +1,6 @@
 """nanochat (Karpathy 2025): RMSNorm without weights, also of embeddings and rotated heads, squared ReLU, a soft cap.
 
-Its heads are rotated the other way round; exchanging the halves of every head of q and k says the same.
+Its heads are rotated in the opposite direction; exchanging the halves of every head of q and k is equivalent.
 """
 
 from typing import Any

@@ -16,7 +16,7 @@ OFFSET = 2  # rows of the table of positions before that of the first token
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same; `enable_bias` is of every projection."""
+    """All layers are the same; `enable_bias` applies to every projection."""
     _common.check_width(config)
     width, bias = config.require_count("hidden_size"), config.get("enable_bias", True)
     config.expect("word_embed_proj_dim", None, width)

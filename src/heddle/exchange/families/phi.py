@@ -19,7 +19,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     config.expect("rotary_dim", rotary_dim, default=rotary_dim)  # Phi-1 says it twice
     has_qk_norm = config.get("qk_layernorm", False)
     if has_qk_norm and mixer["head_dim"] != width // mixer["heads"]:
-        raise config.invalid("head_dim", f"with 'qk_layernorm' it can be {width // mixer['heads']} only")
+        raise config.invalid("head_dim", f"with 'qk_layernorm' it must be {width // mixer['heads']} here")
     mixer["qk_norm"] = "head" if has_qk_norm else None
     return _common.design_fields(
         config,

@@ -16,7 +16,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     config.get("pretraining_tp", 1)  # as in Llama
     has_bias, has_out_bias = config.get("attention_bias", True), config.get("attention_out_bias", False)
     if has_out_bias and not has_bias:
-        raise config.invalid("attention_out_bias", "heddle has it beside attention_bias only")
+        raise config.invalid("attention_out_bias", "heddle supports it only with attention_bias")
     bias = "qkv" if has_bias and not has_out_bias else has_bias
     dropout = config.get("attention_dropout", DEFAULT_DROPOUT)
     mixer = _common.read_attention(config, head_dim=128, bias=bias, dropout=dropout)

@@ -16,7 +16,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     config.require("num_key_value_heads", int)
     config.expect("first_k_dense_replace", 0, default=0)
     config.expect("use_qk_norm", False, default=False)
-    config.note("intermediate_size")  # of dense layers, which it has not
+    config.note("intermediate_size")  # of dense layers, which it lacks
     bias = "qkv" if config.get("attention_bias", False) else False
     mixer = _common.read_attention(config, DEFAULT_THETA, head_dim=128, partial_rotary_factor=1.0, bias=bias)
     feedforward = _deepseek.read_experts(config, _deepseek.read_sigmoid_routing(config))

@@ -10,7 +10,7 @@ from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same; `use_bias` is of every projection."""
+    """All layers are the same; `use_bias` applies to every projection."""
     config.require("num_key_value_heads", int)
     bias = config.get("use_bias", True)
     config.expect("mlp_type", "default", default="default")  # of the first files

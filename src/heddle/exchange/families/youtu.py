@@ -11,7 +11,7 @@ from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same. `embedding_initializer_range` is of training from scratch, and noted."""
+    """All layers are the same. `embedding_initializer_range` only matters for training from scratch, and is noted."""
     layout = "interleaved" if config.get("rope_interleave", True) else "half"
     config.note("embedding_initializer_range")
     mixer = _deepseek.read_attention(config, layout, query_rank=1536)

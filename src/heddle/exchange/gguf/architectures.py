@@ -95,7 +95,7 @@ RENORMALIZED = {"norm_topk_prob": ("layers.*.feedforward.renormalize", True)}
 NOT_RENORMALIZED = {"norm_topk_prob": ("layers.*.feedforward.renormalize", False)}
 LLAMA_SCALINGS = (LinearConfig, YarnConfig, Llama3Config)
 
-# llama.cpp's number of the mean over tokens, as sentence encoders are trained. Nothing in a design says it.
+# llama.cpp's number of the mean over tokens, as sentence encoders are trained. A design does not record it.
 MEAN_POOLING = 1
 # By the model_type of the family. Mistral is Llama, as long as it has no window.
 ARCHITECTURES: dict[str, Architecture] = {
@@ -218,7 +218,7 @@ class GGUFTensor:
     may_quantize: bool
 
     def build(self, tensors: HFTensors) -> Tensor:
-        """Make the tensor, in memory of its own."""
+        """Make the tensor, in its own memory."""
         parts = [tensors[name] for name in self.hf_names]
         tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
         return self.transform(tensor.to(torch.float32)).to(self.dtype).contiguous()
@@ -269,7 +269,7 @@ def _group_experts(names: list[str]) -> list[tuple[str, ...]]:
 
 
 def _transforms_of(name: str, config: dict[str, Any], graph: Architecture) -> tuple[Transform, Transform]:
-    """What makes a tensor of the family's, and what undoes it."""
+    """The transform that makes a tensor from the family's, and its inverse."""
     for role, heads in ((".attn_q.", "num_attention_heads"), (".attn_k.", "num_key_value_heads")):
         if graph.interleaved_rope and role in name:
             return partial(interleave_rope_rows, heads=config[heads]), partial(_separate_rope_rows, heads=config[heads])

@@ -1,6 +1,6 @@
-"""Write a model as one GGUF file, completely or not at all. A design that llama.cpp cannot run is refused.
+"""Write a model atomically as one GGUF file. A design that llama.cpp cannot run is refused.
 
-Weights keep their values, except for rounding to the dtype asked for, and Gemma's norms, to which 1 is added.
+Weights keep their values, except for rounding to the requested dtype, and Gemma's norms, to which 1 is added.
 """
 
 import errno
@@ -66,7 +66,7 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
         if mismatches:
             candidates.append((name != preferred, mismatches, graph))
     if not candidates:
-        raise ConfigError("llama.cpp cannot run this design, nor one near it; begin with preset:gqa-tiny")
+        raise ConfigError("llama.cpp cannot run this design or one near it; start from preset:gqa-tiny")
     _, mismatches, graph = min(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
     reasons = ", ".join(f"{mismatch.path} is {mismatch.actual}" for mismatch in mismatches[:MAX_LISTED])
     changes = " ".join(str(mismatch) for mismatch in mismatches[:MAX_LISTED])
@@ -82,7 +82,7 @@ def _outermost(mismatches: list[Mismatch]) -> list[Mismatch]:
 
 
 def ropes_of(design: ModelConfig) -> tuple[RopeConfig, RopeConfig | None]:
-    """The RoPE of layers without a window, and of layers with one (None: there are none), of those that have RoPE."""
+    """The RoPE of layers without a window, and with one (None: there are none). Layers without RoPE are skipped."""
     mixers = [mixer for mixer in design_parts.mixers(design.resolved()) if _has_rope(mixer)]
     full = [design_parts.rope_of(mixer) for mixer in mixers if getattr(mixer, "window", None) is None]
     sliding = [design_parts.rope_of(mixer) for mixer in mixers if getattr(mixer, "window", None) is not None]
@@ -226,7 +226,7 @@ def _matrix_dtype(model: Decoder, dtype: torch.dtype | None) -> torch.dtype:
     dtype = dtype or (torch.float32 if model_dtype == torch.float64 else model_dtype)
     if dtype not in GGML_TYPES:
         names = ", ".join(str(supported).removeprefix("torch.") for supported in GGML_TYPES)
-        raise ConfigError(f"dtype {dtype}: a GGUF of heddle holds {names}; give one of these")
+        raise ConfigError(f"dtype {dtype}: heddle writes a GGUF in {names}; give one of these")
     return dtype
 
 
@@ -327,7 +327,7 @@ class _StoredTensor:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the array that is written; rows of blocks are counted in bytes."""
+        """The shape of the array that is written; quantized rows are counted in bytes."""
         *rows, columns = self.spec.shape
         return (*rows, columns // Q8_0_BLOCK * Q8_0_BYTES if self.ggml_type == Q8_0 else columns)
 
@@ -337,7 +337,7 @@ class _StoredTensor:
         return math.prod(self.stored_shape) * int(self.numpy_dtype.itemsize)
 
     def build(self, tensors: HFTensors) -> Any:
-        """The array that is written; numpy has no bfloat16, so that two bytes are an integer."""
+        """The array that is written; bfloat16, which numpy lacks, is written as 16-bit integers."""
         from gguf import GGMLQuantizationType
         from gguf.quants import quantize
 
@@ -358,7 +358,7 @@ def _write(
     tensors: HFTensors,
     extra_tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Write the file completely or not at all."""
+    """Write the file atomically."""
     _check_target(file)
     from gguf import GGUFWriter
 
@@ -380,12 +380,12 @@ def _check_target(file: Path) -> None:
         raise CheckpointError(f"{file}: should be the name of a file that ends in .gguf")
     if file.is_dir():
         raise CheckpointError(f"{file}: is a folder; name a file")
-    if file.is_file():  # anything else is refused when the file is replaced
+    if file.is_file():  # the replacement refuses anything else
         with file_io.open_regular_file(file) as (descriptor, size):
             start = bytearray(min(size, len(MAGIC)))
             file_io.read_exactly(descriptor, memoryview(start), file)
         if start != MAGIC:
-            raise CheckpointError(f"{file}: is not a GGUF and is left as it is; choose another name")
+            raise CheckpointError(f"{file}: exists and is not a GGUF; choose another name")
 
 
 def _write_contents(

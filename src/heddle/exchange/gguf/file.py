@@ -30,14 +30,14 @@ DEFAULT_ALIGNMENT = 32
 FLOATS = {"F32": np.float32, "F16": np.float16}
 
 
-# A GGUF of heddle's has the SHA-256 of its own bytes, with zeros in the place of the digits.
+# A GGUF that heddle writes holds the SHA-256 of its own bytes, hashed with zeros in place of the digits.
 HASH_KEY, NO_DIGITS = "heddle.sha256", "0" * 64
 _HASH_FIELD = struct.pack("<Q", len(HASH_KEY)) + HASH_KEY.encode() + struct.pack("<IQ", STRING, len(NO_DIGITS))
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the file. kind: ggml's name of its type. shape: as of torch. data: the stored bytes or numbers.
+    """A tensor of the file. kind: ggml's name of its type. shape: in torch's order. data: the stored bytes or numbers.
 
     Of quantized types, and of BF16, `data` are bytes, with the last dim of `shape` packed.
     """
@@ -57,7 +57,7 @@ class Contents:
 
 
 def read_contents(file: Path) -> Contents:
-    """Read the keys, and map the tensors into memory. Raises CheckpointError for a damaged file, or no GGUF."""
+    """Read the keys, and map the tensors into memory. Raises CheckpointError for a damaged file or another format."""
     with file_io.open_regular_file(file, file_io.READ_FLAGS) as (descriptor, size):
         if size < 24:
             raise CheckpointError(f"{file}: is not a GGUF: it has only {size} bytes; download it again")
@@ -66,7 +66,7 @@ def read_contents(file: Path) -> Contents:
 
 
 def seal(file: Path) -> None:
-    """Write the hash of a file into its key HASH_KEY, which has NO_DIGITS."""
+    """Write the hash of a file into its key HASH_KEY, in place of NO_DIGITS."""
     with open(file, "r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
         start = mapped.find(_HASH_FIELD) + len(_HASH_FIELD)
         mapped[start : start + len(NO_DIGITS)] = hashlib.sha256(mapped).hexdigest().encode()
@@ -74,7 +74,7 @@ def seal(file: Path) -> None:
 
 
 def check_seal(file: Path) -> bool:
-    """Whether a file has a hash of its own. Raises CheckpointError if its bytes have another one."""
+    """Whether a file holds its own hash. Raises CheckpointError if its bytes do not match it."""
     with file_io.open_regular_file(file) as (descriptor, size), contextlib.ExitStack() as stack:
         if not size:
             return False
@@ -87,12 +87,12 @@ def check_seal(file: Path) -> bool:
         digest.update(NO_DIGITS.encode())
         digest.update(stack.enter_context(view[start + len(NO_DIGITS) :]))
         if bytes(view[start : start + len(NO_DIGITS)]) != digest.hexdigest().encode():
-            raise CheckpointError(f"{file}: has other bytes than heddle wrote (SHA-256); export it again")
+            raise CheckpointError(f"{file}: was changed after heddle wrote it (by SHA-256); export it again")
     return True
 
 
 class _Reader:
-    """Reads forward. Whatever is wrong with the file is a CheckpointError."""
+    """Reads forward. Raises CheckpointError for anything wrong in the file."""
 
     def __init__(self, mapped: mmap.mmap, file: Path) -> None:
         self.mapped, self.file = mapped, file
@@ -108,7 +108,7 @@ class _Reader:
         if version not in VERSIONS:
             big = version.to_bytes(4, "little") in {v.to_bytes(4, "big") for v in VERSIONS}
             what = "big-endian" if big else f"version {version}"
-            raise CheckpointError(f"{self.file}: is a GGUF of {what}; heddle reads little-endian versions 2 and 3")
+            raise CheckpointError(f"{self.file}: is a {what} GGUF; heddle reads little-endian versions 2 and 3")
         tensor_count = self._number("Q", "its count of tensors")
         key_count = self._number("Q", "its count of keys")
         self._check_room(
@@ -118,7 +118,7 @@ class _Reader:
         for _ in range(key_count):
             name = self._string("the name of a key")
             if name in keys:
-                raise self._damaged(f"key '{name}' stands twice")
+                raise self._damaged(f"key '{name}' appears twice")
             keys[name] = self._value(self._number("I", f"key '{name}'"), f"key '{name}'")
         return Contents(keys, self._tensors(tensor_count, keys))
 
@@ -172,7 +172,7 @@ class _Reader:
         for _ in range(count):
             name = self._string("the name of a tensor")
             if name in entries:
-                raise self._damaged(f"tensor '{name}' stands twice")
+                raise self._damaged(f"tensor '{name}' appears twice")
             what = f"tensor '{name}'"
             if (dims := self._number("I", what)) > MAX_DIMS:
                 raise self._damaged(f"{what} has {dims} dims")
@@ -189,7 +189,7 @@ class _Reader:
             row_bytes = _row_bytes(kind, shape)
             if row_bytes is None:
                 raise CheckpointError(
-                    f"{self.file}: tensor '{name}' of type {kind} and shape {list(shape)} is not read"
+                    f"{self.file}: tensor '{name}' of type {kind} and shape {list(shape)} is not supported"
                 )
             size = math.prod(shape[:-1]) * row_bytes
             if start + offset + size > len(self.mapped):

@@ -1,7 +1,7 @@
-"""Read a GGUF of llama.cpp as a heddle model: of the families that heddle writes, with weights of any type of ggml.
+"""Read a llama.cpp GGUF as a heddle model: the families that heddle writes, with weights of any ggml type.
 
-Quantized weights are unpacked by the package `gguf`. Its names of tensors are those of `export`, and so are the orders
-of rows, which are undone.
+Quantized weights are unpacked by the package `gguf`. Tensor names and row orders are as in `export`; the orders are
+undone.
 """
 
 import math
@@ -47,7 +47,7 @@ MISSING_FIELDS = {
     "bert": ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"),
 }
 GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
-# Of the scalings that Llama 3 was published with; a GGUF holds its factors alone.
+# Llama 3's published scalings; a GGUF holds only their factors.
 LLAMA3_FACTORS = (8.0, 32.0)
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
@@ -61,7 +61,7 @@ class Keys:
         self.rope_factors: list[float] = []
 
     def get(self, name: str, default: T) -> T:
-        """A key's value, or the default. Raises CheckpointError for another kind of value."""
+        """A key's value, or the default. Raises CheckpointError for a value of another type."""
         value: Any = self.fields.get(name, default)
         if isinstance(default, float):
             value = _decimal(value) if isinstance(value, int | float) else value
@@ -89,12 +89,12 @@ class Keys:
 
     @property
     def head_dim(self) -> int:
-        """Dims of a head: those of the file, or the width's share."""
+        """The head dimension: the file's, or width / heads."""
         width, heads = self.number("embedding_length"), self.number("attention.head_count")
         return self.of_graph("attention.key_length", width // max(heads, 1))
 
     def _refuse(self, name: str, value: Any, kind: type) -> Any:
-        raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; should be of kind {kind.__name__}")
+        raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; should be of type {kind.__name__}")
 
 
 def _decimal(value: float) -> Any:
@@ -106,7 +106,9 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     """The config.json, with its model_type. Raises ConfigError for a graph that heddle does not read."""
     if keys.graph not in ARCHITECTURE_FIELDS:
         known = ", ".join(ARCHITECTURE_FIELDS)
-        raise ConfigError(f"{keys.source}: its architecture {short_repr(keys.graph)} is not read; heddle reads {known}")
+        raise ConfigError(
+            f"{keys.source}: its architecture {short_repr(keys.graph)} is not supported; heddle reads {known}"
+        )
     config = _common_fields(keys, shapes) | ARCHITECTURE_FIELDS[keys.graph](keys, shapes)
     missing = MISSING_FIELDS.get(keys.graph, ())
     return {name: value for name, value in config.items() if name not in missing}
@@ -116,7 +118,7 @@ def _common_fields(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     graph, head_dim, heads = keys.graph, keys.head_dim, keys.number("attention.head_count")
     for name in ("attention.value_length", *(() if graph in PARTIAL_ROPE else ("rope.dimension_count",))):
         if keys.of_graph(name, head_dim) != head_dim:
-            raise ConfigError(f"{keys.source}: key '{graph}.{name}' is not key_length = {head_dim}; heddle reads it so")
+            raise ConfigError(f"{keys.source}: key '{graph}.{name}' should be key_length = {head_dim}")
     theta = keys.of_graph("rope.freq_base", 10000.0)
     return {
         "vocab_size": shapes.get("token_embd.weight", (0,))[0],
@@ -150,7 +152,7 @@ def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3's scaling, by its factors. Raises ConfigError if they are those of none that was published."""
+    """Llama 3's scaling, found by its factors. Raises ConfigError if no published one has them."""
     plain = RopeConfig(base=theta, rotary_dim=head_dim)
     unscaled = plain.build(head_dim).scaled_frequencies(1).inv_freq
     for factor in LLAMA3_FACTORS:
@@ -165,7 +167,7 @@ def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
                 "original_max_position_embeddings": LLAMA3_LENGTH,
                 **LLAMA3,
             }
-    raise ConfigError(f"{keys.source}: the factors of its RoPE are those of no Llama 3; import the original folder")
+    raise ConfigError(f"{keys.source}: its RoPE factors match no published Llama 3; import the original folder")
 
 
 def _biases(shapes: Shapes) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def _gemma(keys: Keys, shapes: Shapes) -> dict[str, Any]:
 
 
 def _query_scale(keys: Keys, depth: int) -> dict[str, Any]:
-    """Gemma's scale of scores: by head_dim, but in the largest by width / heads."""
+    """Gemma's score scale: by head_dim, in the largest models by width / heads."""
     is_largest = keys.number("block_count") == depth
     dim = keys.number("embedding_length") // keys.number("attention.head_count") if is_largest else keys.head_dim
     return {"query_pre_attn_scalar": dim, "sliding_window": keys.of_graph("attention.sliding_window", 4096)}
@@ -327,7 +329,7 @@ def load_gguf(
     allow_non_finite: bool = False,
     tokenizer_file: Path | None = None,
 ) -> ImportedModel:
-    """Read a GGUF. All weights have one dtype: that of its embedding, or `dequantize`, which quantized ones need.
+    """Read a GGUF. All weights get one dtype: the embedding's, or `dequantize`, which quantized ones need.
 
     tokenizer_file: a tokenizer.json in place of the file's own tokenizer, read with the files beside it.
 
@@ -380,7 +382,7 @@ class GGUFFile:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """That of all weights. Raises ConfigError if some are quantized and it was not asked for."""
+        """The dtype of all weights. Raises ConfigError if some are quantized and `dequantize` is None."""
         packed = sorted({tensor.kind for tensor in self.tensors_by_name.values()} - FLOAT_DTYPES.keys())
         if self.dequantize is None and packed:
             remedy = "unpack them with `--dequantize bf16`"
@@ -389,7 +391,7 @@ class GGUFFile:
         return self.dequantize or FLOAT_DTYPES["F32" if embedding is None else embedding.kind]
 
     def plan(self, family: Family, model: Decoder) -> None:
-        """Find which tensors of the file make which of the family."""
+        """Map the tensors of the file to the family's."""
         graph: Architecture = ARCHITECTURES[family.model_type]
         tensors = HFTensors(family, model)
         self._plan = {spec.name: spec for spec in gguf_tensors(tensors, self.config, graph, self.dtype)}
@@ -399,7 +401,7 @@ class GGUFFile:
         return {name for spec in self._plan.values() for name in spec.hf_names}
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (file, the family's name, tensor) for every tensor; one that belongs to nothing has its own name."""
+        """Yield (file, the family's name, tensor) for every tensor; an unknown one keeps its own name."""
         stored = sum(tensor.data.nbytes for tensor in self.tensors_by_name.values())
         numbers, packed = 0, set[str]()
         with progress_bar("reading", stored, "bytes") as progress:

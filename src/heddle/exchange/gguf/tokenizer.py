@@ -3,8 +3,8 @@
 llama.cpp has a fixed list of named pre-tokenizers (rules that split a text into words) for byte-level BPE. A tokenizer
 trained by heddle splits as GPT-2's does, except that it also cuts runs of more than 256 characters of the same kind.
 SentencePiece's has no merges: the neighbors whose union has the highest score are joined first, so that its merges and
-their order follow from the scores. Bytes outside of the vocabulary are tokens such as <0xE2>. WordPiece's tokens that
-begin a word begin with ▁ there, and those that go on with one have no ##; texts are always in lower case.
+their order follow from the scores. Bytes outside of the vocabulary are tokens such as <0xE2>. WordPiece tokens that
+begin a word start with ▁ there, and tokens that continue one have no ##; text is always lowercased.
 """
 
 import json
@@ -85,17 +85,17 @@ def _merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _byte_level_keys(data: dict[str, Any], tokens: dict[int, str], token_types: dict[int, int]) -> dict[str, Any]:
     normalizer = (data.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):
-        raise DataError(f"tokenizer: its normalizer {normalizer} is none that llama.cpp applies; take one without")
+        raise DataError(f"tokenizer: llama.cpp does not apply its normalizer {normalizer}; use a tokenizer without one")
     merges = [" ".join(pair) for pair in _merge_pairs(data["model"])]
     return {"model": BYTE_LEVEL, "pre": _pre_tokenizer_name(data), "merges": merges}
 
 
 def _sentencepiece_keys(data: dict[str, Any], tokens: dict[int, str], token_types: dict[int, int]) -> dict[str, Any]:
-    """Scores in place of merges. `tokens` and `token_types` are changed where llama.cpp spells a token otherwise."""
+    """Scores in place of merges. `tokens` and `token_types` are changed in place to llama.cpp's spelling."""
     prefix = _adds_space_prefix(data)
     vocabulary = data["model"]["vocab"]
     if not vocabulary.keys() >= set(BYTE_TOKENS):
-        raise DataError("tokenizer: falls back to bytes, but has no token for some; take another")
+        raise DataError("tokenizer: falls back to bytes, but lacks tokens for some bytes; use another")
     unknown = data["model"].get("unk_token")
     for token, index in vocabulary.items():
         if token in BYTE_TOKENS:
@@ -116,9 +116,7 @@ def _sentencepiece_keys(data: dict[str, Any], tokens: dict[int, str], token_type
     # llama.cpp joins any two tokens whose union is one, by the score of the union alone.
     in_order = [ranks["".join(pair)] for pair in merges]
     if in_order != sorted(in_order) or sorted(_merges_of_scores(scores, vocabulary)) != sorted(merges):
-        raise DataError(
-            "tokenizer: its merges do not follow from scores of its tokens, as SentencePiece's; take another"
-        )
+        raise DataError("tokenizer: its merges do not follow from token scores, as SentencePiece's do; use another")
     keys: dict[str, Any] = {
         "model": SENTENCEPIECE,
         "pre": "default",
@@ -133,15 +131,15 @@ BERT_NORMALIZER = {"clean_text": True, "handle_chinese_chars": True, "lowercase"
 
 
 def _wordpiece_keys(data: dict[str, Any], tokens: dict[int, str], token_types: dict[int, int]) -> dict[str, Any]:
-    """`tokens` is changed to llama.cpp's spelling."""
+    """The keys of WordPiece. `tokens` is changed in place to llama.cpp's spelling."""
     normalizer, model = dict(data.get("normalizer") or {}), data["model"]
     steps = (normalizer.get("type"), (data.get("pre_tokenizer") or {}).get("type"))
     if steps != ("BertNormalizer", "BertPreTokenizer"):
-        raise DataError("tokenizer: is WordPiece, but splits texts otherwise than BERT; llama.cpp knows that alone")
+        raise DataError("tokenizer: is WordPiece, but does not split text as BERT does, as llama.cpp requires")
     expected = BERT_NORMALIZER | ({"strip_accents": True} if normalizer.get("strip_accents") is False else {})
     for name, value in expected.items():
         if normalizer.get(name) != value:
-            raise DataError(f"tokenizer: is WordPiece whose {name} is {normalizer.get(name)}; llama.cpp knows {value}")
+            raise DataError(f"tokenizer: is WordPiece with {name} {normalizer.get(name)}; llama.cpp requires {value}")
     prefix = model.get("continuing_subword_prefix", CONTINUING)
     for index, kind in token_types.items():
         if kind != CONTROL:
@@ -151,7 +149,7 @@ def _wordpiece_keys(data: dict[str, Any], tokens: dict[int, str], token_types: d
     ids |= {"bos": "[CLS]", "eos": "[SEP]", "seperator": "[SEP]"}
     vocabulary = model["vocab"]
     if not {"[CLS]", "[SEP]"} <= vocabulary.keys():
-        raise DataError("tokenizer: is WordPiece without [CLS] and [SEP], between which llama.cpp puts a text")
+        raise DataError("tokenizer: is WordPiece without [CLS] and [SEP], which llama.cpp puts around a text")
     named = {f"{name}_token_id": vocabulary[token] for name, token in ids.items() if token in vocabulary}
     return {"model": WORDPIECE, **named}
 
@@ -174,7 +172,7 @@ def _adds_space_prefix(data: dict[str, Any]) -> bool:
     kinds = {step["type"] for step in (*steps, *splits)} - {"Prepend", "Replace", "Metaspace"}
     if kinds or not spaces:
         steps_text = ", ".join(sorted(kinds)) or "none"
-        raise DataError(f"tokenizer: its steps before BPE ({steps_text}) are none that llama.cpp applies; take another")
+        raise DataError(f"tokenizer: llama.cpp does not apply its steps before BPE ({steps_text}); use another")
     return prefix
 
 
@@ -204,14 +202,12 @@ def _pre_tokenizer_name(data: dict[str, Any]) -> str:
     names = [name for name, known in SPLITS.items() if known == splits]
     if not names or bytewise is None or bytewise.get("add_prefix_space"):
         raise DataError(
-            "tokenizer: splits texts in a way that llama.cpp has no name for; take one that splits as GPT-2"
+            "tokenizer: splits text in a way that llama.cpp does not support; use one that splits as GPT-2 does"
         )
     ignore_merges = bool(data["model"].get("ignore_merges"))
     name = next((name for name in names if (name in IGNORE_MERGES) == ignore_merges), None)
     if name is None:
-        raise DataError(
-            f"tokenizer: splits as {names[0]}, but its ignore_merges is not that of {names[0]}; take another"
-        )
+        raise DataError(f"tokenizer: splits as {names[0]}, but its ignore_merges is not {names[0]}'s; use another")
     return name
 
 
@@ -230,7 +226,7 @@ def _special_token_keys(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
-    """The tokenizer of a GGUF; None, and a sentence that says so, for a kind that is not read.
+    """The tokenizer of a GGUF; None, with a printed warning, for a kind that is not supported.
 
     rows: of the embedding. Raises DataError for damaged keys.
     """
@@ -239,7 +235,7 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
     if not is_read:
         if kind != "none":
             remedy = "give one with `--tokenizer FILE`, the model's tokenizer.json"
-            print_status(f"warning: {source}: its tokenizer ({kind}, {pre}) is not read; {remedy}")
+            print_status(f"warning: {source}: its tokenizer ({kind}, {pre}) is not supported; {remedy}")
         return None
     names = ("tokens", "token_type", "merges", "scores")
     tokens, types, merges, scores = (keys.get(f"tokenizer.ggml.{name}", list[Any]()) for name in names)
@@ -264,7 +260,7 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
 
 
 def _boundary_tokens(keys: "Keys", kind: str, pre: str) -> BoundaryTokens:
-    """What begins and ends a text, and the chat template. A file that says nothing of BOS has it as in llama.cpp."""
+    """The tokens that begin and end a text, and the chat template. Without a key for BOS, llama.cpp's default."""
     names = ("bos", "eos", "eot", "eom")
     bos, *ends = (keys.get(f"tokenizer.ggml.{name}_token_id", -1) for name in names)
     begins = keys.get("tokenizer.ggml.add_bos_token", kind == SENTENCEPIECE or pre in BEGINS_BY_DEFAULT) and bos >= 0
@@ -315,7 +311,7 @@ def _sentencepiece_json(kinds: list[tuple[str, int]], scores: list[float], prefi
     return _with_added_tokens(engine, kinds)
 
 
-# Of BERT, where a file does not name them: as in llama.cpp.
+# BERT's ids for a file that does not give them, as in llama.cpp.
 WORDPIECE_IDS = {"unknown": 100, "bos": 101, "seperator": 102}
 
 
@@ -324,7 +320,7 @@ def _token_id(keys: "Keys", name: str, default: int) -> int:
 
 
 def _wordpiece_json(kinds: list[tuple[str, int]], unknown: int, begin: int, end: int) -> str:
-    """The tokenizer.json of WordPiece without case; a text stands between two tokens."""
+    """The tokenizer.json of lowercase WordPiece; text is wrapped in the tokens `begin` and `end`."""
 
     def spelled(token: str, index: int, kind: int) -> str:
         if kind != NORMAL or index in (unknown, begin, end):

@@ -112,7 +112,7 @@ class HeddleCacheLayer(CacheLayerMixin):
             if bool((padding == length).any()):
                 raise ConfigError(
                     f"prefill_chunk_size: the first {length} columns of a row are all padding, so the length of its "
-                    "text, on which a rotary embedding depends, is not known yet; take larger chunks, or leave it out"
+                    "text, on which a rotary embedding depends, is not known yet; use larger chunks, or leave it out"
                 )
             text_lengths = (self.max_cache_len - padding).clamp(min=1).tolist()
         can_roll_back = self.record_past and decoder.init_state(batch, self.max_cache_len or 1).can_roll_back(1)
@@ -187,7 +187,7 @@ class HeddleCacheLayer(CacheLayerMixin):
         return self.seq_length
 
     def get_max_length(self) -> int:
-        """The maximum number of columns; −1 if it is not limited."""
+        """The maximum number of columns; −1 if unlimited."""
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -200,7 +200,7 @@ class HeddleCacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Refused: heddle's mixers update their states themselves."""
-        raise ConfigError("cache: is of heddle and takes no keys and values; use it with a Heddle model")
+        raise ConfigError("cache: heddle's cache takes no keys and values; use it with a Heddle model")
 
 
 class HeddleCache(Cache):

@@ -62,7 +62,7 @@ class HeddleConfig(PreTrainedConfig):
             setattr(self, name, sizes[name])
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As for every config of transformers, and the file that `auto_map` names."""
+        """Save the config as transformers does, and the file that `auto_map` names."""
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
         for name, text in FAMILY.documents.items():
             write_file(Path(save_directory, name), text)

@@ -70,7 +70,7 @@ class ExternalAttention:
             if dropout is not None:
                 raise ConfigError("dropout: attn_implementation cannot drop attention weights by sample; set it to 0")
             if any(modifier is not None for modifier in modifiers):
-                raise ConfigError("attn_implementation: applies no softcap, sink or bias of distance; leave it out")
+                raise ConfigError("attn_implementation: supports no softcap, sink or distance bias; leave it out")
             window = mask.window
             hf_mask = self._mask(module.config, window, q)
             y, *_ = function(module, q, k, v, hf_mask, scaling=scale, sliding_window=window, dropout=0.0, **self.kwargs)
@@ -109,12 +109,12 @@ def unsupported_reasons(decoder: Decoder) -> list[str]:
     for index, mixer in enumerate(decoder.mixers()):
         path = f"layers[{index}].mixer"
         if not isinstance(mixer, Attention):
-            reasons.append(f"{path} is {'absent' if mixer is None else type(mixer).__name__}, no softmax attention")
+            reasons.append(f"{path} is {'absent' if mixer is None else type(mixer).__name__}, not softmax attention")
             continue
         fields: dict[str, Any] = {
             "sink": mixer.sink,
             "softcap": mixer.softcap,
-            "position, a bias of distance,": mixer.score_bias,
+            "position, a distance bias,": mixer.score_bias,
         }
         fields["indexer"] = mixer.indexer
         reasons += [f"{path}.{name} is set" for name, value in fields.items() if value is not None]
@@ -141,7 +141,7 @@ def attention_modules(decoder: Decoder, config: Any) -> dict[nn.Module, Attentio
     if reasons:
         name = config._attn_implementation
         raise ConfigError(
-            f"attn_implementation: '{name}' runs layers of softmax attention that are alike, but {reasons[0]}; "
+            f"attn_implementation: '{name}' needs identical layers of softmax attention, but {reasons[0]}; "
             "leave it out, or serve the design with heddle or transformers"
         )
     modules: dict[nn.Module, AttentionModule] = {}

@@ -59,7 +59,7 @@ def layout_from_inputs(
     if attention_mask is None:
         return LayoutAndMask(_unpadded_layout(position_ids, cached), None)
     if not isinstance(attention_mask, Tensor):
-        raise ConfigError("attention_mask: is a table of masks; give one tensor, [batch, length] or 4-D")
+        raise ConfigError("attention_mask: is a dict of masks; give one tensor, [batch, length] or 4-D")
     if attention_mask.dim() == 4:
         return _layout_from_pairs(_visible_pairs(attention_mask, batch, length, cached), position_ids, cached)
     if attention_mask.shape != (batch, cached.length + length):
@@ -111,7 +111,7 @@ def _check_cached_mask(visible: Tensor, cached: CachedTokens) -> None:
     is_same = bool(visible.all()) if cached.is_token is None else torch.equal(visible, cached.is_token)
     if not is_same:
         raise ConfigError(
-            f"attention_mask: its first {cached.length} columns are not those that the cache was read with"
+            f"attention_mask: its first {cached.length} columns are not the mask that the cache was read with"
         )
 
 
@@ -127,7 +127,7 @@ def _check_consecutive(is_token: Tensor, position_ids: Tensor, cached: CachedTok
         row, column = is_wrong.nonzero()[0].tolist()
         reason = f"{int(position_ids[row, column])} follows {int(previous[row, column])} in row {row}"
         raise ConfigError(
-            f"position_ids: {reason}; beside an attention_mask or a cache, positions go on by one in each row"
+            f"position_ids: {reason}; with an attention_mask or a cache, positions must increase by one in each row"
         )
 
 
@@ -139,7 +139,9 @@ def _visible_pairs(attention_mask: Tensor, batch: int, length: int, cached: Cach
     if not attention_mask.is_floating_point():
         visible = attention_mask.bool()
     elif bool(((attention_mask != 0) & (attention_mask > MASKED_BELOW)).any()):
-        raise ConfigError("attention_mask: adds numbers other than 0 and large negative ones; heddle hides or shows")
+        raise ConfigError(
+            "attention_mask: adds values other than 0 and large negative numbers; heddle only hides or shows"
+        )
     else:
         visible = attention_mask == 0
     if bool((visible != visible[:, :1]).any()):
@@ -186,14 +188,14 @@ def _layout_from_pairs(visible: Tensor, position_ids: Tensor | None, cached: Cac
 def _check_pairs(visible: Tensor, expected: Tensor, is_token: Tensor, cached: CachedTokens) -> None:
     """Raises ConfigError if the visible pairs of a token are not those of the layout."""
     if cached.position_table is not None and bool(cached.position_table.last_token[:, 1].any()):
-        raise ConfigError("attention_mask: 4-D, after a cache of several documents; give position_ids alone")
+        raise ConfigError("attention_mask: is 4-D, after a cache of several documents; give position_ids alone")
     is_wrong = (visible != expected) & is_token[:, :, None]
     if bool(is_wrong.any()):
         row, query, key = is_wrong.nonzero()[0].tolist()
         verb = "shows" if bool(visible[row, query, key]) else "hides"
         raise ConfigError(
-            f"attention_mask: {verb} column {key} of row {row} to its token {query}, as no layout does; a 4-D mask is "
-            "causal, padded, or of packed documents (windows belong to the design)"
+            f"attention_mask: {verb} column {key} of row {row} to its token {query}, which no layout does; a 4-D mask "
+            "is causal, padded, or of packed documents (windows belong to the design)"
         )
 
 
@@ -204,4 +206,4 @@ def _check_positions_in_documents(position_ids: Tensor, previous_token: Tensor, 
     )
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
-        raise ConfigError(f"position_ids: do not go on by one at token {column} of row {row}, within one document")
+        raise ConfigError(f"position_ids: do not increase by one at token {column} of row {row}, within one document")

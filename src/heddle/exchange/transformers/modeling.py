@@ -111,7 +111,7 @@ class HeddlePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As for every model of transformers. What `device_map` offloads is loaded layer by layer."""
+        """Load as transformers does. Weights that `device_map` offloads are loaded layer by layer."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info`
         if getattr(model, "hf_device_map", None) is not None:
@@ -261,7 +261,7 @@ def check_kwargs(kwargs: dict[str, Any]) -> None:
         if name == "token_type_ids" and isinstance(value, Tensor) and not bool(value.any()):
             continue  # all zeros say nothing; some tokenizers always return them
         if value is not None and name not in REDUNDANT_KWARGS | LOSS_KWARGS:
-            raise ConfigError(f"{name}: is not read by the models of heddle; leave it out")
+            raise ConfigError(f"{name}: is not supported by heddle's models; leave it out")
 
 
 def scaled_aux_loss(
@@ -337,7 +337,7 @@ class HeddleModel(HeddlePreTrainedModel):
         super().__init__(config)
         self.decoder = Decoder(config.load_design())
         if self.decoder.encoder_width is not None:
-            raise ConfigError("design: reads an encoder output (cross_attention), which these classes do not have")
+            raise ConfigError("design: reads an encoder output (cross_attention), which these classes do not support")
         visits = [self.decoder.visits(name) for name, _ in self.decoder.named_parameters()]
         self._later_visits = {f"decoder.{each}": f"decoder.{first}" for first, *again in visits for each in again}
         self._tied_weights_keys = self._tied_weights_keys | self._later_visits
@@ -347,7 +347,7 @@ class HeddleModel(HeddlePreTrainedModel):
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """The name of each parameter that is another one, and the other's: a tied head, later visits of a layer."""
+        """Each tied parameter's name -> the name of the one it shares: a tied head, later visits of a layer."""
         tied: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)
         return tied if all_submodels else tied | self._later_visits  # these are tied whether or not the head is
 
@@ -386,7 +386,7 @@ class HeddleModel(HeddlePreTrainedModel):
         if modules is None:
             check_kwargs(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
-            raise ConfigError("input_ids: give them or inputs_embeds, one of the two")
+            raise ConfigError("input_ids: give either input_ids or inputs_embeds")
         tokens = inputs_embeds if input_ids is None else input_ids
         assert tokens is not None
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and not self.decoder.causal:
@@ -407,12 +407,12 @@ class HeddleModel(HeddlePreTrainedModel):
         )
 
     def _run(self, call: ModelCall, modules: dict[nn.Module, AttentionModule] | None) -> tuple[Tensor, RecordedOutputs]:
-        """Run the decoder. modules: those of `_external_attention_modules`."""
+        """Run the decoder. modules: from `_external_attention_modules`."""
         tokens, cache_layer = call.tokens, call.cache_layer
         cached = CachedTokens() if cache_layer is None else cache_layer.read_pending(self.decoder)
         inputs = call.layout(cached, has_external_attention=modules is not None)
         if call.return_weights and cached.length and (cached.is_token is not None or inputs.is_token is not None):
-            raise ConfigError("output_attentions: beside a cache with padding, columns are not kept; use no cache")
+            raise ConfigError("output_attentions: a cache with padding does not keep its columns; use no cache")
         with call.record_outputs(self.decoder) as recorded:
             if cache_layer is not None:
                 inputs_and_layout = ModelInputs(tokens, inputs.layout)
@@ -442,7 +442,7 @@ class HeddleModel(HeddlePreTrainedModel):
         """The cache of a call, created if needed, and heddle's layer in it. (None, None) if it uses none."""
         is_external = uses_external_attention(self.config)
         if is_external and (past_key_values is not None or use_cache):
-            raise ConfigError("use_cache: attention that others compute has no cache of heddle; set it to False")
+            raise ConfigError("use_cache: external attention has no heddle cache; set it to False")
         if past_key_values is None:
             if use_cache is None:
                 is_inference = self.decoder.causal and not torch.is_grad_enabled()
@@ -494,7 +494,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         loss_kwargs = {name: kwargs.pop(name) for name in LOSS_KWARGS & kwargs.keys()}
         has_labels = labels is not None or loss_kwargs.get("shift_labels") is not None
         if self.training and has_labels and len(self.heddle_decoder.multi_token):
-            reason = "their losses are no part of this loss, so that they would be left behind"
+            reason = "their losses are not part of this loss, so they would not be trained"
             raise ConfigError(f"multi_token: {reason}; train with heddle, or convert with drop_multi_token first")
         kwargs |= {
             "input_ids": input_ids,
@@ -549,7 +549,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         self.expert_counts.clear()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As for every model of transformers. Weights are packed once for the whole call."""
+        """Generate as transformers does. Weights are packed once for the whole call."""
         with packed_weights():
             return super().generate(*args, **kwargs)
 
@@ -593,7 +593,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
             return
         if kind not in (None, "dynamic", "static"):
-            raise ConfigError(f"cache_implementation: is {kind!r}; the states of heddle are 'dynamic' or 'static'")
+            raise ConfigError(f"cache_implementation: is {kind!r}; choose 'dynamic' or 'static'")
         needs_length = kind == "static" or self.heddle_decoder.length_dependent
         cache = HeddleCache(args[-1] if needs_length else None)
         if generation_config.is_assistant:
@@ -633,14 +633,14 @@ class _Classifier(HeddlePreTrainedModel):
 
 
 class HeddleForSequenceClassification(GenericForSequenceClassification, _Classifier):
-    """Tokens -> one row of labels [B, num_labels] for each text, from its last token that is not `pad_token_id`.
+    """Tokens -> label logits [B, num_labels], from each sequence's last token that is not `pad_token_id`.
 
     Trainers of reward models use it with num_labels 1. The loss has no auxiliary loss that balances experts.
     """
 
 
 class HeddleForTokenClassification(GenericForTokenClassification, _Classifier):
-    """Tokens -> a row of labels for each token [B, T, num_labels]. The loss has no auxiliary loss of experts."""
+    """Tokens -> label logits [B, T, num_labels]. The loss has no auxiliary loss of experts."""
 
 
 # A callback of transformers' Trainer that updates the expert biases of designs with `bias_update`.

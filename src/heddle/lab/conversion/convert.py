@@ -59,6 +59,7 @@ from heddle.lab.conversion.results import (
 from heddle.lab.conversion.run import ConversionRecord, measure_conversion
 from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
 from heddle.machine import recorded_choices
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import size
 from heddle.progress import format_duration, print_status, print_text, print_warning
@@ -369,8 +370,19 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                 plan.choice.unlink(missing_ok=True)
             if report is not None:
                 results = report_conversion(conversion, out, report)
+        if results is None:
+            _warn_of_state(design, open_source(out).weights.design)
     print_results(results, out, settings.json)
     return ConvertedModel(out, results)
+
+
+def _warn_of_state(design: ModelConfig, converted: ModelConfig) -> None:
+    """Warn where the converted model's state is larger; a report says it itself."""
+    context = design.usual_length(DRY_RUN_CONTEXT)
+    sizes = (size(each, context) for each in (design, converted))
+    before, after = (each.state_bytes - each.position_table_bytes for each in sizes)
+    if after > before:
+        print_warning(f"the state grows to {after / before:.1f} times that of the original")
 
 
 @dataclass
@@ -594,12 +606,13 @@ def _first_line(cls: type[Rewrite]) -> str:
 def _costs(source: ConversionSource, design: Any) -> dict[str, dict[str, Any]]:
     """Sizes and costs of both designs."""
     columns = {}
+    context = source.weights.design.usual_length(DRY_RUN_CONTEXT)
     for label, config in (("before", source.weights.design), ("after", design)):
-        costs = size(config, DRY_RUN_CONTEXT, dtype=source.weights.dtype)
+        costs = size(config, context, dtype=source.weights.dtype)
         columns[label] = {
             "parameters": costs.parameters,
             "state bytes a token": costs.state_bytes_per_token,
-            f"state bytes at {DRY_RUN_CONTEXT}": costs.state_bytes,
+            f"state bytes at {context}": costs.state_bytes,
             "FLOPs a token": round(costs.flops_per_token),
             "exports as": match_report(config).architecture,
         }

@@ -22,7 +22,7 @@ from heddle.numerics.attention.mask import AttentionMask, LinearBias, ScoreModif
 from heddle.numerics.attention.sdpa import in_autocast_dtype, with_sink
 
 BLOCK = 128  # queries and keys of a block that is skipped, or computed, as a whole
-FAR = 2**30 + 1  # beyond any position and document, and small enough to add a window to it
+FAR = 2**30 + 1  # above any position and document, and adding a window does not overflow
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # (score, row, head, query, key) -> score
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, key) -> bool
@@ -42,9 +42,9 @@ class FlexKind(NamedTuple):
 class FlexTensors(NamedTuple):
     """Tensors that the scores depend on.
 
-    bias: slopes [H], or the score bias of each head at each offset that can occur [H, n], offset 0 last but
-    `keys − 1` if the mask is bidirectional. Tokens are None where their index is their position, and where every key is
-    a token of the query's document.
+    bias: slopes [H], or the score bias of each head at each possible offset [H, n], with offset 0 first, or in the
+    middle if the mask is bidirectional. tokens: positions are None where they equal indices, documents where every key
+    is in the query's document.
     """
 
     bias: Tensor | None
@@ -53,7 +53,7 @@ class FlexTensors(NamedTuple):
 
 
 class TokenTable(NamedTuple):
-    """int32 positions and documents of queries [B, T] and keys [B, S]. Padding has a document of its own."""
+    """int32 positions and documents of queries [B, T] and keys [B, S]. Padding is its own document."""
 
     q_positions: Tensor | None
     k_positions: Tensor | None
@@ -93,15 +93,15 @@ def flex_attention(
 
 @cache
 def compiled_kernel(kind: FlexKind) -> Callable[..., Tensor]:
-    """`flex_with_sink`, compiled for one kind. New lengths compile it once more, and new documents do not."""
-    # torch counts the recompilations of a code object, so that kinds which shared one would use up each other's.
+    """`flex_with_sink`, compiled for one kind. New lengths recompile it once, new documents never."""
+    # torch limits recompilations per code object, so kinds that shared one would use up each other's limit.
     code = flex_with_sink.__code__.replace(co_name=f"flex_{abs(hash(kind))}")
     run: Callable[..., Tensor] = torch.compile(FunctionType(code, flex_with_sink.__globals__), fullgraph=True)
     return run
 
 
 def flex_with_sink(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, tensors: FlexTensors, kind: FlexKind) -> Tensor:
-    """What is compiled: FlexAttention, and the sink's share of its result."""
+    """The function that is compiled: FlexAttention, scaled by what the sink leaves of the softmax."""
     from torch.nn.attention import flex_attention as flex
 
     changed = kind.softcap is not None or tensors.bias is not None

@@ -2,9 +2,9 @@
 
     score(i, j) = Σ_h w_h(i) · relu(q_h(i) · k(j)),   query i attends to the `top_k` keys of the highest score
 
-among those that its mask shows. All heads of the attention attend to the same keys. Of keys with equal scores those at
-the lowest positions are taken. Scores are compared in 16 significant bits (float64: 33): products of other shapes round
-differently, and keys that are equal should tie in all of them. Everything is computed in at least float32.
+among those that its mask shows. All heads of the attention attend to the same keys. Of equal scores those at the lowest
+positions win. Scores are compared in 16 significant bits (float64: 33): products of different shapes round differently,
+and equal keys should tie in all of them. Everything is computed in at least float32.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 def select_keys(q: Tensor, k: Tensor, weights: Tensor, mask: AttentionMask, top_k: int) -> AttentionMask:
     """The mask that shows only the selected keys. Shapes as in `index_scores`. It has no gradient.
 
-    With at most `top_k` keys it is the mask itself, but for traced graphs, which hold for any length.
+    With at most `top_k` keys it is the mask itself, except in traced graphs, which serve any length.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
@@ -72,7 +72,7 @@ def count_scores(batch: int, heads: int, dim: int, lengths: tuple[int, int], mas
 
 
 def _query_tiles(q: Tensor, per_query: int) -> Iterator[slice]:
-    """Ranges of queries, each of which has `per_query` scores. A traced graph has one, so that it holds for any length.
+    """Ranges of queries, each of which has `per_query` scores. A traced graph has one, so that it serves any length.
 
     Yields once for a call without tokens.
     """
@@ -85,7 +85,7 @@ def _query_tiles(q: Tensor, per_query: int) -> Iterator[slice]:
 
 
 def _selected(scores: Tensor, visible: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """The selected of the visible keys, bool [B, T, S]. order: int64 [B, S], the keys by position."""
+    """Which visible keys are selected, bool [B, T, S]. order: int64 [B, S], the keys by position."""
     order = order[:, None].expand_as(scores)
     ranked = _compared(scores).masked_fill(~visible, float("-inf")).gather(2, order)
     # a traced graph may get fewer keys than top_k
@@ -116,7 +116,7 @@ def index_loss(
     attention. p: the weights of the attention without a selection, summed over its heads, divided by their sum.
     """
     (q, k, weights), (attended_q, attended_k) = index, (x.detach() for x in attended)
-    padding = (mask.q_positions < 0)[:, None]  # what padding holds must not reach the gradients of a key
+    padding = (mask.q_positions < 0)[:, None]  # contents of padding must not reach the gradients of keys
     q, weights = q.masked_fill(padding[..., None], 0.0), weights.masked_fill(padding, 0.0)
     k, _ = zero_unused_slots(k, k, mask)
     attended_k, _ = zero_unused_slots(attended_k, attended_k, mask)

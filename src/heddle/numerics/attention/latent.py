@@ -91,8 +91,8 @@ def online_attention(
 
 # Weights or key elements of one tile: 4 MB in float32, which fit a CPU's cache, or 1 GB in few launches.
 MAX_TILE_ELEMENTS = DeviceSize(2**20, 2**28)
-MAX_EXPANDED_ELEMENTS = DeviceSize(2**22, 2**30)  # to which the latents of a state may be expanded without tiles
-MAX_SCORES = 2**28  # 1 GB in float32: more of them are computed in tiles
+MAX_EXPANDED_ELEMENTS = DeviceSize(2**22, 2**30)  # largest untiled expansion of a state's latents
+MAX_SCORES = 2**28  # 1 GB in float32; more scores than this are computed in tiles
 MIN_TILE = 64  # least number of queries and of keys in a tile
 
 UpProjections = tuple[Tensor, Tensor]
@@ -196,7 +196,7 @@ def _absorbed(
 def _absorbed_untiled(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
 ) -> Tensor:
-    """All scores at once, in about ten launches. They are few if the queries are: one decoded token's are."""
+    """All scores at once, in about ten launches. For few queries, as in a decode step."""
     (batch, heads, queries, _), rank = q_nope.shape, k_up.shape[1]
     q = (_absorbed_queries(q_nope, q_rope, latents, k_up, v_up, mask) * scale).flatten(1, 2)
     c = _factor(_latent_tile(latents, mask, slice(None))[:, 0])
@@ -213,7 +213,7 @@ def _absorbed_untiled(
 
 
 def _factor(y: Tensor) -> Tensor:
-    """A wide copy of y, but for a GPU, which multiplies narrow numbers into wide sums without one."""
+    """y in at least float32; on a GPU without gradients y itself, as its products accumulate in float32 anyway."""
     narrow = y.device.type == "cuda" and not torch.is_grad_enabled()
     return y if narrow else at_least_float32(y)
 
@@ -233,7 +233,7 @@ def _absorbed_queries(
 ) -> Tensor:
     """Queries in the latent space, [B, H, T, r + d_r], not scaled, in at least float32. Counts FLOPs of the whole call.
 
-    Rounded here, they would err by up to twice as much as those of expanded keys.
+    Rounded here, they would have up to twice the error of expanded keys.
     """
     batch, heads, queries, _ = q_nope.shape
     if counts_flops():
@@ -264,19 +264,19 @@ def _should_absorb(facts: LatentAttentionFacts) -> str | None:
     """Why a call after a state should absorb: expanding the latents of the state again would cost more FLOPs."""
     lengths = facts.queries, facts.keys
     if facts.queries < facts.keys and absorbed_flops(*lengths, facts) <= expanded_flops(*lengths, facts):
-        return f"the {facts.keys} keys of a state are not expanded again for so short a call (of {facts.queries})"
+        return f"expanding the {facts.keys} keys again for {facts.queries} queries costs more FLOPs than absorbing"
     return None
 
 
 def _expanded_unsupported(facts: LatentAttentionFacts) -> str | None:
     if facts.queries < facts.keys and facts.expanded_elements > facts.max_expanded_elements:
-        return f"more than {facts.max_expanded_elements} elements of a state would be expanded at one time"
+        return f"expanding the whole state at once would take more than {facts.max_expanded_elements} elements"
     return _should_absorb(facts)
 
 
 def _absorbed_unsupported(facts: LatentAttentionFacts) -> str | None:
     few = facts.device != "cpu" and facts.scores <= MAX_SCORES
-    return "each tile is several launches, and the scores are few" if few else None
+    return "there are few scores, and each tile takes several launches" if few else None
 
 
 LATENT = Operation(

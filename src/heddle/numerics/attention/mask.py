@@ -24,8 +24,8 @@ class AttentionMask:
     all_visible: every query sees every key.
     doc_lengths: packed rows, T = S: the document lengths of each row. Each document is contiguous and sees only itself.
     may_have_padding: some key slots may be padding or unused. Their contents must not reach any result.
-    selected: bool [B, T, S], the keys that an indexer selected for each query, at most `most_selected` of those that it
-    would see. None: it sees all of them.
+    selected: bool [B, T, S], the keys that an indexer selected for each query, at most `most_selected` of the visible
+    ones. None: all visible keys.
     """
 
     q_positions: Tensor  # int [B, T], −1 is padding
@@ -43,7 +43,7 @@ class AttentionMask:
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cached(self, key: Any, make: Callable[[], V]) -> V:
-        """`make()`, computed for the first layer that asks and stored for the others. `replace` starts anew."""
+        """`make()`, computed for the first layer that asks and stored for the others. `replace` drops it."""
         if key not in self.cache:
             with torch.inference_mode(False):  # a mask made in inference may be used in training afterwards
                 self.cache[key] = make()
@@ -58,7 +58,7 @@ class AttentionMask:
         return mask if selected is None else replace(mask, selected=selected, most_selected=self.most_selected)
 
     def selecting(self, selected: Tensor, most: int) -> "AttentionMask":
-        """The mask that shows only some keys, bool [B, T, S], at most `most` of those that each query would see."""
+        """The mask restricted to `selected`, bool [B, T, S], at most `most` of the keys visible to each query."""
         facts: dict[str, Any] = {"contiguous": False, "all_visible": False, "doc_lengths": None}
         return replace(self, selected=selected, most_selected=most, **facts)
 
@@ -104,13 +104,13 @@ def zero_unused_slots(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor
 def visible_pairs(queries: int, keys: int, window: int | None, causal: bool, most: int | None = None) -> int:
     """Number of visible (query, key) pairs when the queries are the last of consecutive keys.
 
-    most: how many keys each query may see of those that the window shows.
+    most: the largest number of keys that each query attends to within its window. None: all.
     """
     if most is not None and causal:
         return visible_pairs(queries, keys, most if window is None else min(most, window), causal)
     if most is not None:
         most = min(most, keys)
-        fewer = 0 if window is None else max(0, most - window - 1)  # the window of a query at an end is cut
+        fewer = 0 if window is None else max(0, most - window - 1)  # windows are truncated at both ends
         return queries * most - fewer * (fewer + 1)
     if not causal:
         if window is None:
@@ -169,14 +169,14 @@ class ScoreModifiers(NamedTuple):
         return None if self.score_bias is None else self.score_bias(mask.offsets()).transpose(0, 1)
 
     def distance_table(self, keys: int, device: torch.device) -> Tensor | None:
-        """The score bias at the offsets 0 … keys − 1, [H, keys]: all that causal attention can need."""
+        """The score bias at the offsets 0 … keys − 1, [H, keys]: all that causal attention needs."""
         return None if self.score_bias is None else self.score_bias(torch.arange(keys, device=device))
 
 
 class BlockModifiers(NamedTuple):
-    """The modifiers of a call whose queries may stand in blocks: `sink` [B, H, T, 1], `bias` [H, T, S] or folded.
+    """The modifiers of a call whose queries may be in blocks: `sink` [B, H, T, 1], `bias` [H, T, S] or folded.
 
-    With `blocks` > 1 each group of keys stands `blocks` times in a row, and all of them have the same bias.
+    With `blocks` > 1 each group of keys is repeated `blocks` times in a row, and all repeats have the same bias.
     """
 
     softcap: float | None = None

@@ -5,12 +5,12 @@ key, which is exact and differentiable: q' = [q, s / scale], the sink's key is o
 keys are zero there, and its value is zero. Where a kernel returns its log-sum-exp L and no gradient is needed, nothing
 is copied: y' = y · sigmoid(L − s).
 
-On CUDA torch's function chooses by itself among four kernels. cuDNN's plans anew for each new length (0.02–1 s), and
-gave NaN gradients with a mask (pytorch#196678); the efficient one has no grouped heads; the plain one writes T × S
-scores, and serves whatever no other does. So torch chooses only for causal rows that are trained, whose shape stays.
-There cuDNN's kernel is named if keys and values have different widths, as in latent attention: it pads neither.
-Elsewhere operators of one kernel are called by name. `sdpa_kernel` is no way to name one: it sets switches of the whole
-process, which other threads see.
+On CUDA torch's function chooses by itself among four kernels. cuDNN's builds a new plan for each new length (0.02–1 s),
+and gave NaN gradients with a mask (pytorch#196678); the efficient one has no grouped heads; the plain one writes T × S
+scores, and takes what no other supports. So torch chooses only in causal training, where shapes repeat. There cuDNN's
+kernel is called by name if keys and values differ in width, as in latent attention: it needs no padding. Elsewhere
+another kernel's operator is called by name. `sdpa_kernel` cannot do this: it sets process-wide switches, which other
+threads see.
 """
 
 import inspect
@@ -25,9 +25,9 @@ from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.dispatch import device_type, is_deterministic
 from heddle.torch_private import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
-WIDTH_STEP = 8  # CUDA's fused kernels take heads whose widths are multiples of it
+WIDTH_STEP = 8  # CUDA's fused kernels take head dimensions that are multiples of it
 _CUDNN_WIDTH = 256  # the widest heads of cuDNN's kernel on a Hopper GPU, forward and backward
-BIAS_STEP = 16  # the efficient kernel reads rows of a bias that start at multiples of it
+BIAS_STEP = 16  # the efficient kernel needs rows of a bias aligned to it
 
 
 def sdpa(
@@ -68,7 +68,7 @@ def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:
-    """The dtype in which attention to q is computed: that of autocast within its block, else q's own."""
+    """The dtype in which attention to q is computed: autocast's where it is enabled, else q's own."""
     device = q.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device) or not _casts(q):
         return q.dtype
@@ -81,7 +81,7 @@ def _casts(q: Tensor) -> bool:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, sink: Tensor | None = None) -> Tensor:
-    """torch's flash kernel for CUDA, by name: it plans nothing for a new length. Arguments as in `sdpa`, no mask."""
+    """torch's flash kernel for CUDA, by name: new lengths need no new plan. Arguments as in `sdpa`, no mask."""
     d_v = v.shape[-1]
     q, k, v = pad_to_equal_widths(*in_autocast_dtype(q, k, v))
     y, logsumexp = flash_attention(q, k, v, causal, scale)
@@ -135,7 +135,7 @@ def _cudnn_serves(q: Tensor, v: Tensor) -> bool:
 
 @cache
 def _cudnn_takes_unequal_widths() -> bool:
-    """As torch decides: on Hopper from cuDNN 9.10 on. Assumed where there is no GPU: then a choice is only told."""
+    """torch's own condition: Hopper with cuDNN 9.10 or newer. True without a GPU: choices are then only reported."""
     if not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability() == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000
@@ -155,7 +155,7 @@ def _sdpa_then_sink(
 
 
 def with_sink(y: Tensor, logsumexp: Tensor, sink: Tensor) -> Tensor:
-    """The output of attention without a sink, times what the sink [B, H, T, 1] leaves of the softmax."""
+    """Scale attention's output without a sink by the share of the softmax that the sink [B, H, T, 1] leaves."""
     output_share = (logsumexp[..., : y.shape[2], None] - sink.to(logsumexp.dtype)).sigmoid()
     return (y * output_share).to(y.dtype)
 
@@ -170,9 +170,8 @@ def pad_to_equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 # Softmax attention to packed documents in one call: torch's `varlen_attn`, a flash kernel over a list of documents.
 #
-# The tokens of all rows stand one after another, and `cu_seqlens` says where each document starts. It is computed on
-# the
-# device, so that the host does not wait, and once for all layers.
+# The tokens of all rows are concatenated, and `cu_seqlens` says where each document starts. It is computed once for all
+# layers, on the device, so that the host does not wait.
 
 
 @cache
@@ -184,7 +183,7 @@ def varlen_parameters() -> frozenset[str]:
 
 
 def cu_seqlens(mask: AttentionMask) -> Tensor:
-    """Tokens before each document of packed rows, and of all of them: int32 [documents + 1], on the mask's device."""
+    """Number of tokens before each packed document, then of all: int32 [documents + 1], on the mask's device."""
     assert mask.doc_lengths is not None
     rows, length = mask.q_positions.shape
     documents, device = sum(map(len, mask.doc_lengths)), mask.q_positions.device
@@ -199,7 +198,7 @@ def cu_seqlens(mask: AttentionMask) -> Tensor:
 
 
 def longest_document(mask: AttentionMask) -> int:
-    """A bound of the documents' lengths, which the kernel's grid is made for. A power of two: few values occur."""
+    """An upper bound of document lengths, which sizes the kernel's grid. A power of two, so that few values occur."""
     assert mask.doc_lengths is not None
     most = max((size for row in mask.doc_lengths for size in row), default=1)
     return 1 << (most - 1).bit_length()

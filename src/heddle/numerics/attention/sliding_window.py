@@ -20,7 +20,7 @@ from heddle.numerics.dispatch import device_type
 class Block(NamedTuple):
     """What queries and keys of one call share: offsets, the int i − j of queries and keys [T, S].
 
-    Interior blocks are `blocks` calls in one: each of the G groups stands there `blocks` times in a row, and the
+    Interior blocks are `blocks` calls in one: each of the G groups is repeated `blocks` times in a row, and the
     `repeats` heads of a group follow one another in its queries.
     """
 

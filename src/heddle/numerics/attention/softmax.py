@@ -53,14 +53,14 @@ from heddle.numerics.norms import at_least_float32, without_autocast
 
 
 MAX_UNMASKED_ROWS = 16  # queries per group up to which two plain products are the fastest way to read all keys
-LENGTHS = (128, 256, 512, 1024, 2048)  # rows up to each of them have one fastest way to train causal attention
-TRIANGLE_LENGTHS = (128, 256, 512, 1024)  # those that train with plain batched products, and not with torch's kernel
+LENGTHS = (128, 256, 512, 1024, 2048)  # sequences up to each of them share one fastest way to train causal attention
+TRIANGLE_LENGTHS = (128, 256, 512, 1024)  # of these, those that train with plain batched products
 triangle_lengths: tuple[int, ...] = TRIANGLE_LENGTHS  # on this machine: see `heddle.machine`
 MAX_PRODUCT_ROWS = 64  # queries of a group whose weights are all in memory, on CUDA
-MAX_FLASH_WIDTH = 256  # of the heads that torch's flash kernel takes
-MIN_FLEX_WIDTH, MAX_FLEX_WIDTH = 16, 256  # of the heads that FlexAttention takes
-_FLASH_CAPABILITY = 8, 0  # of the oldest card that runs torch's flash kernel
-NOT_PACKED = "the rows are not packed with known lengths"
+MAX_FLASH_WIDTH = 256  # head dimension of torch's flash kernel
+MIN_FLEX_WIDTH, MAX_FLEX_WIDTH = 16, 256  # head dimension of FlexAttention
+_FLASH_CAPABILITY = 8, 0  # compute capability that torch's flash kernel needs
+NOT_PACKED = "the rows are not packed documents of known lengths"
 NO_SOFTCAP = "torch's fused kernel has no softcap"
 NO_BIAS = "torch's fused kernel takes a score bias only as a mask, which is built one tile of queries at a time"
 
@@ -68,8 +68,8 @@ NO_BIAS = "torch's fused kernel takes a score bias only as a mask, which is buil
 class AttentionFacts(NamedTuple):
     """What decides the kernel: sizes and the static facts of the mask.
 
-    dtype: in which the call is computed. width: the larger of d_k and d_v. fixed_shape: whether calls of the same
-    lengths will follow if there are gradients.
+    dtype: of the computation. width: the larger of d_k and d_v. fixed_shape: whether later calls with gradients have
+    the same lengths.
     """
 
     queries: int
@@ -125,11 +125,11 @@ def attention_facts(
 
 
 def without_dropout(unsupported: Callable[[AttentionFacts], str | None]) -> Callable[[AttentionFacts], str | None]:
-    """Add to a kernel's check that it does not support dropout of the weights."""
+    """Make a kernel's check also reject dropout of the weights."""
 
     def unsupported_with_dropout(facts: AttentionFacts) -> str | None:
         if facts.dropout:
-            return "dropout of weights is keyed by sample, which fused kernels cannot draw"
+            return "dropout masks of weights are keyed by sample, which fused kernels cannot draw"
         return unsupported(facts)
 
     return unsupported_with_dropout
@@ -138,14 +138,14 @@ def without_dropout(unsupported: Callable[[AttentionFacts], str | None]) -> Call
 def unmasked_unsupported(facts: AttentionFacts) -> str | None:
     rows = facts.queries * facts.heads // facts.groups
     if not facts.all_visible or facts.softcap or facts.sink or rows > MAX_UNMASKED_ROWS:
-        return f"it is for up to {MAX_UNMASKED_ROWS} queries of a group that see every key, without softcap and sink"
+        return f"it takes up to {MAX_UNMASKED_ROWS} queries per group that see every key, without softcap or sink"
     wide_on_cpu = facts.device == "cpu" and facts.wide
-    return None if wide_on_cpu else "it is for float32 and float64 on the CPU; a narrow product would round the scores"
+    return None if wide_on_cpu else "it takes float32 and float64 on the CPU; half precision would round the scores"
 
 
 def folded_unsupported(facts: AttentionFacts) -> str | None:
     if facts.device == "cuda":
-        return "torch's fused kernel may plan anew for each number of keys on CUDA"
+        return "on CUDA torch's fused kernel may build a new plan for each number of keys"
     if facts.queries > 1 and (facts.softcap or facts.score_bias):
         return NO_SOFTCAP if facts.softcap else NO_BIAS
     return None if facts.all_visible else "some query does not see every key"
@@ -167,7 +167,7 @@ def _not_contiguous(facts: AttentionFacts) -> str | None:
 
 def causal_unsupported(facts: AttentionFacts) -> str | None:
     if facts.device == "cuda" and not (facts.gradients and facts.fixed_shape):
-        return "torch's fused kernel may plan anew for each length on CUDA"
+        return "on CUDA torch's fused kernel may build a new plan for each length"
     if facts.device == "cuda" and _flash_unsupported(facts) is not None:  # torch's function would write T × S scores
         return _flash_unsupported(facts)
     if facts.queries != facts.keys:
@@ -183,10 +183,10 @@ def _trains_with_products(keys: int) -> bool:
 
 def triangle_unsupported(facts: AttentionFacts) -> str | None:
     if facts.device != "cpu":
-        return "it is for the CPU"
+        return "it runs on the CPU only"
     sdpa_supports_it = facts.queries == facts.keys and not facts.softcap and not facts.score_bias
     if sdpa_supports_it and not (facts.gradients and _trains_with_products(facts.keys)):
-        return f"the fused kernel is faster for rows of {facts.keys} tokens, and without gradients"
+        return f"the fused kernel is faster for {facts.keys} tokens, or without gradients"
     return _not_contiguous(facts)
 
 
@@ -203,19 +203,19 @@ def blocks_unsupported(facts: AttentionFacts) -> str | None:
 
 
 def products_unsupported(facts: AttentionFacts) -> str | None:
-    """Of plain products on CUDA."""
+    """Why plain products on CUDA cannot run a call, or None."""
     if facts.device != "cuda":
         return NOT_CUDA
     if facts.gradients:
-        return "plain products keep every weight for the backward pass"
+        return "plain products save every attention weight for the backward pass"
     if facts.queries > 1 and facts.queries * facts.heads > MAX_PRODUCT_ROWS * facts.groups:
-        return f"it is for up to {MAX_PRODUCT_ROWS} queries of a group, as it writes all their weights"
+        return f"it takes up to {MAX_PRODUCT_ROWS} queries per group, because it materializes their weights"
     return None
 
 
 @cache
 def _card_runs_flash() -> bool:
-    """Whether this machine's card runs torch's flash kernel. True without a card: the device is assumed."""
+    """Whether this machine's GPU runs torch's flash kernel. True without a GPU: choices are then only reported."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _FLASH_CAPABILITY
 
 
@@ -224,9 +224,9 @@ def _flash_unsupported(facts: AttentionFacts) -> str | None:
     if facts.dtype not in (torch.bfloat16, torch.float16):
         return "torch's flash kernel is for bfloat16 and float16"
     if not _card_runs_flash():
-        return "the card does not run torch's flash kernel, which needs compute capability 8.0"
+        return "this GPU does not run torch's flash kernel, which needs compute capability 8.0"
     if facts.width % WIDTH_STEP or facts.width > MAX_FLASH_WIDTH:
-        return f"the width of heads is not a multiple of {WIDTH_STEP}, or above {MAX_FLASH_WIDTH}"
+        return f"the head dimension is not a multiple of {WIDTH_STEP} up to {MAX_FLASH_WIDTH}"
     if facts.softcap or facts.score_bias:
         return "torch's flash kernel has no softcap and no score bias"
     if facts.sink and facts.gradients:
@@ -235,29 +235,29 @@ def _flash_unsupported(facts: AttentionFacts) -> str | None:
 
 
 def flash_unsupported(facts: AttentionFacts) -> str | None:
-    """Of the flash kernel, called by name."""
+    """Why torch's flash kernel, called by name, cannot run a call, or None."""
     if facts.device != "cuda":
         return NOT_CUDA
     if not facts.all_visible and (facts.queries != facts.keys or _not_contiguous(facts) is not None):
-        return "queries see neither every key, nor every earlier token of the call"
+        return "the mask is neither full nor causal over the tokens of the call"
     if not facts.all_visible and causal_unsupported(facts) is None:
-        return "torch chooses the fastest of its kernels for causal rows of a fixed shape"
+        return "torch picks the fastest of its kernels for causal attention of a fixed shape"
     return _flash_unsupported(facts)
 
 
 def varlen_unsupported(facts: AttentionFacts) -> str | None:
-    """Of the flash kernel for packed documents."""
+    """Why torch's flash kernel for packed documents cannot run a call, or None."""
     if facts.device != "cuda":
         return NOT_CUDA
     if facts.window is not None and "window_size" not in varlen_parameters():
-        return "this torch's varlen_attn has no window"
+        return "varlen_attn of this torch version has no window"
     if not facts.packed:
         return NOT_PACKED
     return _flash_unsupported(facts)
 
 
 def flex_unsupported(facts: AttentionFacts) -> str | None:
-    """Of FlexAttention, compiled."""
+    """Why compiled FlexAttention cannot run a call, or None."""
     if facts.device != "cuda":
         return NOT_CUDA
     if not has_triton():
@@ -265,27 +265,26 @@ def flex_unsupported(facts: AttentionFacts) -> str | None:
     if facts.dtype == torch.float64:
         return "FlexAttention computes in float32"
     if facts.selected:
-        return "its mask follows from positions, and not from the keys that an indexer selected"
+        return "its mask depends on positions only, not on keys that an indexer selected"
     if not MIN_FLEX_WIDTH <= facts.width <= MAX_FLEX_WIDTH:
-        return f"the width of heads is not from {MIN_FLEX_WIDTH} to {MAX_FLEX_WIDTH}"
+        return f"the head dimension is not from {MIN_FLEX_WIDTH} to {MAX_FLEX_WIDTH}"
     if is_compiling() and facts.gradients and facts.score_bias and not facts.linear_bias:
         return "torch loses the gradient of a score bias that is computed in the same graph"
     return None if facts.queries and facts.keys else "there are no tokens"
 
 
 def flex_nondeterministic(facts: AttentionFacts) -> str | None:
-    """Why equal calls of FlexAttention may differ in bits: queries, keys and values are summed in a fixed order."""
+    """Why FlexAttention may not be bitwise reproducible, or None. Gradients of q, k and v are summed in fixed order."""
     learned = facts.gradients and facts.score_bias and not facts.linear_bias
-    return "atomic additions sum the gradient of a score bias" if learned else None
+    return "the gradient of a score bias is summed by atomic additions" if learned else None
 
 
 # Attention of few queries by plain products: all their weights are in memory at one time.
 #
 #     P = softmax(cap · tanh(Q Kᵀ · scale / cap) + bias ; sink),   Y = P V
 #
-# On a CPU this is the fastest way for float32 queries that see every key. On CUDA it serves the decoding of a token
-# with
-# any mask and any modifier: sizes may change with every token, as no kernel plans for them, and a few launches do it.
+# On a CPU this is the fastest way for float32 queries that see every key. On CUDA it serves decode steps with any mask
+# and any modifier: a few launches suffice, and sizes may change with every token, as no kernel plans for them.
 
 
 KEY_BLOCK = 64  # products run over whole blocks of keys, so that their sizes repeat from token to token
@@ -295,8 +294,8 @@ def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tens
     """Attention of few queries that see every key: K qᵀ, softmax, P V. Keys are read in memory order.
 
     q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]. bias [B or 1, H, T, S] is added to scores.
-    Products run over whole blocks of keys, and the remaining keys are summed elementwise: for each new length oneDNN
-    sets up a new primitive, which costs a decoding step more than its products.
+    Products run over whole blocks of keys, and the remaining keys are summed elementwise: oneDNN sets up a new
+    primitive for each new length, which costs a decode step more than its products.
     """
     folded = (q * scale).reshape(k.shape[0] * k.shape[1], -1, q.shape[3])
     k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -523,7 +522,7 @@ def _tiles(
             out.append(reference(q[:, :, query_range], k, v, mask.for_queries(query_range), scale, modifiers=modifiers))
             continue
         bias, tile_q = modifiers.bias(distinct_rows.for_queries(query_range)), q[:, :, query_range]
-        if mask.all_visible:  # padding among the queries too, though their rows may differ in it
+        if mask.all_visible:  # padding queries included, though rows may differ in them
             out.append(sdpa(tile_q, k, v, scale, bias, sink=modifiers.sink_per_query(tile_q)))
             continue
         visible = distinct_rows.materialize(query_range)[:, None]
@@ -537,7 +536,7 @@ def _tiles(
 
 
 def _query_ranges(queries: int, tile_size: int) -> Iterator[slice]:
-    """The queries of each tile. A traced graph has one tile, so that it holds for any length."""
+    """The queries of each tile. A traced graph has one tile, so that it serves any length."""
     if is_compiling():
         yield slice(0, queries)
         return
@@ -611,7 +610,7 @@ class AttentionFunction(Protocol):
 class AttentionBackend(Protocol):
     """Chooses the attention function of each layer, in the calls whose layout carries the backend.
 
-    A function may read keys and values of earlier tokens from a cache of its own. It raises ConfigError for a dropout
+    A function may read keys and values of earlier tokens from its own cache. It raises ConfigError for a dropout
     or a modifier that it cannot apply.
     """
 

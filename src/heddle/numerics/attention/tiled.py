@@ -7,8 +7,8 @@ A softcap, `cap · tanh(S / cap)`, multiplies dS by 1 − tanh². A score bias i
 dS before that product. A sink is an extra first key of zeros with a value of zeros. Its score is set to the sink's
 logit, so its column of dS is the gradient of the logit.
 
-On a CPU this is faster than torch's fused kernel for short rows, above all in the backward pass (docs/log.md). A causal
-tile of queries is multiplied only by the keys it may see. The heads of a group are folded into the queries of one head.
+On a CPU this is faster than torch's fused kernel for short sequences, above all in the backward pass (docs/log.md). A
+causal tile of queries is multiplied only by the keys it may see. The heads of a group become queries of one head.
 Nothing of size T×S is saved: the backward pass recomputes P tile by tile. Narrow dtypes are computed in float32.
 `scale` multiplies Q and K, which are smaller than S and dS. A key is hidden by adding −inf: torch's `masked_fill_` is
 slow on a CPU.
@@ -85,7 +85,7 @@ def _fold_heads(x: Tensor, groups: int, queries: slice, table: Tensor | None) ->
 
 
 def _hide_future(tile_size: int, like: Tensor, table: Tensor | None) -> Tensor:
-    """What hides later keys within a causal tile's positions, [tile, tile]: −inf, elsewhere 0; reversed as above."""
+    """The additive mask within a causal tile, [tile, tile]: −inf at later keys, else 0; reversed as above."""
     return _reversed(like.new_full((tile_size, tile_size), float("-inf")).triu_(1), table, 0)
 
 
@@ -126,10 +126,10 @@ def _softcap_gradient(score_gradient: Tensor, tanh_scores: Tensor | None) -> Ten
 
 
 def _bias_by_offset(table: Tensor, queries: int, groups: int) -> Tensor:
-    """The score bias [G, H/G, queries, S] of queries whose last one comes first and is at the last of S keys.
+    """The score bias [G, H/G, queries, S] of queries in reverse order, the first of which is at the last of S keys.
 
     table [H, S]: the bias at the offsets 0 … S − 1. Later keys, which are hidden, have a bias of zero. In this order of
-    the queries, the bias of each is that of the one before, shifted by one key, and the result is a view.
+    the queries, each bias is the previous one shifted by one key, and the result is a view.
     """
     by_key = functional.pad(table.flip(1), (0, queries - 1))  # entry m belongs to the offset S − 1 − m
     bias: Tensor = by_key.unfold(1, table.shape[1], 1).unflatten(0, (groups, -1))
@@ -137,7 +137,7 @@ def _bias_by_offset(table: Tensor, queries: int, groups: int) -> Tensor:
 
 
 def _sum_by_offset(gradient: Tensor, heads: int, keys: int) -> Tensor:
-    """The gradient [H, S] of the table, from that of the bias [G, H/G · queries, S]: the sum of each diagonal."""
+    """The gradient [H, S] of the table, from the bias's [G, H/G · queries, S]: the sum of each diagonal."""
     by_query = gradient.reshape(heads, -1, keys)
     queries = by_query.shape[1]
     # Rows of S + queries entries, read as rows of one entry less, are each shifted by one against the row before.

@@ -1,9 +1,9 @@
-"""Experts on an accelerator: a fixed number of launches, and no number of rows is read by the host.
+"""Experts on an accelerator: a fixed number of launches, and the host reads no row counts.
 
 Assignments are sorted by expert on the device. `grouped` gives torch's grouped product the offsets of each expert's
 rows. `blockwise` serves every dtype and width: rows are padded to blocks of equal size, each of one expert, and a
 batched product multiplies each block with a copy of its expert's weight. With blocks of a quarter of the mean number of
-rows a fourth more rows are computed, and the copies take at most five times the memory of one stacked weight.
+rows, a quarter more rows are computed, and the copies take at most five times the memory of one stacked weight.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class _Rows(NamedTuple):
 class _MoveRows(torch.autograd.Function):
     """Copy rows by an index, and gradients back by the inverse index: no two threads add to one number.
 
-    Rows of which `absent` is True become zero, gradients too. An input row goes to `copies` adjacent gradients' rows.
+    Rows where `absent` is True become zero, as do their gradients. An input row has `copies` adjacent gradient rows.
     """
 
     @staticmethod

@@ -117,28 +117,28 @@ def _sorted(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights, act
 
 def _per_expert_unsupported(facts: ExpertsFacts) -> str | None:
     if facts.gradients:
-        return "gradients are wanted"
+        return "gradients are required"
     if facts.device != "cpu":
         return "it reads the expert indices, which would synchronize with the device"
     if facts.assignments > MAX_PACKED_ROWS:
-        return f"it takes {MAX_PACKED_ROWS} assignments, here are {facts.assignments}"
+        return f"it takes up to {MAX_PACKED_ROWS} assignments, not {facts.assignments}"
     return None
 
 
 def _sorted_unsupported(facts: ExpertsFacts) -> str | None:
-    return None if facts.device == "cpu" else "it reads the number of rows of each expert"
+    return None if facts.device == "cpu" else "it reads the number of rows of each expert on the host"
 
 
 def _grouped_unsupported(facts: ExpertsFacts) -> str | None:
     if facts.dtype not in (torch.float32, torch.bfloat16):
-        return f"torch's grouped product takes no {facts.dtype}"
+        return f"torch's grouped product does not support {facts.dtype}"
     if facts.device not in ("cpu", "cuda"):
         return f"torch has no grouped product for {facts.device}"
     if facts.dtype != torch.bfloat16 and (facts.device == "cuda" or is_compiling()):
         return "torch's grouped product reads the offsets on the host unless rows are in bfloat16"
     if not facts.assignments:
-        return "there is no token"
-    return None if facts.aligned else "rows of a weight do not start at multiples of 16 bytes"
+        return "the call has no tokens"
+    return None if facts.aligned else "rows of a weight are not aligned to 16 bytes"
 
 
 EXPERTS = Operation(
@@ -185,8 +185,7 @@ def run_experts(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights,
 #
 # Let l be the router's logits and s the scores: softmax(l), sigmoid(l) or l itself. A token selects the k experts with
 # the largest s + b. The balancing bias b is used for selection only. Of equal scores the lowest index wins, on every
-# device: `torch.topk` guarantees no order, a stable sort does. With groups, the best groups are selected first, and
-# then
+# device: `torch.topk` guarantees no order, a stable sort does. With groups, the best groups are selected first, then
 # experts of these groups. The gates are the scores s of the selected experts, or renormalized to sum to 1, computed as
 #
 #     softmax over the selected experts, l_i − log Σ_selected exp(l_j)      (for the sigmoid, with log sigmoid(l) for l)
@@ -267,7 +266,7 @@ def select_experts(scores: Tensor, config: RoutingConfig) -> Tensor:
 def stable_topk(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest of scores [..., n], int64 [..., k], highest first; equal scores in order of index.
 
-    NaN counts as highest. One launch for any k: a launch per selected expert would be most of a decoded token's.
+    NaN counts as highest. One launch for any k: one per selected expert would dominate a decode step.
     """
     if k == 1:
         return scores.argmax(-1, keepdim=True)

@@ -173,7 +173,7 @@ class SortedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise ConfigError('experts: this kernel has no second gradient; use kernels(experts="reference")')
+            raise ConfigError('experts: this kernel does not support double backward; use kernels(experts="reference")')
         with without_autocast(grad_output):
             return _backward(ctx, grad_output)
 

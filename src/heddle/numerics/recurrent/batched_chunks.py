@@ -1,10 +1,10 @@
-"""Recurrences over the chunks of a text in few launches, for accelerators: their number hardly grows with the text.
+"""Recurrences over the chunks of a sequence, for accelerators: the number of launches hardly grows with the length.
 
     S_c = a_c S_{c−1} + X_c     decaying sums: the states after all chunks are one product, A X
     S_c = M_c S_{c−1} + X_c     the delta rule: a scan in blocks of chunks, in blocks of blocks, and so on
 
 A [n, n] has the products of decays a_{j+1} ⋯ a_i, which are exponentials of sums of logarithms ≤ 0. The transitions M
-of the delta rule are matrices [d_k, d_k] that make no vector longer if keys are normalized, nor do their products.
+of the delta rule are matrices [d_k, d_k]; if keys are normalized, neither they nor their products lengthen a vector.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,9 @@ from heddle.numerics.norms import at_least_float32
 #
 #     D_ij = α_{j+1} ⋯ α_i for j ≤ i in one document, else 0
 #
-# α is a number for each head and token, or a vector with a number for each channel of the key. Each exponent is a sum
-# of
-# log decays ≤ 0 of its own, never a difference of two sums: nothing overflows, and a strong decay takes no precision
-# from
-# those after it.
+# α is a number for each head and token, or a vector with a number for each channel of the key. Each exponent is its own
+# sum of log decays ≤ 0, never a difference of two sums: nothing overflows, and a strong decay costs later ones no
+# precision.
 
 
 class ChunkDecays(NamedTuple):
@@ -93,7 +91,7 @@ def channel_decays(
 def mask_documents(
     products: Tensor, from_start: Tensor, to_end: Tensor, call_segment_ids: Tensor | None
 ) -> tuple[Tensor, ChunkDecays]:
-    """P and the decays of each channel, from those of one document: a token reads and writes its own document only."""
+    """Restrict P and the decays of each channel to documents: a token reads and writes its own document only."""
     whole_chunk = from_start[..., -1, :, None]
     visible = _visible(call_segment_ids, from_start)
     if visible is not None:
@@ -285,7 +283,7 @@ def _in_order(
 def halving_masks(size: int, like: Tensor) -> Tensor:
     """[levels, C, C] of ones and zeros: at level l, i is in the second and j in the first half of a block of 2^(l+1).
 
-    Each pair i > j is in exactly one level: that of the highest bit in which i and j differ.
+    Each pair i > j is in exactly one level: the highest bit in which i and j differ.
     """
     index, levels = (torch.arange(n, device=like.device) for n in (size, (size - 1).bit_length()))
     differing_bits = index[:, None] ^ index
@@ -304,11 +302,11 @@ def unit_triangular_inverse(system: Tensor) -> Tensor:
 def channel_pairs(
     rows: Tensor, keys: Tensor, log_decay: Tensor, call_segment_ids: Tensor | None
 ) -> tuple[Tensor, ChunkDecays]:
-    """The results of `chunk_decays.channel_decays` in few launches: all levels of halving at once.
+    """The results of `channel_decays` in few launches: all levels of halving at once.
 
-    `keys` are the last of `rows` [N, B, G, R|1, chunks, C, d_k], or the last n of them, with shape [n, 1, …]; these are
-    then no rows, and the result is [n, N − n, …, C, C]. The factors of a pair go from the middle of its block
-    to the token in the second half, and from the token in the first half to the middle. Both are ≤ 1.
+    `keys` are the last of `rows` [N, B, G, R|1, chunks, C, d_k], or the last n of them, with shape [n, 1, …]; then only
+    the others count as rows, and the result is [n, N − n, …, C, C]. The factors of a pair go from the middle of its
+    block to the token in the second half, and from the token in the first half to the middle. Both are ≤ 1.
     """
     size = log_decay.shape[4]
     masks = halving_masks(size, log_decay)

@@ -1,9 +1,9 @@
 """Decaying sums over earlier tokens: `S_t = γ S_{t−1} + k_t v_tᵀ`, `y_t = q_tᵀ S_t`, by equivalent kernels.
 
     reference   y_i = Σ_{j ≤ i} γ^{n_i − n_j} (q_i·k_j) v_j            (Katharopoulos et al. 2020; Sun et al. 2023)
-    recurrent   one token after the other
+    recurrent   token by token
     chunked     pairs within a chunk, a state from chunk to chunk
-    batched     all chunks at once; fla: the same by that library
+    batched     all chunks at once; fla: the library's version of it
 
 q, k [B, H, T, d_k], v [B, H, T, d_v] -> y [B, H, T, d_v] and S [B, H, d_k, d_v], in at least float32. n counts tokens
 without padding: padding neither decays nor adds (its k must be zero). A new document starts from S = 0. γ ≤ 1 is only
@@ -87,7 +87,7 @@ def _chunked_unsupported(facts: RecurrenceFacts) -> str | None:
     if facts.tokens < 2:
         return "one token is one step of the recurrence"
     if facts.has_state and facts.gradients:
-        return "it passes no gradients through a state"
+        return "it does not pass gradients through a state"
     return loop_unsupported(facts)
 
 
@@ -98,7 +98,7 @@ def _recurrent_unsupported(facts: RecurrenceFacts) -> str | None:
 
 
 def _batched_unsupported(facts: RecurrenceFacts) -> str | None:
-    return None if facts.tokens else "there is no token"
+    return None if facts.tokens else "the call has no tokens"
 
 
 CAUSAL_SUMS = Operation(

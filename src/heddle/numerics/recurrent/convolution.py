@@ -29,7 +29,7 @@ from heddle.torch_private import mark_constant
 # Adapter to causal-conv1d (`causal_conv1d`): CUDA kernels of the short convolution, for 2 to 4 tokens.
 #
 # Its tensors are [B, C, T], here views of heddle's [B, T, C], and so is its state [B, C, kernel_size − 1]. `seq_idx`
-# keeps the documents of a row apart. Signatures are those of version 1.6.1.
+# keeps the documents of a row apart. Signatures follow version 1.6.1.
 
 
 MODULE = "causal_conv1d"
@@ -41,7 +41,7 @@ ALIGNMENT = 8  # of channels
 
 @mark_constant
 def conv_installed() -> bool:
-    """Whether the library's functions are there."""
+    """Whether the library's functions are available."""
     return optional_module(MODULE) is not None
 
 
@@ -50,11 +50,11 @@ def conv_unsupported(facts: "ConvolutionFacts") -> str | None:
     if facts.device != "cuda":
         return NOT_CUDA
     if facts.dtype not in DTYPES:
-        return f"its dtypes end at float32, here is {facts.dtype}"
+        return f"it supports dtypes up to float32, not {facts.dtype}"
     if facts.kernel_size not in KERNEL_SIZES or facts.channels % ALIGNMENT:
-        return f"it takes 2 to 4 tokens of a multiple of 8 channels, here {facts.kernel_size} of {facts.channels}"
+        return f"it needs kernel size 2 to 4 and a multiple of 8 channels, not {facts.kernel_size} and {facts.channels}"
     if facts.taps and (facts.has_state or not facts.packed):
-        return "documents follow a state or padding"
+        return "it does not combine packed documents with a state or padding"
     return None if conv_installed() else "causal-conv1d is not installed"
 
 
@@ -111,7 +111,7 @@ class ConvolutionFacts(NamedTuple):
     """What decides the kernel.
 
     taps: whether there is padding or several documents. near_starts: whether the tokens near document starts are known.
-    packed: whether the documents are, and there is no padding. compiled: whether a graph is being traced.
+    packed: whether each token's document is known and there is no padding. compiled: whether a graph is being traced.
     """
 
     tokens: int
@@ -251,8 +251,8 @@ class _ShiftedSum(torch.autograd.Function):
 
 def _step_unsupported(facts: ConvolutionFacts) -> str | None:
     if facts.tokens != 1:
-        return f"it takes one token, here are {facts.tokens}"
-    return "gradients are wanted" if facts.gradients else _documents_unsupported(facts)
+        return f"it takes one token, not {facts.tokens}"
+    return "gradients are required" if facts.gradients else _documents_unsupported(facts)
 
 
 def _documents_unsupported(facts: ConvolutionFacts) -> str | None:
@@ -261,20 +261,20 @@ def _documents_unsupported(facts: ConvolutionFacts) -> str | None:
 
 def _shifted_unsupported(facts: ConvolutionFacts) -> str | None:
     if facts.device != "cpu" and not facts.compiled:
-        return "each tap is a launch on an accelerator"
+        return "each tap is a separate launch on an accelerator"
     return _documents_unsupported(facts)
 
 
 def _patched_unsupported(facts: ConvolutionFacts) -> str | None:
     if facts.device != "cpu" and not facts.compiled:
-        return "each tap is a launch on an accelerator"
+        return "each tap is a separate launch on an accelerator"
     return None if facts.near_starts else "document lengths are unknown, or there is padding"
 
 
 def _grouped_unsupported(facts: ConvolutionFacts) -> str | None:
     if facts.taps and not facts.near_starts:
         return "document lengths are unknown, or there is padding"
-    return None if facts.tokens else "there is no token"
+    return None if facts.tokens else "the call has no tokens"
 
 
 CONVOLUTION = Operation(

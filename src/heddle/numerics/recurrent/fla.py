@@ -1,8 +1,9 @@
 """Adapter to flash-linear-attention (`fla`): Triton kernels of recurrences for a GPU, in half precision.
 
 Its tensors are [B, T, H, d] where heddle's are [B, H, T, d]. In both a state is [B, H, d_k, d_v] and decays are
-logarithms. Queries are scaled before the call, so fla's own scale is 1. Documents become one row with `cu_seqlens`,
-also given on the host, where fla plans its chunks: else it would wait for the device. Signatures are those of 0.5.2.
+logarithms. Queries are scaled before the call, so fla's own scale is 1. Documents are concatenated into one row, with
+`cu_seqlens` on the host, too: fla plans its chunks there, and would wait for the device otherwise. Signatures follow
+version 0.5.2.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def functions() -> dict[str, Callable[..., Any]] | None:
 
 @mark_constant
 def fla_installed() -> bool:
-    """Whether fla's functions are there."""
+    """Whether fla's functions are available."""
     return functions() is not None
 
 
@@ -57,7 +58,7 @@ def gradients_miscompiled() -> bool:
 
 
 def miscompiles(triton: str, capability: tuple[int, int]) -> bool:
-    """Whether a version of Triton is one of those, 3.4.0 to 3.7.0, and a GPU a Hopper."""
+    """Whether a Triton version (3.4.0 to 3.7.0) miscompiles these gradients on a GPU of this capability (Hopper)."""
     major, minor, patch = (int("".join(c for c in part if c.isdigit())) for part in f"{triton}.0.0".split(".")[:3])
     return capability[0] == 9 and (3, 4, 0) <= (major, minor, patch) < (3, 7, 1)
 
@@ -69,13 +70,13 @@ def fla_unsupported(facts: "RecurrenceFacts") -> str | None:
     if facts.tokens < 2:
         return "one token is one step of the recurrence"
     if facts.dtype not in DTYPES:
-        return f"it multiplies in half precision, and the projections are in {facts.dtype}"
+        return f"it computes in half precision, but the projections are in {facts.dtype}"
     if facts.key_width > MAX_KEY_WIDTH:
         return f"keys are {facts.key_width} wide, more than {MAX_KEY_WIDTH}"
     if facts.has_documents and (facts.has_state or not facts.has_cu_seqlens):
-        return "documents follow a state or padding"
+        return "it does not combine packed documents with a state or padding"
     if facts.gradients and facts.decay_per_token and gradients_miscompiled():
-        return "this Triton computes wrong gradients of it on Hopper; install Triton 3.7.1 or newer, or tilelang"
+        return "this Triton miscompiles its gradients on Hopper; install Triton 3.7.1 or newer, or tilelang"
     return None if fla_installed() else "flash-linear-attention is not installed"
 
 
@@ -103,7 +104,7 @@ def fla_ssd(inputs: "SSDInputs", state: Tensor) -> tuple[Tensor, Tensor]:
 def fla_causal_sums(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, layout: CallLayout, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`causal_sums.causal_sums` by fla. Constant decays are one number per head, unless they learn or skip padding."""
+    """`causal_sums.causal_sums` by fla. Constant decays are one number per head, unless learned or with padding."""
     tensors = {"q": q, "k": k, "v": v}
     if log_decay is not None and is_per_token(log_decay, layout):
         tensors["g"] = token_log_decays(log_decay, layout, q.shape[2]).squeeze(3).expand(q.shape[:3])
@@ -113,7 +114,7 @@ def fla_causal_sums(
 
 
 def is_per_token(log_decay: Tensor, layout: CallLayout) -> bool:
-    """Whether constant decays [H] are given to fla for each token: they learn, or skip padding."""
+    """Whether constant decays [H] are passed to fla per token: they are learned, or must skip padding."""
     return log_decay.requires_grad or layout.cumulative_tokens is not None
 
 

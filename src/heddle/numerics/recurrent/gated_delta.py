@@ -9,8 +9,8 @@ the chunk's start to token i:
     [U ; W] = (I + tril(β K Kᵀ ⊙ D, −1))⁻¹ β [V ; d ⊙ K],   N = U − W S,   K̃ = K ⊙ D_last
     O = (d ⊙ Q) S + (Q Kᵀ ⊙ D) N,   S' = d_last S + K̃ᵀ N
 
-Q Kᵀ ⊙ D stands for Σ_c q_ic k_jc D_ijc where α has channels. Only N and S' are computed chunk by chunk; the rest is one
-product over all chunks. Everything is in at least float32.
+Q Kᵀ ⊙ D stands for Σ_c q_ic k_jc D_ijc where α is per channel. Only N and S' are computed chunk by chunk; the rest is
+one product over all chunks. Everything is in at least float32.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class DeltaInputs(NamedTuple):
     log_decay: log α, finite, ≤ 0, [B, H, T, 1] or per channel [B, H, T, d_k]. Head h reads keys and queries of group
     h // (H/G). A token with beta and log_decay of 0 leaves the state unchanged.
     call_segment_ids: int64 [B, T], each token's document; 0 continues the state's document. None: all are 0.
-    cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). dtype: of the projections (None: that of v).
+    cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). dtype: of the projections (None: v's).
     """
 
     q: Tensor
@@ -117,7 +117,7 @@ def _chunked(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _batched(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_chunked`, but a scan gives the states: S' = (d_last − K̃ᵀ W) S + K̃ᵀ U. The sign of W is changed."""
+    """As `_chunked`, but a scan gives the states: S' = (d_last − K̃ᵀ W) S + K̃ᵀ U. W has the opposite sign."""
     groups, length, d_v = inputs.k.shape[1], *inputs.v.shape[2:]
     tensors = (inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta[..., None])
     q, k, v, log_decay, beta = (to_chunks(x, groups, min(batched_chunks.CHUNK_TOKENS, length)) for x in tensors)

@@ -1,4 +1,4 @@
-"""The generalized delta rule: what a token removes from the state and what it adds have vectors of their own.
+"""The generalized delta rule: a token removes from the state and adds to it with separate vectors.
 
     S_t = (I − b_t c_tᵀ) Diag(α_t) S_{t−1} + k_t v_tᵀ,   o_t = S_tᵀ q_t,   S [d_k, d_v]
 
@@ -37,7 +37,7 @@ class GeneralDeltaInputs(NamedTuple):
 
     A token with b, k and log_decay of 0 leaves the state unchanged.
     call_segment_ids: int64 [B, T], each token's document; 0 continues the state's document. None: all are 0.
-    cu_seqlens: not read. dtype: of the projections (None: that of v).
+    cu_seqlens: not read. dtype: of the projections (None: v's).
     """
 
     q: Tensor
@@ -85,7 +85,7 @@ class _Chunks(NamedTuple):
     """What all chunks compute at once, [B, H, 1, chunks, tokens, …].
 
     q_to_b, q_to_k: Q Bᵀ ⊙ D and Q Kᵀ ⊙ D. q: d ⊙ Q. v: V. added, read: N is `added` − `read` S. b, k: B ⊙ D_last and
-    K ⊙ D_last. decay: those of the chunk.
+    K ⊙ D_last. decay: the chunk's decays.
     """
 
     q_to_b: Tensor

@@ -1,8 +1,8 @@
-"""Calls of libraries that compiled graphs hold as one opaque operator each: no compiler reads their kernels.
+"""Library calls as opaque operators of compiled graphs: a compiler does not look into their kernels.
 
-An adapter adds its functions to `LIBRARY_CALLS`. Outside of a graph the function itself is called. Within one it is the
-operator `heddle::library_call`, whose backward pass, `heddle::library_gradients`, computes the call again and
-differentiates it by the library's own autograd: what a library saves for its backward pass is not public.
+An adapter adds its functions to `LIBRARY_CALLS`. Outside a graph the function itself is called. Within one it is the
+operator `heddle::library_call`. Its backward pass, `heddle::library_gradients`, recomputes the call and differentiates
+it by the library's own autograd: what a library saves for its backward pass is not public.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from heddle.numerics.norms import without_autocast
 
 
 class LibraryCall(NamedTuple):
-    """A function of a library over named tensors: `run` calls it, `shapes` gives empty results of the same shapes."""
+    """A function of a library over named tensors: `run` calls it, `shapes` returns empty results of the same shapes."""
 
     run: Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
     shapes: Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
@@ -38,7 +38,7 @@ def call_library(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("heddle::library_call", mutates_args=())
 def library_operator(name: str, keys: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A function of the table; keys: the names of its tensors, with commas between. Its results are contiguous."""
+    """A function of the table; keys: the names of its tensors, joined by commas. Its results are contiguous."""
     with torch.no_grad(), without_autocast(tensors[0]):
         return [x.contiguous() for x in LIBRARY_CALLS[name].run(_named(keys, tensors))]
 
@@ -51,7 +51,7 @@ def _(name: str, keys: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _gradients(
     name: str, keys: str, tensors: Sequence[Tensor], indices: Sequence[int], output_gradients: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradients of the tensors with these indices. A `custom_op` would keep autograd from what it calls."""
+    """The gradients of the tensors with these indices. A `custom_op` would disable autograd within it."""
     with torch.enable_grad(), without_autocast(tensors[0]):
         leaves = [x.detach().requires_grad_(i in indices) for i, x in enumerate(tensors)]
         results = LIBRARY_CALLS[name].run(_named(keys, leaves))

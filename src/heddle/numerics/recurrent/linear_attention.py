@@ -54,7 +54,7 @@ MIN_FEATURE = 1e-12  # lower bound of a Hedgehog feature
 def hedgehog_features(x: Tensor, weight: Tensor) -> Tensor:
     """x [B, H, T, d], weight [H, d, d] -> `[softmax(W x) ; softmax(−W x)]` [B, H, T, 2d], at least 1e-12.
 
-    The lower bound is that of the authors. It keeps q·k above zero for a query and a key without a common feature. If
+    The lower bound is the authors'. It keeps q·k above zero for a query and a key without a common feature. If
     rotary positions rotate the numerator only, dividing by a vanishing sum of weights would be unbounded.
     """
     add_flops(2 * x.numel() * weight.shape[1])
@@ -108,7 +108,7 @@ def _both_directions(q: Tensor, k: Tensor, v: Tensor, call_segment_ids: Tensor |
 
 
 def _product_unsupported(facts: DocumentSumFacts) -> str | None:
-    return "a row holds several documents" if facts.several_documents else None
+    return "a row contains several documents" if facts.several_documents else None
 
 
 def _both_directions_unsupported(facts: DocumentSumFacts) -> str | None:

@@ -19,9 +19,9 @@ RecurrenceKernel = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 class RecurrenceFacts(NamedTuple):
     """What decides the kernel of a recurrence.
 
-    gradients: whether they are required. dtype: of the projections that gave the inputs. key_width: d_k.
+    gradients: whether they are required. dtype: of the projections that computed the inputs. key_width: d_k.
     has_documents: whether a row may hold several. has_cu_seqlens: whether their ends are known to the host.
-    decay_per_token: whether each token and head has a decay, not each head alone, nor each channel.
+    decay_per_token: whether the decay is one number per token and head, not one per head or per channel.
     """
 
     tokens: int
@@ -61,31 +61,30 @@ class RecurrenceInputs(Protocol):
 
 def _step_unsupported(facts: RecurrenceFacts) -> str | None:
     if facts.tokens != 1:
-        return f"it takes one token, here are {facts.tokens}"
-    return "gradients are wanted" if facts.gradients else None
+        return f"it takes one token, not {facts.tokens}"
+    return "gradients are required" if facts.gradients else None
 
 
 def loop_unsupported(facts: RecurrenceFacts) -> str | None:
     """Why a kernel with a loop over chunks or tokens cannot run."""
-    return None if facts.device == "cpu" else "each round of its loop is several launches on an accelerator"
+    return None if facts.device == "cpu" else "each iteration of its loop takes several launches on an accelerator"
 
 
 def _chunked_unsupported(facts: RecurrenceFacts) -> str | None:
     if not facts.tokens:
-        return "there is no token"
+        return "the call has no tokens"
     return loop_unsupported(facts)
 
 
 def _batched_unsupported(facts: RecurrenceFacts) -> str | None:
-    return None if facts.tokens else "there is no token"
+    return None if facts.tokens else "the call has no tokens"
 
 
 class RecurrenceKernels(NamedTuple):
     """The kernels of a recurrence.
 
-    step: for one token without gradients. chunked: chunk after chunk, for a CPU. fla: by that library, for a GPU, or
-    None.
-    batched: all chunks in few launches. reference: token after token.
+    step: one token without gradients. chunked: chunk by chunk, for a CPU. fla: the library's, for a GPU, or None.
+    batched: all chunks in few launches. reference: token by token.
     """
 
     step: RecurrenceKernel
@@ -96,7 +95,7 @@ class RecurrenceKernels(NamedTuple):
 
 
 def recurrence_operation(name: str, kernels: RecurrenceKernels) -> Operation[RecurrenceFacts]:
-    """The operation with these kernels, the first that supports a call first."""
+    """The operation with these kernels, in order of preference."""
     library: tuple[Kernel[RecurrenceFacts], ...] = ()
     if kernels.fla is not None:
         library = (Kernel("fla", kernels.fla, fla.fla_unsupported, nondeterministic=optional_nondeterministic),)

@@ -1,4 +1,4 @@
-"""The state space duality of Mamba-2 (Dao & Gu 2024): sums with a decay that each token decides, one state per head.
+"""The state space duality of Mamba-2 (Dao & Gu 2024): sums with a data-dependent decay, one state per head.
 
     S_t = α_t S_{t−1} + Δ_t k_t v_tᵀ,   y_t = S_tᵀ q_t + D v_t,   S [d_k, d_v]
 
@@ -31,7 +31,7 @@ class SSDInputs(NamedTuple):
     log_decay (log α, finite, ≤ 0) and time_step (Δ) [B, H, T, 1]. Head h reads queries and keys of group h // (H/G). A
     token with log_decay of 0 and k or v of 0 leaves the state unchanged.
     call_segment_ids: int64 [B, T], each token's document; 0 continues the state's document. None: all are 0.
-    cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). dtype: of the projections (None: that of v).
+    cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). dtype: of the projections (None: v's).
     """
 
     q: Tensor

@@ -1,4 +1,4 @@
-"""The slot of feed-forwards: x [B, T, width] -> the same shape, each token for itself, or with a few before it.
+"""The slot of feed-forwards: x [B, T, width] -> the same shape, token by token, or with a few tokens before each.
 
 One that reads earlier tokens has a state, as a mixer does, and keeps the mixers' law: a sequence cut anywhere, with the
 state carried over, gives the same result as the whole sequence.
@@ -51,7 +51,7 @@ class FeedforwardConfig(Part, ABC):
 
     @classmethod
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
-        """As many hidden channels as a token used of the previous feed-forward."""
+        """As many hidden channels as a token used in the previous feed-forward."""
         hidden = previous.active_hidden if isinstance(previous, FeedforwardConfig) else None
         return {} if hidden is None or "hidden" not in cls.model_fields else {"hidden": hidden}
 
@@ -78,7 +78,7 @@ class ExpertInfo(NamedTuple):
 
 
 class Feedforward(nn.Module, ABC):
-    """Maps each token for itself, or with the few before it. The layout tells which tokens are padding.
+    """Maps each token on its own, or with the few before it. The layout tells which tokens are padding.
 
     window: how many tokens a token depends on, itself included; if it is more than 1, the feed-forward has a state.
     input_projections: as in `Mixer`. convolutions: the short convolutions of its hidden channels, if it has any.
@@ -92,7 +92,7 @@ class Feedforward(nn.Module, ABC):
         self.convolutions: ShortConvolutions | None = None
 
     def convolve_hidden(self, config: ShortConvolutionConfig | None, channels: Mapping[str, int]) -> None:
-        """Build the short convolutions of hidden channels, if the config names these."""
+        """Build the short convolutions of hidden channels, if the config names them."""
         if config is not None and "hidden" in config.of:
             self.convolutions = ShortConvolutions(config, channels)
             self.window = config.conv_kernel
@@ -108,7 +108,7 @@ class Feedforward(nn.Module, ABC):
 
     @property
     def inactive_parameters(self) -> int:
-        """Number of parameters that a token does not use: those of the experts that are not chosen for it."""
+        """Number of parameters that a token does not use: the experts that are not chosen for it."""
         return 0
 
     def update_expert_bias(self, expert_counts: Tensor) -> None:
@@ -121,11 +121,11 @@ class Feedforward(nn.Module, ABC):
 
 
 def activation_settings(name: str | None, limit: float | None, alpha: float | None) -> dict[str, float]:
-    """The settings of an activation with their defaults. Refuses those that it does not take."""
+    """The settings of an activation with their defaults. Refuses settings that it does not take."""
     defaults = GATED[name].settings if name in GATED else {}
     fields = {"limit": limit, "alpha": alpha}
     for field, value in fields.items():
         if value is not None and field not in defaults:
             users = " or ".join(user for user, function in GATED.items() if field in function.settings)
-            refuse(field, f"{value:g} is used by {users} only; choose that activation, or leave it out")
+            refuse(field, f"{value:g} is used only by {users}; choose that activation, or leave it out")
     return {field: fields[field] or default for field, default in defaults.items()}

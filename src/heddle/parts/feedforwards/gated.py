@@ -54,7 +54,7 @@ class GatedConfig(FeedforwardConfig):
 
     @property
     def active_hidden(self) -> int:
-        """All."""
+        """All hidden channels."""
         return self.hidden
 
     def build(self, context: BuildContext) -> "Gated":
@@ -63,8 +63,6 @@ class GatedConfig(FeedforwardConfig):
 
 
 class Gated(Feedforward):
-    """The module."""
-
     input_projections = ("gate", "up")
 
     def __init__(self, config: GatedConfig, width: int) -> None:

@@ -25,7 +25,7 @@ class MLPConfig(FeedforwardConfig):
 
     @property
     def active_hidden(self) -> int:
-        """All."""
+        """All hidden channels."""
         return self.hidden
 
     def build(self, context: BuildContext) -> "MLP":
@@ -34,8 +34,6 @@ class MLPConfig(FeedforwardConfig):
 
 
 class MLP(Feedforward):
-    """The module."""
-
     input_projections = ("up",)
 
     def __init__(self, config: MLPConfig, width: int) -> None:

@@ -83,8 +83,7 @@ class ExpertLinear(SelfInitialized):
 # The statistics that a mixture of experts records: expert counts, and the losses that balance them.
 #
 # The balance loss of Switch (Fedus et al. 2021) is `E · Σ_i f_i P_i` for each sequence (a document of a row), without
-# padding: f_i is the share of the sequence's choices that went to expert i, P_i the mean router probability of expert
-# i.
+# padding: f_i is the share of the sequence's choices that went to expert i, P_i the expert's mean router probability.
 # It is 1 for perfect balance. Each sequence is weighted by its number of tokens, so the loss is a sum over tokens and
 # does not depend on how rows are split between calls. The same holds for the z-loss `(log Σ_i exp(l_i))²` (Zoph et al.
 # 2022).
@@ -157,7 +156,7 @@ class MoEConfig(FeedforwardConfig):
     only). `scale` multiplies the gates.
 
     Load balancing: `aux_loss` and `z_loss` are coefficients of losses that training adds. With `bias_update`, a bias
-    that is added only for the selection moves by this much each step (0: it stays as it was loaded). With
+    that is added only for the selection moves by this much each step (0: it stays as loaded). With
     `capacity_factor`, in training, an expert takes at most ⌈capacity_factor · top_k · tokens / experts⌉ choices of a
     row and drops later ones; in eval mode it takes all.
     """
@@ -193,12 +192,12 @@ class MoEConfig(FeedforwardConfig):
         if self.top_k > self.experts:
             refuse("top_k", f"{self.top_k} is more than experts = {self.experts}; choose fewer, or add experts")
         if self.routing == "topk_softmax" and not self.renormalize:
-            refuse("renormalize", "false has no meaning with topk_softmax, whose gates sum to 1; leave it out")
+            refuse("renormalize", "false has no effect with topk_softmax, whose gates sum to 1; leave it out")
         if self.shared is None and (self.shared_hidden is not None or self.shared_gate):
             name = "shared_gate" if self.shared_hidden is None else "shared_hidden"
             refuse(name, "is for shared experts, but there are none; give shared, or leave it out")
         if self.shared is not None and self.shared > 1 and self.shared_hidden is not None:
-            reason = f"{self.shared} does nothing beside shared_hidden = {self.shared_hidden}"
+            reason = f"{self.shared} has no effect with shared_hidden = {self.shared_hidden}"
             refuse("shared", f"{reason}, the width of the shared experts together; set it to 1, or drop shared_hidden")
         if self.shared is None and self.bias == "shared":
             refuse("bias", "'shared' is for shared experts, but there are none; give shared, or choose true or false")
@@ -247,12 +246,12 @@ class MoEConfig(FeedforwardConfig):
 
     @property
     def active_hidden(self) -> int:
-        """Those of the chosen and of the shared experts."""
+        """Hidden channels of the chosen and of the shared experts."""
         return self.top_k * self.hidden + (self.shared_hidden or (self.shared or 0) * self.hidden)
 
     @classmethod
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
-        """2 of 8 experts (Mixtral), half as wide as the previous feed-forward: a token uses as many channels."""
+        """2 of 8 experts (Mixtral), half as wide as the previous feed-forward: a token uses the same number."""
         expert = {"expert": previous.kind} if previous.kind in get_args(cls.model_fields["expert"].annotation) else {}
         hidden = super().default_fields(previous, width).get("hidden")
         return {} if hidden is None else {"experts": 8, "top_k": 2, "hidden": max(1, hidden // 2), **expert}
@@ -273,7 +272,7 @@ class MoEConfig(FeedforwardConfig):
 
     @property
     def routing_config(self) -> RoutingConfig:
-        """How experts are chosen, for `numerics.experts.routing.route`."""
+        """How experts are chosen, for `numerics.experts.mixture.route`."""
         groups = 1 if self.groups is None or self.top_groups is None else self.groups
         return RoutingConfig(self.routing, self.top_k, self.renormalize, groups, self.top_groups or 1, self.scale)
 
@@ -298,8 +297,6 @@ class SharedExpert(nn.Module):
 
 
 class MoE(Feedforward):
-    """The module."""
-
     input_projections = ("router", "gate", "up", "shared.gate", "shared.up", "shared_gate")
 
     def __init__(self, config: MoEConfig, width: int) -> None:
@@ -353,7 +350,7 @@ class MoE(Feedforward):
         choice = route(logits, self.router.expert_bias, self.routing_config)
         is_token = None if layout.padding is None else ~layout.padding
         accepted = self._accepted(choice, is_token, layout)
-        if self.training or not torch.compiler.is_compiling():  # a compiled step of decoding has no recorder
+        if self.training or not torch.compiler.is_compiling():  # a compiled decode step has no recorder
             self._record(logits, choice, accepted, layout)
         indices = choice.expert_indices if accepted is None else choice.expert_indices.masked_fill(~accepted, -1)
         dropout_mask = None
@@ -364,7 +361,7 @@ class MoE(Feedforward):
         weights = ExpertWeights(self.up.weight, self.down.weight, gate, self.up.bias, self.down.bias, gate_bias)
         return run_experts(x.flatten(0, 1), assignment, weights, self.activation).view(x.shape)
 
-    @layout_dependent  # a recorder has another number of entries in each layer
+    @layout_dependent  # a recorder has a different number of entries in each layer
     def _record(self, logits: Tensor, choice: Route, accepted: Tensor | None, layout: Layout) -> None:
         losses = (self.config.aux_loss or 0.0, self.config.z_loss or 0.0) if self.training else (0.0, 0.0)
         record(lambda: compute_router_statistics(self, logits, choice, accepted, layout, losses))

@@ -25,7 +25,7 @@ class MixerConfig(Part, ABC):
     slot: ClassVar[str] = "mixers"
     # what `short_convolution` may name here; the layer convolves the input
     convolved: ClassVar[tuple[str, ...]] = ("input",)
-    # those that grow with the model's width
+    # fields that grow with the model's width
     width_fields: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "key_heads", "kv_rank", "query_rank")
 
     short_convolution: ShortConvolutionConfig | None = None
@@ -41,7 +41,7 @@ class MixerConfig(Part, ABC):
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The window, or those of the mixers within it. Empty: all tokens are seen."""
+        """The window, or the windows of the mixers within it. Empty: all tokens are seen."""
         return ()
 
     def with_window(self, window: int) -> Self:
@@ -50,17 +50,17 @@ class MixerConfig(Part, ABC):
 
     @property
     def reads_kv(self) -> bool:
-        """Whether it reads the keys and values of an earlier layer: the last one that has its own and `kv_kind`."""
+        """Whether it reads keys and values of an earlier layer: the last one of its `kv_kind` that has its own."""
         return False
 
     @property
     def kv_kind(self) -> Any:
-        """What decides which layers can hand their keys and values to it; None: it hands over none and reads none."""
+        """Layers of the same `kv_kind` can share keys and values; None: it neither shares nor reads any."""
         return None
 
     @property
     def adds_first_values(self) -> bool:
-        """Whether it adds to its values those of the first layer of its kind."""
+        """Whether it adds the values of the first layer of its kind to its own."""
         return False
 
     @property
@@ -70,7 +70,7 @@ class MixerConfig(Part, ABC):
 
     @property
     def template(self) -> "MixerConfig":
-        """The mixer whose fields another kind keeps that comes in its place: itself, or a mixer within it."""
+        """The mixer whose fields a replacement of another kind keeps: itself, or a mixer within it."""
         return self
 
     def head_shape(self, width: int) -> tuple[int, int]:
@@ -94,17 +94,17 @@ class Mixer(nn.Module, ABC):
     """Maps x [B, T, width] to the same shape; each token depends on the tokens that it may see.
 
     window: how many tokens a token sees, itself included (causal), or how many to each side (bidirectional). None: all.
-    beyond_window: how many more earlier tokens it depends on, by short convolutions of its own.
+    beyond_window: how many more earlier tokens it depends on, through its own short convolutions.
     causal: whether later tokens are hidden. A mixer that is not causal has no state.
-    encoder_width: the width of the encoder output that it reads beside x; None: it reads none.
-    state_note: what its state holds in place of keys and values of each head, as a phrase for people.
-    input_projections: names of the projections that read x, some of which may be absent, if nothing else reads it;
-    None: not stated. uses_layer_index: whether its formula depends on the number of its layer. absolute_positions:
-    whether it depends on positions themselves, and not on their differences alone.
+    encoder_width: the width of the encoder output that it reads; None: it reads none.
+    state_note: what its state holds in place of keys and values of each head, as a phrase for display.
+    input_projections: names of the projections that read x, if nothing else reads it; some may be absent. None: not
+    stated. uses_layer_index: whether its formula depends on the layer index. absolute_positions: whether it depends on
+    positions themselves, not only on their differences.
 
-    kv_source: the number of the layer whose keys and values it reads; value_source: that of the layer whose values it
-    adds to its own; kv_target: the number under which it hands over its own (`Layout.handed_over`). The model sets
-    them. kv_fields, value_fields: what must be equal in both layers, by field.
+    kv_source: index of the layer whose keys and values it reads. value_source: index of the layer whose values it adds
+    to its own. kv_target: index under which it hands over its own (`Layout.handed_over`). The model sets these three.
+    kv_fields, value_fields: what must be equal in both layers, by field.
     """
 
     window: int | None
@@ -126,7 +126,7 @@ class Mixer(nn.Module, ABC):
 
     @property
     def value_fields(self) -> Mapping[str, Any]:
-        """Empty: it neither adds nor hands over values alone."""
+        """Empty: it neither adds values of another layer nor hands over its own."""
         return {}
 
     @property
@@ -162,16 +162,16 @@ def check_head_groups(field: str, groups: int | None, heads: int) -> None:
 
 
 def check_double_softmax(normalization: str, head_dim: int) -> None:
-    """Refuse double_softmax over one dim: every query would have the weight 1 there. Raises DesignError."""
+    """Refuse double_softmax over one dim, where the softmax of every query is 1. Raises DesignError."""
     if normalization == "double_softmax" and head_dim == 1:
-        reason = "1 gives every query of double_softmax the weight 1, whatever the text"
+        reason = "1 makes the softmax of every query 1 with double_softmax, whatever the input"
         raise DesignError("head_dim", f"{reason}; give at least 2, or another normalization")
 
 
 def check_norm_width(field: str, width: int) -> None:
-    """Refuse a norm over one number, of which it leaves the sign at most. Raises DesignError."""
+    """Refuse a norm over one number, which would keep at most its sign. Raises DesignError."""
     if width == 1:
-        raise DesignError(field, "leaves the norm one number of each head, and so at most its sign; give wider heads")
+        raise DesignError(field, "leaves the norm one number per head, so at most its sign survives; give wider heads")
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -8,24 +8,24 @@ ring buffer of w tokens. `sink` adds one learned logit per head to the softmax d
 bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies the attention output by sigmoid(W_g x)
 (Qiu et al. 2025). `temperature_beta` β and `temperature_length` n multiply the query at position p by
 1 + β ln(1 + ⌊p / n⌋) (Llama 4, 2025), with `temperature_growth: smooth` by 1 + β ln(max(1, (p + 1) / n)) (Inkling,
-2026). `exclusive` takes from the output y of each head its part along the token's own value v, before any gate:
+2026). `exclusive` removes from the output y of each head its component along the token's own value v, before any gate:
 y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078). |v| is at least 1e-12 there, as in the published
-code, so that a value of zero takes nothing away.
+code, so that a value of zero removes nothing.
 
 With `shared_kv` a layer has no k, no v and no state: it reads the keys (normalized and rotated) and the values of the
 last earlier layer that has its own and the same window and direction (YOCO, Sun et al. 2024; CLA, Brandon et al. 2024;
 Gemma 3n, 2025). Only q, out and what belongs to queries are its own.
 
 With `value_residual` (ResFormer, Zhou et al. 2024, arXiv 2410.17897) a layer attends with the values λ₁ v + λ₂ v₁. v₁
-are the values of the first layer with attention, for the same tokens. The two numbers are given, or learned from 0.5
-on. A layer without the option keeps its own values (the paper's sparse form), as the first one always does. The cache
-holds the mixed values, so the state is that of a layer without the option.
+are the values of the first layer with attention, for the same tokens. λ₁ and λ₂ are given, or learned, starting at 0.5.
+A layer without the option keeps its own values (the paper's sparse form), as the first one always does. The cache holds
+the mixed values, so the state has the same size as without the option.
 
 `short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
 
-With `indexer` each query attends to `top_k` keys, of those that its mask shows, which an indexer selects (DeepSeek
-Sparse Attention, 2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from a loss of its
-own. All pairs are still computed and then hidden, so time is not saved; FLOPs count the pairs that are attended to.
+With `indexer` each query attends only to the `top_k` visible keys that an indexer selects (DeepSeek Sparse Attention,
+2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from its own loss. All pairs are still
+computed and then masked, so no time is saved; FLOPs count only the pairs that are attended to.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ from heddle.parts.modules.short_convolution import ShortConvolutionConfig, Short
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
 from heddle.parts.states import ConvolvedState, KVCache, StateSpec
 
-# Temperatures that fall with the position: queries far into a long text get sharper scores.
+# Temperatures that fall with the position: queries far into a long sequence get sharper scores.
 #
 #     stepwise    t(p) = 1 + β ln(1 + ⌊p / length⌋)           Llama 4, Ministral 3
 #     smooth      t(p) = 1 + β ln(max(1, (p + 1) / length))   Inkling's log-n scale: alpha and n_floor
@@ -76,7 +76,7 @@ Growth = Literal["stepwise", "smooth"]
 def query_temperature(
     layout: Layout, length: int, beta: float, dtype: torch.dtype, growth: Growth = "stepwise"
 ) -> Tensor:
-    """t of each token, [B, 1, T, 1] in `dtype`, computed in at least float32; 1 at padding. Stored for all layers."""
+    """t of each token, [B, 1, T, 1] in `dtype`, computed in at least float32; 1 at padding. Cached for all layers."""
     wide = torch.promote_types(dtype, torch.float32)
 
     def temperatures() -> Tensor:
@@ -94,9 +94,9 @@ LEAST_NORM = 1e-12  # of a value, as in the published code of exclusive self-att
 
 
 def without_own_values(y: Tensor, v: Tensor) -> Tensor:
-    """Heads y [B, H, T, d] without their parts along v [B, G, T, d], the values of the same tokens, H / G heads each.
+    """Heads y [B, H, T, d] without their components along v [B, G, T, d], the same tokens' values, H / G heads each.
 
-    In at least float32. A value shorter than LEAST_NORM counts as if it were so long: one of zero takes nothing away.
+    In at least float32. The norm of a value is at least LEAST_NORM, so that a value of zero removes nothing.
     """
     heads = at_least_float32(y).unflatten(1, (v.shape[1], -1))
     own = functional.normalize(at_least_float32(v), dim=-1, eps=LEAST_NORM)[:, :, None]
@@ -108,7 +108,7 @@ def default_groups(heads: int) -> int:
     """heads / 4, as in Llama 3 8B, or the divisor of heads nearest to it that is neither 1 (MQA) nor heads (MHA)."""
     divisors = [number for number in range(2, heads) if heads % number == 0]
     if not divisors:
-        raise DesignError("heads", f"{heads} cannot form groups of several heads for gqa; name mha or mqa, or choose 4")
+        raise DesignError("heads", f"{heads} cannot form groups of several heads for gqa; use mha or mqa, or 4 heads")
     return min(divisors, key=lambda number: abs(number - heads / 4))
 
 
@@ -140,11 +140,11 @@ class AttentionConfig(MixerConfig):
     softcap: PositiveFloat | None = None
     scale: PositiveFloat | None = None  # default: 1 / sqrt(head_dim)
     temperature_beta: PositiveFloat | None = None  # how fast queries grow with their position
-    temperature_length: PositiveInt | None = None  # after how many tokens they begin to
+    temperature_length: PositiveInt | None = None  # number of tokens after which they begin to grow
     temperature_growth: Growth = "stepwise"  # stepwise: after each length of tokens; smooth: with every token
-    exclusive: bool = False  # outputs without their part along the token's own value
+    exclusive: bool = False  # outputs without their component along the token's own value
     shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
-    # λ₁ of the layer's own values and λ₂ of those of the first layer with attention: two numbers, or learned.
+    # Factors of the layer's own values (λ₁) and of the first attention layer's (λ₂): two numbers, or learned.
     value_residual: tuple[FiniteFloat, ...] | Literal["learned"] | None = None
     indexer: IndexerConfig | None = None  # selects the keys that each query attends to
     dropout: Probability = 0.0  # of the attention weights
@@ -162,18 +162,18 @@ class AttentionConfig(MixerConfig):
             refuse("exclusive", "leaves nothing of a window of one token, the token itself; give a wider window")
         convolved = () if self.short_convolution is None else self.short_convolution.of
         if self.shared_kv and ("k" in convolved or "v" in convolved):
-            refuse("short_convolution.of", "k and v are those of another layer (shared_kv), so name neither here")
+            refuse("short_convolution.of", "k and v come from another layer (shared_kv); leave them out")
         if self.norm_after_rotation and (self.qk_norm is None or not isinstance(self.position, RotationConfig)):
             refuse("norm_after_rotation", "needs qk_norm and a rotary position; give both, or leave it out")
         if isinstance(self.value_residual, tuple) and len(self.value_residual) != 2:
             numbers = list(self.value_residual)
-            refuse("value_residual", f"{numbers} should be two numbers, of the layer's own and of the first values")
+            refuse("value_residual", f"{numbers} should be two numbers, for the layer's own and the first values")
         if isinstance(self.value_residual, tuple) and self.value_residual[1] == 0.0:
-            refuse("value_residual", "adds nothing of the first values with a second number of 0; leave it out")
+            refuse("value_residual", "adds nothing if its second number is 0; leave it out, or give another")
         if self.value_residual is not None and self.shared_kv:
-            refuse("value_residual", "does nothing beside shared_kv, which leaves no values of its own; keep one")
+            refuse("value_residual", "has no effect with shared_kv, which leaves no values of its own; keep one")
         if self.indexer is not None and self.shared_kv:
-            refuse("indexer", "selects keys of its own layer, but shared_kv reads those of another; leave one out")
+            refuse("indexer", "selects keys of its own layer, but shared_kv reads another layer's; leave one out")
         return self
 
     @classmethod
@@ -191,7 +191,7 @@ class AttentionConfig(MixerConfig):
         if kv_heads in (1, heads):
             name = "mqa" if kv_heads == 1 else "mha"
             raise DesignError(
-                "kv_heads", f"{kv_heads} of {heads} heads is {name}, not gqa; leave it out, or name {name}"
+                "kv_heads", f"{kv_heads} of {heads} heads is {name}, not gqa; leave it out, or use {name}"
             )
         return {**fields, "kv_heads": kv_heads or default_groups(heads)}
 
@@ -209,7 +209,7 @@ class AttentionConfig(MixerConfig):
 
     @property
     def reads_kv(self) -> bool:
-        """As `shared_kv` says."""
+        """Whether `shared_kv` is set."""
         return self.shared_kv
 
     @property
@@ -219,12 +219,12 @@ class AttentionConfig(MixerConfig):
 
     @property
     def adds_first_values(self) -> bool:
-        """As `value_residual` says."""
+        """Whether `value_residual` is set."""
         return self.value_residual is not None
 
     @property
     def hands_values(self) -> bool:
-        """Unless it has none of its own."""
+        """Whether it has its own values."""
         return not self.shared_kv
 
     @property
@@ -233,17 +233,17 @@ class AttentionConfig(MixerConfig):
         return () if self.window is None else (self.window,)
 
     def with_window(self, window: int) -> Self:
-        """This window, if there is no smaller one."""
+        """The same config with this window, or the smaller one that it has."""
         return self.replace(window=min(self.window or window, window))
 
     def build(self, context: BuildContext) -> "Attention":
         """Build the module.
 
-        Raises DesignError if width is not divisible by heads and head_dim is not given, or for `exclusive` heads whose
-        values have one dim, of whose outputs nothing would be left.
+        Raises DesignError if width is not divisible by heads and head_dim is not given, or if `exclusive` would leave
+        nothing of the outputs, because values have one dim.
         """
         if self.exclusive and (self.value_dim or context.head_dim(self.heads, self.head_dim)) == 1:
-            raise DesignError("exclusive", "leaves nothing of outputs of one dim; give heads with wider values")
+            raise DesignError("exclusive", "leaves nothing of outputs of one dim; give a larger value_dim")
         if self.indexer is not None:
             build_under("indexer", self.indexer.check_window, self.window, self.causal)
         return Attention(self, context)
@@ -303,7 +303,7 @@ class Attention(SelfInitialized, Mixer):
         )
 
     def _build_convolutions(self, config: ShortConvolutionConfig | None, widths: Mapping[str, int]) -> None:
-        """Those of q, k and v; the layer has that of the input."""
+        """Build the convolutions of q, k and v; the layer itself convolves the input."""
         named: tuple[str, ...] = () if config is None else config.of
         channels = {name: width for name, width in widths.items() if name in named}
         self.convolutions = build_convolutions(config, channels)
@@ -363,7 +363,7 @@ class Attention(SelfInitialized, Mixer):
         projections = (self.q, *(each for each in (self.k, self.v) if each is not None))
         q, *projected = fused_projections(x, *projections)
         if self.convolutions is not None:
-            inputs = dict(zip("qkv", (q, *projected), strict=False))  # without k and v, those of another layer
+            inputs = dict(zip("qkv", (q, *projected), strict=False))  # only q with shared_kv
             (q, *projected), state = self.convolutions(inputs, layout, state)
         q = self._heads(q, self.q_norm, self.heads, layout)
         if self.temperature_beta is not None:

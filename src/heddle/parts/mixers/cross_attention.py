@@ -1,11 +1,11 @@
-"""Cross-attention (Vaswani et al. 2017): queries from the text, keys and values from an encoder output m.
+"""Cross-attention (Vaswani et al. 2017): queries from the decoder, keys and values from an encoder output m.
 
     softmax:         softmax(Q Kᵀ / sqrt(d_k)) V,              Q = W_q x,  K = W_k m,  V = W_v m
     double_softmax:  softmax_d(Q) (softmax_s(K)ᵀ V),           linear in both lengths (Shen et al. 2018)
 
-The encoder output has its own length and width. Every token of the text sees every token of its row's encoder output
-that is not padding; a row that has none gets zeros. The encoder output is projected once, when the state is made. Keys
-and values may be projected from different sequences (`EncoderOutput.values`).
+The encoder output has its own length and width. Every token of the decoder sees every token of its row's encoder output
+that is not padding; if there is none, the result is zero. The encoder output is projected once, when the state is
+created. Keys and values may be projected from different sequences (`EncoderOutput.values`).
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class ProjectedEncoderOutput(MixerState):
     positions: Tensor | None
 
     def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
-        """Always: it does not depend on the text."""
+        """Always: it does not depend on the decoder's tokens."""
         return True
 
 
@@ -90,7 +90,7 @@ class SummarizedEncoderOutput(MixerState):
     summary: Tensor
 
     def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
-        """Always: it does not depend on the text."""
+        """Always: it does not depend on the decoder's tokens."""
         return True
 
 
@@ -118,7 +118,7 @@ class CrossAttention(Mixer):
 
     @property
     def lookback(self) -> int:
-        """0: it reads no earlier token of the text."""
+        """0: it reads no earlier token of the decoder."""
         return 0
 
     def init_state(self, spec: StateSpec) -> ProjectedEncoderOutput | SummarizedEncoderOutput:

@@ -5,7 +5,7 @@
 
 Each head has two queries and keys of head_dim = d dims and one value of 2 d dims; λ is one number per layer, and N a
 norm over each head's output. The first layer has the index 0. Query head h reads key and value head
-h // (heads / kv_heads). Observed attention maps are those of both softmaxes: all A_1, then all A_2.
+h // (heads / kv_heads). Observed attention maps are of both softmaxes: all A_1, then all A_2.
 """
 
 import math
@@ -76,7 +76,7 @@ class DifferentialAttentionConfig(MixerConfig):
     def query_dim(self, context: BuildContext) -> int:
         """The width of each query and key. Raises DesignError if it does not follow from the model's width."""
         if self.head_dim is None and context.width % (2 * self.heads):
-            reason = f"two queries of each of {self.heads} do not divide width = {context.width}"
+            reason = f"two queries for each of {self.heads} heads do not divide width = {context.width}"
             raise DesignError("heads", f"{reason}; give head_dim, or other heads")
         return self.head_dim or context.width // (2 * self.heads)
 
@@ -86,7 +86,7 @@ class DifferentialAttentionConfig(MixerConfig):
         return () if self.window is None else (self.window,)
 
     def with_window(self, window: int) -> Self:
-        """This window, if there is no smaller one."""
+        """The same config with this window, or the smaller one that it has."""
         return self.replace(window=min(self.window or window, window))
 
     def head_shape(self, width: int) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class DifferentialAttentionConfig(MixerConfig):
 
     @classmethod
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
-        """A head_dim, half the previous mixer's, if the width has none for two queries of each head."""
+        """A head_dim, half the previous mixer's, if two queries per head do not divide the width."""
         heads, dim = previous.head_shape(width) if isinstance(previous, MixerConfig) else (0, 0)
         return {"head_dim": max(1, dim // 2)} if heads and width % (2 * heads) else {}
 

@@ -5,10 +5,11 @@
 
 q̂, k̂ and v̂ are projections of x after a causal depthwise convolution and SiLU; a, z and the argument of β are plain
 projections of x. Value head h reads key head h // (heads / key_heads). The state S has d_k · d_v elements per head,
-whatever the length of the text. With `negative_eigenvalues` β is 2 · sigmoid(·): I − β k kᵀ then has an eigenvalue from
-1 − β = −1, which reflects what is stored along k, to 1 (Grazzi et al. 2024), and tracks states such as a parity. With
-`steps` n a token corrects the state n times, each with its own k, v and β, after one decay and before one output
-(Gated DeltaProduct, Siems et al. 2025): its transition is a product of n such matrices, such as a rotation.
+whatever the sequence length. With `negative_eigenvalues` β is 2 · sigmoid(·): the eigenvalue 1 − β of I − β k kᵀ is
+then between −1 and 1, and a negative one reflects what is stored along k, which allows tracking states such as a parity
+(Grazzi et al. 2024). With `steps` n a token corrects the state n times, each with its own k, v and β, after one decay
+and before one output (Gated DeltaProduct, Siems et al. 2025): its transition is a product of n such matrices, such as a
+rotation.
 """
 
 from typing import Self
@@ -42,7 +43,7 @@ class GatedDeltaConfig(MixerConfig):
     conv_kernel: Width = 4  # tokens that the convolution reads, itself included
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
     negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
-    steps: Width = 1  # corrections of the state a token, each with its own k, v and β (DeltaProduct)
+    steps: Width = 1  # corrections of the state per token, each with its own k, v and β (DeltaProduct)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -4,10 +4,10 @@
     α = exp(−exp(A) · softplus(W_↑ W_↓ x + b)) in (0, 1)^d_k,   β = σ(·),   q = q̂ / (|q̂| sqrt(d_k)),   k = k̂ / |k̂|
 
 q̂, k̂ and v̂ are projections of x after a causal depthwise convolution and SiLU; the argument of β is a plain projection.
-The decay and the output gate have low-rank projections of their own, A is one number per head. The state S has
-d_k · d_v elements per head, whatever the length of the text. With `negative_eigenvalues` β is 2 σ(·), as in
-`gated_delta`. With `decay_bound` c, α = exp(−c · σ(exp(A) · (W_↑ W_↓ x + b))) is above exp(−c): with c = 5, as in
-GLM-5 Next and Bailing's hybrids (2026), the decay over 16 tokens is a number that float32 has.
+The decay and the output gate have their own low-rank projections; A is one number per head. The state S has d_k · d_v
+elements per head, whatever the sequence length. With `negative_eigenvalues` β is 2 σ(·), as in `gated_delta`. With
+`decay_bound` c, α = exp(−c · σ(exp(A) · (W_↑ W_↓ x + b))) is above exp(−c): with c = 5, as in GLM-5 Next and Bailing's
+hybrids (2026), float32 can represent the decay over 16 tokens.
 """
 
 from typing import Self
@@ -38,7 +38,7 @@ class KDAConfig(MixerConfig):
     conv_kernel: Width = 4  # tokens that the convolution reads, itself included
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
     negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
-    decay_bound: PositiveFloat | None = None  # −log α is below it; None: −log α = exp(A) · softplus(·), without bound
+    decay_bound: PositiveFloat | None = None  # upper bound of −log α; None: −log α = exp(A) · softplus(·), unbounded
 
     def resolved(self, context: BuildContext) -> Self:
         """Widths, rank and norm written out."""

@@ -7,8 +7,8 @@ The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token.
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 
 With `indexer` each query attends to `top_k` keys, which an indexer selects (DeepSeek Sparse Attention, DeepSeek-V3.2
-2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from a loss of its own. All pairs are
-still computed and then hidden, so time is not saved; FLOPs count the pairs that are attended to.
+2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from its own loss. All pairs are still
+computed and then masked, so no time is saved; FLOPs count only the pairs that are attended to.
 """
 
 from functools import partial
@@ -90,7 +90,7 @@ class LatentAttentionConfig(MixerConfig):
         if not isinstance(previous, MixerConfig) or not heads:
             return {}
         rotates = isinstance(getattr(previous.template, "position", None), RotationConfig)
-        rope_dim = {"rope_dim": max(2, dim // 8 * 4)} if rotates else {}  # of 4: also for rotations in the plane
+        rope_dim = {"rope_dim": max(2, dim // 8 * 4)} if rotates else {}  # multiples of 4, as 2D rotations need
         return {"kv_rank": max(1, min(4 * dim, width // 2)), "nope_dim": dim, **rope_dim}
 
     def build(self, context: BuildContext) -> "LatentAttention":

@@ -65,7 +65,7 @@ class LinearAttentionConfig(MixerConfig):
         if (self.feature_maps[0] == "learned") != (self.feature_maps[1] == "learned"):
             refuse(
                 "key_feature_map",
-                f"{self.feature_maps[1]} and {self.feature_maps[0]} differ in width; learned needs learned",
+                f"{self.feature_maps[1]} and {self.feature_maps[0]} differ in width; use learned for both or neither",
             )
         return self
 
@@ -140,7 +140,7 @@ class LinearAttention(RecurrentMixer):
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.feature_dim)
         if self.position is not None and self.position.cast is not None:
-            raise DesignError("position.cast", "does nothing here, because features are float32 at least; leave it out")
+            raise DesignError("position.cast", "does nothing here, because features are at least float32; leave it out")
 
     def init_state(self, spec: StateSpec) -> RecurrentState:
         """Zeros; the size does not depend on the cache length."""

@@ -1,14 +1,14 @@
-"""Mamba-2 (Dao & Gu 2024): a state space model whose decay each token decides, one number per head.
+"""Mamba-2 (Dao & Gu 2024): a state space model with a data-dependent decay, one number per head.
 
     S_t = exp(−exp(A) Δ_t) S_{t−1} + Δ_t k_t v_tᵀ,   o_t = S_tᵀ q_t + D v_t,   y = W_out N(o ⊙ SiLU(z))
     Δ = softplus(a + b)
 
 q, k and v are the paper's C, B and x: projections of the input after a causal depthwise convolution and SiLU. z and a
 are plain projections; A, b and D are one number per head. Head h reads q and k of group h // (heads / groups), and the
-norm is over a group's heads. The state S has state_size · head_dim elements per head, whatever the length of the text.
+norm is over a group's heads. The state S has state_size · head_dim elements per head, whatever the sequence length.
 
 With `gated_norm: before` the output is W_out (N(o) ⊙ SiLU(z)), with `none` W_out (o ⊙ SiLU(z)) (Falcon-H1, 2025).
-`multipliers` are constant numbers that z, v, k, q and a are multiplied by.
+`multipliers` are constant factors of z, v, k, q and a.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -42,11 +42,11 @@ class Mamba2Config(MixerConfig):
     heads: Width
     head_dim: Width | None = None  # default: 2 width / heads, which is the paper's expansion by 2
     state_size: Width = 128  # width of q and k, the paper's N
-    groups: Width = 1  # of heads that share q and k
+    groups: Width = 1  # groups of heads that share q and k
     conv_kernel: Width = 4  # tokens that the convolution reads, itself included
     conv_bias: bool = True
     bias: bool = False  # of the projections
-    time_step_limit: tuple[TimeStep, ...] | None = None  # least and greatest Δ
+    time_step_limit: tuple[TimeStep, ...] | None = None  # minimum and maximum of Δ
     norm: NormConfig | None = None  # of each group's gated output; default: the model's norm
     gated_norm: Literal["after", "before", "none"] = "after"  # the norm after the gate, before it, or no norm
     multipliers: tuple[PositiveFloat, ...] | None = None  # of z, v, k, q and a (Falcon-H1's ssm_multipliers)
@@ -56,11 +56,11 @@ class Mamba2Config(MixerConfig):
         check_head_groups("groups", self.groups, self.heads)
         limits = self.time_step_limit
         if limits is not None and (len(limits) != 2 or limits[0] >= limits[1]):
-            refuse("time_step_limit", f"{list(limits)} is not a range; give the least and the greatest time step")
+            refuse("time_step_limit", f"{list(limits)} is not a range; give the minimum and a larger maximum time step")
         if self.multipliers is not None and len(self.multipliers) != 5:
-            refuse("multipliers", f"{list(self.multipliers)} should be five numbers; give those of z, v, k, q and a")
+            refuse("multipliers", f"{list(self.multipliers)} should be five numbers, for z, v, k, q and a")
         if self.gated_norm == "none" and self.norm is not None:
-            refuse("norm", "does nothing beside gated_norm none; leave one of the two out")
+            refuse("norm", "has no effect with gated_norm: none; leave one of the two out")
         return self
 
     def resolved(self, context: BuildContext) -> Self:
@@ -178,7 +178,7 @@ class Mamba2(SelfInitialized, RecurrentMixer):
 
 
 def _without_overflow(o: Tensor) -> Tensor:
-    """o [..., n] times a number ≤ 1, which the norm cancels: o is a product of five projections, its square overflows.
+    """o [..., n] times a number ≤ 1, which the norm cancels: o is a product of five projections, so o² may overflow.
 
     The number is 1 if no element is above 2³⁰. Beyond that a norm's ε has no influence.
     """

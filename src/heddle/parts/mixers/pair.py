@@ -25,15 +25,15 @@ class PairConfig(MixerConfig):
 
     first: MixerConfig
     second: MixerConfig
-    input_multipliers: tuple[PositiveFloat, ...] | None = None  # of what first and second read
-    output_multipliers: tuple[PositiveFloat, ...] | None = None  # of what they give
+    input_multipliers: tuple[PositiveFloat, ...] | None = None  # of the inputs of first and second
+    output_multipliers: tuple[PositiveFloat, ...] | None = None  # of their outputs
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name in ("input_multipliers", "output_multipliers"):
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != 2:
-                refuse(name, f"{list(numbers)} should be two numbers; give those of first and second")
+                refuse(name, f"{list(numbers)} should be two numbers; give one each for first and second")
         return self
 
     def resolved(self, context: BuildContext) -> Self:
@@ -42,11 +42,11 @@ class PairConfig(MixerConfig):
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Those of both."""
+        """The windows of both."""
         return self.first.windows + self.second.windows
 
     def with_window(self, window: int) -> Self:
-        """Both with windows, where they can have any."""
+        """The same config with this window in both mixers, where they can have one."""
         return self.replace(first=self.first.with_window(window), second=self.second.with_window(window))
 
     @property
@@ -55,7 +55,7 @@ class PairConfig(MixerConfig):
         return self.first.template
 
     def head_shape(self, width: int) -> tuple[int, int]:
-        """That of the first mixer."""
+        """The head shape of the first mixer."""
         return self.first.head_shape(width)
 
     @classmethod
@@ -70,12 +70,12 @@ class PairConfig(MixerConfig):
         for name, mixer in (("first", self.first), ("second", self.second)):
             for field, reads in (("shared_kv", mixer.reads_kv), ("value_residual", mixer.adds_first_values)):
                 if reads:
-                    raise DesignError(f"{name}.{field}", "is that of a layer, not of one mixer of a pair; leave it out")
+                    raise DesignError(f"{name}.{field}", "is for a layer, not for one mixer of a pair; leave it out")
             if mixer.short_convolution is not None and "input" in mixer.short_convolution.of:
-                reason = "input is that of both mixers of a pair; name it in the pair's own short_convolution"
+                reason = "input is shared by both mixers of a pair; give it in the pair's own short_convolution"
                 raise DesignError(f"{name}.short_convolution.of", reason)
         if first.causal != second.causal:
-            raise DesignError("second", "one mixer of a pair is causal, the other is not; make both alike")
+            raise DesignError("second", "one mixer of a pair is causal, the other is not; make both causal, or neither")
         if None not in (first.encoder_width, second.encoder_width) and first.encoder_width != second.encoder_width:
             widths = f"{second.encoder_width} wide, the first mixer one {first.encoder_width} wide"
             raise DesignError("second", f"reads an encoder output {widths}; give both the same encoder_width")

@@ -5,8 +5,8 @@
 γ_h = 1 − 2^(−5−h) for head h = 0, 1, … unless given or learned. A rotary embedding may rotate q and k. The norm is the
 model's unless given, over each head with weights per head, or over all heads at once.
 
-Lightning attention (Qin et al. 2024; MiniMax 2025) has an activation of q, k and v, other rates, and one norm of all
-heads: `W_out (norm(y) ⊙ σ(W_g x))`.
+Lightning attention (Qin et al. 2024; MiniMax 2025) has an activation of q, k and v, different rates, and one norm over
+all heads: `W_out (norm(y) ⊙ σ(W_g x))`.
 """
 
 import math
@@ -140,7 +140,7 @@ class Retention(RecurrentMixer):
         if self.position is not None:
             q, k = self.position(q, layout), self.position(k, layout)
         y, state = self._retain(q, k, v, layout, state)
-        y = y.transpose(1, 2).to(x.dtype)  # before the norm, whose own cast would do nothing otherwise
+        y = y.transpose(1, 2).to(x.dtype)  # before the norm, otherwise its `cast` would do nothing
         y = self.norm(y).flatten(2) if self.norm_per_head else self.norm(y.flatten(2))
         if self.gate is not None and self.gate_function is not None:
             y = y * self.gate_function(self.gate(x))

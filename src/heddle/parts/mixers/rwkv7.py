@@ -7,15 +7,15 @@
 
 Each of x_r, x_w, x_k, x_v, x_a and x_g is x + μ ⊙ (x' − x), where x' is the token before (token shift; zero before the
 first token) and μ has a number for each channel. w is above exp(−e^{−1/2}) = 0.545. a is the in-context learning rate,
-κ̂ the removal key, k̃ the replacement key, ρ the bonus of the token itself. N normalizes each head with weights of its
-own. The modules q, k and v are W_r, W_k and W_v.
+κ̂ the removal key, k̃ the replacement key, ρ the bonus of the token itself. N normalizes each head with its own
+weights. The modules q, k and v are W_r, W_k and W_v.
 
 With `value_residual` v is v + σ(v₀ + x_v C₁ C₂) ⊙ (v₁ − v), where v₁ are the values of the first layer with this mixer.
-In the paper's models every layer has it but the first, whose norms are `{kind: layer, eps: 64e-5}`, ε being 1e-5 times
-the width of a head. The paper's other half of a layer, the channel mixing, shifts tokens in a feed-forward and so needs
-a state there: it is not part of this mixer, which stands beside any feed-forward.
+In the paper's models every layer but the first has it, and norms are `{kind: layer, eps: 64e-5}`, where ε is 1e-5 times
+the head dimension. The other half of the paper's layer, channel mixing, is a feed-forward with token shift and a state.
+It is not part of this mixer, which works with any feed-forward.
 
-The state is the matrix S [d_k, d_v] of each head and the last token, whatever the length of the text.
+The state is the matrix S [d_k, d_v] of each head and the last token, whatever the sequence length.
 """
 
 import math
@@ -41,7 +41,7 @@ from heddle.parts.modules.recurrent import last_token, token_before
 from heddle.parts.norms import NormConfig
 from heddle.parts.states import ConvRecurrentState, StateSpec, without_padding
 
-RATE = math.exp(-0.5)  # the greatest −log w
+RATE = math.exp(-0.5)  # upper bound of −log w
 SHIFTED = ("r", "w", "k", "v", "a", "g")
 # Exponents of the initial μ: 1 − (channel / width)^(exponent · (1 − layer / depth)).
 SHIFT_EXPONENTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -72,7 +72,7 @@ class RWKV7Config(MixerConfig):
         return self.replace(head_dim=dim, value_dim=self.value_dim or dim, norm=self.norm or context.norm, **ranks)
 
     def rank(self, name: str, width: int) -> int:
-        """The rank of a projection in a model of this width: the nearest multiple of 32, of two the smaller."""
+        """The rank of a projection in a model of this width: the nearest multiple of 32, rounded down on a tie."""
         given: int | None = getattr(self, name)
         return given or 32 * max(1, math.ceil(RANK_FACTORS[name] * math.sqrt(width) / 32 - 0.5))
 
@@ -84,12 +84,12 @@ class RWKV7Config(MixerConfig):
 
     @property
     def adds_first_values(self) -> bool:
-        """As `value_residual` says."""
+        """Whether `value_residual` is set."""
         return self.value_residual
 
     @property
     def hands_values(self) -> bool:
-        """Always."""
+        """True: every layer has its own values."""
         return True
 
     def build(self, context: BuildContext) -> "RWKV7":
@@ -115,11 +115,11 @@ def channel_patterns(heads: int, dim: int) -> tuple[Tensor, Tensor]:
 class RWKV7(SelfInitialized, RecurrentMixer):
     """The module. Its state is a `ConvRecurrentState` whose conv_state [B, 1, width] is the last token.
 
-    The first weights follow the authors' code, as the paper asks: μ, w₀, a₀, v₀, ξ, α and ρ are patterns over channels
-    and layers; low-rank projections begin at zero, and so does the output projection. Where the authors draw orthogonal
-    matrices, these are normal with the same standard deviation, and numbers differ from their pattern by the design's
-    `initialization.std` (ρ by a tenth of it), so that every element has a draw of its own, whatever part of it a rank
-    fills. The weights of the norm begin at 1, not at ((layer + 1) / depth)^0.7.
+    The initial weights follow the authors' code, as the paper asks: μ, w₀, a₀, v₀, ξ, α and ρ are patterns over
+    channels and layers; low-rank projections and the output projection begin at zero. Where the authors draw orthogonal
+    matrices, these are normal with the same standard deviation, and patterns have normal noise of the design's
+    `initialization.std` (ρ: a tenth of it), so that every element has its own draw, whichever rank fills it. The
+    weights of the norm begin at 1, not at ((layer + 1) / depth)^0.7.
     """
 
     def __init__(self, config: RWKV7Config, context: BuildContext) -> None:

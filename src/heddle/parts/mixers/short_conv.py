@@ -3,7 +3,7 @@
     y_t = W_out (q_t ⊙ (b + Σ_s w_s ⊙ k_{t−s} ⊙ v_{t−s})),   s from 0 to conv_kernel − 1, within t's document
 
 q, k and v are projections of the input; LFM2 names them C, B and x. Each channel has its own weights w. The state is
-the last conv_kernel − 1 products k ⊙ v, whatever the length of the text.
+the last conv_kernel − 1 products k ⊙ v, whatever the sequence length.
 """
 
 from dataclasses import dataclass
@@ -47,10 +47,10 @@ class ShortConvState(MixerState):
 
 
 class ShortConv(RecurrentMixer):
-    """The module."""
+    """The module. Its state is a `ShortConvState`."""
 
     input_projections = ("q", "k", "v")
-    state_note = "the last tokens alone"
+    state_note = "only the last tokens"
 
     def __init__(self, config: ShortConvConfig, width: int) -> None:
         super().__init__()

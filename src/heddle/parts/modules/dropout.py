@@ -39,7 +39,7 @@ class Dropout(nn.Module):
         return x if keep is None else x * keep.to(x.dtype) / (1.0 - self.rate)
 
     def extra_repr(self) -> str:
-        """The rate."""
+        """The rate, and whether whole samples are dropped."""
         return f"{self.rate}{', per_sample' if self.per_sample else ''}"
 
 

@@ -1,4 +1,4 @@
-"""Decorators for methods that `torch.compile` had better not trace: most depend on the layout of the call.
+"""Decorators for methods that `torch.compile` should not trace: most depend on the layout of the call.
 
 The decorators only collect the methods. `torch.compiler.disable` is applied when a model is compiled, since it imports
 the whole compiler.

@@ -6,9 +6,9 @@
 R rotates as many of the first dims as the `position` of the mixer does. In latent attention q is projected from the
 latent of queries, if there is one. The formula and ties: numerics/attention/indexer.py.
 
-The selection has no gradient. In training the indexer learns from a loss of its own, KL(p ‖ softmax(scores)) over all
+The selection has no gradient. In training the indexer learns from its own loss, KL(p ‖ softmax(scores)) over all
 visible keys, where p are the weights of the attention without a selection, summed over heads and divided by their sum.
-It reads x, the queries and the keys detached: the loss gives gradients to the indexer alone, and nothing else does.
+The indexer reads x, the queries and the keys detached: it gets gradients from this loss only, and passes none on.
 """
 
 from collections.abc import Callable
@@ -38,19 +38,19 @@ class IndexerConfig(Config):
     top_k: Width  # keys that each query attends to
     heads: Width
     head_dim: Width
-    rope_layout: Literal["half", "interleaved"] | None = None  # of rotated pairs; default: half, as DeepSeek-V3.2
+    rope_layout: Literal["half", "interleaved"] | None = None  # of rotated pairs; default: half, as in DeepSeek-V3.2
     loss: PositiveFloat = 1.0  # coefficient of its loss in training
 
     def check_window(self, window: int | None, causal: bool) -> None:
         """Raises DesignError if a window shows no more keys than are selected."""
         seen = None if window is None else window if causal else 2 * window + 1
         if seen is not None and self.top_k >= seen:
-            raise DesignError("top_k", f"{self.top_k} selects all of the {seen} keys that window shows; lower it")
+            raise DesignError("top_k", f"{self.top_k} selects all of the {seen} keys in the window; lower it")
 
     def rotation(self, position: MixerPositionConfig | None, dims: int) -> RotationConfig | None:
-        """How it rotates, in a mixer that rotates `dims` dims by `position`.
+        """The indexer's rotation in a mixer that rotates `dims` dims by `position`.
 
-        Raises DesignError for a `rope_layout` without pairs that could have it.
+        Raises DesignError for a `rope_layout` without a rotation that has a layout.
         """
         rotation = position.resolved(dims) if isinstance(position, RotationConfig) else None
         if rotation is not None and "layout" in type(rotation).model_fields:
@@ -72,7 +72,7 @@ def indexer_field(mixer: Config | None) -> str:
 
 
 class IndexQueries(NamedTuple):
-    """What the indexer computes of a call: q [B, H, T, d], k [B, 1, T, d], and the weights of the heads [B, H, T]."""
+    """What the indexer computes in a call: q [B, H, T, d], k [B, 1, T, d], and the weights of the heads [B, H, T]."""
 
     q: Tensor
     k: Tensor
@@ -87,16 +87,16 @@ class IndexedCache(MixerState):
     index: KVCache
 
     def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
-        """As the mixer's cache."""
+        """Whether the mixer's cache can."""
         return self.kv.can_roll_back(tokens, table)
 
     def rolled_back(self, table: PositionTable, freed: Callable[[int], Tensor]) -> "IndexedCache":
-        """Both without the removed tokens."""
+        """Both caches without the removed tokens."""
         return replace(self, kv=self.kv.rolled_back(table, freed), index=self.index.rolled_back(table, freed))
 
 
 class Indexer(nn.Module):
-    """The module. width: of x. query_width: of what its queries are projected from."""
+    """The module. width: of x. query_width: of the input that its queries are projected from."""
 
     def __init__(
         self, config: IndexerConfig, width: int, query_width: int, position: MixerPositionConfig | None, dims: int
@@ -132,7 +132,7 @@ class Indexer(nn.Module):
     def extend(
         self, index: IndexQueries, cache: KVCache, layout: Layout, window: int | None
     ) -> tuple[IndexQueries, KVCache]:
-        """Its keys of all tokens, in the order of those of the mixer's cache, and the new cache."""
+        """The indexer's keys of all tokens, in the order of the mixer's cache, and the new cache."""
         keys, _, _, cache = cache.extend(index.k, index.k[..., :0], layout, window)
         return index._replace(k=keys), cache
 

@@ -53,7 +53,7 @@ def fill_normal(
 
 @contextmanager
 def fill_rows(rows: Mapping[int, slice]) -> Iterator[None]:
-    """Within the block, `fill_normal` fills these rows alone; `rows` by the id() of a parameter, steps of 1."""
+    """Within the block, `fill_normal` fills only these rows. rows: slices of step 1, by the id() of a parameter."""
     token = _rows_to_fill.set(rows)
     try:
         yield
@@ -65,8 +65,8 @@ class Linear(SelfInitialized, nn.Linear):
     """`y = x Wᵀ + b` with W [outputs, inputs]. A subclass of `nn.Linear`, so adapter and quantization tools find it.
 
     output_projection: the last of a branch. value_projection: to a mixer's values or a feed-forward's hidden channels.
-    Initial weights of the first, and with some residual kinds of the second, shrink with depth. initial_std: the
-    standard deviation of its first weights in place of all that; 0: they are zero.
+    Initial weights of the former, and with some residual kinds of the latter, shrink with depth. initial_std: replaces
+    the standard deviation of the initial weights, whatever the depth; 0: zeros.
     """
 
     matrix_parameters = ("weight",)

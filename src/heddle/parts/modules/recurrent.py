@@ -27,7 +27,7 @@ from heddle.parts.states import ConvRecurrentState, StateSpec, call_cu_seqlens, 
 
 
 class GatedDecay(SelfInitialized):
-    """A per head and b per channel, `channels` for each head. `limits`: the least and the greatest Δ."""
+    """A per head and b per channel, `channels` for each head. `limits`: the minimum and maximum of Δ."""
 
     def __init__(self, heads: int, channels: int = 1, limits: Sequence[float] | None = None) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class GatedDecay(SelfInitialized):
 
 
 class BoundedDecay(GatedDecay):
-    """log α = −bound · σ(exp(A) (a + b)): no channel decays below exp(−bound) a token (GLM-5 Next 2026)."""
+    """log α = −bound · σ(exp(A) (a + b)): no decay is below exp(−bound) per token (GLM-5 Next 2026)."""
 
     def __init__(self, heads: int, channels: int, bound: float) -> None:
         super().__init__(heads, channels)
@@ -74,7 +74,7 @@ class BoundedDecay(GatedDecay):
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)). For its gradient torch's compiler expects other strides than torch's kernel returns."""
+    """log(1 + exp(x)). torch's compiler expects other strides of its gradient than torch's kernel returns."""
     return torch.logaddexp(x, torch.zeros_like(x)) if is_compiling() else functional.softplus(x)
 
 
@@ -84,9 +84,9 @@ def _softplus(x: Tensor) -> Tensor:
 class DeltaRuleMixer(RecurrentMixer, ABC):
     """A mixer of the gated delta rule. Its state is a `ConvRecurrentState`.
 
-    A subclass adds the other projections and the convolution, whose channels are those of q and k, then those of v.
+    A subclass adds the other projections and the convolution, over the channels of q, k and v in this order.
     negative_eigenvalues: β is 2 σ(·) and not σ(·), so that I − β k kᵀ may reflect k, not only erase along it.
-    steps: how often each token corrects the state, each time with its own k, v and β; it decays once, before them.
+    steps: corrections of the state per token, each with its own k, v and β; the state decays once, before them.
     """
 
     convolution: ShortConvolution
@@ -173,7 +173,7 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
 
 
 def in_steps(inputs: DeltaInputs, steps: int) -> DeltaInputs:
-    """The inputs of a token's steps, one after the other: k, v and beta have `steps` times as many heads before.
+    """The inputs with each token's steps one after the other: k, v and beta come with `steps` times as many heads.
 
     The state decays before the first step and is read after the last one.
     """
@@ -198,7 +198,7 @@ def one_step(inputs: DeltaInputs, step: int) -> DeltaInputs:
     return DeltaInputs(q, k, v, log_decay, beta, None if ids is None else ids[:, :1], None, inputs.dtype)
 
 
-# Token shift (Peng et al. 2023, RWKV): what a token reads of the one before it in its document.
+# Token shift (Peng et al. 2023, RWKV): a token reads the one before it in its document.
 
 
 def token_before(x: Tensor, layout: Layout, last: Tensor | None) -> Tensor:
@@ -216,5 +216,5 @@ def token_before(x: Tensor, layout: Layout, last: Tensor | None) -> Tensor:
 
 
 def last_token(x: Tensor, layout: Layout, last: Tensor) -> Tensor:
-    """What the call after one with inputs x takes as `last`, in the dtype of the one before it."""
+    """The `last` [B, 1, C] of the next call, after a call with inputs x [B, T, C], in the dtype of this call's."""
     return next_conv_state(x.to(last.dtype), last, cached_taps(layout, 2))

@@ -46,7 +46,7 @@ class IndexLoss(NamedTuple):
 
 @dataclass
 class RouterRecorder:
-    """What was recorded in one or several calls, in order. A closed recorder takes no more.
+    """What was recorded in one or several calls, in order. A closed recorder ignores further entries.
 
     entries: of mixtures of experts. index_losses: of indexers.
     """
@@ -74,9 +74,9 @@ _traced = _Traced()
 
 @contextmanager
 def record_router_statistics() -> Iterator[RouterRecorder]:
-    """Record what every mixture of experts and every indexer within the block has to record. Results do not change.
+    """Record the entries of every mixture of experts and every indexer within the block. Results do not change.
 
-    A whole model that is compiled adds its entries when its graph ends.
+    A model that is compiled as a whole adds its entries when its graph ends.
     """
     recorder, outer = RouterRecorder(), _traced.recorder
     token = _recorder.set(recorder)
@@ -100,7 +100,7 @@ def record(make: Callable[[], RouterStatistics]) -> None:
 
 
 def record_index_loss(make: Callable[[], IndexLoss]) -> None:
-    """As `record`, of the loss of an indexer."""
+    """As `record`, for the loss of an indexer."""
     recorder = _current()
     if recorder is None:
         return

@@ -2,8 +2,8 @@
 
 y_t = f(b + Σ_s w_s ⊙ x_{t−s}),   s from 0 to kernel − 1, within t's document
 
-Recurrent mixers have one before the recurrence, with SiLU for f. Any mixer and feed-forward may have others, by the
-option `short_convolution`.
+Recurrent mixers have one before the recurrence, with SiLU for f. Any mixer and feed-forward may have others, through
+the option `short_convolution`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,12 +38,12 @@ class ShortConvolutionConfig(Config):
     """`x + conv(x)` for each x that `of` names: one causal weight per channel and token back, within a document.
 
     These are the Canon layers of Allen-Zhu ("Physics of Language Models: Part 4.1", arXiv 2512.17351). A is the
-    `input` of a mixer, behind the norm; B its `q`, `k` and `v`, here of `attention`; C the `input` of a feed-forward;
-    D its `hidden` channels before the activation, here of `mlp` and `gated`. Inkling (2026) has those of k and v.
-    `activation` is that of conv(x). With `residual: false` x is not added.
+    `input` of a mixer, after the norm; B its `q`, `k` and `v`, here of `attention`; C the `input` of a feed-forward;
+    D its `hidden` channels before the activation, here of `mlp` and `gated`. Inkling (2026) convolves k and v.
+    `activation` applies to conv(x). With `residual: false` x is not added.
 
-    The state is the last conv_kernel − 1 of each x, in the feed-forward's case a state of its own. No token can be
-    taken back from it.
+    The state holds the last conv_kernel − 1 tokens of each x; a feed-forward has a state only for this. It cannot roll
+    back.
     """
 
     of: tuple[Convolved, ...]
@@ -54,21 +54,21 @@ class ShortConvolutionConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.of or len(set(self.of)) < len(self.of):
-            refuse("of", f"{list(self.of)} should name each convolution once, and at least one")
+            refuse("of", f"{list(self.of)} should name each convolution once; name at least one")
         return self
 
 
 def check_convolved(config: ShortConvolutionConfig | None, allowed: Sequence[str], kind: str) -> None:
-    """Refuse convolutions of what a kind of part does not compute, from within a validator of its config."""
+    """Refuse to convolve a tensor that a kind of part does not compute, from within a validator of its config."""
     for name in () if config is None else config.of:
         if name not in allowed:
-            refuse("short_convolution.of", f"{kind} has no {name} to convolve; choose of {', '.join(allowed)}")
+            refuse("short_convolution.of", f"{kind} has no {name} to convolve; choose from {', '.join(allowed)}")
 
 
 class ShortConvolution(SelfInitialized):
     """weight [channels, kernel]; the last weight is for the token itself. bias [channels] or None.
 
-    silu: whether SiLU follows. scale: of the first weights. Its state is the last kernel − 1 inputs of each row,
+    silu: whether SiLU follows. scale: of the initial weights. Its state is the last kernel − 1 inputs of each row,
     [B, kernel − 1, channels].
     """
 
@@ -120,7 +120,7 @@ def _taps(layout: Layout, kernel: int) -> Taps | None:
         return None
     zeros = torch.zeros_like(layout.positions)
     index = find_input_indices(layout.positions >= 0, zeros if segment_ids is None else segment_ids, kernel)
-    # A graph that read the lengths would serve these documents alone.
+    # A graph that read the lengths would fit these documents only.
     known = padding is None and layout.doc_lengths is not None and not is_compiling()
     return Taps(
         index,
@@ -129,7 +129,7 @@ def _taps(layout: Layout, kernel: int) -> Taps | None:
     )
 
 
-RESIDUAL_SCALE = 3**-0.5  # the first weights of torch's Conv1d; x + conv(x) begins with 4/3 of x's variance
+RESIDUAL_SCALE = 3**-0.5  # the initial weights of torch's Conv1d; x + conv(x) begins with 4/3 of x's variance
 
 
 class ShortConvolutions(nn.ModuleDict):
@@ -147,7 +147,7 @@ class ShortConvolutions(nn.ModuleDict):
         self.kernel, self.residual, self.widths = kernel, config.residual, list(channels.values())
 
     def init_state(self, spec: StateSpec, own: MixerState | None = None) -> ConvolvedState:
-        """Zeros, whose size does not depend on the cache length, beside the part's own state."""
+        """Zeros, next to the part's own state; their size does not depend on the cache length."""
         shape = (spec.batch, self.kernel - 1, sum(self.widths))
         return ConvolvedState(own, torch.zeros(shape, dtype=spec.dtype, device=spec.device))
 

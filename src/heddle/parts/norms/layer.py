@@ -26,7 +26,7 @@ class LayerNormConfig(NormConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.bias and not self.weight:
-            refuse("bias", "stands beside a weight, and there is none; set it to false, or keep the weight")
+            refuse("bias", "needs a weight, but weight is false; set bias to false, or keep the weight")
         return self
 
     def build(self, width: int, heads: int | None = None) -> "LayerNorm":
@@ -35,8 +35,6 @@ class LayerNormConfig(NormConfig):
 
 
 class LayerNorm(SelfInitialized):
-    """The module."""
-
     def __init__(self, config: LayerNormConfig, width: int, heads: int | None) -> None:
         super().__init__()
         self.eps = config.eps

@@ -32,7 +32,7 @@ class RMSConfig(NormConfig):
     def _check(self) -> Self:
         for name in ("offset", "cast"):
             if not self.weight and getattr(self, name) != type(self).model_fields[name].default:
-                refuse(name, "is about a weight, and there is none; leave it out, or keep the weight")
+                refuse(name, "applies to the weight, but weight is false; leave it out, or keep the weight")
         return self
 
     def build(self, width: int, heads: int | None = None) -> "RMSNorm":

@@ -36,9 +36,9 @@ class RotationConfig(MixerPositionConfig, ABC):
 
 
 def check_base(base: float, inv_freq: tuple[float, ...] | None) -> None:
-    """Refuse a base beside the inverse frequencies that replace it, from within a validator of a rotation."""
+    """Refuse a base next to the inverse frequencies that replace it, from within a validator of a rotation."""
     if inv_freq is not None and base != DEFAULT_BASE:
-        refuse("base", f"{base:g} does nothing beside inv_freq, which replaces its frequencies; keep one of the two")
+        refuse("base", f"{base:g} has no effect with inv_freq, which replaces its frequencies; keep one of the two")
 
 
 class Rotation(nn.Module, ABC):
@@ -46,7 +46,7 @@ class Rotation(nn.Module, ABC):
 
     attention_factor: multiplies the rotated dims. score_scale: a mixer that rotates only some dims of each head
     multiplies its scores by it (YaRN; see `heddle.parts.scalings`).
-    length_dependent: whether the angles depend on the final length of the text. A state then needs a cache length.
+    length_dependent: whether the angles depend on the final sequence length. A state then needs a cache length.
     float64_angles: whether angles are computed in float64 for any dtype of x. Mixers without a softmax set it, because
     no softmax damps the rounding of angles far from position 0.
     axes: 1 for rotation by position, 2 for rotation by coordinates (x, y).
@@ -65,7 +65,7 @@ class Rotation(nn.Module, ABC):
         """x [B, H, T, head_dim] -> the same shape."""
 
     def prepare_length(self, length: int) -> None:
-        """Compute what depends on the length of a text ahead: within a trace, tensors may have no values."""
+        """Precompute what depends on the sequence length: within a trace, tensors may have no values."""
 
     def table_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """The dtype in which angles are computed for heads of `dtype`. MPS has no float64."""
@@ -81,7 +81,7 @@ class ScoreBiasConfig(MixerPositionConfig, ABC):
 
 
 class ScoreBias(nn.Module, ABC):
-    """Gives each head a function of the offset i − j of query i and key j, with parameters or without."""
+    """Gives each head a bias function of the offset i − j of query i and key j, with or without parameters."""
 
     @abstractmethod
     def forward(self, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction:

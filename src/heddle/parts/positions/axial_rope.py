@@ -3,8 +3,8 @@
     angle of pair i: x · base^(-2i/(rotary_dim/2)) in the first half, y · base^(-2i/(rotary_dim/2)) in the second half
 
 Scores depend on differences in x and in y only. Coordinates come with the layout
-(`layout.with_coordinates(coordinates)`). Without them a token is at (position, position), and a text is rotated as by
-RoPE with half as many frequencies.
+(`layout.with_coordinates(coordinates)`). Without them a token is at (position, position), and a sequence is rotated as
+by RoPE with half as many frequencies.
 """
 
 import math

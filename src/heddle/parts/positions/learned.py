@@ -1,7 +1,7 @@
 """Learned absolute positions (GPT-2), added to the embedding: a table with one row per position.
 
-With `offset` the table begins with so many rows that no token reads, as in RoBERTa (Liu et al. 2019), where the padding
-token's id and those before it have a row.
+With `offset` the table begins with that many unused rows, as in RoBERTa (Liu et al. 2019), where the ids up to the
+padding token's have rows.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ class LearnedConfig(AdditivePositionConfig):
 
 
 class Learned(SelfInitialized, AdditivePosition):
-    """The module."""
+    """The module: weight [offset + length, width]."""
 
     def __init__(self, config: LearnedConfig, width: int) -> None:
         super().__init__()

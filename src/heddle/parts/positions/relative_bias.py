@@ -23,11 +23,11 @@ from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.positions import ScoreBias, ScoreBiasConfig
 
-MAX_DISTANCE = 2**16  # a table holds a number for each offset
+MAX_DISTANCE = 2**16  # the table has an entry for each offset
 
 
 class RelativeBiasConfig(ScoreBiasConfig):
-    """Fields of `relative_bias`: n, and the distance from which on all keys share the last bucket."""
+    """Fields of `relative_bias`: n, and the distance from which all keys share the last bucket."""
 
     buckets: Width = 32
     max_distance: Width = 128

@@ -21,7 +21,7 @@ from heddle.parts.scalings import ScaledFrequencies, ScalingConfig
 
 InvFreq = tuple[float, ...]
 
-MAX_CACHED = 256  # frequencies that a module stores, of different lengths of texts
+MAX_CACHED = 256  # sets of frequencies that a module stores, by sequence length
 
 
 class RopeConfig(RotationConfig):
@@ -33,7 +33,7 @@ class RopeConfig(RotationConfig):
     layout: Literal["half", "interleaved"] = "half"
     rotary_dim: Width | None = None  # default: head_dim
     inv_freq: tuple[FiniteFloat, ...] | None = None
-    scaling: ScalingConfig | None = None  # changes the frequencies of `base` for longer texts
+    scaling: ScalingConfig | None = None  # changes the frequencies of `base` for longer sequences
     cast: Literal["after"] | None = None  # half-precision heads are rotated in float32, then cast (OLMo-2)
 
     @model_validator(mode="after")
@@ -66,8 +66,9 @@ class RopeConfig(RotationConfig):
 class Rope(Rotation):
     """The module. It holds no tensor, so no change of dtype can harm its angles.
 
-    A length-dependent scaling gets the length of each document, or with a state the final length of each row's text
-    (`Layout.text_lengths`). So every token of a text is rotated with the same frequencies, whatever its neighbors are.
+    A length-dependent scaling gets the length of each document, or with a state the final length of each sequence
+    (`Layout.text_lengths`). So every token of a document is rotated with the same frequencies, whatever else is in the
+    batch.
     """
 
     def __init__(self, config: RopeConfig, dim: int) -> None:
@@ -81,7 +82,7 @@ class Rope(Rotation):
         self.scaled_frequencies(1, torch.float32)  # here, because a traced graph could not compute them
 
     def scaled_frequencies(self, length: int, dtype: torch.dtype = torch.float64) -> ScaledFrequencies:
-        """The inverse frequencies for a text of `length` tokens, computed in `dtype`. The latest are stored."""
+        """The inverse frequencies for a sequence of `length` tokens, computed in `dtype` and stored."""
         frequencies = self._frequencies.get((length, dtype))
         if frequencies is None:
             frequencies = _scaled_frequencies(self.config, self.dim, length, dtype)
@@ -109,7 +110,7 @@ class Rope(Rotation):
         return layout.cached(key, lambda: self._make_table(layout, inv_freq, by_text, dtype))
 
     def _inv_freq(self, layout: Layout, dtype: torch.dtype) -> tuple[InvFreq, tuple[tuple[InvFreq, ...], ...] | None]:
-        """The inverse frequencies of every text of a call; or, if they differ, of each row's texts, in order."""
+        """The inverse frequencies of all documents of a call; or, if they differ, of each row's documents, in order."""
         lengths = (layout.text_lengths if self.length_dependent else ()) or ((1,),)
         by_length = {n: self.scaled_frequencies(n, dtype).inv_freq for row in lengths for n in row or (1,)}
         first = next(iter(by_length.values()))
@@ -131,9 +132,9 @@ class Rope(Rotation):
 
 
 def _by_token(texts_of_rows: tuple[tuple[InvFreq, ...], ...], layout: Layout) -> Tensor:
-    """The inverse frequencies of each row's texts -> of each token [B, T, pairs], or of each row [B, 1, pairs]."""
+    """The inverse frequencies of each row's documents -> of each token [B, T, pairs], or of each row [B, 1, pairs]."""
     texts = max(map(len, texts_of_rows))
-    filled = [[*row, *[row[0]] * (texts - len(row))] for row in texts_of_rows]  # no token reads what is filled up
+    filled = [[*row, *[row[0]] * (texts - len(row))] for row in texts_of_rows]  # no token reads the fill
     table = to_device(torch.tensor(filled, dtype=torch.float64, device="cpu"), layout.positions.device)
     if texts == 1:
         return table
@@ -142,7 +143,7 @@ def _by_token(texts_of_rows: tuple[tuple[InvFreq, ...], ...], layout: Layout) ->
 
 
 def _scaled_frequencies(config: RopeConfig, dim: int, length: int, dtype: torch.dtype) -> ScaledFrequencies:
-    """The inverse frequencies of `dim` rotary dims for a text of `length` tokens, computed in `dtype`."""
+    """The inverse frequencies of `dim` rotary dims for a sequence of `length` tokens, computed in `dtype`."""
     if config.inv_freq is not None:
         return ScaledFrequencies(config.inv_freq)
     if config.scaling is None:

@@ -23,8 +23,6 @@ class SinusoidalConfig(AdditivePositionConfig):
 
 
 class Sinusoidal(AdditivePosition):
-    """The module."""
-
     def __init__(self) -> None:
         super().__init__()
         self._constants = Constants()

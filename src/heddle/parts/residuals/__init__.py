@@ -18,7 +18,7 @@ Branches = Mapping[str, Callable[[Tensor], Tensor]]  # "mixer" and "feedforward"
 class InitialScales(NamedTuple):
     """Factors of the initial standard deviation of projections.
 
-    values: to the values of a mixer and the hidden channels of a feed-forward. outputs: the last ones of a branch.
+    values: of projections to a mixer's values and a feed-forward's hidden channels. outputs: of a branch's last one.
     """
 
     values: float = 1.0
@@ -31,9 +31,8 @@ class ResidualConfig(Part, ABC):
     drop_path, drop_path_first: stochastic depth rates of the last and of the first layer; in between the rate is linear
     (Huang et al. 2016, §3). dropout: rate at which elements of a branch's output are dropped, the same in every layer
     (Vaswani et al. 2017, §5.4).
-    keeps_stream: whether a layer whose branches add zero leaves any stream as it is, whatever its other weights.
-    stream_grows: whether the stream of a layer is larger than that of the layer before, so that no layer costs what
-    another one does.
+    keeps_stream: whether a layer whose branches add zero leaves every stream unchanged, whatever its other weights.
+    stream_grows: whether the stream grows from layer to layer, so that no two layers cost the same.
     """
 
     slot: ClassVar[str] = "residuals"
@@ -60,7 +59,7 @@ class ResidualConfig(Part, ABC):
 
     @property
     def first_layer_differs(self) -> bool:
-        """Whether the block of the first layer has other weights than those of equal layers after it."""
+        """Whether the block of the first layer has other weights than the blocks of equal layers after it."""
         return False
 
     def expand(self, x: Tensor) -> Stream:
@@ -68,15 +67,15 @@ class ResidualConfig(Part, ABC):
         return x
 
     def initial_scales(self, depth: int) -> InitialScales:
-        """The factors for a model of `depth` layers: the sum of all branches starts as large at any depth."""
+        """The factors for `depth` layers, which give the sum of all branches the same initial scale at any depth."""
         return InitialScales(outputs=float((2 * depth) ** -0.5))
 
     def input_norm(self, branch: str) -> str | None:
-        """The path in the block of the norm whose output the branch reads; only branches read it. None: not stated."""
+        """The norm whose output the branch reads, as a path in the block; only branches read it. None: not stated."""
         return None
 
     def output_norm(self, branch: str) -> str | None:
-        """The path in the block of the norm of the branch's output, before it is added. None: not stated."""
+        """The norm of the branch's output before it is added, as a path in the block. None: not stated."""
         return None
 
     @abstractmethod
@@ -89,7 +88,7 @@ class ResidualConfig(Part, ABC):
 
 
 class FinalNormConfig(ResidualConfig, ABC):
-    """Config of a residual block after whose last layer a norm follows, unless `final_norm` is false."""
+    """Config of a residual block with a norm after the last layer, unless `final_norm` is false."""
 
     later_fields = (*ResidualConfig.later_fields, "final_norm")
 
@@ -121,12 +120,12 @@ class Residual(nn.Module, ABC):
         return stream
 
     def dropped_output(self, stream: Stream) -> Stream:
-        """The stream after this layer if stochastic depth drops every branch here: as if none added anything."""
+        """The stream after this layer if stochastic depth drops every branch here."""
         return self.identity_output(stream)
 
 
 class FinalNorm(nn.Module):
-    """The final norm of a stream that is one tensor, or of one made from it: hidden states are its `norm`'s output."""
+    """The final norm of a stream that is one tensor, or of a tensor made from it. `norm` returns the hidden states."""
 
     def __init__(self, width: int, norm: NormConfig) -> None:
         super().__init__()

@@ -5,9 +5,9 @@ v₀ is the embedding of a token and vᵢ the output of branch i. Branch i + 1 h
     sⱼ = q · vⱼ / rms(vⱼ),   α = softmax(s₀ … sᵢ),   vᵢ₊₁ = f(N(Σⱼ αⱼ vⱼ))      rms(v) = sqrt(mean(v²) + ε)
 
 With `block_size` K, the outputs of K layers are summed: a branch reads the embedding, the sums of the blocks before its
-own, and what its own block has so far (Kimi K3, Inkling 2). With `value_norm`, vⱼ / rms(vⱼ) is mixed, too (Inkling 2).
-The first branch has only the embedding to read, and reads it as it is. A last mix is normalized at the end. The paper's
-norm of keys has a gain, which is a factor of q, and Inkling 2 divides scores by sqrt(width): q stands for both here.
+own, and the sum so far of its own block (Kimi K3, Inkling 2). With `value_norm`, vⱼ / rms(vⱼ) is mixed (Inkling 2).
+The first branch reads the embedding itself. The final norm reads one more mix. The paper's norm of keys has a gain, and
+Inkling 2 divides scores by sqrt(width): here q absorbs both factors.
 
 v₀ ──┬────────────────────┬──────────────────────────┬── …
      └── N ── mixer ── v₁ ┼──────────────────────────┼── …
@@ -37,7 +37,7 @@ Sources = tuple[Tensor, ...]
 
 
 class AttentionResidualsConfig(ResidualConfig):
-    """`block_size` is a number of layers; without it, every branch's output is a source of its own (the full form).
+    """`block_size` is a number of layers; without it, every branch's output is its own source (the full form).
 
     A branch that stochastic depth drops leaves the softmax; in a block it adds nothing, and a block without any branch
     leaves the softmax.
@@ -56,23 +56,23 @@ class AttentionResidualsConfig(ResidualConfig):
         return self.drop_path > 0.0 or self.drop_path_first > 0.0
 
     def check_layers(self, depth: int, most_branches: int) -> None:
-        """As for every kind; and a block must fit, and hold more than one branch."""
+        """Raises DesignError, also if a block does not fit into the model, or holds only one branch."""
         super().check_layers(depth, most_branches)
         if self.block_size is None:
             return
         if self.block_size > depth:
             raise DesignError(
-                "block_size", f"{self.block_size} is more than the layers = {depth}; give at most as many"
+                "block_size", f"{self.block_size} is more than the model's {depth} layers; give at most as many"
             )
         if self.block_size == 1 and most_branches == 1:
-            raise DesignError("block_size", "1 is one branch where every layer has only one; leave it out")
+            raise DesignError("block_size", "1 holds only one branch, because every layer has one; leave it out")
 
     def expand(self, x: Tensor) -> Sources:
-        """The embedding is the only source."""
+        """The embedding x [B, T, width] is the only source."""
         return (x, torch.ones_like(x[..., :1])) if self.may_drop else (x,)
 
     def input_norm(self, branch: str) -> str:
-        """Each branch has one."""
+        """The branch's own norm."""
         return f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "AttentionResiduals":
@@ -150,7 +150,7 @@ class AttentionResiduals(Residual):
         self.may_drop = config.may_drop
         starts_block = config.block_size is not None and context.layer_index % config.block_size == 0
         if config.block_size is None:
-            self.starting = context.branches  # whose output is a new source
+            self.starting = context.branches  # branches whose output is a new source
         else:
             self.starting = context.branches[:1] if starts_block else ()
 
@@ -186,7 +186,7 @@ class AttentionResiduals(Residual):
         return stream
 
     def dropped_output(self, stream: Sources) -> Sources:
-        """Dropped outputs are no sources."""
+        """Dropped outputs are not sources."""
         keep = torch.zeros_like(stream[0][:, :1, :1], dtype=torch.bool)
         for name in self.drops:
             stream = self._written(stream, name, torch.zeros_like(stream[0]), keep)

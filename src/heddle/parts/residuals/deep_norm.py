@@ -1,4 +1,4 @@
-"""DeepNorm (Wang et al. 2022, DeepNet): post-norm with a heavier stream, `N(α x + f(x))`, stable for very deep models.
+"""DeepNorm (Wang et al. 2022, DeepNet): post-norm with a scaled stream, `N(α x + f(x))`, stable for very deep models.
 
 With N layers, α = (2N)^(1/4), and the initial weights of values, outputs and feed-forwards are multiplied by
 β = (8N)^(−1/4) (`initialization.depth_scaled`): the paper's constants of a decoder or an encoder alone. Other factors
@@ -17,7 +17,7 @@ from heddle.parts.residuals import Branches, InitialScales, Residual, ResidualCo
 
 
 class DeepNormConfig(ResidualConfig):
-    """`alpha` and `multiplier` are of the mixer's branch, and of the feed-forward's where that has none of its own."""
+    """`alpha` and `multiplier` apply to the mixer's branch, and to the feed-forward's unless it has its own."""
 
     aliases = ("deepnorm",)
 
@@ -27,7 +27,7 @@ class DeepNormConfig(ResidualConfig):
     feedforward_multiplier: PositiveFloat | None = None  # default: multiplier
 
     def initial_scales(self, depth: int) -> InitialScales:
-        """β for all of them."""
+        """β for values and outputs."""
         beta = float((8 * depth) ** -0.25)
         return InitialScales(values=beta, outputs=beta)
 

@@ -46,7 +46,7 @@ class HyperConnectionsConfig(ResidualConfig):
         return x.unsqueeze(2).expand(-1, -1, self.streams, -1)
 
     def input_norm(self, branch: str) -> str:
-        """Each branch has one."""
+        """The branch's own norm."""
         return f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "HyperConnections":

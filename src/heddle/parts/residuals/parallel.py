@@ -24,13 +24,13 @@ class ParallelConfig(FinalNormConfig):
     norms: Annotated[int, Field(ge=1, le=2)] = 1
 
     def check_layers(self, depth: int, most_branches: int) -> None:
-        """As for every kind; and two norms need layers with two branches."""
+        """Raises DesignError, also for two norms where every layer has only one branch."""
         super().check_layers(depth, most_branches)
         if self.norms == 2 and most_branches == 1:
             raise DesignError("norms", "2 is one norm for each branch, but every layer has only one; leave it out")
 
     def input_norm(self, branch: str) -> str:
-        """Each branch has its own, or both share one."""
+        """The branch's own norm, or the one that both share."""
         return "norms.shared" if self.norms == 1 else f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "Parallel":
@@ -39,8 +39,6 @@ class ParallelConfig(FinalNormConfig):
 
 
 class Parallel(Residual):
-    """The block."""
-
     def __init__(self, config: ParallelConfig, context: ResidualContext) -> None:
         super().__init__(context)
         self.norms = (

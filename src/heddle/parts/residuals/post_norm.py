@@ -47,7 +47,7 @@ class PostNorm(Residual):
         return stream + x if self.outer_sum else x
 
     def identity_output(self, stream: Tensor) -> Tensor:
-        """The stream, normalized once per branch; with the outer sum, beside itself."""
+        """The stream, normalized once per branch; with `outer_sum`, plus the stream itself."""
         x = stream
         for norm in self.norms.values():
             x = norm(x)

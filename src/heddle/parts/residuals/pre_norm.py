@@ -15,7 +15,7 @@ from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 
 
 class PreNormConfig(FinalNormConfig):
-    """`multiplier` is a number that every branch's output is multiplied by (Granite's residual_multiplier)."""
+    """`multiplier` scales every branch's output (Granite's residual_multiplier)."""
 
     aliases = ("prenorm",)
     keeps_stream = True
@@ -25,11 +25,11 @@ class PreNormConfig(FinalNormConfig):
 
     @property
     def first_layer_differs(self) -> bool:
-        """Whether it lacks a norm."""
+        """Whether the first layer lacks a norm."""
         return not self.first_norm
 
     def input_norm(self, branch: str) -> str:
-        """Each branch has one."""
+        """The branch's own norm."""
         return f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "PreNorm":
@@ -38,7 +38,7 @@ class PreNormConfig(FinalNormConfig):
 
 
 class PreNorm(Residual):
-    """The block: one norm per branch, but for the first branch of a model without a first norm."""
+    """The block: one norm per branch, except for the model's first branch if `has_first_norm` is false."""
 
     def __init__(self, context: ResidualContext, multiplier: float | None = None, has_first_norm: bool = True) -> None:
         super().__init__(context)

@@ -16,7 +16,7 @@ class ReorderedConfig(FinalNormConfig):
     keeps_stream = True
 
     def output_norm(self, branch: str) -> str:
-        """Each branch has one."""
+        """The branch's own norm."""
         return f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "Reordered":

@@ -16,11 +16,11 @@ class SandwichConfig(FinalNormConfig):
     keeps_stream = True
 
     def input_norm(self, branch: str) -> str:
-        """Each branch has one."""
+        """The branch's own norm."""
         return f"norms.{branch}"
 
     def output_norm(self, branch: str) -> str:
-        """Each branch has one."""
+        """The branch's own norm."""
         return f"after.{branch}"
 
     def build(self, context: ResidualContext) -> "Sandwich":

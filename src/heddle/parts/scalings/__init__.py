@@ -1,4 +1,4 @@
-"""The slot of scalings: how a rotary embedding trained on short texts is changed to serve longer ones."""
+"""The slot of scalings: how a rotary embedding trained on short sequences is adapted to longer ones."""
 
 from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, NamedTuple
@@ -10,7 +10,7 @@ from heddle.config import Part
 
 LongContextFactor = Annotated[
     float, Field(ge=1.0, allow_inf_nan=False)
-]  # how many times longer than in training texts may be
+]  # how many times longer than in training sequences may be
 
 
 class ScaledFrequencies(NamedTuple):
@@ -32,14 +32,14 @@ class ScalingConfig(Part, ABC):
 
     @property
     def length_dependent(self) -> bool:
-        """Whether the angles depend on the final length of the text. A state then needs a cache length."""
+        """Whether the angles depend on the final sequence length. A state then needs a cache length."""
         return False
 
     @abstractmethod
     def scale_frequencies(self, dim: int, base: float, length: int, dtype: torch.dtype) -> ScaledFrequencies:
-        """Scale the inverse frequencies `base^(-2i/dim)` of dim / 2 pairs for texts of `length` tokens (base > 1).
+        """Scale the inverse frequencies `base^(-2i/dim)` of dim / 2 pairs for sequences of `length` tokens (base > 1).
 
-        dtype: float64, or float32 to compute exactly what transformers computes, with its operations in its order.
+        dtype: float64, or float32 to match transformers exactly, with the same operations in the same order.
         Only a `length_dependent` scaling reads `length`, and only for the angles: attention_factor and score_scale are
         the same for every length. Raises DesignError if the scaling does not fit the pairs.
         """

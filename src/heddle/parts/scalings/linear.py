@@ -1,6 +1,6 @@
 """Position interpolation (Chen et al. 2023): every pair rotates `factor` times slower, θ'_i = θ_i / factor.
 
-Positions of a text `factor` times longer then fall between those that the frequencies were trained for.
+The positions of a sequence that is `factor` times longer then fall within the trained range.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""LongRoPE (Ding et al. 2024; Phi-3): a factor of its own for each pair, θ'_i = θ_i / factor_i.
+"""LongRoPE (Ding et al. 2024; Phi-3): each pair has its own factor, θ'_i = θ_i / factor_i.
 
-`short_factor` is used for texts of up to `original_length` tokens, `long_factor` for longer ones. In both cases cosines
+`short_factor` is used for up to `original_length` tokens, `long_factor` for longer sequences. In both cases cosines
 and sines are multiplied by `attention_factor`, or by sqrt(1 + ln(factor) / ln(original_length)).
 """
 
@@ -20,8 +20,8 @@ class LongropeConfig(ScalingConfig):
 
     short_factor: tuple[PositiveFloat, ...]  # one per pair
     long_factor: tuple[PositiveFloat, ...]
-    original_length: PositiveInt  # the longest text that uses the short factors
-    factor: LongContextFactor | None = None  # how many times longer texts may be; sets the default attention_factor
+    original_length: PositiveInt  # the longest sequence that uses the short factors
+    factor: LongContextFactor | None = None  # how many times longer sequences may be; sets the default attention_factor
     attention_factor: PositiveFloat | None = None  # of cosines and sines, instead of the one derived from factor
 
     @property

@@ -3,7 +3,7 @@
     base' = base · s^(dim/(dim − 2)),   so θ'_i = θ_i · s^(−2i/(dim − 2))
 
 The first pair is unchanged, the last one rotates s times slower. s is `factor`. If `original_length` is given, s grows
-with the length of the text (dynamic NTK, emozilla 2023):
+with the sequence length (dynamic NTK, emozilla 2023):
 s = 1 + factor · (max(length, original_length) / original_length − 1), which is 1 up to the original length.
 """
 

@@ -21,7 +21,7 @@ from heddle.parts.scalings import LongContextFactor, ScaledFrequencies, ScalingC
 class YarnConfig(ScalingConfig):
     """Fields of `yarn`."""
 
-    factor: LongContextFactor  # how many times longer texts may be
+    factor: LongContextFactor  # how many times longer sequences may be
     original_length: PositiveInt  # the context length of training
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
