@@ -301,9 +301,9 @@ def backtracking(pattern: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (doubling, "may make more than 1000 characters of one"),
-        (prepending, "may make more than 1000 characters of one"),
-        (mapping, "may make more than 1000 characters of one"),
+        (doubling, "may turn one character into more than 1000"),
+        (prepending, "may turn one character into more than 1000"),
+        (mapping, "may turn one character into more than 1000"),
         (many_steps, "in more than 2000 steps"),
         (panicking, "cannot encode every text: it breaks the library"),
         (backtracking("(a+)+b"), "cannot encode every text: "),

@@ -80,7 +80,7 @@ def test_what_has_no_deterministic_form_is_refused(
     ("options", "says"),
     [
         (["--tf32"], "tf32:"),
-        (["--fp8"], "fp8: what is not multiplied in float8 is in bfloat16; set precision bf16 or bf16-params"),
+        (["--fp8"], "fp8: all other operations use bfloat16; set precision bf16 or bf16-params"),
         (["--fp8", "--precision", "bf16"], f"fp8: needs torchao; {pip_install('gpu')}, or leave fp8 out"),
         (["--stochastic-rounding"], "stochastic_rounding:"),
         (["--device", "cuda:7"], "device cuda:7:"),

@@ -106,7 +106,7 @@ def test_a_tokenizer_that_was_altered_and_still_reads_is_learned_again(
             if planted:  # a reader that trusts the cache
                 patch.setattr(cache_module, "read_json_file", lambda path: json.loads(path.read_text()))
             assert (make_corpus() == right) is not planted
-    assert "and is made again" in capsys.readouterr().err
+    assert "it is made again" in capsys.readouterr().err
 
 
 def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_damaged_token_file_is_named_and_made_again(tmp_path: Path, capsys: py
             capsys.readouterr()
             with progress.quiet():  # what was lost is named even then
                 assert make_corpus(tmp_path) == right
-            expected = f"warning: {path}: was altered or is of an earlier heddle, and is made again\n"
+            expected = f"warning: {path}: was altered, or written by an earlier heddle; it is made again\n"
             assert capsys.readouterr().err == expected
     assert [path.read_bytes() for path in paths] == before
 

@@ -302,7 +302,7 @@ def test_a_script_of_many_characters_is_suggested_a_larger_vocabulary(
         result = prepare_corpus([str(tmp_path / name)], vocab_size=300, max_train_tokens=None)
         assert result.bytes_per_character == len(text.encode()) / len(text)
         printed = capsys.readouterr().err
-        assert ("tokens a character with a vocabulary of 300;" in printed) == (name == "chinese")
+        assert ("tokens per character with a vocabulary of 300," in printed) == (name == "chinese")
 
 
 def test_a_long_encoding_names_the_library_that_is_faster(

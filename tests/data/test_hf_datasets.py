@@ -166,7 +166,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("hf:@/none", "data hf:@/none does not exist: give a folder or file on this disk, or OWNER/NAME of the hub"),
+        ("hf:@/none", "data hf:@/none does not exist: give a folder or file on this disk, or OWNER/NAME on the hub"),
         ("hf:", "data hf:. does not exist|data hf: does not exist"),
         ("hf:wikitext/raw/train", "data hf:wikitext/raw/train does not exist"),
         ("hf:@/one,txt=body", "has no option 'txt=body'; choices: text=COLUMN, split=NAME, rows=N"),

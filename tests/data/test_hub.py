@@ -135,7 +135,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for argument, message in (
         ("hf:b,rows=0", r"rows.*1,000,000,000"),
         ("hf:b,rows=x", "rows"),
-        ("hf:b:test,split=train", "gives split twice"),
+        ("hf:b:test,split=train", "has split twice"),
     ):
         with pytest.raises(DataError, match=message):
             parse_hub_argument(argument)

@@ -51,7 +51,7 @@ def test_a_rank_is_killed_and_a_signal_saves_once(options: list[str], tmp_path: 
     saved = re.findall(r"heddle: saved at step (\d+); the same command continues", told)
     assert len(saved) == 1, told
     assert checkpoint_steps(out)[-1] == int(saved[0]) >= 13
-    assert told.count("was killed; starting all ranks again (1 of 3)") == 1
+    assert told.count("was killed; restarting all ranks (1 of 3)") == 1
     assert "Traceback" not in told
     finish(start(options, out))
     assert ending(out, STEPS) == ending(tmp_path / "whole", STEPS)

@@ -306,7 +306,7 @@ def test_the_first_failure_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch)
     ("message", "sentence"),
     [
         ("Timed out waiting 45000ms for recv operation to complete", "of 3 hangs: the others waited too long"),
-        ("[gloo/transport/tcp/pair.cc] Connection closed by peer", "of 3 has ended without a word"),
+        ("[gloo/transport/tcp/pair.cc] Connection closed by peer", "of 3 has ended without an error"),
     ],
 )
 def test_a_rank_that_does_not_answer_is_named(message: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "config is rather deep": (replaced(CONFIG_FILE, b'{"a":' * 200 + b"1" + b"}" * 200), r"config\.json: .*too deeply"),
     "config is huge": (lambda f: os.truncate(f / CONFIG_FILE, 2**33), r"config\.json: has \d+ bytes, over"),
     "config is large": (replaced(CONFIG_FILE, b'{"a": "' + b"x" * 2**26 + b'"}'), r"config\.json: has more than"),
-    "config with a key twice": (duplicate, r"config\.json: is not a table in JSON \(a key stands twice\)"),
+    "config with a key twice": (duplicate, r"config\.json: is not a table in JSON \(it has a duplicate key\)"),
     "config with NaN": (replaced(CONFIG_FILE, b'{"rms_norm_eps": NaN}'), r"config\.json: .*NaN is not a JSON number"),
     "a text for a number": (fields(hidden_size="42"), r"field 'hidden_size' is '42'; should be of kind int"),
     "true for a number": (fields(num_hidden_layers=True), r"field 'num_hidden_layers' is True; should be of kind int"),

@@ -257,7 +257,7 @@ def test_unknown_content_is_refused_and_stays(tmp_path: Path) -> None:
         save(link)
     with pytest.raises(CheckpointError, match="is a file"):
         save(other / "thesis.txt")
-    with pytest.raises(CheckpointError, match="cannot be made a folder"):
+    with pytest.raises(CheckpointError, match="cannot be created as a folder"):
         save(other / "thesis.txt" / "model")
     with pytest.raises(CheckpointError, match="name a folder inside it"):
         save(Path("."))

@@ -75,7 +75,7 @@ def test_saving_again_replaces_whole_and_a_foreign_folder_is_refused(tmp_path: P
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(CheckpointError, match="did not write"):
         save(first, tmp_path / "mine")
-    with pytest.raises(CheckpointError, match="cannot be made a folder"):
+    with pytest.raises(CheckpointError, match="cannot be created as a folder"):
         save(first, tmp_path / "mine" / "letter.txt" / "model")
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 

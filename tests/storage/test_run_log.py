@@ -129,7 +129,7 @@ def test_newer_lines_are_dropped_aloud_and_written_again(tmp_path: Path, capsys:
     assert capsys.readouterr().err == ""
     write_lines(tmp_path, LINES, LogPosition())
     assert path.read_bytes() == whole
-    assert "lines 1 to 4 are of steps that no checkpoint holds" in capsys.readouterr().err
+    assert "lines 1 to 4 are of steps after the loaded checkpoint" in capsys.readouterr().err
 
 
 def test_a_newer_line_that_was_altered_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,8 @@ def test_a_newer_line_that_was_altered_is_named(tmp_path: Path, capsys: pytest.C
     path.write_bytes(whole.replace(b"1e-09", b"2e-09"))
     capsys.readouterr()
     assert write_lines(tmp_path, LINES[1:], positions[1]) == positions[1:]
-    notice = "lines 2 to 4 are of steps that no checkpoint holds, and line 3 of them was altered; they are taken again"
+    notice = "lines 2 to 4 are of steps after the loaded checkpoint, and line 3 of them was altered; these steps are "
+    notice += "repeated"
     assert notice in capsys.readouterr().err
     assert path.read_bytes() == whole
 
@@ -158,8 +159,8 @@ def test_another_environment_is_told_when_a_run_is_continued(
     now = {"versions": {"torch": "2.13.0", "numpy": "2"}, "runtime": {"device": "cpu", "threads": 2, "cpu": "A"}}
     assert open_run(tmp_path, identity, now)
     assert capsys.readouterr().err.endswith(
-        'is continued in another environment: torch was "2.12.0", now it is "2.13.0"; threads was 4, now it is 2; '
-        "data, their order, the schedule and all that is saved stay equal, and from here on numbers may differ in "
+        'continues in another environment: torch was "2.12.0", now it is "2.13.0"; threads was 4, now it is 2; '
+        "data, their order, the schedule and saved files stay equal, but from here on numbers may differ in "
         "their last bits\n"
     )
 

@@ -142,7 +142,7 @@ def twice(records: dict[str, FileRecord]) -> None:
         (lambda r: r.pop(SHARDS[1]), f"{SHARDS[1]}:"),
         (lambda r: r.pop(SHARDS[2]), f"{SHARDS[2]}:"),
         (twice, f"{SHARDS[2]}: holds tensor 'layers.0.mixer.q'"),
-        (lambda r: r.update({"model.safetensors": r["training.safetensors"]}), "is there as one file and as shards"),
+        (lambda r: r.update({"model.safetensors": r["training.safetensors"]}), "exists as one file and as shards"),
         (lambda r: r.update({"model-00001-of-00004.safetensors": r[SHARDS[0]]}), "does not belong to the shards"),
         (lambda r: r.update({"model-00004-of-00003.safetensors": r[SHARDS[0]]}), "does not belong to the shards"),
         (lambda r: r.update({"model-00000-of-00003.safetensors": r[SHARDS[0]]}), "does not belong to the shards"),

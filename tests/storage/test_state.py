@@ -78,7 +78,7 @@ def test_the_length_of_each_text_is_saved(text_lengths: object, tmp_path: Path) 
     [
         (
             lambda: model_under_test(case("attention-gqa")),
-            "is a state of another design; load the model that it was made with",
+            "is a state of another design; load the model that made it",
         ),
         (
             lambda: model_under_test(case("attention-mha"), torch.float32),

@@ -340,7 +340,10 @@ def dying_at(step: int) -> Callable[..., None]:
         (["--distill-loss", "text"], "--distill-loss text: needs a teacher; give --distill too"),
         (["--distill", "TEACHER", "--distill-loss", "hidden"], "unknown loss 'hidden'; choices: logits, text, layers"),
         (["--distill", "TEACHER", "--distill-loss", "text=x"], "the weight of text must be a number of at least 0"),
-        (["--distill", "TEACHER", "--vocab-size", "300"], "--distill brings its own tokenizer; leave --vocab-size out"),
+        (
+            ["--distill", "TEACHER", "--vocab-size", "300"],
+            "--distill comes with its own tokenizer; leave --vocab-size out",
+        ),
     ],
 )
 def test_a_mistaken_command_is_one_sentence(

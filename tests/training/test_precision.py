@@ -171,7 +171,7 @@ def test_float8_replaces_projections_of_a_copy_over_the_same_parameters(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert len(matrix_parameters(model)) > len(matrix_parameters(converted))  # so an optimizer is built for the model
     stacked = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 2)
-    assert f"fp8: {stacked:,} weights in stacks of matrices, such as experts" in capsys.readouterr().err
+    assert f"fp8: {stacked:,} weights in stacked matrices, such as experts" in capsys.readouterr().err
 
 
 def test_float8_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,10 @@ from heddle.training.settings import SCHEDULES, Settings, scheduled_learning_rat
         ({"lr_scale": [("head", 1.0), ("embed", float("inf"))]}, "lr_scale embed=inf:"),
         ({"precision": "fp8"}, "precision fp8:"),
         ({"stochastic_rounding": True, "precision": "bf16"}, "stochastic_rounding:"),
-        ({"fp8": True}, "fp8: what is not multiplied in float8 is in bfloat16; set precision bf16 or bf16-params"),
+        ({"fp8": True}, "fp8: all other operations use bfloat16; set precision bf16 or bf16-params"),
         (
             {"fp8": True, "precision": "bf16", "sequence_length": 9, "batch_size": 8, "gradient_accumulation_steps": 2},
-            "fp8: needs a multiple of 16 tokens at a time, and batch_size · sequence_length / "
+            "fp8: needs a multiple of 16 tokens per micro-batch, and batch_size · sequence_length / "
             "gradient_accumulation_steps is 36; change one of them",
         ),
     ],

@@ -176,9 +176,9 @@ def test_every_kind_is_covered_or_refused_by_name() -> None:
         for config in configs
     }
     reasons = {reason for config in by_kinds.values() if (reason := refusal(config))}
-    mixer = "retention has other decays with other numbers of heads, so it has no version at another width"
+    mixer = "retention's decays depend on the number of heads, so it has no version at another width"
     assert reasons == {
-        "transfer_width 48: encoder: is not scaled to another width; leave it out",
+        "transfer_width 48: encoder: cannot be scaled to another width; leave it out",
         f"transfer_width 48: layers[0].mixer: {mixer}; choose another mixer",
         f"transfer_width 48: layers[3].mixer: {mixer}; choose another mixer",
     }

@@ -1,4 +1,4 @@
-"""The cache folder: tokenizers and token files that later runs reuse, each verified when it is read."""
+"""The cache folder: tokenizers and token files for reuse by later runs, each verified when it is read."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ class DataCache:
     def __init__(self, folder: Path | None) -> None:
         """Open or create the folder; None is $HEDDLE_CACHE, else heddle under $XDG_CACHE_HOME or ~/.cache.
 
-        Raises MachineError, naming the folder, where it cannot be written.
+        Raises MachineError, naming the folder, if it cannot be written.
         """
         self.folder = default_cache_folder() if folder is None else folder
         try:
@@ -32,13 +32,13 @@ class DataCache:
             raise MachineError(f"{self.folder}: cannot be written; set HEDDLE_CACHE to a folder that can")
 
     def path(self, suffix: str, *inputs: Any) -> Path:
-        """The path of the file with this suffix and these inputs (plain values), whether it exists or not."""
+        """Return the path of the file with this suffix and these inputs (plain values), whether it exists or not."""
         return self.folder / f"{json_sha256(inputs)[:32]}.{suffix}"
 
     def read_text(self, path: Path) -> str | None:
-        """Return the text that `write_text` wrote, or None where there is no file.
+        """Return the text that `write_text` wrote, or None if there is no file.
 
-        Also None, with a warning, for a file with a byte that is not as it was written: it can be made again.
+        Also None, with a warning, for a file that was altered: it can be made again.
         """
         if not os.path.lexists(path):
             return None
@@ -57,12 +57,12 @@ class DataCache:
 
 
 def report_damage(path: Path) -> None:
-    """Print that a file of the cache is made again. It holds nothing that is not a function of its inputs."""
-    print_warning(f"{path}: was altered or is of an earlier heddle, and is made again")
+    """Warn that a file of the cache is made again. Cached files depend only on their inputs, so nothing is lost."""
+    print_warning(f"{path}: was altered, or written by an earlier heddle; it is made again")
 
 
 def default_cache_folder() -> Path:
-    """$HEDDLE_CACHE, else $XDG_CACHE_HOME/heddle, else ~/.cache/heddle."""
+    """Return $HEDDLE_CACHE, else $XDG_CACHE_HOME/heddle, else ~/.cache/heddle."""
     folder = os.environ.get("HEDDLE_CACHE")
     if folder:
         return Path(folder)
@@ -71,14 +71,14 @@ def default_cache_folder() -> Path:
 
 
 def use_own_compile_cache() -> None:
-    """Let torch store compiled kernels in the cache folder, for this process and those it starts.
+    """Let torch store compiled kernels in the cache folder, for this process and its children.
 
-    torch's own choice is a folder of a known name in /tmp, which others may make first and fill with code; this one is
-    the user's alone. $TORCHINDUCTOR_CACHE_DIR goes before; a user without a home has torch's choice.
+    torch's default is a folder of a known name in /tmp, which another user may create first and fill with code; this
+    folder belongs to the user alone. $TORCHINDUCTOR_CACHE_DIR takes precedence; without a home, torch's default stays.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
-    with suppress(OSError, ConfigError):  # of a folder that cannot be written, and of no home
+    with suppress(OSError, ConfigError):  # the folder cannot be written, or there is no home
         folder = default_cache_folder() / "compiled"
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,5 +86,5 @@ def use_own_compile_cache() -> None:
 
 
 def json_sha256(values: Any) -> str:
-    """SHA-256 of plain values as JSON, in hexadecimal."""
+    """Return the SHA-256 of plain values as JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -29,8 +29,7 @@ from heddle.tokenization.tokenizer import Tokenizer
 #
 # The template is the tokenizer's own (Jinja, in a sandbox), or heddle's default: `<|end|>ROLE`, a line end and the
 # content for each message, and `<|end|>` after the last answer. An answer is the text after its generation prompt, up
-# to
-# and including the special token that ends the turn.
+# to and including the special token that ends the turn.
 
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -42,7 +41,7 @@ DEFAULT_TEMPLATE = (
     "{% if loop.last and message['role'] == 'assistant' %}END{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ENDassistant\\n' }}{% endif %}"
 )
-Messages = Sequence[Mapping[str, Any]]  # role and content, and what a template reads beside them
+Messages = Sequence[Mapping[str, Any]]  # role, content, and further fields that a template reads
 
 
 class TokenizedConversation(NamedTuple):
@@ -86,7 +85,7 @@ class ChatFormat:
 
     @cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The special token that ends an answer in this template; empty where none does."""
+        """The special token that ends an answer in this template; empty if there is none."""
         try:
             [answered] = self.encode([{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}])
         except (UnreadableError, ValueError):
@@ -95,24 +94,24 @@ class ChatFormat:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template reads functions that the assistant may call."""
+        """Whether the template reads tools, functions that the assistant may call."""
         return "tools" in self._compiled_template.names
 
     def encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """The tokens up to where the assistant's next answer begins. Raises UnreadableError.
+        """Return the tokens up to the start of the assistant's next answer. Raises UnreadableError.
 
-        tools: functions that the assistant may call, in OpenAI's form, as transformers gives them to a template.
+        tools: functions that the assistant may call, in OpenAI's format, as transformers passes them to a template.
         """
         return [token for token, _ in self.tokenizer.encode_with_offsets(self._render(messages, True, tools))]
 
     def encode(self, messages: Messages, untrained: Collection[int] = ()) -> list[TokenizedConversation]:
-        """Encode the conversation as one row; what follows the last answer is left out.
+        """Encode the conversation as one sequence; anything after the last answer is left out.
 
-        untrained: indices of answers that are read and not learned. Some templates render earlier turns differently
-        from the last one (they drop its reasoning); then each answer gets a row of its own. Raises UnreadableError,
-        whose text completes a sentence about the data.
+        untrained: indices of answers without loss. Some templates render earlier turns differently from the last one
+        (they drop its reasoning); then each answer gets its own sequence. Raises UnreadableError, whose text completes
+        a sentence about the data.
         """
-        answers: list[tuple[int, str, bool]] = []  # begin, text up to the end, whether it is learned
+        answers: list[tuple[int, str, bool]] = []  # begin, text up to its end, whether it is trained on
         for number, message in enumerate(messages):
             self._check_content(message["content"])
             if message["role"] == ASSISTANT:
@@ -130,7 +129,7 @@ class ChatFormat:
         ]
 
     def _encode_answers(self, text: str, answers: Sequence[tuple[int, int, bool]]) -> TokenizedConversation:
-        """answers: (begin, end, whether it is learned) in the text."""
+        """answers: (begin, end, whether it is trained on), as offsets in the text."""
         encoded = self._encode_with_seams(text, [answer[0] for answer in answers])
         tokens = np.array([token for token, _ in encoded], dtype=np.int32)
         starts = np.array([start for _, start in encoded], dtype=np.int64)
@@ -141,15 +140,15 @@ class ChatFormat:
             stop_indices = np.flatnonzero(inside & is_special)
             if not len(stop_indices):
                 raise UnreadableError("does not fit the chat template: no special token ends the assistant's turn")
-            stop = stop_indices[-1] + 1  # not the line end that a template adds
+            stop = stop_indices[-1] + 1  # without the line end that a template adds
             if is_learned:
                 assistant_mask[:stop] |= inside[:stop]
         return TokenizedConversation(tokens, assistant_mask)
 
     def _encode_with_seams(self, text: str, seams: Sequence[int]) -> list[tuple[int, int]]:
-        """(token, index of its first character) of each token. No token reaches over a seam, where an answer begins.
+        """Return (token, index of its first character). No token crosses a seam, where an answer begins.
 
-        Otherwise the first token of an answer would not be learned, and a prompt would end in other tokens than here.
+        Otherwise an answer's first token would not be trained on, and a prompt would end in different tokens.
         """
         encoded = self.tokenizer.encode_with_offsets(text)
         starts = {start for _, start in encoded}
@@ -165,7 +164,7 @@ class ChatFormat:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether the tokenizer puts a space before a text, so that its parts have other tokens than the whole."""
+        """Whether the tokenizer puts a space before a text, so that parts have different tokens than the whole."""
         return not b"".join(map(self.tokenizer.token_bytes, self.tokenizer.encode("a"))).startswith(b"a")
 
     def _check_content(self, content: str) -> None:
@@ -186,13 +185,13 @@ class ChatFormat:
 
 
 def chat_template_text(tokenizer_files: Mapping[str, str]) -> str | None:
-    """The Jinja text of the chat template in a tokenizer's files, content by name; None: there is none."""
+    """Return the Jinja text of the chat template in a tokenizer's files (content by name), or None."""
     config = _read_tokenizer_config(tokenizer_files)
     return tokenizer_files.get(CHAT_TEMPLATE_FILE) or _select_template(config.get("chat_template"))
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special token that ends an answer in the tokenizer's own chat template; empty without one that is read."""
+    """Return the special token that ends an answer in the tokenizer's chat template; empty without a valid template."""
     if chat_template_text(tokenizer.companion_files) is None:
         return ()
     try:
@@ -223,8 +222,8 @@ def _token_text(token: Any) -> str | None:
 
 
 CHAT_PREFIX = "chat:"
-TRAIN_FIELDS = ("weight", "train", "training")  # of a message, in OpenAI's files and axolotl's
-MAX_MESSAGES = 1000  # of a conversation
+TRAIN_FIELDS = ("weight", "train", "training")  # of a message, in OpenAI's and axolotl's files
+MAX_MESSAGES = 1000  # per conversation
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +235,7 @@ class PackedConversations:
     sequence_length: int
 
     def batch(self, row_indices: np.ndarray, sample_indices: np.ndarray) -> Batch:
-        """The rows of these indices int64 [B], padded on the right. Only the assistant's tokens have labels."""
+        """Return the rows of these indices, int64 [B], padded on the right. Only the assistant's tokens have labels."""
         tokens = np.zeros((len(row_indices), self.sequence_length + 1), dtype=np.int64)
         labels = np.full((len(row_indices), self.sequence_length), -1, dtype=np.int64)
         doc_lengths = []
@@ -266,7 +265,7 @@ class ChatDataset:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens in a row."""
+        """Input tokens per row."""
         return self.train.sequence_length
 
     @property
@@ -275,12 +274,12 @@ class ChatDataset:
         return self.chat_format.tokenizer
 
     def batch(self, seed: int, first_row: int, num_rows: int) -> Batch:
-        """`num_rows` rows from `first_row` on of an endless order: every row once per epoch, each epoch reshuffled."""
+        """Return `num_rows` rows from `first_row` on, in an endless order that is reshuffled every epoch."""
         sample_indices = np.arange(first_row, first_row + num_rows, dtype=np.int64)
         return self.train.batch(epoch_shuffle(sample_indices, len(self.train.rows), (seed, 0)), sample_indices)
 
     def validation_batches(self, num_rows: int, batch_size: int) -> Iterator[Batch]:
-        """About `num_rows` validation rows, evenly spaced."""
+        """Yield about `num_rows` validation rows, evenly spaced, in batches."""
         row_indices = np.arange(
             0, len(self.validation.rows), max(1, len(self.validation.rows) // max(1, num_rows)), dtype=np.int64
         )
@@ -304,8 +303,8 @@ def prepare_chat(
 
     `tokenizer_files`: the other files of the tokenizer's folder, content by name, such as its chat template. One
     conversation in twenty, chosen by its hash, goes to the validation split, so equal conversations are always in the
-    same split; a single conversation does where that would leave a split empty. A conversation longer than
-    `sequence_length` is cut. Raises DataError, naming file and line.
+    same split; if a split would be empty, a single conversation is for validation. A conversation longer than
+    `sequence_length` is truncated. Raises DataError, naming file and line.
     """
     try:
         chat_format = ChatFormat(tokenizer, tokenizer_files)
@@ -344,14 +343,14 @@ def prepare_chat(
     )
     if truncated:
         progress.print_status(
-            f"{truncated:,} conversations are longer than sequence_length {sequence_length} and were cut"
-            + (f"; {without_answer:,} have no assistant token left and are not used" if without_answer else "")
+            f"{truncated:,} conversations are longer than sequence_length {sequence_length} and were truncated"
+            + (f"; {without_answer:,} have no assistant token left and are left out" if without_answer else "")
         )
     return ChatDataset(chat_format, train, validation, report["hash"], report)
 
 
 class _ConversationSplit:
-    """Collects rows, cut to `sequence_length`, by the hash of their conversation, and splits them."""
+    """Collects rows, truncated to `sequence_length`, by the hash of their conversation, and splits them."""
 
     def __init__(self, sequence_length: int) -> None:
         self.sequence_length = sequence_length
@@ -370,13 +369,13 @@ class _ConversationSplit:
         self.conversations.setdefault(digest, []).extend(with_answer)
 
     def packed(self) -> tuple[PackedConversations, PackedConversations]:
-        """The training and the validation split. Raises DataError for fewer than two conversations with an answer."""
+        """Pack the training and validation splits. Raises DataError for fewer than two conversations with an answer."""
         digests = [digest for digest, rows in self.conversations.items() if rows]
         if len(digests) < 2:
             raise DataError(
                 f"chat: {len(digests)} different conversations have an answer within sequence_length "
-                f"{self.sequence_length}, and two are needed, one for validation: give more conversations, or a larger "
-                "sequence_length."
+                f"{self.sequence_length}, and at least two are needed, one for validation: give more conversations, or "
+                "a larger sequence_length."
             )
         validation = {digest for digest in digests if is_in_validation(digest)}
         if len(validation) in (0, len(digests)):
@@ -454,14 +453,14 @@ class _InvalidRecordError(Exception):
 
 
 def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
-    """The messages of a line, checked: role and content; and the indices of answers that are not trained on.
+    """Check a line; return role and content of its messages, and the indices of answers that are not trained on.
 
-    Fields that are null or empty are neutral. Those of TRAIN_FIELDS say whether an answer is learned.
+    Null and empty fields are ignored. TRAIN_FIELDS say whether an answer is trained on.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise _InvalidRecordError('has no list "messages"')
-    if len(messages) > MAX_MESSAGES:  # each answer is rendered with all that comes before it
+    if len(messages) > MAX_MESSAGES:  # each answer is rendered with all messages before it
         raise _InvalidRecordError(f"has more than {MAX_MESSAGES} messages")
     if record.get("tools"):
         raise _InvalidRecordError('has "tools", which are not supported,')
@@ -496,11 +495,11 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
 
 
 def _check_train_fields(message: Mapping[str, Any], location: str) -> None:
-    """Raise for a field that says neither yes nor no, or asks to train on what is no answer."""
+    """Raise for a field that is neither true nor false, or that asks to train on a message that is not an answer."""
     for name in TRAIN_FIELDS:
         value = message.get(name)
         is_answer = message["role"] == ASSISTANT
         allowed = (None, 0, False, 1, True) if is_answer else (None, 0, False)
         if isinstance(value, str | list | dict) or value not in allowed:
-            choices = "0, 1, true or false" if is_answer else "0 or false, since only answers are trained on"
+            choices = "0, 1, true or false" if is_answer else "0 or false, because only answers are trained on"
             raise _InvalidRecordError(f'has a "{name}" in {location} that is not {choices},')

@@ -1,7 +1,7 @@
-"""A chat template in Jinja's sandbox: no Python internals, no files, and work and memory within bounds.
+"""A chat template in Jinja's sandbox: no Python internals, no files, and bounded work and memory.
 
-Work is counted in units: a turn of a loop, a call, or UNIT_LENGTH items or characters that are read or made. A
-template has none of Python's loops, so a rendering ends after MAX_UNITS units, or is refused.
+Work is counted in units: a loop iteration, a call, or UNIT_LENGTH items or characters read or made. All loops are
+counted, so rendering ends within MAX_UNITS units, or is refused.
 """
 
 import json
@@ -25,7 +25,7 @@ from heddle.progress import printable
 MAX_UNITS = 200_000
 UNIT_LENGTH = 128
 MAX_NUMBER = 100_000  # of an argument or a factor
-MAX_PRODUCT = 2**26  # of the lengths of two arguments: one may stand in every place of the other
+MAX_PRODUCT = 2**26  # of the lengths of two arguments: one may be inserted at every position of the other
 MAX_CHARACTERS = 2**17  # of a template; published ones have up to 30,000
 MAX_DATE_FORMAT = 200  # characters
 KNOWN_NAMES = ("messages", "add_generation_prompt", "tools", "documents")
@@ -40,12 +40,12 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         if len(text) > MAX_CHARACTERS:
-            raise UnreadableError(f"has {len(text):,} characters, and a chat template at most {MAX_CHARACTERS:,}")
+            raise UnreadableError(f"has {len(text):,} characters, more than the limit of {MAX_CHARACTERS:,}")
         try:
             self.parsed = self._environment.parse(text)
             self.globals = frozenset(self._environment.globals)
             self._template: Template = self._environment.from_string(_Counted().visit(self._environment.parse(text)))
-        except Exception as error:  # Python refuses what nests too deeply in several ways
+        except Exception as error:  # Python raises several errors for deep nesting
             raise UnreadableError(f"cannot be read as Jinja ({_reason(error)})") from error
 
     @property
@@ -54,7 +54,7 @@ class ChatTemplate:
         return frozenset(find_undeclared_variables(self.parsed))
 
     def render(self, **variables: Any) -> str:
-        """The text. Raises UnreadableError for what the template refuses, and for too much work."""
+        """Return the rendered text. Raises UnreadableError if the template raises, or takes too much work."""
         self._environment.work = 0
         try:
             return self._template.render(**variables)
@@ -67,7 +67,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`, which some templates put around answers: renders the inside."""
+    """`{% generation %} … {% endgeneration %}`, which some templates put around answers: renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja requires a set here
 
@@ -77,7 +77,7 @@ class _Generation(Extension):
 
 
 class _Counted(NodeTransformer):
-    """Has each turn of a loop counted, and each `a ~ b` done by a method that counts."""
+    """Counts each loop iteration, and replaces each `a ~ b` by a method that counts."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja's name
         self.generic_visit(node)
@@ -91,14 +91,14 @@ class _Counted(NodeTransformer):
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, which counts work. Methods without an underscore are called by compiled templates."""
+    """The sandbox, which counts work. Compiled templates call the methods without an underscore."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.work = 0
-        self.concat = self._concatenate  # type: ignore[method-assign]  # called for all text that is put together
+        self.concat = self._concatenate  # type: ignore[method-assign]  # called to join the pieces of a text
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = _strftime_now
         del self.globals["lipsum"]  # makes text without counting it
@@ -112,7 +112,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateError("it takes too many steps")
 
     def joined(self, *parts: Any) -> str:
-        """The parts as one text."""
+        """Return the parts as one text."""
         return self._concatenate(map(str, parts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -126,7 +126,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self._counted(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as Jinja's
-        """Call a function or a macro, unless its arguments ask for much."""
+        """Call a function or a macro, unless its arguments are too large."""
         if __function == __self.count:
             return __self.count()
         method = getattr(__function, "__wrapped__", __function)  # the sandbox wraps the methods that format
@@ -169,7 +169,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _size(value: Any) -> int:
-    """How many characters a value has, or bytes that its items take; its absolute value; 1 for anything else."""
+    """Return a text's characters, the bytes of a list's items, a number's absolute value, or 1 for anything else."""
     if isinstance(value, str | bytes | range):
         return len(value)
     if isinstance(value, list | tuple | dict):
@@ -188,21 +188,21 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers gives it to templates; Jinja's own escapes HTML."""
+    """`tojson` as in transformers; Jinja's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(form: str) -> str:
-    """The time, as transformers gives it to templates."""
+    """`strftime_now` as in transformers."""
     if len(form) > MAX_DATE_FORMAT:
-        raise TemplateError("the form of a date is too long")
+        raise TemplateError("a date format is too long")
     return datetime.now().strftime(form)
 
 
 def unknown_names(text: str) -> list[str]:
-    """Names that a template reads, and that nothing sets: they are empty when it is rendered.
+    """Return the names that a template reads and nothing sets; they are empty when it is rendered.
 
-    A name that the template asks about (`is defined`, `default(…)`) is not among them. Raises UnreadableError.
+    Names that the template tests (`is defined`, `default(…)`) are left out. Raises UnreadableError.
     """
     template = ChatTemplate(text)
     tree = template.parsed

@@ -1,4 +1,4 @@
-"""From text sources to token files: read, split, train a tokenizer, encode as far as needed, and cache the results."""
+"""From text sources to token files: read, split, train a tokenizer, encode as much as needed, and cache the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from heddle.tokenization import DEFAULT_VOCAB_SIZE, fast_encoder
 from heddle.tokenization.backend import MAX_RUN_LENGTH
 from heddle.tokenization.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
-# The training and validation split of a source, and even samples of either; both depend on the content alone.
+# The training and validation split of a source, and even samples of either, depend only on the content.
 
 
 # A split with less than this fraction of the characters counts as empty: it would be too small to be useful.
@@ -32,7 +32,7 @@ TRAIN, VALIDATION = "train", "validation"
 
 @dataclass(frozen=True)
 class SplitSize:
-    """The size of one split of a source; exact where the method is "hash", else approximate."""
+    """The size of one split of a source; exact if the method is "hash", else approximate."""
 
     documents: int
     bytes: int
@@ -47,11 +47,11 @@ class SourceSplit:
     train_characters: int
 
     def documents(self, split: str) -> Iterator[str]:
-        """The documents of one split, in the order of the source."""
+        """Yield the documents of one split, in the order of the source."""
         return self._by_hash(split) if self.method == "hash" else self._by_position(split)
 
     def size(self, split: str) -> SplitSize:
-        """Documents and bytes of one split."""
+        """Return the number of documents and bytes of one split."""
         counts = self.source.counts
         if self.method == "hash":
             validation = SplitSize(counts.validation_documents, counts.validation_bytes)
@@ -65,10 +65,10 @@ class SourceSplit:
         return SplitSize(max(1, round(counts.documents * fraction)), max(1, round(counts.bytes * fraction)))
 
     def sample(self, split: str, fraction: float) -> Iterator[str]:
-        """About this fraction (0 to 1) of a split's documents, evenly spread; larger samples include smaller ones."""
+        """Yield about this fraction (0 to 1) of a split's documents, evenly; larger samples include smaller ones."""
         limit = int(min(fraction, 1.0) * 2**64)
         for index, text in enumerate(self.documents(split)):
-            # The first document always belongs to it, so that a sample is never empty.
+            # The first document is always included, so that a sample is never empty.
             if index == 0 or splitmix64(index * GOLDEN_GAMMA) < limit:
                 yield text
 
@@ -92,29 +92,26 @@ class SourceSplit:
 def split_source(source: ScannedSource) -> SourceSplit:
     """Split a source: one document in twenty, chosen by its hash, is for validation.
 
-    Where that leaves a split with less than 1 % of the characters, the last 5 % of the text is for validation. Raises
-    DataError for fewer than two characters.
+    If a split would have less than 1 % of the characters, the last 5 % of the text is for validation. Raises DataError
+    for fewer than two characters.
     """
     counts = source.counts
     validation_fraction = counts.validation_characters / counts.characters
     if MIN_SPLIT_FRACTION <= validation_fraction <= 1 - MIN_SPLIT_FRACTION:
         return SourceSplit(source, "hash", 0)
     if counts.characters < 2:
-        raise DataError(f"data {source.name} holds a single character: give more text.")
+        raise DataError(f"data {source.name} has a single character: give more text.")
     train_characters = min(max(1, int(counts.characters * (1 - TAIL_FRACTION))), counts.characters - 1)
     return SourceSplit(source, "tail", train_characters)
 
 
-# Encoding the splits of sources to token files, as far as needed, with a cache.
-
-
-# Validation uses at most about this many tokens, evenly over the documents of the validation split.
+# Validation uses at most about this many tokens, spread evenly over the documents of the validation split.
 MAX_VALIDATION_TOKENS = 2_000_000
 # A training split up to this size is always encoded fully, so that its samples do not depend on max_train_tokens.
 FULLY_ENCODED_BYTES = 48 * 1024 * 1024
 _BATCH_BYTES = 1024 * 1024
-_HINT_BYTES = 8 * 1024 * 1024  # from here on a user waits for the encoding
-RECIPE_VERSION = 1  # raise this with any change that gives other tokens for the same text
+_HINT_BYTES = 8 * 1024 * 1024  # from here on, encoding takes noticeable time
+RECIPE_VERSION = 1  # raise this with any change to the tokens of the same text
 
 
 class CorpusEncoder:
@@ -124,10 +121,10 @@ class CorpusEncoder:
         self._cache, self._tokenizer = cache, tokenizer
 
     def train_file(self, split: SourceSplit, needed_tokens: int | None) -> TokenFile:
-        """The training split, or an even sample of it with at least `needed_tokens` tokens."""
+        """Return the training split, or an even sample of it with at least `needed_tokens` tokens."""
         split_bytes = split.size(TRAIN).bytes
         fraction = 1.0
-        # No token is shorter than a byte, so a split with fewer bytes than needed tokens is needed entirely.
+        # A token has at least one byte, so a split with fewer bytes than needed tokens is encoded entirely.
         if needed_tokens is not None and split_bytes > max(FULLY_ENCODED_BYTES, needed_tokens):
             fraction = self._train_fraction(split, needed_tokens)
         while True:
@@ -137,7 +134,7 @@ class CorpusEncoder:
             fraction = _round_up_fraction(fraction * 1.01)
 
     def validation_file(self, splits: Sequence[SourceSplit]) -> TokenFile:
-        """The validation splits, in order, each cut to an equal part of MAX_VALIDATION_TOKENS."""
+        """Return the validation splits, in order, each limited to an equal share of MAX_VALIDATION_TOKENS."""
         fractions = []
         for split in splits:
             max_tokens = MAX_VALIDATION_TOKENS // len(splits)
@@ -177,7 +174,7 @@ class CorpusEncoder:
         total_bytes = sum(int(split.size(split_name).bytes * fraction) for split, fraction in samples)
         tokenizer = self._tokenizer
         if tokenizer.is_native and total_bytes >= _HINT_BYTES and not fast_encoder.is_installed():
-            progress.print_status(f"with gigatoken ({pip_install('data')}), text is encoded many times as fast")
+            progress.print_status(f"with gigatoken ({pip_install('data')}), text is encoded many times faster")
         with (
             write_token_file(
                 path, vocab_size=tokenizer.vocab_size, eod_id=tokenizer.eod_id, tokenizer_hash=tokenizer.hash
@@ -196,7 +193,7 @@ class CorpusEncoder:
 
 
 def _batches(documents: Iterator[str]) -> Iterator[tuple[list[str], int]]:
-    """Group documents into lists of about a megabyte, with their bytes: enough for all cores, little memory."""
+    """Group documents into lists of about a megabyte, with their bytes: enough for all cores, in little memory."""
     texts: list[str] = []
     size = 0
     for text in documents:
@@ -214,7 +211,7 @@ def _round_up_fraction(fraction: float) -> float:
     return min(1.0, 2.0 ** (math.ceil(4 * math.log2(fraction)) / 4)) if fraction < 1 else 1.0
 
 
-# The distinct words of texts, which decide how much memory it takes to train a tokenizer.
+# The distinct words of texts determine the memory for training a tokenizer.
 
 
 _WORD = re.compile(rf"\w{{1,{MAX_RUN_LENGTH}}}|[^\w\s]{{1,{MAX_RUN_LENGTH}}}")
@@ -224,11 +221,11 @@ _MAX_RUNS_SIZE = 4 * 1024 * 1024  # characters that are remembered
 def distinct_word_bytes(texts: Iterable[str], limit: int) -> int:
     """Count the UTF-8 bytes of the distinct words of the texts; stop once the count passes `limit`.
 
-    BPE training holds every distinct word and needs about 100 bytes of memory for each of these bytes. Scripts
-    without spaces have many distinct words, source code has few.
+    BPE training keeps every distinct word, in about 100 bytes of memory for each of these bytes. Scripts without spaces
+    have many distinct words, source code has few.
     """
     words: set[str] = set()
-    runs: set[str] = set()  # what stands between white space: most of it repeats, and is searched once
+    runs: set[str] = set()  # text between white space: most of it repeats, and is searched once
     total = runs_size = 0
     for text in texts:
         new_runs = set(text.split()) - runs
@@ -244,11 +241,11 @@ def distinct_word_bytes(texts: Iterable[str], limit: int) -> int:
     return total
 
 
-# BPE trains on at most this much of the training split, evenly over its documents, and by weight over the sources.
+# BPE trains on at most this many bytes of the training split, evenly over documents, and by weight over sources.
 TOKENIZER_TRAINING_BYTES = 16 * 1024 * 1024
 # BPE trains on at most this many bytes of distinct words, which limits its memory to about 300 MB in any script.
 TOKENIZER_DISTINCT_WORD_BYTES = 3 * 1024 * 1024
-# A text with so many bytes and tokens for each character is suggested a larger vocabulary.
+# With this many bytes and tokens per character, a larger vocabulary is suggested.
 MANY_BYTES_PER_CHARACTER = 1.5
 MANY_TOKENS_PER_CHARACTER = 0.75
 SUGGESTED_VOCAB_SIZE = 16_384
@@ -261,8 +258,8 @@ class Corpus:
     """Tokenized text: one training file for each source, and one validation file for all of them.
 
     `hash` identifies content, weights, splits and tokenizer, but not how much of the text was encoded. `report` is
-    plain JSON: bytes, documents and tokens by split and source, the skipped files, the tokenizer. `rows`: how every row
-    of it begins, in training and evaluation.
+    plain JSON: bytes, documents and tokens by split and source, the skipped files, the tokenizer. `rows`: how every
+    sequence begins, in training and evaluation.
     """
 
     tokenizer: Tokenizer
@@ -276,7 +273,7 @@ class Corpus:
 
     @property
     def bytes_per_character(self) -> float:
-        """Bytes of UTF-8 for each character, over all sources."""
+        """UTF-8 bytes per character, over all sources."""
         sources = self.report["sources"]
         return float(sum(source["bytes"] for source in sources) / sum(source["characters"] for source in sources))
 
@@ -292,11 +289,11 @@ def prepare_corpus(
 ) -> Corpus:
     """Make a corpus from the sources (see `parse_source`), or read it from the cache.
 
-    `max_train_tokens` is the largest number of training tokens that will be used (None: all). A training split of over
-    48 MB is encoded only as far as that needs: an even sample of its documents, the same one whatever the cache holds.
-    A given tokenizer may not have more than `vocab_size` tokens; without one, BPE learns that many tokens (None:
-    DEFAULT_VOCAB_SIZE) from at most 16 MB of the training split. rows: those of the model that will read it
-    (`heddle.training.init_checkpoint.model_rows`), if it is trained. Raises DataError and MachineError.
+    `max_train_tokens` is the largest number of training tokens that will be used (None: all). Of a training split over
+    48 MB only an even sample of documents is encoded, as large as that needs, and independent of the cache. A tokenizer
+    may not have more than `vocab_size` tokens; without a tokenizer, BPE learns that many tokens (None:
+    DEFAULT_VOCAB_SIZE) from at most 16 MB of the training split. rows: how sequences begin for a trained model
+    (`heddle.training.init_checkpoint.model_rows`). Raises DataError and MachineError.
     """
     if not sources:
         raise DataError("no data was named: give a file, a folder or stdlib.")
@@ -315,7 +312,7 @@ def prepare_corpus(
     for split, weight in zip(splits, weights, strict=True):
         needed_tokens = None
         if max_train_tokens is not None:
-            # A little more than the source's share, since sources are mixed by whole samples of an unknown length.
+            # A little more than the source's share, as sources are mixed by whole samples of unknown length.
             needed_tokens = math.ceil(max_train_tokens * weight / total_weight * 1.01) + _BUDGET_SLACK
         train.append(encoder.train_file(split, needed_tokens))
     validation = encoder.validation_file(splits)
@@ -338,14 +335,14 @@ def prepare_corpus(
 
 
 def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int | None) -> None:
-    """Raise DataError where a model's `vocab_size` is below the tokenizer's (None: the model takes the tokenizer's).
+    """Raise DataError if a model's `vocab_size` is below the tokenizer's (None: the model takes the tokenizer's).
 
     Also raises DataError for a tokenizer that does not round-trip, before anything is encoded.
     """
     if len(tokenizer.byte_lengths) > (vocab_size or tokenizer.vocab_size):
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size is {vocab_size}: "
-            f"set vocab_size to at least {tokenizer.vocab_size}, or take a smaller tokenizer."
+            f"set vocab_size to at least {tokenizer.vocab_size}, or use a smaller tokenizer."
         )
 
 
@@ -435,7 +432,7 @@ def _report(corpus: Corpus, splits: Sequence[SourceSplit]) -> dict[str, Any]:
 
 
 def _suggest_vocab_size(corpus: Corpus) -> None:
-    """Say where a script with many characters, such as Chinese, is cut into almost as many tokens as characters."""
+    """Suggest a larger vocabulary for a script, such as Chinese, with almost as many tokens as characters."""
     text_bytes, size = sum(file.text_bytes for file in corpus.train), corpus.tokenizer.vocab_size
     tokens_per_character = sum(map(len, corpus.train)) * corpus.bytes_per_character / text_bytes
     if (
@@ -444,8 +441,8 @@ def _suggest_vocab_size(corpus: Corpus) -> None:
         and DEFAULT_VOCAB_SIZE <= size < SUGGESTED_VOCAB_SIZE
     ):
         progress.print_status(
-            f"corpus {corpus.name}: {tokens_per_character:.2f} tokens a character with a vocabulary of {size:,}; "
-            f"this script has more characters than that serves: try vocab_size {SUGGESTED_VOCAB_SIZE:,}"
+            f"corpus {corpus.name}: {tokens_per_character:.2f} tokens per character with a vocabulary of {size:,}, "
+            f"which is small for this script: try vocab_size {SUGGESTED_VOCAB_SIZE:,}"
         )
 
 
@@ -462,7 +459,7 @@ def _announce(corpus: Corpus, scanned: Sequence[ScannedSource]) -> None:
 
 
 def _announce_skipped(source: ScannedSource) -> None:
-    """Say which files and records of a source are not in the corpus, and why."""
+    """Print which files and records of a source are not in the corpus, and why."""
     if source.skipped_files:
         first = source.skipped_files[0]
         names = [skipped.file for skipped in source.skipped_files]

@@ -1,4 +1,4 @@
-"""Read a file as documents: strict UTF-8, split at blank lines, with only a block of the file in memory."""
+"""Read a file as documents: strict UTF-8, split at blank lines, with one block of the file in memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from typing import Any, BinaryIO
 from heddle.errors import describe_path, pip_install
 from heddle.progress import printable
 
-# Text files that may be compressed with gzip or zstd: read as a stream, and refused where they grow without bound.
+# Text files may be compressed: they are read as a stream, and refused if they decompress to too much.
 
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
-# What decompresses to more than this many bytes may be at most so many times as large as its compressed bytes.
+# Beyond MAX_BYTES_OF_ANY_RATIO, decompressed text may be at most MAX_RATIO times as large as the compressed bytes.
 MAX_BYTES_OF_ANY_RATIO = 64 * 1024 * 1024
 MAX_RATIO = 100
-MAX_XZ_MEMORY = 256 * 1024 * 1024  # for the dictionary of an .xz file, which its header chooses
+MAX_XZ_MEMORY = 256 * 1024 * 1024  # for the dictionary of an .xz file, whose size its header sets
 _BLOCK_BYTES = 1024 * 1024
 
 
@@ -43,21 +43,21 @@ class SkippedRecords:
     reason: str = ""
 
     def add(self, reason: str) -> None:
-        """Count one. reason: completes a sentence that begins with the file's name."""
+        """Count a record. reason: completes a sentence that begins with the file's name."""
         self.reason = self.reason or reason
         self.count += 1
 
 
 def check_ratio(size: int, path: Path) -> None:
-    """Raise UnreadableError where text of `size` bytes is too much for the file that it came from."""
+    """Raise UnreadableError if text of `size` bytes is too large for the file that it came from."""
     if size > max(MAX_BYTES_OF_ANY_RATIO, MAX_RATIO * path.stat().st_size):
         raise UnreadableError(
-            f"holds text of more than {MAX_RATIO} times its size: write it to a .jsonl file if it is right"
+            f"holds text of more than {MAX_RATIO} times its size: if that is right, write it to a .jsonl file"
         )
 
 
 def text_suffix(path: Path) -> str:
-    """The suffix of a file's content in lower case: `.jsonl` for a.jsonl.gz; `` for a.gz."""
+    """Return the suffix of a file's content in lower case: `.jsonl` for a.jsonl.gz; `` for a.gz."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
@@ -66,7 +66,7 @@ def text_suffix(path: Path) -> str:
 def open_text(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading its text, decompressed if its name ends in `.gz`, `.zst`, `.bz2` or `.xz`.
 
-    Raises UnreadableError, while it is read too: for what is no file, a damaged one, or one that grows without bound.
+    Raises UnreadableError, also while it is read, if it is not a file, is damaged or decompresses to too much.
     """
     check_is_file(path)
     suffix = path.suffix.lower()
@@ -81,14 +81,14 @@ def open_text(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_is_file(path: Path) -> None:
-    """Raise UnreadableError for a pipe, a device or anything else that is no file: reading it might wait for ever."""
+    """Raise UnreadableError for a pipe, a device or anything else that is not a file: reading it might never end."""
     what = describe_path(path)
     if what != "is a file":
         raise UnreadableError(f"{what}: give a file")
 
 
 def import_pyarrow() -> Any:
-    """The library that reads zstd, Parquet and Arrow. Raises UnreadableError where it is not installed."""
+    """Return pyarrow, which reads zstd, Parquet and Arrow. Raises UnreadableError if it is not installed."""
     try:
         import pyarrow
     except ImportError as error:
@@ -97,7 +97,7 @@ def import_pyarrow() -> Any:
 
 
 class _Decompressed(io.RawIOBase):
-    """The bytes of a decompressing stream over `file`, bounded by the compressed bytes that were read."""
+    """A decompressing stream over `file`, whose output is bounded by the compressed bytes read so far."""
 
     def __init__(self, stream: Any, file: BinaryIO) -> None:
         self._stream, self._file, self._count = stream, file, 0
@@ -114,7 +114,7 @@ class _Decompressed(io.RawIOBase):
         self._count += len(data)
         if self._count > max(MAX_BYTES_OF_ANY_RATIO, MAX_RATIO * self._file.tell()):
             raise UnreadableError(
-                f"decompresses to more than {MAX_RATIO} times its size: decompress it yourself if that is right"
+                f"decompresses to more than {MAX_RATIO} times its size: if that is right, decompress it yourself"
             )
         buffer[: len(data)] = data
         return len(data)
@@ -126,7 +126,7 @@ def _zstd_stream(file: BinaryIO) -> Any:
 
 
 class _XZStream:
-    """Reads an .xz file within a bound of memory, which `lzma.LZMAFile` has not."""
+    """Reads an .xz file with a memory limit, which `lzma.LZMAFile` does not have."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._decoder = file, lzma.LZMADecompressor(memlimit=MAX_XZ_MEMORY)
@@ -158,19 +158,21 @@ MAX_DOCUMENT_BYTES = 64 * 1024
 # One line of a .jsonl file is parsed whole, so it is bounded.
 MAX_JSON_LINE_BYTES = 16 * 1024 * 1024
 
-_WARC_SUFFIXES = (".warc", ".wet")  # their headers would be read as text
+_WARC_SUFFIXES = (".warc", ".wet")  # otherwise their headers would be read as text
 _BINARY_CHECK_BYTES = 8192
-_CONTROL_BYTES = frozenset({*range(32), 127}) - frozenset(b"\t\n\v\f\r\b\x1b")  # those of text: also of man's bold
+_CONTROL_BYTES = frozenset({*range(32), 127}) - frozenset(
+    b"\t\n\v\f\r\b\x1b"
+)  # allowed in text; \b is the bold of man pages
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 
 
 def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | None = None) -> Iterator[str]:
-    """Yield the documents of one file, in order; of records in JSON, the `field` of each.
+    """Yield the documents of one file, in order; for JSON records, the text of `field`.
 
     Records are the lines of a `.jsonl`, `.ndjson` or `.jsonlines` file, and the objects in the array or on the lines of
-    a `.json` file. One without text, or a broken one, is left out and counted in `skipped`; a file without any text is
-    refused. The name of a compressed file goes on with `.gz`, `.zst`, `.bz2` or `.xz`. A WARC file is refused.
+    a `.json` file. A record without text, or a broken one, is left out and counted in `skipped`; a file without any
+    text is refused. A compressed file's name also has `.gz`, `.zst`, `.bz2` or `.xz`. A WARC file is refused.
 
     A file of at most 64 KB is one document. A longer file is split into documents of at most 64 KB: after the last
     blank line that fits, else the last line end, else the last space, else between two characters. Joined, the
@@ -196,7 +198,7 @@ def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | No
 
 
 def looks_like_text(path: Path) -> bool:
-    """Whether a file without a telling name begins as text in UTF-8."""
+    """Whether a file without a known suffix begins with UTF-8 text."""
     try:
         with open_text(path) as file:
             head = file.read(_BINARY_CHECK_BYTES)
@@ -212,7 +214,7 @@ def looks_like_text(path: Path) -> bool:
 
 
 class _Continued:
-    """A stream whose first bytes were read before."""
+    """A stream with its first bytes already read."""
 
     def __init__(self, first: bytes, file: BinaryIO) -> None:
         self._first, self._file = io.BytesIO(first), file
@@ -228,7 +230,7 @@ class _Continued:
 
 
 def _records_of(first: bytes) -> str | None:
-    """How a `.json` file holds records: an array of objects, objects on lines, or None: it is a text like any other."""
+    """How a `.json` file holds records: "array" of objects, objects on "lines", or None for plain text."""
     head = first.removeprefix(_BYTE_ORDER_MARK).lstrip()
     if head.startswith(b"[") and head[1:].lstrip().startswith(b"{"):
         return "array"
@@ -243,7 +245,7 @@ def _records_of(first: bytes) -> str | None:
 
 
 def split_documents(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Split a stream of bytes into pieces of 1 to 65,536 bytes, where `read_documents` says."""
+    """Split a stream of bytes into pieces of 1 to 65,536 bytes, at the points that `read_documents` describes."""
     buffer = b""
     for block in blocks:
         buffer += block
@@ -317,7 +319,7 @@ def read_json_lines(file: BinaryIO) -> Iterator[tuple[int, Any]]:
 
 
 def _parsed_lines(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
-    """The number and the value of each line that is not blank; of one that cannot be read, the error that says why."""
+    """Yield the number and value of each line that is not blank; the value of an invalid line is the error."""
     number = 0
     while line := file.readline(MAX_JSON_LINE_BYTES + 1):
         number += 1
@@ -340,7 +342,7 @@ def _parsed_lines(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
 
 
 def _parsed_array(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
-    """The number and the value of each item of an array, with one item in memory. The rest of a broken one is lost."""
+    """Yield the number and value of each item of an array, with one item in memory; stops at a broken item."""
     decoder, text, number = json.JSONDecoder(), "", 0
     bytes_decoder = codecs.getincrementaldecoder("utf-8-sig")()
 

@@ -1,7 +1,7 @@
-"""`hf:NAME[:CONFIG][:SPLIT]`: a text column of a data set of the Hugging Face hub, streamed once into the cache.
+"""`hf:NAME[:CONFIG][:SPLIT]`: a text column of a data set on the Hugging Face hub, streamed once into the cache.
 
-The first rows are kept there as JSON lines, in files of 10,000 rows, and every later run reads these: the same bytes,
-without a network. A stream that was cut short goes on after the last whole file, at the same commit of the data set.
+The first rows are cached as JSON lines, in files of 10,000 rows, and every later run reads these: the same bytes,
+without a network. An interrupted stream resumes after the last complete file, at the same commit of the data set.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from heddle.storage.file_io import replace_file
 # `hf:PATH,text=COLUMN,split=NAME`: the text column of a data set on this disk, read a batch of rows at a time.
 #
 # PATH is a folder that `datasets` saved (`save_to_disk`), a .parquet, .arrow or .jsonl file, or a folder of such files.
-# No code of a data set is run. What is not on this disk is a name of the hub (`heddle.data.hub`).
+# No code of a data set is run. A path that is not on this disk is a name on the hub.
 
 
 HF_PREFIX = "hf:"
@@ -53,14 +53,14 @@ SPLIT_NAMES = {
 }
 _OPTION = re.compile(r"(?P<rest>.*),(?P<key>\w+)=(?P<value>[^,]*)", re.DOTALL)
 _BATCH_ROWS = 256  # rows read at a time
-_TEXT_ROWS = 16  # of them as text: a row may be long, and shared in the file
+_TEXT_ROWS = 16  # converted to text at a time: a row may be long, and stored once for many
 _MAX_STATE_BYTES = 64 * 1024 * 1024  # of the JSON that `datasets` writes beside its files
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 @dataclass(frozen=True)
 class HFDataset:
-    """A parsed `hf:` argument. split None: train, or the only split there is."""
+    """A parsed `hf:` argument for this disk. split None: train, or the only split there is."""
 
     path: Path
     column: str
@@ -78,7 +78,7 @@ def is_hf_argument(argument: str) -> bool:
 
 
 def split_options(argument: str) -> tuple[str, dict[str, str]]:
-    """Cut the options `,name=value` off an argument without its `hf:`. Raises DataError for one that is unknown."""
+    """Split an argument without its `hf:` into path and options `,name=value`. Raises DataError for unknown ones."""
     path_text, options = argument.removeprefix(HF_PREFIX), dict[str, str]()
     while match := _OPTION.fullmatch(path_text):
         path_text, key, value = match["rest"], match["key"], match["value"]
@@ -87,25 +87,25 @@ def split_options(argument: str) -> tuple[str, dict[str, str]]:
                 f"data {printable(argument)}: has no option '{key}={value}'; choices: text=COLUMN, split=NAME, rows=N"
             )
         if key in options:
-            raise DataError(f"data {printable(argument)}: gives {key} twice; keep one")
+            raise DataError(f"data {printable(argument)}: has {key} twice; keep one")
         options[key] = value
     return path_text, options
 
 
 def parse_hf_argument(argument: str) -> HFDataset:
-    """Parse `hf:PATH,text=COLUMN,split=NAME` of this disk. Raises DataError for a path that is not there."""
+    """Parse `hf:PATH,text=COLUMN,split=NAME` for this disk. Raises DataError for a missing path."""
     path_text, options = split_options(argument)
     dataset = HFDataset(Path(path_text), options.get("text", "text"), options.get("split"))
     what = describe_path(dataset.path) if path_text else "does not exist"
     if what not in ("is a file", "is a folder"):
-        raise DataError(f"{dataset.display_name} {what}: give a folder or file on this disk, or OWNER/NAME of the hub.")
+        raise DataError(f"{dataset.display_name} {what}: give a folder or file on this disk, or OWNER/NAME on the hub.")
     if "rows" in options:
-        raise DataError(f"{dataset.display_name} is on this disk: rows is for data sets of the hub; leave it out.")
+        raise DataError(f"{dataset.display_name} is on this disk: rows is for data sets on the hub; leave it out.")
     return dataset
 
 
 def list_dataset_files(dataset: HFDataset) -> list[Path]:
-    """The files of the split, in order. Raises DataError, naming the existing splits, where it is missing."""
+    """Return the files of the split, in order. Raises DataError, naming the existing splits, if it is missing."""
     path = dataset.path
     if path.is_file():
         if text_suffix(path) not in DATASET_SUFFIXES:
@@ -127,7 +127,7 @@ def list_dataset_files(dataset: HFDataset) -> list[Path]:
 
 
 def read_any_text(path: Path, skipped: SkippedRecords | None = None) -> Iterator[str]:
-    """Yield the documents of any file of text: of a Parquet or Arrow file its column `text`."""
+    """Yield the documents of any text file; for a Parquet or Arrow file, those in its column `text`."""
     if path.suffix.lower() in (".parquet", *ARROW_SUFFIXES):
         yield from read_column(path, skipped, "text")
     else:
@@ -137,8 +137,8 @@ def read_any_text(path: Path, skipped: SkippedRecords | None = None) -> Iterator
 def read_column(path: Path, skipped: SkippedRecords | None, column: str) -> Iterator[str]:
     """Yield the documents of one column: each row's text, split as `read_documents` splits files; nulls are skipped.
 
-    Raises UnreadableError, naming the existing columns where this one is missing, and where the text is more than a
-    hundred times as large as the file.
+    Raises UnreadableError if the column is missing, naming the existing columns, or if the text is more than a hundred
+    times as large as the file.
     """
     suffix, skipped = path.suffix.lower(), SkippedRecords() if skipped is None else skipped
     if text_suffix(path) in (*JSON_LINES_SUFFIXES, ".json"):
@@ -177,7 +177,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[Any]:
 
 
 def _read_arrow(pyarrow: Any, path: Path, column: str) -> Iterator[Any]:
-    """Read a column of an IPC file or of an IPC stream (which `datasets` writes), which must be complete."""
+    """Read a column of an IPC file or IPC stream (`datasets` writes streams), which must be complete."""
     from pyarrow import ipc
 
     with open(path, "rb") as file:
@@ -198,7 +198,7 @@ def _read_arrow(pyarrow: Any, path: Path, column: str) -> Iterator[Any]:
 
 
 def _check_column(schema: Any, column: str) -> int:
-    """The index of a text column. Raises UnreadableError where it is missing or not text."""
+    """Return the index of a text column. Raises UnreadableError if it is missing or not text."""
     from pyarrow import types
 
     if schema.names.count(column) != 1:
@@ -214,7 +214,7 @@ def _check_column(schema: Any, column: str) -> int:
 
 
 def _saved_dataset_files(dataset: HFDataset, folder: Path) -> list[Path]:
-    """The files of a data set saved with `save_to_disk`, in its order."""
+    """Return the files of a data set saved with `save_to_disk`, in its order."""
     state_file = folder / "state.json"
     state = _read_json_object(state_file)
     if state.get("_indices_data_files"):
@@ -232,7 +232,7 @@ def _saved_dataset_files(dataset: HFDataset, folder: Path) -> list[Path]:
 
 
 def _folder_files(dataset: HFDataset) -> list[Path]:
-    """The files below a folder whose paths name the split; all files where no path names a split."""
+    """Return the files below a folder whose paths name the split; all files if no path names a split."""
     files = sorted(_walk_files(dataset), key=lambda path: os.fsencode(path.relative_to(dataset.path).as_posix()))
     splits_by_file = {path: _split_names_in(path.relative_to(dataset.path)) for path in files}
     split_names = sorted(set().union(*splits_by_file.values()))
@@ -283,7 +283,7 @@ def _split_names_in(relative: Path) -> set[str]:
 
 
 def _check_split(dataset: HFDataset, available_splits: list[str]) -> None:
-    """Raise DataError where the requested split is not one of `available_splits` (none: a single unnamed split)."""
+    """Raise DataError if the requested split is not one of `available_splits` (empty: a single unnamed split)."""
     if dataset.split is not None and dataset.split not in (available_splits or ["train"]):
         known = (
             f"; splits: {', '.join(map(printable, available_splits))}"
@@ -313,14 +313,14 @@ def _read_names(path: Path, key: str) -> list[str]:
 
 DEFAULT_ROWS = 100_000
 MAX_ROWS = 10**9
-MAX_BYTES = 4 * 1024**3  # of all rows: a stream ends here, too
+MAX_BYTES = 4 * 1024**3  # of all rows: a stream also ends here
 FILE_ROWS = 10_000
 _NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config_name>[\w.-]+))?(:(?P<split_name>[\w.-]+))?")
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A parsed argument. config None: the data set's default. rows: how many are read, at most."""
+    """A parsed argument for the hub. config None: the data set's default. rows: maximum number of rows read."""
 
     name: str
     config: str | None
@@ -336,7 +336,7 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class _Receipt:
-    """What is known of a file of rows. is_last: whether the split ends with it. state: of the stream after it."""
+    """A record of one file of rows. is_last: whether the split ends with it. state: of the stream after it."""
 
     commit: str
     sha256: str
@@ -347,9 +347,9 @@ class _Receipt:
 
 
 def parse_hub_argument(argument: str) -> HubDataset | None:
-    """Parse `hf:NAME[:CONFIG][:SPLIT],text=COLUMN,rows=N`; None for what is on this disk or can be no such name.
+    """Parse `hf:NAME[:CONFIG][:SPLIT],text=COLUMN,rows=N`; None for a path on this disk or an impossible name.
 
-    Of one word after the name, `train`, `validation` or `test` is the split. Raises DataError for a bad option.
+    If only one word follows the name, `train`, `validation` or `test` is the split. Raises DataError for a bad option.
     """
     text, options = split_options(argument)
     match = _NAME.fullmatch(text)
@@ -359,7 +359,7 @@ def parse_hub_argument(argument: str) -> HubDataset | None:
     if split is None and config in SPLIT_NAMES:
         config, split = None, config
     if split is not None and "split" in options:
-        raise DataError(f"data {printable(argument)}: gives split twice; keep one")
+        raise DataError(f"data {printable(argument)}: has split twice; keep one")
     rows = options.get("rows", str(DEFAULT_ROWS))
     if not rows.isascii() or not rows.isdecimal() or not 1 <= int(rows[:12]) <= MAX_ROWS:
         raise DataError(f"data {printable(argument)}: rows must be a number from 1 to {MAX_ROWS:,}")
@@ -368,9 +368,9 @@ def parse_hub_argument(argument: str) -> HubDataset | None:
 
 
 def download_rows(dataset: HubDataset, cache: DataCache) -> list[Path]:
-    """The files of the first rows of a data set, in order: those of the cache, and what is missing from the hub.
+    """Return the files of a data set's first rows, in order, from the cache; missing ones are streamed from the hub.
 
-    Raises DataError where the hub or the data set cannot be read, and MachineError.
+    Raises DataError if the hub or the data set cannot be read, and MachineError.
     """
     paths: list[Path] = []
     receipts: list[_Receipt] = []
@@ -395,7 +395,7 @@ def download_rows(dataset: HubDataset, cache: DataCache) -> list[Path]:
                 paths.append(path)
     except HeddleError:
         raise
-    except Exception as error:  # whatever the library raises, for a name, a split or a network
+    except Exception as error:  # whatever the library raises for a bad name, split or network
         reason = printable(" ".join(str(error).split()))[:200] or type(error).__name__
         raise DataError(
             f"{dataset.display_name} is not on this disk and cannot be read from the hub ({reason}): "
@@ -430,7 +430,7 @@ class _Stream:
         self._iterator: Iterator[dict[str, Any]] = iter(self._rows)
 
     def write_file(self, path: Path, count: int, bar: progress.ProgressBar) -> _Receipt:
-        """Write the next `count` rows, or as many as are left. A row without text is an empty one."""
+        """Write the next `count` rows, or as many as are left. A row without text is written as empty text."""
         hasher, size, rows = hashlib.sha256(), 0, 0
         with replace_file(path, CACHE_REMEDY) as temporary, temporary.open("xb") as file:
             for row in islice(self._iterator, count):
@@ -455,7 +455,7 @@ def _file_count(dataset: HubDataset) -> int:
 
 
 def _file_path(dataset: HubDataset, cache: DataCache, number: int) -> Path:
-    """The cache's path of a file. More rows of the same data set share all whole files."""
+    """Return a file's path in the cache. Requests for more rows of the same data set reuse all whole files."""
     rows = min(FILE_ROWS, dataset.rows - number * FILE_ROWS)
     return cache.path("jsonl", "hub", dataset.name, dataset.config, dataset.split, dataset.column, number, rows)
 
@@ -465,7 +465,7 @@ def _is_over(receipts: list[_Receipt]) -> bool:
 
 
 def _read_receipt(cache: DataCache, path: Path) -> _Receipt | None:
-    """The receipt of a whole file. None where there is none, or with a warning where a byte was altered."""
+    """Return the receipt of a whole file; None if there is none, or, with a warning, if the file was altered."""
     text = cache.read_text(path.with_suffix(".receipt"))
     if text is None or not path.is_file():
         return None

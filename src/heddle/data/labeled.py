@@ -19,7 +19,7 @@ from heddle.errors import DataError
 class LabeledRows:
     """tokens int [N, T]; labels int [N, T], −1 where the loss ignores the position; coordinates [N, T, 2] or None.
 
-    Coordinates are x and y of each token. Raises DataError where shapes or dtypes do not fit, or every label is −1.
+    Coordinates are x and y of each token. Raises DataError if shapes or dtypes do not fit, or every label is −1.
     """
 
     tokens: np.ndarray
@@ -29,7 +29,7 @@ class LabeledRows:
     def __post_init__(self) -> None:
         shape = list(self.tokens.shape)
         if self.tokens.ndim != 2 or 0 in shape:
-            raise DataError(f"labeled rows: tokens have shape {shape}; expected [rows, length], neither of them 0.")
+            raise DataError(f"labeled rows: tokens have shape {shape}; expected [rows, length], both above 0.")
         for name, array, minimum in (("tokens", self.tokens, 0), ("labels", self.labels, -1)):
             if list(array.shape) != shape:
                 raise DataError(f"labeled rows: {name} have shape {list(array.shape)}; expected {shape}, as tokens.")
@@ -47,7 +47,7 @@ class LabeledRows:
             raise DataError("labeled rows: coordinates must be finite numbers.")
 
     def batch(self, row_indices: np.ndarray, sample_indices: np.ndarray) -> Batch:
-        """The rows of these indices int64 [B], each one document."""
+        """Return the rows of these indices, int64 [B], each as one document."""
         tokens = np.pad(
             self.tokens[row_indices].astype(np.int64), ((0, 0), (0, 1))
         )  # a last column that no label reads
@@ -63,7 +63,7 @@ class LabeledRows:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of every number and shape."""
+        """Return the SHA-256 of all arrays, with their shapes."""
         digest = hashlib.sha256()
         for array in (self.tokens.astype("<i8"), self.labels.astype("<i8"), self.coordinates):
             if array is not None:
@@ -79,7 +79,7 @@ class LabeledDataset:
 
     train: LabeledRows
     test: LabeledRows
-    causal: ClassVar[bool] = False  # no label is among the tokens, so attention may see later tokens
+    causal: ClassVar[bool] = False  # tokens contain no labels, so attention may see later tokens
 
     def __post_init__(self) -> None:
         if self.train.tokens.shape[1] != self.test.tokens.shape[1]:
@@ -92,28 +92,28 @@ class LabeledDataset:
 
     @property
     def length(self) -> int:
-        """Tokens in a row."""
+        """Return the tokens per row."""
         return int(self.train.tokens.shape[1])
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token or label."""
+        """Return one more than the largest token or label."""
         return 1 + max(int(array.max()) for rows in (self.train, self.test) for array in (rows.tokens, rows.labels))
 
     def batch(self, seed: int, first_row: int, num_rows: int) -> Batch:
-        """`num_rows` rows from `first_row` on of an endless order: every row once per epoch, each epoch reshuffled."""
+        """Return `num_rows` rows from `first_row` on, in an endless order that is reshuffled every epoch."""
         sample_indices = np.arange(first_row, first_row + num_rows, dtype=np.int64)
         return self.train.batch(epoch_shuffle(sample_indices, len(self.train.tokens), (seed, 0)), sample_indices)
 
     def validation_batches(self, num_rows: int, batch_size: int) -> Iterator[Batch]:
-        """The first `num_rows` test rows, or all of them if there are fewer."""
+        """Yield the first `num_rows` test rows, or all of them if there are fewer."""
         num_rows = min(num_rows, len(self.test.tokens))
         for first in range(0, num_rows, batch_size):
             row_indices = np.arange(first, min(first + batch_size, num_rows), dtype=np.int64)
             yield self.test.batch(row_indices, row_indices)
 
     def describe(self) -> dict[str, Any]:
-        """Plain data: the number of rows and the hash of their content."""
+        """Return plain data: the number of rows and the hash of their content."""
         splits = {"train": self.train, "test": self.test}
         summary = {name: {"rows": len(rows.tokens), "hash": rows.hash} for name, rows in splits.items()}
         return {"length": self.length, "vocab_size": self.vocab_size, **summary}

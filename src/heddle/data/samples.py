@@ -1,4 +1,4 @@
-"""Batches and their order: a pure function of seed and step, so a run resumes from its step number alone."""
+"""Batches and their order: a pure function of seed and step, so that a run resumes from its step number alone."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of consecutive tokens: inputs are `tokens[:, :-1]`, targets `tokens[:, 1:]` unless `labels` are given.
+    """Sequences of tokens: inputs are `tokens[:, :-1]`, targets `tokens[:, 1:]` unless `labels` are given.
 
     tokens: int64 [B, T + 1].
     doc_lengths: for each row, the lengths of its documents (or parts of documents) within the T inputs. A document
-        begins at an end-of-document token or at the start of the row; what follows the last one is padding.
+        begins at an end-of-document token or at the start of the row; padding follows the last one.
     sample_indices: int64 [B], the index of each row in the order of samples.
     encoder_tokens: int64 [B, S], −1 at padding: the input of the encoder, for a model that has one.
     labels: int64 [B, T], targets other than the next token; −1 is ignored.
@@ -42,43 +42,43 @@ class Batch:
 
     @property
     def targets(self) -> np.ndarray:
-        """int64 [B, T]; −1 is ignored by the loss."""
+        """Return the targets, int64 [B, T]; the loss ignores −1."""
         return self.tokens[:, 1:] if self.labels is None else self.labels
 
 
 @dataclass(frozen=True)
 class RowProtocol:
-    """How each row of a text begins.
+    """How each sequence of a text begins.
 
-    bos_ids: the BOS tokens of an imported model, which has never read a text without them. They take the place of the
-    row's first tokens, so a row keeps its length and its targets, and reads no position more. (): rows begin where the
-    text is cut, as those that heddle trains on.
+    bos_ids: the BOS tokens of an imported model, which never read a text without them. They replace the first tokens of
+    a sequence, so its length, targets and positions stay the same. (): sequences begin where the text is cut, as in
+    heddle's own training.
     """
 
     bos_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> RowProtocol:
-        """The rows that a tokenizer's model was trained on."""
+        """Return the row protocol that a tokenizer's model was trained with."""
         return cls() if tokenizer.is_native else cls(tuple(tokenizer.bos_ids))
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> RowProtocol:
-        """The rows of a `record`, or of a file from before there was one: those began where the text was cut."""
+        """Return the protocol in a `record`; older files have none, and their rows begin where the text was cut."""
         return cls(tuple(record.get("bos_ids", ())))
 
     def __str__(self) -> str:
-        """ "beginning with BOS, which is not scored": how a sentence that names a loss says it."""
+        """Return a phrase for a sentence about a loss: "beginning with BOS, which is not scored"."""
         if not self.bos_ids:
             return "cut anywhere in the text, without BOS"
         return "beginning with BOS, which is not scored"
 
     def record(self) -> dict[str, list[int]]:
-        """What a file says about the rows; nothing for rows that begin where the text is cut."""
+        """Return the fields to save in a file; none for rows that begin where the text is cut."""
         return {"bos_ids": list(self.bos_ids)} if self.bos_ids else {}
 
     def begin(self, tokens: np.ndarray) -> np.ndarray:
-        """Rows int64 [B, T + 1] that begin with BOS, for rows of a text."""
+        """Return rows of a text, int64 [B, T + 1], with their first tokens replaced by BOS."""
         if not self.bos_ids:
             return tokens
         tokens = tokens.copy()
@@ -86,7 +86,7 @@ class RowProtocol:
         return tokens
 
     def without_bos_targets(self, batch: Batch) -> Batch:
-        """The batch with labels that leave out BOS, which such a model never has to predict."""
+        """Return the batch with labels that ignore BOS, which such a model never has to predict."""
         if not self.bos_ids:
             return batch
         return replace(batch, labels=np.where(np.isin(batch.targets, self.bos_ids), -1, batch.targets))
@@ -100,8 +100,8 @@ class CorpusLoader:
 
     A sample is a window of `sequence_length + 1` tokens that starts at a multiple of `sequence_length`, so each token
     is a target once; the last incomplete window of a source is dropped. Sources are mixed in proportion to their
-    weights: no prefix of the sequence is off by more than one sample. Each source yields every window once per epoch,
-    in a new order each epoch.
+    weights, at every point to within one sample. Each source yields every window once per epoch, in a new order each
+    epoch.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class CorpusLoader:
         self._source_cycle = _SourceCycle(weights)
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step; it does not depend on earlier calls."""
+        """Return the batch of a step; it does not depend on earlier calls."""
         return self.batch_from(step * self._batch_size)
 
     def batch_from(self, first_sample: int) -> Batch:
-        """The batch of `batch_size` samples from `first_sample` on."""
+        """Return the batch of `batch_size` samples from `first_sample` on."""
         sample_indices = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
         tokens = np.empty((self._batch_size, self._sequence_length + 1), dtype=np.int64)
         sources, windows = self.locate(sample_indices)
@@ -139,7 +139,7 @@ class CorpusLoader:
         return self._rows.without_bos_targets(batch)
 
     def locate(self, sample_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source and the window of each sample, int64 [n] each."""
+        """Return the source and the window of each sample, int64 [n] each."""
         sources, indices_in_source = self._source_cycle.locate(sample_indices)
         windows = np.empty_like(indices_in_source)
         for source, window_count in enumerate(self._window_counts):
@@ -151,7 +151,7 @@ class CorpusLoader:
 def epoch_shuffle(indices: np.ndarray, count: int, key: tuple[int, int]) -> np.ndarray:
     """Map indices int64 [n] of an endless sequence to items 0 to count − 1, each once per epoch.
 
-    Each epoch has another order, which depends on `key` (seed, source).
+    Each epoch has its own order, which depends on `key` (seed, source).
     """
     epochs, positions = np.divmod(indices, count)
     result = np.empty_like(positions)
@@ -162,7 +162,7 @@ def epoch_shuffle(indices: np.ndarray, count: int, key: tuple[int, int]) -> np.n
 
 
 def check_token_count(files: Sequence[TokenFile], sequence_length: int, batch_size: int) -> None:
-    """Raise DataError where the files hold less than one batch, or one of them less than one window."""
+    """Raise DataError if the files hold less than one batch, or one of them less than one window."""
     tokens = sum(len(file) for file in files)
     windows = [max(0, len(file) - 1) // sequence_length for file in files]
     if sum(windows) < batch_size or 0 in windows:
@@ -177,10 +177,10 @@ def check_token_count(files: Sequence[TokenFile], sequence_length: int, batch_si
 def evaluation_windows(
     token_file: TokenFile, sequence_length: int, batch_size: int = 8, rows: RowProtocol = PLAIN_ROWS, every: int = 1
 ) -> Iterator[Batch]:
-    """Batches of up to `batch_size` windows in order, in which every token but the first is a target once.
+    """Yield batches of up to `batch_size` windows in order, in which every token but the first is a target once.
 
-    The tokens after the last full window form a final batch of one shorter row; there is no padding. every: only the
-    first of so many batches is read.
+    The tokens after the last full window form a final batch of one shorter row; there is no padding. every: read only
+    the first of every this many batches.
     """
     window_count, remainder = divmod(max(0, len(token_file) - 1), sequence_length)
     for first in range(0, window_count, batch_size * every):
@@ -201,7 +201,7 @@ def feistel_permute(positions: np.ndarray, size: int, key: tuple[int, int, int])
 
     A Feistel network over a grid a * b >= size, with a about b: each round shifts one coordinate by a hash of the
     other. Results of at least `size` go through the network again (cycle walking, Black and Rogaway 2002). It stores
-    nothing and uses integers only, so it gives the same result on every machine.
+    nothing and uses only integers, so it gives the same result on every machine.
     """
     b = max(1, isqrt(size))
     a = -(-size // b)
@@ -246,14 +246,14 @@ class _SourceCycle:
         self._cycle_sources, self._ranks, self._shares = order, ranks, np.array(shares, dtype=np.int64)
 
     def locate(self, sample_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each sample, and the number of earlier samples of that source; int64 [n] each."""
+        """Return the source of each sample, and the number of earlier samples of that source; int64 [n] each."""
         cycles, positions = np.divmod(sample_indices, len(self._cycle_sources))
         sources = self._cycle_sources[positions]
         return sources, cycles * self._shares[sources] + self._ranks[positions]
 
 
 def _integer_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest integers in the same proportion as the weights."""
+    """Return the smallest integers in the same proportion as the weights."""
     fractions = [Fraction(weight).limit_denominator(1000) for weight in weights]
     for weight, fraction in zip(weights, fractions, strict=True):
         if fraction <= 0 or abs(float(fraction) - weight) > 1e-9 * weight:
@@ -288,7 +288,7 @@ def splitmix64(value: int) -> int:
 
 
 def keyed_splitmix64(values: np.ndarray, key: int) -> np.ndarray:
-    """The same bit mixing of uint64 [n] XOR a key; integer arrays wrap around silently."""
+    """Apply the same mixing to uint64 [n] XOR a key; integer arrays wrap around silently."""
     mixed = values ^ np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Text sources: a data argument names files, a folder or `stdlib`, with a weight, and is read as documents."""
+"""Text sources: a data argument names a file, a folder or `stdlib`, with a weight, and is read as documents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT_SUFFIXES = frozenset(
     .parquet .warc .wet
     """.split()  # noqa: SIM905
 )
-# Left out of folders, and said so: what a reader sees in them is a part of the file.
+# Left out of folders, with a message: only a part of such a file is text for a reader.
 LEFT_OUT_SUFFIXES = frozenset({".csv", ".tsv", ".html", ".htm"})
 _MANUAL_SECTION = re.compile(r"\.[1-9n][a-z]{0,4}")  # ls.1, printf.3p
 _IGNORED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
@@ -73,7 +73,7 @@ class ContentCounts:
             self.validation_bytes += len(data)
 
     def copy(self) -> ContentCounts:
-        """An independent copy, so that a file that turns out unreadable half-way can be left uncounted."""
+        """Return an independent copy, so that a file that turns out to be unreadable is not counted."""
         counts = (self.documents, self.characters, self.bytes)
         validation_counts = (self.validation_documents, self.validation_characters, self.validation_bytes)
         return ContentCounts(*counts, *validation_counts, hasher=self.hasher.copy())
@@ -86,10 +86,10 @@ def is_in_validation(digest: bytes) -> bool:
 
 @dataclass(frozen=True)
 class ScannedSource:
-    """A source after its first full reading: the hash and counts of its content, and how to read it again.
+    """A source after its first full read: the hash and counts of its content, and how to read it again.
 
-    skipped_records: (file, its records without text) of the files that have some. left_out: a folder's files of
-    `LEFT_OUT_SUFFIXES`, counted by suffix.
+    skipped_records: (file, its records without text), for files that have any. left_out: number of a folder's files
+    with each of `LEFT_OUT_SUFFIXES`.
     """
 
     name: str
@@ -105,7 +105,7 @@ class ScannedSource:
 
 
 class TextSource(Protocol):
-    """Text that can be read repeatedly with the same documents."""
+    """Text that gives the same documents each time it is read."""
 
     @property
     def name(self) -> str:
@@ -116,7 +116,7 @@ class TextSource(Protocol):
         """Size in bytes, for the progress bar."""
 
     def scan(self, on_bytes_read: Callable[[int], None]) -> ScannedSource:
-        """Read everything once and call `on_bytes_read` with the bytes of each document. Raises DataError."""
+        """Read everything once and call `on_bytes_read` with each document's number of bytes. Raises DataError."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class FileSource:
         return sum(_file_size(file.path) for file in self.files)
 
     def scan(self, on_bytes_read: Callable[[int], None]) -> ScannedSource:
-        """Read and check every file; a bad one is an error if the user named it, and skipped inside a folder."""
+        """Read and check every file; a bad file is an error if the user named it, and is skipped in a folder."""
         counts, empty_files = ContentCounts(), 0
         readable: list[tuple[TextFile, tuple[int, int]]] = []
         skipped_files, skipped_records = list(self.skipped_files), list[tuple[str, SkippedRecords]]()
@@ -190,9 +190,9 @@ def parse_source(argument: str, cache: DataCache | None = None) -> tuple[TextSou
 
     The argument is `stdlib` (the source code of this Python), a data set (`hf:PATH` or `hf:NAME`, see `hub`), a file,
     or a folder. A folder is searched recursively; hidden files, linked folders, `__pycache__` and installed packages
-    are ignored, and so are files whose suffix is none of text; without a suffix, the first bytes decide. Each may end
-    in `@WEIGHT`, such as `books@3`: a positive number with at most three decimals. An existing file or folder whose
-    name ends like that is not split. Write `./stdlib` for a folder of that name. Raises DataError.
+    are ignored, and so are files without a text suffix; if there is no suffix, the first bytes decide. An argument may
+    end in `@WEIGHT`, such as `books@3`: a positive number with at most three decimals. An existing file or folder with
+    such a name is not split. Write `./stdlib` for a folder of that name. Raises DataError.
     """
     weight = 1.0
     match = _WEIGHT.fullmatch(argument)
@@ -215,7 +215,7 @@ def parse_source(argument: str, cache: DataCache | None = None) -> tuple[TextSou
             "compare has an option for tasks."
         )
     if not argument or "\0" in argument:
-        raise DataError("data must name a file, a folder or stdlib, but the name is empty or not possible.")
+        raise DataError("data must name a file, a folder or stdlib, but the name is empty or invalid.")
     path = Path(argument)
     display_name = printable(argument)
     what = describe_path(path)
@@ -259,7 +259,7 @@ def _folder_source(root: Path, name: str, suffixes: frozenset[str]) -> FileSourc
     for folder, subfolders, names in os.walk(root, onerror=unreadable):
         if Path(folder) != root and _is_own_output(Path(folder), names):
             label = printable(Path(folder).relative_to(root).as_posix())
-            skipped_files.append(SkippedFile(label, "is a run or a comparison of heddle's"))
+            skipped_files.append(SkippedFile(label, "is a run or a comparison by heddle"))
             subfolders.clear()
             continue
         subfolders[:] = [n for n in subfolders if n not in _IGNORED_FOLDERS and not n.startswith(".")]
@@ -280,7 +280,7 @@ def _folder_source(root: Path, name: str, suffixes: frozenset[str]) -> FileSourc
 
 
 def _is_own_output(folder: Path, names: Collection[str]) -> bool:
-    """Whether heddle writes a run, a comparison or a ladder there: its files would change the text while it trains."""
+    """Whether a folder is a run, comparison or ladder of heddle: its files would change the text during training."""
     for name in {"run.json", "plan.json"}.intersection(names):
         with suppress(CheckpointError):
             read_json_file(folder / name)
@@ -289,7 +289,7 @@ def _is_own_output(folder: Path, names: Collection[str]) -> bool:
 
 
 def _is_text(path: Path, suffixes: frozenset[str]) -> bool:
-    """Whether a file of a folder is read: by its suffix; of manual pages and without one, by its first bytes."""
+    """Whether a file of a folder is read: by its suffix; manual pages and files without one by their first bytes."""
     suffix = text_suffix(path)
     if suffix in suffixes:
         return True
@@ -301,13 +301,13 @@ def _read_again(files: list[tuple[TextFile, tuple[int, int]]]) -> Iterator[str]:
     for file, mark in files:
         try:
             if _size_and_mtime(file.path) != mark:
-                raise UnreadableError("has other content than before")
+                raise UnreadableError("has different content than before")
             yield from file.read(file.path, SkippedRecords())
             if _size_and_mtime(file.path) != mark:
-                raise UnreadableError("has other content than before")
+                raise UnreadableError("has different content than before")
         except UnreadableError as error:
             raise DataError(
-                f"data file {file.display_name} changed while it was read: give data that stays as it is."
+                f"data file {file.display_name} changed while it was read: give data that does not change."
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Token files: a header, token ids and document offsets, written as a stream and memory-mapped for reading.
+"""Token files: a header, token ids and document offsets, written as a stream and read by memory mapping.
 
 Layout, little-endian: a header of 4096 bytes (the line `heddle-tokens`, then JSON, padded with spaces), the ids as
 uint16 (for a vocabulary up to 65,536) or uint32, zeros up to a multiple of 8, then the offset of each document as
@@ -46,7 +46,7 @@ class TokenFileWriter:
         file.write(b"\0" * HEADER_BYTES)
 
     def add(self, documents: Sequence[ArrayLike], text_bytes: int) -> None:
-        """Append documents, ids [n] each after an end-of-document token; `text_bytes`: their size in UTF-8."""
+        """Append documents of ids [n], each after an end-of-document token; `text_bytes`: their size in UTF-8."""
         for document in documents:
             tokens = np.asarray(document, dtype=np.int64)
             assert tokens.size == 0 or tokens.max() < self._vocab_size
@@ -60,7 +60,7 @@ class TokenFileWriter:
         self._source_token_counts.append(self.token_count - sum(self._source_token_counts))
 
     def close(self, tokenizer_hash: str, name: str) -> None:
-        """Write the offsets and the header. name: of the file, which says what text it holds."""
+        """Write the offsets and the header. name: the file's, which identifies the text."""
         self._write(b"\0" * _padding(self.token_count * self._dtype.itemsize))
         self._write(np.array(self._offsets, dtype="<u8").tobytes())
         header = {
@@ -90,7 +90,7 @@ class TokenFileWriter:
 def write_token_file(path: Path, *, vocab_size: int, eod_id: int, tokenizer_hash: str) -> Iterator[TokenFileWriter]:
     """Write a token file; the file appears at `path` only when the block ends without an exception.
 
-    Raises MachineError where the disk is full or the folder is read-only.
+    Raises MachineError if the disk is full or the folder is read-only.
     """
     with replace_file(path, CACHE_REMEDY) as temporary, temporary.open("xb") as file:
         writer = TokenFileWriter(file, vocab_size, eod_id)
@@ -118,11 +118,11 @@ class TokenFile:
         size = self._length * self.dtype.itemsize
         start = HEADER_BYTES + size + _padding(size)
         if path.stat().st_size != start + 8 * self.document_count or self._content_hash(header) != header["sha256"]:
-            raise DataError(f"token file {path} is truncated or damaged: delete it, and it is made again.")
+            raise DataError(f"token file {path} is truncated or damaged: delete it, and it will be made again.")
         if header.get("name", path.name) != path.name:  # files of earlier versions have no name
             raise DataError(
                 f"token file {path} was written as {printable(str(header['name']))}, which is another text: delete it, "
-                "and it is made again."
+                "and it will be made again."
             )
         self._tokens = self._map(self.dtype, HEADER_BYTES, self._length)
         self.offsets = self._map(np.dtype("<u8"), start, self.document_count)
@@ -131,22 +131,22 @@ class TokenFile:
         return self._length
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop` as int64 [stop - start]. Raises IndexError outside the file."""
+        """Return tokens `start` to `stop` as int64 [stop - start]. Raises IndexError outside the file."""
         if not 0 <= start <= stop <= self._length:
             raise IndexError(f"tokens {start} to {stop} of {self._length}")
         return self._tokens[start:stop].astype(np.int64)
 
     def document(self, index: int) -> np.ndarray:
-        """Tokens of one document, its end-of-document token first, int64 [n]. Raises IndexError."""
+        """Return the tokens of one document, int64 [n], the end-of-document token first. Raises IndexError."""
         if not 0 <= index < self.document_count:
             raise IndexError(f"document {index} of {self.document_count}")
         stop = int(self.offsets[index + 1]) if index + 1 < self.document_count else self._length
         return self.read(int(self.offsets[index]), stop)
 
     def select(self, spans: Sequence[tuple[int, int]], byte_lengths: np.ndarray) -> TokenFile:
-        """Return a file of the spans (start, stop), in memory. Each is a document: it begins with the end token.
+        """Return the spans (start, stop) as a file in memory. Each is a document, and begins with the end token.
 
-        byte_lengths: int [vocab], the bytes of each token. The result is of no source.
+        byte_lengths: int [vocab], the bytes of each token. The result has no `source_token_counts`.
         """
         parts = [self._tokens[start:stop] for start, stop in spans]
         end = np.array([self.eod_id], dtype=self.dtype)
@@ -216,20 +216,20 @@ def _is_valid_header(header: Any) -> bool:
     return header["end"] < header["vocabulary"] and all(isinstance(header.get(k), str) for k in ("tokenizer", "sha256"))
 
 
-# Split the held-out text into two parts: one to choose training fields by, one for the final scores.
+# The held-out text is split into two parts: one for tuning, one for the final scores.
 
 
 _MAX_PIECES = 64
-_PIECE_WINDOWS = 4  # a piece is at least so many sequence lengths
+_PIECE_WINDOWS = 4  # a piece has at least this many sequence lengths
 _PIECES_PER_TUNING_PIECE = 4  # every fourth piece is for tuning
 MAX_TUNING_TOKENS, MAX_FINAL_TOKENS = 2**14, 2**16
 
 
 def split_held_out(text: TokenFile, sequence_length: int, byte_lengths: np.ndarray) -> tuple[TokenFile, TokenFile]:
-    """(for tuning, for the final scores): no token is in both.
+    """Return (text for tuning, text for the final scores); no token is in both.
 
     The text is cut into pieces of about equal length, if possible where a document begins; every fourth is for tuning.
-    Of a long text each piece gives only its beginning. Equal arguments give equal parts.
+    Of a long text, only the beginning of each piece is used. Equal arguments give equal parts.
     byte_lengths: int [vocab], the bytes of each token. Raises DataError for a text that is too short.
     """
     pieces = min(_MAX_PIECES, len(text) // (_PIECE_WINDOWS * sequence_length))
@@ -253,7 +253,7 @@ def split_held_out(text: TokenFile, sequence_length: int, byte_lengths: np.ndarr
 
 
 def _at_document(text: TokenFile, position: int, distance: int) -> int:
-    """The nearest beginning of a document within a distance of the position; else the position itself."""
+    """Return the nearest start of a document within a distance of the position; else the position itself."""
     index = int(np.searchsorted(text.offsets, position))
     near = [int(offset) for offset in text.offsets[max(0, index - 1) : index + 1]]
     nearest = min(near, key=lambda offset: abs(offset - position), default=position)

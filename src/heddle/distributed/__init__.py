@@ -1,4 +1,4 @@
-"""Training steps on several ranks, and what a training takes on many GPUs.
+"""Training on several ranks: process group, sharding and launcher.
 
 Only this package and storage may import `torch.distributed`.
 """

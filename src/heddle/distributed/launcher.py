@@ -1,4 +1,4 @@
-"""Start the ranks of a command on this machine, by torchrun's own agent, and start them again after one died."""
+"""Start the ranks of a command on this machine, with torchrun's agent, and restart them after one died."""
 
 import logging
 import signal
@@ -13,19 +13,19 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from heddle.errors import RankLost
 from heddle.progress import print_status
 
-SAVE_SECONDS = 600  # that ranks have for saving after a signal before they are killed
+SAVE_SECONDS = 600  # time for ranks to save after a signal, before they are killed
 
 
 def launch(arguments: Sequence[str], ranks: int, max_restarts: int, module: str = "heddle") -> int:
     """Run `python -m MODULE ARGUMENTS` on several ranks; return the exit code of the first that failed, or 0.
 
-    Ranks that died, or lost one that died, are started again, at most `max_restarts` times: a run goes on from its last
-    checkpoint. What a rank refuses in a sentence is not tried again. A signal goes to all ranks. Raises RankLost after
-    the last start.
+    If a rank dies, all ranks are restarted, at most `max_restarts` times: a run continues from its last checkpoint.
+    After an error of a rank itself, such as ConfigError, there is no restart. A signal goes to all ranks. Raises
+    RankLost after the last restart.
     """
-    for name in logging.root.manager.loggerDict:  # each has a level of its own
+    for name in logging.root.manager.loggerDict:  # each has its own level
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # they report what is said here
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the same is reported here
     try:
         return _launch(("-m", module, *arguments), ranks, max_restarts)
     except SignalException as stopped:
@@ -53,7 +53,7 @@ def _launch(arguments: Sequence[str], ranks: int, max_restarts: int) -> int:
             failures = error.failures
         codes = [failure.exitcode for failure in failures.values() if not _may_go_on(failure)]
         if any(failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM for failure in failures.values()):
-            codes = [code for code in codes if code != 128 + signal.SIGTERM]  # the agent's answer to a death
+            codes = [code for code in codes if code != 128 + signal.SIGTERM]  # the agent's reaction to a death
         code = next(iter(codes), None)
         if code is not None:
             return code
@@ -61,7 +61,7 @@ def _launch(arguments: Sequence[str], ranks: int, max_restarts: int) -> int:
         if restart == max_restarts:
             starts = f"; the ranks were started {restart + 1} times" if restart else ""
             raise RankLost(f"{deaths}{starts}; the same command continues")
-        print_status(f"{deaths}; starting all ranks again ({restart + 1} of {max_restarts})")
+        print_status(f"{deaths}; restarting all ranks ({restart + 1} of {max_restarts})")
     raise AssertionError("unreachable")
 
 

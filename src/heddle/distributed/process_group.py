@@ -1,7 +1,7 @@
-"""The process group of a training: joining it, and failing together.
+"""The process group of a training run: joining it, and failing together.
 
-The first rank that fails leaves its sentence in the group's store, and the others end within seconds. A rank that does
-not answer is named: the ranks whose collective was cut off or timed out report, and those that do not are lost.
+The first rank that fails leaves its error message in the group's store, and the others end within seconds. A rank that
+does not answer is named: ranks report if their collective failed or timed out, and ranks that do not report are lost.
 """
 
 import json
@@ -27,14 +27,14 @@ from heddle.distributed.ranks import ONE_PROCESS, WAIT_SECONDS, Ranks
 from heddle.errors import OtherRankFailed, RankLost
 from heddle.torch_private import default_store, flight_record
 
-# What torch's flight recorder knows of this process: the newest collective, in which ranks wait for one that hangs.
+# torch's flight recorder names the newest collective of this process, in which ranks wait for one that hangs.
 
 
-MAX_SIZES = 3  # of tensors that are told
+MAX_SIZES = 3  # of tensors in a message
 
 
 def newest_collective() -> str | None:
-    """Name the newest collective, such as `all_reduce of [4, 8], number 17`. None where torch records nothing."""
+    """Name the newest collective, such as `all_reduce of [4, 8], number 17`. None if torch records nothing."""
     record = flight_record()
     entries = None if record is None else json.loads(record).get("entries")
     if not entries:
@@ -45,24 +45,24 @@ def newest_collective() -> str | None:
     return f"{newest['profiling_name'].rpartition(':')[2]} of {shown}, number {newest['collective_seq_id']}"
 
 
-CONNECT_SECONDS = 120.0  # in which the store of the launcher, or of rank 0, answers
-START_SECONDS = 600.0  # how long ranks wait for each other before the first step is done
-REPORT_SECONDS = 10.0  # in which the ranks that still live report after a collective failed
+CONNECT_SECONDS = 120.0  # for the store of the launcher, or of rank 0, to answer
+START_SECONDS = 600.0  # how long ranks wait for each other until the first step is done
+REPORT_SECONDS = 10.0  # for the live ranks to report after a collective failed
 WATCH_SECONDS = 1.0
-END_SECONDS = 5.0  # that a rank has for its own end once another has failed
+END_SECONDS = 5.0  # for a rank to end by itself once another has failed
 
 Result = TypeVar("Result")
-_prefix = ""  # of the keys of these ranks: a store may still have those of dead ones
+_prefix = ""  # of these ranks' keys: a store may still have the keys of dead ranks
 
 
 @contextmanager
 def join_ranks(device: str = "cpu", wait_seconds: float = WAIT_SECONDS, launcher: int | None = None) -> Iterator[Ranks]:
-    """Join the ranks that torchrun started, or those of a process group that exists, as under Ray Train.
+    """Join the ranks that torchrun started, or an existing process group, as under Ray Train.
 
-    device: such as "cuda:1"; each has its own GPU. wait_seconds: as in `Ranks`. launcher: the process that
-    started this one, and whose end ends it; None: its parent under torchrun. Within the block only rank 0 prints. Of
-    all errors that ranks raise in it, the first stays what it is, and the other ranks raise OtherRankFailed. Raises
-    RankLost where ranks do not find each other. The only process of its group gets ONE_PROCESS.
+    device: such as "cuda:1"; each rank has its own GPU. wait_seconds: as in `Ranks`. launcher: id of the process that
+    started this one, which ends with it; None: the parent under torchrun. Within the block only rank 0 prints. If
+    ranks raise errors in it, the first error is raised unchanged, and the other ranks raise OtherRankFailed. Raises
+    RankLost if ranks do not find each other. A process alone in its group gets ONE_PROCESS.
     """
     global _prefix  # noqa: PLW0603 - a process has one default group
     is_owner = not distributed.is_initialized()
@@ -90,15 +90,15 @@ def join_ranks(device: str = "cpu", wait_seconds: float = WAIT_SECONDS, launcher
 
 
 TASKS = Path("/proc/self/task")  # the threads of this process, on Linux
-SLEEP_SECONDS = 5.0  # that gloo's threads have to fall asleep
-LOOKS = 3  # in a row that find them asleep: in a single one they may wait for a lock
+SLEEP_SECONDS = 5.0  # for gloo's threads to fall asleep
+LOOKS = 3  # in a row that must find them asleep: in a single one they may be waiting for a lock
 
 
 def wait_for_sleep(tasks: Path) -> None:
-    """Wait until gloo's threads sleep: before that, one may own the tensors of a collective that is done.
+    """Wait until gloo's threads sleep: before that, a thread may own the tensors of a finished collective.
 
-    It frees them with the lock of Python's interpreter, and aborts the process if that has ended meanwhile. Destroying
-    the group does not end the threads: DTensor's caches keep its mesh, and the mesh the group.
+    It takes the interpreter lock to free them, and aborts the process if the interpreter has ended. Destroying the
+    group does not end the threads: DTensor's caches keep its mesh, and the mesh keeps the group.
     """
     asleep, deadline = 0, time.monotonic() + SLEEP_SECONDS
     while asleep < LOOKS and time.monotonic() < deadline:
@@ -107,7 +107,7 @@ def wait_for_sleep(tasks: Path) -> None:
 
 
 def _gloo_states(tasks: Path) -> Iterator[str]:
-    """R, S, … of each thread of gloo, as in proc(5)."""
+    """Yield the state of each gloo thread, R, S, …, as in proc(5)."""
     for stat in tasks.glob("*/stat"):
         try:
             name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
@@ -119,7 +119,7 @@ def _gloo_states(tasks: Path) -> Iterator[str]:
 
 @contextmanager
 def _ending_with(launcher: int | None) -> Iterator[None]:
-    """Within the block, this process ends soon after its launcher, as if it had been killed too."""
+    """Within the block, end this process soon after its launcher ends, as if it had been killed too."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -143,13 +143,13 @@ def _initialize(device: str) -> None:
         fresh = PrefixStore(_new_prefix(store, rank, count), store)
         distributed.init_process_group(backend, store=fresh, rank=rank, world_size=count, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        raise RankLost(f"the ranks do not find each other ({error}); start them with torchrun") from error
+        raise RankLost(f"the ranks cannot find each other ({error}); start them with torchrun") from error
 
 
 def _new_prefix(store: Store, rank: int, count: int) -> str:
-    """Agree on a word that no earlier ranks used: when torchrun starts ranks again, the store has the keys of the dead.
+    """Agree on a new prefix: after a restart by torchrun, the store still has the keys of dead ranks.
 
-    Each rank asks with a word of its own, rank 0 answers to it, and the rank confirms the answer.
+    Each rank asks with its own word, rank 0 answers to that word, and the rank confirms the answer.
     """
     deadline, own = time.monotonic() + START_SECONDS, uuid.uuid4().hex
     if rank:
@@ -172,7 +172,7 @@ def _new_prefix(store: Store, rank: int, count: int) -> str:
 
 
 def in_order(ranks: Ranks, function: Callable[[], Result]) -> Result:
-    """Do what `Ranks.in_order` says, on several ranks."""
+    """`Ranks.in_order` on several ranks."""
     store, number = _store(), ranks.largest(secrets.randbits(62))
     host = torch.tensor(int.from_bytes(socket.gethostname().encode()[-7:], "big"))
     hosts = ranks.gather(host).tolist()
@@ -199,13 +199,13 @@ def _store() -> Store:
 
 
 class _Failure:
-    """The first failure of all ranks: its sentence and exit code, in the group's store."""
+    """The first failure of any rank: its message and exit code, in the group's store."""
 
     KEY, COUNT = "failure", "failures"
 
     @classmethod
     def is_first(cls, store: Store) -> bool:
-        """Whether nobody asked this before: only the rank that gets True may write."""
+        """Whether this is the first call of all ranks: only the rank that gets True may write."""
         return bool(store.add(cls.COUNT, 1) == 1)
 
     @classmethod
@@ -221,9 +221,9 @@ class _Failure:
 
 
 class _FailureWatch:
-    """A thread that ends this process when another rank has failed and this one does not end by itself.
+    """A thread that ends this process if another rank has failed and this one does not end by itself.
 
-    Without it, a rank that waits for a GPU would stay.
+    Without it, a rank that waits for a GPU would hang.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -250,7 +250,7 @@ class _FailureWatch:
                 os._exit(failure[1])
 
     def shared(self, error: BaseException) -> BaseException:
-        """What this rank raises for an error of its own: the error if it is the first, else OtherRankFailed."""
+        """Return the error that this rank raises: its own if it is the first of all ranks, else OtherRankFailed."""
         try:
             is_lost = _is_of_connection(error)
             if is_lost:
@@ -263,11 +263,11 @@ class _FailureWatch:
             while (failure := _Failure.read(self.store)) is None and time.monotonic() < deadline:
                 time.sleep(0.05)
             return OtherRankFailed(*(failure or ("another rank failed", RankLost.exit_code)))
-        except RuntimeError:  # the store ended with its process: nobody can be told
+        except RuntimeError:  # the store ended with its process: there is no rank to tell
             return OtherRankFailed("the launcher has ended", RankLost.exit_code)
 
     def _lost_sentence(self, error: BaseException) -> str:
-        """Name the ranks that do not report, once they had the time for it."""
+        """Name the ranks that did not report in time."""
         silent, deadline = set(range(self.ranks.count)) - {self.ranks.rank}, time.monotonic() + REPORT_SECONDS
         while len(silent) > 1 and time.monotonic() < deadline:
             try:
@@ -284,7 +284,7 @@ class _FailureWatch:
             collective = newest_collective()
             wait = "waited too long" if collective is None else f"waited too long in {collective}"
             return f"{who} {'hang' if several else 'hangs'}: the others {wait}; the same command continues"
-        return f"{who} {'have' if several else 'has'} ended without a word; the same command continues"
+        return f"{who} {'have' if several else 'has'} ended without an error; the same command continues"
 
     def _name(self, rank: int) -> str:
         return f"{rank} (process {self.store.get(f'process/{rank}').decode()})"

@@ -1,7 +1,7 @@
 """The ranks that share a training step.
 
-Every rank knows the whole batch: what divides a loss (targets, tokens) needs no communication. Each rank computes
-its rows, and sums over ranks are those of one process.
+Every rank knows the whole batch, so the divisors of a loss (targets, tokens) need no communication. Each rank computes
+its own rows, and sums over ranks equal the sums of one process.
 """
 
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 WAIT_SECONDS = 45.0
-TEXT_BYTES = 1024  # of a text that ranks exchange
+TEXT_BYTES = 1024  # per text that ranks exchange
 Result = TypeVar("Result")
 
 
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 class Ranks:
     """This process's rank among `count`. The default is one process.
 
-    wait_seconds: how long it waits for another within a training step before it calls it lost.
+    wait_seconds: how long a rank waits for another within a training step before that rank counts as lost.
     """
 
     rank: int = 0
@@ -40,47 +40,47 @@ class Ranks:
     wait_seconds: float = WAIT_SECONDS
 
     def rows(self, rows: int, parts: int) -> list[slice]:
-        """This rank's rows of each of `parts` equal parts of a batch. Raises ConfigError if they cannot be equal."""
+        """Return this rank's rows of each of `parts` equal parts of a batch. Raises ConfigError if they are unequal."""
         share, rest = divmod(rows, parts * self.count)
         if rest:
             shares = f"{self.count} ranks" if parts == 1 else f"{self.count} ranks × {parts} accumulated parts"
             raise ConfigError(
-                f"batch_size {rows}: is not a multiple of {shares}; take a multiple of {parts * self.count}"
+                f"batch_size {rows}: is not a multiple of {shares}; choose a multiple of {parts * self.count}"
             )
         starts = range(self.rank * share, rows, share * self.count)
         return [slice(start, start + share) for start in starts]
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which speaks and writes what only one process may write."""
+        """Whether this is rank 0, the only rank that prints and writes shared files."""
         return self.rank == 0
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks [ranks, ...], in their order, on each rank. They have one shape and dtype.
+        """Return the tensors of all ranks, [ranks, ...] in rank order, on each rank. They share shape and dtype.
 
-        A collective, as all methods below: ranks call them in one order, from the thread that trains.
+        Collective, like all methods below: all ranks call them in the same order, from the training thread.
         """
         if self.count == 1:
             return tensor[None]
         from torch import distributed
 
         sent = tensor.contiguous()
-        if distributed.get_backend() == "nccl":  # it connects GPUs alone
+        if distributed.get_backend() == "nccl":  # it connects only GPUs
             sent = sent.cuda()
         gathered = [torch.empty_like(sent) for _ in range(self.count)]
         distributed.all_gather(gathered, sent)
         return torch.stack(gathered).to(tensor.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, on each of them; the same order of summands everywhere."""
+        """Return the sum over ranks, on each rank, with the same order of summands everywhere."""
         return tensor if self.count == 1 else self.gather(tensor).sum(0)
 
     def largest(self, number: int) -> int:
-        """The largest number of all ranks."""
+        """Return the largest number of all ranks."""
         return number if self.count == 1 else int(self.gather(torch.tensor(number)).max())
 
     def first_text(self, text: str | None) -> str | None:
-        """The text of the first rank that has one, on each rank: at most its first 1,024 bytes in UTF-8."""
+        """Return the text of the first rank that has one, on each rank: at most its first 1,024 bytes in UTF-8."""
         if self.count == 1:
             return text
         encoded = (text or "").encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
@@ -96,8 +96,8 @@ class Ranks:
     def in_order(self, function: Callable[[], Result]) -> Result:
         """Call a function on rank 0, then on the first rank of each other machine, then on the others.
 
-        So one rank makes what a cache on its machine then holds. The others wait however long it takes. Only
-        within `join_ranks`.
+        So one rank per machine fills its cache, and the others read it. They wait however long it takes. Only within
+        `join_ranks`.
         """
         if self.count == 1:
             return function()
@@ -106,7 +106,7 @@ class Ranks:
         return in_order(self, function)
 
     def limit_waits(self) -> None:
-        """From now on, wait for others at most `wait_seconds` in any collective: one that takes longer is lost."""
+        """From now on, wait at most `wait_seconds` in any collective; a rank that takes longer is lost."""
         if self.count > 1:
             limit_waits(self.wait_seconds)
 
@@ -115,31 +115,31 @@ ONE_PROCESS = Ranks()
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks share a model, by `shard_model`: each of its forward passes is a collective of all of them."""
+    """Whether ranks share a model, by `shard_model`: each forward pass is then a collective of all ranks."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
 def reduce_with_next_backward(model: nn.Module, reduce: bool) -> None:
-    """Whether the next backward pass of a sharded model sums gradients over ranks, or keeps them for a later one."""
+    """Set whether the next backward pass of a sharded model sums gradients over ranks, or a later one does."""
     if is_sharded(model):
         cast("FSDPModule", model).set_requires_gradient_sync(reduce)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on each rank: of a sharded one its shards together, which all ranks must ask for at once."""
+    """Return the whole tensor on each rank; for a sharded tensor a collective that gathers its shards."""
     sharded = as_sharded(tensor)
     return tensor if sharded is None else sharded.full_tensor()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The rows that this rank holds, as a plain tensor that shares their storage."""
+    """Return this rank's rows, as a plain tensor that shares their storage."""
     sharded = as_sharded(tensor)
     return tensor if sharded is None else sharded.to_local()
 
 
 def with_local_part(tensor: Tensor, rows: Tensor) -> Tensor:
-    """A tensor placed on ranks as `tensor` is, of which this rank holds `rows`."""
+    """Return a tensor with the placement of `tensor`, of which this rank holds `rows`."""
     sharded = as_sharded(tensor)
     if sharded is None:
         return rows
@@ -150,7 +150,7 @@ def with_local_part(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def held_rows(tensor: Tensor) -> slice:
-    """The rows that this rank holds: all of a tensor that is not sharded."""
+    """Return this rank's rows; all rows of a tensor that is not sharded."""
     start, count, sharded = 0, len(tensor), as_sharded(tensor)
     if sharded is not None:
         for dim, placement in enumerate(sharded.placements):
@@ -162,15 +162,15 @@ def held_rows(tensor: Tensor) -> slice:
 
 
 def as_sharded(tensor: Tensor) -> "DTensor | None":
-    """The tensor itself if it is a DTensor, else None.
+    """Return the tensor itself if it is a DTensor, else None.
 
-    Its module takes a second to import: while nobody has imported it, no tensor is sharded.
+    DTensor's module takes a second to import: if it was never imported, no tensor is sharded.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
-# Texts between ranks, and failures that all ranks share: no rank waits for one that has failed.
+# Ranks exchange texts and share failures, so that no rank waits for one that has failed.
 
 
 _HEARTBEAT_SECONDS = 10.0
@@ -178,7 +178,7 @@ SHARED_ERRORS = (errors.CheckpointError, errors.ConfigError, errors.DataError, e
 
 
 def gather_texts(ranks: Ranks, text: str) -> list[str]:
-    """Return each rank's text, in the order of ranks, on all of them. All ranks must call it at once."""
+    """Return each rank's text, in rank order, on all ranks. Collective."""
     if ranks.count == 1:
         return [text]
     content = torch.tensor(list(text.encode()), dtype=torch.uint8)
@@ -192,9 +192,9 @@ def gather_texts(ranks: Ranks, text: str) -> list[str]:
 def call_on_all(ranks: Ranks, function: Callable[[], str]) -> list[str]:
     """Call `function` on each rank and return all results, on all ranks.
 
-    If it fails on a rank, all ranks raise: the sentence is that of the first rank that failed. The function runs in a
-    thread and must not communicate: meanwhile the ranks tell each other that they are alive, so that a long call,
-    such as the writing of a large file, is not taken for a rank that hangs.
+    If it fails on a rank, all ranks raise the error of the first rank that failed. The function runs in a thread and
+    must not communicate: meanwhile the ranks exchange heartbeats, so that a long call, such as writing a large file, is
+    not mistaken for a rank that hangs.
     """
     if ranks.count == 1:
         return [function()]
@@ -216,7 +216,7 @@ def call_on_all(ranks: Ranks, function: Callable[[], str]) -> list[str]:
 
 
 def _outcome(pending: Future[str]) -> tuple[str, str] | None:
-    """The name of the error and its sentence, or no name and the result; None while the function runs."""
+    """Return the error's class name and message, or "" and the result; None while the function runs."""
     if not pending.done():
         return None
     error = pending.exception()
@@ -226,17 +226,17 @@ def _outcome(pending: Future[str]) -> tuple[str, str] | None:
     return kind.__name__, str(error)
 
 
-# How the ranks of a training share its work: degrees of parallelism, with torchtitan's names.
+# Degrees of parallelism, with torchtitan's names.
 
 RESERVED = ("tensor", "pipeline", "context", "expert")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDegrees:
-    """Degrees of parallelism. They are no part of a run's identity: it may continue at others.
+    """Degrees of parallelism. They are not part of a run's identity: it may continue with others.
 
-    data_parallel_replicate_degree: copies of the state. data_parallel_shard_degree: parts that each copy is cut into;
-    −1: as many as there are ranks for. The others are names for what does not exist yet, and must be 1.
+    data_parallel_replicate_degree: copies of the state. data_parallel_shard_degree: shards of each copy; −1: as many as
+    there are ranks for. The others are reserved names, not implemented yet, and must be 1.
     """
 
     data_parallel_replicate_degree: int = 1
@@ -251,36 +251,38 @@ class ParallelDegrees:
             degree = getattr(self, f"{kind}_parallel_degree")
             if degree != 1:
                 raise ConfigError(
-                    f"{kind}_parallel_degree {degree}: {kind} parallelism does not exist yet; leave it at 1, and set "
-                    "data_parallel_shard_degree"
+                    f"{kind}_parallel_degree {degree}: {kind} parallelism is not implemented yet; leave it at 1, and "
+                    "set data_parallel_shard_degree"
                 )
         replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
         if replicate < 1:
             raise ConfigError(f"data_parallel_replicate_degree {replicate}: must be at least 1")
         if shard < 1 and shard != -1:
-            raise ConfigError(f"data_parallel_shard_degree {shard}: must be at least 1, or -1: the rest of the ranks")
+            raise ConfigError(
+                f"data_parallel_shard_degree {shard}: must be at least 1, or -1 for the rest of the ranks"
+            )
 
     def mesh_shape(self, ranks: int) -> tuple[int, int]:
-        """Return how many copies of the state there are, and in how many parts each.
+        """Return the number of copies of the state, and the number of shards of each copy.
 
-        Raises ConfigError if they do not take all ranks.
+        Raises ConfigError if their product is not the number of ranks.
         """
         replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
         if shard == -1:
             if ranks % replicate:
                 raise ConfigError(
-                    f"data_parallel_replicate_degree {replicate}: does not divide {ranks} ranks; take a divisor"
+                    f"data_parallel_replicate_degree {replicate}: does not divide {ranks} ranks; choose a divisor"
                 )
             shard = ranks // replicate
         if replicate * shard != ranks:
             raise ConfigError(
                 f"data_parallel_shard_degree {shard}: times data_parallel_replicate_degree {replicate} is "
-                f"{replicate * shard}, and there are {ranks} ranks; set it to -1, for the rest of the ranks"
+                f"{replicate * shard}, and there are {ranks} ranks; set it to -1 for the rest of the ranks"
             )
         return replicate, shard
 
     def mesh(self, ranks: Ranks, device: str) -> "DeviceMesh":
-        """Return the mesh of all ranks for `shard_model`; every rank must ask for it. device: such as "cuda:1"."""
+        """Return the mesh of all ranks for `shard_model`. Collective. device: such as "cuda:1"."""
         from torch.distributed.device_mesh import init_device_mesh
 
         replicate, shard = self.mesh_shape(ranks.count)

@@ -1,10 +1,10 @@
 """Fully sharded data parallelism of a model, by torch's FSDP2: each layer is a group, the rest is the root group.
 
 The root group holds embedding, last norm and head, so that a tied weight is in one group, and stays gathered between
-the model's forward pass and its backward pass, because the loss reads the head's weight outside both. Layers that are
-visited several times are part of it, too: torch allows the modules of one weight in one group alone. The encoder is
-part of the root group; its layers are groups. What no gradient teaches, such as the balancing bias of experts, stays
-whole on each rank. Gradients are summed over ranks, not averaged: the loss is divided by the targets of all ranks.
+the model's forward pass and its backward pass, because the loss reads the head's weight outside both. Looped layers are
+also part of it: torch allows the modules that share a weight in only one group. The encoder is part of the root group;
+its layers are groups. Parameters without gradients, such as the balancing bias of experts, stay whole on each rank.
+Gradients are summed over ranks, not averaged: the loss is divided by the targets of all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class Sharding:
     """How a model is sharded.
 
-    product_dtype: weights are gathered, and layers compute, in this dtype; None: in that of the parameters.
-    reduce_dtype: of gradients on their way; None: that of the parameters. reshard: gathered weights of a layer are
-    freed after its forward pass. offload: shards, gradients and moments lie in the host's memory.
+    product_dtype: weights are gathered, and layers compute, in this dtype; None: the parameters' dtype. reduce_dtype:
+    gradients are reduced in this dtype; None: the parameters' dtype. reshard: free a layer's gathered weights after its
+    forward pass. offload: keep shards, gradients and moments in host memory.
     """
 
     product_dtype: torch.dtype | None = None
@@ -44,9 +44,9 @@ class Sharding:
 def shard_model(model: Decoder, mesh: "DeviceMesh", sharding: Sharding | None = None) -> Decoder:
     """Shard a model in place over `mesh`: one dimension (shard), or two (replicate, shard). Returns the model.
 
-    The model may be on the meta device; `initialize_shards` then fills it. Compile layers and add adapters before.
+    The model may be on the meta device; `initialize_shards` then fills it. Compile layers and add adapters first.
     """
-    from torch.distributed.fsdp import (  # a second, which trainings on one process save
+    from torch.distributed.fsdp import (  # takes a second, which one process does not need
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
         OffloadPolicy,
@@ -89,7 +89,7 @@ def shard_model(model: Decoder, mesh: "DeviceMesh", sharding: Sharding | None = 
 
 
 class _SameStorage(torch.autograd.Function):
-    """Tensors with the storages of others, which autograd does not call views of them."""
+    """Returns tensors with the same storage that autograd does not treat as views."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -101,7 +101,7 @@ class _SameStorage(torch.autograd.Function):
 
 
 def _without_views(_layer: nn.Module, _inputs: Any, output: tuple[Any, Any]) -> Any:
-    """A layer's output without views: what enters a sharded layer is one, and FSDP warns of those that leave it."""
+    """Return a layer's output without views: a sharded layer's inputs are views, and FSDP warns if one leaves it."""
     stream, state = output
     passed = [tensor for tensor in stream if tensor.requires_grad]
     if not passed:
@@ -111,18 +111,18 @@ def _without_views(_layer: nn.Module, _inputs: Any, output: tuple[Any, Any]) -> 
 
 
 def reshard(model: Decoder) -> None:
-    """Free the gathered weights of the root group, which a forward pass without a backward pass leaves in place."""
+    """Free the gathered weights of the root group, which stay after a forward pass without a backward pass."""
     if is_sharded(model):
         cast("FSDPModule", model).reshard()
 
 
-# First weights of a sharded model: each rank draws the rows that it holds, with the bits that one process draws.
+# Initial weights of a sharded model: each rank draws its own rows, bit-equal to one process.
 
 
 def initialize_shards(model: Decoder, seed: int, device: torch.device | str = "cpu") -> None:
-    """Allocate and initialize a model that was sharded on the meta device, in the dtypes that it was built in.
+    """Allocate and initialize a model that was sharded on the meta device, in the dtypes that it was built with.
 
-    One module at a time is initialized on a whole copy of its parameters, of which the pages of other ranks' rows are
+    One module at a time is initialized on a whole copy of its parameters; memory pages with only other ranks' rows are
     never touched. Shared weights stay shared.
     """
     model.to_empty(device=torch.device(device))
@@ -149,14 +149,14 @@ def initialize_shards(model: Decoder, seed: int, device: torch.device | str = "c
                 local_part(shard).copy_(parameters[each].detach()[held_rows(shard)])
 
 
-# Work on whole matrices whose rows lie on several ranks: each matrix has one owner, which computes it for all.
+# Work on whole matrices with rows on several ranks: one rank, the owner, computes a matrix for all.
 
 
 Compute = Callable[[Tensor], Tensor]  # of [m, rows, columns], to the same shape and dtype
 
 
 def owner_count(matrix: Tensor) -> int:
-    """How many ranks can own a matrix: all that hold rows of it, or copies of them."""
+    """Return the number of ranks that can own a matrix: all ranks with rows of it, or copies of rows."""
     sharded = as_sharded(matrix)
     return 1 if sharded is None else sharded.device_mesh.size()
 
@@ -164,10 +164,10 @@ def owner_count(matrix: Tensor) -> int:
 def compute_on_owners(matrix: Tensor, parts: Tensor, compute: Compute, first: int = 0) -> Tensor:
     """Return this rank's rows of compute(whole matrices), [n, rows of this rank, columns].
 
-    matrix: one of n matrices [rows, columns] that are placed alike. parts: [n, rows of this rank, columns], what this
-    rank holds of each. first: the owner of matrix i is rank (first + i) modulo their number. All ranks call this at
-    once. Rows move to their owner and back in one exchange each; where ranks hold copies, each set of ranks computes
-    its share of the matrices, and a third exchange tells the others.
+    matrix: one of n matrices [rows, columns] with the same placement. parts: [n, rows of this rank, columns], this
+    rank's rows of each. first: the owner of matrix i is rank (first + i) modulo the number of ranks. Collective. Rows
+    move to their owner and back with one all-to-all each; if ranks hold copies, each set of ranks computes its share of
+    the matrices, and an all-gather shares the results.
     """
     sharded = as_sharded(matrix)
     if sharded is None or sharded.device_mesh.size() == 1:
@@ -188,7 +188,7 @@ def compute_on_owners(matrix: Tensor, parts: Tensor, compute: Compute, first: in
 
 
 def _compute_shards(sharded: "DTensor", dim: int, parts: Tensor, compute: Compute, first: int) -> Tensor:
-    """The same where the ranks of one dimension of the mesh hold all rows between them."""
+    """The same for ranks of one mesh dimension that hold all rows between them."""
     mesh, (rows, columns) = sharded.device_mesh, sharded.shape
     count, rank = mesh.size(dim), mesh.get_local_rank(dim)
     size = -(-rows // count)
@@ -197,7 +197,7 @@ def _compute_shards(sharded: "DTensor", dim: int, parts: Tensor, compute: Comput
     own = len(owned[rank])
 
     def exchange(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send a piece to each rank and receive one of sizes[rank] numbers from each."""
+        """Send a piece to each rank and receive sizes[rank] elements from each."""
         received = parts.new_empty(sum(sizes))
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
         lengths = [piece.numel() for piece in pieces]

@@ -9,7 +9,7 @@ from heddle.errors import ConfigError
 if TYPE_CHECKING:
     from heddle.distributed.ranks import Ranks
 
-LAUNCHER = "HEDDLE_LAUNCHER"  # for the ranks that --nproc starts: the process that starts them
+LAUNCHER = "HEDDLE_LAUNCHER"  # id of the process that starts the ranks of --nproc
 
 
 def is_rank() -> bool:
@@ -25,7 +25,7 @@ def is_first_rank() -> bool:
 def enter_ranks(stack: ExitStack, device: str, wait_seconds: float) -> tuple["Ranks", str]:
     """Join the ranks that were started with this process; return them, and this rank's device.
 
-    Where this is the only process, the device stays. Raises ConfigError for a device that several ranks cannot have.
+    A single process keeps its device. Raises ConfigError for a device that several ranks cannot use.
     """
     from heddle.distributed.ranks import ONE_PROCESS
 
@@ -37,7 +37,7 @@ def enter_ranks(stack: ExitStack, device: str, wait_seconds: float) -> tuple["Ra
     from heddle.runtime import device_name
 
     if device == "mps" or ":" in device:
-        raise ConfigError(f"--device {device}: ranks have a device each; give cuda or cpu")
+        raise ConfigError(f"--device {device}: each rank has its own device; give cuda or cpu")
     name = device_name(device)
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
     own_device = f"cuda:{local_rank}" if name == "cuda" else "cpu"

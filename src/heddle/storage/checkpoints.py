@@ -18,12 +18,12 @@ from heddle.storage.rank_folder import write_rank_folder
 
 CHECKPOINTS_FOLDER = "checkpoints"
 STEP_PATTERN = re.compile(r"step-(\d{8,18})")
-QUARANTINE_PATTERN = re.compile(STEP_PATTERN.pattern + r"\.damaged-\d+")  # a damaged one that was renamed
+QUARANTINE_PATTERN = re.compile(STEP_PATTERN.pattern + r"\.damaged-\d+")  # a renamed damaged checkpoint
 
 
 @dataclass(frozen=True)
 class LatestCheckpoint:
-    """The newest intact checkpoint, or None, and one sentence for each damaged newer one, newest first."""
+    """The newest intact checkpoint, or None; `damaged` has one sentence for each newer damaged one, newest first."""
 
     path: Path | None
     step: int | None
@@ -33,7 +33,7 @@ class LatestCheckpoint:
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Return the folder of a step's checkpoint."""
     if not 0 <= step < 10**18:
-        raise CheckpointError(f"{run}: a checkpoint's step must be a whole number from 0, not {step}")
+        raise CheckpointError(f"{run}: a checkpoint's step must be at least 0 and below 10^18, not {step}")
     return Path(run) / CHECKPOINTS_FOLDER / f"step-{step:08d}"
 
 
@@ -47,11 +47,11 @@ def write_checkpoint(
     log: LogPosition | None = None,
     ranks: Ranks = ONE_PROCESS,
 ) -> Path:
-    """Write one step's checkpoint as write_folder does, or as write_rank_folder does, and return its folder.
+    """Write one step's checkpoint with write_folder, or with write_rank_folder on ranks, and return its folder.
 
-    What dead processes left among the checkpoints is removed first. A damaged folder of the same step is renamed to
-    step-….damaged-N: a run that fell back to an earlier checkpoint can go on, and nothing is lost. The caller (of rank
-    0) holds the run's lock.
+    Leftovers of dead processes among the checkpoints are removed first. A damaged folder of the same step is renamed to
+    step-….damaged-N: a run that fell back to an earlier checkpoint can continue, and nothing is lost. The caller (on
+    rank 0) holds the run's lock.
     """
     path = checkpoint_folder(run, step)
     call_on_all(ranks, lambda: _make_room(path) if ranks.rank == 0 else "")
@@ -63,7 +63,7 @@ def write_checkpoint(
 
 
 def _make_room(path: Path) -> str:
-    """Remove what dead processes left beside a new checkpoint, and rename a damaged one of the same step."""
+    """Remove leftovers of dead processes beside a new checkpoint, and rename a damaged one of the same step."""
     try:
         file_io.make_folder(path.parent)
         file_io.remove_leftovers(path.parent)
@@ -78,9 +78,9 @@ def _make_room(path: Path) -> str:
 
 
 def find_damage(path: Path, ranks: Ranks = ONE_PROCESS) -> str | None:
-    """Return what is wrong with a checkpoint, as one sentence; None if every byte is as it was written.
+    """Return what is wrong with a checkpoint, as one sentence; None if it is intact.
 
-    ranks: each verifies a share of the files.
+    ranks: collective; each verifies a share of the files.
     """
     try:
         call_on_all(ranks, lambda: verify_folder(path, ranks=ranks).kind)
@@ -90,9 +90,9 @@ def find_damage(path: Path, ranks: Ranks = ONE_PROCESS) -> str | None:
 
 
 def checkpoint_steps(run: Path, ranks: Ranks = ONE_PROCESS) -> list[int]:
-    """Return the steps that have a folder, intact or not, ascending. An 'old' folder of a save that died counts.
+    """Return the steps that have a folder, intact or not, ascending. An 'old' folder of an interrupted save counts.
 
-    ranks: all return what rank 0 sees.
+    ranks: collective; all return what rank 0 sees.
     """
     texts = call_on_all(ranks, lambda: json.dumps(_steps_in(run) if ranks.rank == 0 else []))
     return [int(step) for step in json.loads(texts[0])]
@@ -114,16 +114,16 @@ def _steps_in(run: Path) -> list[int]:
 
 
 def latest_checkpoint(run: Path, kind: str | None = None, ranks: Ranks = ONE_PROCESS) -> LatestCheckpoint:
-    """Return the newest checkpoint of a run whose every byte verifies; `path` is None if there is none.
+    """Return the newest checkpoint of a run in which every byte verifies; `path` is None if there is none.
 
-    Newer ones that do not verify are skipped and described in `damaged`. The caller must report them. ranks: each
-    verifies a share of the files.
+    Newer ones that do not verify are skipped and described in `damaged`. The caller must report them. ranks:
+    collective; each verifies a share of the files.
     """
     return find_latest(run, lambda path: verify_folder(path, kind, ranks), ranks)
 
 
 def find_latest(run: Path, read: Callable[[Path], object], ranks: Ranks = ONE_PROCESS) -> LatestCheckpoint:
-    """Return the newest checkpoint that `read` can read, on all ranks; a HeddleError is the damage of one that not."""
+    """Return the newest checkpoint that `read` can read on all ranks; a HeddleError means that it is damaged."""
     damaged: list[str] = []
     for step in reversed(checkpoint_steps(run, ranks)):
         path = checkpoint_folder(run, step)
@@ -140,10 +140,10 @@ def prune_checkpoints(run: Path, keep: int, ranks: Ranks = ONE_PROCESS) -> list[
     """Delete all but the `keep` newest intact checkpoints, and return the deleted folders.
 
     Damaged checkpoints are neither counted nor deleted, so the newest intact one always stays. Folders with files
-    that heddle did not write are not deleted either. ranks: they verify together, and rank 0 deletes.
+    that heddle did not write are not deleted either. ranks: collective; all verify, and rank 0 deletes.
     """
     if keep < 1:
-        raise CheckpointError(f"{run}: at least 1 checkpoint must be kept, not {keep}")
+        raise CheckpointError(f"{run}: keep must be at least 1, not {keep}")
     paths = [checkpoint_folder(run, step) for step in reversed(checkpoint_steps(run, ranks))]
     superfluous = [path for path in paths if find_damage(path, ranks=ranks) is None][keep:]
     texts = call_on_all(ranks, lambda: json.dumps(_delete(superfluous) if ranks.rank == 0 else []))
@@ -151,12 +151,12 @@ def prune_checkpoints(run: Path, keep: int, ranks: Ranks = ONE_PROCESS) -> list[
 
 
 def _delete(paths: list[Path]) -> list[str]:
-    """Delete checkpoints that hold nothing but their own files; return them."""
+    """Delete checkpoints that hold only their own files; return the deleted ones."""
     deleted = []
     for path in paths:
         if not path.is_dir() or unlisted_files(path):
             continue
-        try:  # rename first: a deletion cut short must not look like a damaged checkpoint
+        try:  # rename first: an interrupted deletion must not look like a damaged checkpoint
             discarded = file_io.leftover_path(path, "tmp")
             file_io.system.rename(path, discarded)
         except OSError as error:

@@ -1,6 +1,6 @@
 """Read and write plain files: links are not followed, pipes are not waited on, bytes are hashed on the way.
 
-The system calls that tests make fail or die go through `system`.
+System calls go through `system`, so that tests can make them fail.
 """
 
 import errno
@@ -28,18 +28,18 @@ from heddle.errors import (
     parse_error_reason,
 )
 
-system = os  # tests replace it by a stand-in that counts the calls, or fails or dies at one of them
+system = os  # tests replace it by a stand-in that counts calls, or fails or dies at one of them
 
-CHUNK_BYTES = 4 * 2**20  # bytes hashed and copied at a time; small enough to stay in the processor's cache
+CHUNK_BYTES = 4 * 2**20  # bytes hashed and copied at a time; small enough to stay in the CPU cache
 MIN_PARALLEL_BYTES = 2**18  # for fewer bytes, starting a second thread costs more than it saves
-READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follow no link, do not wait on a pipe
-READ_FLAGS_FOLLOWING_LINKS = READ_FLAGS & ~os.O_NOFOLLOW  # the cache of the Hugging Face hub is made of links
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # do not follow links or wait on a pipe
+READ_FLAGS_FOLLOWING_LINKS = READ_FLAGS & ~os.O_NOFOLLOW  # the Hugging Face hub's cache consists of links
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
 
 
 def read_error(path: Path, error: OSError) -> HeddleError:
-    """Return the error for a file that could not be read: a CheckpointError if it does not exist or is no file."""
+    """Return the error for a file that could not be read: a CheckpointError if it does not exist or is not a file."""
     what = describe_path(path)
     if error.errno == errno.ELOOP and path.is_symlink() and path.exists():
         return CheckpointError(f"{path}: is a symbolic link, which is not followed; put the file itself there")
@@ -55,7 +55,7 @@ def folder_error(path: Path, error: OSError) -> HeddleError:
     if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP):
         what = describe_path(path)
         reason = error.strerror if what in ("does not exist", "is a folder") else f"it {what}"
-        return CheckpointError(f"{path}: cannot be made a folder ({reason}); choose another place")
+        return CheckpointError(f"{path}: cannot be created as a folder ({reason}); choose another place")
     return write_error(path, error)
 
 
@@ -100,7 +100,7 @@ def read_exactly(descriptor: int, view: memoryview, path: Path) -> None:
 
 
 def hash_rest(descriptor: int, digest: "hashlib._Hash") -> None:
-    """Add all bytes from where an open file stands to `digest`: a chunk is hashed while the next one is read."""
+    """Add all remaining bytes of an open file to `digest`; a chunk is hashed while the next one is read."""
     buffers = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(2)]
     pending: Future[None] | None = None
     with ThreadPoolExecutor(1) as hash_thread:  # starts its thread at the first large chunk
@@ -130,7 +130,7 @@ class NewFile:
         return self
 
     def write(self, data: memoryview | bytes, digest: "hashlib._Hash | None" = None) -> None:
-        """Append bytes, and add them to `digest` too."""
+        """Append bytes, and also add them to `digest`."""
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
             part = view[start : start + CHUNK_BYTES]
@@ -162,12 +162,12 @@ class NewFile:
 
 # Write files and folders whole or not at all.
 #
-# New content gets a temporary name next to the final one, is flushed to the disk and renamed. What a killed process
-# leaves behind has a name that tells the process (`leftover_path`), and is removed later.
+# New content gets a temporary name next to the final one, is flushed to the disk and renamed. Leftovers of a killed
+# process have a name that identifies the process (`leftover_path`), and are removed later.
 
 
-# A file that an unknown process wrote is a leftover once it is this old. A process on another machine, which shares
-# the folder, may still write a younger one.
+# A file by an unknown process is a leftover once it is this old. A process on another machine that shares the folder
+# may still write a younger one.
 LEFTOVER_FILE_SECONDS = 3600
 LEFTOVER_PATTERN = re.compile(
     r"\.(?P<name>.+)\.(?P<role>tmp|old)-(?P<process>\d{1,10})(-(?P<machine>[0-9a-f]{8}))?(-t(?P<start>\d{1,20}))?"
@@ -179,8 +179,8 @@ LEFTOVER_PATTERN = re.compile(
 class _Writer(NamedTuple):
     """The process that writes a temporary file or folder.
 
-    machine: a hash that tells its machine; None: this one. start: when it began, as `_start_time`; None: unknown, as in
-    names of earlier versions.
+    machine: a hash of its machine; None: this one. start: its `_start_time`; None: unknown, as in names of earlier
+    versions.
     """
 
     process: int
@@ -193,7 +193,7 @@ class _Writer(NamedTuple):
         return self.machine in (None, _machine_key())
 
     def is_alive(self, path: Path) -> bool:
-        """Whether it may still write `path`: on another machine, for an hour after the last change."""
+        """Whether it may still write `path`; on another machine this is assumed for an hour after the last change."""
         if self.is_here:
             is_reused = self.start is not None and _start_time(self.process) not in (None, self.start)
             return _is_alive(self.process) and not is_reused
@@ -201,25 +201,25 @@ class _Writer(NamedTuple):
 
 
 def _machine_key() -> str:
-    """Return 8 hexadecimal digits that tell this machine, or this container, from others that share a folder."""
+    """Return 8 hexadecimal digits that identify this machine, or container, among those that share a folder."""
     try:
-        numbering = os.readlink("/proc/self/ns/pid")  # in another container the same number is another process
+        numbering = os.readlink("/proc/self/ns/pid")  # another container may use the same process id
     except OSError:
         numbering = ""
     return hashlib.sha256(f"{socket.gethostname()}{numbering}".encode()).hexdigest()[:8]
 
 
 def _start_time(process: int) -> int | None:
-    """Return when a process began, in the clock ticks of Linux; None where that is unknown."""
+    """Return when a process started, in Linux clock ticks; None if unknown."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text("ascii", "replace")
     except OSError:
         return None
-    return int(fields.rpartition(")")[2].split()[19])  # the name before it may hold anything
+    return int(fields.rpartition(")")[2].split()[19])  # the process name before it may contain anything
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of names to the disk. File systems without this operation are trusted."""
+    """Fsync a folder, so that its names are on the disk. File systems without this operation are trusted."""
     descriptor = system.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         system.fsync(descriptor)
@@ -231,7 +231,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, and flush their names to the disk."""
+    """Create a folder and its missing parents, and fsync them."""
     missing = []
     while not folder.is_dir() and folder != folder.parent:
         missing.append(folder)
@@ -246,7 +246,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder of files. What cannot be removed is left for `remove_leftovers`."""
+    """Remove a folder of files. Anything that cannot be removed is left for `remove_leftovers`."""
     with suppress(OSError):
         for name in sorted(system.listdir(folder)):
             with suppress(OSError):
@@ -255,7 +255,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def leftover_path(path: Path, role: str) -> Path:
-    """Return a new hidden name next to `path`, with this process's id, machine and start.
+    """Return a new hidden name next to `path`, with this process's id, machine and start time.
 
     role: 'tmp' for a file or folder that is being written, 'old' for a folder that is being replaced.
     """
@@ -282,7 +282,7 @@ def leftovers(parent: Path, name: str | None = None) -> Iterator[tuple[Path, str
 
 
 def find_folder(folder: Path) -> Path:
-    """Return where a folder's content is: under its own name, or under its 'old' name if a save died in between."""
+    """Return where a folder's content is: under its own name, or under its 'old' name after an interrupted save."""
     if not os.path.lexists(folder) and folder.parent.is_dir():
         for path, _, role, _ in leftovers(folder.parent, folder.name):
             if role == "old":
@@ -291,7 +291,7 @@ def find_folder(folder: Path) -> Path:
 
 
 def remove_leftovers(parent: Path, name: str | None = None) -> None:
-    """Remove what dead processes left. An 'old' folder whose own name is free gets it back instead."""
+    """Remove leftovers of dead processes. An 'old' folder is renamed back if its own name is free."""
     for path, original, role, writer in leftovers(parent, name):
         is_own = writer.is_here and writer.process == os.getpid()
         if not path.is_dir():
@@ -305,7 +305,7 @@ def remove_leftovers(parent: Path, name: str | None = None) -> None:
 
 
 def _remove_leftover_file(path: Path, writer: _Writer) -> None:
-    """Remove a file of a dead process: at once if it surely was of this machine, else after an hour."""
+    """Remove a file of a dead process: at once if the process was certainly on this machine, else after an hour."""
     with suppress(OSError):
         is_known = writer.is_here and writer.start is not None
         if not writer.is_alive(path) and (is_known or time.time() - path.lstat().st_mtime > LEFTOVER_FILE_SECONDS):
@@ -313,7 +313,7 @@ def _remove_leftover_file(path: Path, writer: _Writer) -> None:
 
 
 def _last_change(path: Path) -> float:
-    """Return when a file, or a folder or one of its files, was last written (seconds since 1970; 0: it is gone)."""
+    """Return when a file, or a folder or one of its files, was last written, in seconds since 1970; 0 if it is gone."""
     times = [0.0]
     with suppress(OSError):
         files = [path / name for name in os.listdir(path)] if path.is_dir() else []
@@ -336,10 +336,10 @@ def replace_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
     """Yield a temporary path next to `path`. Write the new file there; it then replaces `path`.
 
     After the block the file is fsynced and renamed, and the folder is fsynced: at every instant `path` is the whole
-    old file or the whole new one. If the block raises, the temporary file is removed and `path` stays as it was.
-    Missing folders are created, and files that killed processes left for `path` are removed. Raises MachineError,
-    which ends with `remedy`, if the file cannot be written, CheckpointError if its folder cannot be created or if
-    `path` is a folder, a pipe, a device or another thing that a file must not replace.
+    old file or the whole new one. If the block raises, the temporary file is removed and `path` is unchanged. Missing
+    folders are created, and leftovers of killed processes for `path` are removed. Raises MachineError, which ends with
+    `remedy`, if the file cannot be written, CheckpointError if its folder cannot be created or if `path` is a folder, a
+    pipe, a device or anything else that a file must not replace.
     """
     what = describe_path(path)
     if what not in ("is a file", "does not exist", "is a symbolic link to nothing", "lies below a file"):
@@ -379,7 +379,7 @@ def write_file(path: Path, content: str | bytes, remedy: str | None = None) -> N
 
 
 def replace_folder(staged: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name, durably. On any failure the earlier folder gets its name back."""
+    """Rename a finished folder to its final name, durably. On any failure the earlier folder is restored."""
     aside = leftover_path(folder, "old")
     try:
         if folder.is_dir() and system.listdir(folder):
@@ -405,14 +405,14 @@ MAX_JSON_BYTES = 256 * 2**20
 
 def write_json_file(path: Path, content: Mapping[str, Any], remedy: str | None = None) -> None:
     """Write plain values as a JSON object with the SHA-256 of its content, whole or not at all. Raises MachineError."""
-    plain = json.loads(json.dumps(content))  # as it will be read: lists for tuples, texts for keys
+    plain = json.loads(json.dumps(content))  # as it will be read: lists for tuples, strings for keys
     write_file(path, _text(plain | {HASH_KEY: content_sha256(plain)}), remedy)
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Read what `write_json_file` wrote, without its SHA-256.
 
-    Raises CheckpointError if the file is missing, or if one byte is not as it was written.
+    Raises CheckpointError if the file is missing or was altered.
     """
     with open_regular_file(path) as (descriptor, size):
         if size > MAX_JSON_BYTES:
@@ -428,7 +428,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
                 " choose another folder, or use the release that wrote it"
             )
         if saved_sha256 is None or _text(content).encode("ascii") != raw:
-            raise ValueError("its text is not as heddle writes it")
+            raise ValueError("its format differs from what heddle writes")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: was altered ({parse_error_reason(error)}); restore the file or choose another folder"
@@ -442,7 +442,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 def content_sha256(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON object written without spaces, keys sorted, as ASCII."""
+    """Return the SHA-256 of a JSON object, written as ASCII without spaces and with sorted keys."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 

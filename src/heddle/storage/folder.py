@@ -40,7 +40,7 @@ from heddle.storage.tensor_file import (
     write_tensor_file,
 )
 
-# Write a folder under a temporary name and rename it when all of it is on the disk; the manifest is written last.
+# A folder is written under a temporary name and renamed once all of it is on the disk; the manifest comes last.
 
 
 MAX_DOCUMENT_BYTES = 256 * 2**20
@@ -48,9 +48,9 @@ MAX_DOCUMENT_BYTES = 256 * 2**20
 
 @contextmanager
 def staged_folder(folder: Path, lock: bool) -> Iterator[Path]:
-    """Yield a new folder that replaces `folder` after the block, whole; if the block raises, it is removed.
+    """Yield a new folder that replaces `folder` as a whole after the block; if the block raises, it is removed.
 
-    lock: against other writers of this folder. Raises as `write_folder` does.
+    lock: exclude other writers of this folder. Raises as `write_folder` does.
     """
     try:
         file_io.make_folder(folder.parent)
@@ -71,7 +71,7 @@ def staged_folder(folder: Path, lock: bool) -> Iterator[Path]:
 
 
 def finish_folder(staged: Path, documents: Mapping[str, bytes], manifest: Manifest) -> None:
-    """Write the documents, and then the manifest, which is to list the tensor files."""
+    """Write the documents, and then the manifest, which must already list the tensor files."""
     records = dict(manifest.files)
     for name in sorted(documents):
         with file_io.NewFile(staged / name) as file:
@@ -84,7 +84,7 @@ def finish_folder(staged: Path, documents: Mapping[str, bytes], manifest: Manife
 def check_documents(
     folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, str], kind: str
 ) -> dict[str, bytes]:
-    """Return the documents in UTF-8. Raises CheckpointError for names and texts that a folder cannot hold."""
+    """Return the documents in UTF-8. Raises CheckpointError for invalid file names, kinds and texts."""
     if folder.name in ("", ".."):
         raise CheckpointError(f"{folder}: cannot be replaced as a whole; name a folder inside it")
     if NAME_PATTERN.fullmatch(kind) is None:
@@ -94,8 +94,8 @@ def check_documents(
         is_shard = SHARD_PATTERN.fullmatch(name) is not None or name.endswith(INDEX_SUFFIX)
         if not is_file_name(name) or (name in tensors) != name.endswith(".safetensors") or is_shard:
             raise CheckpointError(
-                f"{folder}: {name!r} cannot be a file here; tensor files end in .safetensors, no others,"
-                " and names of shards and their indexes are given by the writer"
+                f"{folder}: {name!r} cannot be a file here; tensor files, and only they, end in .safetensors,"
+                " and the writer chooses the names of shards and their indexes"
             )
     for name, text in documents.items():
         try:
@@ -103,12 +103,14 @@ def check_documents(
         except UnicodeEncodeError as error:
             raise CheckpointError(f"{folder / name}: its text is not valid Unicode ({error.reason})") from error
         if len(encoded[name]) > MAX_DOCUMENT_BYTES:
-            raise CheckpointError(f"{folder / name}: {len(encoded[name])} bytes are over {MAX_DOCUMENT_BYTES}")
+            raise CheckpointError(
+                f"{folder / name}: has {len(encoded[name])} bytes, more than {MAX_DOCUMENT_BYTES}; shorten it"
+            )
     return encoded
 
 
 def _refuse_unlisted_content(folder: Path) -> None:
-    """Refuse to replace a folder that holds anything but the files of its manifest, since replacing deletes them."""
+    """Refuse to replace a folder with files that are not in its manifest, because replacing would delete them."""
     if folder.is_symlink():
         raise CheckpointError(f"{folder}: is a symbolic link; name the folder it points to")
     if not folder.exists():
@@ -121,29 +123,29 @@ def _refuse_unlisted_content(folder: Path) -> None:
         unlisted = unlisted_files(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{folder}: holds something that heddle did not write, wrote in another format or that is damaged,"
-            " and is left as it is;"
+            f"{folder}: holds files that are damaged, of another format or that heddle did not write,"
+            " and is left unchanged;"
             " choose another folder or move it away"
         ) from error
     if unlisted:
         raise CheckpointError(
-            f"{folder}: also holds {unlisted[0]!r}, which heddle did not write, and is left as it is;"
+            f"{folder}: also holds {unlisted[0]!r}, which heddle did not write, and is left unchanged;"
             " move that file away or choose another folder"
         )
 
 
 def unlisted_files(folder: Path) -> list[str]:
-    """Return the names in a heddle folder that its manifest does not list, sorted."""
+    """Return the names in a folder that its manifest does not list, sorted."""
     return sorted(set(file_io.list_names(folder)) - set(read_manifest(folder).files) - {MANIFEST_FILE})
 
 
 @dataclass(frozen=True)
 class FolderContents:
-    """A folder whose manifest and documents are verified. Tensors are verified when they are read.
+    """A folder with verified manifest and documents. Tensors are verified when they are read.
 
-    folder: where the files are. kind: what the writer called the content. documents: file name to text, without the
+    folder: where the files are. kind: of the content, as given to the writer. documents: file name to text, without the
     indexes of shards. records: file name to its manifest entry. tensor_sets: name of each set of tensors, such as
-    model.safetensors, to its files: that file, or its shards. log: where the run's log was, for a run's checkpoint.
+    model.safetensors, to its files: that file, or its shards. log: the position in the run's log, for a checkpoint.
     """
 
     folder: Path
@@ -166,7 +168,7 @@ class FolderContents:
         return self._pieces[set_name]
 
     def tensor_records(self, set_name: str) -> dict[str, TensorRecord]:
-        """Return the manifest entry of each tensor of a set, by name; of one in slices, that of the whole tensor."""
+        """Return the manifest entry of each tensor of a set, by name; sliced tensors are described as a whole."""
         records = {}
         for name, pieces in self._pieces_of(set_name).items():
             _, first = pieces[0]
@@ -215,7 +217,7 @@ class FolderContents:
                 )
             for file, piece in pieces[name]:
                 local = None if wanted_rows is None else piece.overlap(wanted_rows)
-                if not wanted_rows or local:  # no rows at all have a type, too
+                if not wanted_rows or local:  # an empty selection has a dtype, too
                     rows_in_file.setdefault(file, {})[name] = local
         for file in sorted(rows_in_file):
             for name, tensor in read_tensors(self.folder / file, rows_in_file[file], self.records[file], self.flags):
@@ -238,13 +240,13 @@ def write_folder(
     max_shard_bytes: int | None = None,
     lock: bool = True,
 ) -> None:
-    """Write a folder so that at every instant its name holds the whole old content or the whole new one.
+    """Write a folder atomically: at every instant it holds the whole old content or the whole new one.
 
-    tensors: file name ending in .safetensors to {name: tensor}, of any strides and device; a storage that two names
+    tensors: file name ending in .safetensors to {name: tensor}, with any strides and device; storage that two names
     share is written twice. Sets larger than `max_shard_bytes` (None: MAX_SHARD_BYTES) become shards with an index.
-    documents: file name to text. kind, log: stored for the reader. lock: False for a caller that has locked a folder
-    around it. A folder that heddle wrote, or an empty one, is replaced. Raises CheckpointError for any other existing
-    folder, which stays untouched, and for one that another process is writing; MachineError for a full or read-only
+    documents: file name to text. kind, log: stored for the reader. lock: False if the caller holds the lock of an
+    enclosing folder. A folder that heddle wrote, or an empty one, is replaced. Raises CheckpointError for any other
+    existing folder, which stays untouched, and if another process is writing it; MachineError for a full or read-only
     disk.
     """
     folder = Path(folder)
@@ -267,8 +269,8 @@ def write_folder(
 def read_folder(folder: Path, kind: str | None = None, flags: int = file_io.READ_FLAGS) -> FolderContents:
     """Open a folder that write_folder wrote.
 
-    kind: if given, it must be the one that the folder was written with. flags: for opening the files. Manifest, sizes
-    and documents are verified here, each tensor when it is read. Files that the manifest does not list are ignored.
+    kind: if given, the folder must be of this kind. flags: for opening the files. Manifest, sizes and documents are
+    verified here, each tensor when it is read. Files that the manifest does not list are ignored.
     Raises CheckpointError for every defect, MachineError for a failing disk.
     """
     folder = file_io.find_folder(Path(folder))
@@ -311,7 +313,7 @@ def _read_document(path: Path, record: FileRecord, flags: int) -> str:
 
 
 def verify_folder(folder: Path, kind: str | None = None, ranks: Ranks = ONE_PROCESS) -> FolderContents:
-    """Open a folder as read_folder does, and verify every tensor, one at a time in memory; of a rank, its share."""
+    """Open a folder as read_folder does, and verify every tensor, one at a time in memory; each rank its share."""
     contents = read_folder(folder, kind)
     names = [name for files in contents.tensor_sets.values() for name in files]
     for name in names[ranks.rank :: ranks.count]:
@@ -321,7 +323,7 @@ def verify_folder(folder: Path, kind: str | None = None, ranks: Ranks = ONE_PROC
 
 
 def verify_file(path: Path, record: FileRecord) -> None:
-    """Verify every byte of one file of a folder, in a few MB. Raises CheckpointError, naming file and tensor."""
+    """Verify every byte of one file of a folder, in a few MB of memory. Raises CheckpointError, naming the defect."""
     digest = hashlib.sha256()
     with file_io.open_regular_file(path) as (descriptor, _):
         file_io.hash_rest(descriptor, digest)
@@ -336,9 +338,9 @@ def verify_file(path: Path, record: FileRecord) -> None:
 
 
 def tensors_sha256(source: FolderContents | Path, set_name: str | None = None) -> str:
-    """SHA-256 over the names, dtypes, shapes and bytes of all tensors, or of those of one set, however it is sharded.
+    """Return the SHA-256 over names, dtypes, shapes and bytes of all tensors or of one set, independent of shards.
 
-    source: a path is verified first; of FolderContents, the hashes in the manifest are used.
+    source: a path is verified first; for FolderContents, the hashes in the manifest are used.
     """
     contents = source if isinstance(source, FolderContents) else verify_folder(source)
     lines = [

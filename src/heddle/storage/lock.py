@@ -1,4 +1,4 @@
-"""Locks of folders and files against a second process. The system frees a lock when its process ends."""
+"""Locks on folders and files against a second process. The system frees a lock when its process ends."""
 
 import errno
 import fcntl
@@ -26,9 +26,9 @@ class InUseError(CheckpointError):
 class RunLock:
     """`with RunLock(folder):` locks a folder for this process; a missing folder is created.
 
-    shared: other processes may lock it too, if they share it. Raises InUseError that names the process that holds the
-    lock, MachineError if the folder cannot be written. The lock file is never removed: otherwise two processes could
-    each lock a different file of that name.
+    shared: other processes may also hold a shared lock. Raises InUseError, naming the process that holds the lock,
+    MachineError if the folder cannot be written. The lock file is never removed: otherwise two processes could each
+    lock a different file of that name.
     """
 
     def __init__(self, folder: Path, shared: bool = False):
@@ -37,7 +37,7 @@ class RunLock:
 
     def __enter__(self) -> "RunLock":
         if self.descriptor is not None:
-            raise CheckpointError(f"{self.folder}: is locked by this very object already; use a second RunLock")
+            raise CheckpointError(f"{self.folder}: is already locked by this object; use a second RunLock")
         try:
             file_io.make_folder(self.folder)
             descriptor = _open(self.folder / LOCK_FILE)
@@ -61,7 +61,7 @@ class RunLock:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the lock of a folder. Nothing is written; False where it cannot be known."""
+    """Whether a process holds the lock of a folder. Nothing is written; False if it is unknown."""
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -81,8 +81,8 @@ def is_locked(folder: Path) -> bool:
 def lock_output(path: Path) -> Iterator[int]:
     """Lock the name of a file or folder while it is written; missing parents are created.
 
-    Yields the descriptor: a child that inherits it holds the lock too. The lock file, `.NAME.lock` beside it, is
-    removed at the end. Raises InUseError that names the process that is writing it, MachineError if the folder cannot
+    Yields the descriptor: a child process that inherits it also holds the lock. The lock file, `.NAME.lock` beside it,
+    is removed at the end. Raises InUseError, naming the process that is writing it, MachineError if the folder cannot
     be written. File systems without locks are trusted.
     """
     lock_path = path.with_name(f".{path.name}{LOCK_FILE}")
@@ -117,7 +117,7 @@ def wait_for_lock(path: Path, is_finished: Callable[[], bool] = lambda: False) -
 
 
 def _open_locked(lock_path: Path, refusal: str) -> int:
-    """Open and lock a file that its holders remove; return its descriptor."""
+    """Open and lock a file that its holder removes; return its descriptor."""
     while True:
         descriptor = _open(lock_path)
         try:
@@ -136,7 +136,7 @@ def _open_locked(lock_path: Path, refusal: str) -> int:
 
 
 def _open(lock_path: Path) -> int:
-    """Open or create a lock file. Raises CheckpointError for a link, a pipe or anything else that is no file."""
+    """Open or create a lock file. Raises CheckpointError for a link, a pipe or anything else that is not a file."""
     with suppress(FileNotFoundError):  # its holder may remove it at any time
         mode = os.lstat(lock_path).st_mode
         if not stat.S_ISREG(mode):
@@ -146,7 +146,7 @@ def _open(lock_path: Path) -> int:
 
 
 def _lock(descriptor: int, refusal: str, remedy: str, shared: bool = False) -> None:
-    """Lock an open file. Raises InUseError that names the process that has locked it."""
+    """Lock an open file. Raises InUseError, naming the process that has locked it."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -156,6 +156,6 @@ def _lock(descriptor: int, refusal: str, remedy: str, shared: bool = False) -> N
 
 
 def _write_process(descriptor: int) -> None:
-    """Write this process's number into a locked file, for the message of a second process."""
+    """Write this process's id into a locked file, for the error message of a second process."""
     os.ftruncate(descriptor, 0)
     file_io.system.write(descriptor, f"{os.getpid()}\n".encode("ascii"))

@@ -1,6 +1,6 @@
-"""manifest.json: sizes and SHA-256 of every file, tensor and block of rows of a folder, and one of the manifest itself.
+"""manifest.json: size and SHA-256 of every file, tensor and block of rows in a folder, and of the manifest itself.
 
-The format is written down in docs/decisions/034-format-2.md.
+The format is specified in docs/decisions/034-format-2.md.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ EMPTY_CHAIN = "0" * 16
 def rows_per_block(shape: tuple[int, ...], itemsize: int) -> int:
     """Return how many rows (indices of the first dim) of a tensor are hashed together. The rule is part of the format.
 
-    It is the largest power of two of rows that fit BLOCK_BYTES, but at least 1 row and at most all of them. A power of
-    two, so that slices of ranks begin where blocks begin. A scalar has 1 row; a tensor without bytes is one block.
+    It is the largest power of two of rows that fit into BLOCK_BYTES, but at least 1 row and at most all rows. With a
+    power of two, ranks' slices begin where blocks begin. A scalar has 1 row; a tensor without bytes is one block.
     """
     rows, row_bytes = row_layout(shape, itemsize)
     if rows * row_bytes == 0:
@@ -48,16 +48,16 @@ def row_layout(shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
 
 
 def combined_sha256(block_hashes: Iterable[str]) -> str:
-    """Return a tensor's SHA-256: that of the digests (32 bytes each) of its blocks, one after another."""
+    """Return a tensor's SHA-256: the hash of its blocks' digests (32 bytes each), concatenated."""
     return hashlib.sha256(b"".join(map(bytes.fromhex, block_hashes))).hexdigest()
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Type and shape of a tensor as in the safetensors header, and the SHA-256 of each block of rows, in order.
+    """Dtype and shape of a tensor as in the safetensors header, and the SHA-256 of each block of rows, in order.
 
-    A slice of a tensor, which ranks write, has the blocks of the tensor that lie in it. row_offset: its first row.
-    total_rows: rows of the tensor; None for a whole tensor.
+    A slice of a tensor, as written by ranks, has the blocks within it. row_offset: its first row. total_rows: rows of
+    the whole tensor; None if this is the whole tensor.
     """
 
     dtype: str
@@ -69,21 +69,21 @@ class TensorRecord:
 
     @property
     def sha256(self) -> str:
-        """Return the tensor's SHA-256. Ranks that hold whole blocks can compute it together."""
+        """Return the tensor's SHA-256. Ranks with whole blocks can compute it together."""
         return combined_sha256(self.blocks)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Return the shape of the tensor of which this may be a slice."""
+        """Return the shape of the whole tensor, of which this may be a slice."""
         return self.shape if self.total_rows is None else (self.total_rows, *self.shape[1:])
 
     @property
     def rows(self) -> range:
-        """Return the rows of the tensor that are here; a scalar has one."""
+        """Return the rows of the whole tensor that this record covers; a scalar has one."""
         return range(self.row_offset, self.row_offset + (self.shape[0] if self.shape else 1))
 
     def overlap(self, rows: range) -> range:
-        """Return which of these rows of the tensor are here, counted from the first one here."""
+        """Return which of these rows of the whole tensor this record covers, counted from its first row."""
         start, stop = max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)
         return range(start - self.row_offset, max(start, stop) - self.row_offset)
 
@@ -121,7 +121,7 @@ class LogPosition:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json: the folder's kind and its files. log: where a run's log was at a checkpoint."""
+    """The content of manifest.json: the folder's kind and files. log: position in a run's log at a checkpoint."""
 
     kind: str
     files: Mapping[str, FileRecord]
@@ -150,15 +150,15 @@ def is_file_name(name: str) -> bool:
 
 
 def parse_json_object(raw: bytes, infinity: Any = None) -> dict[str, Any]:
-    """Parse a JSON object (UTF-8). Raises ValueError for anything else, also for duplicate keys and NaN.
+    """Parse a JSON object (UTF-8). Raises ValueError for anything else, including duplicate keys and NaN.
 
-    infinity: what to put in place of the word Infinity; None: it is refused too.
+    infinity: replaces the word Infinity; None: it is also refused.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("it has a duplicate key")
         return result
 
     def refuse(constant: str) -> Any:
@@ -176,9 +176,9 @@ def parse_json_object(raw: bytes, infinity: Any = None) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path, flags: int = READ_FLAGS) -> Manifest:
-    """Read and check a folder's manifest. Raises CheckpointError that says what is wrong with it.
+    """Read and check a folder's manifest. Raises CheckpointError, naming the defect.
 
-    Fields that this version does not know are accepted, since later versions of heddle only add fields.
+    Unknown fields are accepted, because later versions of heddle only add fields.
     """
     path = folder / MANIFEST_FILE
     if not os.path.isdir(folder):
@@ -227,11 +227,11 @@ def _check_version(folder: Path, version: Any) -> None:
 def _from_json(content: dict[str, Any]) -> Manifest:
     kind, files = content.get("kind"), content.get("files")
     if not isinstance(kind, str) or NAME_PATTERN.fullmatch(kind) is None or not isinstance(files, dict):
-        raise ValueError("its kind or its list of files is malformed")
+        raise ValueError("its kind or list of files is malformed")
     records = {}
     for name, record in files.items():
         if not is_file_name(name) or not isinstance(record, dict):
-            raise ValueError("the name of a file is not allowed")
+            raise ValueError("a file name is not allowed")
         records[name] = parse_file_record(name, record)
     log = content.get("log")
     return Manifest(kind, records, None if log is None else _log_position(log))
@@ -248,7 +248,7 @@ def parse_file_record(name: str, record: dict[str, Any]) -> FileRecord:
     """Return a file's entry, as `FileRecord.to_json` wrote it. Raises ValueError."""
     tensors = record.get("tensors")
     if (tensors is None) == name.endswith(".safetensors"):
-        raise ValueError(f"its entry for {name} lists tensors and is not a tensor file, or the reverse")
+        raise ValueError(f"its entry for {name} must list tensors if, and only if, it is a tensor file")
     if not _is_count(record.get("size")):
         raise ValueError(f"the size of {name} is not a whole number")
     hashes = [record.get("sha256")]
@@ -265,7 +265,7 @@ def parse_file_record(name: str, record: dict[str, Any]) -> FileRecord:
 
 
 def _tensor_record(name: str, fields: Any) -> TensorRecord:
-    """Check one tensor's fields. Its type, and whether its blocks cover it, are checked against the file's header."""
+    """Check one tensor's fields. The file's header later checks its dtype, and that its blocks cover it."""
     expected = ("dtype", "shape", "row_block", "sha256", "blocks")
     dtype, shape, row_block, sha256, blocks = (
         (fields.get(key) for key in expected) if isinstance(fields, dict) else (None,) * 5
@@ -275,9 +275,9 @@ def _tensor_record(name: str, fields: Any) -> TensorRecord:
     if not all(_is_count(side) and side < 2**62 for side in shape):
         raise ValueError(f"the type or the shape of tensor {name} is malformed")
     if not _is_count(row_block) or row_block < 1:
-        raise ValueError(f"the row_block of tensor {name} is not a whole number from 1")
+        raise ValueError(f"the row_block of tensor {name} is not a whole number of at least 1")
     if not isinstance(blocks, list) or not all(map(_is_sha256, blocks)) or sha256 != combined_sha256(blocks):
-        raise ValueError(f"the SHA-256 of tensor {name} is not that of its blocks")
+        raise ValueError(f"the SHA-256 of tensor {name} does not match its blocks")
     record = TensorRecord(dtype, tuple(shape), row_block, tuple(blocks))
     if "row_offset" not in fields and "total_rows" not in fields:
         return record

@@ -1,6 +1,6 @@
 """Save and load a model folder: `config.json`, `model.safetensors` and, with a tokenizer, `tokenizer.json`.
 
-A model that was imported also has `imported.json`: the fields that an export to its family writes again.
+An imported model also has `imported.json`: config fields that an export to its family writes again.
 """
 
 import hashlib
@@ -45,8 +45,8 @@ def save(
 ) -> None:
     """Write a model folder, whole or not at all. LoRA adapters are merged.
 
-    documents: more text files to write, by name. ranks: all of them write a sharded model together; no rank needs
-    memory for all of it. Raises CheckpointError or MachineError.
+    documents: more text files to write, by name. ranks: collective; all write a sharded model together, and no rank
+    needs memory for all of it. Raises CheckpointError or MachineError.
     """
     tensors, texts = {WEIGHTS_FILE: model_tensors(model)}, dict(documents or {}) | model_documents(model, tokenizer)
     if ranks.count == 1:
@@ -60,7 +60,8 @@ def load(
 ) -> tuple[Decoder, Tokenizer | None]:
     """Read a model folder, or the newest checkpoint of a run, and verify every byte.
 
-    dtype: None keeps the dtype of the file. Raises CheckpointError that names the file and tensor that is wrong.
+    dtype: None keeps the file's dtype. Returns the model in eval mode, and its tokenizer if it has one. Raises
+    CheckpointError, naming the defective file and tensor.
     """
     contents = read_folder(find_model_folder(Path(folder)))
     model = restore_model(contents, dtype, device)
@@ -70,7 +71,7 @@ def load(
 def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
     """Return the folder itself if it holds a model, else the newest intact checkpoint of the run in it.
 
-    ranks: they look for it together, and each verifies a share.
+    ranks: collective; each verifies a share.
     """
     if describe_path(folder) not in ("is a folder", "does not exist"):
         raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name a folder that heddle saved")
@@ -79,10 +80,10 @@ def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
         nothing_intact = newest.path is None and newest.damaged
         for damage in newest.damaged[1:] if nothing_intact else newest.damaged:
             print_warning(damage)
-        if nothing_intact:  # the user meant the newest one
+        if nothing_intact:  # the user wants the newest one
             raise CheckpointError(newest.damaged[0])
         if newest.path is None:
-            raise CheckpointError(f"{folder}: holds no checkpoint yet; let the training save one")
+            raise CheckpointError(f"{folder}: holds no checkpoint yet; train until one is saved")
         return newest.path
     return folder
 
@@ -90,13 +91,13 @@ def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
 def model_tensors(model: Decoder) -> dict[str, Tensor]:
     """Return the parameters by name. A tied head appears once, as the embedding; adapters are merged.
 
-    Sharded parameters stay sharded, except that sharded adapters are gathered, on all ranks at once.
+    Sharded parameters stay sharded; sharded adapters are gathered, which is collective.
     """
     return {name: parameter.detach() for name, parameter in merge_lora(model, whole).named_parameters()}
 
 
 def model_documents(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, str]:
-    """Return the text files of a model folder by name: its config, its import's fields, and its tokenizer's files."""
+    """Return the text files of a model folder by name: config, fields of an import, and tokenizer files."""
     documents = {CONFIG_FILE: json.dumps(model.config.dump(), indent=2) + "\n"}
     if model.imported_config:
         documents[IMPORTED_FILE] = json.dumps(model.imported_config, indent=2) + "\n"
@@ -130,10 +131,10 @@ def load_shards(
     device: torch.device | str = "cpu",
     ranks: Ranks = ONE_PROCESS,
 ) -> None:
-    """Allocate a model that was sharded on the meta device, and read the rows that this rank holds.
+    """Allocate a model that was sharded on the meta device, and read this rank's rows.
 
     source: a model folder, or a run, written by any number of ranks. Values are converted to the dtypes that the model
-    was built in. Raises CheckpointError, on all ranks, for a tensor that is damaged or does not fit.
+    was built with. Raises CheckpointError, on all ranks, for a tensor that is damaged or does not fit.
     """
     folder = source.folder if isinstance(source, FolderContents) else find_model_folder(Path(source), ranks)
     own_rows = HeldRows(dict(model.named_parameters()))
@@ -154,7 +155,7 @@ def load_shards(
 
 
 class HeldRows:
-    """The rows that this rank holds of tensors. They are asked for once, since only the main thread knows its rank.
+    """This rank's rows of tensors. They are computed once, because only the main thread knows its rank.
 
     tensors: by name. rows: by name; None for a tensor that is not sharded.
     """
@@ -167,14 +168,14 @@ class HeldRows:
                 self.rows[name] = range(tensor.shape[0])[held_rows(tensor)]
 
     def read(self, contents: FolderContents, set_name: str) -> dict[str, Tensor]:
-        """Read these rows of a set of these tensors. Raises CheckpointError, naming a tensor that does not fit."""
+        """Read these rows from a tensor set. Raises CheckpointError, naming a tensor that does not fit."""
         shapes = {name: record.whole_shape for name, record in contents.tensor_records(set_name).items()}
         _check_fits(f"{contents.folder}/{set_name}", shapes, self.tensors)
         return contents.read_slices(set_name, self.rows)
 
 
 def _check_fits(path: str, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError that names a tensor that does not fit the design."""
+    """Raise CheckpointError, naming a tensor that does not fit the design."""
     for name in sorted(shapes.keys() | parameters.keys()):
         if name not in shapes or name not in parameters:
             fault = "is missing" if name in parameters else "belongs to no part of the design"
@@ -189,8 +190,8 @@ def restore_model(
 ) -> Decoder:
     """Build a model with the weights of a folder.
 
-    config: a design with the same parameters, instead of the folder's own. Raises CheckpointError that names a
-    tensor that does not fit.
+    config: a design with the same parameters, instead of the folder's own. Raises CheckpointError, naming a tensor that
+    does not fit.
     """
     model = build(load_config(read_config(contents)) if config is None else config, device="meta")
     tensors = contents.tensors(WEIGHTS_FILE, device)
@@ -207,11 +208,10 @@ def restore_model(
     return model
 
 
-# Save a decoding state as a folder and load it again.
+# A decoding state is saved as a folder and loaded again.
 #
 # `state.safetensors` holds the tensors. `state.json` holds the fields that are not tensors, and the design's
-# fingerprint.
-# A prompt that was read in one process can be continued in another one.
+# fingerprint. A prompt that was read in one process can be continued in another.
 
 
 STATE_KIND = "state"
@@ -236,12 +236,12 @@ def load_state(model: Decoder, folder: str | Path) -> State:
     """Read a state of this model and verify every byte. Decoding continues bit-equal to the original state.
 
     The design and the dtype must be the model's. The weights are not compared.
-    Raises CheckpointError that says what differs.
+    Raises CheckpointError, naming the difference.
     """
     contents = read_folder(Path(folder), STATE_KIND)
     design, table_fields = _read_metadata(contents.folder / STATE_FILE, contents.documents.get(STATE_FILE, ""))
     if design != model.fingerprint:
-        raise CheckpointError(f"{folder}: is a state of another design; load the model that it was made with")
+        raise CheckpointError(f"{folder}: is a state of another design; load the model that made it")
     tensors = contents.tensors(STATE_TENSORS_FILE, model.embed.weight.device)
     empty = _empty_state(model, contents.folder, table_fields, tensors)
     saved_fields: dict[str, Any] = {name: tensors[f"table.{name}"] for name in empty.table.tensors()} | table_fields
@@ -251,7 +251,7 @@ def load_state(model: Decoder, folder: str | Path) -> State:
 
 
 def _loaded(layer: MixerState, index: int, tensors: dict[str, Tensor]) -> MixerState:
-    """The layer's state with its tensors replaced by the saved ones."""
+    """Return the layer's state with its tensors replaced by the saved ones."""
     return layer.map(lambda name, _: tensors[f"layers.{index}.{name}"])
 
 
@@ -273,7 +273,7 @@ def _read_metadata(path: Path, text: str) -> tuple[str, dict[str, Any]]:
         flags = {name for name, value in expected.items() if isinstance(value, bool)}
         optional = {"lookback", "cache_length"}  # None: no limit
         if not isinstance(design, str) or set(table_fields) - {TEXT_LENGTHS} != set(expected):
-            raise ValueError("its fields are not those of a state")
+            raise ValueError("its fields do not describe a state")
         text_lengths = table_fields.pop(TEXT_LENGTHS, None)
         if text_lengths is not None and not all(type(length) is int and length > 0 for length in text_lengths):
             raise ValueError(f"its {TEXT_LENGTHS} are {text_lengths!r}")
@@ -300,7 +300,7 @@ def _empty_state(model: Decoder, folder: Path, table_fields: dict[str, Any], ten
     if text_lengths is not None and (len(text_lengths) != batch or not model.length_dependent):
         raise CheckpointError(f"{folder}: its {TEXT_LENGTHS} do not fit its {batch} rows and design; save it again")
     meta_model = build(model.config, dtype=model.embed.weight.dtype, device="meta")
-    # The saved encoder output had padding or not; only its tensors tell which.
+    # Only the tensors show whether the saved encoder output had padding.
     for is_token in (None, torch.ones(batch, 1, dtype=torch.bool, device="meta")):
         width = meta_model.encoder_width
         encoder_output = None
@@ -313,12 +313,12 @@ def _empty_state(model: Decoder, folder: Path, table_fields: dict[str, Any], ten
         if expected.keys() == tensors.keys():
             break
     else:
-        raise CheckpointError(f"{folder}: holds other tensors than a state of this design; save the state again")
+        raise CheckpointError(f"{folder}: its tensors do not fit a state of this design; save the state again")
     for name, tensor in tensors.items():
         if tensor.dtype != expected[name].dtype:
             raise CheckpointError(
                 f"{folder}: '{name}' is {tensor.dtype}, the model's is {expected[name].dtype}; "
-                "load the model with the dtype that the state was made with"
+                "load the model in the dtype of the state"
             )
         if tensor.dim() != expected[name].dim() or len(tensor) != batch:
             raise CheckpointError(
@@ -327,11 +327,10 @@ def _empty_state(model: Decoder, folder: Path, table_fields: dict[str, Any], ten
     return empty
 
 
-# Save LoRA adapters (Hu et al. 2021) as a folder and load them again.
+# LoRA adapters (Hu et al. 2021) are saved as a folder and loaded again.
 #
 # `adapter.safetensors` holds A and B of each projection. `adapter.json` holds rank, alpha, the paths of the
-# projections,
-# the design's fingerprint and the SHA-256 of the base weights.
+# projections, the design's fingerprint and the SHA-256 of the base weights.
 
 
 ADAPTER_KIND = "adapter"
@@ -365,7 +364,7 @@ def save_lora(model: Decoder, folder: str | Path) -> None:
 class LoraFolder(NamedTuple):
     """The contents of a folder of adapters, not yet compared with a model.
 
-    design: the fingerprint of the model's. tensors: A and B by name, `layers.0.mixer.q.a`.
+    design: the fingerprint of the base model's design. tensors: A and B by name, `layers.0.mixer.q.a`.
     """
 
     folder: Path
@@ -377,14 +376,14 @@ class LoraFolder(NamedTuple):
     tensors: dict[str, Tensor]
 
     def check_base(self, weights_sha256: str) -> None:
-        """Raises CheckpointError if the adapters belong to other weights."""
+        """Raise CheckpointError if the adapters belong to other weights."""
         if self.base_weights_sha256 != weights_sha256:
             raise CheckpointError(
-                f"{self.folder}: were trained on other weights of this design, or on these in another dtype; load those"
+                f"{self.folder}: were trained on other weights of this design, or in another dtype; load those"
             )
 
     def check_tensors(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raises CheckpointError unless A and B have these names and shapes."""
+        """Raise CheckpointError unless A and B have these names and shapes."""
         for name in shapes.keys() | self.tensors.keys():
             if name not in shapes or name not in self.tensors or list(shapes[name]) != list(self.tensors[name].shape):
                 path = self.folder / ADAPTER_TENSORS_FILE
@@ -408,14 +407,14 @@ def read_lora(folder: str | Path, device: torch.device | str = "cpu") -> LoraFol
 
 
 def load_lora(model: Decoder, folder: str | Path) -> Decoder:
-    """Return a model with the saved adapters, bit for bit. It shares the base weights of the given model.
+    """Return a model with the saved adapters, bit-equal. It shares the base weights of `model`.
 
     Raises CheckpointError if the adapters are damaged, or belong to another design, other base weights, or the same
     base weights in another dtype.
     """
     saved = read_lora(folder, model.embed.weight.device)
     if saved.design != model.fingerprint:
-        raise CheckpointError(f"{folder}: are adapters of another design; load the model that they were trained on")
+        raise CheckpointError(f"{folder}: holds adapters of another design; load the model that they were trained on")
     saved.check_base(base_weights_sha256(model))
     adapted_model = with_lora_folder(model, saved)
     for name, parameter in lora_tensors(adapted_model).items():
@@ -424,7 +423,7 @@ def load_lora(model: Decoder, folder: str | Path) -> Decoder:
 
 
 def with_lora_folder(model: Decoder, lora_folder: LoraFolder) -> Decoder:
-    """Return a model with new adapters of the saved ones' shapes. Raises CheckpointError if these do not fit it."""
+    """Return a model with new adapters in the shapes of the saved ones. Raises CheckpointError if they do not fit."""
     try:
         adapted_model = add_lora(model, lora_folder.paths, lora_folder.rank, lora_folder.alpha)
     except HeddleError as error:
@@ -435,12 +434,12 @@ def with_lora_folder(model: Decoder, lora_folder: LoraFolder) -> Decoder:
 
 
 def base_weights_sha256(model: Decoder) -> str:
-    """SHA-256 over the names, dtypes, shapes and bytes of a model's weights, without those of adapters."""
+    """Return the SHA-256 over names, dtypes, shapes and bytes of a model's weights, without adapters."""
     return digest_tensors(sorted(_base_parameters(model).items()))
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over the names, dtypes, shapes and bytes of tensors, which must come in alphabetical order."""
+    """Return the SHA-256 over names, dtypes, shapes and bytes of tensors, which must come in alphabetical order."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

@@ -12,7 +12,7 @@ OPTIONS = "options"  # of run.json
 
 
 def read_options(path: Path | str) -> dict[str, Any]:
-    """Return options by name, of a YAML file or of a run's folder. Raises ConfigError or CheckpointError."""
+    """Return options by name, from a YAML file or a run's folder. Raises ConfigError or CheckpointError."""
     path = Path(path)
     if path.is_dir():
         options = read_json_file(path / RUN_FILE).get(OPTIONS)

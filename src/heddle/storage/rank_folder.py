@@ -1,8 +1,8 @@
-"""Write one folder from many ranks: each rank writes a file with the rows that it holds, rank 0 the manifest, last.
+"""Write one folder from many ranks: each rank writes a file with its own rows, and rank 0 writes the manifest, last.
 
 A rank writes whole blocks of rows (docs/decisions/034-format-2.md), so that a tensor's hash does not depend on the
-ranks. Where their rows do not begin and end where blocks do, as of small tensors, the tensor is gathered first. What
-several ranks hold is written by the one that has least to write.
+ranks. If ranks' rows are not aligned to blocks, as for small tensors, the tensor is gathered first. Rows that several
+ranks hold are written by the rank with the least to write.
 """
 
 import json
@@ -43,7 +43,7 @@ from heddle.storage.tensor_file import (
 
 
 class HeldTensor(NamedTuple):
-    """The rows of a tensor that a rank holds: `start` to `stop`. A scalar has one row."""
+    """A rank's rows of a tensor: `start` to `stop`. A scalar has one row."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -69,10 +69,10 @@ def write_rank_folder(
     log: LogPosition | None = None,
     lock: bool = True,
 ) -> None:
-    """Write a folder as `write_folder` does, from all ranks at once; they see the same file system.
+    """Write a folder as `write_folder` does, from all ranks together; they must share a file system.
 
-    tensors: those of this rank, sharded over the ranks by rows, or whole: equal on all ranks that have them. documents,
-    kind, log: of rank 0. If one rank fails, all raise its error and the folder stays as it was.
+    tensors: this rank's, sharded over the ranks by rows, or whole and equal on all ranks that have them. documents,
+    kind, log: of rank 0. If one rank fails, all raise its error and the folder is unchanged.
     """
     documents_in_utf8 = check_documents(folder, tensors, documents, kind)
     call_on_all(ranks, lambda: _check(folder, tensors))
@@ -119,7 +119,7 @@ def _check(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> str:
 def _own_pieces(
     folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks
 ) -> tuple[dict[str, Tensor], dict[str, RowSlice]]:
-    """Return the tensors and slices of tensors that this rank writes, and where the slices lie."""
+    """Return the tensors and slices of tensors that this rank writes, and the slices' positions."""
     own_rows = {name: _describe(tensor) for name, tensor in tensors.items()}
     texts = gather_texts(ranks, json.dumps(own_rows))
     tables = [{name: HeldTensor(d, tuple(s), a, b) for name, (d, s, a, b) in json.loads(t).items()} for t in texts]
@@ -147,9 +147,9 @@ def _describe(tensor: Tensor) -> HeldTensor:
 
 
 def plan_rows(folder: Path, tables: Sequence[Mapping[str, HeldTensor]]) -> dict[str, TensorPlan]:
-    """Return who writes what of each tensor. tables: what each rank holds, by name. All ranks plan the same.
+    """Return which rank writes which rows of each tensor. tables: each rank's tensors. All ranks plan the same.
 
-    Raises CheckpointError for a tensor that ranks hold with different types or shapes, or not all of.
+    Raises CheckpointError for a tensor with different dtypes or shapes on ranks, or with missing rows.
     """
     load = [0] * len(tables)
     names = sorted({name for table in tables for name in table}, key=natural_order)
@@ -184,7 +184,7 @@ def _bytes_of(tensor: HeldTensor) -> int:
 
 
 def _intervals(folder: Path, name: str, holders: Mapping[int, HeldTensor]) -> dict[range, list[int]]:
-    """Return the ranks that hold each interval of rows, in the order of rows. Ranks without rows are left out."""
+    """Return the ranks with each interval of rows, in the order of rows. Ranks without rows are left out."""
     first = next(iter(holders.values()))
     row_count = row_layout(first.shape, 1)[0]
     intervals: dict[range, list[int]] = {}
@@ -207,7 +207,7 @@ def _intervals(folder: Path, name: str, holders: Mapping[int, HeldTensor]) -> di
 
 def _rows_error(folder: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder}: the ranks do not hold each row of tensor {name!r} once; shard all of them in the same way"
+        f"{folder}: the ranks do not hold each row of tensor {name!r} once; shard it in the same way on all ranks"
     )
 
 
@@ -222,7 +222,7 @@ def _file_name(set_name: str, counts: Sequence[Mapping[str, int]], rank: int) ->
 
 
 def _checked_records(staged: Path, texts: Sequence[str]) -> dict[str, FileRecord]:
-    """Return the entries of the files that all ranks wrote. Raises CheckpointError for a file that is not here."""
+    """Return the entries of the files that all ranks wrote. Raises CheckpointError if rank 0 cannot see one."""
     records = {}
     for rank, text in enumerate(texts):
         for name, fields in parse_json_object(text.encode()).items():
@@ -234,7 +234,7 @@ def _checked_records(staged: Path, texts: Sequence[str]) -> dict[str, FileRecord
                 is_whole = False
             if not is_whole:
                 raise CheckpointError(
-                    f"{staged / name}: was written by rank {rank}, and rank 0 does not find all of it; give all ranks a"
-                    " folder that they share"
+                    f"{staged / name}: was written by rank {rank}, but rank 0 does not find all of it; use a folder"
+                    " that all ranks share"
                 )
     return records

@@ -1,6 +1,6 @@
 """The files of a run besides its checkpoints.
 
-run.json has settings and environment, log.jsonl one line a step, final.json the final evaluation.
+run.json has settings and environment, log.jsonl one line per step, final.json the final evaluation.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from heddle.storage.manifest import EMPTY_CHAIN, LogPosition, parse_json_object
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 FINAL_FILE = "final.json"  # {"step": …, "final_bits_per_byte": …}, or final_accuracy
-BRANCH_SETTINGS = ("steps", "schedule")  # what a branch need not share with its trunk
+BRANCH_SETTINGS = ("steps", "schedule")  # a branch may differ from its trunk in these
 IDENTITY_KEYS = ("design", "data", "settings", "init_checkpoint", "lora", "distillation")
-# What decides the last bits of a number, in the environment of a run: versions of the software, and the machine.
+# Fields of a run's environment that determine the last bits of its numbers: software versions and the machine.
 ENVIRONMENT_FIELDS = {
     "versions": ("heddle", "torch"),
     "runtime": ("device", "threads", "matmul", "deterministic", "cpu", "gpu"),
@@ -38,12 +38,12 @@ APPEND_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_
 
 
 def open_run(folder: Path, identity: dict[str, Any], environment: dict[str, Any]) -> bool:
-    """Start a run in a folder, or continue the run that is there; True if it is continued.
+    """Start a run in a folder, or continue its run; return True if it is continued.
 
-    identity: the values of IDENTITY_KEYS, which must equal those of the run that is there. environment: command,
-    versions and machine, written when the run starts; where a continued run has others, a notice says which. What dead
-    processes left unfinished is removed. The caller holds the run's lock. Raises CheckpointError that names the first
-    difference, or if the folder holds something else.
+    identity: the values of IDENTITY_KEYS, which must equal those of a run to continue. environment: command, versions
+    and machine, written when the run starts; if they differ for a continued run, a warning names them. Leftovers of
+    dead processes are removed. The caller holds the run's lock. Raises CheckpointError, naming the first difference, or
+    if the folder holds something else.
     """
     path = folder / RUN_FILE
     for parent in (folder, folder / CHECKPOINTS_FOLDER):
@@ -69,9 +69,9 @@ def refuse_other_content(folder: Path) -> None:
 
 
 def run_hash(folder: Path) -> str | None:
-    """The SHA-256 of what identifies the run in a folder, by which its checkpoints name it; None without a run.json.
+    """Return the SHA-256 of a run's identity, which its checkpoints store; None without a run.json.
 
-    All branches of one trunk have the same.
+    All branches of one trunk have the same hash.
     """
     path = folder / RUN_FILE
     if not path.is_file():
@@ -81,13 +81,13 @@ def run_hash(folder: Path) -> str | None:
 
 
 def trunk_identity(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's identity, or its run.json, shares with that of its branches."""
+    """Return the part of a run's identity, or run.json, that its branches share."""
     settings = {name: value for name, value in saved["settings"].items() if name not in BRANCH_SETTINGS}
     return {key: saved.get(key) for key in IDENTITY_KEYS} | {"settings": settings}
 
 
 def _print_other_environment(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Say where the software or the machine is not that with which a run began, and what stays equal."""
+    """Warn if the software or the machine differs from when the run began, and say what stays equal."""
     differences = [
         f"{name} was {json.dumps(before[group][name])}, now it is {json.dumps(now[group][name])}"
         for group, names in ENVIRONMENT_FIELDS.items()
@@ -97,8 +97,8 @@ def _print_other_environment(folder: Path, before: dict[str, Any], now: dict[str
     ]
     if differences:
         print_warning(
-            f"{folder}: is continued in another environment: {'; '.join(differences)}; data, their order, the schedule"
-            " and all that is saved stay equal, and from here on numbers may differ in their last bits"
+            f"{folder}: continues in another environment: {'; '.join(differences)}; data, their order, the schedule"
+            " and saved files stay equal, but from here on numbers may differ in their last bits"
         )
 
 
@@ -125,10 +125,10 @@ def first_difference(before: Any, now: Any, path: str = "") -> str | None:
 
 
 class RunLog:
-    """The log file log.jsonl: one JSON object a line, whose last field, `chain`, follows from all lines up to it.
+    """The log file log.jsonl: one JSON object per line. Its last field, `chain`, depends on all lines up to it.
 
-    chain is the first 16 hexadecimal digits of the SHA-256 of the chain before it (of the first line: 16 zeros) and of
-    the line's text up to `, "chain": `. position: lines and chain so far. `resume` opens the file.
+    chain is the first 16 hexadecimal digits of the SHA-256 of the previous chain (for the first line: 16 zeros) and the
+    line's text up to `, "chain": `. position: lines and chain so far. `resume` opens the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -139,8 +139,8 @@ class RunLog:
     def resume(self, position: LogPosition) -> None:
         """Open the log for writing after the lines that a checkpoint counted.
 
-        Raises CheckpointError if one of these lines is missing or was altered; the file then stays as it is. Lines
-        after them are dropped, with a notice: their steps are taken again.
+        Raises CheckpointError if one of these lines is missing or was altered; the file is then unchanged. Later lines
+        are dropped, with a notice: their steps are repeated.
         """
         lines = _read_lines(self.path)
         counted = lines[: position.lines]
@@ -150,8 +150,8 @@ class RunLog:
             altered = _follow_chain(whole, position.head)[1]
             damage = "" if altered is None else f", and line {len(counted) + altered} of them was altered"
             print_status(
-                f"{self.path}: lines {len(counted) + 1} to {len(lines)} are of steps that no checkpoint holds{damage};"
-                " they are taken again"
+                f"{self.path}: lines {len(counted) + 1} to {len(lines)} are of steps after the loaded checkpoint"
+                f"{damage}; these steps are repeated"
             )
         if len(lines) > len(counted) or not self.path.is_file():
             write_file(self.path, b"".join(counted), REMEDY)
@@ -194,9 +194,9 @@ class RunLog:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log, without their `chain`, and without a last line that a crash cut short.
+    """Return the lines of a run's log, without their `chain`, and without an incomplete last line after a crash.
 
-    Raises CheckpointError that names the first line that was altered.
+    Raises CheckpointError, naming the first altered line.
     """
     path = folder / LOG_FILE
     raw_lines = _whole_lines(path, _read_lines(path))
@@ -205,7 +205,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def _parse_lines(path: Path, raw_lines: Sequence[bytes], before: int = 0) -> list[dict[str, Any]]:
-    """The lines as plain data, without their `chain`. before: how many lines the file has before them."""
+    """Return the lines as plain data, without their `chain`. before: how many lines the file has before them."""
     lines = []
     for number, text in enumerate(raw_lines, start=before + 1):
         try:
@@ -218,9 +218,9 @@ def _parse_lines(path: Path, raw_lines: Sequence[bytes], before: int = 0) -> lis
 
 
 class LogReader:
-    """Follows the log of a run that may be training: `read` returns what is new, and verifies only that.
+    """Follows the log of a run that may be training: `read` adds new lines, and verifies only those.
 
-    lines: of the whole log so far, without their `chain`.
+    lines: the whole log so far, without `chain`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -233,9 +233,9 @@ class LogReader:
         self._head, self._offset, self._inode = EMPTY_CHAIN, 0, -1
 
     def read(self) -> bool:
-        """Add the new lines to `lines`; whether anything changed. A log that was cut back is read from its beginning.
+        """Add the new lines to `lines`; return whether anything changed. A truncated log is read from its beginning.
 
-        A last line that is not yet whole is left for later. Raises CheckpointError if a line was altered.
+        An incomplete last line is left for later. Raises CheckpointError if a line was altered.
         """
         if not os.path.lexists(self.path):
             changed = bool(self.lines)
@@ -260,9 +260,9 @@ class LogReader:
 
 
 def verify_log(folder: Path, position: LogPosition | None = None) -> None:
-    """Verify every line of a run's log but a last one that a crash cut short, and those that a checkpoint counted.
+    """Verify every line of a run's log, except an incomplete last one, and the lines that a checkpoint counted.
 
-    Raises CheckpointError that names the first line that was altered, or says that lines are missing.
+    Raises CheckpointError, naming the first altered line, or if lines are missing.
     """
     path = folder / LOG_FILE
     lines = _whole_lines(path, _read_lines(path))
@@ -272,7 +272,7 @@ def verify_log(folder: Path, position: LogPosition | None = None) -> None:
 
 
 def copy_log(source: Path, folder: Path, position: LogPosition) -> None:
-    """Write into a run's folder the lines of another run's log that a checkpoint there counted.
+    """Copy the lines of a run's log that one of its checkpoints counted into another run's folder.
 
     Raises CheckpointError if one was altered, and MachineError.
     """
@@ -282,7 +282,7 @@ def copy_log(source: Path, folder: Path, position: LogPosition) -> None:
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a log with their line ends; the last one may lack it. No file is no lines."""
+    """Return the lines of a log with their line ends, which the last may lack; no lines if there is no file."""
     if not os.path.lexists(path):
         return []
     with file_io.open_regular_file(path) as (descriptor, size):
@@ -292,14 +292,14 @@ def _read_lines(path: Path) -> list[bytes]:
 
 
 def _whole_lines(path: Path, lines: list[bytes], before: int = 0) -> list[bytes]:
-    """The lines without a last one that a crash cut short. before: how many lines the file has before them.
+    """Return the lines without an incomplete last one. before: how many lines the file has before them.
 
-    Raises CheckpointError if what follows the last whole line is not the beginning of a line, such as bytes of zero.
+    Raises CheckpointError if the last whole line is followed by something else than the start of a line, such as zeros.
     """
     if not lines or lines[-1].endswith(b"\n"):
         return lines
     if not lines[-1].startswith(b"{") or b"\0" in lines[-1]:
-        raise CheckpointError(f"{path}: line {before + len(lines)} is not the beginning of a line; {LOG_REMEDY}")
+        raise CheckpointError(f"{path}: line {before + len(lines)} is not the start of a log line; {LOG_REMEDY}")
     return lines[:-1]
 
 
@@ -314,7 +314,7 @@ def _verify_lines(path: Path, lines: Sequence[bytes], position: LogPosition | No
         )
     if position is not None and head != position.head:
         raise CheckpointError(
-            f"{path}: its {position.lines} lines are not those of the checkpoint (another chain); {LOG_REMEDY}"
+            f"{path}: its {position.lines} lines do not match the checkpoint (another chain); {LOG_REMEDY}"
         )
 
 

@@ -1,7 +1,7 @@
 """Read and write safetensors files: 8 bytes of length, a JSON header, the tensors' bytes; all of it is checked.
 
-Written by hand, because the `safetensors` library hashes nothing, syncs nothing to the disk, and reads a tensor before
-its size is compared with a manifest (docs/decisions/034-format-2.md has the measurements). Tests compare with it.
+Our own implementation, because the `safetensors` library does not hash or fsync, and reads a tensor before its size is
+compared with a manifest (docs/decisions/034-format-2.md has the measurements). Tests compare with it.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from heddle.storage.manifest import (
     rows_per_block,
 )
 
-# The header of a safetensors file: names, types, shapes and places of its tensors; all of it is checked.
+# The header of a safetensors file: names, dtypes, shapes and offsets of its tensors; all of it is checked.
 
 
 MAX_HEADER_BYTES = 8 * 2**20
@@ -56,7 +56,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Zip archives (torch.save), pickles of protocols 2 to 5, gzip, and pickles in text begin like this.
+# Zip archives (torch.save), pickles of protocols 2 to 5, gzip, and text pickles begin with these.
 PICKLE_PREFIXES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"\x1f\x8b", b"(", b"]q", b"}q", b"c")
 
 
@@ -73,7 +73,7 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class TensorFileHeader:
-    """The checked header of a file. size: its bytes, with the 8 bytes of length. entries: in the order of the bytes."""
+    """The checked header of a file. size: bytes, with the 8 bytes of length. entries: in the order of their bytes."""
 
     size: int
     entries: tuple[HeaderEntry, ...]
@@ -82,7 +82,7 @@ class TensorFileHeader:
 def block_ranges(shape: tuple[int, ...], itemsize: int, row_block: int | None = None) -> list[tuple[int, int]]:
     """Return (start, end) in bytes of each block of rows of a tensor; a tensor without bytes has one empty block.
 
-    row_block: rows in a block of the tensor of which `shape` is a slice; None for a whole tensor.
+    row_block: rows per block of the whole tensor, if `shape` is a slice of it; None for a whole tensor.
     """
     rows, row_bytes = row_layout(shape, itemsize)
     step = (rows_per_block(shape, itemsize) if row_block is None else row_block) * row_bytes
@@ -96,7 +96,7 @@ def read_header(descriptor: int, path: Path, size: int, record: FileRecord | Non
     if record is None or record.tensors is None:
         return header
     if {entry.name for entry in header.entries} != set(record.tensors):
-        raise CheckpointError(f"{path}: holds other tensors than the manifest lists; restore the file")
+        raise CheckpointError(f"{path}: its tensors differ from the manifest; restore the file")
     for entry in header.entries:
         tensor = record.tensors[entry.name]
         itemsize = entry.dtype.itemsize
@@ -106,7 +106,7 @@ def read_header(descriptor: int, path: Path, size: int, record: FileRecord | Non
         expected = (DTYPE_NAMES[entry.dtype], entry.shape, row_block, blocks)
         if (tensor.dtype, tensor.shape, tensor.row_block, len(tensor.blocks)) != expected:
             raise CheckpointError(
-                f"{path}: tensor {entry.name!r} has another type, shape or number of blocks than the manifest says;"
+                f"{path}: the type, shape or number of blocks of tensor {entry.name!r} differs from the manifest;"
                 " restore the file"
             )
         rows = tensor.rows
@@ -135,8 +135,8 @@ def _read_head(descriptor: int, path: Path, size: int, record: FileRecord | None
         )
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise CheckpointError(
-            f"{path}: is not a safetensors file (its {size} bytes cannot hold a header of {length}, or it is"
-            f" over {MAX_HEADER_BYTES}); restore the file"
+            f"{path}: is not a safetensors file (its {size} bytes cannot hold a header of {length}, or the"
+            f" header is over {MAX_HEADER_BYTES}); restore the file"
         )
     header = bytearray(length)
     read_exactly(descriptor, memoryview(header), path)
@@ -157,7 +157,7 @@ def parse_header(path: Path, header: bytes, data_size: int) -> list[HeaderEntry]
         raise CheckpointError(f"{path}: its header is not valid ({error}); restore the file") from error
     metadata = content.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: its {METADATA_KEY} is not a table of texts; restore the file")
+        raise CheckpointError(f"{path}: its {METADATA_KEY} is not a table of strings; restore the file")
     if len(content) > MAX_TENSORS:
         raise CheckpointError(f"{path}: lists {len(content)} tensors, more than {MAX_TENSORS}; split the file")
     entries = [_header_entry(path, name, description) for name, description in content.items()]
@@ -172,13 +172,13 @@ def parse_header(path: Path, header: bytes, data_size: int) -> list[HeaderEntry]
         covered = entry.end
     if covered != data_size:
         raise CheckpointError(
-            f"{path}: its tensors cover {covered} bytes of {data_size}: it was cut or added to; restore it"
+            f"{path}: its tensors cover {covered} bytes of {data_size}: it was truncated or extended; restore it"
         )
     return entries
 
 
 def _header_entry(path: Path, name: str, description: Any) -> HeaderEntry:
-    """Check one tensor's description in a header. Whole numbers of any size are safe here: nothing is allocated."""
+    """Check one tensor's description in a header. Integers of any size are safe here: nothing is allocated."""
 
     def wrong(defect: str) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {name[:200]!r} {defect}; restore the file")
@@ -186,7 +186,7 @@ def _header_entry(path: Path, name: str, description: Any) -> HeaderEntry:
     if NAME_PATTERN.fullmatch(name) is None:
         raise wrong("has a name that is not 1 to 200 letters, digits, '_', '-' or '.'")
     if not isinstance(description, dict) or set(description) != {"dtype", "shape", "data_offsets"}:
-        raise wrong("is not described by dtype, shape and data_offsets alone")
+        raise wrong("is not described by exactly dtype, shape and data_offsets")
     dtype = DTYPES.get(description["dtype"]) if isinstance(description["dtype"], str) else None
     if dtype is None:
         raise wrong(f"has the unknown type {str(description['dtype'])[:40]!r}")
@@ -206,19 +206,19 @@ def _are_counts(values: Any) -> bool:
 
 # Tensor sets: `model.safetensors` is one file, or shards `model-00001-of-00003.safetensors` and an index beside them.
 #
-# The index, `model.safetensors.index.json`, is in the form of Hugging Face. The manifest says the same; both must
-# agree.
-# Shards of ranks may hold slices of a tensor: the index lists them apart, so that no reader takes a slice for a tensor.
+# The index, `model.safetensors.index.json`, has Hugging Face's format. The manifest lists the same; both must agree.
+# Shards of ranks may hold slices of a tensor: the index lists these separately, so that no reader mistakes a slice for
+# a tensor.
 
 
-MAX_SHARD_BYTES = 5 * 10**9  # of huggingface_hub ("5GB")
+MAX_SHARD_BYTES = 5 * 10**9  # huggingface_hub's default ("5GB")
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 SHARD_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:
-    """Return a sorting key by which `layers.2` comes before `layers.10`, so that a shard holds neighboring layers."""
+    """Return a sort key that puts `layers.2` before `layers.10`, so that a shard holds neighboring layers."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -226,7 +226,7 @@ def split_into_shards(set_name: str, sizes: Mapping[str, int], max_bytes: int) -
     """Return the files of a tensor set, each with its tensors' names. Equal sizes give equal shards.
 
     sizes: bytes of each tensor. A file has at most `max_bytes` of tensors, or a single larger tensor. A set that fits
-    one file is that file.
+    into one file is not sharded.
     """
     shards: list[list[str]] = [[]]
     shard_bytes = 0
@@ -266,13 +266,13 @@ def index_text(
 
 
 def index_of(records: Mapping[str, FileRecord]) -> str:
-    """Return the index of a tensor set whose files have these entries in the manifest."""
+    """Return the index of a tensor set. records: the manifest's entries of its files."""
     shards, slices = _contents(records)
     return index_text(shards, sum(map(_bytes_of_tensors, records.values())), slices)
 
 
 def _contents(records: Mapping[str, FileRecord]) -> tuple[dict[str, list[str]], dict[str, dict[str, range]]]:
-    """Return the tensors of each file, and of each tensor that is in slices the rows in each file."""
+    """Return the whole tensors of each file, and the rows in each file of each sliced tensor."""
     shards: dict[str, list[str]] = {file: [] for file in records}
     slices: dict[str, dict[str, range]] = {}
     for file, record in records.items():
@@ -285,7 +285,7 @@ def _contents(records: Mapping[str, FileRecord]) -> tuple[dict[str, list[str]], 
 
 
 def find_tensor_sets(folder: Path, records: Mapping[str, FileRecord]) -> dict[str, tuple[str, ...]]:
-    """Return the files of each tensor set in a manifest. Raises CheckpointError if shards do not make a whole."""
+    """Return the files of each tensor set in a manifest. Raises CheckpointError if shards are not complete."""
     numbers: dict[str, dict[int, str]] = {}
     sets: dict[str, tuple[str, ...]] = {}
     for name, record in sorted(records.items()):
@@ -308,9 +308,11 @@ def find_tensor_sets(folder: Path, records: Mapping[str, FileRecord]) -> dict[st
         present = set(shards.values())
         missing = next((file for file in files if file not in present), None)
         if missing is not None:
-            raise CheckpointError(f"{folder / missing}: is a shard that the manifest lacks; save the folder again")
+            raise CheckpointError(
+                f"{folder / missing}: is a shard that is missing from the manifest; save the folder again"
+            )
         if stem + SUFFIX in sets:
-            raise CheckpointError(f"{folder / stem}{SUFFIX}: is there as one file and as shards; save the folder again")
+            raise CheckpointError(f"{folder / stem}{SUFFIX}: exists as one file and as shards; save the folder again")
         find_slices(folder, files, records)
         sets[stem + SUFFIX] = files
     return sets
@@ -321,7 +323,7 @@ def find_slices(
 ) -> dict[str, list[tuple[str, TensorRecord]]]:
     """Return the files of each tensor of a set, each with its manifest entry, in the order of rows.
 
-    Raises CheckpointError for a tensor that is there twice, and for slices that leave a hole, overlap or do not fit.
+    Raises CheckpointError for a duplicate tensor, and for slices that leave a hole, overlap or do not fit.
     """
     pieces: dict[str, list[tuple[str, TensorRecord]]] = {}
     for file in files:
@@ -332,7 +334,7 @@ def find_slices(
             continue
         if any(tensor.total_rows is None for _, tensor in slices):
             (first_file, _), (file, _) = slices[:2]
-            where = f"which is in {first_file} too"
+            where = f"which is also in {first_file}"
             raise CheckpointError(f"{folder / file}: holds tensor {name!r}, {where}; save it again")
         slices.sort(key=lambda piece: piece[1].row_offset)
         first_file, first = slices[0]
@@ -340,7 +342,7 @@ def find_slices(
         for file, tensor in slices:
             if (tensor.dtype, tensor.row_block, tensor.whole_shape) != kind_of_first:
                 raise CheckpointError(
-                    f"{folder / file}: its slice of tensor {name!r} has another type or shape than that in"
+                    f"{folder / file}: its slice of tensor {name!r} has another type or shape than its slice in"
                     f" {first_file}; save the folder again"
                 )
             if tensor.row_offset != next_row:
@@ -359,9 +361,9 @@ def find_slices(
 
 
 def check_index(folder: Path, set_name: str, records: Mapping[str, FileRecord], documents: Mapping[str, str]) -> None:
-    """Raise CheckpointError if the index of a tensor set does not say what the manifest says.
+    """Raise CheckpointError if the index of a tensor set does not match the manifest.
 
-    records: the manifest's entries of the set's shards. documents: the folder's text files, with the index.
+    records: the manifest's entries of the set's shards. documents: the folder's text files, including the index.
     """
     path = folder / index_name(set_name)
     if path.name not in documents:
@@ -383,7 +385,7 @@ def check_index(folder: Path, set_name: str, records: Mapping[str, FileRecord], 
                 f" {actual or 'in none'}; save the folder again"
             )
     if content.get("slices", {}) != json.loads(index_text({}, 0, slices)).get("slices", {}):
-        raise CheckpointError(f"{path}: does not list the slices that the manifest lists; save the folder again")
+        raise CheckpointError(f"{path}: its slices differ from the manifest; save the folder again")
     metadata: Any = content.get("metadata")
     total = sum(map(_bytes_of_tensors, records.values()))
     if not isinstance(metadata, dict) or metadata.get("total_size") != total:
@@ -397,17 +399,17 @@ def _bytes_of_tensors(record: FileRecord) -> int:
     return sum(math.prod(tensor.shape) * itemsizes.get(tensor.dtype, 0) for tensor in tensors)
 
 
-SLICES_FORMAT = "heddle"  # of files that hold slices of tensors
-HASH_THREADS = 2  # hashing then keeps up with a fast disk, and each thread adds little memory
+SLICES_FORMAT = "heddle"  # of files with slices of tensors
+HASH_THREADS = 2  # enough to keep up with a fast disk; each thread adds little memory
 
 
 class LazyTensors(Mapping[str, Tensor], ABC):
-    """Tensors that are expensive to make, each of which is made once, when it is written."""
+    """Tensors that are expensive to make; each is made once, when it is written."""
 
     @property
     @abstractmethod
     def specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The dtype and shape of every tensor, by name, known before it is made."""
+        """Return the dtype and shape of every tensor, by name, before it is made."""
 
 
 def tensor_specs(
@@ -422,7 +424,7 @@ def tensor_specs(
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the bytes of each tensor. Raises CheckpointError, naming the tensor, for what the format cannot hold."""
+    """Return the bytes of each tensor. Raises CheckpointError, naming a tensor that the format cannot hold."""
     if len(tensors) > MAX_TENSORS:
         raise CheckpointError(f"{path}: {len(tensors)} tensors are more than the {MAX_TENSORS} a file may hold")
     if isinstance(tensors, LazyTensors):
@@ -445,7 +447,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class RowSlice(NamedTuple):
-    """Where a slice of a tensor lies in it: its first row and the tensor's number of rows."""
+    """The position of a slice in its tensor: the slice's first row and the tensor's number of rows."""
 
     row_offset: int
     total_rows: int
@@ -459,15 +461,15 @@ def write_tensor_file(
 ) -> FileRecord:
     """Write tensors of any strides and device to a new file and return its hashes. Equal input gives equal bytes.
 
-    names: only these tensors; None writes all. A mapping that makes a tensor when it is looked up holds one at a time.
-    slices: those that are slices of tensors; they begin and end where blocks of the tensor do.
+    names: only these tensors; None writes all. A mapping that makes tensors on lookup keeps one at a time in memory.
+    slices: position of each tensor that is a slice; slices begin and end at block boundaries of the whole tensor.
     """
     slices = slices or {}
     specs = tensor_specs(tensors, names)
-    # The widest dtypes first, so that every tensor stays aligned. Tensors that are made are made layer by layer.
+    # The widest dtypes first, so that every tensor stays aligned. Lazy tensors are made layer by layer.
     name_key = natural_order if isinstance(tensors, LazyTensors) else str
     order = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name_key(name)))
-    # Other programs must not take a slice for a tensor: transformers reads no file of another format than its own.
+    # Other programs must not mistake a slice for a tensor: transformers refuses files with another format.
     header: dict[str, Any] = {METADATA_KEY: {"format": SLICES_FORMAT if slices else "pt"}}
     end = 0
     for name in order:
@@ -511,7 +513,7 @@ def read_tensor_file(
     """Yield (name, tensor on the CPU in new memory) in the file's order, each checked first.
 
     record: from a manifest; size, header and every tensor must match it. None, for files of other programs: only the
-    rules of the format hold. flags: for opening the file. Raises CheckpointError, naming file and tensor.
+    rules of the format are checked. flags: for opening the file. Raises CheckpointError, naming file and tensor.
     """
     with open_regular_file(path, flags) as (descriptor, size), ThreadPoolExecutor(HASH_THREADS) as hash_threads:
         for entry in read_header(descriptor, path, size, record).entries:
@@ -528,8 +530,8 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, rows of the tensor, on the CPU in new memory), in the file's order.
 
-    rows: by name, indices of the first dim, counted in this file; None for all. Of a file with a record, only the
-    header and the blocks that the rows lie in are read, and their hashes are checked. Raises CheckpointError.
+    rows: by name, indices of the first dim, counted in this file; None for all. With a record, only the header and the
+    blocks that contain these rows are read, and their hashes are checked. Raises CheckpointError.
     """
     with open_regular_file(path, flags) as (descriptor, size), ThreadPoolExecutor(HASH_THREADS) as hash_threads:
         header = read_header(descriptor, path, size, record)
@@ -550,7 +552,7 @@ def read_tensors(
 def read_tensor_specs(
     path: Path, record: FileRecord | None = None, flags: int = READ_FLAGS
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Read the dtype and shape of every tensor of a file, from its header alone."""
+    """Read the dtype and shape of every tensor in a file, from its header."""
     with open_regular_file(path, flags) as (descriptor, size):
         entries = read_header(descriptor, path, size, record).entries
     return {entry.name: (entry.dtype, entry.shape) for entry in entries}
@@ -559,7 +561,7 @@ def read_tensor_specs(
 def _read_entry(
     descriptor: int, path: Path, entry: HeaderEntry, record: FileRecord | None, hash_threads: ThreadPoolExecutor
 ) -> Tensor:
-    """Read the tensor that an open file stands at."""
+    """Read the tensor at the current position of an open file."""
     if record is None or record.tensors is None:
         buffer = torch.empty(entry.end - entry.start, dtype=torch.uint8)
         read_exactly(descriptor, buffer.numpy().data, path)
@@ -571,14 +573,14 @@ def _read_entry(
 
 @dataclass(frozen=True)
 class _BlockReader:
-    """Reads blocks of rows from where an open file stands. One thread reads, others hash what was read."""
+    """Reads blocks of rows from the current position of an open file. One thread reads, others hash."""
 
     descriptor: int
     path: Path
     hash_threads: ThreadPoolExecutor
 
     def read_rows(self, entry: HeaderEntry, header_size: int, record: TensorRecord, rows: range) -> Tensor:
-        """Return rows of a tensor. Only the blocks that they lie in are read."""
+        """Return rows of a tensor. Only the blocks that contain them are read."""
         row_bytes = row_layout(entry.shape, entry.dtype.itemsize)[1]
         blocks = range(rows.start // record.row_block, -(-rows.stop // record.row_block) if rows else 0)
         start = blocks.start * record.row_block * row_bytes
@@ -590,7 +592,7 @@ class _BlockReader:
         return buffer.view(entry.dtype).reshape(len(rows), *entry.shape[1:])
 
     def read(self, entry: HeaderEntry, record: TensorRecord, blocks: range) -> Tensor:
-        """Return the bytes of the blocks, uint8. Raises CheckpointError if one does not have its hash."""
+        """Return the bytes of the blocks, uint8. Raises CheckpointError if a block's hash differs."""
         ranges = block_ranges(entry.shape, entry.dtype.itemsize, record.row_block)[blocks.start : blocks.stop]
         first_byte, last_byte = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
         buffer = torch.empty(last_byte - first_byte, dtype=torch.uint8)

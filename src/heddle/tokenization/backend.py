@@ -1,4 +1,4 @@
-"""The `tokenizers` library underneath: reading tokenizer.json, how a text is divided, its end-of-document token."""
+"""The `tokenizers` library underneath: reading tokenizer.json, pre-tokenization, the end-of-document token."""
 
 import base64
 import functools
@@ -18,15 +18,15 @@ from tokenizers import Tokenizer as BackendTokenizer
 from heddle.errors import DataError
 
 EOD_TOKEN = "<|end|>"
-# BPE splits longer runs, since its time grows faster than the length of a run, and one letter may fill 100 MB.
+# Longer runs are split before BPE, whose time grows faster than a run's length: one letter may fill 100 MB.
 MAX_RUN_LENGTH = 256
 # GPT-2's pattern; runs longer than MAX_RUN_LENGTH are split.
 _PATTERN = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}{1,N}| ?\p{N}{1,N}| ?[^\s\p{L}\p{N}]{1,N}|\s{1,N}(?!\S)|\s{1,N}").replace(
     "{1,N}", f"{{1,{MAX_RUN_LENGTH}}}"
 )
 _STEPS = ("normalizer", "pre_tokenizer", "decoder")
-MAX_STEP_VALUES = 2000  # each step walks over the whole text
-MAX_GROWTH = 1000  # characters that replacements, one after the other, may make of one
+MAX_STEP_VALUES = 2000  # each step reads the whole text
+MAX_GROWTH = 1000  # how many characters all replacements together may make from one
 _EOD_TOKEN_NAMES = (
     EOD_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
     "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>",
@@ -34,15 +34,15 @@ _EOD_TOKEN_NAMES = (
 
 
 def byte_level_pre_tokenizer() -> pre_tokenizers.Sequence:
-    """How heddle's tokenizers divide a text: GPT-2's words, as bytes."""
+    """Return the pre-tokenizer of heddle's tokenizers: GPT-2's words, as bytes."""
     split = pre_tokenizers.Split(Regex(_PATTERN), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def read_backend(json_text: str, name: str) -> BackendTokenizer:
-    """Read a tokenizer.json into a backend tokenizer. Raises DataError, naming the tokenizer, where it is malformed.
+    """Read a tokenizer.json into a backend tokenizer. Raises DataError, naming the tokenizer, if it is malformed.
 
-    Its sizes are counted and its expressions are tried in another process before the library reads it here.
+    Its sizes are checked and its expressions are tried in another process before the library reads it here.
     """
     try:
         data = json.loads(json_text, object_pairs_hook=_distinct)
@@ -50,7 +50,7 @@ def read_backend(json_text: str, name: str) -> BackendTokenizer:
         if _count_values(list(steps.values())) > MAX_STEP_VALUES:
             raise DataError(f"tokenizer {name} splits a text in more than {MAX_STEP_VALUES} steps: give another one.")
         if any(_growth(step) > MAX_GROWTH for step in steps.values()):
-            raise DataError(f"tokenizer {name} may make more than {MAX_GROWTH} characters of one: give another one.")
+            raise DataError(f"tokenizer {name} may turn one character into more than {MAX_GROWTH}: give another one.")
         check_steps(steps, frozenset({_PATTERN}), name)
         return BackendTokenizer.from_str(json_text)
     except DataError:
@@ -62,15 +62,15 @@ def read_backend(json_text: str, name: str) -> BackendTokenizer:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. A key that stands twice would be counted once and read twice."""
+    """Return the object of these pairs. Refuses a duplicate key, which would be checked once and read twice."""
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("duplicate key in JSON")
     return content
 
 
 def _growth(step: Any) -> int:
-    """The most characters that the replacements of a normalizer or decoder make of one, one after the other."""
+    """Return the most characters that all replacements of a normalizer or decoder together make from one."""
     if not isinstance(step, dict):
         return 1
     growth = 1
@@ -89,19 +89,19 @@ def _growth(step: Any) -> int:
 
 
 def _longest_replacement(characters: str) -> int:
-    """The longest text that a map of sentencepiece puts for a character: a trie's size, it, then texts ended by 0."""
+    """Return the longest replacement's length in a sentencepiece map: a trie's size, the trie, then 0-ended texts."""
     content = base64.b64decode(characters)
     texts = content[4 + int.from_bytes(content[:4], "little") :].decode("utf-8")
     return max(1, *map(len, texts.split("\0")))
 
 
 def is_backend_error(error: BaseException) -> bool:
-    """Whether `tokenizers` failed: it raises bare Exception, and panics that are no Exception. A signal is neither."""
+    """Whether `tokenizers` failed: it raises bare Exception, and panics are not Exceptions. A signal is neither."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _count_values(data: Any) -> int:
-    """How many values there are in plain data, counted without recursion."""
+    """Return the number of values in plain data, counted without recursion."""
     level, count = [data], 0
     while level:
         count += len(level)
@@ -111,7 +111,7 @@ def _count_values(data: Any) -> int:
 
 
 def find_eod_id(backend: BackendTokenizer) -> int:
-    """The id of the end-of-document token: the first usual name among its special tokens, else a new special token."""
+    """Return the id of the end-of-document token: the first known name among special tokens, else a new token."""
     special_tokens = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     for name in _EOD_TOKEN_NAMES:
         if name in special_tokens:
@@ -123,7 +123,7 @@ def find_eod_id(backend: BackendTokenizer) -> int:
 
 
 def canonical_json(text: str) -> bytes:
-    """The JSON with sorted keys and without nulls: formatting and new optional fields do not change the hash."""
+    """Return the JSON with sorted keys, without nulls, so that formatting and new optional fields keep the hash."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -133,21 +133,21 @@ def canonical_json(text: str) -> bytes:
     return json.dumps(clean(json.loads(text)), sort_keys=True).encode()
 
 
-# A trial of another program's tokenizer in a process of its own, before its expressions are compiled in this one.
+# A foreign tokenizer is tried in a separate process before its expressions are compiled in this one.
 #
-# The process ends after a second of its processor time, or when it takes more than 64 MiB. What the library prints,
-# such as the words of a panic, does not reach the terminal.
+# The process ends after a second of CPU time, or when it takes more than 64 MiB. The library's output, such as a panic
+# message, does not reach the terminal.
 
 _PROCESS_FILE = Path(__file__).with_name("trial_process.py")
-_MAX_UNITS = 64  # characters and pairs that are repeated
+_MAX_UNITS = 64  # characters and pairs to repeat
 _CHARACTERS = ("a", "A", "0", " ", "\n", "\t", "!", "_", "'", "é", "中", "\u0301")
 
 
 def check_steps(steps: dict[str, Any], texts: frozenset[str], name: str) -> None:
-    """Raise DataError for a tokenizer whose expressions take too long, take too much memory or break the library.
+    """Raise DataError for a tokenizer with expressions that take too much time or memory, or break the library.
 
-    steps: normalizer, pre-tokenizer and decoder of a tokenizer.json. Without expressions, those of `texts` aside, and
-    without the search for an empty text, all take time and memory in proportion to the text, and are not tried.
+    steps: normalizer, pre-tokenizer and decoder of a tokenizer.json. texts: known expressions. Steps without other
+    expressions and without a search for empty text take linear time and memory, and are not tried.
     """
     patterns = set(_patterns(steps))
     if patterns <= texts:
@@ -162,7 +162,7 @@ def check_steps(steps: dict[str, Any], texts: frozenset[str], name: str) -> None
 
 
 def _patterns(step: Any) -> Iterator[str]:
-    """Yield every expression, and "" for a replacement of the empty text; nesting is limited by the parser of JSON."""
+    """Yield every expression, and "" for a replacement of the empty text; the JSON parser limits nesting."""
     if isinstance(step, list):
         for nested in step:
             yield from _patterns(nested)
@@ -180,18 +180,18 @@ def _patterns(step: Any) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=64)
 def _failure(request: str) -> str | None:
-    """Why the trial failed, or None."""
+    """Return why the trial failed, or None."""
     try:
         result = subprocess.run(
-            # a trace of a panic may wait forever for memory that is refused
+            # a panic's backtrace may wait forever for memory that is refused
             ["env", "RUST_BACKTRACE=0", sys.executable, "-P", str(_PROCESS_FILE)],
             input=request.encode(),
             capture_output=True,
-            timeout=20,  # of a machine that hardly runs it; its processor time is limited
+            timeout=20,  # for a busy machine; the CPU time is limited
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return "its trial did not end"
+        return "its trial did not finish"
     if result.returncode == 0 and result.stdout == b"ok":
         return None
     if result.returncode == -signal.SIGPROF:

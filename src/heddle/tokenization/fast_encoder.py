@@ -1,8 +1,8 @@
-"""Encoding with the optional library `gigatoken`, many times as fast as `tokenizers`, where the ids are the same.
+"""Encoding with the optional library `gigatoken`, many times faster than `tokenizers`, if the ids are the same.
 
-gigatoken divides a text into words by GPT-2's pattern, with its own version of Unicode and without MAX_RUN_LENGTH. So
-a text is encoded with it only if no run of characters is longer, and if both libraries give every character of the text
-the same class. Both are asked about a character once, when a text first has it.
+gigatoken splits a text into words by GPT-2's pattern, with its own version of Unicode and without MAX_RUN_LENGTH. So
+it encodes a text only if no run of characters is longer, and if both libraries give every character of the text the
+same class. Each character is compared once, when it first occurs.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _MODEL_OPTIONS = (
     "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges",
 )  # fmt: skip
 _UNKNOWN, _SPACE, _DIFFERENT = 0, 4, 5  # classes; 1, 2 and 3 are letters, numbers and symbols
-_BEFORE = "a1!"  # a letter, a number, a symbol: a character joins the one of its class
+_BEFORE = "a1!"  # a letter, a number, a symbol: a character merges with the one of its class
 _LONG_RUNS = tuple(bytes([character_class]) * (MAX_RUN_LENGTH + 1) for character_class in range(1, _SPACE + 1))
 
 
 class FastEncoder:
-    """Encodes texts with gigatoken as `backend` encodes them; see `fast_encoder`."""
+    """Encodes texts with gigatoken, to the same ids as `tokenizers`; see `fast_encoder`."""
 
     def __init__(self, library: ModuleType, model: dict[str, Any]) -> None:
-        """model: the content of a tokenizer.json. Raises what gigatoken raises where it cannot read it."""
+        """model: the content of a tokenizer.json. Raises gigatoken's errors if it cannot read it."""
         self._library = library
         self._json = json.dumps(model | {"pre_tokenizer": _GPT2_PRE_TOKENIZER, "added_tokens": []})
         self._renew()
 
     def encode(self, text: str) -> NDArray[np.uint32] | None:
-        """Token ids of a text, or None where `tokenizers` may give others or refuses the text."""
+        """Return the token ids of a text, or None if `tokenizers` may give different ids or refuses the text."""
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError:
@@ -82,7 +82,7 @@ class CharacterClasses:
         self._ascii = self._classes[:256].tobytes()
 
     def of_text(self, text: str) -> bytes | None:
-        """The class of each character, or None where one of them has different classes."""
+        """Return the class of each character, or None if the libraries disagree on one."""
         if text.isascii():
             classes = text.encode("ascii").translate(self._ascii)
             return None if bytes([_DIFFERENT]) in classes else classes
@@ -94,7 +94,7 @@ class CharacterClasses:
         return None if (of_each == _DIFFERENT).any() else of_each.tobytes()
 
     def _compare(self, code_points: NDArray[np.uint32]) -> None:
-        """Ask both libraries what each character joins: a token of the one before it and of its first byte."""
+        """Compare what each character merges with in both libraries: the character before it and its first byte."""
         texts = [before + chr(i) for i in code_points.tolist() for before in (*_BEFORE, " ")]
         ids = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         fast_ids = [self._fast.encode(text.encode("utf-8")).tolist() for text in texts]
@@ -106,7 +106,7 @@ class CharacterClasses:
 
 @cache
 def character_classes(module: ModuleType) -> CharacterClasses:
-    """The classes of this process."""
+    """Return the classes, which are shared within this process."""
     return CharacterClasses(module)
 
 
@@ -124,9 +124,9 @@ def is_installed() -> bool:
 
 
 def fast_encoder(backend: BackendTokenizer, token_bytes: Sequence[bytes]) -> FastEncoder | None:
-    """A fast encoder with the ids of `backend`, or None: gigatoken is missing, or the tokenizer is not heddle's BPE.
+    """Return a fast encoder with the ids of `backend`; None if gigatoken is missing, or it is not heddle's BPE.
 
-    token_bytes: the bytes of each token. Both libraries encode their texts: one other id means None.
+    token_bytes: the bytes of each token. Both libraries encode their texts; if an id differs, the result is None.
     """
     library = _gigatoken()
     data = json.loads(backend.to_str())
@@ -148,7 +148,7 @@ def fast_encoder(backend: BackendTokenizer, token_bytes: Sequence[bytes]) -> Fas
 
 
 def _is_plain_bpe(data: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json is BPE over bytes as heddle trains it, its tokens in the order of its merges."""
+    """Whether a tokenizer.json is byte-level BPE as heddle trains it, with tokens in the order of merges."""
     model, vocabulary = data["model"], data["model"].get("vocab")
     if model["type"] != "BPE" or any(model.get(option) for option in _MODEL_OPTIONS) or data["normalizer"]:
         return False

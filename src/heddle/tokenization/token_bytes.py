@@ -1,8 +1,8 @@
 """The bytes of each token, and incremental decoding: from token ids to text, one id at a time.
 
-Two families of decoders are understood: byte-level (GPT-2: every token is a string of bytes) and SentencePiece's
-(▁ is a space; a byte outside the vocabulary is a token such as <0xE2>). Tokenizers with any other decoder are decoded
-by the `tokenizers` library alone.
+Two families of decoders are supported: byte-level (GPT-2: every token is a string of bytes) and SentencePiece's
+(▁ is a space; a byte outside the vocabulary is a token such as <0xE2>). For any other decoder, the `tokenizers` library
+decodes.
 """
 
 import codecs
@@ -19,10 +19,10 @@ from tokenizers import Tokenizer as BackendTokenizer
 from heddle.errors import DataError
 from heddle.tokenization.backend import is_backend_error
 
-SPIECE_UNDERLINE = "\u2581"  # ▁: SentencePiece writes it for a space
+SPIECE_UNDERLINE = "\u2581"  # ▁: a space in SentencePiece
 _BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# Which spaces a decoder removes at the start of a text: none, one, or all those of the first token.
+# Which spaces a decoder removes at the start of a text: none, one, or all spaces of the first token.
 LeadingSpace = Literal["keep", "strip_one", "strip_first_token"]
 
 
@@ -30,7 +30,7 @@ LeadingSpace = Literal["keep", "strip_one", "strip_first_token"]
 class TokenBytes:
     """The bytes of each token of a tokenizer.
 
-    by_id: the bytes of each id, empty for special tokens. unused_token_ids: ids below the largest that no token has.
+    by_id: the bytes of each id, empty for special tokens. unused_token_ids: ids below the largest without a token.
     byte_fallback_ids: tokens of one byte, which are decoded together with their neighbors. leading_space: see
     `LeadingSpace`. matches_decoder: whether these bytes give the same text as the decoder of the `tokenizers` library.
     """
@@ -43,7 +43,7 @@ class TokenBytes:
 
 
 def read_token_bytes(backend: BackendTokenizer, name: str) -> TokenBytes:
-    """Read the bytes of every token. Raises DataError, naming the tokenizer, for ids far apart."""
+    """Read the bytes of every token. Raises DataError, naming the tokenizer, for large gaps between ids."""
     added = backend.get_added_tokens_decoder()
     vocabulary = backend.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=-1)
@@ -79,7 +79,7 @@ def read_token_bytes(backend: BackendTokenizer, name: str) -> TokenBytes:
 
 
 def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
-    """The settings of each step of a decoder."""
+    """Return the settings of each step of a decoder."""
     if decoder is None:
         return []
     settings = json.loads(decoder.__getstate__())
@@ -106,7 +106,7 @@ def _sentencepiece_leading_space(steps: list[dict[str, Any]]) -> LeadingSpace | 
 
 @cache
 def byte_level_alphabet() -> tuple[str, ...]:
-    """The character that byte-level BPE writes for each byte: itself if visible, else U+0100 and up (GPT-2)."""
+    """Return byte-level BPE's character for each byte: itself if visible, else U+0100 and up (GPT-2)."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, hidden = [], 0
     for byte in range(256):
@@ -119,7 +119,7 @@ class DecodeStream:
     """Decode ids one at a time. The results of all `push` calls and of `finish`, joined, equal `decode` of all ids."""
 
     def __init__(self, token_bytes: TokenBytes, has_text_before: bool) -> None:
-        """has_text_before: whether text precedes, so that the first token pushed is not the first of the text."""
+        """has_text_before: whether text precedes, so that the first pushed token is not the first of the text."""
         self._token_bytes, self._has_text = token_bytes, has_text_before
         self._byte_run = b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -158,14 +158,14 @@ class DecodeStream:
 
 @dataclass
 class BufferedDecodeStream:
-    """Collect ids and decode them all in `finish`, for tokenizers whose bytes by token are not known."""
+    """Collects ids and decodes them all in `finish`, for tokenizers with an unknown decoder."""
 
     backend: BackendTokenizer
     previous_ids: Sequence[int] = ()
     ids: list[int] = field(default_factory=list)
 
     def push(self, token_id: int) -> str:
-        """Store the id; return no text yet."""
+        """Store the id and return ""."""
         self.ids.append(token_id)
         return ""
 
@@ -177,10 +177,10 @@ class BufferedDecodeStream:
 
 
 def prefix_space_bytes(backend: BackendTokenizer, token_bytes: TokenBytes) -> int | None:
-    """Bytes (0, or 1 for a space) that a tokenizer adds before each text; None if it does not round-trip texts.
+    """Return the bytes (0, or 1 for a space) that a tokenizer adds before each text; None if it does not round-trip.
 
-    Three changes count as a round trip: the text comes back in Unicode normal form NFC; a ▁ comes back as a space;
-    no space is added before a text that begins with one.
+    Three changes still count as a round trip: the text returns in Unicode normal form NFC; a ▁ returns as a space; no
+    space is added before a text that begins with one.
     """
     if not token_bytes.matches_decoder:
         return None
@@ -190,7 +190,7 @@ def prefix_space_bytes(backend: BackendTokenizer, token_bytes: TokenBytes) -> in
     added = set()
     try:
         encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
-    except BaseException as error:  # there is no token for a text
+    except BaseException as error:  # a text has no tokens
         if not is_backend_error(error):
             raise
         return None

@@ -38,7 +38,7 @@ TOKENIZER_FILE = "tokenizer.json"
 BOUNDARY_TOKENS_FILE = "texts.json"  # the BOS and EOS ids of an imported tokenizer
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end token
-MAX_VOCAB_SIZE = 2**20  # the trainer takes memory for as many tokens before it reads the text
+MAX_VOCAB_SIZE = 2**20  # the trainer allocates memory for this many tokens before it reads the text
 _MAX_FILE_BYTES = 256 * 1024 * 1024
 
 
@@ -56,12 +56,12 @@ class BoundaryTokens:
 
 
 class Tokenizer:
-    """Text to token ids and back. Ids are below `vocab_size`, and none is one of `unused_token_ids`.
+    """Text to token ids and back. Ids are below `vocab_size`, except `unused_token_ids`.
 
     A native tokenizer (`is_native`: trained or checked by heddle) round-trips any Unicode text exactly and begins each
-    text with `eod_id`, a token that no text contains. An imported tokenizer behaves as its files say. `bos_ids` stand
-    before each text, `eos_ids` end a text, `eod_id` separates documents in training. `special_tokens` maps the ids of
-    special tokens to their text. `hash` identifies the tokenizer by its content.
+    text with `eod_id`, a token that no text contains. An imported tokenizer behaves as its files say. `bos_ids` precede
+    each text, `eos_ids` end a text, `eod_id` separates documents in training. `special_tokens` maps the ids of special
+    tokens to their text. `hash` identifies the tokenizer by its content.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Tokenizer:
     ) -> None:
         """Wrap a backend tokenizer; `name` is for error messages.
 
-        With `boundary_tokens` the tokenizer is an imported one, and `json_text` is the content of its tokenizer.json.
+        With `boundary_tokens` the tokenizer is imported, and `json_text` is the content of its tokenizer.json.
         Raises DataError for a native tokenizer that does not round-trip.
         """
         backend.no_truncation()
@@ -100,14 +100,14 @@ class Tokenizer:
         self.hash = hashlib.sha256(f"{self.bos_ids}{self.eos_ids}{json_text}".encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that is pickled and copied: without the fast encoder, which is made again where it is needed."""
+        """The state for pickle and copy, without the fast encoder, which is made again when needed."""
         return {name: value for name, value in self.__dict__.items() if name != "_fast_encoder"}
 
     @property
     def eod_id(self) -> int:
-        """The end-of-document token, which separates documents: the first of `bos_ids`, else the first of `eos_ids`.
+        """Return the end-of-document token, which separates documents: the first of `bos_ids`, else of `eos_ids`.
 
-        Raises DataError where both are empty.
+        Raises DataError if both are empty.
         """
         if boundary_ids := [*self.bos_ids, *self.eos_ids]:
             return boundary_ids[0]
@@ -115,13 +115,13 @@ class Tokenizer:
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Train byte-level BPE on the documents: at most `vocab_size` tokens, fewer where the text is too small.
+        """Train byte-level BPE on the documents: at most `vocab_size` tokens, fewer if the text is too small.
 
         The same documents give the same tokenizer. Raises DataError for a `vocab_size` below 257 or above 2^20.
         """
         if vocab_size > MAX_VOCAB_SIZE:
             raise DataError(
-                f"vocab_size {vocab_size} is more than a tokenizer is trained to: give at most {MAX_VOCAB_SIZE}."
+                f"vocab_size {vocab_size} is too large to train a tokenizer: give at most {MAX_VOCAB_SIZE}."
             )
         if vocab_size < MIN_VOCAB_SIZE:
             raise DataError(
@@ -142,7 +142,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read a `tokenizer.json`. Raises DataError where it is missing, malformed or does not round-trip."""
+        """Read a `tokenizer.json`. Raises DataError if it is missing, malformed or does not round-trip."""
         name = printable(str(path))
         try:
             what = describe_path(path)
@@ -159,7 +159,7 @@ class Tokenizer:
     def from_json(
         cls, json_text: str, name: str = "given as JSON", boundary_tokens: BoundaryTokens | None = None
     ) -> Tokenizer:
-        """Read the content of a `tokenizer.json`; with `boundary_tokens` it is an imported one.
+        """Read the content of a `tokenizer.json`; with `boundary_tokens` the tokenizer is imported.
 
         Raises DataError as `load` does.
         """
@@ -167,7 +167,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, str]) -> Tokenizer | None:
-        """Read the tokenizer from a checkpoint's text files, content by name; None where there is none."""
+        """Read the tokenizer from a checkpoint's text files, content by name; None if there is none."""
         if TOKENIZER_FILE not in files:
             return None
         companion_files = {name: text for name, text in files.items() if name in COMPANION_FILES}
@@ -185,17 +185,17 @@ class Tokenizer:
         return cls.from_json(files[TOKENIZER_FILE], boundary_tokens=marks)
 
     def to_files(self) -> dict[str, str]:
-        """The text files of a checkpoint that `from_files` reads, content by name."""
+        """Return the text files of a checkpoint that `from_files` reads, content by name."""
         files = {TOKENIZER_FILE: self.to_json(), **self.companion_files}
         boundary_ids = {"opening": self.bos_ids, "ends": self.eos_ids}
         return files if self.is_native else files | {BOUNDARY_TOKENS_FILE: json.dumps(boundary_ids) + "\n"}
 
     def to_json(self) -> str:
-        """The content of a `tokenizer.json` that `tokenizers` and `transformers` read; an imported one is unchanged."""
+        """Return the tokenizer.json, which `tokenizers` and `transformers` read; an imported one is unchanged."""
         return self._backend.to_str(pretty=True) if self.is_native or self._json is None else self._json
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without BOS or EOS. Raises DataError for half a surrogate pair.
+        """Return the token ids of a text, without BOS or EOS. Raises DataError for half a surrogate pair.
 
         Names of special tokens in the text are plain characters for a native tokenizer. For an imported one they are
         the special tokens, as in `transformers`, so that text from a chat template is encoded correctly.
@@ -209,7 +209,7 @@ class Tokenizer:
             self._backend.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several documents, encoded in parallel; names of special tokens are plain characters."""
+        """Return the token ids of documents, encoded in parallel; names of special tokens are plain characters."""
         try:
             encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
@@ -223,7 +223,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encoded]
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of several documents, uint32 [n] each, as `encode_batch` gives them, where possible much faster."""
+        """Return the token ids of documents, uint32 [n] each, as `encode_batch` does, but faster where possible."""
         encode = self._fast_encoder.encode if self._fast_encoder else lambda text: None
         documents = [encode(text) for text in texts]
         rest = iter(self.encode_batch([text for text, ids in zip(texts, documents, strict=True) if ids is None]))
@@ -234,7 +234,7 @@ class Tokenizer:
         return fast_encoder(self._backend, self._token_bytes.by_id) if self.is_native else None
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, int]]:
-        """(id, index of its first character) of each token; names of special tokens in the text are the tokens."""
+        """Return (id, index of its first character) of each token; names of special tokens become the tokens."""
         self._backend.encode_special_tokens = False
         try:
             encoded = self._backend.encode(text, add_special_tokens=False)
@@ -244,9 +244,9 @@ class Tokenizer:
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
-        """Bytes that each token stands for, int64 [vocab_size]; 0 for special tokens.
+        """Return the bytes of each token, int64 [vocab_size]; 0 for special tokens.
 
-        Where an imported tokenizer adds a space before each text, `eod_id` has length −1 to make up for that byte.
+        If an imported tokenizer adds a space before each text, `eod_id` has length −1 to compensate for that byte.
         Raises DataError for an imported tokenizer that does not round-trip, Unicode normal form NFC aside.
         """
         lengths = np.array([len(piece) for piece in self._token_bytes.by_id], dtype=np.int64)
@@ -260,17 +260,17 @@ class Tokenizer:
         return lengths
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; empty for special tokens. Raises DataError for an id out of range."""
+        """Return the bytes of one token; empty for special tokens. Raises DataError for an id out of range."""
         if not 0 <= token_id < self.vocab_size:
             raise DataError(f"token {token_id} is outside the tokenizer's vocabulary of {self.vocab_size}.")
         return self._token_bytes.by_id[token_id]
 
     def id_to_token(self, token_id: int) -> str:
-        """The token as the vocabulary writes it."""
+        """Return the token as written in the vocabulary."""
         return str(self._backend.id_to_token(token_id))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of the ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         token_ids = [int(i) for i in ids]
         if self.is_native:
             return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
@@ -278,7 +278,7 @@ class Tokenizer:
         return "".join(map(stream.push, token_ids)) + stream.finish()
 
     def decode_stream(self, previous_ids: Sequence[int] = ()) -> DecodeStream | BufferedDecodeStream:
-        """A stream that decodes ids one at a time; `previous_ids` are the ids before them, already decoded."""
+        """Return a stream that decodes ids one at a time; `previous_ids` were decoded before them."""
         if self.is_native or self._token_bytes.matches_decoder:
             return DecodeStream(self._token_bytes, any(map(self.token_bytes, previous_ids)))
         return BufferedDecodeStream(self._backend, list(previous_ids))

@@ -1,4 +1,4 @@
-"""The process of `heddle.tokenization.backend`: read steps and units from standard input, encode, print ok."""
+"""The trial process of `heddle.tokenization.backend`: read steps and units from standard input, encode, print ok."""
 
 import json
 import resource
@@ -9,21 +9,21 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 _LENGTH = 30_000  # characters of a run
-_SECONDS = 1.0  # of processor time
+_SECONDS = 1.0  # of CPU time
 _MEMORY_BYTES = 64 * 2**20
 _STATUS_FILE = Path("/proc/self/statm")
 
 
 def _limit() -> None:
-    """Let the system end this process when it takes too long, and refuse it memory."""
+    """Limit CPU time and memory: the system ends this process when it takes too much."""
     signal.setitimer(signal.ITIMER_PROF, _SECONDS)
-    if _STATUS_FILE.exists():  # Linux; elsewhere time alone is limited
+    if _STATUS_FILE.exists():  # Linux; elsewhere only time is limited
         used = int(_STATUS_FILE.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
 
 
 def main() -> None:
-    """Encode runs of each unit, and of all in turn, with an end that no run expects and all that one may look for."""
+    """Encode runs of each unit, and of all units in turn, each followed by an unexpected character and all units."""
     request = json.load(sys.stdin)
     steps, units = request["steps"], request["units"]
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}

@@ -1,1 +1,1 @@
-"""Training: one loop, bit-equal resume, and steps that are skipped when a loss or gradient is not finite."""
+"""Training: one loop, bit-equal resume, and skipping of steps with a non-finite loss or gradient."""

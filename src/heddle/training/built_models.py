@@ -1,8 +1,8 @@
-"""The models of a training job as they are before the first step: on one process, or sharded over ranks.
+"""Build the models of a training job, before the first step: in one process, or sharded over ranks.
 
-On ranks the order is: build, adapters, teacher and what it freezes, compile, recompute, shard; then each rank draws or
-reads its rows. Where the bits depend on a whole model (adapters, a teacher, weights rounded to bfloat16), each rank
-builds it whole before it is sharded.
+On ranks the order is: build, adapters, teacher and frozen parameters, compile, activation checkpointing, shard; then
+each rank draws or reads its rows. Where the bits depend on the whole model (adapters, a teacher, weights rounded to
+bfloat16), each rank builds the whole model and then shards it.
 """
 
 import copy
@@ -25,9 +25,8 @@ from heddle.training.settings import FLOAT8_MULTIPLE
 
 # FP8 training through torchao: products of `Linear` in float8 (Micikevicius et al. 2022).
 #
-# Inputs, weights and gradients are scaled and rounded to float8 before each product. The parameters stay as they are,
-# and
-# so do the stacked matrices of experts, the head and norms.
+# Inputs, weights and gradients are scaled and rounded to float8 before each product. The parameters keep their dtype;
+# stacked matrices of experts, the head and norms do not use float8.
 
 
 _CAPABILITY = (8, 9)  # the oldest NVIDIA GPUs (Ada, Hopper) that multiply float8
@@ -36,8 +35,8 @@ _CAPABILITY = (8, 9)  # the oldest NVIDIA GPUs (Ada, Hopper) that multiply float
 def float8_copy(model: Decoder) -> Decoder:
     """Return a copy over the same parameters whose `Linear`s multiply in float8. The model stays plain.
 
-    Matrices with a size that is no multiple of 16 stay as they are. Raises ConfigError where torchao or the device
-    cannot do it, or where the design has no such matrix.
+    A matrix with a size that is not a multiple of 16 is left out. Raises ConfigError if torchao is missing, if the
+    device has no float8, or if the design has no matrix of such sizes.
     """
     convert = _converter()
     reason = device_reason(model.embed.weight.device)
@@ -51,7 +50,7 @@ def float8_copy(model: Decoder) -> Decoder:
     convert(float8_model, module_filter_fn=_converts)
     stacked = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 2)
     if stacked:
-        print_status(f"fp8: {stacked:,} weights in stacks of matrices, such as experts, multiply in bfloat16")
+        print_status(f"fp8: {stacked:,} weights in stacked matrices, such as experts, are multiplied in bfloat16")
     return float8_model
 
 
@@ -80,7 +79,7 @@ def _converter() -> Callable[..., Any]:
 
 
 class BuiltModels(NamedTuple):
-    """model: what is trained, saved and evaluated. forward_model: the same or a copy over its parameters, for steps."""
+    """model: trained, saved and evaluated. forward_model: runs the steps; the model, or a copy over its parameters."""
 
     model: Decoder
     forward_model: Decoder
@@ -88,7 +87,7 @@ class BuiltModels(NamedTuple):
 
 
 class RankRefusal(NamedTuple):
-    """What only one process can do: its name, the reason, the remedy, and whether a job asks for it."""
+    """A feature that needs one process: its name, the reason, the remedy, and whether a job uses it."""
 
     name: str
     reason: str
@@ -102,16 +101,16 @@ def _compares_layers(job: TrainingJob) -> bool:
 
 REFUSED_ON_RANKS = (
     RankRefusal(
-        "fp8", "a matrix is scaled as a whole, of which a rank has rows", "leave it out", lambda job: job.settings.fp8
+        "fp8", "it scales whole matrices, and a rank has only some rows", "leave it out", lambda job: job.settings.fp8
     ),
-    RankRefusal("loss layers", "it needs single layers of a whole model", "compare logits", _compares_layers),
+    RankRefusal("loss layers", "it runs single layers of a whole model", "compare logits", _compares_layers),
 )
 
 
 def build_models(job: TrainingJob) -> BuiltModels:
     """Build the models of a job, in training mode.
 
-    Raises ConfigError for a design that cannot learn from the data, MachineError for one beyond the device's memory.
+    Raises ConfigError for a design that cannot learn from the data, MachineError if it exceeds the device's memory.
     """
     settings = job.settings
     if job.ranks != ONE_PROCESS:
@@ -130,7 +129,7 @@ def _check(job: TrainingJob, model: Decoder) -> None:
     job.training_data.check(model)
     if model.encoder_width is not None:
         raise ConfigError(
-            "encoder_width: the design reads an encoder output, and this data has none; write a loop of your own with "
+            "encoder_width: the design reads an encoder output, and this data has none; write your own loop with "
             "heddle.training.step"
         )
 
@@ -157,10 +156,10 @@ def _build_on_ranks(job: TrainingJob) -> BuiltModels:
 
 
 def _refuse_on_ranks(job: TrainingJob) -> None:
-    """Raise ConfigError for what only one process can do."""
+    """Raise ConfigError for a feature that needs one process."""
     for refusal in REFUSED_ON_RANKS:
         if refusal.is_needed(job):
             raise ConfigError(
-                f"{refusal.name}: {refusal.reason}, and there are {job.ranks.count} ranks; {refusal.remedy}, or train "
-                "on one process"
+                f"{refusal.name}: {refusal.reason}, so it does not work on {job.ranks.count} ranks; "
+                f"{refusal.remedy}, or train on one process"
             )

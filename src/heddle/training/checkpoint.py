@@ -22,9 +22,9 @@ from heddle.storage.model import WEIGHTS_FILE, HeldRows, model_documents, model_
 from heddle.storage.run_log import RunLog, run_hash
 from heddle.training.optimizer import Optimizer
 
-# Write a run's checkpoints: while training waits, or on a thread, from a copy, while training goes on.
+# Checkpoints are written while training waits, or by a thread from a copy while training continues.
 #
-# Copy first, write behind: Mohan et al. (2021), "CheckFreq: Frequent, Fine-Grained DNN Checkpointing".
+# Copy first, write in the background: Mohan et al. (2021), "CheckFreq: Frequent, Fine-Grained DNN Checkpointing".
 
 
 CHECKPOINTS_KEPT = 2
@@ -34,8 +34,8 @@ class CheckpointSaver:
     """Writes the checkpoints of one run, and deletes all but the newest two. Use it as a context manager.
 
     is_async: `write` returns once it has copied the tensors to host memory, and a thread writes the copy; the next
-    `write`, `wait` and the end of the block wait for it. Several ranks write together, while training waits: they must
-    exchange what they hold, in the order of all their exchanges.
+    `write`, `wait` and the end of the block wait for it. With several ranks, training waits: their collectives must
+    run in the same order on every rank.
     """
 
     def __init__(self, run: Path, ranks: Ranks = ONE_PROCESS, is_async: bool = False) -> None:
@@ -51,7 +51,7 @@ class CheckpointSaver:
         documents: Mapping[str, str],
         log: LogPosition,
     ) -> None:
-        """Write a step's checkpoint as `write_checkpoint` does. Raises the error of this save, or of the one before."""
+        """Write a step's checkpoint as `write_checkpoint` does. Raises the error of this save or the previous one."""
         self.wait()
         if not self.is_async:
             self._write(step, tensors, documents, log)
@@ -69,7 +69,7 @@ class CheckpointSaver:
         prune_checkpoints(self.run, CHECKPOINTS_KEPT, self.ranks)
 
     def check(self) -> None:
-        """Raise the error of a save that has failed since; does not wait."""
+        """Raise the error of the pending save if it has failed; does not wait."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -103,9 +103,9 @@ ADAPTERS_FILE = "adapters.safetensors"  # LoRA's A and B; in the model's weights
 
 @dataclass
 class TrainingProgress:
-    """step: steps done. skipped_steps: how many of them did not update the weights.
+    """step: completed steps. skipped_steps: how many of them did not update the weights.
 
-    skipped_batches: of the data's order, left out after spikes of the loss.
+    skipped_batches: how many batches, in the order of the data, were skipped after loss spikes.
     """
 
     step: int = 0
@@ -114,9 +114,9 @@ class TrainingProgress:
     skipped_batches: int = 0
 
     def to_json(self, run: str | None = None) -> str:
-        """Return the file's text. Runs without a spike have no field of skipped batches, as earlier versions.
+        """Return the file's text. `skipped_batches` is left out while it is 0, as in earlier versions.
 
-        run: the `run_hash` of the run that it is of.
+        run: the `run_hash` of the run.
         """
         fields = {name: value for name, value in vars(self).items() if value or name != "skipped_batches"}
         named = {} if run is None else {"run": run}
@@ -133,10 +133,10 @@ def save_run(
 ) -> None:
     """Write the checkpoint of a step, and delete all but the newest two.
 
-    documents: more text files to write, by name, with those of the tokenizer. log: where the run's log is; its lines
-    must be synced. All ranks of the saver call this at once; each writes what it holds. documents and log are rank 0's.
+    documents: more text files to write, by name, with the tokenizer's. log: position in the run's log; its lines must
+    be synced. Collective: every rank of the saver writes its own part. Only rank 0's documents and log are used.
     """
-    # The generator is one for all ranks: what is drawn on ranks is drawn by name, step and sample.
+    # One generator state serves all ranks: draws on ranks are keyed by name, step and sample.
     training_tensors: dict[str, Tensor] = {} if saver.ranks.rank else {RANDOM_STATE: torch.get_rng_state()}
     for name, state in optimizer.state.items():
         for key, value in state.items():
@@ -156,11 +156,11 @@ def resume_run(
     ranks: Ranks = ONE_PROCESS,
     last_step: int | None = None,
 ) -> TrainingProgress:
-    """Load the newest intact checkpoint into model and optimizer; step 0 if there is no checkpoint.
+    """Load the newest intact checkpoint into model and optimizer; return step 0 if there is no checkpoint.
 
-    It may be of any number of ranks. log: is opened, on rank 0, where the checkpoint was saved. ranks: all of them call
-    this at once; each reads what it holds. last_step: of the run; None: unknown. Raises CheckpointError if a line of
-    the log up to there was altered, or if the checkpoint is of a later step than the last.
+    It may come from any number of ranks. log: reopened on rank 0 at the checkpoint's position. ranks: collective; each
+    rank reads its own part. last_step: the run's last step; None: unknown. Raises CheckpointError if the log was
+    altered before that position, or if the checkpoint is later than `last_step`.
     """
     trainable = HeldRows(lora_tensors(model) or dict(model.named_parameters()))
     updated = HeldRows({**optimizer.masters.copies, **optimizer.updated_tensors})
@@ -179,11 +179,11 @@ def resume_run(
     (state,) = saved
     position = state.contents.log
     if position is None:
-        raise CheckpointError(f"{state.contents.folder}: does not say where the log was; use an earlier checkpoint")
+        raise CheckpointError(f"{state.contents.folder}: has no position in the log; use an earlier checkpoint")
     progress = _read_progress(state.contents, checkpoint.step, run_hash(run))
     if last_step is not None and progress.step > last_step:
         raise CheckpointError(
-            f"{state.contents.folder}: is of step {progress.step}, and the run has {last_step}; remove it"
+            f"{state.contents.folder}: is at step {progress.step}, and the run ends at step {last_step}; remove it"
         )
     call_on_all(ranks, lambda: _open_log(log, position, ranks))
     torch.set_rng_state(state.training.pop(RANDOM_STATE))
@@ -197,7 +197,7 @@ def resume_run(
 
 @dataclass(frozen=True)
 class _SavedState:
-    """What this rank holds of a checkpoint, in memory of its own. slices: the training tensors that are sharded."""
+    """This rank's part of a checkpoint, in its own memory. slices: names of the sharded training tensors."""
 
     contents: FolderContents
     weights: dict[str, Tensor]
@@ -206,12 +206,12 @@ class _SavedState:
 
     @classmethod
     def read(cls, contents: FolderContents, trainable: HeldRows, updated: HeldRows) -> "_SavedState":
-        """Read it. Raises CheckpointError for what is damaged or does not fit."""
+        """Read this rank's part. Raises CheckpointError if it is damaged or does not fit."""
         weights = trainable.read(contents, ADAPTERS_FILE if ADAPTERS_FILE in contents.tensor_sets else WEIGHTS_FILE)
         rows: dict[str, range | None] = {RANDOM_STATE: None}
         for key, record in contents.tensor_records(TRAINING_TENSORS_FILE).items():
             name = key.partition(".")[2]
-            if name in updated.tensors:  # of a stack of matrices, each rank updates its own
+            if name in updated.tensors:  # each rank updates its own matrices of a stack
                 is_like_it = record.whole_shape == updated.tensors[name].shape
                 rows[key] = updated.rows[name] if is_like_it else None
         training = contents.read_slices(TRAINING_TENSORS_FILE, rows)
@@ -239,7 +239,7 @@ def _open_log(log: RunLog, position: LogPosition, ranks: Ranks) -> str:
 def _read_progress(contents: FolderContents, step: int | None, run: str | None) -> TrainingProgress:
     """Return the counts in a checkpoint of this step. Raises CheckpointError if they cannot be right.
 
-    run: the `run_hash` of the run that continues; a checkpoint of an earlier version does not say of which run it is.
+    run: the `run_hash` of the run that continues; checkpoints of earlier versions do not name their run.
     """
     path = contents.folder / PROGRESS_FILE
     try:
@@ -247,7 +247,7 @@ def _read_progress(contents: FolderContents, step: int | None, run: str | None) 
         if fields.pop("run", run) != run:
             raise ValueError("it is a checkpoint of another run")
         if not all(type(value) is int and value >= 0 for value in fields.values()):
-            raise ValueError("a count is not a whole number from 0")
+            raise ValueError("a count is not a whole number of at least 0")
         if fields.get("step") != step:
             raise ValueError(f"its step is {fields.get('step')!s:.20}")
         return TrainingProgress(**fields)

@@ -1,11 +1,11 @@
-"""Distillation: train a model towards another one, its teacher, that reads the same tokens.
+"""Distillation: train a model to match another one, its teacher, on the same tokens.
 
     loss = w_logits · KL(p_teacher ‖ p) + w_text · CE(p) + w_layers · mean_l ‖layer_l(x_l) − x_{l+1}‖² / elements
 
 KL and cross-entropy are means over targets, at temperature 1 (Hinton et al. 2015, https://arxiv.org/abs/1503.02531).
-x_l is what enters layer l of the teacher, so each layer learns alone, from the right input, and no error of an earlier
-layer reaches it (MOHAWK's second stage, Bick et al. 2024, https://arxiv.org/abs/2408.10189). The mean is over the
-layers that differ from the teacher's before the first step, and over tokens.
+x_l is the input of the teacher's layer l, so each layer is trained alone, on the right input, and errors of earlier
+layers do not reach it (MOHAWK's second stage, Bick et al. 2024, https://arxiv.org/abs/2408.10189). The mean is over
+tokens, and over the layers that differ from the teacher's before the first step.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,11 +42,11 @@ class LossWeights:
             if not 0.0 <= weight < float("inf"):
                 raise ConfigError(f"loss {name}={weight:g}: the weight must be a number of at least 0")
         if not any(asdict(self).values()):
-            raise ConfigError("loss: every weight is 0, so nothing would learn; leave one above 0")
+            raise ConfigError("loss: every weight is 0, so nothing would be trained; set one above 0")
 
     @classmethod
     def parse(cls, text: str | None, option: str) -> "LossWeights":
-        """Parse `logits=0.9,text=0.1`; a name alone has weight 1, None is the default. Raises ConfigError."""
+        """Parse `logits=0.9,text=0.1`; a name alone has weight 1, None gives the default. Raises ConfigError."""
         if text is None:
             return cls()
         weights = {"logits": 0.0, "text": 0.0, "layers": 0.0}
@@ -66,7 +66,7 @@ class TeacherSource(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Return where it lies."""
+        """Return the folder it was read from."""
 
     @property
     def config(self) -> ModelConfig:
@@ -78,7 +78,7 @@ class TeacherSource(Protocol):
 
     @property
     def weights_sha256(self) -> str:
-        """Return a hash of all weights."""
+        """Return the SHA-256 of all weights."""
 
     def build_model(self, config: ModelConfig, device: str) -> Decoder:
         """Build its design with its weights, in float32."""
@@ -88,8 +88,8 @@ class TeacherSource(Protocol):
 class Distillation:
     """A teacher and how to learn from it.
 
-    parameters: 'all' trains every weight; 'touched' only those whose shape or values differ from the teacher's before
-    the first step, with all weights of a mixer or feed-forward in which one differs, or whose design differs.
+    parameters: 'all' trains every weight; 'touched' only weights that differ from the teacher's, in shape or value,
+    before the first step, and all weights of a mixer or feed-forward with such a weight or another design.
     """
 
     teacher: TeacherSource
@@ -112,10 +112,10 @@ class Distillation:
     def build_teacher(
         self, model: Decoder, tokenizer: Tokenizer | None, device: str, compile_layers: bool = False
     ) -> "Teacher | None":
-        """Build the teacher of `model`, which is as before its first step, and freeze what does not learn.
+        """Build the teacher of `model` before the first step, and freeze the parameters that are not trained.
 
-        tokenizer: of the data, None for data without one. Returns None if only the text has a weight. Raises
-        ConfigError if the two models do not fit.
+        tokenizer: the data's, None for data without one. Returns None if only the text loss has a weight. Raises
+        ConfigError if the two models do not fit together.
         """
         teacher = self.teacher.build_model(self.teacher.config, device)
         reads_teacher = self.weights.logits > 0.0 or self.weights.layers > 0.0
@@ -145,24 +145,24 @@ class Distillation:
         if tokenizer is not None and (
             teacher_tokenizer is None or teacher_tokenizer.to_files() != tokenizer.to_files()
         ):
-            raise ConfigError(f"{self._folder}: its tokenizer is not that of the data; a teacher needs the same")
+            raise ConfigError(f"{self._folder}: its tokenizer differs from the data's; a teacher needs the same")
         if teacher.encoder_width is not None:
-            raise ConfigError(f"{self._folder}: reads an encoder output, which this data has not; take another teacher")
+            raise ConfigError(f"{self._folder}: reads an encoder output, and this data has none; take another teacher")
 
     def _converted_layers(self, model: Decoder, teacher: Decoder, touched: frozenset[str]) -> tuple[int, ...]:
         """Return the layers that have a touched parameter. Raises ConfigError where layers do not correspond."""
         for field in ("depth", "width", "residual"):
             if getattr(model.config, field) != getattr(teacher.config, field):
-                raise ConfigError(f"loss layers: {field} differs from that of {self._folder}; compare logits instead")
+                raise ConfigError(f"loss layers: {field} differs from {self._folder}; compare logits instead")
         if model.config.hands_over:
             raise ConfigError(
                 "loss layers: layers that read the keys or values of others cannot run alone; compare logits instead"
             )
         if model.config.is_looped:
-            raise ConfigError("loss layers: a shared layer has other inputs at each visit; compare logits instead")
+            raise ConfigError("loss layers: a shared layer has different inputs at each pass; compare logits instead")
         layers = {int(name.split(".")[1]) for name in touched if name.startswith("layers.")}
         if not layers:
-            raise ConfigError(f"loss layers: all layers equal those of {self._folder}; compare logits instead")
+            raise ConfigError(f"loss layers: all layers equal the layers of {self._folder}; compare logits instead")
         return tuple(sorted(layers))
 
 
@@ -193,7 +193,7 @@ def _converted_branches(model: Decoder, original: Decoder) -> set[str]:
 
 
 class LayerPair(NamedTuple):
-    """What enters and leaves a layer of the teacher, and the layout. layer_index: its number."""
+    """The input `stream`, the layout and the output `new_stream` of the teacher's layer `layer_index`."""
 
     layer_index: int
     stream: Any
@@ -202,10 +202,10 @@ class LayerPair(NamedTuple):
 
 
 class TeacherResult(NamedTuple):
-    """What a teacher computes for some rows.
+    """What a teacher computes for a micro-batch.
 
-    hidden: [B, T, width] of the teacher. layer_error: float64 [], the layer loss without its weight, whose gradients
-    are in the model's parameters.
+    hidden: [B, T, width] of the teacher. layer_error: float64 [], the layer loss without its weight; its gradients are
+    already in the model's parameters.
     """
 
     teacher: "Teacher"
@@ -215,7 +215,7 @@ class TeacherResult(NamedTuple):
     def sums(self, hidden: Tensor, head: OutputHead, targets: Tensor, index: Tensor | slice) -> DistillationSums:
         """Return the sums of the losses over targets [N], from a model's hidden states [N, width].
 
-        index: of these among the B · T positions.
+        index: selects these N of the B · T positions.
         """
         weights = self.teacher.weights
         output = TeacherOutput(self.hidden.flatten(0, 1)[index], self.teacher.model.head.output_head)
@@ -230,13 +230,13 @@ class Teacher:
 
     @property
     def uses_head(self) -> bool:
-        """Whether gradients reach the model through its head: not if only layers are compared."""
+        """Return whether gradients reach the model through its head; False if only layers are compared."""
         return bool(self.weights.logits or self.weights.text)
 
     def read(self, model: Decoder, tokens: Tensor, layout: Layout, tokens_in_batch: int) -> TeacherResult:
-        """Run the teacher on tokens int64 [B, T], and add the gradients of the layer loss to those of `model`.
+        """Run the teacher on tokens int64 [B, T], and add the layer loss's gradients to the parameters of `model`.
 
-        tokens_in_batch: over which the layer loss is a mean.
+        tokens_in_batch: how many tokens the layer loss is a mean over.
         """
         pairs: list[LayerPair] = []
         with ExitStack() as stack:

@@ -35,10 +35,10 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class InitCheckpoint:
-    """A saved model that a training starts from.
+    """A saved model from which training starts.
 
-    documents: the folder's other text files, by name; they are saved again with the trained model. weights_sha256: over
-    all weights.
+    documents: the folder's other text files, by name; they are saved again with the trained model. weights_sha256: the
+    SHA-256 of all weights.
     """
 
     contents: FolderContents
@@ -55,7 +55,7 @@ class InitCheckpoint:
     def resolve_config(self, design: str | dict[str, Any] | None, overrides: Sequence[str]) -> ModelConfig:
         """Return the checkpoint's design with overrides applied.
 
-        design: the same design again, or None. Raises ConfigError if it is another one.
+        design: None, or the checkpoint's design. Raises ConfigError if it differs.
         """
         if design is not None:
             if self._difference(load_config(design, overrides)) is None:
@@ -63,17 +63,17 @@ class InitCheckpoint:
             difference = self._difference(load_config(design))
             if difference is not None:
                 raise ConfigError(
-                    f"{design}: is another design than that in {self.contents.folder} ({difference}); leave DESIGN out,"
-                    " and give what changes as FIELD=VALUE"
+                    f"{design}: differs from the design in {self.contents.folder} ({difference}); leave DESIGN out,"
+                    " and give changes as FIELD=VALUE"
                 )
         config = load_config(self.config.dump(), overrides)
         difference = self._difference(config)
         if difference is not None:
-            print_status(f"the design is not quite that of {self.contents.folder}: {difference}")
+            print_status(f"the design differs from {self.contents.folder}: {difference}")
         return config
 
     def _difference(self, config: ModelConfig) -> str | None:
-        """Describe the first field in which a design differs. Without a vocab_size it takes the checkpoint's."""
+        """Describe the first field in which a design differs. A missing vocab_size counts as the checkpoint's."""
         if config.vocab_size is None:
             config = config.replace(vocab_size=self.config.vocab_size)
         return first_difference(to_plain_json(self.config.resolved().dump()), to_plain_json(config.resolved().dump()))
@@ -81,19 +81,21 @@ class InitCheckpoint:
     def build_model(self, config: ModelConfig, device: str) -> Decoder:
         """Build a design with the checkpoint's weights, in float32.
 
-        Raises CheckpointError, or ConfigError if an override is the reason, where names or shapes differ.
+        Raises CheckpointError if names or shapes differ, or ConfigError if an override is the reason.
         """
         try:
             return restore_model(self.contents, torch.float32, device, config)
         except CheckpointError as error:
             if config == self.config:
                 raise
-            raise ConfigError(f"{error}, since an override changed it; override only what has no weights") from None
+            raise ConfigError(
+                f"{error}, because an override changed it; override only fields without weights"
+            ) from None
 
     def load_shards(self, model: Decoder, device: str, ranks: Ranks = ONE_PROCESS) -> None:
-        """Fill a model that was sharded on the meta device: each rank reads what it holds.
+        """Fill a model that was sharded on the meta device; each rank reads its own shards.
 
-        All ranks call this at once. Raises CheckpointError, on all ranks.
+        Collective. Raises CheckpointError on all ranks.
         """
         load_shards(model, self.contents, device, ranks)
 
@@ -101,7 +103,7 @@ class InitCheckpoint:
 def open_init_checkpoint(folder: Path, ranks: Ranks = ONE_PROCESS) -> InitCheckpoint:
     """Open a model's folder, or the newest checkpoint of a run. Raises CheckpointError.
 
-    ranks: all of them call this at once, and each verifies a share of a run's checkpoint.
+    ranks: collective; each rank verifies a share of a run's checkpoint.
     """
     contents = read_folder(find_model_folder(folder, ranks))
     config = load_config(read_config(contents))
@@ -111,10 +113,10 @@ def open_init_checkpoint(folder: Path, ranks: Ranks = ONE_PROCESS) -> InitCheckp
 
 
 def model_rows(folder: Path, tokenizer: Tokenizer | None) -> RowProtocol:
-    """How the rows of a text begin for the model in `folder`, which may be a run: as in its own training.
+    """Return how sequences begin for the model in `folder`, which may be a run: as in its training.
 
-    An imported model reads each text after its BOS tokens. One that heddle trained from random weights reads rows as
-    its run.json says, whatever its tokenizer was made for.
+    An imported model reads BOS tokens before each text. A model that heddle trained from random weights follows its
+    run.json, whatever its tokenizer was made for.
     """
     run = read_json_file(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
     data = run.get("data", {})

@@ -33,12 +33,12 @@ class TrainingJob:
     """What to train, on which data, how and where.
 
     source: the data. out: the run's folder. label: of the progress bar. environment: plain values for run.json.
-    init_checkpoint: starts from its weights. lora: trains only adapters. distillation: trains towards a teacher.
-    evaluation: how much evaluations read, and whether a solved task ends the training. observer: of the last one.
-    ranks: those that share the work, of `heddle.distributed.process_group.join_ranks`. degrees: how they share it.
-    trackers: names of TRACKERS (`heddle.training.trackers`), to which the log's lines are sent.
-    save_seconds: a checkpoint that is due within them after the last one, or the start, is left out.
-    async_save: training goes on while a checkpoint is written from a copy in host memory; None: on an accelerator.
+    init_checkpoint: the weights to start from. lora: trains only adapters. distillation: trains to match a teacher.
+    evaluation: how much text evaluations read, and whether a solved task ends training. observer: receives the token
+    losses of the final evaluation. ranks: share the work, see `heddle.distributed.process_group.join_ranks`. degrees:
+    how they share it. trackers: names of TRACKERS (`heddle.training.trackers`), which receive the log's lines.
+    save_seconds: minimum seconds between checkpoints; one that is due earlier is left out. async_save: training
+    continues while a checkpoint is written from a copy in host memory; None: only on an accelerator.
     """
 
     config: ModelConfig
@@ -66,7 +66,7 @@ class TrainingJob:
 
     @property
     def is_save_async(self) -> bool:
-        """Whether training goes on while a checkpoint is written. On several ranks it never does."""
+        """Return whether training continues while a checkpoint is written; always False on several ranks."""
         is_async = torch.device(self.device).type != "cpu" if self.async_save is None else self.async_save
         return is_async and self.ranks.count == 1
 
@@ -79,13 +79,13 @@ class TrainingJob:
 
     @property
     def documents(self) -> dict[str, str]:
-        """Return the text files that are saved with the model, by name, besides config and tokenizer."""
+        """Return the text files to save with the model, by name, besides config and tokenizer."""
         return ({} if self.init_checkpoint is None else self.init_checkpoint.documents) | self.training_data.documents
 
     def identity(self) -> dict[str, Any]:
-        """Return everything that decides the result. Only a job with the same identity may continue a run.
+        """Return everything that determines the result. Only a job with the same identity may continue a run.
 
-        Ranks and their degrees are no part of it.
+        Ranks and their degrees are not part of it.
         """
         return {
             "design": self.config.dump(),
@@ -98,9 +98,9 @@ class TrainingJob:
 
     @cached_property
     def width_transfer(self) -> WidthTransfer:
-        """Return what changes where the learning rate was chosen at another width.
+        """Return the scales for a learning rate that was chosen at another width.
 
-        Raises ConfigError where weights are trained already.
+        Raises ConfigError if the weights are trained already.
         """
         width = self.settings.transfer_width
         if self.init_checkpoint is not None and width is not None:
@@ -108,7 +108,7 @@ class TrainingJob:
         return transfer_over_width(self.config, width, self.settings.optimizer)
 
     def build_model(self) -> Decoder:
-        """Build the model as it is before the first step."""
+        """Build the model in its state before the first step."""
         seed = self.settings.seed
         if self.init_checkpoint is None:
             model = self.width_transfer.build_model(self.device, seed)
@@ -119,7 +119,7 @@ class TrainingJob:
         return model if self.lora is None else add_lora(model, self.lora.targets, self.lora.rank, seed=seed)
 
     def build_teacher(self, model: Decoder) -> Teacher | None:
-        """Build the teacher of a model that `build_model` returned, and freeze what does not learn."""
+        """Build the teacher of a model from `build_model`, and freeze the parameters that are not trained."""
         if self.distillation is None:
             return None
         tokenizer, compile_layers = self.training_data.tokenizer, self.settings.compile
@@ -129,7 +129,7 @@ class TrainingJob:
         return teacher
 
 
-# Whether a device can hold what a training keeps of each parameter: asked before anything is allocated.
+# Memory for weights, gradients and moments is checked before anything is allocated.
 
 
 def check_memory(job: TrainingJob) -> None:
@@ -152,13 +152,13 @@ def _least_bytes(settings: Settings, is_frozen: bool) -> int:
 
 
 def device_memory(device: str) -> int:
-    """Return the bytes of memory that a device has in all."""
+    """Return a device's total memory in bytes."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_process_memory() -> int:
-    """The most bytes of memory that this process has held so far; Linux counts KiB, macOS bytes."""
+    """Return the peak resident memory of this process in bytes."""  # Linux counts KiB, macOS bytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,7 +1,7 @@
 """The training loop: batch, gradients, update, log, checkpoint.
 
-A resumed run is bit-equal to an uninterrupted one on a CPU, and on CUDA where the process asked torch for deterministic
-algorithms (`heddle.runtime`). On an accelerator the host queues a step before it reads the numbers of the one before.
+A resumed run is bit-equal to an uninterrupted one on a CPU, and on CUDA if the process asked torch for deterministic
+algorithms (`heddle.runtime`). On an accelerator the host queues a step before it reads the results of the previous one.
 """
 
 import math
@@ -49,11 +49,11 @@ from heddle.training.step import (
 )
 from heddle.training.trackers import open_trackers
 
-# A step that is queued on a device, and its line of the log once its numbers are read.
+# A step that is queued on a device, and its log line once its results are read.
 
 
 class QueuedStep(NamedTuple):
-    """number: of the step, from 1. start_time: when the host began to queue it, in time.perf_counter() seconds."""
+    """number: the step, from 1. start_time: when the host began to queue it, in time.perf_counter() seconds."""
 
     number: int
     batch: Batch
@@ -65,10 +65,10 @@ class QueuedStep(NamedTuple):
 def log_line(
     step: QueuedStep, numbers: StepNumbers, tokens: int, metrics: dict[str, float], previous_end: float
 ) -> dict[str, Any]:
-    """Return a step's line of the log. metrics: of its data.
+    """Return a step's log line. metrics: of its data.
 
-    previous_end: when the numbers of the step before were read. A step that was queued earlier takes its seconds from
-    then on.
+    previous_end: when the results of the previous step were read, in time.perf_counter() seconds. A step that was
+    queued earlier counts its seconds from then on.
     """
     return {
         "step": step.number,
@@ -87,7 +87,7 @@ def log_line(
 
 
 def finite(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line in which numbers that are not finite are None, as JSON has none."""
+    """Return a line with None for non-finite numbers, which JSON cannot express."""
     return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
 
 
@@ -104,22 +104,22 @@ def peak_note(line: dict[str, Any]) -> str:
     return "" if peak is None else f", {format_amount(peak, 'bytes')} at most"
 
 
-# A loss far above those before it, after which a run goes back to its last checkpoint and past the data since then.
+# After a loss spike, a run returns to its last checkpoint and skips the batches since then.
 #
-# Chowdhery et al. (2022, PaLM, section 5.1) restarted about 100 steps before a spike and left out 200 to 500 batches.
+# Chowdhery et al. (2022, PaLM, section 5.1) restarted about 100 steps before a spike and skipped 200 to 500 batches.
 
 
-WINDOW = 128  # losses that a loss is compared with
-MIN_LOSSES = 16  # before there are as many, no loss is a spike
-MIN_SPREAD = 0.01  # of the median: losses that hardly differ would make any loss a spike
+WINDOW = 128  # previous losses that a loss is compared with
+MIN_LOSSES = 16  # with fewer previous losses, no loss is a spike
+MIN_SPREAD = 0.01  # of the median: otherwise any loss would be a spike after nearly equal losses
 MAX_REWINDS = 3  # in a row to one checkpoint
-NORMAL_SPREAD = 1.4826  # the standard deviation of normal numbers over their median absolute deviation
+NORMAL_SPREAD = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 
 
 class SpikeGuard:
-    """Finds spikes: losses above median + deviations · 1.4826 · median absolute deviation of the losses before them.
+    """Finds spikes: losses above median + deviations · 1.4826 · median absolute deviation of the previous losses.
 
-    deviations: None finds none. first_checkpoint: no step up to it is a spike, since there is nothing to go back to.
+    deviations: None disables it. first_checkpoint: no step up to it is a spike, as there is no checkpoint to return to.
     """
 
     def __init__(self, deviations: float | None, first_checkpoint: int = 0) -> None:
@@ -129,19 +129,19 @@ class SpikeGuard:
 
     @classmethod
     def of_run(cls, settings: Settings, run: Path) -> "SpikeGuard":
-        """The guard of a run after the steps in its log: a continued run finds the spikes that it would have found."""
+        """Restore the guard from a run's log: a resumed run finds the same spikes as an uninterrupted one."""
         guard = cls(settings.spike_guard, settings.save_every or 0)
         guard.read(run)
         return guard
 
     def read(self, run: Path) -> None:
-        """Take the losses of a run's log, and no others."""
+        """Replace the losses by those in a run's log."""
         self.losses.clear()
         for line in read_log(run) if self.deviations is not None else []:
             self.is_spike(line)
 
     def is_spike(self, line: Mapping[str, Any]) -> bool:
-        """Whether the loss in a line of the log is a spike; any other finite loss is remembered."""
+        """Return whether the loss in a log line is a spike; any other finite loss is remembered."""
         if self.deviations is None or line["loss"] is None or line["skipped"]:
             return False
         can_be_spike = line["step"] > self.first_checkpoint and len(self.losses) >= MIN_LOSSES
@@ -152,24 +152,24 @@ class SpikeGuard:
 
     @property
     def limit(self) -> float:
-        """The largest loss that is no spike."""
+        """Return the largest loss that is not a spike."""
         assert self.deviations is not None
         median = statistics.median(self.losses)
         spread = NORMAL_SPREAD * statistics.median(abs(loss - median) for loss in self.losses)
         return median + self.deviations * max(spread, MIN_SPREAD * abs(median))
 
     def count_rewind(self, run: Path, step: int) -> None:
-        """Count one more return to the checkpoint of a step. Raises MachineError after too many in a row."""
+        """Count a return to the checkpoint of a step. Raises MachineError after too many in a row."""
         self.rewinds = self.rewinds + 1 if step == self.rewind_step else 1
         self.rewind_step = step
         if self.rewinds > MAX_REWINDS:
             raise MachineError(
-                f"{run}: after each of {MAX_REWINDS} returns to step {step} the loss rose far above those before it "
-                "again; try a lower learning rate in another folder"
+                f"{run}: the loss spiked again after each of {MAX_REWINDS} returns to step {step}; try a lower "
+                "learning rate in another folder"
             )
 
 
-# Prepare what the next step needs on one thread, while this step runs.
+# A thread prepares the next step's data while this step runs.
 
 
 Value = TypeVar("Value")
@@ -178,8 +178,8 @@ Value = TypeVar("Value")
 class Prefetcher(Generic[Value]):
     """Calls `build` for the next step on a thread, one step ahead of `take`.
 
-    steps: there is nothing to build from here on. An error of `build` is raised by the `take` of its step, as if it had
-    been called there. When the block ends, the thread ends; a build under way is awaited, and its item dropped.
+    steps: how many steps there are. An error of `build` is raised by the `take` of its step. At the end of the block
+    the thread finishes its current build, whose item is dropped, and ends.
     """
 
     def __init__(self, build: Callable[[int], Value], steps: int) -> None:
@@ -188,7 +188,7 @@ class Prefetcher(Generic[Value]):
         self._ahead: tuple[int, Future[Value]] | None = None
 
     def take(self, step: int) -> Value:
-        """Return the item of a step, and start with that of the next one. Steps may come in any order."""
+        """Return the item of a step, and start to build the next step's. Steps may come in any order."""
         ahead = self._ahead
         future = ahead[1] if ahead is not None and ahead[0] == step else self._submit(step)
         self._ahead = (step + 1, self._submit(step + 1)) if step + 1 < self._steps else None
@@ -210,9 +210,9 @@ class Prefetcher(Generic[Value]):
 def prepared_batches(
     batch_at: Callable[[int], Batch], settings: Settings, device: torch.device, ranks: Ranks, ahead: bool
 ) -> Iterator[Callable[[int], PreparedBatch]]:
-    """Yield a function from a step to its batch, of which this rank's rows are on the device.
+    """Yield a function from a step to its batch, with this rank's rows on the device.
 
-    ahead: a thread makes the next batch while a step runs, and copies it through pinned memory.
+    ahead: a thread builds the next batch while a step runs, and copies it through pinned memory.
     """
 
     def prepare(step: int) -> PreparedBatch:
@@ -225,14 +225,11 @@ def prepared_batches(
         yield prefetcher.take
 
 
-# What a training returns: the model, its scores on held-out data, and how it went.
-
-
 @dataclass(frozen=True)
 class TrainingResult:
     """A finished run.
 
-    scores: of the final evaluation, (bits, bytes) of each window of text or (right answers, scored targets) of each
+    scores: of the final evaluation, (bits, bytes) of each window of text or (correct answers, scored targets) of each
     row of a task. tokens_per_second: of the median step, without evaluations and checkpoints.
     """
 
@@ -248,24 +245,24 @@ class TrainingResult:
 
     @property
     def task_accuracy(self) -> float:
-        """Return the fraction of a task's held-out targets that the model predicts right. Only for tasks."""
+        """Return the fraction of a task's held-out targets that the model predicts correctly. Only for tasks."""
         return ratio_of_sums(self.scores)
 
 
 MAX_CONSECUTIVE_SKIPS = 10
 FINAL_EVALUATION_TOKENS = 2**16  # held-out tokens of the evaluation at the end
 INTERIM_EVALUATION_TOKENS = 2**14  # and of an evaluation during training
-_QUEUED_STEPS = 1  # on an accelerator: a step is queued before the one before it is read
+_QUEUED_STEPS = 1  # on an accelerator: a step is queued before the previous one is read
 
 
 class Diverged(MachineError):
-    """Too many consecutive steps had a loss or gradient that was not finite."""
+    """Too many consecutive steps had a non-finite loss or gradient."""
 
 
 def train(job: TrainingJob) -> TrainingResult:
     """Train, or continue the run in `job.out`. The result is bit-equal however often the run was interrupted.
 
-    On several ranks each of them calls it; rank 0 holds the folder, and the model of the result is sharded. Raises
+    Every rank calls it; rank 0 locks the folder and writes the log, and the resulting model is sharded. Raises
     CheckpointError if the folder holds another run or is in use, Diverged after too many skipped steps, MachineError if
     the folder cannot be written, and Interrupted, after saving, when a signal arrives at any rank.
     """
@@ -301,7 +298,7 @@ def train(job: TrainingJob) -> TrainingResult:
         scores = evaluate(models.model, job, final_tokens, stop_request, job.observer)
         if not math.isfinite(ratio_of_sums(scores)):
             raise Diverged(
-                f"{job.out}: after {settings.steps} steps the loss on held-out text is not finite; "
+                f"{job.out}: the loss on held-out text is not finite after {settings.steps} steps; "
                 f"try a learning rate below {settings.learning_rate:g} in another folder"
             )
         final = {"step": state.progress.step, f"final_{training_data.metric}": ratio_of_sums(scores)}
@@ -318,9 +315,9 @@ def evaluate(
     stop_request: StopRequest | None = None,
     observer: TokenObserver | None = None,
 ) -> Scores:
-    """Evaluate a model on about `tokens` held-out tokens; the scores are those of each window or row.
+    """Evaluate a model on about `tokens` held-out tokens; return the scores of each window or row.
 
-    On several ranks each of them calls it, evaluates a part of the batches, and gets all scores: those of one process.
+    Every rank calls it, evaluates a part of the batches, and returns all scores, equal to those of one process.
     observer: receives the token losses of text. Raises Interrupted, between batches, when a stop is requested.
     """
     batches = _until_stopped(job.training_data.validation_batches(job.settings, tokens), stop_request, job.ranks)
@@ -354,10 +351,10 @@ class _LoopState:
     saver: CheckpointSaver
     track: Callable[[dict[str, Any]], None]  # sends a line of the log to the job's trackers
     queued: deque[QueuedStep] = field(default_factory=deque)
-    last_read: float = 0.0  # when the numbers of the step before were read
-    saved_step: int = 0  # that of the last checkpoint
+    last_read: float = 0.0  # when the results of the previous step were read
+    saved_step: int = 0  # of the last checkpoint
     saved_at: float = field(default_factory=time.monotonic)
-    origin: str | None = None  # of numbers that are not finite, once they end the training
+    origin: str | None = None  # of non-finite numbers, once they end training
 
     def __post_init__(self) -> None:
         self.saved_step = self.progress.step
@@ -401,7 +398,7 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
             state.queued.append(_queue_step(job, state, take))
             step = state.progress.step
             state.saver.check()
-            if step == first_step + 1:  # which may have compiled
+            if step == first_step + 1:  # only the first step may wait for compilation
                 job.ranks.limit_waits()
             must_save = _must_save(job, state)
             read_steps(0 if must_save or settings.is_evaluation_step(step) else state.max_queued)
@@ -409,7 +406,7 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
             if signal_number or early_stop.is_over:
                 read_steps(0)
             finished = state.progress.step == settings.steps or early_stop.is_over
-            # A spike leads back to the last checkpoint, which must not depend on when signals came.
+            # A spike returns to the last checkpoint, which must not depend on when signals arrived.
             saves_on_signal = signal_number and settings.spike_guard is None
             if finished or saves_on_signal or (must_save and state.progress.step == step):
                 _save(job, state)
@@ -421,7 +418,7 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
 
 
 def _must_save(job: TrainingJob, state: _LoopState) -> bool:
-    """Whether a checkpoint is due after the newest step. Ranks agree on it, and spikes depend on it: not on a clock."""
+    """Whether a checkpoint is due after the newest step: by the clock only if neither ranks nor spikes depend on it."""
     settings, step = job.settings, state.progress.step
     if step == settings.steps or job.ranks.count > 1 or settings.spike_guard is not None:
         return settings.is_save_step(step)
@@ -429,7 +426,7 @@ def _must_save(job: TrainingJob, state: _LoopState) -> bool:
 
 
 def _queue_step(job: TrainingJob, state: _LoopState, take: Callable[[int], PreparedBatch]) -> QueuedStep:
-    """Queue one step on the device. Nothing is read where the optimizer skips bad steps on the device."""
+    """Queue one step on the device. The host reads nothing if the optimizer skips bad steps on the device."""
     settings, progress, started = job.settings, state.progress, time.perf_counter()
     batch, key = take(progress.step + progress.skipped_batches), (settings.seed, progress.step)
     model, forward_model, teacher = state.models
@@ -444,7 +441,7 @@ def _queue_step(job: TrainingJob, state: _LoopState, take: Callable[[int], Prepa
 
 
 def _read_step(job: TrainingJob, state: _LoopState, step: QueuedStep) -> dict[str, Any]:
-    """Read the numbers of a step, and return its line of the log."""
+    """Read the results of a step, and return its log line."""
     settings, progress, numbers = job.settings, state.progress, step.result.read()
     progress.skipped_steps += numbers.skipped
     progress.consecutive_skips = progress.consecutive_skips + 1 if numbers.skipped else 0
@@ -473,12 +470,12 @@ def _save(job: TrainingJob, state: _LoopState) -> None:
 
 
 def _rewind(job: TrainingJob, state: _LoopState, line: dict[str, Any]) -> None:
-    """Go back to the last checkpoint after a spike of the loss, and leave out the batches since then."""
+    """Return to the last checkpoint after a loss spike, and skip the batches since then."""
     first_batch = line["step"] + state.progress.skipped_batches
     state.guard.count_rewind(job.out, state.saved_step)
     display.print_warning(
-        f"{job.out}: the loss of step {line['step']} is {line['loss']:.4g}, above {state.guard.limit:.4g}, the limit "
-        f"after the losses before it; back to step {state.saved_step}, without the batches since then"
+        f"{job.out}: the loss of step {line['step']} spiked to {line['loss']:.4g}, above the limit of "
+        f"{state.guard.limit:.4g}; returning to step {state.saved_step} and skipping the batches since then"
     )
     state.queued.clear()
     state.saver.wait()
@@ -489,7 +486,7 @@ def _rewind(job: TrainingJob, state: _LoopState, line: dict[str, Any]) -> None:
 
 
 def _origin(job: TrainingJob, state: _LoopState, step: QueuedStep) -> str | None:
-    """Say where a skipped step has its first number that is not finite, by running it again under watch."""
+    """Say where a skipped step has its first non-finite number, by running it again with checks."""
     settings, (model, _, teacher) = job.settings, state.models
     batch = prepare_batch(step.batch, state.device, settings.gradient_accumulation_steps, job.ranks)
 
@@ -497,14 +494,14 @@ def _origin(job: TrainingJob, state: _LoopState, step: QueuedStep) -> str | None
         return accumulate_gradients(model, batch, (settings.seed, step.number - 1), 1, job.autocast, teacher)
 
     origin = first_non_finite(model, state.optimizer, compute_gradients if job.ranks.count == 1 else None)
-    return job.ranks.first_text(origin)  # each rank has looked at its own rows
+    return job.ranks.first_text(origin)  # each rank has checked only its own rows
 
 
 def _stop_if_diverged(job: TrainingJob, state: _LoopState, step: QueuedStep) -> None:
     skips = state.progress.consecutive_skips
     if skips >= MAX_CONSECUTIVE_SKIPS:
         raise Diverged(
-            f"{job.out}: {skips} steps in a row, up to step {step.number}, were skipped because a number was not finite"
+            f"{job.out}: {skips} steps in a row, up to step {step.number}, were skipped because of non-finite numbers"
             f"{'' if state.origin is None else f' ({state.origin})'}; "
             f"try a learning rate below {job.settings.learning_rate:g}"
         )

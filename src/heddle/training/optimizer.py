@@ -27,15 +27,14 @@ from heddle.numerics.random import RandomStream, stochastic_round
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.torch_private import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
 
-# Optimizers whose first step does not wait for torch's compiler.
+# Optimizers that start without torch's compiler.
 #
-# torch keeps some methods of its optimizers out of compiled graphs, and imports the compiler for that: more than a
-# second
-# before the first step. An optimizer here is never inside a compiled graph, and calls what torch wrapped.
+# torch wraps some methods of its optimizers to keep them out of compiled graphs, and imports the compiler for that:
+# more than a second before the first step. These optimizers are never compiled, and call the unwrapped methods.
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """Base, before torch's own class, of an optimizer that is called outside compiled graphs."""
+    """Base, before torch's own class, of an optimizer that is never part of a compiled graph."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch does."""
@@ -55,9 +54,9 @@ class EagerAdamw(EagerOptimizer, torch.optim.AdamW):
         return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
 
 
-# Muon over stacks: matrices of one shape are updated together, in a few launches instead of two dozen each.
+# Muon over stacks: matrices of one shape are updated together, in a few kernel launches instead of two dozen each.
 #
-# Of matrices that are sharded over ranks, each is orthogonalized on one rank, its owner.
+# A matrix that is sharded over ranks is orthogonalized on one rank, its owner.
 
 
 STACK_ELEMENTS = DeviceSize(cpu=2**16, accelerator=2**28)  # a CPU multiplies larger matrices faster one by one
@@ -65,9 +64,9 @@ SMALLEST_NORM = 1e-7  # torch's default
 
 
 class StackedMuon(EagerOptimizer, torch.optim.Muon):
-    """torch's Muon, with its settings, its numbers and a momentum for each matrix.
+    """torch's Muon with the same settings, results and per-matrix momentum, over stacks of matrices.
 
-    found_inf: 0 or 1, float32 [] on the device; 1 leaves weights and momenta as they are. None: gradients are finite.
+    found_inf: 0 or 1, float32 [] on the device; 1 leaves weights and momenta unchanged. None: gradients are finite.
     """
 
     found_inf: Tensor | None = None
@@ -123,7 +122,7 @@ def _gradient(matrix: Tensor) -> Tensor:
 
 
 def _stack(matrices: Sequence[Tensor]) -> Tensor:
-    """[n, rows, columns], or the matrix itself if there is no other."""
+    """[n, rows, columns], or the matrix itself if there is only one."""
     return torch.stack(list(matrices)) if len(matrices) > 1 else matrices[0]
 
 
@@ -132,7 +131,7 @@ def _unstack(stack: Tensor) -> tuple[Tensor, ...]:
 
 
 def _stacks(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape, dtype, device and placement: for each owner at most STACK_ELEMENTS, or one matrix."""
+    """Yield matrices of one shape, dtype, device and placement: per owner at most STACK_ELEMENTS, or one matrix."""
     alike: dict[tuple[torch.Size, torch.dtype, torch.device, int], list[Tensor]] = {}
     for matrix in matrices:
         alike.setdefault((matrix.shape, matrix.dtype, matrix.device, owner_count(matrix)), []).append(matrix)
@@ -161,7 +160,7 @@ def _orthogonalize_stack(matrices: Tensor, coefficients: tuple[float, float, flo
 
 
 def _adjusted(learning_rate: float, group: dict[str, Any], shape: torch.Size) -> float:
-    """The rate of matrices of a shape. `match_rms_adamw` makes an update about as large as AdamW's."""
+    """The learning rate for a shape. `match_rms_adamw` makes an update about as large as AdamW's."""
     rows, columns = shape
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return float(learning_rate * 0.2 * max(rows, columns) ** 0.5)
@@ -170,15 +169,15 @@ def _adjusted(learning_rate: float, group: dict[str, Any], shape: torch.Size) ->
 
 # float32 copies of bfloat16 parameters, which the optimizer updates: small updates would be lost in bfloat16.
 #
-# The copies stay between the steps (Micikevicius et al. 2018), or exist during an update only: then the new weights are
-# rounded stochastically, and nothing of them is stored but the parameters.
+# The copies persist between steps (Micikevicius et al. 2018), or exist only during an update: then the new weights are
+# rounded stochastically, and only the parameters are stored.
 
 
 class MasterWeights:
-    """The copies of all bfloat16 parameters among `parameters`, by name; other dtypes have none.
+    """The float32 copies of all bfloat16 parameters among `parameters`, by name; other dtypes have none.
 
-    Sharded parameters have sharded copies, which are rounded as those of one process are. stochastic: the copies hold
-    no memory between updates, and `write_back` rounds stochastically.
+    Sharded parameters have sharded copies, with the same rounding as in one process. stochastic: the copies use no
+    memory between updates, and `write_back` rounds stochastically.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], stochastic: bool = False) -> None:
@@ -198,7 +197,7 @@ class MasterWeights:
                 self.copies[name].copy_(state[name])
 
     def take_gradients(self) -> None:
-        """Move the parameters' gradients to their copies, in float32. A copy that holds no memory gets its values."""
+        """Move the parameters' gradients to their copies, in float32. Copies without memory are filled first."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
@@ -210,7 +209,7 @@ class MasterWeights:
             copy.grad, parameter.grad = parameter.grad.float(), None
 
     def write_back(self, key: tuple[int, int]) -> None:
-        """Round the copies into the parameters. key: (seed, step), from which stochastic rounding draws."""
+        """Round the copies into the parameters. key: (seed, step), the key of stochastic rounding."""
         if not self.parameters:
             return
         with torch.no_grad():
@@ -226,19 +225,19 @@ class MasterWeights:
         self.free()
 
     def discard_gradients(self) -> None:
-        """Drop gradients that `take_gradients` moved, as after a step that is skipped."""
+        """Drop the gradients that `take_gradients` moved, as after a skipped step."""
         for copy in self.copies.values():
             copy.grad = None
         self.free()
 
     def free(self) -> None:
-        """Free the memory of copies that exist during an update only. Tensors that share it stay valid."""
+        """Free the memory of copies that exist only during an update. Tensors that share it stay valid."""
         for copy in self.copies.values() if self.stochastic else ():
             local_part(copy.detach()).untyped_storage().resize_(0)
 
 
 def _first_element(parameter: Tensor) -> int:
-    """The number, in the whole parameter, of the first element that this rank holds."""
+    """The index, in the whole parameter, of this rank's first element."""
     if as_sharded(parameter) is None:
         return 0
     first_row: int = held_rows(parameter).start
@@ -246,21 +245,21 @@ def _first_element(parameter: Tensor) -> int:
 
 
 def memory_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors."""
+    """Return the total bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-# Moments of small tensors lie one behind another, so that one pass over memory checks many of them.
+# Moments of small tensors share one contiguous buffer, so that one pass checks many of them.
 
 
-SMALL = 2**18  # elements; a pass over more takes longer than its call
+SMALL = 2**18  # elements; for larger tensors the pass costs more than the call
 ALIGNMENT = 16  # elements: each moment begins where a cache line does
 
 
 def share_buffers(states: Iterable[dict[str, Tensor]]) -> list[Tensor]:
-    """Move the small moments in states of an optimizer on a CPU into one buffer for each dtype, in their own shapes.
+    """Move the small moments of an optimizer on a CPU into one buffer per dtype; `states` then holds views of it.
 
-    Returns tensors that hold the numbers of all moments, on this rank: the buffers, and every other moment.
+    Returns the tensors that hold all moments on this rank: the buffers, and every other moment.
     """
     small: dict[torch.dtype, list[tuple[dict[str, Tensor], str]]] = defaultdict(list)
     tensors = []
@@ -281,15 +280,15 @@ def share_buffers(states: Iterable[dict[str, Tensor]]) -> list[Tensor]:
     return tensors
 
 
-LearningRateScales = Sequence[tuple[str, float]]  # (path, factor); the last path that matches a parameter counts
+LearningRateScales = Sequence[tuple[str, float]]  # (path, factor); the last matching path wins
 EPSILON = 1e-8  # AdamW's ε
-_UNFUSED = ("mps", "meta")  # without the fused AdamW, or never run with it
+_UNFUSED = ("mps", "meta")  # no fused AdamW, or never run with it
 
 
 class ParameterScale(NamedTuple):
     """Factors of a parameter's initial standard deviation, of its learning rate, and of AdamW's ε.
 
-    Weight decay is divided by the learning rate's factor, so that the rate times the decay stays.
+    Weight decay is divided by the learning rate's factor, so that rate times decay stays the same.
     """
 
     initial_std: float = 1.0
@@ -304,9 +303,9 @@ class Optimizer:
     """One or two torch optimizers over the trainable parameters.
 
     trainable: the parameters by name. optimizers: AdamW, Muon or both; each parameter group has a `factor` of the
-    learning rate. updated_tensors: what they update, by name: parameters, or the float32 copies of bfloat16 ones, and
-    for stacked matrices each slice, as `name.index`. masters: these copies. key: (seed, step) of the next update, from
-    which stochastic rounding draws.
+    learning rate. updated_tensors: the tensors they update, by name: parameters, or the float32 copies of bfloat16
+    parameters, and each slice of stacked matrices as `name.index`. masters: these copies. key: (seed, step) of the next
+    update, the key of stochastic rounding.
     """
 
     def __init__(
@@ -318,7 +317,7 @@ class Optimizer:
     ) -> None:
         self.trainable, self.optimizers, self.updated_tensors = trainable, optimizers, updated_tensors
         self.masters, self.key = masters, (0, 0)
-        self._buffers: list[Tensor] = []  # they hold the moments of so many updated tensors:
+        self._buffers: list[Tensor] = []  # hold the moments of this many updated tensors:
         self._states_in_buffers = 0
         self._weights: dict[str, nn.Parameter] = {**trainable, **masters.copies}
         self._optimizer_of = {
@@ -351,7 +350,7 @@ class Optimizer:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether `step` takes `found_inf`: each update is skipped on the device, without a wait of the host."""
+        """Return whether `step` takes `found_inf`, which skips updates on the device without a host synchronization."""
         return all(isinstance(part, StackedMuon) or part.defaults["fused"] for part in self.optimizers)
 
     def memory(self) -> dict[str, int]:
@@ -365,9 +364,9 @@ class Optimizer:
         return {"weights": weights, "gradients": weights, "optimizer": memory_of(self.masters.state.values()) + moments}
 
     def is_finite(self) -> Tensor:
-        """Whether all weights, their float32 copies and moments on this rank are finite, bool []; nothing is read.
+        """Return whether all weights, float32 copies and moments on this rank are finite: bool [], on the device.
 
-        A row of the embedding that no text uses counts too. Numbers whose squares overflow count as not finite.
+        Unused rows of the embedding count too. Numbers that overflow when squared count as non-finite.
         """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (*map(local_part, self.trainable.values()), *self._moments()):
@@ -381,21 +380,21 @@ class Optimizer:
         return [*self._buffers, *map(local_part, self.masters.state.values())]
 
     def _share_buffers(self) -> None:
-        """Let one buffer hold many moments, once an update or a load has added some."""
+        """Move moments into shared buffers, once an update or a load has added some."""
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         if len(states) != self._states_in_buffers:
             self._buffers, self._states_in_buffers = share_buffers(states), len(states)
 
     def take_gradients(self) -> list[nn.Parameter]:
-        """Return the tensors whose gradients are to be clipped, before a step: float32 copies get theirs here."""
+        """Return the tensors with the gradients to clip before a step; moves gradients to the float32 copies."""
         self.masters.take_gradients()
         return list(self._weights.values())
 
     def step(self, learning_rate: float, found_inf: Tensor | None = None) -> None:
         """Update the weights, each at the learning rate times its factor, and clear the gradients.
 
-        found_inf: float32 [] on the weights' device. 1 leaves weights, moments and step counts as they are, whatever
-        the gradients; needs `skips_on_device`.
+        found_inf: float32 [] on the weights' device. 1 leaves weights, moments and step counts unchanged, whatever the
+        gradients; needs `skips_on_device`.
         """
         assert found_inf is None or self.skips_on_device
         for name, weight in zip(self._weights, self.take_gradients(), strict=True):
@@ -413,7 +412,7 @@ class Optimizer:
         self.discard_gradients()
 
     def discard_gradients(self) -> None:
-        """Drop all gradients, as after a step that is skipped."""
+        """Drop all gradients, as after a skipped step."""
         self.masters.discard_gradients()
         for parameter in self.trainable.values():
             parameter.grad = None
@@ -431,7 +430,7 @@ def build_optimizer(
 
     Weight decay applies to parameters with two or more dims that are not biases. Parameters with a factor of 0 are
     frozen. A stack of matrices [n, out, in] counts as n matrices. scales: further factors, by parameter. bfloat16
-    parameters have float32 copies, with stochastic_rounding only during an update; moments are float32. Raises
+    parameters have float32 copies, only during an update with stochastic_rounding; moments are float32. Raises
     ConfigError as `learning_rate_factors` does.
     """
     factor_by_name = learning_rate_factors(model, lr_scale)
@@ -473,7 +472,7 @@ def _slice_name(name: str, index: int) -> str:
 
 
 def _slices(name: str, stack: Tensor) -> dict[str, Tensor]:
-    """Return each matrix of a stack by name, of a sharded one those on this rank; they share the stack's storage."""
+    """Return each matrix of a stack by name (of a sharded stack, this rank's); they share the stack's storage."""
     matrices = local_part(stack.detach()).flatten(0, -3)
     first = held_rows(stack).start * math.prod(stack.shape[1:-2])
     return {_slice_name(name, first + index): matrix for index, matrix in enumerate(matrices.unbind())}
@@ -483,29 +482,29 @@ STACKS = ("layers.", "multi_token.")
 
 
 def matrix_parameters(model: Decoder) -> frozenset[str]:
-    """Return the names of the parameters of layers and multi-token modules that are matrices, or stacks of matrices."""
+    """Return the names of all matrices and stacks of matrices in layers and multi-token modules."""
     modules = ((path, module) for path, module in model.named_modules() if isinstance(module, SelfInitialized))
     in_layers = ((path, module) for path, module in modules if path.removeprefix("encoder.").startswith(STACKS))
     return frozenset(f"{path}.{name}" for path, module in in_layers for name in module.matrix_parameters)
 
 
 def learning_rate_factors(model: Decoder, lr_scale: LearningRateScales) -> dict[str, float]:
-    """Return the learning rate factor of each trainable parameter, by name: that of the last matching path, else 1.
+    """Return the learning rate factor of each trainable parameter, by name: the last matching path's, else 1.
 
-    A path is the beginning of a name, such as `layers.0.mixer`; `*` stands for one word of it. Raises ConfigError
-    for a path that matches nothing, and if every factor is 0.
+    A path is the beginning of a name, such as `layers.0.mixer`; `*` matches one word. Raises ConfigError for a path
+    that matches nothing, and if every factor is 0.
     """
     factor_by_name = {name: 1.0 for name, parameter in model.named_parameters() if parameter.requires_grad}
     for path, factor in lr_scale:
         matches = [name for name in factor_by_name if _path_matches(path.split("."), name.split("."))]
         if not matches:
             raise ConfigError(
-                f"lr_scale {path}={factor:g}: no parameter that learns is at '{path}'; "
+                f"lr_scale {path}={factor:g}: no trainable parameter is at '{path}'; "
                 f"paths begin with {_first_words(factor_by_name)}"
             )
         factor_by_name |= dict.fromkeys(matches, factor)
     if not any(factor_by_name.values()):
-        raise ConfigError("lr_scale: every factor is 0, so nothing would learn; leave one above 0")
+        raise ConfigError("lr_scale: every factor is 0, so nothing would be trained; set one above 0")
     return factor_by_name
 
 
@@ -514,7 +513,7 @@ def _path_matches(path: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def _first_words(names: Iterable[str]) -> str:
-    """Return the first word of each name, of layers with their number, for an error message."""
+    """Return the first word of each name, with the number for layers, for an error message."""
     return ", ".join(
         dict.fromkeys(".".join(name.split(".")[: 2 if name.startswith("layers.") else 1]) for name in names)
     )

@@ -42,16 +42,16 @@ from heddle.training.trackers import check_trackers
 
 DEFAULT_STEPS = 500
 DEFAULT_SEQUENCE_LENGTH = 256
-# A run whose loss, of its last steps, is above this many times that of its first step, and nats more, diverged.
+# A run has diverged if its loss over the last steps exceeds this factor times the first step's, plus this many nats.
 DIVERGED_FACTOR, DIVERGED_NATS = 1.1, 0.1
 LAST_STEPS = 10
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished training. folder: the run's. report: what `heddle train --json` prints, as plain values.
+    """A finished run in `folder`. report: what `heddle train --json` prints, as plain values.
 
-    tokenizer: of its text; None where a task made the tokens.
+    tokenizer: None if a task made the tokens.
     """
 
     folder: Path
@@ -60,10 +60,10 @@ class TrainedRun:
     tokenizer: Tokenizer | None = field(default=None, repr=False)
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> Any:
-        """Continue a text or several: `heddle.generate` with the model and the tokenizer of this run.
+        """Continue one or several prompts: `heddle.generate` with the model and the tokenizer of this run.
 
-        options: those of `heddle.generate`, such as `max_new_tokens=100` or `temperature=0.8`. Returns what is new, a
-        string or a list of strings. Raises ConfigError for a wrong option, and where the run has no tokenizer.
+        options: as for `heddle.generate`, such as `max_new_tokens=100` or `temperature=0.8`. Returns the new text, a
+        string or a list of strings. Raises ConfigError for a wrong option, and if the run has no tokenizer.
         """
         if self.tokenizer is None:
             raise ConfigError(f"{self.folder}: was trained on tokens without text; call heddle.generate with tokens")
@@ -84,14 +84,14 @@ def train(
 ) -> TrainedRun:
     """Train a design as `heddle train` does, with its options, defaults and output.
 
-    design: a config, plain data, a file, preset:NAME or a folder; or the settings of the whole training. config: a
-    file of options, or the folder of a run. options: those of the command line, such as `steps=200`; `from` is `from_`
-    here. Raises ConfigError for an option that does not exist or cannot be, CheckpointError and MachineError.
+    design: a config, plain data, a file, preset:NAME or a folder; or complete `TrainSettings`. config: a file of
+    options, or the folder of a run. options: as on the command line, such as `steps=200`; `from` is `from_` here.
+    Raises ConfigError for an unknown or invalid option, CheckpointError and MachineError.
     """
     if isinstance(design, TrainSettings):
         return _train(design)
     if "nproc" in options:
-        raise ConfigError("nproc: is an option of the command line alone; use heddle train in a terminal")
+        raise ConfigError("nproc: is an option of the command line only; use heddle train in a terminal")
     options = {name.rstrip("_"): value for name, value in options.items()}
     if design is not None:
         options["design"] = design.dump() if isinstance(design, ModelConfig) else design
@@ -102,9 +102,9 @@ def train(
     else:
         TrainSettings.read(options)
         settings = TrainSettings.read({**read_options(config), **options}, str(config))
-    if (settings.nproc or 1) > 1:  # of a file: the ranks run a command line, and here is none
+    if (settings.nproc or 1) > 1:  # from a file: ranks run a command line, and there is none here
         hint = "start heddle train in a terminal, or leave nproc out"
-        raise ConfigError(f"nproc: {settings.nproc} ranks are an option of the command line alone; {hint}")
+        raise ConfigError(f"nproc: {settings.nproc} ranks are an option of the command line only; {hint}")
     return _train(settings)
 
 
@@ -167,7 +167,7 @@ def _train(settings: TrainSettings) -> TrainedRun:
 
 
 def _choices(settings: TrainSettings, device: str, ranks: Ranks) -> Choices | None:
-    """What is fastest on this CPU, the same for all ranks; of a run that continues, what it began with."""
+    """The fastest choices on this CPU, equal on all ranks; a continued run keeps its first choices."""
     if settings.deterministic or device_name(device) != "cpu":
         return None
     if ranks.rank == 0:
@@ -177,13 +177,13 @@ def _choices(settings: TrainSettings, device: str, ranks: Ranks) -> Choices | No
 
 
 def warn_of_precision(runtime: Runtime, precision: str) -> None:
-    """Say where bfloat16 is slower than float32 on this CPU."""
+    """Print a warning if bfloat16 is slower than float32 on this CPU."""
     if precision == "bf16" and runtime.device == "cpu" and (sentence := slow_precision(runtime.threads)):
         print_status(f"warning: {sentence}")
 
 
 def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None) -> Settings:
-    """What decides the result, with every default resolved."""
+    """The settings that determine the result, with every default resolved."""
     length = DEFAULT_SEQUENCE_LENGTH if settings.sequence_length is None else settings.sequence_length
     length = length if task is None else task.task.length
     resolved = Settings(
@@ -200,12 +200,12 @@ def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None)
     is_new = not (settings.out / RUN_FILE).is_file()  # older runs may have such a warmup, and continue
     if is_new and settings.warmup is not None and settings.warmup > resolved.steps:
         reason = f"is longer than the run of {resolved.steps} steps, which would never reach --lr"
-        raise ConfigError(f"--warmup {settings.warmup}: {reason}; give fewer")
+        raise ConfigError(f"--warmup {settings.warmup}: {reason}; give fewer steps")
     return resolved
 
 
 def _command(settings: TrainSettings) -> str:
-    """The command that continues the run; a design that is a table stands in the run's record."""
+    """The command that continues the run; a design that is a table is read from the run's record."""
     if isinstance(settings.design, dict):
         return shlex.join(["heddle", "train", "--config", str(settings.out)])
     return settings.command_line("train")
@@ -215,7 +215,7 @@ def _steps(settings: TrainSettings, tokens_per_step: int) -> int:
     """The number of steps that --steps or --tokens gives. Raises ConfigError for both, or too few tokens."""
     steps, tokens = settings.steps, settings.tokens
     if steps is not None and tokens is not None:
-        raise ConfigError("--steps and --tokens: both set the length of the training; give one of them")
+        raise ConfigError("--steps and --tokens: both set the length of training; give one of them")
     if tokens is None:
         return DEFAULT_STEPS if steps is None else steps
     if tokens < max(1, tokens_per_step):
@@ -251,7 +251,7 @@ def transfer_width_of(transfer: str | None) -> int | None:
         return None
     name, _, number = transfer.partition("=")
     if name != "width" or not number.isdecimal() or not int(number):
-        raise ConfigError(f"--transfer {transfer}: is not a width; write width=64, where --lr was chosen at width 64")
+        raise ConfigError(f"--transfer {transfer}: is not a width; write width=64 if --lr was chosen at width 64")
     return int(number)
 
 
@@ -289,7 +289,7 @@ def _tokenizer(
     source = "--distill" if init_checkpoint is None else "--from"
     for option, value in (("tokenizer", settings.tokenizer), ("vocab-size", settings.vocab_size)):
         if value is not None:
-            raise ConfigError(f"--{option} {value}: {source} brings its own tokenizer; leave --{option} out")
+            raise ConfigError(f"--{option} {value}: {source} comes with its own tokenizer; leave --{option} out")
     if checkpoint.tokenizer is None:
         raise CheckpointError(
             f"{checkpoint.folder}: holds no tokenizer.json, so it cannot read text; train a new model"
@@ -305,7 +305,7 @@ def open_recall_task(settings: TrainSettings) -> TaskStream | None:
     task = parse_recall(argument)
     for option, value in (("tokenizer", settings.tokenizer), ("vocab-size", settings.vocab_size)):
         if value is not None:
-            raise ConfigError(f"--{option} {value}: {argument} has a vocabulary of its own; leave --{option} out")
+            raise ConfigError(f"--{option} {value}: {argument} has its own vocabulary; leave --{option} out")
     length = settings.sequence_length
     if length not in (None, task.task.length):
         raise ConfigError(
@@ -357,7 +357,8 @@ def _open_data(
     for argument in data:
         if not is_chat_argument(argument):
             raise ConfigError(
-                f"--data {argument}: is not chat data, which cannot be mixed with text; leave it out, or write chat:"
+                f"--data {argument}: is not chat data, and chat data cannot be mixed with text; leave it out, "
+                "or write chat:"
             )
     if tokenizer is None:
         raise ConfigError(f"--data {data[0]}: needs a trained tokenizer; give --from or --tokenizer")
@@ -367,7 +368,7 @@ def _open_data(
 
 
 def _rows(settings: TrainSettings, tokenizer: Tokenizer | Path | None) -> RowProtocol:
-    """How rows of text begin: as in the run that continues, or as the model that is read, or taught from, needs."""
+    """How sequences begin: as in the run that continues, or as the --from or --distill model needs."""
     if (run := settings.out / RUN_FILE).is_file():
         return RowProtocol.parse(read_json_file(run).get("data", {}))
     folder = settings.from_ or settings.distill
@@ -375,14 +376,14 @@ def _rows(settings: TrainSettings, tokenizer: Tokenizer | Path | None) -> RowPro
 
 
 def say_if_diverged(job: TrainingJob) -> None:
-    """Warn where the loss of a run's last steps is far above that of its first."""
+    """Warn if the loss of a run's last steps is far above the loss of its first step."""
     losses = [line["loss"] for line in read_log(job.out) if line.get("loss") is not None]
     if not losses:
         return
     first, last = losses[0], fmean(losses[-LAST_STEPS:])
     if last > DIVERGED_FACTOR * first + DIVERGED_NATS:
         remedy = f"give a lower --lr than {job.settings.learning_rate:g}"
-        print_status(f"warning: {job.out}: diverged: its loss rose from {first:.2f} to {last:.2f} a token; {remedy}")
+        print_status(f"warning: {job.out}: diverged: the loss rose from {first:.2f} to {last:.2f} nats/token; {remedy}")
 
 
 def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[str, Any]:
@@ -400,7 +401,7 @@ def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[s
     else:
         chance = job.source.describe()["chance"]
         report |= {"accuracy": training.task_accuracy, "chance": chance}
-        score = f"{training.task_accuracy:.1%} accuracy on held-out sequences (by chance {chance:.1%})"
+        score = f"{training.task_accuracy:.1%} accuracy on held-out sequences (chance {chance:.1%})"
     if as_json:
         print_text(json.dumps(report, indent=2, ensure_ascii=False))
         return report
@@ -408,7 +409,7 @@ def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[s
     if "bits_per_byte" in report:
         say_if_diverged(job)
     if skipped:
-        print_text(f"{skipped} steps were skipped: their loss or gradient was not finite")
+        print_text(f"{skipped} steps were skipped: non-finite loss or gradient")
     if isinstance(job.source, Corpus) and job.source.bytes_per_character >= MANY_BYTES_PER_CHARACTER:
         print_text(f"about {report['bits_per_character']:.4f} bits per character")
     if "sample" in report:

@@ -1,4 +1,4 @@
-"""The settings of `heddle train`, those that decide a training's result, and the learning rate of each step."""
+"""The settings of `heddle train`, the subset that determines the result, and the learning rate of each step."""
 
 import math
 from collections.abc import Sequence
@@ -35,20 +35,20 @@ FLOAT8_MULTIPLE = 16  # what sizes of float8 matrices must be multiples of
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides a training's result, except the design and the data.
+    """Everything that determines the result of training, except the design and the data.
 
-    steps: optimizer steps of batch_size rows of sequence_length tokens. gradient_accumulation_steps: equal parts that
-    a batch is split into, which saves memory and does not change the gradients. warmup: steps (None: a twentieth of
-    all, at least 10). lr_scale: pairs (path, factor of the learning rate); the last path that matches a parameter
-    counts. save_every: steps between checkpoints (None: only the end). evaluate_every: steps between evaluations on a
-    part of the held-out data (None: only the end). max_gradient_norm: gradients are clipped to it. precision: 'bf16'
+    steps: optimizer steps of batch_size sequences of sequence_length tokens. gradient_accumulation_steps: equal
+    micro-batches of a batch, which save memory and do not change the gradients. warmup: steps (None: a twentieth of
+    all, at least 10). lr_scale: pairs (path, factor of the learning rate); the last matching path wins. save_every:
+    steps between checkpoints (None: only the end). evaluate_every: steps between evaluations on a part of the held-out
+    data (None: only the end). max_gradient_norm: the global norm to which gradients are clipped. precision: 'bf16'
     runs the forward pass under autocast; weights stay float32. 'bf16-params' stores weights and gradients in bfloat16,
     and updates float32 copies of the weights; with stochastic_rounding there are no copies. fp8: projections multiply
-    in float8. first_sample: which sample of the data's order, from 0, the first step begins with. transfer_width: the
-    width at which the learning rate was chosen; rates, first values and decay of each weight follow from the model's
-    width (`heddle.training.width_transfer`). None: they do not.
-    spike_guard: a loss so many deviations above those before it takes the run back to its last checkpoint, and past
-    the data since then (`heddle.training.loop`). None: no loss does.
+    in float8. first_sample: index of the first step's first sample, from 0, in the order of the data. transfer_width:
+    the width at which the learning rate was chosen; the learning rate, initial std and weight decay of each weight are
+    scaled to the model's width (`heddle.training.width_transfer`). None: no scaling.
+    spike_guard: after a loss this many deviations above the previous ones, the run returns to its last checkpoint and
+    skips the data since then (`heddle.training.loop`). None: never.
     """
 
     steps: int
@@ -83,7 +83,7 @@ class Settings:
         if self.batch_size % self.gradient_accumulation_steps:
             raise ConfigError(
                 f"gradient_accumulation_steps {self.gradient_accumulation_steps}: does not divide "
-                f"batch_size {self.batch_size}; take a divisor of it"
+                f"batch_size {self.batch_size}; choose a divisor of it"
             )
         if not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"learning_rate {self.learning_rate}: must be a number above 0")
@@ -99,7 +99,7 @@ class Settings:
         if self.spike_guard is not None and not 0 < self.spike_guard < float("inf"):
             raise ConfigError(f"spike_guard {self.spike_guard}: must be a number above 0, such as 10")
         if self.spike_guard is not None and self.save_every is None:
-            raise ConfigError("spike_guard: goes back to a checkpoint, and there is none; set save_every")
+            raise ConfigError("spike_guard: returns to a checkpoint, and none is saved; set save_every")
         choices_of = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS}
         for name, choices in choices_of.items():
             if (value := getattr(self, name)) not in choices:
@@ -110,12 +110,12 @@ class Settings:
                 "set precision bf16-params"
             )
         if self.fp8 and self.precision == "fp32":
-            raise ConfigError("fp8: what is not multiplied in float8 is in bfloat16; set precision bf16 or bf16-params")
+            raise ConfigError("fp8: all other operations use bfloat16; set precision bf16 or bf16-params")
         rows = self.tokens_per_step // self.gradient_accumulation_steps
         if self.fp8 and rows % FLOAT8_MULTIPLE:
             raise ConfigError(
-                f"fp8: needs a multiple of {FLOAT8_MULTIPLE} tokens at a time, and batch_size · sequence_length / "
-                f"gradient_accumulation_steps is {rows}; change one of them"
+                f"fp8: needs a multiple of {FLOAT8_MULTIPLE} tokens per micro-batch, and batch_size · sequence_length "
+                f"/ gradient_accumulation_steps is {rows}; change one of them"
             )
 
     @property
@@ -137,7 +137,7 @@ class Settings:
         return self.first_sample + step * self.batch_size
 
     def is_save_step(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step, counted from 1; after the last one there is always one."""
+        """Return whether a checkpoint is due after a step, counted from 1; always True after the last one."""
         return step == self.steps or (self.save_every is not None and step % self.save_every == 0)
 
     def is_evaluation_step(self, step: int) -> bool:
@@ -146,7 +146,7 @@ class Settings:
         return interval is not None and (step == self.steps or step % interval == 0)
 
     def identity(self) -> dict[str, Any]:
-        """Return what two runs must share to be the same run. How often it saves counts only with a spike guard."""
+        """Return what two runs must share to be the same run. `save_every` counts only with a spike guard."""
         fields = asdict(self)
         if self.spike_guard is None:
             del fields["save_every"]
@@ -160,7 +160,7 @@ def scheduled_learning_rate(settings: Settings, step: int) -> float:
     """Return the learning rate of a step, counted from 0: linear warmup, then the schedule.
 
     wsd (warmup, stable, decay): constant, then linear to 0 over the last fifth of all steps. cosine: to a tenth.
-    linear: to 0. constant: it stays. The rate of a step is never 0.
+    linear: to 0. constant: no decay. The rate of a step is never 0.
     """
     warmup = settings.warmup if settings.warmup is not None else max(10, settings.steps // 20)
     warmup = min(warmup, settings.steps)
@@ -195,8 +195,8 @@ Schedule = Annotated[str, Option("NAME", "wsd, cosine, linear or constant.")]
 Warmup = Annotated[int | None, Option("N", "Warmup steps. [a twentieth of the steps, at least 10]")]
 LearningRate = Annotated[float, Option("X", "Peak learning rate.")]
 LrScale = Annotated[tuple[str, ...], Option("PATH=X", "Factor on --lr, such as layers.*.mixer=0.5; repeatable.")]
-Transfer = Annotated[str | None, Option("width=N", "The width at which --lr was chosen; weights scale from there.")]
-Track = Annotated[tuple[str, ...], Option("NAME", "Log to tensorboard, wandb, trackio or mlflow, too; repeatable.")]
+Transfer = Annotated[str | None, Option("width=N", "The width at which --lr was chosen; rates and weights are scaled.")]
+Track = Annotated[tuple[str, ...], Option("NAME", "Also log to tensorboard, wandb, trackio or mlflow; repeatable.")]
 BatchSize = Annotated[int, Option("N", "Sequences per step.")]
 LossWeightsText = Annotated[str | None, Option("NAME[=X],...", "Weights of logits, text and layers. [logits=1]")]
 Reserved = Annotated[int, Option("N", "Reserved: refused unless it is 1.", hidden=True)]
@@ -218,13 +218,13 @@ class TrainSettings(SessionSettings):
     lora_targets: Annotated[
         tuple[str, ...], Option("PATH", "Projections with LoRA; repeatable. [layers.*.mixer.q, .v]")
     ] = ()
-    distill: Annotated[Path | None, Option("FOLDER", "Train towards this model or run, the teacher.")] = None
+    distill: Annotated[Path | None, Option("FOLDER", "Distill from this model or run, the teacher.")] = None
     distill_loss: LossWeightsText = None
     data: Data = ()
     tokenizer: TokenizerFile = None
     vocab_size: VocabSize = None
     steps: Annotated[int | None, Option("N", "Optimizer steps. [500]")] = None
-    tokens: Annotated[int | None, Option("N", "Training tokens, as 2M, instead of --steps.", parse_tokens)] = None
+    tokens: Annotated[int | None, Option("N", "Training tokens, such as 2M, instead of --steps.", parse_tokens)] = None
     batch_size: BatchSize = Settings.batch_size
     sequence_length: Annotated[int | None, Option("N", "Tokens per sequence. [256; a recall task has its own]")] = None
     gradient_accumulation_steps: Annotated[int, Option("N", "Micro-batches per step; same result.")] = 1
@@ -236,10 +236,10 @@ class TrainSettings(SessionSettings):
     warmup: Warmup = None
     seed: Annotated[int, Option("N", "Random seed of weights, data order and dropout.")] = 0
     save_every: Annotated[int | None, Option("N", "Steps between checkpoints.")] = 100
-    async_save: Annotated[bool | None, Option("", "Train on while a checkpoint is written. [on an accelerator]")] = None
+    async_save: Annotated[bool | None, Option("", "Save checkpoints in the background. [on an accelerator]")] = None
     evaluate_every: Annotated[int | None, Option("N", "Steps between evaluations.")] = None
     spike_guard: Annotated[
-        float | None, Option("X", "Go back and past the data when the loss rises X deviations above the last.")
+        float | None, Option("X", "On a loss X deviations above the previous ones, rewind and skip the data.")
     ] = None
     track: Track = ()
     compile: Annotated[bool | None, Option("", "Compile each layer with torch.compile. [where it pays: on CUDA]")] = (
@@ -247,20 +247,20 @@ class TrainSettings(SessionSettings):
     )
     checkpoint_activations: Annotated[bool, Option("", "Recompute activations in backward; saves memory.")] = False
     precision: TrainingPrecision = Settings.precision
-    stochastic_rounding: Annotated[bool, Option("", "With bf16-params: round at random, without float32 copies.")] = (
+    stochastic_rounding: Annotated[bool, Option("", "With bf16-params: stochastic rounding, no float32 copies.")] = (
         False
     )
     fp8: Annotated[bool, Option("", "With bf16: projections in float8, by torchao on a recent GPU.")] = False
     tf32: Tf32 = False
     deterministic: Deterministic = False
     kernel: Kernel = ()
-    nproc: Annotated[int | None, Option("N", "Train on N ranks of this machine, one a GPU. [1]")] = None
+    nproc: Annotated[int | None, Option("N", "Train on N ranks of this machine, one per GPU. [1]")] = None
     data_parallel_replicate_degree: Annotated[int, Option("N", "Copies of the model's state.")] = 1
     data_parallel_shard_degree: Annotated[int, Option("N", "Shards of each copy. [-1: the rest]")] = -1
     tensor_parallel_degree: Reserved = 1
     pipeline_parallel_degree: Reserved = 1
     context_parallel_degree: Reserved = 1
     expert_parallel_degree: Reserved = 1
-    max_restarts: Annotated[int, Option("N", "With --nproc: start ranks again after one died.")] = 3
-    rank_timeout: Annotated[float, Option("SECONDS", "A rank that lets others wait longer is lost.")] = 45.0
+    max_restarts: Annotated[int, Option("N", "With --nproc: how often ranks restart after one died.")] = 3
+    rank_timeout: Annotated[float, Option("SECONDS", "A rank that keeps others waiting longer is lost.")] = 45.0
     json: Json = False

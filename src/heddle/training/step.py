@@ -1,8 +1,8 @@
 """One optimizer step: accumulate the gradients of a batch, clip them, and skip the update if they are not finite.
 
-On an accelerator the host only queues a step; it waits for the device nowhere but in `StepResult.read`. Batches come
+On an accelerator the host only queues a step; it waits for the device only in `StepResult.read`. Batches are copied
 through pinned memory (a thread may call `prepare_batch` ahead), losses stay on the device, and the optimizer itself
-skips an update that is not finite.
+skips non-finite updates.
 """
 
 import math
@@ -40,8 +40,8 @@ class RouterMetrics(NamedTuple):
     """Sums over one mixture and one step.
 
     expert_counts: int64 [experts], how often each expert was chosen. dropped: int64 [], choices dropped for lack of
-    capacity. entropy: float64 [], of the router's probabilities, in nats. tokens: int64 []. All visits of a shared
-    layer are of one mixture.
+    capacity. entropy: float64 [], of the router's probabilities, in nats. tokens: int64 []. All passes of a shared
+    layer count as one mixture.
     """
 
     expert_counts: Tensor
@@ -61,7 +61,7 @@ class RouterMetrics(NamedTuple):
 
 
 class RouterMetricsCollector:
-    """Adds up the router statistics and the auxiliary losses of the parts of a batch."""
+    """Sums the router statistics and auxiliary losses over the parts of a batch."""
 
     def __init__(self, model: Decoder, batch: Batch) -> None:
         self.model = model
@@ -77,10 +77,10 @@ class RouterMetricsCollector:
     def add(self, entries: Iterable[RouterStatistics], index_losses: Iterable[IndexLoss] = ()) -> Tensor | None:
         """Add the statistics of one part of the batch and return its auxiliary loss, or None.
 
-        index_losses: those of indexers, which are a part of it.
+        index_losses: the indexers' losses, which are part of it.
 
-        The losses recorded are sums over tokens. Divided by the tokens of the whole batch, they do not depend on how
-        the batch was split.
+        Recorded losses are sums over tokens. Divided by the tokens of the whole batch, they do not depend on how the
+        batch was split.
         """
         shares = [each.aux_loss / self._tokens_of(self._names[each.indexer]) for each in index_losses]
         for entry in entries:
@@ -134,18 +134,18 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-# The numbers of an optimizer step: they stay on the device until a loop reads them, all in one copy.
+# The results of an optimizer step stay on the device until a loop reads them, all in one copy.
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The losses of a batch, whose gradients are in the parameters. They are on the model's device.
+    """The losses of a batch, on the model's device; their gradients are in the parameters.
 
     loss: mean over targets, in nats, float64 []. aux_loss: of experts and indexers, mean over tokens,
     float64 []; not part of `loss`. router_metrics: by the path of each mixture of experts. distillation: with a
     teacher, the KL from it ('divergence', mean over targets, in nats) and, if layers are compared, 'layer_error'; each
     without its weight. multi_token: of each depth of a design with multi-token modules, mean over its targets, without
-    its weight; not part of `loss`. ranks: those that share the step.
+    its weight; not part of `loss`. ranks: the ranks that share the step.
     """
 
     loss: Tensor
@@ -157,7 +157,7 @@ class BatchResult:
 
 
 class StepNumbers(NamedTuple):
-    """The numbers of a step on the host, for its log.
+    """The results of a step on the host, for its log line.
 
     loss: mean nats per target. gradient_norm: before clipping. skipped: the update was not applied. aux_loss,
     distillation and multi_token: as in `BatchResult`. experts: the summary of each mixture of experts, by its path.
@@ -173,11 +173,11 @@ class StepNumbers(NamedTuple):
 
 
 class StepResult:
-    """The numbers of a step, on their way to the host since the step was queued.
+    """The results of a step, copied to the host asynchronously from when the step was queued.
 
-    `read` waits until the device has finished this step, and not for what was queued after it. A loop that reads a step
-    when it has queued the next one lets the device work without a pause. `loss`, `gradient_norm` and `skipped` also
-    read. is_state_finite: whether weights and moments were finite before the step, bool [].
+    `read` waits for this step, but not for work queued after it: a loop that reads a step once the next is queued keeps
+    the device busy. `loss`, `gradient_norm` and `skipped` call `read`. is_state_finite: bool [], whether weights and
+    moments were finite before the step.
     """
 
     def __init__(self, batch: BatchResult, gradient_norm: Tensor, is_state_finite: Tensor) -> None:
@@ -190,7 +190,7 @@ class StepResult:
         self._experts = {path: len(entry.expert_counts) for path, entry in batch.router_metrics.items()}
 
     def read(self) -> StepNumbers:
-        """The numbers. Only the first call may wait."""
+        """Return the results. Only the first call may wait."""
         return self._numbers
 
     @cached_property
@@ -214,21 +214,21 @@ class StepResult:
 
     @property
     def gradient_norm(self) -> float:
-        """The norm of all gradients together, before clipping."""
+        """Global gradient norm, before clipping."""
         return self.read().gradient_norm
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was not applied, because a loss, the norm, a weight or a moment is not finite."""
+        """Whether the update was skipped because a loss, the norm, a weight or a moment is not finite."""
         return self.read().skipped
 
 
 class BatchPart(NamedTuple):
-    """Some rows of a batch on a device.
+    """A micro-batch on a device.
 
-    tokens: int64 [B, T + 1]. samples: int64 [B], their indices. targets: int64 [N], those that are not −1. scored:
-    which of the B · T positions they belong to, int64 [N]; None: all, in order. encoder: the encoder's input, and its
-    layout if it has padding. rows: which of the batch these are.
+    tokens: int64 [B, T + 1]. samples: int64 [B], sample indices. targets: int64 [N], without −1. scored: int64 [N],
+    their positions among the B · T; None: all, in order. encoder: the encoder's input, and its layout if it has
+    padding. rows: the micro-batch's rows of the batch.
     """
 
     tokens: Tensor
@@ -241,7 +241,7 @@ class BatchPart(NamedTuple):
 
 
 class PreparedBatch(NamedTuple):
-    """A batch on a device, in parts of equal rows."""
+    """A batch on a device, in parts with equal numbers of rows."""
 
     batch: Batch
     parts: tuple[BatchPart, ...]
@@ -253,8 +253,8 @@ def prepare_batch(
 ) -> PreparedBatch:
     """Copy this rank's rows of a batch to a device, in `accumulation_steps` parts.
 
-    The host does not wait; a thread may do it ahead. Raises ConfigError if the rows are not the same number in each
-    part and rank.
+    The host does not wait; a thread may call it ahead. Raises ConfigError if the rows do not divide evenly into parts
+    and ranks.
     """
     rows = ranks.rows(batch.tokens.shape[0], accumulation_steps)
     return PreparedBatch(batch, tuple(_prepare(batch, part, device) for part in rows), ranks)
@@ -266,7 +266,7 @@ def _prepare(batch: Batch, rows: slice, device: torch.device | str) -> BatchPart
     if batch.coordinates is not None:
         layout = layout.with_coordinates(to_device(torch.from_numpy(batch.coordinates[rows]), device))
     scored = None
-    if batch.labels is not None:  # found on the host: on the device, a mask must be counted before it can select
+    if batch.labels is not None:  # on the host: on the device, selecting with a mask would synchronize
         scored = torch.from_numpy(np.flatnonzero(targets >= 0))
     scored_targets = torch.from_numpy(targets).flatten()
     return BatchPart(
@@ -283,7 +283,7 @@ def _prepare(batch: Batch, rows: slice, device: torch.device | str) -> BatchPart
 class MultiTokenLosses:
     """The losses of a design's multi-token modules over the parts of a batch.
 
-    Divided by the targets of the whole batch at each depth, they do not depend on how the batch was split.
+    They are divided by the targets of the whole batch at each depth, so that the split into parts does not matter.
     """
 
     def __init__(self, model: Decoder, batch: Batch, teacher: Teacher | None = None) -> None:
@@ -294,7 +294,7 @@ class MultiTokenLosses:
         self.losses = list(torch.zeros(depth, dtype=torch.float64, device=model.embed.weight.device))
 
     def add(self, part: BatchPart, hidden: Tensor, layout: Layout) -> Tensor | None:
-        """Add the losses of a part, whose hidden states are [B, T, width], and return what training adds, or None."""
+        """Add the losses of a part with hidden states [B, T, width]; return the weighted loss to train on, or None."""
         if not self._targets:
             return None
         total: Tensor | None = None
@@ -310,14 +310,14 @@ class MultiTokenLosses:
         return None if total is None else total * (self._weight / len(self._targets))
 
     def sums_over(self, ranks: Ranks) -> list[Tensor]:
-        """The losses of each depth, with those of the other ranks."""
+        """Return the losses of each depth, summed over ranks."""
         return [ranks.sum(loss) for loss in self.losses]
 
 
 def targets_ahead(batch: Batch, depth: int) -> np.ndarray:
-    """The target of each of the first T − depth inputs at a depth: that of the input `depth` further, int64.
+    """Return each input's target at a depth, the target of the input `depth` later: int64 [B, T − depth].
 
-    −1 where the model has no target there, or where that input is in another document.
+    −1 if that input has no target, or is in another document.
     """
     targets, length = batch.targets, batch.targets.shape[1]
     documents = np.full(targets.shape, -1)
@@ -337,9 +337,9 @@ def accumulate_gradients(
 ) -> BatchResult:
     """Accumulate the gradients of a batch's mean loss and auxiliary loss in `accumulation_steps` parts of equal rows.
 
-    Multi-token modules add `loss_weight` · mean of their losses, unless a distillation compares layers alone.
-    Targets of −1 do not enter the loss. key: (seed, step), from which dropout draws for each sample, so that the number
-    of parts does not change the result. teacher: the loss is that of a distillation. A prepared batch has its parts.
+    Multi-token modules add `loss_weight` · mean of their losses, unless a distillation compares only layers.
+    Targets of −1 do not enter the loss. key: (seed, step), which keys dropout together with the sample, so that the
+    number of parts does not change the result. teacher: use the distillation loss. A prepared batch is already split.
     """
     device = model.embed.weight.device
     if isinstance(batch, Batch):
@@ -350,7 +350,7 @@ def accumulate_gradients(
     for index, part in enumerate(batch.parts, start=1):
         reduce_with_next_backward(model, index == len(batch.parts))
         tokens, targets, scored = part.tokens, part.targets, slice(None) if part.scored is None else part.scored
-        layout = replace(part.layout, cache={})  # what a call stores in it ends with the call
+        layout = replace(part.layout, cache={})  # caches last for one micro-batch
         automatic_cast = torch.autocast(device.type, dtype=autocast, enabled=autocast is not None)
         with use_random_key(RandomKey(*key, part.samples)):
             with automatic_cast:
@@ -403,9 +403,9 @@ def apply_gradients(
 ) -> StepResult:
     """Clip the gradients and update the weights.
 
-    The update is skipped, and weights and optimizer state stay, if a loss, the gradient norm, a weight or a moment is
-    not finite. After an update, each mixture whose experts or router are trained updates its expert bias, once. The
-    norm is that of all trainable parameters together. On an accelerator nothing is read: what follows reads a flag.
+    The update is skipped, and weights and optimizer state stay unchanged, if a loss, the gradient norm, a weight or a
+    moment is not finite. After an update, each mixture with trained experts or router updates its expert bias once. The
+    norm is global, over all trainable parameters. On an accelerator the host reads nothing; later kernels read a flag.
     """
     updated = optimizer.take_gradients()
     norm = whole(nn.utils.get_total_norm([weight.grad for weight in updated if weight.grad is not None]))
@@ -430,20 +430,20 @@ def apply_gradients(
     return result
 
 
-# Where the first number that is not finite arises: a step runs once more, under watch, and nothing is updated.
+# To find the first non-finite number, a step runs again with checks, and nothing is updated.
 
 
-# These write -inf where a mask hides a pair, or read it: their infinities are meant.
+# These write or read the -inf of masked pairs: their infinities are intended.
 _MASKS = ("fill", "full", "where", "scalar_tensor", "constant_pad", "copy", "log", "logaddexp", "logcumsumexp")
 
 
 def first_non_finite(
     model: Decoder, optimizer: Optimizer, compute_gradients: Callable[[], BatchResult] | None
 ) -> str | None:
-    """Say where the first number arises that is not finite, in a step that was skipped. None: all are finite this time.
+    """Say where a skipped step has its first non-finite number; None if all are finite this time.
 
-    compute_gradients: the step's forward and backward pass over the plain model; None: only stored numbers are looked
-    at, on this rank. Gradients are discarded afterwards.
+    compute_gradients: the step's forward and backward pass over the plain model; None: check only weights and optimizer
+    state of this rank. Gradients are discarded afterwards.
     """
     stored = _stored(dict(model.named_parameters()), "weight") or _stored(
         {f"{name}, {key}": value for name, values in optimizer.state.items() for key, value in values.items()},
@@ -465,7 +465,7 @@ def first_non_finite(
 
 
 def _stored(tensors: Mapping[str, Tensor], label: str) -> str | None:
-    """Name the first of these tensors that holds a number that is not finite."""
+    """Name the first tensor with a non-finite number."""
     for name, tensor in tensors.items():
         values = local_part(tensor.detach())
         bad = values.numel() - int(values.isfinite().sum())
@@ -480,10 +480,9 @@ def _amount(bad: int, values: Tensor) -> str:
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at every result of an operation.
+    """Checks the result of every operation.
 
-    path: the modules that run, from the outside in. backward_path: the last module to whose result the backward pass
-    came.
+    path: the running modules, outermost first. backward_path: the last module whose output the backward pass reached.
     """
 
     def __init__(self) -> None:
@@ -536,16 +535,16 @@ def _numbers(tensors: list[Tensor]) -> _Numbers:
 
 
 def _is_new(result: _Numbers, read: _Numbers, may_be_infinite: bool) -> bool:
-    """Whether an operation made numbers that are not finite from numbers that are, other than for a mask.
+    """Whether an operation made non-finite numbers from finite ones, other than for a mask.
 
-    NaN from infinities counts as new: a softmax over a row that a mask hides whole, say.
+    NaN from infinities counts as new, such as a softmax over a fully masked row.
     """
     return not read.have_nan if result.have_nan else read.are_finite and not may_be_infinite
 
 
 @contextmanager
 def _module_paths(model: nn.Module, watch: _Watch) -> Iterator[None]:
-    """Tell the watch which module runs: in the forward pass, and where layers are recomputed."""
+    """Tell the watch which module runs: in the forward pass, and when layers are recomputed."""
 
     def enter(name: str) -> Callable[..., None]:
         return lambda *_: watch.path.append(name)

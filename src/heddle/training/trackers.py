@@ -1,7 +1,7 @@
-"""Trackers: the lines of a run's log, sent to TensorBoard, Weights & Biases, Trackio or MLflow by their own libraries.
+"""Trackers: send a run's log lines to TensorBoard, Weights & Biases, Trackio or MLflow through their own libraries.
 
-A thread of its own sends them, from a bounded queue. A tracker that fails, is slow or hangs loses lines, with a
-warning; it never stops a training, nor makes it wait but a few seconds at the end.
+Each tracker has a thread with a bounded queue. A tracker that fails, is slow or hangs loses lines, with a warning; it
+never stops training, and delays its end by at most 10 seconds per tracker.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ from heddle.errors import ConfigError, choices_hint, pip_install
 from heddle.progress import print_warning
 from heddle.training.job import TrainingJob
 
-_PROJECT = "heddle"  # where the user's environment names none
+_PROJECT = "heddle"  # unless the environment names one
 MAX_QUEUED_LINES = 1024
 CLOSING_SECONDS = 10.0
-MAX_FIELD_CHARACTERS = 500  # of a value of the design or settings: MLflow refuses longer ones
+MAX_FIELD_CHARACTERS = 500  # per value of the design or settings: MLflow refuses longer ones
 
 
 @dataclass(frozen=True)
 class _TrackedRun:
-    """What a tracker is told of a run. run_id: the same when the run is continued, 16 hexadecimal digits.
+    """What a tracker receives about a run. run_id: 16 hexadecimal digits, the same when the run continues.
 
-    first_step: the first step whose line will come, from 1. fields: each value of the design and the settings by path.
+    first_step: the first step to be sent, from 1. fields: each value of the design and the settings by path.
     """
 
     folder: Path
@@ -43,13 +43,13 @@ class _TrackedRun:
 
 
 class Tracker(Protocol):
-    """What each library does with a line."""
+    """A tracker's library, opened for one run."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record the numbers of a step."""
+        """Record the metrics of a step."""
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush what is left, and close."""
 
 
 class _TensorBoard:
@@ -125,7 +125,7 @@ class _MLflow:
 
 @dataclass(frozen=True)
 class _Library:
-    """How a tracker is opened. module: the library's, which must be installed; its name is that of the extra, too."""
+    """How a tracker is opened. module: must be installed; heddle's extra has the same name."""
 
     module: str
     open: Callable[[_TrackedRun], Tracker]
@@ -140,7 +140,7 @@ TRACKERS = {
 
 
 class TrackerThread:
-    """Sends lines to one tracker, from a thread. `write` and `close` raise nothing."""
+    """Sends lines to one tracker, from a thread. `write` and `close` never raise."""
 
     def __init__(self, name: str, run: _TrackedRun) -> None:
         self._name, self._run = name, run
@@ -150,7 +150,7 @@ class TrackerThread:
         self._thread.start()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Send a line of the log soon. It is dropped where the tracker has failed, or too many lines wait."""
+        """Queue a log line. It is dropped if the tracker has failed or the queue is full."""
         if not self._thread.is_alive():
             return
         try:
@@ -161,7 +161,7 @@ class TrackerThread:
             self._dropped_lines += 1
 
     def close(self) -> None:
-        """Wait until all lines are sent, at most 10 seconds; a warning says what was not."""
+        """Wait until all lines are sent, at most 10 seconds; warns if some were not."""
         deadline = time.monotonic() + CLOSING_SECONDS
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
@@ -172,7 +172,7 @@ class TrackerThread:
             break
         if self._thread.is_alive():
             print_warning(
-                f"track {self._name}: is not ready {CLOSING_SECONDS:g} seconds after the last line, and is left; "
+                f"track {self._name}: did not finish within {CLOSING_SECONDS:g} seconds after the last line; "
                 "log.jsonl has every line"
             )
         elif self._dropped_lines:
@@ -184,13 +184,13 @@ class TrackerThread:
             while (line := self._lines.get()) is not None:
                 tracker.log(metrics_of(line), line["step"])
             tracker.close()
-        except BaseException as error:  # whatever a library raises, SystemExit included: the training goes on
+        except BaseException as error:  # whatever a library raises, SystemExit included: training continues
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            print_warning(f"track {self._name}: failed and gets no more lines ({reason}); log.jsonl has every line")
+            print_warning(f"track {self._name}: failed and receives no more lines ({reason}); log.jsonl has every line")
 
 
 def check_trackers(names: Sequence[str]) -> tuple[str, ...]:
-    """The names of trackers. Raises ConfigError for an unknown one, one given twice, or a missing library."""
+    """Return the trackers' names. Raises ConfigError for an unknown or repeated name, or a missing library."""
     for index, name in enumerate(names):
         if name not in TRACKERS:
             raise ConfigError(f"track {name}: unknown tracker; {choices_hint(name, list(TRACKERS))}")
@@ -203,9 +203,9 @@ def check_trackers(names: Sequence[str]) -> tuple[str, ...]:
 
 @contextmanager
 def open_trackers(job: TrainingJob, first_step: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Open the trackers of a job on rank 0; gives a function that sends a line of its log to all of them.
+    """Open the trackers of a job on rank 0; yield a function that sends a log line to all of them.
 
-    first_step: the first that will be sent, from 1.
+    first_step: the first step to be sent, from 1.
     """
     threads = []
     if job.trackers and job.ranks.is_first:
@@ -228,7 +228,7 @@ def open_trackers(job: TrainingJob, first_step: int) -> Iterator[Callable[[dict[
 
 
 def metrics_of(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line by path, such as `loss` or `experts/0/load`; what is no finite number has none."""
+    """Return the numbers of a log line by path, such as `loss` or `experts/0/load`, without texts, flags and None."""
     numbers = {path.replace(".", "/"): value for path, value in _flat_fields(line) if not isinstance(value, str | bool)}
     numbers.pop("step", None)
     return {path: float(value) for path, value in numbers.items()}

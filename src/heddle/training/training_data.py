@@ -35,7 +35,7 @@ class TrainingData(ABC):
         return {}
 
     def check(self, model: Decoder) -> None:
-        """Raise ConfigError for a design that cannot learn from this data: one that sees what it must predict."""
+        """Raise ConfigError for a design that cannot learn from this data because it sees its targets."""
         if not model.causal:
             raise ConfigError("causal: a mixer sees later tokens, so the design cannot learn to predict them")
 
@@ -101,7 +101,7 @@ class WrittenData(TrainingData):
         autocast: torch.dtype | None,
         observer: TokenObserver | None = None,
     ) -> Scores:
-        """Return the bits and bytes of each window of a text, or of what the assistant says in each row."""
+        """Return the bits and bytes of each window of a text, or of the assistant's text in each row."""
         return bits_and_bytes(model, batches, self.byte_lengths, autocast, observer)
 
 
@@ -124,7 +124,7 @@ class TextData(WrittenData):
         return lambda step: loader.batch_from(settings.samples_before(step))
 
     def identity(self) -> dict[str, Any]:
-        """Return the content's hash, how much of it is encoded, which decides the order of samples, and its rows."""
+        """Return the content's hash, the tokens of each file, which determine the order of samples, and the rows."""
         tokens = [len(file) for file in self.corpus.train]
         return {"hash": self.corpus.hash, "tokens": tokens, **self.corpus.rows.record()}
 
@@ -142,7 +142,7 @@ class TextData(WrittenData):
 
 @dataclass(frozen=True)
 class ChatData(WrittenData):
-    """Conversations. Only what the assistant says is trained and evaluated."""
+    """Conversations. Only the assistant's text is trained and evaluated."""
 
     chat: ChatDataset
 
@@ -159,17 +159,18 @@ class ChatData(WrittenData):
     def train_batches(self, settings: Settings) -> Callable[[int], Batch]:
         """Return a function from a step to its batch of rows.
 
-        Raises ConfigError if sequence_length is not the one that the conversations were packed for.
+        Raises ConfigError if the conversations were packed for another length.
         """
         rows, packed_length = settings.batch_size, self.chat.sequence_length
         if settings.sequence_length != packed_length:
             raise ConfigError(
-                f"sequence_length {settings.sequence_length}: these conversations are packed for {packed_length}"
+                f"sequence_length {settings.sequence_length}: these conversations are packed for {packed_length} "
+                "tokens; set that length"
             )
         return lambda step: self.chat.batch(settings.seed, settings.samples_before(step), rows)
 
     def identity(self) -> dict[str, Any]:
-        """Return a hash of all conversations, tokenized."""
+        """Return a hash of all tokenized conversations."""
         return {"hash": self.chat.hash}
 
     def report(self) -> dict[str, Any]:
@@ -177,7 +178,7 @@ class ChatData(WrittenData):
         return self.chat.report
 
     def step_metrics(self, batch: Batch, loss: float) -> dict[str, float]:
-        """Return the batch's bits per byte of the assistant's text, ends of turns counted in the bits.
+        """Return the batch's bits per byte of the assistant's text; the bits include end-of-turn tokens.
 
         scored_fraction: the assistant's share of all targets.
         """
@@ -237,7 +238,7 @@ class TaskData(TrainingData):
             )
 
     def train_batches(self, settings: Settings) -> Callable[[int], Batch]:
-        """Return a function from a step to its batch of rows. Raises ConfigError if sequence_length is not theirs."""
+        """Return a function from a step to its batch of rows. Raises ConfigError if sequence_length differs."""
         rows, length = settings.batch_size, self.source.length
         if settings.sequence_length != length:
             raise ConfigError(
@@ -264,5 +265,5 @@ class TaskData(TrainingData):
         autocast: torch.dtype | None,
         observer: TokenObserver | None = None,
     ) -> Scores:
-        """Return the right answers and scored targets of each row."""
+        """Return the correct answers and scored targets of each row."""
         return correct_predictions(model, batches, autocast)

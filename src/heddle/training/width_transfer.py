@@ -1,4 +1,4 @@
-"""Transfer of the learning rate over width: a rate that was chosen for a narrow model serves a wide one.
+"""Transfer of the learning rate over width: a rate that was chosen for a narrow model works for a wide one.
 
 The spectral condition (Yang, Simon & Bernstein 2023), which is µP (Yang et al. 2022, table 3) for every shape: a matrix
 and its updates keep the spectral norm sqrt(outputs / inputs). With m_in and m_out, the ratios of a matrix's inputs and
@@ -8,10 +8,10 @@ outputs to those of the base width, and 1 for sizes that do not grow:
     AdamW's rate   1 / m_in;   ε in proportion to the gradient's elements, m_in / (ratio of the number of elements)
     Muon's rate    sqrt(m_out / m_in) / sqrt(ratio of the larger side), because Muon's update grows with that side
 
-Norms, biases, convolutions and lookups read nothing that grows, so m_in is 1. Weight decay is divided by the rate's
-factor: rate times decay stays (Wang & Aitchison 2024). A tied head has the embedding's weight, so its logits are
-divided by m instead (`head.width_scale`, which the design of a run keeps, and which another transfer replaces);
-`embedding.scale` multiplies by sqrt(m), which weight and rate take back.
+Norms, biases, convolutions and lookups have no inputs that grow, so m_in is 1. Weight decay is divided by the rate's
+factor: rate times decay stays the same (Wang & Aitchison 2024). A tied head shares the embedding's weight, so its
+logits are divided by m instead (`head.width_scale`, which is saved with the design and replaced by another transfer);
+`embedding.scale` multiplies by sqrt(m), for which weight and rate compensate.
 """
 
 import math
@@ -34,7 +34,7 @@ from heddle.training.optimizer import ParameterScale, matrix_parameters
 # A design at another width: more or fewer heads and hidden channels, and everything else the same.
 #
 # Heads, the ranks of latents and hidden channels are in proportion to the width. Head widths, depth, experts, states,
-# windows and positions stay. What grows is known by the names of fields (`MixerConfig.width_fields`, `HIDDEN_FIELDS`).
+# windows and positions stay. The fields that grow are listed in `MixerConfig.width_fields` and `HIDDEN_FIELDS`.
 
 HIDDEN_FIELDS = ("hidden", "shared_hidden")
 
@@ -43,12 +43,12 @@ def scale_to_width(config: ModelConfig, width: int) -> ModelConfig:
     """Return the resolved design at another width; hidden channels are rounded to whole numbers.
 
     The head keeps both factors of its logits, so that a transfer over width replaces its own. Raises DesignError for a
-    design with an encoder, and where a part has no version of that width.
+    design with an encoder, and if a part has no version of that width.
     """
     if width == config.width:
         return config.resolved().replace(head=config.head)
     if config.encoder is not None:
-        raise DesignError("encoder", "is not scaled to another width; leave it out")
+        raise DesignError("encoder", "cannot be scaled to another width; leave it out")
     resolved = config.resolved()
     single = [layer for _, layer in resolved.expand()]
     scaled = {
@@ -73,13 +73,13 @@ def _scale_layer(layer: LayerConfig, width: int, new_width: int) -> LayerConfig:
 
 
 def mixer_at_width(mixer: MixerConfig, width: int, new_width: int) -> MixerConfig:
-    """A resolved config for a model of another width: `width_fields` grow in proportion, and no other field does.
+    """Return a resolved config at another width: `width_fields` grow in proportion, other fields stay.
 
-    Key heads that are 1 for several heads stay 1. Raises DesignError if a number would not be whole, or if the mixer is
-    another one with other numbers of heads.
+    A single key head for several heads stays single. Raises DesignError if a number would not be whole, or if the
+    mixer's function depends on its number of heads.
     """
     if isinstance(mixer, RetentionConfig):  # γ_h depends on h
-        reason = "retention has other decays with other numbers of heads, so it has no version at another width"
+        reason = "retention's decays depend on the number of heads, so it has no version at another width"
         raise DesignError("", f"{reason}; choose another mixer")
     several_heads = mixer.head_shape(width)[0] > 1
     changes: dict[str, Any] = {}
@@ -97,23 +97,23 @@ def mixer_at_width(mixer: MixerConfig, width: int, new_width: int) -> MixerConfi
 
 
 def with_hidden(feedforward: FeedforwardConfig, change: Callable[[int], int]) -> FeedforwardConfig:
-    """The same config with `change` applied to every number of hidden channels."""
+    """Return the config with `change` applied to every number of hidden channels."""
     numbers = {name: getattr(feedforward, name, None) for name in HIDDEN_FIELDS}
     return feedforward.replace(**{name: change(number) for name, number in numbers.items() if number is not None})
 
 
 @dataclass(frozen=True)
 class WidthTransfer:
-    """What changes in a training because its learning rate was chosen at another width.
+    """The changes to a design and its training when the learning rate was chosen at another width.
 
-    config: the design, with the factor of a tied head's logits. scales: by the name of a parameter; others keep theirs.
+    config: the design, with the factor of a tied head's logits. scales: by parameter name; others are not scaled.
     """
 
     config: ModelConfig
     scales: dict[str, ParameterScale]
 
     def build_model(self, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:
-        """Build the model: the weights that the seed draws, each times its factor."""
+        """Build the model with the seed's initial weights, each times its factor."""
         model = build(self.config, device=device, seed=seed)
         self.scale_weights(model)
         return model
@@ -129,7 +129,7 @@ class WidthTransfer:
 def transfer_over_width(config: ModelConfig, base_width: int | None, optimizer: str = "adamw") -> WidthTransfer:
     """Derive the factors of a design from the shapes of its parameters, here and at the base width.
 
-    base_width: None changes nothing; the design's own width only takes back an earlier transfer. Raises ConfigError
+    base_width: None changes nothing; the design's own width only undoes an earlier transfer. Raises ConfigError
     naming a part or a parameter that the rules do not cover.
     """
     if base_width is None:
@@ -149,13 +149,15 @@ def transfer_over_width(config: ModelConfig, base_width: int | None, optimizer: 
     scales = {}
     for name, parameter in model.named_parameters():
         if name not in base_shapes or len(base_shapes[name]) != parameter.dim():
-            raise ConfigError(f"transfer_width {base_width}: {name} is another parameter at that width; choose another")
+            raise ConfigError(
+                f"transfer_width {base_width}: {name} is missing or has other dims at that width; choose another"
+            )
         base_shape = base_shapes[name]
         if name in matrices:
             _check_proportion(name, parameter.shape, base_shape, ratio, base_width)
             scales[name] = _matrix_scale(parameter.shape, base_shape, name in muon_matrices)
             own, base_own = (getattr(_owner(each, name), "initial_std", None) for each in (model, base))
-            if own and base_own:  # it depends on the width already
+            if own and base_own:  # the std depends on the width already
                 scales[name] = scales[name]._replace(initial_std=scales[name].initial_std * base_own / own)
         else:
             scales[name] = ParameterScale(epsilon=math.prod(base_shape) / math.prod(parameter.shape))
@@ -175,12 +177,12 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 
 def _check_proportion(name: str, shape: torch.Size, base_shape: torch.Size, ratio: float, base_width: int) -> None:
-    """Refuse a matrix with a size that neither stays nor grows with the width, up to the rounding of a hidden size."""
+    """Refuse a matrix with a size that neither stays nor grows with the width, up to rounding of hidden sizes."""
     for size, base_size in zip(shape, base_shape, strict=True):
         if size != base_size and abs(size - ratio * base_size) > max(1.0, ratio):
             raise ConfigError(
-                f"transfer_width {base_width}: {name} is {list(base_shape)} there and {list(shape)} here, in no "
-                f"proportion to the width; leave transfer_width out, or replace this part"
+                f"transfer_width {base_width}: {name} is {list(base_shape)} there and {list(shape)} here, which is "
+                f"not proportional to the width; leave transfer_width out, or replace this part"
             )
 
 

@@ -77,7 +77,10 @@ def test_a_tracker_that_fails_or_hangs_changes_no_report(
         raise SystemExit("no server")
 
     monkeypatch.setattr(trackers, "CLOSING_SECONDS", 0.1)
-    for name, reason, act in (("wandb", "gets no more lines (no server)", fail), ("mlflow", "is left", release.wait)):
+    for name, reason, act in (
+        ("wandb", "receives no more lines (no server)", fail),
+        ("mlflow", "did not finish", release.wait),
+    ):
         installed(monkeypatch, StandIn(act))
         assert run_command(command(folder, tmp_path / name, *SHORT, "--track", name, designs=("full",))) == 0
         err = capsys.readouterr().err

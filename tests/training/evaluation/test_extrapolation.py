@@ -179,7 +179,7 @@ def test_short_documents_bound_the_multiples() -> None:
     assert short.note == "the longest held-out document has 64 tokens, so 4 times the context is the largest"
     none = plan_extrapolation(Text(16, 16), 8, 8, 0)
     assert (none.multiples, none.starts, none.span_length) == ((), (), 0)
-    assert none.note == "the longest held-out document has 16 tokens, less than two contexts of 8 and one more"
+    assert none.note == "the longest held-out document has 16 tokens, fewer than two contexts of 8 and one more"
     assert plan_extrapolation(Text(), 8, 8, 0).multiples == ()
     assert plan_extrapolation(TEXT, 8, 1, 10**6) == ExtrapolationPlan(8)
 

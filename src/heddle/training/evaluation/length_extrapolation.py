@@ -1,8 +1,8 @@
 """Length extrapolation: bits per byte of the same text at 1, 2, 4 … times the training sequence length.
 
-Measured as in Press et al. (2021), with rows that do not overlap. A span is `sequence_length · multiples[-1]` tokens to
-predict, all within one document. For each multiple the span is cut into equal rows. Each row starts at position 0 with
-an empty state, and the bits of all tokens of all rows are summed: between multiples only a token's context differs.
+Measured as in Press et al. (2021), on sequences that do not overlap. A span is `sequence_length · multiples[-1]` tokens
+to predict, all within one document. For each multiple the span is cut into equal sequences. Each starts at position 0
+with an empty state, and the bits of all tokens are summed: between multiples only a token's context differs.
 """
 
 from collections.abc import Iterator
@@ -37,8 +37,8 @@ class TokenizedText(Protocol):
 class ExtrapolationPlan:
     """Which spans of a text are evaluated, at which multiples of the sequence length.
 
-    starts: token offsets in the text. document_count: how many documents the spans come from. note: what was not
-    possible, or None. Without multiples nothing is evaluated.
+    starts: token offsets in the text. document_count: how many documents the spans come from. note: why multiples
+    are missing, or None. Without multiples nothing is evaluated.
     """
 
     sequence_length: int
@@ -54,7 +54,7 @@ class ExtrapolationPlan:
 
 
 class ExtrapolationResult(NamedTuple):
-    """(bits, bytes) of each span in rows of `multiple` sequence lengths; none if `refusal` says why not."""
+    """(bits, bytes) of each span in rows of `multiple` sequence lengths; empty if there is a `refusal`."""
 
     multiple: int
     scores: Scores
@@ -62,14 +62,14 @@ class ExtrapolationResult(NamedTuple):
 
 
 class SpanRows(NamedTuple):
-    """The rows of a span: tokens int64 [B, T + 1], and for each row the length of its one document, T."""
+    """The rows of a span: tokens int64 [B, T + 1], and doc_lengths: one document of length T in each row."""
 
     tokens: np.ndarray
     doc_lengths: tuple[tuple[int, ...], ...]
 
     @property
     def targets(self) -> np.ndarray:
-        """Return the token after each input."""
+        """Return the token after each input, int64 [B, T]."""
         return self.tokens[:, 1:]
 
 
@@ -79,7 +79,7 @@ def plan_extrapolation(
     """Choose spans for the multiples 1, 2, 4 … `max_multiple`, or as many as the longest document allows.
 
     Takes one span from each of the longest documents, then a second one, and so on; the spans of a document are spread
-    evenly over it. train_tokens: of the run; it limits the number of spans. Equal arguments give equal plans.
+    evenly over it. train_tokens: the run's training tokens, which limit the number of spans. Deterministic.
     """
     if max_multiple < 2:
         return ExtrapolationPlan(sequence_length)
@@ -89,7 +89,7 @@ def plan_extrapolation(
     multiples = [2**power for power in range(max_multiple.bit_length()) if 2**power * sequence_length < longest]
     limit = f"the longest held-out document has {longest} tokens"
     if len(multiples) < 2:
-        too_short = f"{limit}, less than two contexts of {sequence_length} and one more"
+        too_short = f"{limit}, fewer than two contexts of {sequence_length} and one more"
         return ExtrapolationPlan(sequence_length, note=too_short)
     note = None if multiples[-1] == max_multiple else f"{limit}, so {multiples[-1]} times the context is the largest"
     span_length = multiples[-1] * sequence_length

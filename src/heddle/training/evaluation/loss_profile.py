@@ -1,7 +1,7 @@
 """Where the loss lies: bits and bytes by the position of a token in its document, and by how frequent the token is.
 
-A profile is taken from an evaluation's own token losses; nothing is read twice. Neighboring windows are added up into
-at most `MAX_BLOCKS` blocks, which are what an interval over the sampling of the text draws from.
+A profile uses the token losses of an evaluation; nothing is read twice. Neighboring windows are summed into at most
+`MAX_BLOCKS` blocks, from which intervals for the sampling error of the held-out text are drawn.
 
 Frequencies: the tokens of the vocabulary are sorted by their count in the training text and cut into ten groups, each
 of which makes up about a tenth of the training text (deciles of the text, not of the vocabulary: half of a vocabulary
@@ -62,7 +62,7 @@ def token_frequencies(corpus: Corpus) -> np.ndarray:
 def frequency_groups(frequencies: np.ndarray, number: int = FREQUENCY_GROUPS) -> np.ndarray:
     """Return the group of each token, 0 for the most frequent ones: int64 [vocab].
 
-    A token that is more frequent than 1 / number makes a group of its own; the groups that it takes up are left out.
+    A token more frequent than 1 / number forms its own group; there are fewer groups then.
     """
     order = np.argsort(-frequencies, kind="stable")
     middles = np.cumsum(frequencies[order]) - frequencies[order] / 2
@@ -78,7 +78,7 @@ def scores_by_group(bits: np.ndarray, sizes: np.ndarray, groups: np.ndarray, num
 
 
 def merge_rows(scores: Scores, blocks: int = MAX_BLOCKS) -> Scores:
-    """Return the scores of neighboring rows added up, in at most so many blocks; the last may have fewer rows."""
+    """Sum the scores of neighboring rows into at most `blocks` blocks; the last may have fewer rows."""
     rows = -(-len(scores) // blocks) or 1
     pieces = [scores[first : first + rows] for first in range(0, len(scores), rows)]
     return [(sum(score for score, _ in piece), sum(size for _, size in piece)) for piece in pieces]
@@ -111,7 +111,7 @@ class LossProfile:
                 collected += added
 
     def summary(self) -> dict[str, list[FiniteScores]]:
-        """Return the scores of the blocks of each group, as plain data that becomes part of a run."""
+        """Return the scores of the blocks of each group, as plain data for the record of a run."""
         return {
             name: [finite_scores(merge_rows(scores)) for scores in groups]
             for name, groups in (("positions", self.positions), ("frequencies", self.frequencies))

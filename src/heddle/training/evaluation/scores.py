@@ -20,9 +20,9 @@ from heddle.numerics.transfer import to_device
 from heddle.parts.layout import Layout
 from heddle.storage.run_log import read_log
 
-# (bits, bytes) of each window of text, or (right answers, scored targets) of each row of a task
+# (bits, bytes) of each window of text, or (correct answers, scored targets) of each row of a task
 Scores = list[tuple[float, int]]
-# the same as JSON has it: None where the model gave no finite number
+# the same in JSON: None for a non-finite score
 FiniteScores = list[tuple[float | None, int]]
 
 
@@ -33,7 +33,7 @@ def ratio_of_sums(scores: Scores) -> float:
 
 
 def finite_ratio(scores: Iterable[tuple[float | None, int]]) -> float | None:
-    """Return the ratio of sums, or None without scores, or where a number is not finite."""
+    """Return the ratio of sums; None if there are no scores, or if one is not finite."""
     pairs = list(scores)
     denominator = sum(size for _, size in pairs)
     if not denominator or any(score is None for score, _ in pairs):
@@ -42,7 +42,7 @@ def finite_ratio(scores: Iterable[tuple[float | None, int]]) -> float | None:
 
 
 def finite_scores(scores: Scores) -> FiniteScores:
-    """Return the scores with None for what JSON cannot express."""
+    """Return the scores with None for non-finite numbers, which JSON cannot express."""
     return [(score if math.isfinite(score) else None, size) for score, size in scores]
 
 
@@ -55,10 +55,10 @@ def row_sums(values: np.ndarray, sizes: np.ndarray) -> Scores:
 
 
 class EvaluationBatch(Protocol):
-    """Rows of a text.
+    """Sequences to score.
 
-    tokens: int64 [B, T + 1]. doc_lengths: of the documents in each row's T inputs. targets: int64 [B, T], −1 where
-    nothing is scored.
+    tokens: int64 [B, T + 1]. doc_lengths: lengths of the documents in each row's T inputs. targets: int64 [B, T], −1
+    where nothing is scored.
     """
 
     @property
@@ -75,10 +75,10 @@ _Evaluated = TypeVar("_Evaluated", bound=EvaluationBatch)
 
 
 class TokenScores(NamedTuple):
-    """Of every target of a batch: its loss in nats, float64 [B, T], and its bytes, int64 [B, T].
+    """For every target of a batch: its loss in nats, float64 [B, T], and its bytes, int64 [B, T].
 
     Both are 0 where nothing is scored. An end token has no loss, and 0 or −1 bytes. correct: bool [B, T], whether the
-    target is the most likely token of the whole vocabulary; None unless it was asked for.
+    target is the most likely token of the whole vocabulary; None unless requested.
     """
 
     nats: Tensor
@@ -118,7 +118,7 @@ def token_scores(
     *,
     with_correct: bool = False,
 ) -> Iterator[tuple[_Evaluated, TokenScores]]:
-    """Yield each batch and the scores of its tokens, which `bits_and_bytes` adds up. with_correct: with `correct`."""
+    """Yield each batch and the scores of its tokens, which `bits_and_bytes` adds up. with_correct: fill `correct`."""
     device = model.embed.weight.device
     token_bytes = to_device(torch.from_numpy(np.asarray(byte_lengths, dtype=np.int64)), device)
     was_training = model.training
@@ -160,7 +160,7 @@ class TaskBatch(EvaluationBatch, Protocol):
 
 
 def correct_predictions(model: Decoder, batches: Iterable[TaskBatch], autocast: torch.dtype | None = None) -> Scores:
-    """Return (right answers, scored targets) of each row. Runs in eval mode and restores the model's mode."""
+    """Return (correct answers, scored targets) of each row. Runs in eval mode and restores the model's mode."""
     device = model.embed.weight.device
     was_training = model.training
     model.eval()
@@ -184,7 +184,7 @@ def correct_predictions(model: Decoder, batches: Iterable[TaskBatch], autocast: 
     return scores
 
 
-# An evaluation whose batches are divided among ranks. Each batch is computed whole on one, with one process's bits.
+# Evaluation with its batches divided among ranks. One rank computes a whole batch, bit-equal to one process.
 
 
 Evaluate = Callable[[Sequence[Batch], TokenObserver | None], Scores]
@@ -193,9 +193,9 @@ Evaluate = Callable[[Sequence[Batch], TokenObserver | None], Scores]
 def scores_on_ranks(
     model: Decoder, batches: Iterable[Batch], evaluate: Evaluate, ranks: Ranks, observer: TokenObserver | None = None
 ) -> Scores:
-    """Return the scores of all batches in their order, on each rank. `evaluate`: of batches, by a sharded model.
+    """Return the scores of all batches in their order, on each rank. evaluate: scores batches with the sharded model.
 
-    Its layers are gathered by all ranks at once: where batches are fewer than ranks, some compute the last one again.
+    All ranks gather its layers together: if there are fewer batches than ranks, some compute the last batch again.
     Layers that were compiled in place run uncompiled, as on one process. observer: gets all batches on each rank.
     """
     from heddle.distributed.sharding import reshard
@@ -223,7 +223,7 @@ def scores_on_ranks(
 def _gather_tokens(group: Sequence[Batch], own: TokenScores, ranks: Ranks) -> list[TokenScores]:
     """The token scores of a group's batches, without `correct`, on each rank."""
     rows, columns = (max(batch.targets.shape[dim] for batch in group) for dim in (0, 1))
-    table = torch.stack((own.nats.cpu(), own.sizes.double().cpu()))  # float64 has every size
+    table = torch.stack((own.nats.cpu(), own.sizes.double().cpu()))  # float64 holds every size exactly
     table = functional.pad(table, (0, columns - table.shape[2], 0, rows - table.shape[1]))
     gathered = []
     for batch, (nats, sizes) in zip(group, ranks.gather(table), strict=False):
@@ -238,19 +238,19 @@ def _groups(batches: Iterable[Batch], count: int) -> Iterator[list[Batch]]:
         yield group
 
 
-# How much the evaluations of a training read, and when a task is solved or hopeless, so that its training may end.
+# How much text evaluations during training read, and when training ends early because a task is solved or hopeless.
 
 
-SOLVED_EVALUATIONS = 2  # in a row: a single one may be luck
+SOLVED_EVALUATIONS = 2  # in a row: a single one may be chance
 
 
 @dataclass(frozen=True)
 class EvaluationBudget:
     """Not part of a run's identity, because evaluations change no weights; `solved_accuracy` only ends it early.
 
-    interim_tokens: held-out tokens of each evaluation during training, final_tokens: of the one at the end; None: the
-    loop's own numbers. solved_accuracy: of a task; training ends once two evaluations in a row reach it.
-    hopeless_accuracy: of a task; training ends at an evaluation after `hopeless_steps` that does not exceed it.
+    interim_tokens: held-out tokens per evaluation during training; final_tokens: of the final evaluation; None: the
+    loop's defaults. solved_accuracy: training on a task ends once two evaluations in a row reach it.
+    hopeless_accuracy: training on a task ends if an evaluation from `hopeless_steps` on does not exceed it.
     """
 
     interim_tokens: int | None = None
@@ -261,7 +261,7 @@ class EvaluationBudget:
 
 
 class EarlyStop:
-    """Decides after each evaluation of a task whether its training may end: because it is solved, or hopeless."""
+    """Decides after each evaluation whether training on a task may end because it is solved or hopeless."""
 
     def __init__(self, budget: EvaluationBudget) -> None:
         self.budget = budget
@@ -270,7 +270,7 @@ class EarlyStop:
 
     @classmethod
     def of_run(cls, budget: EvaluationBudget, run: Path) -> "EarlyStop":
-        """The state of a run after the steps in its log: a continued run ends where it would have ended."""
+        """Restore the state from a run's log: a resumed run stops where an uninterrupted one would."""
         stop = cls(budget)
         for line in read_log(run) if stop._is_active else []:
             stop.add(line)
@@ -288,7 +288,7 @@ class EarlyStop:
 
     @property
     def is_over(self) -> bool:
-        """Whether the training may end."""
+        """Return whether training may end."""
         return self.is_hopeless or self.solved_count >= SOLVED_EVALUATIONS
 
     @property

@@ -1,10 +1,10 @@
 """Recall in held-out text, without training for it: repeated spans and needles.
 
-Repeated spans: a row of text in which one span stands a second time, in the place of other text. A model that can look
-back predicts the second occurrence better than the first. Needles (after Kamradt 2023): a line of another text is
-inserted into a row, and its beginning is repeated at the end of the row; the model has to recall how the line went on.
-The same rows without the line are the control: what can be guessed from the beginning alone. All rows are drawn from
-one seed, so that every model reads the same.
+Repeated spans: in each sequence, one span occurs a second time in place of other text. A model that can look back
+predicts the second occurrence better than the first. Needles (after Kamradt 2023): a line of another text is inserted
+into a sequence, and its beginning is repeated at the end; the model has to recall how the line continued. The same
+sequences without the line are the control: what can be guessed from the beginning alone. All sequences are drawn from
+one seed, so that every model reads the same ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,16 @@ from heddle.training.evaluation.scores import FiniteScores, Scores, finite_score
 SEED = 20_261_122
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 NEEDLE_TOKENS = 16  # the first half is repeated as the query, the second half is scored
-LEADING_TOKENS = 4  # of a span, by which a model can know that it is repeated; they are not scored
+LEADING_TOKENS = 4  # at the start of a span, where a model cannot know yet that it is repeated; they are not scored
 MIN_ROW_TOKENS = 64
 IGNORED = -1
 
 
 @dataclass(frozen=True)
 class NeedleScores:
-    """What was recalled of the needles at one depth of the context. depth: 0 to 1; None: the needles were left out.
+    """Recall of the needles at one depth of the context. depth: 0 to 1; None: the control without needles.
 
-    losses: (bits, bytes) of each row; correct: (right answers, scored tokens).
+    losses: (bits, bytes) of each row; correct: (correct answers, scored tokens).
     """
 
     depth: float | None
@@ -74,7 +74,7 @@ class TextRecall:
 
     @cached_property
     def row_length(self) -> int:
-        """Return the inputs of a row: no longer than the longest document; 0 if that is too short."""
+        """Return the input tokens of a row, at most those of the longest document; 0 if that is too short."""
         longest = int(self._document_lengths.max(initial=0)) - 2  # the end token and the last target
         length = min(self.sequence_length, longest)
         return length if length >= MIN_ROW_TOKENS else 0
@@ -91,7 +91,7 @@ class TextRecall:
 
     @cached_property
     def span_rows(self) -> RepeatedSpanRows:
-        """Return rows in which a span of the first half stands again in the second half."""
+        """Return rows in which a span of the first half is repeated in the second half."""
         rng = np.random.default_rng(SEED)
         rows = self._rows(rng, self.spans, self.row_length + 1)
         length, half = self.span_length, self.row_length // 2
@@ -104,7 +104,7 @@ class TextRecall:
 
     @cached_property
     def needle_rows(self) -> list[tuple[float | None, list[Batch]]]:
-        """Return (depth, rows) for each depth, and (None, rows) without the needles. Row i always has the same one."""
+        """Return (depth, rows) for each depth, and (None, rows) without needles. Row i always has the same needle."""
         rng = np.random.default_rng(SEED + 1)
         half = NEEDLE_TOKENS // 2
         text = self._rows(rng, self.needles, self.row_length + 1 - NEEDLE_TOKENS)
@@ -173,7 +173,7 @@ class TextRecall:
 
 
 def _unseen(needles: np.ndarray, text: np.ndarray) -> np.ndarray:
-    """For each row of the text the first needle, not yet taken, whose query it does not hold; else any."""
+    """Choose for each row the first unused needle whose query does not occur in the row; else any unused one."""
     left, half, chosen = list(needles), NEEDLE_TOKENS // 2, []
     for row in text:
         windows = np.lib.stride_tricks.sliding_window_view(row, half)
