@@ -177,7 +177,7 @@ def refusals() -> list[tuple[str, str, str]]:
     """What is refused, why, and what to do instead."""
     refused = [(f"`{each.name}`", each.reason, each.remedy) for each in REFUSED_ON_RANKS]
     degrees = ", ".join(f"`{kind}_parallel_degree`" for kind in RESERVED)
-    return [*refused, (degrees, "such parallelism does not exist yet", "leave it at 1")]
+    return [*refused, (degrees, "such parallelism is not implemented yet", "leave it at 1")]
 
 
 def cell(lines: list[dict[str, Any]], way: str, mesh: str) -> str:

@@ -211,6 +211,12 @@ def test_what_cannot_be_read_is_one_sentence(saved: Path, argument: str, message
     assert "\n" not in str(error.value)
 
 
+def test_the_only_split_of_a_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet", ["a"])
+    assert list(read(f"hf:{tmp_path}")) == list(read(f"hf:{tmp_path},split=test"))
+
+
 @pytest.mark.parametrize("name", ["a.arrow", "b.arrow", "c.parquet"])
 def test_a_file_cut_short_is_refused_wherever_it_is_cut(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name, [*TEXTS])

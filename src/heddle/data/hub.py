@@ -237,7 +237,7 @@ def _folder_files(dataset: HFDataset) -> list[Path]:
     splits_by_file = {path: _split_names_in(path.relative_to(dataset.path)) for path in files}
     split_names = sorted(set().union(*splits_by_file.values()))
     if split_names:
-        split = dataset.split or "train"
+        split = dataset.split or (split_names[0] if len(split_names) == 1 else "train")
         files = [path for path in files if split in splits_by_file[path]]
         if not files:
             raise DataError(

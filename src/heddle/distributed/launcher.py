@@ -76,4 +76,4 @@ def _deaths(failures: dict[int, ProcessFailure]) -> str:
     if not killed:
         return f"rank {', '.join(map(str, sorted(failures)))} lost another rank"
     names = [f"{rank} (process {each.pid}, {signal.Signals(-each.exitcode).name})" for rank, each in killed.items()]
-    return f"rank {', '.join(names)} was killed"
+    return f"rank {names[0]} was killed" if len(names) == 1 else f"ranks {', '.join(names)} were killed"
