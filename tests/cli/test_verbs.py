@@ -247,6 +247,15 @@ def test_options_that_conflict_with_a_recall_task_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_another_vocabulary_than_the_design_has_is_refused(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "preset:gqa-small", "--data", f"{workspace}/text", "--vocab-size", "300", "--device", "cpu"]
+    assert run_command([*words, "--out", str(tmp_path / "run")]) == 2
+    assert "--vocab-size 300: the design has 8192; leave it out, or give vocab_size=300" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_records_how_it_was_trained(workspace: Path) -> None:
     run_file: dict[str, Any] = json.loads((workspace / "run" / RUN_FILE).read_text())
     assert run_file["settings"]["steps"] == 5

@@ -343,6 +343,9 @@ def _open_data(
     """Text or conversations, ready to train on."""
     data = settings.data or ("stdlib",)
     if not any(map(is_chat_argument, data)):
+        if None not in (config.vocab_size, settings.vocab_size) and config.vocab_size != settings.vocab_size:
+            remedy = f"leave it out, or give vocab_size={settings.vocab_size} after the design"
+            raise ConfigError(f"--vocab-size {settings.vocab_size}: the design has {config.vocab_size}; {remedy}")
         vocab_size = config.vocab_size or settings.vocab_size or (None if tokenizer else DEFAULT_VOCAB_SIZE)
         max_tokens = resolved.steps * resolved.tokens_per_step
         corpus = prepare_corpus(

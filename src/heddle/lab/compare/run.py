@@ -230,7 +230,8 @@ def _check_unchanged(folder: Path, saved: dict[str, Any], identity: dict[str, An
     if added and identity["budget_kind"] != "tokens":
         # how much of the longer texts is read depends on the steps of every design
         raise CheckpointError(
-            f"{folder}: holds a comparison without {added[0]}; designs can be added only if the budget is in tokens"
+            f"{folder}: holds a comparison without {added[0]}; designs can be added only if the budget is in tokens; "
+            "choose another folder"
         )
 
 
