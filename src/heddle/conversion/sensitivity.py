@@ -78,17 +78,20 @@ def hidden_attention(activations: LayerActivations, window: int) -> float:
 
 @torch.no_grad()
 def replacement_losses(
-    weights: Weights, text: CalibrationText, replacement: Callable[[LayerActivations], Mixer | None]
+    weights: Weights,
+    text: CalibrationText,
+    replacement: Callable[[LayerActivations], Mixer | None],
+    label: str = "measuring layers",
 ) -> dict[int, float]:
     """The increase of the mean next-token loss, in nats, when one layer's mixer alone is replaced, by layer.
 
     replacement: the mixer in place of a layer's, or None for a layer that is not measured. The weights of one layer are
-    in memory at a time. At most SENSITIVITY_TOKENS tokens of the text are read.
+    in memory at a time. At most SENSITIVITY_TOKENS tokens of the text are read. label: of the progress bar.
     """
     text = _first_tokens(text, SENSITIVITY_TOKENS)
     replaced: dict[int, list[Any]] = {}
     streams: list[Any] = []
-    with progress_bar("measuring layers", weights.design.depth, "layers") as bar:
+    with progress_bar(label, weights.design.depth, "layers") as bar:
         for activations in layer_activations(weights, text):
             layer, layouts = activations.layer, activations.layouts
             for index in replaced:

@@ -248,8 +248,10 @@ class KVHeads(Rewrite):
         assert text is not None
         assert self.state_budget is not None
         losses: dict[int, dict[int, float]] = {index: {_heads(mixer): 0.0} for index, mixer in mixers.items()}
-        for count in sorted({count for mixer in mixers.values() for count in _divisors(_heads(mixer))[:-1]}):
-            added = replacement_losses(source, text, self._replacement(source, mixers, count))
+        counts = sorted({count for mixer in mixers.values() for count in _divisors(_heads(mixer))[:-1]})
+        for number, count in enumerate(counts, start=1):
+            label = f"measuring layers with {count} key/value heads ({number} of {len(counts)})"
+            added = replacement_losses(source, text, self._replacement(source, mixers, count), label)
             for index, loss in added.items():
                 losses[index][count] = loss
         widths = {index: (mixer.head_dim or 0) + (mixer.value_dim or 0) for index, mixer in mixers.items()}
