@@ -10,6 +10,7 @@ import torch
 
 from heddle.cli import doctor
 from heddle.cli.main import run_command
+from heddle.cli.show import print_kernels
 from heddle.lab.bench import run
 from heddle.runtime import device_name, is_available
 
@@ -40,8 +41,23 @@ def test_doctor_says_that_there_is_no_gpu_and_chooses_as_on_one(capsys: pytest.C
     ]  # fmt: skip
     assert "measured on cpu" in out
     assert "preset:gqa-tiny, 2,048 tokens in bf16 on cuda" in out
-    assert "not triangle: it runs on the CPU only" in out
+    reasons = [line.partition(": ") for line in lines if line.startswith("      not ")]
+    assert any("triangle" in kernels and reason == "it runs on the CPU only" for kernels, _, reason in reasons)
     assert len(lines) <= 50, "one screen for a design"
+
+
+def test_kernels_with_one_reason_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    rejected = [["flash", "it runs on CUDA only"], ["causal", "a window"], ["varlen", "it runs on CUDA only"]]
+    choice = {"operation": "attention", "kernel": "blocks", "calls": 2, "rejected": rejected}
+    print_kernels({"training": [choice]})
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert lines == [
+        "  attention = blocks, 2 calls",
+        "      not flash, varlen: it runs on CUDA only",
+        "      not causal: a window",
+    ]
+    print_kernels({"training": [choice]}, with_reasons=False)
+    assert capsys.readouterr().out.splitlines()[2:] == lines[:1]
 
 
 def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,7 +191,14 @@ def test_the_command_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str]) -
     assert run_command(["plan", "preset:gqa-tiny", "--gpu", "h10"]) == 2
     assert "gpu h10:" in capsys.readouterr().err
     assert run_command(["plan", "preset:gqa-tiny", "--tokens", "-1"]) == 2
-    assert "--tokens -1.0:" in capsys.readouterr().err
+    assert "--tokens -1:" in capsys.readouterr().err
+
+
+def test_a_plan_says_of_which_mixers_no_training_was_fitted(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, is_said in (("hybrid-tiny", True), ("gqa-tiny", False)):
+        assert run_command(["plan", f"preset:{name}", "--tokens", "20B"]) == 0
+        printed = capsys.readouterr().out
+        assert ("no published training with gated_delta was fitted" in printed) == is_said, printed
 
 
 def test_a_plan_of_this_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,8 +54,10 @@ def test_every_family_that_fits_is_listed_with_what_it_loses() -> None:
     assert {"mistral", "smollm3", "phi3"} <= set(fitting)
     assert fitting["llama"] == ("residual.dropout=0.1",)
     assert fitting["phi3"] == fitting["heddle"] == ()  # phi3 has a field for it
-    assert family_lines(design)[:2] == [
+    exact = ", ".join(model_type for model_type, lost in fitting.items() if not lost)
+    assert family_lines(design)[:3] == [
         "exports as: LlamaForCausalLM",
+        f"  --family: {exact}",
         "  llama: LlamaForCausalLM, without residual.dropout=0.1",
     ]
     assert next(iter(family_losses(design, "smollm3"))) == "smollm3"

@@ -62,6 +62,11 @@ def _print(design: str, facts: dict[str, Any]) -> None:
     if facts["layouts"]:
         _print_layouts(console, facts)
         _print_best(console, facts["layouts"][0])
+    if facts["not_fitted"]:
+        kinds = " and ".join(facts["not_fitted"])
+        console.print(
+            f"no published training with {kinds} was fitted: these kernels may take longer than the plan says\n"
+        )
     _print_too_large(console, facts)
     if not facts["layouts"]:
         console.print("no layout fits; use more or larger GPUs, or shorter sequences")
@@ -92,7 +97,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
     for name in (
         "replicate",
         "shard",
-        "rows",
+        "sequences",
         "accumulation",
         "reduce",
         "recompute",

@@ -1,6 +1,8 @@
 """`heddle show`: the layers, parameters and costs of a design, measured on a model without weights."""
 
 import json
+import shlex
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from heddle.lab.show import ShowSettings
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PRINTED_OPERATIONS = 12
+WIDTH = 80  # characters of a line
 
 
 def show(settings: ShowSettings) -> None:
@@ -58,20 +61,24 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
     _print_contexts(console, facts)
     console.print()
     for line in facts["exports_as"]:
-        console.print(terminal_safe(line), markup=False, soft_wrap=True)
-    print_kernels(facts["kernels"])
+        print(textwrap.fill(terminal_safe(line), WIDTH, subsequent_indent="    ", break_on_hyphens=False))
+    print_kernels(facts["kernels"], with_reasons=False)
+    print(f"\nheddle doctor {terminal_safe(shlex.quote(design))} says why other kernels are not used.")
     print_profile(facts.get("profile", []))
 
 
-def print_kernels(phases: dict[str, list[dict[str, Any]]]) -> None:
+def print_kernels(phases: dict[str, list[dict[str, Any]]], with_reasons: bool = True) -> None:
     """Print the kernel of each operation in each phase, and why better ones were rejected."""
     for phase, choices in phases.items():
         print(f"\nkernels in {phase}")
         for choice in choices:
             calls = "1 call" if choice["calls"] == 1 else f"{choice['calls']} calls"
             print(f"  {choice['operation']} = {choice['kernel']}, {calls}")
-            for kernel, reason in choice["rejected"]:
-                print(terminal_safe(f"      not {kernel}: {reason}"))
+            by_reason: dict[str, list[str]] = {}
+            for kernel, reason in choice["rejected"] if with_reasons else ():
+                by_reason.setdefault(reason, []).append(kernel)
+            for reason, kernels in by_reason.items():
+                print(terminal_safe(f"      not {', '.join(kernels)}: {reason}"))
 
 
 def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
@@ -83,7 +90,7 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("layers", justify="right")
     table.add_column("mixer and feed-forward", overflow="fold")
-    for name in ("parameters", f"state at {facts['contexts'][0]['context_length']:,}"):
+    for name in ("parameters of each", f"state at {facts['contexts'][0]['context_length']:,}"):
         table.add_column(name, justify="right")
     for stack in ("encoder", "layers", "multi_token"):
         for layer in facts[stack]:
@@ -99,7 +106,8 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("context", "FLOPs per token", "state", "of which positions", "each further token"):
+    further = "each further token" if facts["batch_size"] == 1 else "a token more of each"
+    for name in ("context", "FLOPs per token", "state", "position tables in it", further):
         table.add_column(name, justify="right")
     for context in facts["contexts"]:
         names = ("state_bytes", "position_table_bytes", "state_bytes_per_token")
@@ -114,3 +122,7 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     added = f", with {ahead / 1e6:,.1f} M more per token for multi-token modules" if ahead else ""
     console.print(f"forward FLOPs, the mean over the context; training takes 3 times as many{added}")
     console.print(table)
+    weights, longest = facts["weight_bytes"], facts["contexts"][-1]
+    total = format_amount(weights + longest["state_bytes"], "bytes")
+    both = f"; with the state at {longest['context_length']:,}: {total}" if longest["state_bytes"] else ""
+    console.print(f"weights: {format_amount(weights, 'bytes')}{both}")

@@ -168,9 +168,13 @@ def family_lines(design: ModelConfig, preferred: str | None = None) -> list[str]
     """The lines of `match_report`; for a design that fits families, all of them, each with what it loses."""
     report = match_report(design, preferred)
     lines = report.lines()
-    for model_type, lost in family_losses(design, preferred).items() if report.nearest is None else ():
-        losses = f", without {', '.join(lost[:MAX_LISTED])}{_and_more(lost)}" if lost else ""
-        lines.append(f"  {model_type}: {families()[model_type].architecture}{losses}")
+    losses = family_losses(design, preferred) if report.nearest is None else {}
+    if exact := [model_type for model_type, lost in losses.items() if not lost]:
+        lines.append(f"  --family: {', '.join(exact)}")
+    for model_type, lost in losses.items():
+        if lost:
+            without = f"{', '.join(lost[:MAX_LISTED])}{_and_more(lost)}"
+            lines.append(f"  {model_type}: {families()[model_type].architecture}, without {without}")
     return lines
 
 

@@ -158,6 +158,7 @@ def measure(
         "parameters": first.parameters,
         "active_parameters": first.active_parameters,
         "embedding_parameters": first.embedding_parameters,
+        "weight_bytes": first.parameters * dtype.itemsize,
         "encoder": [vars(layer) for layer in first.encoder],
         "layers": [vars(layer) for layer in first.layers],
         "multi_token": [vars(layer) for layer in first.multi_token],

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from heddle.lab.plan.gpus import GIB, find_gpu
 from heddle.lab.show import plain_design
 from heddle.progress import format_amount
 from heddle.session import load_parts
-from heddle.settings import Json, Option, PartFile, VerbSettings
+from heddle.settings import Json, Option, PartFile, VerbSettings, parse_count
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.training.settings import Design, Overrides, Settings
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 SEQUENCE_LENGTH = 4096
 STATE_BYTES = 16  # of a parameter in float32: weight, gradient and two moments
+
+
+FITTED_MIXERS = {"attention", "latent_attention"}  # whose time is that of products and attention kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,10 @@ class PlanSettings(VerbSettings):
         None
     )
     batch_size: Annotated[int | None, Option("N", "Sequences per step on all GPUs. [one micro-batch on each]")] = None
-    tokens: Annotated[float | None, Option("N", "Training tokens, such as 2e12, to estimate the time.")] = None
+    tokens: Annotated[
+        float | None,
+        Option("N", "Training tokens, such as 20B, to estimate the time.", partial(parse_count, unit_name="tokens")),
+    ] = None
     dry_run: Annotated[bool, Option("", "Also trace a step of the first layout on fake tensors.")] = False
     part: PartFile = ()
     json: Json = False
@@ -64,7 +71,7 @@ def plan(
     settings = design
     tokens = settings.tokens
     if tokens is not None and not 0 < tokens < float("inf"):
-        raise ConfigError(f"--tokens {tokens}: must be a number above 0, such as 2e12")
+        raise ConfigError(f"--tokens {tokens}: must be a number above 0, such as 20B")
     load_parts(settings.part)
     from heddle.model.load_config import load_config, read_design, with_vocab_size
 
@@ -76,6 +83,8 @@ def plan(
 
     result = plan_training(config, gpu, settings.gpus, _length(settings, config), settings.batch_size)
     facts = _facts(result, settings.gpu, tokens)
+    kinds = {mixer.kind for mixer, _ in config.equal_layers if mixer is not None}
+    facts["not_fitted"] = sorted(kinds - FITTED_MIXERS)
     if settings.dry_run:
         facts["dry_run"] = _dry_run_facts(config, result)
     return PlannedTraining(facts)
