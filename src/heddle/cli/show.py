@@ -56,6 +56,7 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
     console.print(f"width {config['width']}, vocabulary {config['vocab_size']:,}, {head} head\n")
     _print_layers(console, facts)
     _print_contexts(console, facts)
+    _print_engines(console, facts)
     console.print()
     for line in facts["exports_as"]:
         console.print(terminal_safe(line), markup=False, soft_wrap=True)
@@ -113,4 +114,23 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     ahead = facts["contexts"][0]["multi_token_flops_per_token"]
     added = f", with {ahead / 1e6:,.1f} M more a token for multi-token modules" if ahead else ""
     console.print(f"forward FLOPs, the mean over the context; training takes 3 times as many{added}")
+    console.print(table)
+
+
+def _print_engines(console: "Console", facts: dict[str, Any]) -> None:
+    """One row for each engine: what it allocates for the state in each context, or why it cannot."""
+    from rich.table import Table
+
+    if not facts["engines"]:
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("state in engines", overflow="fold")
+    for context in facts["contexts"]:
+        table.add_column(f"{context['context_length']:,}", justify="right")
+    for engine in facts["engines"]:
+        name = (
+            f"{engine['engine']}: {engine['reason']}" if engine["reason"] else f"{engine['engine']}, {engine['dtype']}"
+        )
+        table.add_row(name, *(format_amount(each, "bytes") for each in engine["state_bytes"]))
+    console.print()
     console.print(table)
