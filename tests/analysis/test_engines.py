@@ -1,5 +1,6 @@
-"""What engines allocate for a state: transformers' own tensors, llama.cpp's own log, and numbers that vLLM published."""
+"""What engines allocate for a state: tensors of transformers, the log of llama.cpp, and numbers that vLLM published."""
 
+import copy
 import json
 import re
 from collections import Counter
@@ -19,7 +20,7 @@ from heddle.lab.engines import EngineState, block_bytes, engine_states, hybrid_b
 from heddle.model.config import ModelConfig
 from heddle.model.size import build_distinct_layers, measure_size
 from tests.exchange.cases import CASES
-from tests.exchange.hf_models import MASKED, VOCABULARY, AutoModelForCausalLM, config_of, plain
+from tests.exchange.hf_models import MASKED, VOCABULARY, AutoConfig, AutoModelForCausalLM, config_of, plain
 from tests.exchange.published import published_configs
 from tests.exchange.test_gguf import ROWS, tokenizer
 from tools.llama_cpp.runner import context_log
@@ -87,7 +88,6 @@ def test_what_transformers_does_not_keep_in_a_static_cache() -> None:
     assert allocated(own, torch.float32, 24, 3)["transformers"].state_bytes == (state.bytes,)
 
 
-# Fields that all designs for llama.cpp have: a token of one layer is 2 · 2 · 64 numbers.
 SMALL: dict[str, Any] = {
     "vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 0,
@@ -111,23 +111,26 @@ CONTEXTS = {
 }
 
 
+SIZE = re.compile(
+    r"size = +(?P<mib>[\d.]+) MiB \( *(?P<cells>\d+) cells, +(?P<layers>\d+) layers, +(?P<sequences>\d+)/ *\d+ seqs\)"
+)
+
+
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_llama_cpp_logs_caches_of_these_bytes(name: str, tmp_path: Path) -> None:
-    """Its log has MiB with two digits, and the numbers of cells and layers."""
+    """Its log has cells, layers and sequences of each cache, and its MiB with two digits."""
     family, fields, length, sequences = CONTEXTS[name]
-    design = design_from_config(
-        json.loads(config_of(family, "plain").__class__(**fields).to_json_string()), families()[family]
-    )
-    file = tmp_path / "model.gguf"
-    export_gguf(heddle.build(design, seed=0), file, tokenizer())
-    lines = context_log(file, contextSize=length, sequences=sequences, batchSize=512)
+    config = AutoConfig.for_model(family, **copy.deepcopy(fields)).to_dict()
+    design = design_from_config(config, families()[family])
+    export_gguf(heddle.build(design, seed=0), tmp_path / "model.gguf", tokenizer())
+    lines = context_log(tmp_path / "model.gguf", contextSize=length, sequences=sequences, batchSize=512)
     caches = [match for line in lines if (match := SIZE.search(line))]
-    [ours] = allocated(design, torch.bfloat16, length, sequences, family)["llama.cpp"].state_bytes
-    assert f"{ours / MIB:.2f}" == f"{sum(float(match['mib']) for match in caches):.2f}"
-    token = sum(2 * 2 * 64 * int(match["cells"]) * int(match["layers"]) for match in caches)
-
-
-SIZE = re.compile(r"llama_kv_cache.*: size = +(?P<mib>[\d.]+) MiB \( *(?P<cells>\d+) cells, +(?P<layers>\d+) layers")
+    token, logged = 2 * 2 * 64 * fields["num_key_value_heads"], 0
+    for match in caches:
+        kept = token * int(match["cells"]) * int(match["layers"]) * int(match["sequences"])
+        assert f"{kept / MIB:.2f}" == match["mib"]
+        logged += kept
+    assert allocated(design, torch.bfloat16, length, sequences, family)["llama.cpp"].state_bytes == (logged,)
 
 
 PUBLISHED = {entry.name: entry for entry in published_configs() if entry.refused is None}
@@ -171,8 +174,8 @@ def test_blocks_of_hybrids_are_those_that_vllm_logged(name: str) -> None:
 def test_vllm_counts_blocks_as_its_unit_tests_do() -> None:
     """`test_estimate_max_model_len` and `test_get_max_concurrency_for_kv_cache_config` of vLLM.
 
-    32 layers of 32 heads of 128 in float16: 16,384 tokens need 8 GiB, 1,024 blocks. A window of 1,024 with steps of 1,024
-    tokens needs 129 blocks, and as many layers with and without a window share 1,024 + 129.
+    32 layers of 32 heads of 128 in float16: 16,384 tokens need 8 GiB, 1,024 blocks. A window of 1,024 with steps of
+    1,024 tokens needs 129 blocks, and as many layers with and without a window share 1,024 + 129.
     """
     token = 2 * 32 * 128 * 2
     full, window = Counter({(token, None): 32}), Counter({(token, 1024): 32})
