@@ -171,6 +171,20 @@ def test_blocks_of_hybrids_are_those_that_vllm_logged(name: str) -> None:
     assert f"{100 * (block * token - state) / state:.2f}" == percent
 
 
+def test_vllm_holds_as_many_requests_as_it_logged() -> None:
+    """vLLM 0.13 of google/gemma-3-1b-it for 2,048 tokens: 25.39 GiB are 950,864 tokens, a concurrency of 461.21.
+
+    26 layers, 4 of them without a window, are 7 groups of 4, two of whose layers are padding ("Add 2 padding layers").
+    """
+    design, family = published_design("google/gemma-3-1b-it")
+    [ours] = allocated(design, torch.bfloat16, 2048, family=family)["vLLM"].state_bytes
+    group = 4 * 16 * 2 * 256 * 2  # layers, tokens, keys and values, their width, bytes
+    pools = range(950_864 // 16 * 7, 950_864 // 16 * 7 + 7)  # blocks that are so many tokens
+    fitting = [blocks for blocks in pools if f"{blocks * group / GIB:.2f}" == "25.39"]
+    assert "461.21" in {f"{blocks * group / ours:.2f}" for blocks in fitting}
+    assert ours % group == 0
+
+
 def test_vllm_counts_blocks_as_its_unit_tests_do() -> None:
     """`test_estimate_max_model_len` and `test_get_max_concurrency_for_kv_cache_config` of vLLM.
 

@@ -20,12 +20,12 @@ from heddle.model.shapes_only import ShapesOnly
 from heddle.model.size import Size
 
 BLOCK = 16  # vLLM: tokens of a block, and what blocks of hybrids are multiples of
-BATCHED_TOKENS = 8192  # vLLM: the most tokens of a step, `max_num_batched_tokens`, on GPUs of 70 GiB and more
+BATCHED_TOKENS = 8192  # vLLM: the most tokens of a step, `max_num_batched_tokens`, by default on an H100 or H200
 FEW_PADDED_LAYERS = 1.5  # vLLM: kinds of layers whose numbers differ by less are padded to the larger number
 # Families that vLLM has no class of its own for.
 NOT_IN_VLLM = frozenset({"diffllama", "helium", "nanochat", "vaultgemma"})
-# Families whose files ask vLLM for float32 states of recurrences, or whose class does.
-FLOAT32_STATES = frozenset({"kimi_linear", "qwen3_5_text", "qwen3_5_moe_text"})
+# Families whose recurrent states vLLM keeps in float32, since their class or their published files ask for it.
+FLOAT32_STATES = frozenset({"kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text"})
 CELLS = 256  # llama.cpp: cells of a cache are a multiple of this number
 UBATCH = 512  # llama.cpp: tokens that are computed at once, `n_ubatch`
 CELL_DTYPE = torch.float16  # llama.cpp: `--cache-type-k` and `-v`, whatever the weights are
