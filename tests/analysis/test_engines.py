@@ -57,7 +57,7 @@ def static_cache_bytes(family: str, variant: str, dtype: torch.dtype) -> int:
     tokens = torch.randint(1, VOCABULARY, (BATCH, PROMPT + 1))
     with torch.no_grad():
         for call in (tokens[:, :PROMPT], tokens[:, PROMPT:]):
-            model(call, past_key_values=cache, use_cache=True)
+            model(call, use_cache=True, **{"cache_params" if family == "mamba2" else "past_key_values": cache})
     tensors = [tensor for layer in cache.layers for tensor in tensors_of(vars(layer))]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -83,7 +83,7 @@ def test_what_transformers_does_not_keep_in_a_static_cache() -> None:
     assert allocated(lightning, torch.float32, 24)["transformers"].reason == "its class takes no StaticCache"
     encoder = design_from_config(config_of("bert", "plain").to_dict(), families()["bert"])
     assert allocated(encoder, torch.float32, 24) == {}
-    own = heddle.load_config("preset:mla-tiny", ["vocab_size=300", "layers.*.mixer.rope_dim=8"])
+    own = heddle.load_config("preset:hybrid-tiny", ["vocab_size=300"])
     state = heddle.build(own).init_state(3, 24)
     assert allocated(own, torch.float32, 24, 3)["transformers"].state_bytes == (state.bytes,)
 
