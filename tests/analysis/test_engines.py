@@ -16,7 +16,7 @@ from heddle.cli.main import run_command
 from heddle.exchange.family import families, family_of
 from heddle.exchange.family_match import design_from_config
 from heddle.exchange.gguf import export_gguf
-from heddle.lab.engines import EngineState, block_bytes, engine_states, hybrid_block, vllm_layers
+from heddle.lab.engines import Caches, EngineState, block_bytes, engine_states, hybrid_block, vllm_layers
 from heddle.model.config import ModelConfig
 from heddle.model.size import build_distinct_layers, measure_size
 from tests.exchange.cases import CASES
@@ -163,8 +163,7 @@ def test_vllm_needs_as_much_for_a_request_as_it_logged(name: str, length: int) -
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_blocks_of_hybrids_are_those_that_vllm_logged(name: str) -> None:
     design, family = published_design(name)
-    state_dtype = torch.float32 if family == "qwen3_5_text" else torch.bfloat16
-    caches, states = vllm_layers(build_distinct_layers(design, torch.bfloat16), torch.bfloat16, state_dtype)
+    caches, states = vllm_layers(build_distinct_layers(design, torch.bfloat16), family)
     block, percent = HYBRIDS[name]
     assert hybrid_block(caches, states) == block
     [(token, _)], [state] = caches, states
@@ -192,7 +191,7 @@ def test_vllm_counts_blocks_as_its_unit_tests_do() -> None:
     1,024 tokens needs 129 blocks, and as many layers with and without a window share 1,024 + 129.
     """
     token = 2 * 32 * 128 * 2
-    full, window = Counter({(token, None): 32}), Counter({(token, 1024): 32})
+    full, window = Caches({(token, None): 32}), Caches({(token, 1024): 32})
     assert block_bytes(full, Counter(), 16384) == 8 * GIB == 1024 * 16 * 32 * token
     assert block_bytes(full, Counter(), 16385) > 8 * GIB
     assert block_bytes(full, Counter(), 16383) == 8 * GIB
@@ -203,11 +202,11 @@ def test_vllm_counts_blocks_as_its_unit_tests_do() -> None:
 def test_groups_of_vllm_are_padded_as_its_comments_say() -> None:
     """2 full and 3 windowed layers make groups of 2, one of them with a padding layer; 12 and 13 are padded to 13."""
     page = 16 * 512
-    full, window = (512, None), (512, 64)
+    full, window = (512, None), (512, 64)  # bytes of a token, and the window
     blocks, ring = 64, -(-(63 + 256) // 16) + 1
-    assert block_bytes(Counter({full: 2, window: 3}), Counter(), 1024, 256) == 2 * page * (blocks + 2 * ring)
-    assert block_bytes(Counter({full: 13, window: 12}), Counter(), 1024, 256) == 13 * page * (blocks + ring)
-    hybrid = block_bytes(Counter({full: 1}), Counter({10_000: 3}), 1024)
+    assert block_bytes(Caches({full: 2, window: 3}), Counter(), 1024, 256) == 2 * page * (blocks + 2 * ring)
+    assert block_bytes(Caches({full: 13, window: 12}), Counter(), 1024, 256) == 13 * page * (blocks + ring)
+    hybrid = block_bytes(Caches({full: 1}), Counter({10_000: 3}), 1024)
     assert hybrid == 32 * 512 * (1024 // 32 + 3)  # blocks of 32 tokens; a state takes a page
 
 

@@ -22,13 +22,15 @@ from heddle.model.size import Size
 BLOCK = 16  # vLLM: tokens of a block, and what blocks of hybrids are multiples of
 BATCHED_TOKENS = 8192  # vLLM: the most tokens of a step, `max_num_batched_tokens`, by default on an H100 or H200
 FEW_PADDED_LAYERS = 1.5  # vLLM: kinds of layers whose numbers differ by less are padded to the larger number
-# Families that vLLM has no class of its own for.
-NOT_IN_VLLM = frozenset({"diffllama", "helium", "nanochat", "vaultgemma"})
+# Families that the registry of vLLM has no class for.
+NOT_IN_VLLM = frozenset({"diffllama", "helium", "lfm3", "ministral", "nanochat", "solar_open", "vaultgemma", "youtu"})
 # Families whose recurrent states vLLM keeps in float32, since their class or their published files ask for it.
 FLOAT32_STATES = frozenset({"kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text"})
 CELLS = 256  # llama.cpp: cells of a cache are a multiple of this number
 UBATCH = 512  # llama.cpp: tokens that are computed at once, `n_ubatch`
 CELL_DTYPE = torch.float16  # llama.cpp: `--cache-type-k` and `-v`, whatever the weights are
+
+Caches = Counter[tuple[int, int | None]]  # how many layers have these bytes a token and this window
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def engine_states(model: Decoder, sizes: Sequence[Size], imported: str | None = 
     dtype, match = model.embed.weight.dtype, best_match(model.config, imported)
     engines = (
         ("transformers", dtype, lambda: _transformers(model, match, sizes, dtype)),
-        ("vLLM", dtype, lambda: _vllm(model, match, sizes, dtype)),
+        ("vLLM", dtype, lambda: _vllm(model, match, sizes)),
         ("llama.cpp", CELL_DTYPE, lambda: _llama_cpp(model, sizes, imported)),
     )
     states = []
@@ -126,20 +128,20 @@ def _static_bytes(kept: Kept, size: Size, dtype: torch.dtype) -> int:
     return in_dtype * dtype.itemsize + kept.recurrent * max(dtype.itemsize, torch.float32.itemsize)
 
 
-def _vllm(model: Decoder, match: FamilyMatch, sizes: Sequence[Size], dtype: torch.dtype) -> list[int]:
+def _vllm(model: Decoder, match: FamilyMatch, sizes: Sequence[Size]) -> list[int]:
     """The blocks of each sequence, as vLLM counts them before it says how many fit."""
     family = match.family.model_type
     if family == HEDDLE or family in NOT_IN_VLLM:
         raise ConfigError(f"has no class {match.architecture}")
-    caches, states = vllm_layers(model, dtype, torch.float32 if family in FLOAT32_STATES else dtype)
+    caches, states = vllm_layers(model, family)
     return [size.batch * block_bytes(caches, states, size.context_length) for size in sizes]
 
 
-def vllm_layers(
-    model: Decoder, dtype: torch.dtype, state_dtype: torch.dtype
-) -> tuple[Counter[tuple[int, int | None]], Counter[int]]:
+def vllm_layers(model: Decoder, family: str) -> tuple[Caches, Counter[int]]:
     """The layers as `block_bytes` takes them. Raises ConfigError for what vLLM keeps in a layout of its own."""
-    caches: Counter[tuple[int, int | None]] = Counter()
+    dtype = model.embed.weight.dtype
+    state_dtype = torch.float32 if family in FLOAT32_STATES else dtype
+    caches: Caches = Counter()
     states: Counter[int] = Counter()
     kept = kept_by_layers(model)
     for each, count in kept.items():
@@ -155,12 +157,7 @@ def vllm_layers(
     return caches, states
 
 
-def block_bytes(
-    caches: Counter[tuple[int, int | None]],
-    states: Counter[int],
-    context_length: int,
-    batched_tokens: int = BATCHED_TOKENS,
-) -> int:
+def block_bytes(caches: Caches, states: Counter[int], context_length: int, batched_tokens: int = BATCHED_TOKENS) -> int:
     """What vLLM reserves for one sequence, in bytes.
 
     caches: how many layers have these bytes a token and this window. states: how many layers have a state of these
@@ -185,7 +182,7 @@ def block_bytes(
     return group * page * sum(-(-count // group) * blocks for count, blocks in kinds)
 
 
-def hybrid_block(caches: Counter[tuple[int, int | None]], states: Counter[int]) -> int:
+def hybrid_block(caches: Caches, states: Counter[int]) -> int:
     """Tokens of a block of vLLM: so many that a page of keys and values is no smaller than a layer's state."""
     if not caches or not states:
         return BLOCK
