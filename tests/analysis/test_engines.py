@@ -13,6 +13,7 @@ from torch import Tensor
 
 import heddle
 from heddle.cli.main import run_command
+from heddle.errors import ConfigError
 from heddle.exchange.family import families, family_of
 from heddle.exchange.family_match import design_from_config
 from heddle.exchange.gguf import export_gguf
@@ -184,6 +185,15 @@ def test_vllm_holds_as_many_requests_as_it_logged() -> None:
     assert ours % group == 0
 
 
+def test_a_latent_of_vllm_is_as_large_as_its_authors_say() -> None:
+    """70.272 KB a token of DeepSeek-V3 in bfloat16 (Insights into DeepSeek-V3, 2025, table 1), in blocks of 16."""
+    design, family = published_design("deepseek-ai/DeepSeek-V3")
+    for length, tokens in ((4096, 4096), (4097, 4112)):
+        for batch in (1, 3):
+            state = allocated(design, torch.bfloat16, length, batch, family)["vLLM"]
+            assert state.state_bytes == (batch * tokens * 70_272,)
+
+
 def test_vllm_counts_blocks_as_its_unit_tests_do() -> None:
     """`test_estimate_max_model_len` and `test_get_max_concurrency_for_kv_cache_config` of vLLM.
 
@@ -208,6 +218,10 @@ def test_groups_of_vllm_are_padded_as_its_comments_say() -> None:
     assert block_bytes(Caches({full: 13, window: 12}), Counter(), 1024, 256) == 13 * page * (blocks + ring)
     hybrid = block_bytes(Caches({full: 1}), Counter({10_000: 3}), 1024)
     assert hybrid == 32 * 512 * (1024 // 32 + 3)  # blocks of 32 tokens; a state takes a page
+    half = block_bytes(Caches({(1024, None): 2, (512, 64): 2}), Counter(), 1024, 256)
+    assert half == 2 * 2 * page * (blocks + -(-(63 + 256) // 32) + 1)  # the smaller ones have blocks of 32 tokens
+    with pytest.raises(ConfigError, match="pages of one size"):
+        block_bytes(Caches({(768, None): 2, (512, 64): 2}), Counter(), 1024)
 
 
 def test_what_engines_cannot_hold_is_said_in_one_phrase() -> None:
