@@ -54,14 +54,24 @@ def version() -> str:
 
 def run(model: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The results of llama.cpp; generate.mjs lists the fields. Raises LlamaCppMissing, or RuntimeError if it fails."""
+    results: list[dict[str, Any]] = _answer("generate.mjs", model, {"runs": runs})
+    return results
+
+
+def context_log(model: Path, **options: int) -> list[str]:
+    """What llama.cpp logs while it makes a context; context.mjs lists the options. Raises as `run`."""
+    lines: list[str] = _answer("context.mjs", model, options)
+    return lines
+
+
+def _answer(script: str, model: Path, fields: dict[str, Any]) -> Any:
     install()
-    request = json.dumps({"model": str(Path(model).resolve()), "runs": runs})
-    command = ["node", str(HERE / "generate.mjs")]
+    request = json.dumps({"model": str(Path(model).resolve()), **fields})
+    command = ["node", str(HERE / script)]
     process = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
     if process.returncode or not process.stdout:
         raise RuntimeError(f"llama.cpp failed on {model}: {process.stderr.strip()[-2000:]}")
-    results: list[dict[str, Any]] = json.loads(process.stdout)
-    return results
+    return json.loads(process.stdout)
 
 
 def _machine() -> str:

@@ -64,12 +64,11 @@ def _print(design: str, facts: dict[str, Any]) -> None:
         _print_best(console, facts["layouts"][0])
     if facts["not_fitted"]:
         kinds = " and ".join(facts["not_fitted"])
-        console.print(
-            f"no published training with {kinds} was fitted: these kernels may take longer than the plan says\n"
-        )
+        console.print(f"no published training with {kinds} was fitted: its kernels may take longer than planned\n")
     _print_too_large(console, facts)
     if not facts["layouts"]:
         console.print("no layout fits; use more or larger GPUs, or shorter sequences")
+    _print_engines(console, facts)
     if "dry_run" in facts:
         _print_dry_run(console, facts["dry_run"])
 
@@ -144,6 +143,18 @@ def _print_best(console: "Console", best: dict[str, Any]) -> None:
     console.print(
         f"  MFU counts causal attention; full attention, as in torchtitan, makes it {best['mfu_full_attention']:.1%}\n"
     )
+
+
+def _print_engines(console: "Console", facts: dict[str, Any]) -> None:
+    """What the state of one sequence takes where the trained model is served."""
+    served = [
+        f"{each['engine']} {format_amount(each['state_bytes'][0], 'bytes')} ({each['dtype']})"
+        for each in facts["engines"]
+        if each["state_bytes"]
+    ]
+    if served:
+        sequence = f"the state of {facts['sequence_length']:,} tokens, when served"
+        console.print(f"{sequence}: {', '.join(served)}", markup=False)
 
 
 def _print_dry_run(console: "Console", facts: dict[str, Any]) -> None:

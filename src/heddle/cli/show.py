@@ -59,6 +59,7 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
     console.print(f"width {config['width']}, vocabulary {config['vocab_size']:,}, {head} head\n")
     _print_layers(console, facts)
     _print_contexts(console, facts)
+    _print_engines(console, facts)
     console.print()
     for line in facts["exports_as"]:
         print(textwrap.fill(terminal_safe(line), WIDTH, subsequent_indent="    ", break_on_hyphens=False))
@@ -126,3 +127,22 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     total = format_amount(weights + longest["state_bytes"], "bytes")
     both = f"; with the state at {longest['context_length']:,}: {total}" if longest["state_bytes"] else ""
     console.print(f"weights: {format_amount(weights, 'bytes')}{both}")
+
+
+def _print_engines(console: "Console", facts: dict[str, Any]) -> None:
+    """One row for each engine: what it allocates for the state in each context, or why it cannot."""
+    from rich.table import Table
+
+    if not facts["engines"]:
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("state in engines", overflow="fold")
+    for context in facts["contexts"]:
+        table.add_column(f"{context['context_length']:,}", justify="right")
+    for engine in facts["engines"]:
+        name = (
+            f"{engine['engine']}: {engine['reason']}" if engine["reason"] else f"{engine['engine']}, {engine['dtype']}"
+        )
+        table.add_row(name, *(format_amount(each, "bytes") for each in engine["state_bytes"]))
+    console.print()
+    console.print(table)

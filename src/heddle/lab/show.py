@@ -96,8 +96,10 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
         config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
         # Kernels are chosen as on the device, even if this machine lacks it.
         dtype, device = dtype_of(settings.precision), device_name(settings.device)
-        facts = measure(config, list(settings.context_length), settings.batch_size, dtype, device, encoder_length)
-        facts["exports_as"] = family_lines(config, imported_family(source) if isinstance(source, str) else None)
+        imported = imported_family(source) if isinstance(source, str) else None
+        lengths, batch = list(settings.context_length), settings.batch_size
+        facts = measure(config, lengths, batch, dtype, device, encoder_length, imported)
+        facts["exports_as"] = family_lines(config, imported)
         if settings.profile:
             facts["profile"] = _profile(config, settings)
     return facts
@@ -140,11 +142,14 @@ def measure(
     dtype: Any,
     device: str,
     encoder_length: int | None = None,
+    imported: str | None = None,
 ) -> dict[str, Any]:
     """Everything that `show` prints, as plain data. encoder_length None: as many tokens as each context.
 
-    context_lengths: if empty, the usual ones, as far as the model has positions.
+    context_lengths: if empty, the usual ones, as far as the model has positions. imported: the family of an imported
+    model.
     """
+    from heddle.lab.engines import engine_states
     from heddle.model.size import build_distinct_layers, measure_size
 
     model = build_distinct_layers(config, dtype)
@@ -176,6 +181,7 @@ def measure(
             }
             for context in sizes
         ],
+        "engines": [vars(engine) for engine in engine_states(model, sizes, imported)],
         "device": device,
         "kernels": kernels,
     }

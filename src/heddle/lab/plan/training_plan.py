@@ -82,7 +82,7 @@ def plan(
     from heddle.lab.plan.costs import plan_training
 
     result = plan_training(config, gpu, settings.gpus, _length(settings, config), settings.batch_size)
-    facts = _facts(result, settings.gpu, tokens)
+    facts = _facts(result, settings.gpu, tokens) | {"engines": _engine_facts(config, result, settings.design)}
     kinds = {mixer.kind for mixer, _ in config.equal_layers if mixer is not None}
     facts["not_fitted"] = sorted(kinds - FITTED_MIXERS)
     if settings.dry_run:
@@ -183,6 +183,20 @@ def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
         "layouts": [_candidate_facts(plan, candidate, tokens) for candidate in plan.candidates],
         "too_large": [_candidate_facts(plan, candidate, tokens) for candidate in plan.too_large],
     }
+
+
+def _engine_facts(config: "ModelConfig", plan: "Plan", design: Any) -> list[dict[str, Any]]:
+    """What engines allocate for the state of one sequence of the training's length, in bfloat16."""
+    import torch
+
+    from heddle.exchange.imported_checkpoint import imported_family
+    from heddle.lab.engines import engine_states
+    from heddle.model.size import build_distinct_layers, measure_size
+
+    model = build_distinct_layers(config, torch.bfloat16)
+    size = measure_size(model, plan.cost.sequence_length)
+    imported = imported_family(design) if isinstance(design, str) else None
+    return [vars(engine) for engine in engine_states(model, [size], imported)]
 
 
 def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None) -> dict[str, Any]:
