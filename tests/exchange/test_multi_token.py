@@ -256,14 +256,14 @@ def test_the_weight_of_their_loss_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_transformers_drafts_with_an_export(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_drafts_with_an_export(family: str, tmp_path: Path) -> None:
     """It finds them by the numbers of published layers, which are not those of a small model."""
     source = load(saved(family).folder)
     export(source.model, tmp_path / "out", imported=source)
     with in_float64(CASES[family].module):
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64, **PLAIN).eval()
         patterns = [rf"model\.layers\.{CASES[family].depth + index}\." for index in range(CASES[family].modules)]
-        monkeypatch.setattr(type(theirs), "_keys_to_ignore_on_load_unexpected", patterns)
+        theirs._keys_to_ignore_on_load_unexpected = patterns
         modules = MtpModel.from_pretrained(theirs)
         names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj"}
         for module, own in zip(modules.layers, source.model.multi_token, strict=True):
@@ -290,8 +290,8 @@ LEFT_OUT: dict[str, tuple[str, Change, str]] = {
     ),
     "another head": (
         "glm4_moe",
-        lambda tensors: tensors | {"model.layers.4.shared_head.head.weight": tensors["lm_head.weight"] * 2},
-        "tensor 'model.layers.4.shared_head.head.weight' is not the model's 'lm_head.weight'",
+        lambda tensors: tensors | {"model.layers.3.shared_head.head.weight": tensors["lm_head.weight"] * 2},
+        "tensor 'model.layers.3.shared_head.head.weight' is not the model's 'lm_head.weight'",
     ),
     "an embedding of its own": (
         "qwen3_5_text",
@@ -380,6 +380,12 @@ def test_names_of_a_trainer_and_stacked_experts(tmp_path: Path) -> None:
         "glm4_moe", tmp_path / "student", lambda tensors: {f"student.{name}": tensors[name] for name in tensors}
     )
     assert error(load(student).model, "glm4_moe") <= ERROR
+
+    def another(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        changed = _of_one(lambda own: own | {"model.layers.3.embed_tokens.weight": own["lm_head.weight"]})(tensors)
+        return {f"student.{name}": tensor for name, tensor in changed.items()}
+
+    assert load(altered("glm4_moe", tmp_path / "another", another)).model.config.multi_token is None
 
 
 def test_what_transformers_saves_again_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

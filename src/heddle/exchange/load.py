@@ -232,7 +232,12 @@ class TensorNames:
             self.added = "" if embedding in names else self.base
             return
         ends = (embedding, embedding.removeprefix(self.base))
-        found = {name: end for end in reversed(ends) for name in names if name.endswith(f".{end}")}
+        found = {
+            name: end
+            for end in reversed(ends)
+            for name in names  # a multi-token module may repeat the embedding, below the number of its layer
+            if name.endswith(f".{end}") and not name.removesuffix(f".{end}").rpartition(".")[2].isdigit()
+        }
         if len(found) > 1:
             two = " and ".join(f"'{name}'" for name in sorted(found)[:2])
             raise CheckpointError(f"{source}: holds several models ({two}); save the weights of one of them alone")
