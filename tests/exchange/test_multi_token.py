@@ -215,7 +215,7 @@ def test_another_module_is_told_apart(family: str, fault: str) -> None:
 def test_states_before_the_models_last_norm_are_told_apart(family: str) -> None:
     model = load(saved(family).folder).model
     normed = model.final_norm
-    model.final_norm = nn.Identity()  # type: ignore[assignment]
+    model.final_norm = nn.Identity()
     hidden = model(TOKENS)[0].detach()
     model.final_norm = normed
     [first, *_] = model.predict_ahead(hidden, TOKENS)

@@ -12,7 +12,8 @@ from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 
 # The multi-token modules of V3 and of the families that took them over, as further layers. Their feed-forwards are
-# mixtures, also where the model's last layer is dense.
+# mixtures, also where the model's last layer is dense. Published models have one; of several, each reads the states
+# after the last norm of the one before, as in transformers.
 MODULES = ModuleNames(
     "num_nextn_predict_layers",
     prefix="model.layers.{layer}",
