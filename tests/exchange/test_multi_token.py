@@ -1,6 +1,7 @@
 """Multi-token modules of families: transformers' own in float64, files back and forth, and what is left out."""
 
 import importlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -397,3 +398,24 @@ def test_what_transformers_saves_again_has_none(tmp_path: Path, capsys: pytest.C
     assert model.config == source.model.config.replace(multi_token=None)
     assert "holds no multi-token modules, which the exported design has" in capsys.readouterr().err
     assert torch.equal(our_logits(model, TOKENS), our_logits(source.model, TOKENS))
+
+
+def test_beside_images_and_in_eight_bits(tmp_path: Path) -> None:
+    family = "qwen3_5_text"
+    sees = altered(
+        family,
+        tmp_path / "sees",
+        lambda tensors: {re.sub(r"^model\.", "model.language_model.", name): tensors[name] for name in tensors},
+    )
+    config = {"model_type": "qwen3_5", "text_config": read_json(sees), "vision_config": {}}
+    (sees / "config.json").write_text(to_json(config))
+    assert error(load(sees).model, family) <= ERROR
+
+    name = "model.layers.3.self_attn.o_proj.weight"
+    whole = stored(saved("deepseek_v3").folder)[name]
+    packed = {name: (whole / 2).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1, 1), 2.0)}
+    eight = altered("deepseek_v3", tmp_path / "eight", lambda tensors: tensors | packed)
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (eight / "config.json").write_text(to_json(read_json(eight) | {"quantization_config": quantization}))
+    model = load(eight, dequantize=torch.float64).model
+    assert torch.equal(model.get_parameter("multi_token.0.layer.mixer.out.weight"), packed[name].double() * 2)
