@@ -45,7 +45,8 @@ def _families() -> Iterator[str]:
         yield prose(importlib.import_module(f"heddle.exchange.families.{name.replace('-', '_')}").__doc__)
         notes = [f"Class: `{family.architecture}`{_equal(name)}."]
         if family.ignored_tensors:
-            notes.append(f"Ignored tensors: {', '.join(f'`{pattern}`' for pattern in family.ignored_tensors)}.")
+            where = "" if family.multi_token is None else " where no modules are read"
+            notes.append(f"Ignored tensors{where}: {', '.join(f'`{pattern}`' for pattern in family.ignored_tensors)}.")
         yield " ".join(notes)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.family_match import FamilyMatch, best_match, chosen_match, design_from_config, differences
+from heddle.exchange.family_match import FamilyMatch, best_match, chosen_match, differences, exported_design
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import build_weight_map
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SINGLE_FILE, to_json
@@ -69,10 +69,12 @@ class HFTensors(Mapping[str, Tensor]):
         unmapped = self.weight_map.unmapped_parameters()
         assert not unmapped, f"{family.model_type}: no rule for {unmapped}"
         self.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        self.names = list(self.weight_map.rules)
+        self.names = [*self.weight_map.rules, *self.weight_map.copies]
 
     def __getitem__(self, name: str) -> Tensor:
         """Make one tensor."""
+        if name in self.weight_map.copies:
+            return self.parameters[self.weight_map.copies[name]]
         rule = self.weight_map.rules[name]
         parameters = [
             self.parameters[ref] if isinstance(ref, str) else self.parameters[ref[0]][ref[1]] for ref in rule.parameters
@@ -99,7 +101,7 @@ def _with_family_length(match: FamilyMatch, model: Decoder, preserved: dict[str,
     if length is None:
         return fields
     length_field = {next((name for name in names if name in match.config), names[0]): length}
-    exported = design_from_config(match.config | length_field, match.family)
+    exported = exported_design(model.config, match.config | length_field, match.family)
     return fields if differences(model.config, exported) else fields | length_field
 
 

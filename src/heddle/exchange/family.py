@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.exchange.config_reader import ConfigReader, short_repr
-from heddle.model.config import ModelConfig
+from heddle.model.config import MAX_LAYERS, ModelConfig, MultiTokenConfig
 
 # How the parameters of a heddle model correspond to the tensors of a Hugging Face checkpoint, in both directions.
 #
@@ -90,12 +90,14 @@ class TensorRule:
 class WeightMap:
     """The rules of one model, by Hugging Face name. A family's `map_weights` adds them.
 
-    shapes: the shape of every parameter of the heddle model.
+    shapes: the shape of every parameter of the heddle model. copies: tensors that repeat a parameter, which another
+    rule reads; an export writes them.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self.shapes = shapes
         self.rules: dict[str, TensorRule] = {}
+        self.copies: dict[str, str] = {}
         self.alternatives: dict[str, tuple[TensorRule, tuple[str, ...]]] = {}
 
     def add_tensor(self, hf_name: str, *parameters: ParameterRef, transform: TensorTransform = CONCATENATED) -> None:
@@ -158,6 +160,50 @@ def parameter_name(ref: ParameterRef) -> str:
     return ref if isinstance(ref, str) else ref[0]
 
 
+@dataclass(frozen=True)
+class ModuleNames:
+    """A family's names of its multi-token modules, which compute what heddle's do (`model/multi_token.py`).
+
+    count_field: says in config.json how many there are. prefix, layer: what the names of a module's tensors, and of its
+    layer's, begin with; {layer} stands for the number of the model's layers and the modules before it. parts: names of
+    its other parts below `prefix`, with heddle's. copies: tensors below it that repeat the model's embedding or head.
+    fits: whether the last layer of a design is of the kind that the family's modules have. most: how many a file holds.
+    """
+
+    count_field: str
+    prefix: str
+    layer: str
+    parts: Mapping[str, str]
+    fits: Callable[[ModelConfig], bool]
+    copies: Mapping[str, str] = field(default_factory=dict)
+    most: int = MAX_LAYERS
+
+    def prefixes(self, design: ModelConfig) -> list[str]:
+        """The prefix of each module of a design."""
+        depth = 0 if design.multi_token is None else design.multi_token.depth
+        return [self.prefix.format(layer=design.depth + index) for index in range(depth)]
+
+    def layers(self, design: ModelConfig) -> list[tuple[str, str]]:
+        """The names of each module's layer, the family's and heddle's."""
+        return [
+            (self.layer.format(layer=design.depth + index), f"multi_token.{index}.layer")
+            for index, _ in enumerate(self.prefixes(design))
+        ]
+
+    def map_parts(self, design: ModelConfig, weights: WeightMap) -> None:
+        """Add the rules of each module for all but its layer."""
+        for index, prefix in enumerate(self.prefixes(design)):
+            for hf, heddle in self.parts.items():
+                weights.add_module(f"{prefix}.{hf}", f"multi_token.{index}.{heddle}")
+            for hf, heddle in self.copies.items():
+                weights.copies[f"{prefix}.{hf}.weight"] = f"{'embed' if design.head.tied else heddle}.weight"
+
+    def fitting(self, design: ModelConfig) -> MultiTokenConfig | None:
+        """The modules of a design if it has some and the family can have them."""
+        modules = design.multi_token
+        return modules if modules is not None and modules.depth <= self.most and self.fits(design) else None
+
+
 FAMILIES_FOLDER = Path(__file__).parent / "families"
 NOT_READ_FILE = Path(__file__).parent / "not_read.json"
 
@@ -174,6 +220,8 @@ class Family:
     * for anything.
     priority: if several families match a design exactly, the one with the lowest number is used.
     documents: text files that an export writes beside the weights, by name.
+    multi_token: the names of its multi-token modules, if heddle reads them. Those that a file holds are read, whatever
+    its config says.
     """
 
     model_type: str
@@ -184,6 +232,7 @@ class Family:
     ignored_tensors: tuple[str, ...] = ()
     priority: int = 100
     documents: Mapping[str, str] = field(default_factory=dict)
+    multi_token: ModuleNames | None = None
 
 
 @cache

@@ -91,10 +91,12 @@ def match_family(design: ModelConfig, family: Family, allow_base_class: bool = T
     is its embedding.
     """
     config = family.write_config(design.resolved())
+    if family.multi_token is not None and (modules := family.multi_token.fitting(design)) is not None:
+        config |= {family.multi_token.count_field: modules.depth}
     if not allow_base_class:
         config.pop("architectures", None)
     try:
-        return FamilyMatch(family, config, tuple(differences(design, design_from_config(config, family))))
+        return FamilyMatch(family, config, tuple(differences(design, exported_design(design, config, family))))
     except HeddleError as error:
         path = error.path if isinstance(error, DesignError) else "design"
         return FamilyMatch(family, config, (Mismatch(path, MISSING, MISSING),) * 1000)  # ranked last
@@ -105,7 +107,8 @@ def design_from_config(
 ) -> ModelConfig:
     """The design of a config. Raises ConfigError naming the field that is unknown, unsupported or wrong.
 
-    noted: collects the names of fields that are set but change nothing that the model computes.
+    Modules for multi-token prediction are not in it. noted: collects the names of fields that are set but change
+    nothing that the model computes.
     """
     reader = ConfigReader(config, source)
     try:
@@ -118,6 +121,8 @@ def design_from_config(
         raise ConfigError(
             f"{source}: its fields do not make a {family.architecture} ({hint}); restore the file"
         ) from error
+    if family.multi_token is not None:
+        reader.optional(family.multi_token.count_field)
     reader.note(*NOTED_FIELDS)
     reader.check_all_read()
     if noted is not None:
@@ -126,6 +131,13 @@ def design_from_config(
         return parse_config(ModelConfig, DEFAULTS | data)
     except DesignError as error:
         raise DesignError(error.path, f"{error.reason} (as {source} makes it)") from error
+
+
+def exported_design(design: ModelConfig, config: dict[str, Any], family: Family) -> ModelConfig:
+    """What a family makes of the config that it writes of a design; an import finds multi-token modules by tensors."""
+    exported = design_from_config(config, family)
+    modules = None if family.multi_token is None else family.multi_token.fitting(design)
+    return exported if modules is None else exported.replace(multi_token=modules)
 
 
 def rank_families(design: ModelConfig, preferred: str | None = None) -> list[FamilyMatch]:
@@ -159,7 +171,7 @@ def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str
     matches.sort(key=lambda match: match.family.model_type != preferred)
     fitting = {}
     for match in [*matches, match_family(design, families()[HEDDLE])]:
-        lost = differences(design, design_from_config(match.config, match.family), training=True)
+        lost = differences(design, exported_design(design, match.config, match.family), training=True)
         fitting[match.family.model_type] = tuple(f"{each.path}={_display(each.actual)}" for each in lost)
     return fitting
 

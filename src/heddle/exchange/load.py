@@ -14,12 +14,12 @@ from heddle.config import parse_config
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import ConfigReader, list_fields
 from heddle.exchange.dequantized_folder import DequantizedFolder
-from heddle.exchange.family import Family, TensorRule, WeightMap, family_of, parameter_name
+from heddle.exchange.family import Family, ModuleNames, TensorRule, WeightMap, family_of, parameter_name
 from heddle.exchange.family_match import design_from_config, differences
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder
 from heddle.exchange.tokenizer_files import chosen_tokenizer, read_tokenizer_files
-from heddle.model.config import ModelConfig
+from heddle.model.config import ModelConfig, MultiTokenConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import storage_dtype
 from heddle.progress import print_status
@@ -66,6 +66,7 @@ def load(
     design = original_design(checkpoint.config, family, source, noted)
     _print_notes(noted, family, source)
     try:
+        design = with_stored_modules(design, family, checkpoint)
         model = build(design, device="meta")
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 63 bits
         raise ConfigError(f"{source}: asks for tensors larger than any machine holds; restore the file") from error
@@ -106,10 +107,76 @@ def original_design(
     heddle_fields = config.get("heddle")
     if isinstance(heddle_fields, dict) and isinstance(heddle_fields.get("design"), dict):
         stored = parse_config(ModelConfig, heddle_fields["design"])
-        if not differences(stored, design):
+        bare = stored if family.multi_token is None else stored.replace(multi_token=None)
+        if not differences(bare, design):
             return stored
         print_status(f"warning: {source}: was changed after the export, so the design stored in it is not used")
     return design
+
+
+def with_stored_modules(design: ModelConfig, family: Family, checkpoint: SafetensorsFolder) -> ModelConfig:
+    """The design with the multi-token modules that a folder holds, whatever its config says.
+
+    Modules that do not compute what heddle's do are left out; a notice says why.
+    """
+    names = family.multi_token
+    if names is None:
+        return design
+    bare, depth = design.replace(multi_token=None), _stored_modules(design, names, checkpoint.tensor_specs())
+    if not depth:
+        if design.multi_token is not None:
+            print_status(f"noted: {checkpoint.folder}: holds no multi-token modules, which the exported design has")
+        return bare
+    design = design.replace(multi_token=(design.multi_token or MultiTokenConfig()).replace(depth=depth))
+    reason = "they are more, or their layer is another, than heddle reads of this family"
+    if names.fitting(design) is not None:
+        differs = _module_difference(design, family, checkpoint)
+        if differs is None:
+            return design
+        reason = differs
+    print_status(f"ignored: the multi-token modules of {checkpoint.folder}: {reason}")
+    return bare
+
+
+def _stored_modules(design: ModelConfig, names: ModuleNames, stored: Iterable[str]) -> int:
+    """How many modules, from the first on, have a projection among tensors, which may lack the first word."""
+    [projection] = [hf for hf, heddle in names.parts.items() if heddle == "projection"]
+    known, count = [f".{_without_wrappers(name)}" for name in stored], 0
+    while count < names.most:
+        prefix = names.prefix.format(layer=design.depth + count).removeprefix("model.")
+        if not any(name.endswith(f".{prefix}.{projection}.weight") for name in known):
+            break
+        count += 1
+    return count
+
+
+def _module_difference(design: ModelConfig, family: Family, checkpoint: SafetensorsFolder) -> str | None:
+    """Why a folder's multi-token modules are not those of a design, or None if they are."""
+    assert family.multi_token is not None
+    weight_map = build_weight_map(family, build(design, device="meta"))
+    stored = checkpoint.tensor_specs()
+    names = TensorNames(weight_map, stored, str(checkpoint.folder))
+    own = {names(name): name for name in stored}
+    weight_map.use_alternatives(own)
+    rules = {parameter_name(rule.parameters[0]): rule.hf_name for rule in weight_map.rules.values()}
+    wanted = {
+        rule.hf_name
+        for rule in weight_map.rules.values()
+        if parameter_name(rule.parameters[0]).startswith("multi_token.")
+    }
+    prefixes = tuple(f"{prefix}." for prefix in family.multi_token.prefixes(design))
+    found = {name for name in own if name.startswith(prefixes) and _matching_prefix(name, IGNORED_TENSORS) is None}
+    if missing := sorted(wanted - found):
+        return f"tensor '{missing[0]}' is missing"
+    if unknown := sorted(found - wanted - weight_map.copies.keys()):
+        return f"tensor '{unknown[0]}' has no part in heddle's"
+    for name, parameter in weight_map.copies.items():
+        main = rules[parameter]
+        if name in own and main in own:
+            copy, original = (checkpoint.tensor(stored[own[each]][0], own[each]) for each in (name, main))
+            if not torch.equal(copy.to(original.dtype), original):
+                return f"tensor '{name}' is not the model's '{main}', which heddle's share"
+    return None
 
 
 def _missing(name: str) -> str:
@@ -122,7 +189,13 @@ def build_weight_map(family: Family, model: Decoder) -> WeightMap:
     """The rules between a model's parameters and a family's tensors."""
     weight_map = WeightMap({name: parameter.shape for name, parameter in model.named_parameters()})
     family.map_weights(model.config, weight_map)
+    if family.multi_token is not None:
+        family.multi_token.map_parts(model.config, weight_map)
     return weight_map
+
+
+def _matching_prefix(name: str, prefixes: Iterable[str]) -> str | None:
+    return next((prefix for prefix in prefixes if fnmatchcase(name, prefix + "*")), None)
 
 
 class WeightSource(Protocol):
@@ -148,7 +221,7 @@ class TensorNames:
 
     def __init__(self, weight_map: WeightMap, stored_names: Iterable[str], source: str) -> None:
         rules = weight_map.rules
-        self.known = {*rules, *weight_map.alternatives}
+        self.known = {*rules, *weight_map.alternatives, *weight_map.copies}
         embedding = next((name for name, rule in rules.items() if rule.parameters[0] == EMBEDDING), "")
         base, _, rest = embedding.partition(".")
         is_base = bool(rest) and sum(name.startswith(f"{base}.") for name in rules) > len(rules) // 2
@@ -159,7 +232,12 @@ class TensorNames:
             self.added = "" if embedding in names else self.base
             return
         ends = (embedding, embedding.removeprefix(self.base))
-        found = {name: end for end in reversed(ends) for name in names if name.endswith(f".{end}")}
+        found = {
+            name: end
+            for end in reversed(ends)
+            for name in names  # a multi-token module may repeat the embedding, below the number of its layer
+            if name.endswith(f".{end}") and not name.removesuffix(f".{end}").rpartition(".")[2].isdigit()
+        }
         if len(found) > 1:
             two = " and ".join(f"'{name}'" for name in sorted(found)[:2])
             raise CheckpointError(f"{source}: holds several models ({two}); save the weights of only one")
@@ -212,6 +290,8 @@ class _WeightLoader:
                 self._check_tensor(rule, tensor, source)
                 first = self.parameters[parameter_name(rule.parameters[0])]
                 self._copy_into(rule, tensor if dtype is None else tensor.to(storage_dtype(first, dtype)))
+            elif name in self.weight_map.copies:
+                continue  # compared before
             elif (prefix := self._ignored_prefix(name)) is not None:
                 ignored.add(prefix)
             elif self.model.config.head.tied and name in HF_HEAD_WEIGHTS:
@@ -239,8 +319,7 @@ class _WeightLoader:
     def _ignored_prefix(self, name: str) -> str | None:
         """The prefix of tensors to ignore that matches a name, or None."""
         patterns = IGNORED_TENSORS + self.family.ignored_tensors + self.checkpoint.ignored_tensors
-        prefixes = [pattern.format(depth=self.model.config.depth) for pattern in patterns]
-        return next((prefix for prefix in prefixes if fnmatchcase(name, prefix + "*")), None)
+        return _matching_prefix(name, [pattern.format(depth=self.model.config.depth) for pattern in patterns])
 
     def _check_tensor(self, rule: TensorRule, tensor: Tensor, source: str) -> None:
         if not tensor.is_floating_point() or tensor.element_size() == 1:
@@ -291,7 +370,8 @@ class LazyCheckpoint:
         self.checkpoint = SafetensorsFolder(folder)
         source = str(folder / CONFIG_FILE)
         self.family = family_of(self.checkpoint.config, source)
-        self.design = original_design(self.checkpoint.config, self.family, source)
+        design = original_design(self.checkpoint.config, self.family, source)
+        self.design = with_stored_modules(design, self.family, self.checkpoint)
         self._model = build(self.design, device="meta")
         self._weight_map = build_weight_map(self.family, self._model)
         stored = self.checkpoint.tensor_specs()

@@ -9,9 +9,9 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.family import WeightMap
+from heddle.exchange.family import ModuleNames, WeightMap
 from heddle.exchange.rope import read_rope, write_rope
-from heddle.model.config import HeadConfig, ModelConfig
+from heddle.model.config import HeadConfig, LayerConfig, ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 
 MapModule = Callable[[WeightMap, str, str], None]  # from the names of a module, `hf` and `heddle`
@@ -164,6 +164,15 @@ def map_embedding_and_head(
         weights.add_module("lm_head", "head")
 
 
+def named_layers(design: ModelConfig, modules: ModuleNames | None = None) -> list[tuple[str, str, LayerConfig]]:
+    """The names of every layer, the family's and heddle's, and its config; then those of multi-token modules."""
+    layers = [
+        (f"model.layers.{index}", f"layers.{index}", layer) for index, layer in enumerate(design_parts.layers(design))
+    ]
+    of_modules = [] if modules is None else modules.layers(design)
+    return [*layers, *((hf, heddle, design.last_layer) for hf, heddle in of_modules)]
+
+
 def map_attention(
     weights: WeightMap, hf: str, heddle: str, out: str = "o_proj", norms: tuple[str, str] = ("q_norm", "k_norm")
 ) -> None:
@@ -193,15 +202,15 @@ def map_weights(
     map_feedforward: MapModule = map_gated,
     feedforward: str = "mlp",
     map_mixer: MapModule = map_attention,
+    modules: ModuleNames | None = None,
 ) -> None:
     """All of Llama's tensor names; those that the design lacks are skipped.
 
     map_norms: maps the norms of a layer. map_feedforward: its feed-forward, whose Hugging Face name is `feedforward`.
-    map_mixer: its attention.
+    map_mixer: its attention. modules: the names of multi-token modules, whose layers are mapped, too.
     """
     map_embedding_and_head(design, weights)
-    for index in range(design.depth):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+    for hf, heddle, _ in named_layers(design, modules):
         map_mixer(weights, hf, heddle)
         map_feedforward(weights, f"{hf}.{feedforward}", f"{heddle}.feedforward")
         map_norms(weights, hf, heddle)

@@ -5,11 +5,28 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _moe
-from heddle.exchange.family import WeightMap, interleaved_by_group
+from heddle.exchange.family import ModuleNames, WeightMap, interleaved_by_group
 from heddle.exchange.rope import read_rope, write_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
+
+# The multi-token modules of V3 and of the families that took them over, as further layers. Their feed-forwards are
+# mixtures, also where the model's last layer is dense. Published models have one; of several, each reads the states
+# after the last norm of the one before, as in transformers.
+MODULES = ModuleNames(
+    "num_nextn_predict_layers",
+    prefix="model.layers.{layer}",
+    layer="model.layers.{layer}",
+    parts={
+        "enorm": "embedding_norm",
+        "hnorm": "hidden_norm",
+        "eh_proj": "projection",
+        "shared_head.norm": "final_norm.norm",
+    },
+    copies={"embed_tokens": "embed", "shared_head.head": "head"},
+    fits=lambda design: isinstance(design.last_layer.feedforward, MoEConfig),
+)
 
 
 def read_attention(config: ConfigReader, layout: str, query_rank: int = 1536) -> dict[str, Any]:
@@ -93,7 +110,7 @@ def read_sigmoid_routing(config: ConfigReader, renormalize: bool = True) -> dict
 
     The balancing bias keeps its loaded value (`bias_update` 0). renormalize: the family's default.
     """
-    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+    for name in (MODULES.count_field, "num_mtp_layers"):
         config.optional(name)
     config.expect("scoring_func", "sigmoid", default="sigmoid")
     config.expect("topk_method", "noaux_tc", default="noaux_tc")
@@ -177,8 +194,7 @@ def shared_experts(moe: MoEConfig) -> int:
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """The tensor names of both versions."""
     _common.map_embedding_and_head(design, weights)
-    for index, layer in enumerate(design_parts.layers(design)):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+    for hf, heddle, layer in _common.named_layers(design, MODULES):
         map_attention(weights, f"{hf}.self_attn", f"{heddle}.mixer", getattr(layer.mixer, "heads", 1))
         map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward")
         _common.map_pre_norms(weights, hf, heddle)

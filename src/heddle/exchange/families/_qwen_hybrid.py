@@ -9,13 +9,35 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
-from heddle.exchange.family import DEPTHWISE_CONV, WeightMap, interleaved_by_group
+from heddle.exchange.family import DEPTHWISE_CONV, ModuleNames, WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_ROTARY_FACTOR = 0.25  # if the config has none
+IGNORED_TENSORS = ("mtp.",)
+
+
+def _fits(design: ModelConfig) -> bool:
+    """Whether the last layer has softmax attention, and experts if any layer has."""
+    return isinstance(design.last_layer.mixer, AttentionConfig) and design_parts.has_experts(design)[-1] == any(
+        design_parts.has_experts(design)
+    )
+
+
+def module_names(count_field: str) -> ModuleNames:
+    """The names of the one multi-token module, whose layer has softmax attention; `count_field` says if there is one.
+
+    Several would share their norms and their projection, as heddle's do not.
+    """
+    parts = {
+        "pre_fc_norm_embedding": "embedding_norm",
+        "pre_fc_norm_hidden": "hidden_norm",
+        "fc": "projection",
+        "norm": "final_norm.norm",
+    }
+    return ModuleNames(count_field, prefix="mtp", layer="mtp.layers.0", parts=parts, fits=_fits, most=1)
 
 
 def read_design(config: ConfigReader, feedforwards: list[dict[str, Any]]) -> dict[str, Any]:
@@ -86,15 +108,19 @@ def mixer_types(design: ModelConfig) -> list[str]:
 
 
 def map_weights(
-    design: ModelConfig, weights: WeightMap, map_inputs: Callable[[WeightMap, str, str, int], None]
+    design: ModelConfig,
+    weights: WeightMap,
+    map_inputs: Callable[[WeightMap, str, str, int], None],
+    modules: ModuleNames,
 ) -> None:
     """Llama's tensor names, those of the delta rule, and those of experts.
 
     map_inputs: maps the projections of the delta rule's input, given its key heads: each family has its own order.
+    modules: the names of the multi-token module.
     """
     _common.map_embedding_and_head(design, weights)
-    for index, layer in enumerate(design_parts.layers(design)):
-        hf, heddle, mixer = f"model.layers.{index}", f"layers.{index}", layer.mixer
+    for hf, heddle, layer in _common.named_layers(design, modules):
+        mixer = layer.mixer
         if isinstance(mixer, GatedDeltaConfig):
             delta, own = f"{hf}.linear_attn", f"{heddle}.mixer"
             map_inputs(weights, delta, own, mixer.key_heads or mixer.heads)

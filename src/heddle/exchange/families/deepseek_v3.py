@@ -1,6 +1,6 @@
 """DeepSeek-V3 (DeepSeek-AI 2024): as V2, with sigmoid scores, a balancing bias, and experts chosen within groups.
 
-The multi-token prediction layers (`num_nextn_predict_layers`) are ignored; they do not change the next token's logits.
+Multi-token modules (`num_nextn_predict_layers`) are read where the weights hold them, as further layers.
 """
 
 from typing import Any
@@ -34,4 +34,5 @@ FAMILY = Family(
     write_config,
     _deepseek.map_weights,
     ignored_tensors=("model.layers.{depth}.",),
+    multi_token=_deepseek.MODULES,
 )

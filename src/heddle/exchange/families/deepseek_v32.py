@@ -1,6 +1,6 @@
 """DeepSeek-V3.2 (DeepSeek-AI 2025): V3, with an indexer in each layer that selects the keys of a query.
 
-The multi-token prediction layers (`num_nextn_predict_layers`) are ignored; they do not change the next token's logits.
+Multi-token modules (`num_nextn_predict_layers`) are read where the weights hold them, as further layers.
 """
 
 from typing import Any
@@ -51,9 +51,9 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Those of V3, and the indexers'."""
     _deepseek.map_weights(design, weights)
-    for index in range(design.depth):
+    for layer, own, _ in _common.named_layers(design, _deepseek.MODULES):
         for hf, heddle in INDEXER.items():
-            weights.add_module(f"model.layers.{index}.self_attn.indexer.{hf}", f"layers.{index}.mixer.indexer.{heddle}")
+            weights.add_module(f"{layer}.self_attn.indexer.{hf}", f"{own}.mixer.indexer.{heddle}")
 
 
 FAMILY = Family(
@@ -63,4 +63,5 @@ FAMILY = Family(
     write_config,
     map_weights,
     ignored_tensors=("model.layers.{depth}.",),
+    multi_token=_deepseek.MODULES,
 )

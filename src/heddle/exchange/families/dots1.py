@@ -45,8 +45,8 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Llama's tensor names, and those of DeepSeek-V3's experts."""
-    _common.map_weights(design, weights, map_feedforward=_deepseek.map_feedforward)
+    """Llama's tensor names, and those of DeepSeek-V3's experts and multi-token modules."""
+    _common.map_weights(design, weights, map_feedforward=_deepseek.map_feedforward, modules=_deepseek.MODULES)
 
 
 FAMILY = Family("dots1", "Dots1ForCausalLM", read_config, write_config, map_weights)

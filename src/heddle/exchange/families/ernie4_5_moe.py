@@ -1,4 +1,7 @@
-"""ERNIE 4.5's mixtures (Baidu 2025): the dense models' attention, and softmax experts chosen with a balancing bias."""
+"""ERNIE 4.5's mixtures (Baidu 2025): the dense models' attention, and softmax experts chosen with a balancing bias.
+
+Multi-token modules (`model.mtp`) are ignored: their layer is dense and no norm follows it, unlike heddle's.
+"""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6 and 4.7 (GLM-4.5 Team 2025): partial RoPE, optional norms of q and k, DeepSeek-V3's experts.
 
-The multi-token prediction layers (`num_nextn_predict_layers`) are ignored; they do not change the next token's logits.
+Multi-token modules (`num_nextn_predict_layers`) are read where the weights hold them, as further layers.
 """
 
 from typing import Any
@@ -46,4 +46,5 @@ FAMILY = Family(
     write_config,
     dots1.map_weights,
     ignored_tensors=("model.layers.{depth}.",),
+    multi_token=_deepseek.MODULES,
 )

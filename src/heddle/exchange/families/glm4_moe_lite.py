@@ -1,6 +1,6 @@
 """GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3's latent attention and experts, with a list of which layers are dense.
 
-The multi-token prediction layers (`num_nextn_predict_layers`) are ignored; they do not change the next token's logits.
+Multi-token modules (`num_nextn_predict_layers`) are read where the weights hold them, as further layers.
 """
 
 from typing import Any
@@ -60,4 +60,5 @@ FAMILY = Family(
     write_config,
     _deepseek.map_weights,
     ignored_tensors=("model.layers.{depth}.",),
+    multi_token=_deepseek.MODULES,
 )

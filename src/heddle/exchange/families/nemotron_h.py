@@ -1,8 +1,8 @@
 """Nemotron-H, Nano 2 and 3 (NVIDIA 2025): Mamba-2, attention without positions, MLPs and experts, each a layer alone.
 
-The layers that predict further tokens (`mtp.`) are ignored; they do not change the next token's logits. Experts on
-latents (`moe_latent_size`) are refused. Time steps are `time_step_min` at least, as in transformers, whatever
-`time_step_limit` says. `residual_in_fp32` is about the precision of sums in narrow types.
+Multi-token modules (`mtp.`) are ignored: each is an attention layer and a mixture, where heddle's has one layer.
+Experts on latents (`moe_latent_size`) are refused. Time steps are `time_step_min` at least, as in transformers,
+whatever `time_step_limit` says. `residual_in_fp32` is about the precision of sums in narrow types.
 """
 
 from typing import Any

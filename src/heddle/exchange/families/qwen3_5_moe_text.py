@@ -1,6 +1,7 @@
 """The text model of Qwen3.5's and 3.6's mixtures (Qwen 2026): Qwen3.5 with experts and a shared expert in every layer.
 
-Multi-token prediction layers (`mtp.`) are ignored. `mrope_section` is for images: a text has one position per axis.
+The multi-token module (`mtp.`) is read where the weights hold it. `mrope_section` is for images: a text has one
+position per axis.
 """
 
 from typing import Any
@@ -53,6 +54,7 @@ FAMILY = Family(
     read_config,
     write_config,
     qwen3_5_text.map_weights,
-    ignored_tensors=qwen3_5_text.IGNORED_TENSORS,
+    ignored_tensors=_qwen_hybrid.IGNORED_TENSORS,
+    multi_token=qwen3_5_text.MODULES,
     priority=101,  # after Qwen3-Next, which fits the same designs, for older readers
 )

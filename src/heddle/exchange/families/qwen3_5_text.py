@@ -1,6 +1,7 @@
 """The text model of Qwen3.5 and 3.6 (Qwen 2026): Qwen3-Next's two kinds of mixers, with a dense feed-forward.
 
-Multi-token prediction layers (`mtp.`) are ignored. `mrope_section` is for images: a text has one position per axis.
+The multi-token module (`mtp.`) is read where the weights hold it. `mrope_section` is for images: a text has one
+position per axis.
 """
 
 from typing import Any
@@ -12,22 +13,21 @@ from heddle.model.config import ModelConfig
 
 # What the dense Qwen3.5 and its mixture share: Qwen3-Next's layers with one tensor for each input projection.
 
-IGNORED_TENSORS = ("mtp.",)
+MODULES = _qwen_hybrid.module_names("mtp_num_hidden_layers")
 
 
 def check_fixed_fields(config: ConfigReader) -> None:
-    """Fields with one value in every published model, and those of the layers that predict further tokens."""
+    """Fields with one value in every published model."""
     config.expect("attn_output_gate", True, default=True)
     config.expect("output_gate_type", "swish", None)
     config.expect("mamba_ssm_dtype", "float32", None)  # heddle's states have at least float32
-    for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
-        config.optional(name)
+    config.optional("mtp_use_dedicated_embeddings")  # a module with such tensors is not read
     config.expect("mlp_only_layers", [], None)
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """As Qwen3-Next's, with a tensor of their own for most projections of the delta rule."""
-    _qwen_hybrid.map_weights(design, weights, _map_inputs)
+    _qwen_hybrid.map_weights(design, weights, _map_inputs, MODULES)
 
 
 def _map_inputs(weights: WeightMap, hf: str, heddle: str, _: int) -> None:
@@ -48,5 +48,11 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "qwen3_5_text", "Qwen3_5ForCausalLM", read_config, write_config, map_weights, ignored_tensors=IGNORED_TENSORS
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    read_config,
+    write_config,
+    map_weights,
+    ignored_tensors=_qwen_hybrid.IGNORED_TENSORS,
+    multi_token=MODULES,
 )

@@ -1,6 +1,7 @@
 """Qwen3-Next (Qwen 2025): gated delta rule, gated softmax attention in every fourth layer, experts in every layer.
 
-Norms multiply by `1 + γ`, except for the delta rule's head norm. Multi-token prediction layers (`mtp.`) are ignored.
+Norms multiply by `1 + γ`, except for the delta rule's head norm. The multi-token module (`mtp.`) is read where the
+weights hold it and the model's last layer has softmax attention, as in published models.
 """
 
 from typing import Any
@@ -11,6 +12,8 @@ from heddle.exchange.families import _moe, _qwen_hybrid
 from heddle.exchange.families._qwen_hybrid import FULL
 from heddle.exchange.family import Family, WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
+
+MODULES = _qwen_hybrid.module_names("num_nextn_predict_layers")
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Projections with the same input are one tensor, interleaved by query head or key head."""
-    _qwen_hybrid.map_weights(design, weights, _map_inputs)
+    _qwen_hybrid.map_weights(design, weights, _map_inputs, MODULES)
 
 
 def _map_inputs(weights: WeightMap, hf: str, heddle: str, groups: int) -> None:
@@ -50,4 +53,12 @@ def _map_inputs(weights: WeightMap, hf: str, heddle: str, groups: int) -> None:
     weights.add_module(f"{hf}.in_proj_ba", f"{heddle}.beta", f"{heddle}.a", transform=interleaved_by_group(groups))
 
 
-FAMILY = Family("qwen3_next", "Qwen3NextForCausalLM", read_config, write_config, map_weights, ignored_tensors=("mtp.",))
+FAMILY = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    read_config,
+    write_config,
+    map_weights,
+    ignored_tensors=_qwen_hybrid.IGNORED_TENSORS,
+    multi_token=MODULES,
+)
