@@ -261,8 +261,9 @@ class ModelConfig(Config):
     def _check_residual(self) -> None:
         layers = [layer.config for layer in self.distinct_layers]
         most_branches = max((layer.mixer is not None) + (layer.feedforward is not None) for layer in layers)
+        mixers = {"" if layer.mixer is None else layer.mixer.kind for layer in layers}
         try:
-            self.residual.check_layers(self.depth, most_branches)
+            self.residual.check_layers(self.depth, most_branches, mixers)
         except DesignError as error:
             refuse(f"residual.{error.path}", error.reason)
 

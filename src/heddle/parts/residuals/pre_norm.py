@@ -28,7 +28,7 @@ class PreNormConfig(FinalNormConfig):
         """Whether it lacks a norm."""
         return not self.first_norm
 
-    def input_norm(self, branch: str) -> str:
+    def input_norm(self, branch: str, mixer: str) -> str:
         """Each branch has one."""
         return f"norms.{branch}"
 

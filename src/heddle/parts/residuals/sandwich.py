@@ -15,11 +15,11 @@ class SandwichConfig(FinalNormConfig):
 
     keeps_stream = True
 
-    def input_norm(self, branch: str) -> str:
+    def input_norm(self, branch: str, mixer: str) -> str:
         """Each branch has one."""
         return f"norms.{branch}"
 
-    def output_norm(self, branch: str) -> str:
+    def output_norm(self, branch: str, mixer: str) -> str:
         """Each branch has one."""
         return f"after.{branch}"
 
