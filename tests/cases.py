@@ -190,6 +190,9 @@ CASES: dict[str, Data] = {
     "latent-full-query": design(layer(latent(), repeat=2)),
     "latent-low-rank-query": design(layer(latent(query_rank=9, value_dim=9), repeat=2)),
     "latent-indexer": design(layer(latent(query_rank=9, indexer=indexer()), repeat=2)),
+    "latent-indexer-shared": design(
+        layer(latent(query_rank=9, indexer=indexer())), layer(latent(shared_index=True), None, repeat=2)
+    ),
     "latent-indexer-full-query": design(
         layer(latent(YARN, indexer=indexer(top_k=2, heads=3, loss=2.0))),
         layer(latent(None, indexer=indexer(top_k=4, head_dim=5)), None),

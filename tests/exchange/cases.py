@@ -1246,6 +1246,9 @@ CASES: dict[str, Case] = {
             | FACTORS
             | {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "tie_word_embeddings": True}
             | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "index_topk": 4},
+            "shared-index": OF_GLM_LITE
+            | INDEXER
+            | {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4, "index_topk": 5},
         },
         inert=OF_LATENTS | {"first_k_dense_replace"},
         fixed=frozenset({"mlp_bias"}),

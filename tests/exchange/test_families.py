@@ -249,6 +249,9 @@ INNER_WIDTHS = {
 }
 
 
+LISTS = ("layer_types", "mlp_layer_types", "layer_rope_theta", "indexer_types")  # an entry for each layer
+
+
 def shapes(model: Any) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
@@ -259,8 +262,9 @@ def follow(data: dict[str, Any], changed: str, value: Any) -> None:
     for table in (data, rope):
         if changed == "partial_rotary_factor" and changed in table:
             table[changed] = value
-    if changed == "num_hidden_layers" and "layer_types" in data:
-        data["layer_types"] = (data["layer_types"] * data[changed])[: data[changed]]
+    for name in LISTS:
+        if changed == "num_hidden_layers" and data.get(name):
+            data[name] = (data[name] * data[changed])[: data[changed]]
     if changed.endswith(("_attn_alpha_factor", "_attn_beta_factor")):
         data |= {re.sub("^[a-z]+", kind, changed): value for kind in ("full", "linear")}
     if changed == "qk_rope_head_dim":

@@ -50,13 +50,18 @@ class MixerConfig(Part, ABC):
 
     @property
     def reads_kv(self) -> bool:
-        """Whether it reads the keys and values of an earlier layer: the last one that has its own and `kv_kind`."""
+        """Whether it reads what `kv_read` says of an earlier layer: the last one that has its own and `kv_kind`."""
         return False
 
     @property
     def kv_kind(self) -> Any:
-        """What decides which layers can hand their keys and values to it; None: it hands over none and reads none."""
+        """What decides which layers can hand theirs to it; None: it hands over none and reads none."""
         return None
+
+    @property
+    def kv_read(self) -> tuple[str, str]:
+        """What `reads_kv` is about: the field that says so, and what is read."""
+        return "shared_kv", "keys and values"
 
     @property
     def adds_first_values(self) -> bool:
@@ -102,7 +107,7 @@ class Mixer(nn.Module, ABC):
     None: not stated. uses_layer_index: whether its formula depends on the number of its layer. absolute_positions:
     whether it depends on positions themselves, and not on their differences alone.
 
-    kv_source: the number of the layer whose keys and values it reads; value_source: that of the layer whose values it
+    kv_source: the number of the layer whose `kv_read` it reads; value_source: that of the layer whose values it
     adds to its own; kv_target: the number under which it hands over its own (`Layout.handed_over`). The model sets
     them. kv_fields, value_fields: what must be equal in both layers, by field.
     """
