@@ -9,7 +9,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _deepseek, _layer_types, _moe
 from heddle.exchange.family import Family
-from heddle.exchange.rope import FULL, SLIDING, read_ropes_by_layer_type, write_rope_table
+from heddle.exchange.rope import FULL, ORIGINAL_LENGTH, SLIDING, read_ropes_by_layer_type, write_rope_table
 from heddle.model.config import ModelConfig
 
 DENSE, SPARSE = _deepseek.DENSE, _deepseek.SPARSE
@@ -46,8 +46,8 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     mixer, ropes = design_parts.first_attention(design), _layer_types.ropes_by_layer_type(design)
     fields = _common.write_common(design) | _common.write_attention(design) | _moe.write_feedforwards(design)
-    for name in ("rope_theta", "rope_scaling", "decoder_sparse_step", "mlp_only_layers"):
-        del fields[name]
+    for name in ("rope_theta", "rope_scaling", ORIGINAL_LENGTH, "decoder_sparse_step", "mlp_only_layers"):
+        fields.pop(name, None)
     tables = [write_rope_table(rope, mixer.head_dim or design.width) for rope in ropes]
     return fields | {
         "attention_bias": mixer.bias is True,

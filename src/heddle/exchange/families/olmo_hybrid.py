@@ -24,9 +24,9 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     for name in INITIAL:
         config.optional(name)
     attention, depth = olmo2.read_mixer(config), _layer_types.read_depth(config)
-    table = config.data.get("rope_parameters") or {}
+    theta = (config.data.get("rope_parameters") or config.data).get("rope_theta")
     rope = read_rope(config, attention["head_dim"]) | olmo2.ROPE_CAST
-    attention["position"] = rope if table.get("rope_theta") is not None else None
+    attention["position"] = None if theta is None else rope
     delta = _qwen_hybrid.read_delta(config, 1e-5)
     delta["negative_eigenvalues"] = config.get("linear_allow_neg_eigval", True)
     mixers = {FULL: attention, LINEAR: delta}
