@@ -292,9 +292,13 @@ OF_MPT = frozenset(
 )
 
 OF_OLMO_HYBRID: Fields = {
-    "num_hidden_layers": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
-    "linear_value_head_dim": 9, "linear_conv_kernel_dim": 3,
+    "num_hidden_layers": 4, "layer_types": [LINEAR, FULL, LINEAR, FULL], "linear_conv_kernel_dim": 3,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 6,
 }  # fmt: skip
+# transformers saves the convolutions of q, k and v in thirds of all channels, which only fit where all are as wide.
+OF_OLMO_WIDTHS = frozenset(
+    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim".split()  # noqa: SIM905
+)
 OF_INITIAL_DELTA = (
     "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor",
 )  # fmt: skip
@@ -1131,7 +1135,13 @@ CASES: dict[str, Case] = {
             "by-types-tied-yarn": OF_K_EXAONE
             | YARN
             | {"layer_types": [FULL, SLIDING, SLIDING], "mlp_layer_types": ["sparse", "dense", "sparse"]}
-            | {"tie_word_embeddings": True, "num_key_value_heads": 1, "sliding_window": 5, "n_group": 1, "topk_group": 1},
+            | {
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+                "sliding_window": 5,
+                "n_group": 1,
+                "topk_group": 1,
+            },
             "one-kv-head-gelu": OF_K_EXAONE
             | {"sliding_window_pattern": 2, "hidden_act": "gelu", "num_key_value_heads": 6, "norm_topk_prob": False}
             | {"routed_scaling_factor": 0.75, "rms_norm_eps": 1e-3, "attention_dropout": 0.1},
@@ -1152,7 +1162,7 @@ CASES: dict[str, Case] = {
     ),
     "minicpm3": Case(
         {
-            "plain": OF_YOUTU,
+            "plain": OF_YOUTU | {"dim_model_base": 30},
             "biases-no-query-rank-untied": OF_YOUTU
             | {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
             | {"scale_emb": 3.0, "scale_depth": 2.5, "dim_model_base": 21, "hidden_act": "gelu"},
@@ -1164,13 +1174,16 @@ CASES: dict[str, Case] = {
     ),
     "mellum": Case(
         {
-            "plain": EXPERTS | {"layer_types": [SLIDING, SLIDING, SLIDING, FULL], "sliding_window": 7},
+            "plain": EXPERTS
+            | {"layer_types": [SLIDING, SLIDING, SLIDING, FULL], "mlp_layer_types": ["sparse", "dense", *["sparse"] * 2]}
+            | {"sliding_window": 7},
             "dense-layer-tied-biases": EXPERTS
             | {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "layer_types": [FULL, SLIDING, SLIDING, FULL]}
             | {"sliding_window": 5, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}
             | {"norm_topk_prob": False, "rope_parameters": by_type(ROUNDED, 5000.0)},
             "no-windows-gelu": EXPERTS
-            | {"num_key_value_heads": 3, "head_dim": 10, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
+            | {"num_key_value_heads": 3, "head_dim": 10, "hidden_act": "gelu", "rms_norm_eps": 1e-3}
+            | {"mlp_layer_types": ["dense", *["sparse"] * 3]},
         },
         inert=OF_LOSSES,
     ),
@@ -1187,7 +1200,7 @@ CASES: dict[str, Case] = {
     ),
     "granite_swa": Case(
         {
-            "plain": GRANITE_DENSE_ONLY | {"sliding_window": 7},
+            "plain": GRANITE_DENSE_ONLY | {"sliding_window": 7, "num_key_value_heads": 2},
             "thetas-biases-untied-yarn": GRANITE_DENSE_ONLY
             | YARN
             | {"layer_rope_theta": [0, 5000.0, 100], "layer_types": [FULL, SLIDING, SLIDING], "sliding_window": 5}
@@ -1235,7 +1248,14 @@ CASES: dict[str, Case] = {
             | {"n_heads": 4, "layer_norm_epsilon": 1e-3},
         },
         inert=frozenset({"max_seq_len", "emb_pdrop", "resid_pdrop", "learned_pos_emb", "embedding_fraction"}),
-        base={"vocab_size": 97, "d_model": 48, "n_heads": 8, "n_layers": 3, "initializer_range": 0.15, "pad_token_id": 0},
+        base={
+            "vocab_size": 97,
+            "d_model": 48,
+            "n_heads": 8,
+            "n_layers": 3,
+            "initializer_range": 0.15,
+            "pad_token_id": 0,
+        },
         fixed=OF_MPT,
     ),
     "glm_moe_dsa": Case(
@@ -1245,7 +1265,7 @@ CASES: dict[str, Case] = {
             | INDEXER
             | FACTORS
             | {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "tie_word_embeddings": True}
-            | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "index_topk": 4},
+            | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "index_n_heads": 8},
             "shared-index": OF_GLM_LITE
             | INDEXER
             | {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4, "index_topk": 5},
@@ -1255,13 +1275,14 @@ CASES: dict[str, Case] = {
     ),
     "olmo_hybrid": Case(
         {
-            "plain": OF_OLMO_HYBRID,
-            "rope-tied-by-types": OF_OLMO_HYBRID
-            | {"layer_types": [FULL, LINEAR, LINEAR, FULL], "tie_word_embeddings": True, "linear_allow_neg_eigval": False}
-            | {"num_key_value_heads": 1, "attention_bias": True, "linear_num_key_heads": 2, "rms_norm_eps": 1e-3}
+            "plain": OF_OLMO_HYBRID | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+            "rope-tied": OF_OLMO_HYBRID
+            | {"tie_word_embeddings": True, "linear_allow_neg_eigval": False, "num_key_value_heads": 1}
+            | {"attention_bias": True, "rms_norm_eps": 1e-3}
             | YARN,
         },
         inert=frozenset(OF_INITIAL_DELTA),
+        refused=OF_OLMO_WIDTHS,
         base=OWN_BASE,
     ),
     "apertus": Case(

@@ -58,7 +58,10 @@ READS_PADDING = {
     "falcon_h1": "mamba_proj_bias",
 }  # by model_type, if true
 # Names that transformers writes, and those of published files, which an export writes.
-WRITTEN_NAMES = {"kimi_linear": (r"block_sparse_moe\.(gate_proj|up_proj|down_proj)", r"mlp.\1")}
+WRITTEN_NAMES = {
+    "kimi_linear": (r"block_sparse_moe\.(gate_proj|up_proj|down_proj)", r"mlp.\1"),
+    "olmo_hybrid": (r"([13])\.feedforward_layer_norm", r"\1.post_attention_layernorm"),  # layers with attention
+}
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 

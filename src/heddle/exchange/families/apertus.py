@@ -1,4 +1,4 @@
-"""Apertus (Swiss AI 2025): Llama's decoder with norms of each head's q and k, and an MLP whose activation is learned."""
+"""Apertus (Swiss AI 2025): Llama's decoder with norms of each head's q and k, and an MLP of a learned activation."""
 
 from typing import Any
 

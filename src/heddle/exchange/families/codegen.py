@@ -23,9 +23,7 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     gptj.map_weights(design, weights, "out")
     for index in range(design.depth):
         roles = (f"layers.{index}.mixer.{role}" for role in "qvk")
-        weights.add_module(
-            f"transformer.h.{index}.attn.qkv_proj", *roles, transform=interleaved_by_group(BLOCKS)
-        )
+        weights.add_module(f"transformer.h.{index}.attn.qkv_proj", *roles, transform=interleaved_by_group(BLOCKS))
 
 
 FAMILY = Family(

@@ -43,6 +43,4 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     _common.map_weights(design, weights, map_feedforward=_map_feedforward)
 
 
-FAMILY = Family(
-    "exaone_moe", "ExaoneMoeForCausalLM", read_config, write_config, map_weights, ignored_tensors=("mtp.",)
-)
+FAMILY = Family("exaone_moe", "ExaoneMoeForCausalLM", read_config, write_config, map_weights, ignored_tensors=("mtp.",))

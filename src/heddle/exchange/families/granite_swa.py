@@ -1,4 +1,4 @@
-"""Granite with windows (IBM 2026): Granite 3 with sinks, windows in three of four layers, and a theta for each layer."""
+"""Granite with windows (IBM 2026): Granite 3 with sinks, windows in three of four layers, a theta for each layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Granite's mixtures with windows (IBM 2026): the layers of `granite_swa`, and routed experts and a shared one in each."""
+"""Granite's mixtures with windows (IBM 2026): the attention of `granite_swa`, routed experts and a shared one."""
 
 from typing import Any
 

@@ -28,11 +28,11 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    branches = granite.branch_multiplier(design) * design.depth**0.5
+    branches = granite.branch_multiplier(design)
     return _deepseek.write_dense(design) | {
         "mlp_bias": design_parts.first_gated(design).bias,
         "scale_emb": design.embedding.multiplier or 1.0,
-        "scale_depth": float(f"{branches:.12g}"),
+        "scale_depth": None if branches == 1.0 else float(f"{branches * design.depth**0.5:.12g}"),
         "dim_model_base": max(1, round(design.head.scale * design.width)),
     }
 

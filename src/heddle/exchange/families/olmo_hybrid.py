@@ -1,6 +1,7 @@
 """OLMo Hybrid (Team OLMo 2026): OLMo 3 without windows, and in most layers the gated delta rule, with norms before it.
 
-The delta rule may have β up to 2 (`linear_allow_neg_eigval`). Attention has no RoPE where `rope_parameters` is null.
+The delta rule may have β up to 2 (`linear_allow_neg_eigval`). Attention has no RoPE where the theta or the type of
+`rope_parameters` is null, as in published files.
 """
 
 from typing import Any
@@ -24,9 +25,10 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     for name in INITIAL:
         config.optional(name)
     attention, depth = olmo2.read_mixer(config), _layer_types.read_depth(config)
-    theta = (config.data.get("rope_parameters") or config.data).get("rope_theta")
+    table = config.data.get("rope_parameters") or {}
+    has_rope = all(table.get(name, True) is not None for name in ("rope_theta", "rope_type"))
     rope = read_rope(config, attention["head_dim"]) | olmo2.ROPE_CAST
-    attention["position"] = None if theta is None else rope
+    attention["position"] = rope if has_rope else None
     delta = _qwen_hybrid.read_delta(config, 1e-5)
     delta["negative_eigenvalues"] = config.get("linear_allow_neg_eigval", True)
     mixers = {FULL: attention, LINEAR: delta}
@@ -39,7 +41,10 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    fields, delta = olmo2.write_config(design) | _qwen_hybrid.write_delta(design), design_parts.first_gated_delta(design)
+    fields, delta = (
+        olmo2.write_config(design) | _qwen_hybrid.write_delta(design),
+        design_parts.first_gated_delta(design),
+    )
     if not any(design_parts.has_rope(mixer) for mixer in design_parts.mixers(design)):
         fields |= {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_scaling": None}
     del fields["head_dim"], fields["rope_theta"]
@@ -48,15 +53,19 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """OLMo 2's tensor names in layers of attention; published files have a convolution for each of q, k and v."""
-    olmo2.map_weights(design, weights)
+    _common.map_embedding_and_head(design, weights)
     for index, layer in enumerate(design_parts.layers(design)):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        _common.map_gated(weights, f"{hf}.mlp", f"{heddle}.feedforward")
         if isinstance(layer.mixer, GatedDeltaConfig):
-            for name in ("attention", "feedforward"):  # norms before these branches have names of their own
-                del weights.rules[f"{hf}.post_{name}_layernorm.weight"]
             weights.add_module(f"{hf}.attention_layer_norm", f"{heddle}.residual.norms.mixer")
             weights.add_module(f"{hf}.feedforward_layer_norm", f"{heddle}.residual.norms.feedforward")
             _map_delta(layer.mixer, weights, f"{hf}.linear_attn", f"{heddle}.mixer")
+        elif layer.mixer is not None:
+            _common.map_attention(weights, hf, heddle)
+            olmo2.map_norms(weights, hf, heddle)
+            # As transformers saves it again.
+            weights.add_renamed(f"{hf}.feedforward_layer_norm.weight", f"{hf}.post_attention_layernorm.weight")
 
 
 def _map_delta(mixer: GatedDeltaConfig, weights: WeightMap, hf: str, heddle: str) -> None:

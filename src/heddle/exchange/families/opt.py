@@ -16,7 +16,9 @@ LAST = "final_layer_norm", "lm_head"
 OFFSET = 2  # rows of the table of positions before that of the first token
 
 
-def read_config(config: ConfigReader, activation: str = "relu", dropout: float = 0.0, length: int = 2048) -> dict[str, Any]:
+def read_config(
+    config: ConfigReader, activation: str = "relu", dropout: float = 0.0, length: int = 2048
+) -> dict[str, Any]:
     """All layers are the same; `enable_bias` is of every projection.
 
     activation, dropout (of attention), length: the family's defaults.

@@ -63,7 +63,7 @@ class XIELU(SelfInitialized):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape."""
-        return xielu(x, self.a_p, self.a_n, self.beta, self.eps)
+        return xielu(x, *(each.to(x.dtype) for each in (self.a_p, self.a_n, self.beta, self.eps)))
 
 
 class MLP(Feedforward):
