@@ -293,6 +293,7 @@ OF_MPT = frozenset(
 
 OF_OLMO_HYBRID: Fields = {
     "num_hidden_layers": 4, "layer_types": [LINEAR, FULL, LINEAR, FULL], "linear_conv_kernel_dim": 3,
+    "initializer_range": 0.12,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 6,
 }  # fmt: skip
 # transformers saves the convolutions of q, k and v in thirds of all channels, which only fit where all are as wide.
@@ -1175,7 +1176,10 @@ CASES: dict[str, Case] = {
     "mellum": Case(
         {
             "plain": EXPERTS
-            | {"layer_types": [SLIDING, SLIDING, SLIDING, FULL], "mlp_layer_types": ["sparse", "dense", *["sparse"] * 2]}
+            | {
+                "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+                "mlp_layer_types": ["sparse", "dense", *["sparse"] * 2],
+            }
             | {"sliding_window": 7},
             "dense-layer-tied-biases": EXPERTS
             | {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "layer_types": [FULL, SLIDING, SLIDING, FULL]}
@@ -1258,17 +1262,18 @@ CASES: dict[str, Case] = {
         },
         fixed=OF_MPT,
     ),
-    "glm_moe_dsa": Case(
+    "glm_moe_dsa": Case(  # with biases, since every key is as good for the query of a token whose embedding is zero
         {
-            "plain": OF_GLM_LITE | INDEXER,
-            "by-types-tied-yarn-bias": OF_GLM_LITE
+            "plain": OF_GLM_LITE | INDEXER | {"attention_bias": True, "index_n_heads": 7},
+            "by-types-tied-yarn": OF_GLM_LITE
             | INDEXER
             | FACTORS
-            | {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "tie_word_embeddings": True}
+            | {"mlp_layer_types": ["dense", "sparse", "dense"], "tie_word_embeddings": True, "attention_bias": True}
             | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "index_n_heads": 8},
             "shared-index": OF_GLM_LITE
             | INDEXER
-            | {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4, "index_topk": 5},
+            | {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4, "index_topk": 5}
+            | {"attention_bias": True},
         },
         inert=OF_LATENTS | {"first_k_dense_replace"},
         fixed=frozenset({"mlp_bias"}),

@@ -57,9 +57,10 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     mixer, fields = design_parts.first_attention(design), _common.write_common(design)
     fields["max_seq_len"] = fields.pop("max_position_embeddings")
+    usual = mixer.scale == (mixer.head_dim or 1) ** -0.5
     return {NAMES.get(name, name): value for name, value in fields.items()} | {
         "n_heads": mixer.heads,
-        "attn_config": {"softmax_scale": mixer.scale, "attn_pdrop": mixer.dropout or 0},
+        "attn_config": {"softmax_scale": None if usual else mixer.scale, "attn_pdrop": mixer.dropout or 0},
         "layer_norm_epsilon": design_parts.norm_eps(design),
     }
 
