@@ -286,6 +286,11 @@ OF_K_EXAONE: Fields = {
 OF_HY: Fields = {
     "num_experts": 16, "num_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
 }  # fmt: skip
+# What transformers writes into every table of a config.
+OF_INNER_TABLES = (
+    "chunk_size_feed_forward", "label2id.LABEL_0", "label2id.LABEL_1", "output_attentions", "output_hidden_states",
+    "return_dict",
+)  # fmt: skip
 # Options of MPT that its class has one value for.
 OF_MPT = frozenset(
     "expansion_ratio no_bias alibi alibi_bias_max prefix_lm qk_ln attn_uses_sequence_id".split()  # noqa: SIM905
@@ -1172,6 +1177,7 @@ CASES: dict[str, Case] = {
             | {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "rms_norm_eps": 1e-3, "v_head_dim": None},
         },
         inert=OF_LATENTS,
+        fixed=frozenset({"head_dim"}),
     ),
     "mellum": Case(
         {
@@ -1184,7 +1190,7 @@ CASES: dict[str, Case] = {
             "dense-layer-tied-biases": EXPERTS
             | {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "layer_types": [FULL, SLIDING, SLIDING, FULL]}
             | {"sliding_window": 5, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}
-            | {"norm_topk_prob": False, "rope_parameters": by_type(ROUNDED, 5000.0)},
+            | {"norm_topk_prob": False, "rope_parameters": by_type(ROUNDED, 5000.0), "head_dim": 16},
             "no-windows-gelu": EXPERTS
             | {"num_key_value_heads": 3, "head_dim": 10, "hidden_act": "gelu", "rms_norm_eps": 1e-3}
             | {"mlp_layer_types": ["dense", *["sparse"] * 3]},
@@ -1251,7 +1257,8 @@ CASES: dict[str, Case] = {
             "scale-untied": {"attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False}
             | {"n_heads": 4, "layer_norm_epsilon": 1e-3},
         },
-        inert=frozenset({"max_seq_len", "emb_pdrop", "resid_pdrop", "learned_pos_emb", "embedding_fraction"}),
+        inert=frozenset({"max_seq_len", "emb_pdrop", "resid_pdrop", "learned_pos_emb", "embedding_fraction"})
+        | {f"attn_config.{name}" for name in OF_INNER_TABLES},
         base={
             "vocab_size": 97,
             "d_model": 48,
@@ -1260,7 +1267,8 @@ CASES: dict[str, Case] = {
             "initializer_range": 0.15,
             "pad_token_id": 0,
         },
-        fixed=OF_MPT,
+        fixed=OF_MPT | {"is_encoder_decoder"},
+        refused=frozenset({"attn_config.attn_pdrop"}),  # whole numbers there, and a rate of one here
     ),
     "glm_moe_dsa": Case(  # with biases, since every key is as good for the query of a token whose embedding is zero
         {
@@ -1276,7 +1284,7 @@ CASES: dict[str, Case] = {
             | {"attention_bias": True},
         },
         inert=OF_LATENTS | {"first_k_dense_replace"},
-        fixed=frozenset({"mlp_bias"}),
+        fixed=frozenset({"mlp_bias", "head_dim"}),
     ),
     "olmo_hybrid": Case(
         {
@@ -1292,7 +1300,7 @@ CASES: dict[str, Case] = {
     ),
     "apertus": Case(
         {
-            "plain": {},
+            "plain": LLAMA3,
             "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **YARN},
             "squared-relu": {"hidden_act": "relu2", "num_key_value_heads": 3, "head_dim": 10, "rms_norm_eps": 1e-3}
             | scaled("linear", factor=3.0),

@@ -19,8 +19,11 @@ import heddle
 from heddle.exchange.family import families
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
+from heddle.numerics.attention.indexer import index_scores, select_keys
+from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.experts import mixture
 from heddle.parts.feedforwards import moe
+from heddle.parts.modules import indexer
 from tests.exchange.cases import BASE, CASES, Fields
 
 with warnings.catch_warnings():
@@ -229,7 +232,7 @@ def distances(theirs: Any, ours: heddle.Decoder) -> tuple[float, float]:
 
 @contextmanager
 def choices() -> Iterator[list[Tensor]]:
-    """The list takes, of each mixture of experts that runs in the block, by how much each token's choice was clear."""
+    """The list takes, of each mixture of experts and indexer that runs, by how much each token's choice was clear."""
     logits: list[Tensor] = []
 
     def watched(numbers: Tensor, balance: Tensor | None, rule: mixture.RoutingConfig) -> mixture.Route:
@@ -245,7 +248,12 @@ def choices() -> Iterator[list[Tensor]]:
         logits.append(torch.minimum(clear, margin(scores, rule.top_k)))
         return mixture.route(numbers, balance, rule)
 
-    with patch.object(moe, "route", watched):
+    def watched_keys(q: Tensor, k: Tensor, weights: Tensor, mask: AttentionMask, top_k: int) -> AttentionMask:
+        scores = index_scores(q, k, weights).masked_fill(~mask.materialize(), -math.inf)
+        logits.append(margin(scores, top_k).nan_to_num(nan=math.inf) / scores.clamp(min=0).amax(-1).clamp(min=1e-9))
+        return select_keys(q, k, weights, mask, top_k)
+
+    with patch.object(moe, "route", watched), patch.object(indexer, "select_keys", watched_keys):
         yield logits
 
 
