@@ -190,6 +190,9 @@ CASES: dict[str, Data] = {
     "latent-full-query": design(layer(latent(), repeat=2)),
     "latent-low-rank-query": design(layer(latent(query_rank=9, value_dim=9), repeat=2)),
     "latent-indexer": design(layer(latent(query_rank=9, indexer=indexer()), repeat=2)),
+    "latent-indexer-shared": design(
+        layer(latent(query_rank=9, indexer=indexer())), layer(latent(shared_index=True), None, repeat=2)
+    ),
     "latent-indexer-full-query": design(
         layer(latent(YARN, indexer=indexer(top_k=2, heads=3, loss=2.0))),
         layer(latent(None, indexer=indexer(top_k=4, head_dim=5)), None),
@@ -341,6 +344,7 @@ CASES: dict[str, Data] = {
     "mlp-gelu-bias": forward("mlp", activation="gelu", bias=True),
     "mlp-gelu-tanh": forward("mlp", activation="gelu_tanh"),
     "mlp-silu": forward("mlp", activation="silu"),
+    "mlp-xielu": forward("mlp", activation="xielu"),
     "gated-silu": forward("gated"),
     "gated-relu": forward("gated", activation="relu"),
     "gated-relu2": forward("gated", activation="relu2"),
@@ -606,6 +610,14 @@ CASES |= {
     "residual-sandwich-apart": wired("sandwich", *APART, norm={"kind": "rms", "offset": 1.0}),
     "residual-reordered": wired("reordered", drop_path=0.5, dropout=0.2),
     "residual-reordered-apart": wired("reordered", *APART, norm={"kind": "rms", "cast": "after"}),
+    "residual-reordered-norms-first": wired(
+        "reordered",
+        layer(attention(kv_heads=2, window=3), None),
+        layer({"kind": "retention", "heads": 2}),
+        layer(attention(kv_heads=1)),
+        norms_first=["attention"],
+        drop_path=0.3,
+    ),
     "residual-no-final-norm": wired("reordered", final_norm=False, drop_path=0.5, drop_path_first=0.3),
     "residual-dual": wired("residual_dual", drop_path=0.4, dropout=0.3),
     "residual-dual-apart": wired("residual_dual", *APART, norm={"kind": "rms"}, drop_path=0.3),

@@ -279,6 +279,36 @@ OF_YOUTU: Fields = {
 OF_GLM_LITE: Fields = OF_YOUTU | {name: OF_SOLAR[name] for name in OF_SOLAR}
 INDEXER: Fields = {"index_topk": 6, "index_n_heads": 9, "index_head_dim": 10, "first_k_dense_replace": 1}
 
+OF_K_EXAONE: Fields = {
+    **{name: SIGMOID[name] for name in ("num_experts_per_tok", "moe_intermediate_size", *GROUPS)},
+    "num_experts": 16, "num_shared_experts": 2, "sliding_window": 7,
+}  # fmt: skip
+OF_HY: Fields = {
+    "num_experts": 16, "num_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+}  # fmt: skip
+# What transformers writes into every table of a config.
+OF_INNER_TABLES = (
+    "chunk_size_feed_forward", "label2id.LABEL_0", "label2id.LABEL_1", "output_attentions", "output_hidden_states",
+    "return_dict",
+)  # fmt: skip
+# Options of MPT that its class has one value for.
+OF_MPT = frozenset(
+    "expansion_ratio no_bias alibi alibi_bias_max prefix_lm qk_ln attn_uses_sequence_id".split()  # noqa: SIM905
+)
+
+OF_OLMO_HYBRID: Fields = {
+    "num_hidden_layers": 4, "layer_types": [LINEAR, FULL, LINEAR, FULL], "linear_conv_kernel_dim": 3,
+    "initializer_range": 0.12,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 6,
+}  # fmt: skip
+# transformers saves the convolutions of q, k and v in thirds of all channels, which only fit where all are as wide.
+OF_OLMO_WIDTHS = frozenset(
+    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim".split()  # noqa: SIM905
+)
+OF_INITIAL_DELTA = (
+    "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor",
+)  # fmt: skip
+
 # Their product of all experts takes rows of multiples of 16 bytes. A limit that no number reaches would be read by
 # nobody.
 GPT_OSS: Fields = {
@@ -1104,6 +1134,177 @@ CASES: dict[str, Case] = {
             | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "index_topk": 4},
         },
         inert=OF_LATENTS,
+    ),
+    "exaone_moe": Case(
+        {
+            "plain": OF_K_EXAONE,
+            "by-types-tied-yarn": OF_K_EXAONE
+            | YARN
+            | {"layer_types": [FULL, SLIDING, SLIDING], "mlp_layer_types": ["sparse", "dense", "sparse"]}
+            | {
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+                "sliding_window": 5,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            "one-kv-head-gelu": OF_K_EXAONE
+            | {"sliding_window_pattern": 2, "hidden_act": "gelu", "num_key_value_heads": 6, "norm_topk_prob": False}
+            | {"routed_scaling_factor": 0.75, "rms_norm_eps": 1e-3, "attention_dropout": 0.1},
+        },
+        inert=frozenset({"output_router_logits", "first_k_dense_replace", "sliding_window_pattern"}),
+    ),
+    "hy_v3": Case(
+        {
+            "plain": OF_HY,
+            "biases-tied-yarn": OF_HY
+            | YARN
+            | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+            "by-types-gelu": OF_HY
+            | {"mlp_layer_types": ["sparse", "dense", "sparse"], "hidden_act": "gelu", "router_scaling_factor": 0.75}
+            | {"num_key_value_heads": 3, "rms_norm_eps": 1e-3, "head_dim": 10, "num_shared_experts": 1},
+        },
+        inert=frozenset({"output_router_logits", "enable_moe_fp32_combine"}),
+    ),
+    "minicpm3": Case(
+        {
+            "plain": OF_YOUTU | {"dim_model_base": 30},
+            "biases-no-query-rank-untied": OF_YOUTU
+            | {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+            | {"scale_emb": 3.0, "scale_depth": 2.5, "dim_model_base": 21, "hidden_act": "gelu"},
+            "no-multipliers-yarn": OF_YOUTU
+            | FACTORS
+            | {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "rms_norm_eps": 1e-3, "v_head_dim": None},
+        },
+        inert=OF_LATENTS,
+        fixed=frozenset({"head_dim"}),
+    ),
+    "mellum": Case(
+        {
+            "plain": EXPERTS
+            | {
+                "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+                "mlp_layer_types": ["sparse", "dense", *["sparse"] * 2],
+            }
+            | {"sliding_window": 7},
+            "dense-layer-tied-biases": EXPERTS
+            | {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "layer_types": [FULL, SLIDING, SLIDING, FULL]}
+            | {"sliding_window": 5, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}
+            | {"norm_topk_prob": False, "rope_parameters": by_type(ROUNDED, 5000.0), "head_dim": 16},
+            "no-windows-gelu": EXPERTS
+            | {"num_key_value_heads": 3, "head_dim": 10, "hidden_act": "gelu", "rms_norm_eps": 1e-3}
+            | {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+        },
+        inert=OF_LOSSES,
+    ),
+    "flex_olmo": Case(
+        {
+            "plain": MIXTRAL | {"num_key_value_heads": 6},
+            "gates-sum-to-one-tied-yarn": MIXTRAL
+            | {"norm_topk_prob": True, "tie_word_embeddings": True, "num_key_value_heads": 2, **YARN},
+            "biases-one-kv-head": MIXTRAL
+            | {"attention_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "num_experts_per_tok": 3},
+        },
+        inert=OF_LOSSES,
+        base=OWN_BASE,
+    ),
+    "granite_swa": Case(
+        {
+            "plain": GRANITE_DENSE_ONLY | {"sliding_window": 7, "num_key_value_heads": 2},
+            "thetas-biases-untied-yarn": GRANITE_DENSE_ONLY
+            | YARN
+            | {"layer_rope_theta": [0, 5000.0, 100], "layer_types": [FULL, SLIDING, SLIDING], "sliding_window": 5}
+            | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1},
+            "all-windows-gelu": {"layer_types": [SLIDING] * 3, "layer_rope_theta": [900.0, 0.0, 0.0]}
+            | {"sliding_window": 4, "num_key_value_heads": 3, "hidden_act": "gelu", "attention_multiplier": 0.4},
+        },
+        inert=frozenset({"rope_parameters.rope_theta"}),
+        base=OWN_BASE,
+    ),
+    "granitemoe_swa": Case(
+        {
+            "plain": GRANITE_DENSE_ONLY | GRANITE_EXPERTS | {"shared_intermediate_size": 15, "sliding_window": 7},
+            "thetas-biases-tied-yarn": GRANITE_DENSE_ONLY
+            | GRANITE_EXPERTS
+            | YARN
+            | {"layer_rope_theta": [0, 5000.0, 100], "layer_types": [FULL, SLIDING, SLIDING], "sliding_window": 5}
+            | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        },
+        inert=OF_LOSSES | {"rope_parameters.rope_theta"},
+        base=OWN_BASE,
+    ),
+    "codegen": Case(
+        {
+            "plain": {"rotary_dim": 8},
+            "narrow-tied-gelu": {"rotary_dim": 4, "n_inner": 50, "activation_function": "gelu"}
+            | {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-3, "n_head": 4},
+        },
+        inert=GPT_INERT | {"n_ctx", "n_positions"},
+        base=GPT_BASE | {"n_embd": 64, "n_head": 8},
+    ),
+    "biogpt": Case(
+        {
+            "plain": {},
+            "untied-not-scaled-relu": {"tie_word_embeddings": False, "scale_embedding": False, "hidden_act": "relu"}
+            | {"max_position_embeddings": 128, "activation_dropout": 0.1, "attention_probs_dropout_prob": 0.2},
+        },
+        inert=BERT_INERT | {"layer_norm_eps", "layerdrop", "activation_dropout"},
+        base=OWN_BASE,
+    ),
+    "mpt": Case(
+        {
+            "plain": {},
+            "scale-untied": {"attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False}
+            | {"n_heads": 4, "layer_norm_epsilon": 1e-3},
+        },
+        inert=frozenset({"max_seq_len", "emb_pdrop", "resid_pdrop", "learned_pos_emb", "embedding_fraction"})
+        | {f"attn_config.{name}" for name in OF_INNER_TABLES},
+        base={
+            "vocab_size": 97,
+            "d_model": 48,
+            "n_heads": 8,
+            "n_layers": 3,
+            "initializer_range": 0.15,
+            "pad_token_id": 0,
+        },
+        fixed=OF_MPT | {"is_encoder_decoder"},
+        refused=frozenset({"attn_config.attn_pdrop"}),  # whole numbers there, and a rate of one here
+    ),
+    "glm_moe_dsa": Case(  # with biases, since every key is as good for the query of a token whose embedding is zero
+        {
+            "plain": OF_GLM_LITE | INDEXER | {"attention_bias": True, "index_n_heads": 7},
+            "by-types-tied-yarn": OF_GLM_LITE
+            | INDEXER
+            | FACTORS
+            | {"mlp_layer_types": ["dense", "sparse", "dense"], "tie_word_embeddings": True, "attention_bias": True}
+            | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "index_n_heads": 8},
+            "shared-index": OF_GLM_LITE
+            | INDEXER
+            | {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4, "index_topk": 5}
+            | {"attention_bias": True},
+        },
+        inert=OF_LATENTS | {"first_k_dense_replace"},
+        fixed=frozenset({"mlp_bias", "head_dim"}),
+    ),
+    "olmo_hybrid": Case(
+        {
+            "plain": OF_OLMO_HYBRID | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+            "rope-tied": OF_OLMO_HYBRID
+            | {"tie_word_embeddings": True, "linear_allow_neg_eigval": False, "num_key_value_heads": 1}
+            | {"attention_bias": True, "rms_norm_eps": 1e-3}
+            | YARN,
+        },
+        inert=frozenset(OF_INITIAL_DELTA),
+        refused=OF_OLMO_WIDTHS,
+        base=OWN_BASE,
+    ),
+    "apertus": Case(
+        {
+            "plain": LLAMA3,
+            "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **YARN},
+            "squared-relu": {"hidden_act": "relu2", "num_key_value_heads": 3, "head_dim": 10, "rms_norm_eps": 1e-3}
+            | scaled("linear", factor=3.0),
+        },
     ),
     "youtu": Case(
         {

@@ -19,8 +19,11 @@ import heddle
 from heddle.exchange.family import families
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
+from heddle.numerics.attention.indexer import index_scores, select_keys
+from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.experts import mixture
 from heddle.parts.feedforwards import moe
+from heddle.parts.modules import indexer
 from tests.exchange.cases import BASE, CASES, Fields
 
 with warnings.catch_warnings():
@@ -58,7 +61,10 @@ READS_PADDING = {
     "falcon_h1": "mamba_proj_bias",
 }  # by model_type, if true
 # Names that transformers writes, and those of published files, which an export writes.
-WRITTEN_NAMES = {"kimi_linear": (r"block_sparse_moe\.(gate_proj|up_proj|down_proj)", r"mlp.\1")}
+WRITTEN_NAMES = {
+    "kimi_linear": (r"block_sparse_moe\.(gate_proj|up_proj|down_proj)", r"mlp.\1"),
+    "olmo_hybrid": (r"([13])\.feedforward_layer_norm", r"\1.post_attention_layernorm"),  # layers with attention
+}
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 
@@ -226,7 +232,7 @@ def distances(theirs: Any, ours: heddle.Decoder) -> tuple[float, float]:
 
 @contextmanager
 def choices() -> Iterator[list[Tensor]]:
-    """The list takes, of each mixture of experts that runs in the block, by how much each token's choice was clear."""
+    """The list takes, of each mixture of experts and indexer that runs, by how much each token's choice was clear."""
     logits: list[Tensor] = []
 
     def watched(numbers: Tensor, balance: Tensor | None, rule: mixture.RoutingConfig) -> mixture.Route:
@@ -242,7 +248,12 @@ def choices() -> Iterator[list[Tensor]]:
         logits.append(torch.minimum(clear, margin(scores, rule.top_k)))
         return mixture.route(numbers, balance, rule)
 
-    with patch.object(moe, "route", watched):
+    def watched_keys(q: Tensor, k: Tensor, weights: Tensor, mask: AttentionMask, top_k: int) -> AttentionMask:
+        scores = index_scores(q, k, weights).masked_fill(~mask.materialize(), -math.inf)
+        logits.append(margin(scores, top_k).nan_to_num(nan=math.inf) / scores.clamp(min=0).amax(-1).clamp(min=1e-9))
+        return select_keys(q, k, weights, mask, top_k)
+
+    with patch.object(moe, "route", watched), patch.object(indexer, "select_keys", watched_keys):
         yield logits
 
 

@@ -137,6 +137,10 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     config, before = again.config.to_dict(), theirs.config.to_dict()
     ignored = {"dtype", "architectures", "transformers_version", "_name_or_path", "heddle", "rope_parameters"}
     ignored |= {"chunk_size", "mamba_chunk_size", "block_size"}  # of a kernel
+    if before.get("mlp_layer_types"):
+        ignored |= {"first_k_dense_replace"}  # the list counts
+    for table in (config, before):
+        table.get("attn_config", {}).pop("dtype", None)  # MPT's inner table has one, too
     assert {k: config[k] for k in before if k not in ignored} == {k: v for k, v in before.items() if k not in ignored}
 
 
@@ -210,8 +214,10 @@ def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant
     *outer, last = path.split(".")
     if holds(CASES[family].fixed, variant, last):
         for value in changed(_at(config, outer)[last]):
+            data = json.loads(json.dumps(config))
+            _at(data, outer)[last] = value
             with pytest.raises(heddle.errors.ConfigError, match=last):
-                original_design(config | {last: value}, families()[family], "config.json")
+                original_design(data, families()[family], "config.json")
         return
     errors = []
     for value in changed(_at(config, outer)[last]):
@@ -247,6 +253,9 @@ INNER_WIDTHS = {
 }
 
 
+LISTS = ("layer_types", "mlp_layer_types", "layer_rope_theta", "indexer_types")  # an entry for each layer
+
+
 def shapes(model: Any) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
@@ -257,8 +266,9 @@ def follow(data: dict[str, Any], changed: str, value: Any) -> None:
     for table in (data, rope):
         if changed == "partial_rotary_factor" and changed in table:
             table[changed] = value
-    if changed == "num_hidden_layers" and "layer_types" in data:
-        data["layer_types"] = (data["layer_types"] * data[changed])[: data[changed]]
+    for name in LISTS:
+        if changed == "num_hidden_layers" and data.get(name):
+            data[name] = (data[name] * data[changed])[: data[changed]]
     if changed.endswith(("_attn_alpha_factor", "_attn_beta_factor")):
         data |= {re.sub("^[a-z]+", kind, changed): value for kind in ("full", "linear")}
     if changed == "qk_rope_head_dim":

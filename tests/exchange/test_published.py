@@ -34,6 +34,11 @@ COUNTED = [
     "ibm-granite/granite-4.0-h-small",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "arcee-ai/Trinity-Nano-Preview",
+    "LGAI-EXAONE/K-EXAONE-236B-A23B",
+    "JetBrains/Mellum2-12B-A2.5B-Base",
+    "tencent/Hy3-preview",
+    "allenai/FlexOlmo-7x7B-1T",
+    "zai-org/GLM-5",
 ]
 
 

@@ -6,14 +6,16 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch.nn import functional
 
 from heddle.config import DesignError, parse_config
-from heddle.numerics.activations import GATED, PLAIN
+from heddle.numerics.activations import GATED, LEARNED, PLAIN, xielu
 from heddle.numerics.activations import activation as registered_activation
+from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
-from heddle.parts.feedforwards import FeedforwardConfig
+from heddle.parts.feedforwards import FeedforwardConfig, mlp
 from heddle.parts.feedforwards.gated import Gated, GatedConfig
-from heddle.parts.feedforwards.mlp import MLPConfig
+from heddle.parts.feedforwards.mlp import XIELU, MLPConfig
 from heddle.parts.layout import Layout
 from heddle.parts.norms.rms import RMSConfig
 from tests.laws.planting import operand_dropped
@@ -45,6 +47,49 @@ def test_clamped() -> None:
         want = torch.tensor(hidden, dtype=torch.float64).view(up.shape) @ part.get_parameter("down.weight").T
         torch.testing.assert_close(part(x, Layout.causal(2, 3))[0], want, rtol=0, atol=1e-10)
     assert config.resolved(context).dump() == data | {"alpha": 1.702, "bias": False, "dropout": 0.0}
+
+
+def xielu_formula(x: float, a_p: float, a_n: float) -> float:
+    """Huang & Schlag 2024, with β = 1/2 and ε = −1e-6."""
+    alpha_p, alpha_n = math.log1p(math.exp(a_p)), 0.5 + math.log1p(math.exp(a_n))
+    if x > 0:
+        return alpha_p * x**2 + 0.5 * x
+    return alpha_n * (math.expm1(min(x, -1e-6)) - x) + 0.5 * x
+
+
+WRONG_XIELU: dict[str, Callable[..., torch.Tensor]] = {
+    "exchanged": lambda x, a_p, a_n, beta, eps: xielu(x, a_n, a_p, beta, eps),
+    "no linear part": lambda x, a_p, a_n, beta, eps: xielu(x, a_p, a_n, beta, eps) - beta * x,
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG_XIELU])
+def test_xielu(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two learned numbers start at α = 0.8 on both sides; a planted bug exchanges them, or forgets β x."""
+    data = {"kind": "mlp", "hidden": 7, "activation": "xielu"}
+    part = parse_config(FeedforwardConfig, data).build(BuildContext(5, RMSConfig())).double()  # type: ignore[type-abstract]
+    learned = part.get_submodule("activation")
+    assert isinstance(learned, XIELU)
+    learned.init_weights(0.02, ParameterDraws(0, ""))
+    assert [parameter.requires_grad for parameter in learned.parameters()] == [True, True, False, False]
+    with torch.no_grad():
+        starts = [float(functional.softplus(learned.a_p)), 0.5 + float(functional.softplus(learned.a_n))]
+    assert starts == pytest.approx([0.8, 0.8], abs=1e-12)
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    with torch.no_grad():
+        for name in ("up.weight", "down.weight", "activation.a_p", "activation.a_n"):
+            part.get_parameter(name).normal_()
+        a_p, a_n = float(learned.a_p), float(learned.a_n)
+        up = x @ part.get_parameter("up.weight").T
+        assert (up > 0).any()
+        assert (up < 0).any()
+        hidden = torch.tensor([xielu_formula(u, a_p, a_n) for u in up.flatten().tolist()], dtype=torch.float64)
+        want = hidden.view(up.shape) @ part.get_parameter("down.weight").T
+        if wrong is None:
+            torch.testing.assert_close(part(x, Layout.causal(2, 3))[0], want, rtol=0, atol=1e-10)
+        else:
+            monkeypatch.setattr(mlp, "xielu", WRONG_XIELU[wrong])
+            assert float((part(x, Layout.causal(2, 3))[0] - want).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("wrong", [None, "gate_multiplier", "multiplier"])
@@ -108,7 +153,7 @@ def test_formula(name: str, kind: str, bias: bool) -> None:
 
 def test_configs_allow_every_activation_that_is_registered() -> None:
     plain, all_names = (get_args(cls.model_fields["activation"].annotation) for cls in (MLPConfig, GatedConfig))
-    assert plain == tuple(PLAIN)
+    assert plain == (*PLAIN, *LEARNED)
     assert all_names == (*PLAIN, *GATED)
     up, gate = torch.randn(2, 3, 5)
     for name in all_names:

@@ -409,6 +409,36 @@ def test_a_layer_reads_the_keys_of_an_indexed_one() -> None:
     assert [int((each[0] > 0).any(0)[-1].sum()) for each in weights if each is not None] == [3, 9]
 
 
+@pytest.mark.parametrize("is_handed_over", [True, False])
+def test_a_shared_index_is_that_of_the_last_indexer(is_handed_over: bool) -> None:
+    """Layers 1 and 2 attend to the keys that layer 0 selected, layer 4 to those of layer 3; a planted bug shows all."""
+    own, shared = layer(latent(indexer=indexer())), layer(latent(shared_index=True), None)
+    model = model_under_test(parse_config(ModelConfig, design(own, shared, shared, own, shared)))
+    assert model.config.kv_sources == (None, 0, 0, None, 3)
+    for mixer in model.mixers() if not is_handed_over else ():
+        assert mixer is not None
+        mixer.kv_source = None
+    weights = heddle.attention_weights(model, random_tokens(model.config, 2, 9))
+    attended = [(each > 0).any(1) for each in weights if each is not None]
+    assert not torch.equal(attended[0], attended[3])
+    for reader, source in ((1, 0), (2, 0), (4, 3)):
+        assert torch.equal(attended[reader], attended[source]) == is_handed_over
+        assert int(attended[source].sum(-1).max()) == 3
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([latent(shared_index=True)], r"layers\[0\].mixer.shared_index: no earlier layer has an indexer"),
+        ([latent(), latent(shared_index=True)], r"layers\[1\].mixer.shared_index: no earlier layer has an indexer"),
+        ([latent(shared_index=True, indexer=indexer())], r"layers\[0\].mixer.shared_index: .* keep one"),
+    ],
+)
+def test_a_selection_that_there_is_not_is_refused(layers: list[Data], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        heddle.load_config(design(*map(layer, layers)))
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_no_family_takes_them(family: str) -> None:
     name = "attention-indexer" if family == "llama" else "latent-indexer"

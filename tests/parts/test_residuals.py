@@ -23,6 +23,7 @@ from heddle.parts.residuals.hyper_connections import HyperConnections, MixingMap
 from heddle.parts.residuals.parallel import Parallel
 from heddle.parts.residuals.post_norm import PostNorm, PostNormConfig
 from heddle.parts.residuals.pre_norm import PreNorm
+from heddle.parts.residuals.reordered import Reordered
 from heddle.parts.residuals.residual_dual import DualFinalNorm, ResidualDual, ResidualDualConfig
 from heddle.parts.residuals.sandwich import Sandwich
 from tests.cases import attention, design, latent, layer
@@ -46,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deep_norm, two factors": {"kind": "deep_norm", "alpha": 1.4, "multiplier": 0.7},
     "sandwich": {},
     "reordered": {},
+    "reordered, norms first": {"kind": "reordered", "norms_first": ["second"]},
     "parallel, one norm": {"kind": "parallel"},
     "parallel, two norms": {"kind": "parallel", "norms": 2},
     "residual_dual": {},
@@ -70,7 +72,10 @@ class Stack(torch.nn.Module):
     def __init__(self, name: str, names: tuple[str, ...] = NAMES, depth: int = DEPTH) -> None:
         super().__init__()
         self.config = config(name)
-        contexts = [ResidualContext(names, WIDTH, NORM, depth=depth, layer_index=index) for index in range(depth)]
+        contexts = [
+            ResidualContext(names, WIDTH, NORM, depth=depth, layer_index=i, mixer="second" if i == 1 else "other")
+            for i in range(depth)
+        ]
         self.layers = torch.nn.ModuleList(map(self.config.build, contexts))
         self.final_norm = self.config.build_final_norm(WIDTH, NORM)
         self.double()
@@ -126,7 +131,9 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
                 x = norm(1.4 * x + 0.7 * f(x), gain)
             elif name == "deep_norm, all factors":
                 x = norm(1.7 * x + 0.8 * f(x) if branch == "mixer" else 0.6 * x + 1.3 * f(x), gain)
-            elif name == "reordered":
+            elif name == "reordered, norms first" and index == 1:
+                x = x + f(norm(x, gain))
+            elif name.startswith("reordered"):
                 x = x + norm(f(x), gain)
             else:
                 x = x + norm(f(norm(x, gain)), weights[f"layers.{index}.after.{branch}.weight"])
@@ -252,6 +259,12 @@ def multiplied_stream(block: Any, stream: Tensor, branches: Any) -> Tensor:
     return stream
 
 
+def norms_after(block: Any, stream: Tensor, branches: Any) -> Tensor:
+    for name, branch in branches.items():
+        stream = stream + block.norms[name](branch(stream))
+    return stream
+
+
 def normed_dual(block: Any, streams: tuple[Tensor, Tensor], branches: Any) -> tuple[Tensor, Tensor]:
     x, dual = streams
     for name, branch in branches.items():
@@ -267,6 +280,7 @@ BUGS: dict[str, tuple[str, Plant]] = {
         replaced(PostNormConfig.build_final_norm, lambda config, width, norm: FinalNorm(width, norm)),
     ),
     "no final norm": ("reordered", replaced(FinalNorm.forward, lambda final, stream: stream)),
+    "norms after the branches of every layer": ("reordered, norms first", replaced(Reordered.forward, norms_after)),
     "a norm around ResiDual's sum": (
         "residual_dual",
         replaced(DualFinalNorm.forward, lambda final, streams: final.norm(streams[0] + streams[1])),

@@ -30,6 +30,12 @@ def layer_modules(model: Decoder, index: int) -> Layer:
     return layer
 
 
+def mixer_kind(design: ModelConfig, index: int) -> str:
+    """The kind of a layer's mixer, "" if it has none."""
+    _, layer = list(design.expand())[index]
+    return "" if layer.mixer is None else layer.mixer.kind
+
+
 def branch_names(layer: nn.Module) -> list[str]:
     """The branches that a layer has."""
     return [name for name in BRANCHES if getattr(layer, name) is not None]

@@ -92,10 +92,11 @@ class Rewrite(Config, ABC):
             if index in selected and (field := indexer_field(layer.mixer)):
                 reason = f"selects the keys of each query, which {self.name} does not support"
                 raise DesignError(f"layers.{index}.mixer.{field}", f"{reason}; convert other layers, or leave it out")
-        read = (("shared_kv", "keys and values", design.kv_sources), ("value_residual", "values", design.value_sources))
-        for field, what, sources in read:
-            for index, source in enumerate(sources):
-                if source is not None:
+        mixers = [layer.mixer for _, layer in design.expand()]
+        for value, sources in ((None, design.kv_sources), (("value_residual", "values"), design.value_sources)):
+            for index, (mixer, source) in enumerate(zip(mixers, sources, strict=True)):
+                if source is not None and mixer is not None:
+                    field, what = value or mixer.kv_read
                     reason = f"reads the {what} of layer {source}, but {self.name} would change only one of the two"
                     raise DesignError(f"layers.{index}.mixer.{field}", f"{reason}; convert a design without it")
 

@@ -43,7 +43,8 @@ MUST_BE_OFF = frozenset(
 # Fields about tokens and training lengths. They do not change the model; an export writes them again.
 PRESERVED_FIELDS = (
     "max_position_embeddings", "n_positions", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
-    "sep_token_id", "cls_token_id", "eod_token_id", "decoder_start_token_id", "model_max_length", "use_cache",
+    "sep_token_id", "cls_token_id", "eod_token_id", "decoder_start_token_id", "model_max_length", "max_seq_len",
+    "use_cache",
 )  # fmt: skip
 LONG_WORD = re.compile(r"\S{81,}")
 MAX_LISTED = 9  # names that a sentence lists

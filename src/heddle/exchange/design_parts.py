@@ -24,7 +24,8 @@ HF_ACTIVATIONS = {"relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_tanh":
 HEDDLE_ACTIVATIONS = {hf_name: name for name, hf_name in HF_ACTIVATIONS.items()} | {
     "gelu_new": "gelu_tanh", "gelu_python": "gelu", "gelu_fast": "gelu_tanh", "swish": "silu",
 }  # fmt: skip
-HF_ACTIVATIONS |= {"swiglu_clamped": "silu"}  # the nearest; the one family that has it (gpt_oss) writes it itself
+# The nearest; the families that have them (gpt_oss, apertus) write them themselves.
+HF_ACTIVATIONS |= {"swiglu_clamped": "silu", "xielu": "silu"}
 
 
 def layers(design: ModelConfig) -> list[LayerConfig]:
@@ -67,6 +68,17 @@ def rope_of(mixer: Any) -> RopeConfig:
     """The RoPE of a mixer, or a default one."""
     position = getattr(mixer, "position", None)
     return position if isinstance(position, RopeConfig) else RopeConfig()
+
+
+def has_rope(mixer: Any) -> bool:
+    """Whether a mixer rotates by RoPE."""
+    return isinstance(getattr(mixer, "position", None), RopeConfig)
+
+
+def first_rope(design: ModelConfig) -> RopeConfig:
+    """The RoPE of the first mixer that has one, or a default one."""
+    positions = (getattr(mixer, "position", None) for mixer in mixers(design))
+    return next((position for position in positions if isinstance(position, RopeConfig)), RopeConfig())
 
 
 def first_gated(design: ModelConfig) -> GatedConfig:

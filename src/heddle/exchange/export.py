@@ -21,7 +21,11 @@ from heddle.tokenization.tokenizer import Tokenizer
 DESIGN_KEY = "heddle"
 # Written as null, because transformers would fill in the family's default ids for absent fields.
 NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-LENGTH_FIELDS = ("max_position_embeddings", "n_positions")  # names of the length that a model was trained for
+LENGTH_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+)  # names of the length that a model was trained for
 
 
 def export(

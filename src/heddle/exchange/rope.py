@@ -83,6 +83,13 @@ def read_rope(
     return read_rope_table(config, table or {}, head_dim, theta, factor_or_none, original_length)
 
 
+def read_rope_or(config: ConfigReader, head_dim: int, theta: float, default: Mapping[str, Any]) -> dict[str, Any]:
+    """As `read_rope`; from the table `default` if the config has no RoPE at all."""
+    if any(config.data.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+        return read_rope(config, head_dim, theta)
+    return read_rope_table(config, default, head_dim, theta)
+
+
 def read_rope_table(
     config: ConfigReader,
     table: Mapping[str, Any],

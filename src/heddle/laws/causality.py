@@ -145,6 +145,8 @@ def _without_indexers(config: C) -> C:
         value = getattr(config, name)
         if isinstance(value, IndexerConfig):
             changed[name] = None
+        elif name == "shared_index":
+            changed[name] = False
         elif isinstance(value, Config):
             changed[name] = _without_indexers(value)
         elif isinstance(value, tuple):

@@ -207,7 +207,7 @@ def load_balancing(config: ModelConfig) -> None:
             moved = value.detach() - before[name]
             if value.requires_grad and bool(moved.any()):
                 raise LawViolation(f"balancing changes {name}, which is trained by its gradient")
-            if not value.requires_grad:
+            if mixture is not None and not value.requires_grad:
                 if bool((moved.sign() * toward < 0).any()):
                     raise LawViolation(f"{name}: an expert above the mean load became more likely")
                 with torch.no_grad():

@@ -227,8 +227,9 @@ class ModelConfig(Config):
         self._check_residual()
         for (path, layer), source in zip(self.expand(), self.kv_sources, strict=True):
             if source is None and layer.mixer is not None and layer.mixer.reads_kv:
-                reason = "no earlier layer has keys and values of this window and this direction; leave it out"
-                refuse(f"{path}.mixer.shared_kv", reason)
+                field, what = layer.mixer.kv_read
+                reason = f"no earlier layer has {what} of this window and this direction; leave it out"
+                refuse(f"{path}.mixer.{field}", reason)
         for (path, layer), source in zip(self.expand(), self.value_sources, strict=True):
             if source is None and layer.mixer is not None and layer.mixer.adds_first_values:
                 reason = f"no earlier layer has {layer.mixer.kind} with values to add; leave it out of the first one"
@@ -247,7 +248,7 @@ class ModelConfig(Config):
             refuse("multi_token.depth", reason)
         mixer = self.last_layer.mixer
         if mixer is not None and (mixer.reads_kv or mixer.adds_first_values):
-            what = "keys and values" if mixer.reads_kv else "values"
+            what = mixer.kv_read[1] if mixer.reads_kv else "values"
             refuse("multi_token", f"the last layer reads {what} of another layer; give it its own, or leave this out")
 
     @property
@@ -261,8 +262,9 @@ class ModelConfig(Config):
     def _check_residual(self) -> None:
         layers = [layer.config for layer in self.distinct_layers]
         most_branches = max((layer.mixer is not None) + (layer.feedforward is not None) for layer in layers)
+        mixers = {"" if layer.mixer is None else layer.mixer.kind for layer in layers}
         try:
-            self.residual.check_layers(self.depth, most_branches)
+            self.residual.check_layers(self.depth, most_branches, mixers)
         except DesignError as error:
             refuse(f"residual.{error.path}", error.reason)
 
@@ -292,7 +294,7 @@ class ModelConfig(Config):
 
     @cached_property
     def kv_sources(self) -> tuple[int | None, ...]:
-        """For each layer from the bottom up, the layer whose keys and values it reads, or None."""
+        """For each layer from the bottom up, the layer whose keys and values, or selection, it reads, or None."""
         last: dict[Any, int] = {}
         sources: list[int | None] = []
         for index, (_, layer) in enumerate(self.expand()):

@@ -92,7 +92,14 @@ class Layer(nn.Module):
         names = tuple(name for name, branch in branches.items() if branch is not None)
         drop_rate = model.residual.drop_rate(layer_index, model.depth)
         residual_context = ResidualContext(
-            names, model.width, model.norm, drop_rate, model.residual.dropout, model.depth, layer_index
+            names,
+            model.width,
+            model.norm,
+            drop_rate,
+            model.residual.dropout,
+            model.depth,
+            layer_index,
+            mixer="" if config.mixer is None else config.mixer.kind,
         )
         self.residual = build_under("residual", model.residual.build, residual_context)
 

@@ -1,13 +1,14 @@
 """Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss (2025).
 
 To add a function, define it in this file: with `@plain` for an f, with `@gated` for a function of both inputs. The
-configs of feed-forwards then accept its name.
+configs of feed-forwards then accept its name. Functions in `LEARNED` have parameters; only `mlp` takes them.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -76,6 +77,19 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def silu(x: Tensor) -> Tensor:
     """x σ(x)."""
     return functional.silu(x)
+
+
+LEARNED = ("xielu",)  # names of functions with parameters of their own, which the feed-forward holds
+
+
+def xielu(x: Tensor, a_p: Tensor, a_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """xIELU (Huang & Schlag 2024): `α_p x² + β x` above 0, else `α_n (exp(min(x, ε)) − 1 − x) + β x`.
+
+    α_p = softplus(a_p), α_n = β + softplus(a_n); the parameters broadcast with x.
+    """
+    above = functional.softplus(a_p) * x * x
+    below = (torch.expm1(torch.minimum(x, eps)) - x) * (beta + functional.softplus(a_n))
+    return torch.where(x > 0, above, below) + beta * x
 
 
 @gated({"limit": 7.0, "alpha": 1.702})

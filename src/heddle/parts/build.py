@@ -33,8 +33,8 @@ class ResidualContext:
     """What residual blocks are built with.
 
     branches: the layer's branch names, "mixer" and "feedforward" or one of them. drop_rate: the layer's rate of
-    stochastic depth. dropout: the rate at which elements of a branch's output are dropped. The rest is as in
-    `BuildContext`.
+    stochastic depth. dropout: the rate at which elements of a branch's output are dropped. mixer: the kind of the
+    layer's mixer, "" if it has none. The rest is as in `BuildContext`.
     """
 
     branches: tuple[str, ...]
@@ -44,6 +44,7 @@ class ResidualContext:
     dropout: float = 0.0
     depth: int = 1
     layer_index: int = 0
+    mixer: str = ""
 
     def build_norms(self) -> nn.ModuleDict:
         """One norm for each branch."""

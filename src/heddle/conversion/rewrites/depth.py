@@ -17,6 +17,7 @@ from heddle.conversion.branches import (
     gain_offset,
     layer_modules,
     layer_path,
+    mixer_kind,
     modules_of,
     output_projections,
 )
@@ -89,7 +90,7 @@ class _Deeper(ConvertedWeights):
     def _silent(self, layer: dict[str, Tensor], origin: int) -> dict[str, Tensor]:
         modules, residual = layer_modules(self.model, origin), self.design.residual
         for branch in branch_names(modules):
-            norm = residual.output_norm(branch)
+            norm = residual.output_norm(branch, mixer_kind(self.source.design, origin))
             written = output_projections(modules, branch) if norm is None else [f"residual.{norm}"]
             weight = 0.0 if norm is None else -gain_offset(self.design.norm)
             for name in written:

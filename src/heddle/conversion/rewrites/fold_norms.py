@@ -15,6 +15,7 @@ from heddle.conversion.branches import (
     input_projections,
     layer_modules,
     layer_path,
+    mixer_kind,
     modules_of,
     scale_weight,
 )
@@ -45,7 +46,7 @@ class FoldNorms(Rewrite):
         readers: dict[int, _Readers] = {}
         for index in self.selected_layers(design):
             layer, path = layer_modules(model, index), layer_path(index)
-            readers[index] = _readers(layer, design, path)
+            readers[index] = _readers(layer, design, index, path)
             for norm, projections in readers[index].items():
                 _check_biases(layer, norm, projections, path)
         folds_final = self.layers is None if self.final_norm is None else self.final_norm
@@ -106,11 +107,12 @@ class _Folded(ConvertedWeights):
         return self.offset + weight.double()
 
 
-def _readers(layer: nn.Module, design: ModelConfig, path: str) -> _Readers:
+def _readers(layer: nn.Module, design: ModelConfig, index: int, path: str) -> _Readers:
     """The norms before the branches of a layer, and all that reads them."""
     readers: _Readers = {}
+    mixer = mixer_kind(design, index)
     for branch in branch_names(layer):
-        norm = design.residual.input_norm(branch)
+        norm = design.residual.input_norm(branch, mixer)
         if norm is not None and not isinstance(layer.get_submodule(f"residual.{norm}"), nn.Identity):
             readers.setdefault(f"residual.{norm}", []).extend(input_projections(layer, branch, path))
     return readers

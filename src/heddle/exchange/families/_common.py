@@ -155,13 +155,17 @@ def write_unbiased_decoder(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_embedding_and_head(
-    design: ModelConfig, weights: WeightMap, embedding: str = "model.embed_tokens", norm: str = "model.norm"
+    design: ModelConfig,
+    weights: WeightMap,
+    embedding: str = "model.embed_tokens",
+    norm: str = "model.norm",
+    head: str = "lm_head",
 ) -> None:
     """Embedding, final norm and head."""
     weights.add_module(embedding, "embed")
     weights.add_module(norm, "final_norm.norm")
     if not design.head.tied:
-        weights.add_module("lm_head", "head")
+        weights.add_module(head, "head")
 
 
 def named_layers(design: ModelConfig, modules: ModuleNames | None = None) -> list[tuple[str, str, LayerConfig]]:

@@ -1,15 +1,18 @@
 """What DeepSeek-V2, V3 and GLM-4 share: dense layers, then routed and shared experts. V2 and V3: latent attention."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _moe
+from heddle.exchange.families import _common, _layer_types, _moe
 from heddle.exchange.family import ModuleNames, WeightMap, interleaved_by_group
 from heddle.exchange.rope import read_rope, write_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
+
+DENSE, SPARSE = "dense", "sparse"  # in `mlp_layer_types`
 
 # The multi-token modules of V3 and of the families that took them over, as further layers. Their feed-forwards are
 # mixtures, also where the model's last layer is dense. Published models have one; of several, each reads the states
@@ -29,18 +32,21 @@ MODULES = ModuleNames(
 )
 
 
-def read_attention(config: ConfigReader, layout: str, query_rank: int = 1536) -> dict[str, Any]:
+def read_attention(
+    config: ConfigReader, layout: str, query_rank: int = 1536, value_dim: int | None = None
+) -> dict[str, Any]:
     """The latent attention of every layer.
 
-    layout: how RoPE pairs dims, `interleaved` or `half`. query_rank: the family's default for `q_lora_rank`.
+    layout: how RoPE pairs dims, `interleaved` or `half`. query_rank, value_dim: the family's defaults for `q_lora_rank`
+    and `v_head_dim`, which is required if there is none.
     """
     rope_dim = config.require("qk_rope_head_dim", int)
     config.expect("head_dim", rope_dim, None)  # written as the width of the rotated part
-    return read_latents(config, query_rank) | {"position": _read_rope(config, rope_dim) | {"layout": layout}}
+    return read_latents(config, query_rank, value_dim) | {"position": _read_rope(config, rope_dim) | {"layout": layout}}
 
 
-def read_latents(config: ConfigReader, query_rank: int | None) -> dict[str, Any]:
-    """Latent attention without its rotation. query_rank: the family's default for `q_lora_rank`."""
+def read_latents(config: ConfigReader, query_rank: int | None, value_dim: int | None = None) -> dict[str, Any]:
+    """Latent attention without its rotation; the defaults as in `read_attention`."""
     heads = config.require("num_attention_heads", int)
     if heads // config.get("num_key_value_heads", heads) != 1:
         raise config.invalid("num_key_value_heads", f"latent attention needs num_attention_heads = {heads}")
@@ -53,7 +59,7 @@ def read_latents(config: ConfigReader, query_rank: int | None) -> dict[str, Any]
         "query_rank": config.optional("q_lora_rank") if "q_lora_rank" in config.data else query_rank,
         "nope_dim": config.require("qk_nope_head_dim", int),
         "rope_dim": config.require("qk_rope_head_dim", int),
-        "value_dim": config.require("v_head_dim", int),
+        "value_dim": config.get("v_head_dim", value_dim) if value_dim else config.require("v_head_dim", int),
         "bias": config.get("attention_bias", False),
     }
 
@@ -79,6 +85,15 @@ def read_layers(
     dense_layers = min(config.require("first_k_dense_replace", int), depth)
     groups = ((dense_layers, dense), (depth - dense_layers, read_experts(config, routing, bias)))
     return [{"repeat": count, "mixer": mixer, "feedforward": feedforward} for count, feedforward in groups if count]
+
+
+def read_feedforwards(config: ConfigReader, routing: dict[str, Any], dense: int, bias: bool) -> list[dict[str, Any]]:
+    """The feed-forward of each layer: `mlp_layer_types`, or the first `dense` are dense. bias: as in `read_layers`."""
+    depth = _layer_types.read_depth(config)
+    usual = [DENSE] * min(dense, depth) + [SPARSE] * (depth - dense)
+    types = _layer_types.read_kinds(config, "mlp_layer_types", usual, (DENSE, SPARSE))
+    kinds = {DENSE: _common.read_gated(config, bias=bias), SPARSE: read_experts(config, routing, bias)}
+    return [kinds[kind] for kind in types]
 
 
 def read_experts(config: ConfigReader, routing: dict[str, Any], bias: bool = False) -> dict[str, Any]:
@@ -184,6 +199,28 @@ def write_layers(design: ModelConfig) -> dict[str, Any]:
         "routed_scaling_factor": moe.scale,
         **loss,
     }
+
+
+def write_feedforwards(design: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that `read_feedforwards` reads, by the family's own `names`, and the epsilon of the norms."""
+    types = [SPARSE if is_sparse else DENSE for is_sparse in design_parts.has_experts(design)]
+    fields = write_layers(design) | {"mlp_layer_types": types}
+    for name in ("first_k_dense_replace", "moe_layer_freq"):
+        del fields[name]
+    return {names.get(name, name): value for name, value in fields.items()}
+
+
+def write_dense(design: ModelConfig) -> dict[str, Any]:
+    """The fields of latent attention and a gated feed-forward in every layer."""
+    mixer = design_parts.first_latent_attention(design)
+    rope, rope_dim = design_parts.rope_of(mixer), mixer.rope_dim or 2
+    return (
+        _common.write_common(design)
+        | _common.write_gated(design)
+        | write_latents(mixer)
+        | write_rope(rope, rope_dim, _common.DEFAULT_MAX_POSITIONS)
+        | {"rms_norm_eps": design_parts.norm_eps(design)}
+    )
 
 
 def shared_experts(moe: MoEConfig) -> int:

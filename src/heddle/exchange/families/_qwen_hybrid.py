@@ -43,7 +43,7 @@ def module_names(count_field: str) -> ModuleNames:
 def read_design(config: ConfigReader, feedforwards: list[dict[str, Any]]) -> dict[str, Any]:
     """A design with one layer for each feed-forward; `layer_types` says which mixer each layer has."""
     eps = config.get("rms_norm_eps", 1e-6)
-    mixers = {FULL: _read_attention(config), LINEAR: _read_delta(config, eps)}
+    mixers = {FULL: _read_attention(config), LINEAR: read_delta(config, eps)}
     usual = default_types(config.get("full_attention_interval", 4), len(feedforwards))
     types = _layer_types.read_kinds(config, "layer_types", usual, (LINEAR, FULL))
     layers = [
@@ -68,7 +68,8 @@ def _read_attention(config: ConfigReader) -> dict[str, Any]:
     )
 
 
-def _read_delta(config: ConfigReader, eps: float) -> dict[str, Any]:
+def read_delta(config: ConfigReader, eps: float) -> dict[str, Any]:
+    """The gated delta rule; `eps` is of the norm of its heads."""
     config.expect("hidden_act", "silu", default="silu")  # the delta rule's convolution uses it too
     return {
         "kind": "gated_delta",
@@ -83,23 +84,30 @@ def _read_delta(config: ConfigReader, eps: float) -> dict[str, Any]:
 
 def write_common(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_design` reads."""
-    delta = design_parts.first_gated_delta(design)
     return (
         _common.write_common(design)
         | {"partial_rotary_factor": 1.0}  # written even if 1.0, because the default is 0.25
         | _common.write_attention(design, partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
         | {
             "attention_bias": design_parts.first_attention(design).bias is True,
-            "layer_types": mixer_types(design),
-            "linear_num_value_heads": delta.heads,
-            "linear_num_key_heads": delta.key_heads,
-            "linear_key_head_dim": delta.head_dim,
-            "linear_value_head_dim": delta.value_dim,
-            "linear_conv_kernel_dim": delta.conv_kernel,
             "rms_norm_eps": design_parts.norm_eps(design),
-            "hidden_act": "silu",
         }
+        | write_delta(design)
     )
+
+
+def write_delta(design: ModelConfig) -> dict[str, Any]:
+    """The types of the layers, and the fields of the first delta rule."""
+    delta = design_parts.first_gated_delta(design)
+    return {
+        "layer_types": mixer_types(design),
+        "linear_num_value_heads": delta.heads,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_key_head_dim": delta.head_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.conv_kernel,
+        "hidden_act": "silu",
+    }
 
 
 def mixer_types(design: ModelConfig) -> list[str]:

@@ -6,7 +6,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
 from heddle.exchange.family import Family
-from heddle.exchange.rope import FULL, SLIDING, read_rope, read_rope_table
+from heddle.exchange.rope import FULL, SLIDING, read_rope_or
 from heddle.model.config import ModelConfig
 
 DEFAULT_THETA, DEFAULT_WINDOW = 1e6, 8192
@@ -20,14 +20,11 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     """Without `layer_types`, layers 0, 4, 8, … have no window."""
     heads = _common.read_heads(config, config.require("hidden_size", int), head_dim=128)
     config.get("pretraining_tp", 1)  # as in Llama
-    has_rope = any(config.data.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
     mixer = {
         "kind": "attention",
         **heads,
         "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"], DEFAULT_THETA)
-        if has_rope
-        else read_rope_table(config, DEFAULT_ROPE, heads["head_dim"], DEFAULT_THETA),
+        "position": read_rope_or(config, heads["head_dim"], DEFAULT_THETA, DEFAULT_ROPE),
     }
     window = config.get_nullable("sliding_window", DEFAULT_WINDOW) or None
     usual = [SLIDING if index % 4 else FULL for index in range(_layer_types.read_depth(config))]

@@ -18,19 +18,27 @@ INDEXER = {"wq_b": "q", "wk": "k", "k_norm": "k_norm", "weights_proj": "weights"
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
+    return read_design(config, 1e-6, query_rank=1536, heads=64, indexer={})
+
+
+def read_design(
+    config: ConfigReader, eps: float, query_rank: int, heads: int, indexer: dict[str, Any]
+) -> dict[str, Any]:
+    """A design; all but the last are the family's defaults, `heads` the indexer's. indexer: further fields of it."""
     depth = config.require("num_hidden_layers", int)
     config.expect("layer_types", None, [INDEXED] * depth)
     config.expect("mlp_bias", False, default=False)
     dense = config.get("first_k_dense_replace", 3)
-    mixer = _deepseek.read_attention(config, "interleaved") | {
+    mixer = _deepseek.read_attention(config, "interleaved", query_rank) | {
         "indexer": {
             "top_k": config.get("index_topk", 2048),
-            "heads": config.get("index_n_heads", 64),
+            "heads": config.get("index_n_heads", heads),
             "head_dim": config.get("index_head_dim", 128),
+            **indexer,
         }
     }
     layers = glm4_moe_lite.read_layers(config, mixer, min(dense, depth))
-    return _common.rms_design(config, 1e-6, layers)
+    return _common.rms_design(config, eps, layers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
@@ -39,8 +47,8 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     return (
         _deepseek.write_common(design)
         | _deepseek.write_sigmoid_routing(design)
+        | _deepseek.write_feedforwards(design, {})
         | {
-            "mlp_layer_types": glm4_moe_lite.write_types(design),
             "index_topk": indexer.top_k,
             "index_n_heads": indexer.heads,
             "index_head_dim": indexer.head_dim,

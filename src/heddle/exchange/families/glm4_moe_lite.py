@@ -11,8 +11,6 @@ from heddle.exchange.families import _common, _deepseek, _layer_types
 from heddle.exchange.family import Family
 from heddle.model.config import ModelConfig
 
-DENSE, SPARSE = "dense", "sparse"
-
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
@@ -24,21 +22,9 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def read_layers(config: ConfigReader, mixer: dict[str, Any], dense: int) -> list[dict[str, Any]]:
     """Layers that `mlp_layer_types` says are dense or mixtures; where it is absent, the first `dense` are dense."""
-    feedforwards = {
-        DENSE: _common.read_gated(config),
-        SPARSE: _deepseek.read_experts(config, _deepseek.read_sigmoid_routing(config)),
-    }
-    depth, types = _layer_types.read_depth(config), config.optional("mlp_layer_types")
     config.expect("moe_layer_freq", 1, default=1)
-    types = [DENSE] * dense + [SPARSE] * (depth - dense) if types is None else types
-    if len(types) != depth or set(types) - {DENSE, SPARSE}:
-        raise config.invalid("mlp_layer_types", f"should say {DENSE} or {SPARSE} of each of {depth} layers")
-    return _layer_types.merge_repeats([{"mixer": mixer, "feedforward": feedforwards[kind]} for kind in types])
-
-
-def write_types(design: ModelConfig) -> list[str]:
-    """`mlp_layer_types`."""
-    return [SPARSE if is_sparse else DENSE for is_sparse in design_parts.has_experts(design)]
+    feedforwards = _deepseek.read_feedforwards(config, _deepseek.read_sigmoid_routing(config), dense, bias=False)
+    return _layer_types.merge_repeats([{"mixer": mixer, "feedforward": each} for each in feedforwards])
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
@@ -47,10 +33,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     fields = _deepseek.write_common(design) | _deepseek.write_sigmoid_routing(design)
     for name in ("first_k_dense_replace", "moe_layer_freq", "head_dim"):
         del fields[name]
-    return fields | {
-        "mlp_layer_types": write_types(design),
-        "rope_interleave": rope.layout == "interleaved",
-    }
+    return fields | _deepseek.write_feedforwards(design, {}) | {"rope_interleave": rope.layout == "interleaved"}
 
 
 FAMILY = Family(

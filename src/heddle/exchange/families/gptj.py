@@ -42,13 +42,13 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     return _gpt.write_common(design) | {"rotary_dim": design_parts.rope_of(mixer).rotary_dim or mixer.head_dim}
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """The tensor names; each is one parameter."""
+def map_weights(design: ModelConfig, weights: WeightMap, roles: str = "q k v out") -> None:
+    """The tensor names; each is one parameter. roles: the projections of attention that are mapped here."""
     _gpt.map_embedding_and_head(weights)
     for index in range(design.depth):
         hf, heddle = f"transformer.h.{index}", f"layers.{index}"
         weights.add_module(f"{hf}.ln_1", f"{heddle}.residual.norms.shared")
-        for name in ("q", "k", "v", "out"):
+        for name in roles.split():
             weights.add_module(f"{hf}.attn.{name}_proj", f"{heddle}.mixer.{name}")
         _gpt.map_mlp(weights, f"{hf}.mlp.fc_in", f"{hf}.mlp.fc_out", f"{heddle}.feedforward", CONCATENATED)
 

@@ -12,21 +12,26 @@ from heddle.parts.residuals.pre_norm import PreNormConfig
 # What Granite 3 and 4 share: the multipliers.
 
 
-def read_multipliers(config: ConfigReader) -> dict[str, Any]:
-    """The embedding, residual and head of a design."""
+def read_multipliers(config: ConfigReader, tied: bool = False) -> dict[str, Any]:
+    """The embedding, residual and head of a design. tied: the family's default."""
     scaling = config.get("logits_scaling", 1.0)
     if not scaling > 0:
         raise config.invalid("logits_scaling", "divides the logits and should be above 0")
     return {
-        "embedding": {"multiplier": _read_multiplier(config, "embedding_multiplier")},
-        "residual": {"kind": "pre_norm", "multiplier": _read_multiplier(config, "residual_multiplier")},
-        "head": {"tied": config.get("tie_word_embeddings", False), "scale": 1 / scaling},
+        "embedding": {"multiplier": multiplier(config.get("embedding_multiplier", 1.0))},
+        "residual": {"kind": "pre_norm", "multiplier": multiplier(config.get("residual_multiplier", 1.0))},
+        "head": {"tied": config.get("tie_word_embeddings", tied), "scale": 1 / scaling},
     }
 
 
-def _read_multiplier(config: ConfigReader, name: str) -> float | None:
-    multiplier = config.get(name, 1.0)
-    return None if multiplier == 1.0 else multiplier
+def multiplier(factor: float) -> float | None:
+    """A multiplier of a design; none for 1."""
+    return None if factor == 1.0 else factor
+
+
+def branch_multiplier(design: ModelConfig) -> float:
+    """What branches are multiplied by."""
+    return (isinstance(design.residual, PreNormConfig) and design.residual.multiplier) or 1.0
 
 
 def read_mixer(config: ConfigReader) -> dict[str, Any]:
@@ -37,12 +42,12 @@ def read_mixer(config: ConfigReader) -> dict[str, Any]:
 
 def write_multipliers(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_multipliers` and `read_mixer` read, but for those of heads and RoPE."""
-    mixer, residual = design_parts.first_attention(design), design.residual
+    mixer = design_parts.first_attention(design)
     return {
         "attention_bias": mixer.bias is True,
         "attention_multiplier": mixer.scale,
         "embedding_multiplier": design.embedding.multiplier or 1.0,
-        "residual_multiplier": (isinstance(residual, PreNormConfig) and residual.multiplier) or 1.0,
+        "residual_multiplier": branch_multiplier(design),
         "logits_scaling": float(f"{1 / design.head.scale:.12g}"),
     }
 

@@ -11,12 +11,16 @@ from heddle.model.config import ModelConfig
 DEFAULT_SHARED = 0  # if the config has no width of the shared expert
 
 
-def read_config(config: ConfigReader) -> dict[str, Any]:
-    """`shared_intermediate_size`: 0 is a model without a shared expert."""
-    design = granitemoe.read_config(config)
+def read_shared(config: ConfigReader) -> dict[str, Any]:
+    """The fields of the shared expert; a width of 0 is a model without one."""
     shared = config.get("shared_intermediate_size", DEFAULT_SHARED)
-    if shared:
-        design["layers"][0]["feedforward"] |= {"shared": 1, "shared_hidden": shared}
+    return {"shared": 1, "shared_hidden": shared} if shared else {}
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same."""
+    design = granitemoe.read_config(config)
+    design["layers"][0]["feedforward"] |= read_shared(config)
     return design
 
 
@@ -29,8 +33,13 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Those of Granite's experts; gate and up of the shared one are one matrix."""
+    """Those of Granite's experts and of the shared one."""
     granitemoe.map_weights(design, weights)
+    map_shared(design, weights)
+
+
+def map_shared(design: ModelConfig, weights: WeightMap) -> None:
+    """The shared expert of each layer; its gate and up are one matrix."""
     for index in range(design.depth):
         hf, heddle = f"model.layers.{index}.shared_mlp", f"layers.{index}.feedforward.shared"
         weights.add_module(f"{hf}.input_linear", f"{heddle}.gate", f"{heddle}.up")

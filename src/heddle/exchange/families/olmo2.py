@@ -24,11 +24,13 @@ def read_mixer(config: ConfigReader) -> dict[str, Any]:
     }
 
 
-def read_design(config: ConfigReader, mixers: list[dict[str, Any]]) -> dict[str, Any]:
-    """A design with one layer for each mixer."""
-    feedforward = _common.read_gated(config)
+def read_design(
+    config: ConfigReader, mixers: list[dict[str, Any]], feedforward: dict[str, Any] | None = None, eps: float = 1e-5
+) -> dict[str, Any]:
+    """A design with one layer for each mixer. feedforward: by default a gated one. eps: the family's default."""
+    feedforward = feedforward or _common.read_gated(config)
     layers = [{"mixer": mixer, "feedforward": feedforward} for mixer in mixers]
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5), "cast": "after"}
+    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", eps), "cast": "after"}
     return _common.design_fields(config, norm, _layer_types.merge_repeats(layers), residual={"kind": "reordered"})
 
 
@@ -39,10 +41,11 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Llama's tensor names, with a norm after each branch and none before."""
-    _common.map_weights(design, weights, _map_norms)
+    _common.map_weights(design, weights, map_norms)
 
 
-def _map_norms(weights: WeightMap, hf: str, heddle: str) -> None:
+def map_norms(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The norms after attention and feed-forward."""
     weights.add_module(f"{hf}.post_attention_layernorm", f"{heddle}.residual.norms.mixer")
     weights.add_module(f"{hf}.post_feedforward_layernorm", f"{heddle}.residual.norms.feedforward")
 

@@ -12,11 +12,17 @@ from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.positions.learned import LearnedConfig
 
+LAST = "final_layer_norm", "lm_head"
 OFFSET = 2  # rows of the table of positions before that of the first token
 
 
-def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same; `enable_bias` applies to every projection."""
+def read_config(
+    config: ConfigReader, activation: str = "relu", dropout: float = 0.0, length: int = 2048
+) -> dict[str, Any]:
+    """All layers are the same; `enable_bias` applies to every projection.
+
+    activation, dropout (of attention), length: the defaults of the family.
+    """
     _common.check_width(config)
     width, bias = config.require_count("hidden_size"), config.get("enable_bias", True)
     config.expect("word_embed_proj_dim", None, width)
@@ -29,15 +35,15 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "kind": "attention",
         "heads": config.require_count("num_attention_heads"),
         "bias": bias,
-        "dropout": config.get("attention_dropout", 0.0),
+        "dropout": config.get("attention_dropout", dropout),
     }
     feedforward = {
         "kind": "mlp",
         "hidden": config.require("ffn_dim", int),
-        "activation": _common.read_activation(config, "activation_function", "relu"),
+        "activation": _common.read_activation(config, "activation_function", activation),
         "bias": bias,
     }
-    length = config.get("max_position_embeddings", _common.DEFAULT_MAX_POSITIONS)
+    length = config.get("max_position_embeddings", length)
     std = config.get("init_std", 0.02)
     return _common.design_fields(
         config,
@@ -68,13 +74,14 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     }
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """The tensor names; each is one parameter."""
-    names = "model.decoder.embed_tokens", "model.decoder.final_layer_norm"
-    _common.map_embedding_and_head(design, weights, *names)
-    weights.add_module("model.decoder.embed_positions", "embed.position")
+def map_weights(
+    design: ModelConfig, weights: WeightMap, model: str = "model.decoder", last: tuple[str, str] = LAST
+) -> None:
+    """The tensor names; each is one parameter. model: the name of all but the head. last: of the last norm and head."""
+    _common.map_embedding_and_head(design, weights, f"{model}.embed_tokens", f"{model}.{last[0]}", last[1])
+    weights.add_module(f"{model}.embed_positions", "embed.position")
     for index in range(design.depth):
-        hf, heddle = f"model.decoder.layers.{index}", f"layers.{index}"
+        hf, heddle = f"{model}.layers.{index}", f"layers.{index}"
         _common.map_attention(weights, hf, heddle, "out_proj")
         weights.add_module(f"{hf}.self_attn_layer_norm", f"{heddle}.residual.norms.mixer")
         weights.add_module(f"{hf}.final_layer_norm", f"{heddle}.residual.norms.feedforward")

@@ -6,7 +6,6 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _deepseek
 from heddle.exchange.family import Family
-from heddle.exchange.rope import write_rope
 from heddle.model.config import ModelConfig
 
 
@@ -21,18 +20,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    mixer = design_parts.first_latent_attention(design)
-    rope, rope_dim = design_parts.rope_of(mixer), mixer.rope_dim or 2
-    return (
-        _common.write_common(design)
-        | _common.write_gated(design)
-        | _deepseek.write_latents(mixer)
-        | write_rope(rope, rope_dim, _common.DEFAULT_MAX_POSITIONS)
-        | {
-            "rope_interleave": rope.layout == "interleaved",
-            "rms_norm_eps": design_parts.norm_eps(design),
-        }
-    )
+    rope = design_parts.rope_of(design_parts.first_latent_attention(design))
+    return _deepseek.write_dense(design) | {"rope_interleave": rope.layout == "interleaved"}
 
 
 FAMILY = Family("youtu", "YoutuForCausalLM", read_config, write_config, _deepseek.map_weights)

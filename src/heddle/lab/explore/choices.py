@@ -82,7 +82,7 @@ class Kind:
 
 
 # Fields that an explored design cannot have: its equal layers read no other layer, and a convolution is several fields.
-NOT_EXPLORED = ("shared_kv", "value_residual", "value_rank", "short_convolution")
+NOT_EXPLORED = ("shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first")
 
 
 @cache

@@ -447,8 +447,9 @@ def pair(n: Quantities) -> Costs:
 
 @costs_of("feedforwards", "mlp")
 def mlp(n: Quantities) -> Costs:
-    """Two projections."""
-    return projection(n, n.width, n.hidden, n.bias) + projection(n, n.hidden, n.width, n.bias)
+    """Two projections, and the four numbers of a learned activation."""
+    activation = Costs(parameters=4 * n.equals("activation", "xielu"))
+    return projection(n, n.width, n.hidden, n.bias) + projection(n, n.hidden, n.width, n.bias) + activation
 
 
 @costs_of("feedforwards", "gated")

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import Part, refuse
-from heddle.numerics.activations import GATED, PLAIN
+from heddle.numerics.activations import GATED, LEARNED, PLAIN
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, ShortConvolutions, check_convolved
@@ -20,9 +20,11 @@ from heddle.parts.states import StateSpec
 
 if TYPE_CHECKING:
     Activation = str
+    LearnedActivation = str
     GatedActivation = str
 else:  # the names of `heddle.numerics.activations`
     Activation = Literal[tuple(PLAIN)]
+    LearnedActivation = Literal[(*PLAIN, *LEARNED)]
     GatedActivation = Literal[(*PLAIN, *GATED)]
 
 

@@ -50,13 +50,18 @@ class MixerConfig(Part, ABC):
 
     @property
     def reads_kv(self) -> bool:
-        """Whether it reads keys and values of an earlier layer: the last one of its `kv_kind` that has its own."""
+        """Whether it reads what `kv_read` names from an earlier layer: the last of its `kv_kind` with its own."""
         return False
 
     @property
     def kv_kind(self) -> Any:
-        """Layers of the same `kv_kind` can share keys and values; None: it neither shares nor reads any."""
+        """Layers of the same `kv_kind` can share what `kv_read` names; None: it neither shares nor reads any."""
         return None
+
+    @property
+    def kv_read(self) -> tuple[str, str]:
+        """What `reads_kv` is about: the field that says so, and what is read."""
+        return "shared_kv", "keys and values"
 
     @property
     def adds_first_values(self) -> bool:
@@ -102,7 +107,7 @@ class Mixer(nn.Module, ABC):
     stated. uses_layer_index: whether its formula depends on the layer index. absolute_positions: whether it depends on
     positions themselves, not only on their differences.
 
-    kv_source: index of the layer whose keys and values it reads. value_source: index of the layer whose values it adds
+    kv_source: index of the layer whose `kv_read` it reads. value_source: index of the layer whose values it adds
     to its own. kv_target: index under which it hands over its own (`Layout.handed_over`). The model sets these three.
     kv_fields, value_fields: what must be equal in both layers, by field.
     """

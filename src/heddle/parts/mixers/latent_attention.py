@@ -8,7 +8,8 @@ rotated, the rotation would stand between W_uk and the queries that absorb it.
 
 With `indexer` each query attends to `top_k` keys, which an indexer selects (DeepSeek Sparse Attention, DeepSeek-V3.2
 2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from its own loss. All pairs are still
-computed and then masked, so no time is saved; FLOPs count only the pairs that are attended to.
+computed and then masked, so no time is saved; FLOPs count only the pairs that are attended to. With `shared_index`
+a layer has no indexer, and attends to the keys that the last earlier layer with one selected (GLM-5.2, 2026).
 """
 
 from functools import partial
@@ -40,7 +41,7 @@ class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("mla",)
-    later_fields = ("indexer",)
+    later_fields = ("indexer", "shared_index")
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
     query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
@@ -53,6 +54,7 @@ class LatentAttentionConfig(MixerConfig):
     bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
     query_bias: bool | None = None  # of the projection to query heads, from x or from their latent; default: none
     indexer: IndexerConfig | None = None  # selects the keys that each query attends to
+    shared_index: bool = False  # attends to the keys that the last earlier layer with an indexer selected
     position: RotationConfig | None = None
 
     @model_validator(mode="after")
@@ -61,6 +63,8 @@ class LatentAttentionConfig(MixerConfig):
             refuse("rope_dim", "is missing, so position has no dims to rotate; give rope_dim, or leave position out")
         if self.position is not None and self.rope_dim is not None and self.rope_dim % 2:
             refuse("rope_dim", f"{self.rope_dim} is odd, but dims are rotated in pairs; give an even number")
+        if self.shared_index and self.indexer is not None:
+            refuse("shared_index", "reads the selection of another layer, but the indexer selects its own; keep one")
         if self.query_norm is not None and self.query_rank is None:
             refuse(
                 "query_norm", "normalizes the latent of queries, but there is none; give query_rank, or leave it out"
@@ -78,6 +82,21 @@ class LatentAttentionConfig(MixerConfig):
             query_bias=self.query_bias or None,
             position=self.position if self.position is None or rope_dim is None else self.position.resolved(rope_dim),
         )
+
+    @property
+    def reads_kv(self) -> bool:
+        """As `shared_index` says."""
+        return self.shared_index
+
+    @property
+    def kv_kind(self) -> Any:
+        """The kind, of layers that have an indexer or read a selection."""
+        return self.kind if self.shared_index or self.indexer is not None else None
+
+    @property
+    def kv_read(self) -> tuple[str, str]:
+        """The selection of keys."""
+        return "shared_index", "an indexer"
 
     def head_shape(self, width: int) -> tuple[int, int]:
         """Heads, and the width of their values."""
@@ -189,6 +208,11 @@ class LatentAttention(Mixer):
             attended = partial(_attended, queries, latents, up)
             self.indexer.record_loss(index, attended, mask, self.scale)
             mask = self.indexer.select(index, mask)
+            if self.kv_target is not None and layout.handed_over is not None:
+                layout.handed_over.by_layer[self.kv_target] = mask
+        elif self.kv_source is not None:
+            assert layout.handed_over is not None
+            mask = layout.handed_over.by_layer[self.kv_source]
         return latent_attention(*queries, latents, *up, mask, self.scale), state
 
 

@@ -68,7 +68,7 @@ class PairConfig(MixerConfig):
         first = build_under("first", self.first.build, context)
         second = build_under("second", self.second.build, context)
         for name, mixer in (("first", self.first), ("second", self.second)):
-            for field, reads in (("shared_kv", mixer.reads_kv), ("value_residual", mixer.adds_first_values)):
+            for field, reads in ((mixer.kv_read[0], mixer.reads_kv), ("value_residual", mixer.adds_first_values)):
                 if reads:
                     raise DesignError(f"{name}.{field}", "is for a layer, not for one mixer of a pair; leave it out")
             if mixer.short_convolution is not None and "input" in mixer.short_convolution.of:

@@ -1,7 +1,7 @@
 """The slot of residual connections: one choice for the model, one block per layer. Each file draws its figure."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -44,10 +44,11 @@ class ResidualConfig(Part, ABC):
     drop_path_first: Probability = 0.0  # stochastic depth of the first layer
     dropout: Probability = 0.0  # of elements of a branch's output
 
-    def check_layers(self, depth: int, most_branches: int) -> None:
+    def check_layers(self, depth: int, most_branches: int, mixers: Set[str]) -> None:
         """Raises DesignError for a field that does nothing in a model of `depth` layers.
 
-        most_branches: 2 if a layer of the model has a mixer and a feed-forward, else 1.
+        most_branches: 2 if a layer of the model has a mixer and a feed-forward, else 1. mixers: the kinds of its
+        layers' mixers, "" if one has none.
         """
         if self.drop_path and depth == 1:
             reason = f"{self.drop_path:g} does nothing in a model of one layer, which is the first"
@@ -70,12 +71,15 @@ class ResidualConfig(Part, ABC):
         """The factors for `depth` layers, which give the sum of all branches the same initial scale at any depth."""
         return InitialScales(outputs=float((2 * depth) ** -0.5))
 
-    def input_norm(self, branch: str) -> str | None:
-        """The norm whose output the branch reads, as a path in the block; only branches read it. None: not stated."""
+    def input_norm(self, branch: str, mixer: str) -> str | None:
+        """The norm whose output the branch reads, as a path in the block; only branches read it. None: not stated.
+
+        mixer: the kind of the layer's mixer, "" if it has none.
+        """
         return None
 
-    def output_norm(self, branch: str) -> str | None:
-        """The norm of the branch's output before it is added, as a path in the block. None: not stated."""
+    def output_norm(self, branch: str, mixer: str) -> str | None:
+        """The norm of the branch's output before it is added, as a path in the block. mixer: as in `input_norm`."""
         return None
 
     @abstractmethod

@@ -15,7 +15,7 @@ v₀ ──┬────────────────────┬─
                                                      └── α ── N ── mixer ── …   ── α ── N ──
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import ClassVar, cast
 
 import torch
@@ -55,9 +55,9 @@ class AttentionResidualsConfig(ResidualConfig):
         """Whether a branch may be dropped as a whole."""
         return self.drop_path > 0.0 or self.drop_path_first > 0.0
 
-    def check_layers(self, depth: int, most_branches: int) -> None:
+    def check_layers(self, depth: int, most_branches: int, mixers: Set[str]) -> None:
         """Raises DesignError, also if a block does not fit into the model, or holds only one branch."""
-        super().check_layers(depth, most_branches)
+        super().check_layers(depth, most_branches, mixers)
         if self.block_size is None:
             return
         if self.block_size > depth:
@@ -71,7 +71,7 @@ class AttentionResidualsConfig(ResidualConfig):
         """The embedding x [B, T, width] is the only source."""
         return (x, torch.ones_like(x[..., :1])) if self.may_drop else (x,)
 
-    def input_norm(self, branch: str) -> str:
+    def input_norm(self, branch: str, mixer: str) -> str:
         """The branch's own norm."""
         return f"norms.{branch}"
 

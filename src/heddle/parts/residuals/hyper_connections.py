@@ -45,7 +45,7 @@ class HyperConnectionsConfig(ResidualConfig):
         """[B, T, width] -> [B, T, streams, width], all equal."""
         return x.unsqueeze(2).expand(-1, -1, self.streams, -1)
 
-    def input_norm(self, branch: str) -> str:
+    def input_norm(self, branch: str, mixer: str) -> str:
         """The branch's own norm."""
         return f"norms.{branch}"
 

@@ -5,6 +5,7 @@ x ──┬── N ──┬── mixer ───────┐
     └───────────────────────(+)── …  ── N ──
 """
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Annotated
 
@@ -23,13 +24,13 @@ class ParallelConfig(FinalNormConfig):
 
     norms: Annotated[int, Field(ge=1, le=2)] = 1
 
-    def check_layers(self, depth: int, most_branches: int) -> None:
+    def check_layers(self, depth: int, most_branches: int, mixers: Set[str]) -> None:
         """Raises DesignError, also for two norms where every layer has only one branch."""
-        super().check_layers(depth, most_branches)
+        super().check_layers(depth, most_branches, mixers)
         if self.norms == 2 and most_branches == 1:
             raise DesignError("norms", "2 is one norm for each branch, but every layer has only one; leave it out")
 
-    def input_norm(self, branch: str) -> str:
+    def input_norm(self, branch: str, mixer: str) -> str:
         """The branch's own norm, or the one that both share."""
         return "norms.shared" if self.norms == 1 else f"norms.{branch}"
 

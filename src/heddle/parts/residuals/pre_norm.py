@@ -28,7 +28,7 @@ class PreNormConfig(FinalNormConfig):
         """Whether the first layer lacks a norm."""
         return not self.first_norm
 
-    def input_norm(self, branch: str) -> str:
+    def input_norm(self, branch: str, mixer: str) -> str:
         """The branch's own norm."""
         return f"norms.{branch}"
 

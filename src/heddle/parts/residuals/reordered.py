@@ -1,38 +1,62 @@
 """Reordered norms (OLMo-2, Team OLMo 2025): `x + N(f(x))`, and a norm at the end.
 
+With `norms_first` layers whose mixer is of one of these kinds are `x + f(N(x))` (OLMo Hybrid, Team OLMo 2026).
+
 x ──┬── mixer ── N ──(+)──┬── feedforward ── N ──(+)── …  ── N ──
     └─────────────────┘   └───────────────────────┘
 """
 
+from collections.abc import Set
+
 from torch import Tensor
 
+from heddle.config import DesignError
 from heddle.parts.build import ResidualContext
 from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 
 
 class ReorderedConfig(FinalNormConfig):
-    """No fields of its own."""
+    """`norms_first`: the kinds of mixers whose layers have norms before their branches, not after."""
 
+    later_fields = (*FinalNormConfig.later_fields, "norms_first")
     keeps_stream = True
 
-    def output_norm(self, branch: str) -> str:
-        """The branch's own norm."""
-        return f"norms.{branch}"
+    norms_first: tuple[str, ...] = ()  # kinds of mixers whose layers have norms before their branches
+
+    def check_layers(self, depth: int, most_branches: int, mixers: Set[str]) -> None:
+        """Raises DesignError, also if `norms_first` names no mixer of the design, or all of them."""
+        super().check_layers(depth, most_branches, mixers)
+        if unused := sorted(set(self.norms_first) - mixers):
+            raise DesignError("norms_first", f"names {unused[0]!r}, but no layer has this mixer; leave it out")
+        if mixers <= set(self.norms_first):
+            raise DesignError("norms_first", "names the mixers of all layers; choose residual kind pre_norm")
+
+    def input_norm(self, branch: str, mixer: str) -> str | None:
+        """Each branch has one in the layers that `norms_first` names."""
+        return f"norms.{branch}" if mixer in self.norms_first else None
+
+    def output_norm(self, branch: str, mixer: str) -> str | None:
+        """Each branch has one in the other layers."""
+        return None if mixer in self.norms_first else f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "Reordered":
         """Build the block of one layer."""
-        return Reordered(context)
+        return Reordered(context, first=context.mixer in self.norms_first)
 
 
 class Reordered(Residual):
-    """The block: one norm per branch, applied to its output. Dropout is last: a norm would undo 1/(1 − rate)."""
+    """The block: one norm per branch, applied to its output, or with `first` to its input.
 
-    def __init__(self, context: ResidualContext) -> None:
+    Dropout is last: a norm would undo 1/(1 − rate).
+    """
+
+    def __init__(self, context: ResidualContext, first: bool = False) -> None:
         super().__init__(context)
-        self.norms = context.build_norms()
+        self.norms, self.first = context.build_norms(), first
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""
         for name, branch in branches.items():
-            stream = stream + self.drops[name](self.norms[name](branch(stream)))
+            norm = self.norms[name]
+            stream = stream + self.drops[name](branch(norm(stream)) if self.first else norm(branch(stream)))
         return stream

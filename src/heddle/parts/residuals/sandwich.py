@@ -15,11 +15,11 @@ class SandwichConfig(FinalNormConfig):
 
     keeps_stream = True
 
-    def input_norm(self, branch: str) -> str:
+    def input_norm(self, branch: str, mixer: str) -> str:
         """The branch's own norm."""
         return f"norms.{branch}"
 
-    def output_norm(self, branch: str) -> str:
+    def output_norm(self, branch: str, mixer: str) -> str:
         """The branch's own norm."""
         return f"after.{branch}"
 
