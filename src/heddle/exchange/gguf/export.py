@@ -15,15 +15,23 @@ import torch
 from heddle.errors import CheckpointError, ConfigError, pip_install
 from heddle.exchange import design_parts
 from heddle.exchange.export import HFTensors
+from heddle.exchange.families._common import DEFAULT_MAX_POSITIONS
 from heddle.exchange.family import families
 from heddle.exchange.family_match import MISSING, FamilyMatch, Mismatch, match_family
-from heddle.exchange.gguf.architectures import ARCHITECTURES, Architecture, ConfigFields, GGUFTensor, gguf_tensors
+from heddle.exchange.gguf.architectures import (
+    ARCHITECTURES,
+    LEFT_OUT,
+    POSITION,
+    Architecture,
+    GGUFTensor,
+    gguf_tensors,
+)
 from heddle.exchange.gguf.file import HASH_KEY, MAGIC, NO_DIGITS, seal
+from heddle.exchange.gguf.keys_from_config import ConfigFields
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.model.config import HeadConfig, ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.positions.learned import LearnedConfig
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
@@ -40,7 +48,6 @@ if TYPE_CHECKING:
 # Whether a graph of llama.cpp runs a design: a design that differs from what the graph assumes is refused by field.
 
 
-POSITION = "layers.*.mixer.position"
 MAX_LISTED = 6  # mismatches that an error lists
 # A GGUF can hold other betas, but programs built on llama.cpp ignore them.
 YARN_DEFAULTS = {
@@ -65,6 +72,9 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
             return match, graph
         if mismatches:
             candidates.append((name != preferred, mismatches, graph))
+    if preferred in LEFT_OUT:
+        remedy = "choose --format hf"
+        raise ConfigError(f"llama.cpp cannot run this design: its {preferred} lacks {LEFT_OUT[preferred]}; {remedy}")
     if not candidates:
         raise ConfigError("llama.cpp cannot run this design, nor one near it; begin with preset:gqa-tiny")
     _, mismatches, graph = min(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
@@ -98,12 +108,15 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
     for name, (path, required) in graph.fixed_fields.items():
         actual = config.get(name, required)
         if actual != required:
-            yield Mismatch(path, _heddle_value(actual), _heddle_value(required))
+            yield Mismatch(path, _heddle_value(path, actual), _heddle_value(path, required))
+    for path, actual, required in graph.assumed(design.resolved()):
+        if actual != required and (None in (actual, required) or not math.isclose(actual, required)):
+            yield Mismatch(path, MISSING if actual is None else actual, MISSING if required is None else required)
     mixer = design_parts.first_attention(design.resolved())
     head_dim = mixer.head_dim or design.width
     scaled_dim = design.width / mixer.heads if design.depth == graph.width_scaled_depth else head_dim
     for scale in {getattr(each, "scale", None) for each in design_parts.mixers(design)}:
-        if scale is not None and not math.isclose(scale, scaled_dim**-0.5, rel_tol=1e-6):
+        if not graph.any_scale and scale is not None and not math.isclose(scale, scaled_dim**-0.5, rel_tol=1e-6):
             yield Mismatch("layers.*.mixer.scale", scale, scaled_dim**-0.5)
     if graph.encoder:
         plain, head = HeadConfig().dump(), design.head.dump()
@@ -127,19 +140,33 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
         kind = None if layer.feedforward is None else layer.feedforward.kind
         if graph.moe_in_every_layer and kind != "moe":
             yield Mismatch(f"{path}.feedforward.kind", kind or MISSING, "moe")
+    sparse = design_parts.has_experts(design)
+    for index, (path, _) in enumerate(layers):
+        if graph.moe_to_the_end and any(sparse[:index]) and not sparse[index]:
+            yield Mismatch(f"{path}.feedforward.kind", "gated", "moe")
     if graph.nope_period is not None:
         yield from _position_mismatches([(path, layer.mixer) for path, layer in layers], graph.nope_period)
     yield from _window_mismatches([(path, getattr(layer.mixer, "window", None)) for path, layer in layers], graph)
     full, sliding = ropes_of(design)
     rotary_dim = full.rotary_dim if graph.partial_rope else head_dim
-    yield from _rope_mismatches(full, rotary_dim or head_dim, graph.rope_scalings)
+    yield from _rope_mismatches(full, rotary_dim or head_dim, graph)
     if sliding is not None:
-        yield from _rope_mismatches(sliding, head_dim, ())
+        yield from _rope_mismatches(sliding, head_dim, graph if graph.scaled_windows else UNSCALED)
 
 
-def _heddle_value(value: Any) -> Any:
-    """A config value under heddle's name, if it is the name of an activation."""
-    return design_parts.HEDDLE_ACTIVATIONS.get(value, value) if isinstance(value, str) else value
+# Values of configs that have another name in heddle, by the end of the path.
+HEDDLE_VALUES: dict[str, dict[Any, str]] = {
+    "activation": design_parts.HEDDLE_ACTIVATIONS,
+    "layout": {True: "interleaved", False: "half"},
+    "residual.kind": {True: "parallel", False: "pre_norm"},
+    "routing": {"greedy": "softmax_topk", "group_limited_greedy": "softmax_group_max"},
+}
+
+
+def _heddle_value(path: str, value: Any) -> Any:
+    """A config value under heddle's name."""
+    names = next((names for end, names in HEDDLE_VALUES.items() if path.endswith(end)), {})
+    return names.get(value, value)
 
 
 def _window_mismatches(layers: list[tuple[str, int | None]], graph: Architecture) -> Iterator[Mismatch]:
@@ -160,22 +187,31 @@ def _window_mismatches(layers: list[tuple[str, int | None]], graph: Architecture
 
 
 def _position_mismatches(mixers: list[tuple[str, Any]], period: int) -> Iterator[Mismatch]:
-    """Layers with RoPE where the graph has none, or without it where it has. mixers: (path, mixer) of each layer."""
+    """Layers with RoPE where the graph has none, or without it where it has. mixers: (path, mixer) of each layer.
+
+    period: as `nope_period` of the graph.
+    """
     for index, (path, mixer) in enumerate(mixers):
         actual = "rope" if _has_rope(mixer) else MISSING
-        required = "rope" if (index + 1) % period else MISSING
+        required = "rope" if not period or (index + 1) % period else MISSING
         if actual != required:
             yield Mismatch(f"{path}.mixer.position", actual, required)
 
 
-def _rope_mismatches(rope: RopeConfig, rotary_dim: int, scalings: tuple[type, ...]) -> Iterator[Mismatch]:
+UNSCALED = Architecture("", rope_scalings=())
+
+
+def _rope_mismatches(rope: RopeConfig, rotary_dim: int, graph: Architecture) -> Iterator[Mismatch]:
     if rope.rotary_dim not in (None, rotary_dim):
         yield Mismatch(f"{POSITION}.rotary_dim", rope.rotary_dim, rotary_dim)
     scaling = rope.scaling
-    if scaling is not None and not isinstance(scaling, scalings):
+    if scaling is not None and not isinstance(scaling, graph.rope_scalings):
         yield Mismatch(f"{POSITION}.scaling", scaling.kind, MISSING)
     elif isinstance(scaling, YarnConfig):
-        for name, value in YARN_DEFAULTS.items():
+        all_dim = scaling.mscale_all_dim or 1.0
+        mscales = {"mscale": all_dim if graph.latent else 1.0, "mscale_all_dim": all_dim}
+        defaults = YARN_DEFAULTS | ({} if graph.yarn_log is None else mscales)
+        for name, value in defaults.items():
             actual = getattr(scaling, name)
             if actual != value:
                 yield Mismatch(f"{POSITION}.scaling.{name}", actual, MISSING if value is None else value)
@@ -209,7 +245,7 @@ def export_gguf(
     imported_config = (model if imported is None else imported.model).imported_config
     match, graph = match_architecture(model.config, imported_config.get("model_type"))
     check_package()
-    tensors = HFTensors(match.family, model)
+    tensors = HFTensors(graph.stored(match.family), model)
     keys = {HASH_KEY: NO_DIGITS} | _model_keys(match.config, model, graph, imported_config)
     keys |= {"general.name": file.stem, "general.file_type": Q8_0_FILE_TYPE if q8_0 else GGML_TYPES[dtype][1]}
     rows = model.config.vocab_size or 0
@@ -251,7 +287,7 @@ def _model_keys(
         values.get(name) for values in (preserved, config) for name in ("max_position_embeddings", "n_positions")
     ]
     keys = {
-        "context_length": next(length for length in lengths if length),
+        "context_length": next((length for length in lengths if length), DEFAULT_MAX_POSITIONS),
         "embedding_length": design.width,
         "block_count": design.depth,
         "feed_forward_length": config.get("intermediate_size") or design_parts.first_mlp(design).hidden,
@@ -263,14 +299,14 @@ def _model_keys(
             design_parts.norm_eps(design)
         ),
         "vocab_size": design.vocab_size,
-        **_rope_keys(model.config, head_dim),
+        **_rope_keys(model.config, head_dim, graph.yarn_log),
         **graph.extra_keys(config),
     }
     return {"general.type": "model"} | {f"{graph.name}.{name}": value for name, value in keys.items()}
 
 
-def _rope_keys(design: ModelConfig, head_dim: int) -> dict[str, Any]:
-    if isinstance(design.embedding.position, LearnedConfig):
+def _rope_keys(design: ModelConfig, head_dim: int, yarn_log: float | None) -> dict[str, Any]:
+    if not any(_has_rope(mixer) for mixer in design_parts.mixers(design.resolved())):
         return {}
     rope, sliding = ropes_of(design)
     keys: dict[str, Any] = {
@@ -287,6 +323,8 @@ def _rope_keys(design: ModelConfig, head_dim: int) -> dict[str, Any]:
             "rope.scaling.factor": float(rope.scaling.factor),
             "rope.scaling.original_context_length": rope.scaling.original_length,
         }
+        if rope.scaling.mscale_all_dim is not None and yarn_log is not None:
+            keys["rope.scaling.yarn_log_multiplier"] = yarn_log * rope.scaling.mscale_all_dim
     return keys
 
 
