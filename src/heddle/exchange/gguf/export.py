@@ -5,8 +5,10 @@ Weights keep their values, except for rounding to the dtype asked for, and Gemma
 
 import errno
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from heddle.exchange.gguf.architectures import (
 )
 from heddle.exchange.gguf.file import HASH_KEY, MAGIC, NO_DIGITS, seal
 from heddle.exchange.gguf.keys_from_config import ConfigFields
+from heddle.exchange.gguf.quantize import check_rows, find_library, quantize_file
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.model.config import HeadConfig, ModelConfig
@@ -231,17 +234,20 @@ def export_gguf(
     imported: ImportedModel | None = None,
     dtype: torch.dtype | None = None,
     q8_0: bool = False,
+    k_quant: str | None = None,
 ) -> tuple[FamilyMatch, str]:
     """Write `file`. Returns the family that the design matches, and the name of llama.cpp's graph for it.
 
     imported: the import whose lengths are written, if not the model's own. dtype: of matrices, float32, float16 or
     bfloat16; None is the model's own. q8_0: quantize matrices whose rows are multiples of 32 long to blocks of 8 bits,
-    as llama.cpp does; other matrices are float16.
+    as llama.cpp does; other matrices are float16. k_quant: a name of K_QUANTS, by which llama.cpp's library quantizes
+    matrices, some of them to more bits.
     Raises ConfigError for an unsupported design or dtype or a missing package, DataError for a tokenizer that llama.cpp
     does not know, CheckpointError if `file` exists and is not a GGUF, MachineError if it cannot be written.
     """
     file = Path(file)
-    dtype = torch.float32 if q8_0 else _matrix_dtype(model, dtype)
+    library = None if k_quant is None else find_library()
+    dtype = torch.float32 if q8_0 or k_quant else _matrix_dtype(model, dtype)
     imported_config = (model if imported is None else imported.model).imported_config
     match, graph = match_architecture(model.config, imported_config.get("model_type"))
     check_package()
@@ -253,7 +259,11 @@ def export_gguf(
     if graph.encoder:
         keys |= {"tokenizer.ggml.token_type_count": match.config["type_vocab_size"]}
     plan = [_StoredTensor.of(spec, q8_0) for spec in gguf_tensors(tensors, match.config, graph, dtype)]
-    _write(file, graph.name, keys, plan, tensors, _rope_factors(model))
+    quantize = None
+    if k_quant is not None and library is not None:
+        check_rows([stored.spec for stored in plan], k_quant)
+        quantize = partial(quantize_file, kind=k_quant, library=library)
+    _write(file, graph.name, keys, plan, tensors, _rope_factors(model), quantize)
     return match, graph.name
 
 
@@ -395,13 +405,18 @@ def _write(
     plan: list[_StoredTensor],
     tensors: HFTensors,
     extra_tensors: dict[str, torch.Tensor],
+    quantize: Callable[[Path, Path], None] | None,
 ) -> None:
-    """Write the file completely or not at all."""
+    """Write the file completely or not at all. quantize: makes the file of one in full precision."""
     _check_target(file)
     from gguf import GGUFWriter
 
-    with lock_output(file), file_io.replace_file(file) as temporary:
-        writer = GGUFWriter(temporary, graph_name)
+    with lock_output(file), file_io.replace_file(file) as temporary, ExitStack() as stack:
+        written = temporary
+        if quantize is not None:
+            written = file_io.leftover_path(file, "tmp")
+            stack.callback(written.unlink, missing_ok=True)
+        writer = GGUFWriter(written, graph_name)
         try:
             _write_contents(writer, keys, plan, tensors, extra_tensors)
         except OSError as error:
@@ -410,7 +425,9 @@ def _write(
             raise
         finally:
             writer.close()
-        seal(Path(temporary))
+        if quantize is not None:
+            quantize(written, temporary)
+        seal(temporary)
 
 
 def _check_target(file: Path) -> None:
