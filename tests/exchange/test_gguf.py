@@ -99,13 +99,13 @@ DEEPSEEK: Fields = {
 GROUPS: Fields = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 LATENT: Fields = {
     "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
-    "v_head_dim": 10, "head_dim": 8,
+    "v_head_dim": 10, "head_dim": 8, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 LATENT_YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.7)
 GPT_OSS: Fields = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 8}
 DELTA: Fields = {
-    "num_hidden_layers": 5, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "head_dim": 8, "rms_norm_eps": 1e-6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "head_dim": 8, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 DELTA_EXPERTS: Fields = EXPERTS | {
     "num_experts": 5, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32, "norm_topk_prob": True,
@@ -222,8 +222,9 @@ VARIANTS: dict[str, dict[str, Fields]] = {
     },
     "youtu": {"plain": LATENT | {"tie_word_embeddings": True}},
     "exaone4": {
-        "no-windows": {"head_dim": 8, "sliding_window": None},
-        "tied-llama3": {"head_dim": 8, "sliding_window": None, "tie_word_embeddings": True, **LLAMA3},
+        "no-windows": {"head_dim": 8, "sliding_window": None, "layer_types": [FULL] * 3},
+        "tied-llama3": {"head_dim": 8, "sliding_window": None, "layer_types": [FULL] * 3, "tie_word_embeddings": True}
+        | LLAMA3,
     },
     "seed_oss": {"plain": {"attention_bias": True}, "tied-yarn": {"tie_word_embeddings": True, **YARN}},
     "stablelm": {
@@ -238,7 +239,7 @@ VARIANTS: dict[str, dict[str, Fields]] = {
         | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "intermediate_size": 80},
     },
     "hunyuan_v1_moe": {"plain": {"num_experts": 5, "moe_topk": 3, "intermediate_size": 40, "initializer_range": 0.25}},
-    "minimax_m2": {"plain": EXPERTS | {"num_local_experts": 5, "head_dim": 8, **partial(0.5)}},
+    "minimax_m2": {"plain": EXPERTS | {"num_local_experts": 6, "head_dim": 8, **partial(0.5)}},
     "afmoe": {
         "plain": {"num_hidden_layers": 5, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         | {"num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 1.5, "sliding_window": 16}
@@ -254,8 +255,14 @@ VARIANTS: dict[str, dict[str, Fields]] = {
     },
     "ministral3": {
         "yarn-temperature": {"sliding_window": None}
-        | scaled("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.8,
-                 llama_4_scaling_beta=0.3)
+        | scaled(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=0.8,
+            llama_4_scaling_beta=0.3,
+        )
     },
     "qwen3_next": {
         "plain": DELTA | DELTA_EXPERTS | partial(0.5),
@@ -274,7 +281,10 @@ VARIANTS: dict[str, dict[str, Fields]] = {
         "all-heads-untied": {"multi_query": False, "tie_word_embeddings": False},
     },
     "bloom": {"plain": {}, "untied": {"tie_word_embeddings": False}},
-    "gpt_bigcode": {"plain": {}, "all-heads-untied": {"multi_query": False, "tie_word_embeddings": False, "n_inner": 80}},
+    "gpt_bigcode": {
+        "plain": {},
+        "all-heads-untied": {"multi_query": False, "tie_word_embeddings": False, "n_inner": 80},
+    },
     "jais2": {"plain": {"head_dim": 8}, "tied-yarn": {"head_dim": 8, "tie_word_embeddings": True, **YARN}},
 }
 # Families without an RMSNorm: heads are as wide as width / heads, and the epsilon has another name.
@@ -291,15 +301,13 @@ BASES: dict[str, Fields] = dict.fromkeys(NORMS_WITH_BIAS, EVEN | {"layer_norm_ep
     "falcon": {name: EVEN[name] for name in EVEN if name not in ("num_key_value_heads", "intermediate_size")}
     | {"layer_norm_epsilon": 1e-3, "activation": "gelu_pytorch_tanh"},
     "bloom": OLD_GPT | {"hidden_size": 48, "n_layer": 3, "n_head": 4, "layer_norm_epsilon": 1e-3},
-    "gpt_bigcode": OLD_GPT
-    | {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 300, "layer_norm_epsilon": 1e-3},
+    "gpt_bigcode": OLD_GPT | {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 300, "layer_norm_epsilon": 1e-3},
     "lfm2": {name: BASE[name] for name in BASE if name != "rms_norm_eps"},
     "granitemoehybrid": EVEN | {"rms_norm_eps": 1e-3},
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), EVEN | {"rms_norm_eps": 1e-3}),
     "gpt_neox": {name: value for name, value in EVEN.items() if name != "num_key_value_heads"}
     | {"layer_norm_eps": 1e-3},
-    "gpt2": OLD_GPT
-    | {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 300, "layer_norm_epsilon": 1e-3},
+    "gpt2": OLD_GPT | {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 300, "layer_norm_epsilon": 1e-3},
 }
 PAIRS = [(family, variant) for family in VARIANTS for variant in VARIANTS[family]]
 
@@ -314,7 +322,16 @@ def tokenizer() -> Tokenizer:
 def model_pair(family: str, variant: str) -> tuple[Any, ImportedModel]:
     """A model of transformers with random weights, and the same read by us."""
     theirs = drawn(AutoConfig.for_model(family, **(BASES.get(family, BASE) | VARIANTS[family][variant])))
+    if family.startswith(("qwen3_next", "qwen3_5")):
+        slow_down(theirs)
     return theirs, load(write(theirs))
+
+
+def slow_down(model: Any) -> None:
+    """Let states of delta rules decay slowly: the norm of a state that is all but gone would magnify its rounding."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data -= 6.0
 
 
 def prompt() -> list[int]:
@@ -483,14 +500,15 @@ PLANTED: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     ),
     "values in heddle's order in Qwen3.5": ("qwen3_5_text", "plain", _graph("qwen3_5_text", tiled_values=False)),
     "offset left out of Qwen3-Next": ("qwen3_next", "plain", _graph("qwen3_next", norm_plus_one=False)),
-    "no kinds of layers": ("qwen3_next", "tied", _drop("recurrent_layers")),
     "no scale of experts": ("deepseek_v3", "groups", _drop("expert_weights_scale")),
     "no groups of experts": ("deepseek_v3", "groups", _drop("expert_group_count")),
     "no multiplier of YaRN": ("deepseek_v3", "tied-yarn", _drop("yarn_log_multiplier")),
     "no multiplier of branches": ("granite", "plain", _drop("residual_scale")),
     "rotated without positions": ("granitemoehybrid", "plain", _drop("rope.scaling.finetuned")),
     "norms exchanged": (
-        "falcon", "new", _graph("falcon", names=dict(ARCHITECTURES["falcon"].names) | tensor_names.LAYER_NAMES),
+        "falcon", "new", _graph("falcon", names=tensor_names.FUSED_QKV | {
+            "residual.norms.mixer": "attn_norm", "residual.norms.feedforward": "attn_norm_2",
+        }),
     ),
     "dims of a part of a head left out": ("phi3", "partial", _drop("rope.dimension_count")),
     "rows as they are in SmolLM3": ("smollm3", "plain", _graph("smollm3", interleaved_rope=False)),
@@ -511,7 +529,6 @@ def test_planted_faults_are_seen(name: str, tmp_path: Path, monkeypatch: pytest.
 REFUSED = [
     ("layers.*.mixer.window=64", "layers.*.mixer.window"),
     ("layers.*.feedforward.activation=gelu", "layers.*.feedforward.activation"),
-    ("layers.*.mixer.scale=0.5", "layers.*.mixer.scale"),
     ("layers.*.mixer.sink=true", "layers.*.mixer.sink"),
     ("head.softcap=30", "head.softcap"),
     ("residual.kind=post_norm", "residual.kind"),
@@ -532,6 +549,15 @@ def test_what_llama_cpp_cannot_run_is_named_with_a_change_that_helps(override: s
     changes = str(caught.value).rpartition(" with ")[2].split(" ")
     match_architecture(heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300", override, *changes]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scale_of_scores_is_run_by_the_graph_of_granite_alone() -> None:
+    overrides = ["vocab_size=300", "layers.*.mixer.scale=0.5"]
+    assert match_architecture(heddle.load_config("preset:gqa-tiny", overrides=overrides))[1].name == "granite"
+    with pytest.raises(ConfigError, match=r"layers\.\*\.mixer\.scale is 0\.5; its qwen3 runs it"):
+        match_architecture(
+            heddle.load_config("preset:gqa-tiny", overrides=[*overrides, "layers.*.mixer.qk_norm=head"]), "qwen3"
+        )
 
 
 def test_a_design_may_have_the_pairs_of_another_family(tmp_path: Path) -> None:

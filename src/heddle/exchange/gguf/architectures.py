@@ -58,9 +58,9 @@ class Architecture:
     """A graph of llama.cpp.
 
     name: its name in llama.cpp. fixed_fields: config field -> (path in a design, the value that the graph assumes).
-    extra_keys: GGUF keys that only this graph has. names: entries of LAYER_NAMES that differ. interleaved_rope: it
-    rotates dims (2i, 2i + 1), so the rows of q and k are reordered. norm_plus_one: its norms multiply by the weight,
-    but the family's by 1 + weight, so 1 is added.
+    extra_keys: GGUF keys that only this graph has. names: entries of MODEL_NAMES and LAYER_NAMES that differ.
+    interleaved_rope: it rotates dims (2i, 2i + 1), so the rows of q and k are reordered. norm_plus_one: its norms
+    multiply by the weight, but the family's by 1 + weight, so 1 is added.
     full_attention_period: every so many layers there is one without a window, and all others have one; None: no layer
     has a window. scaled_windows: layers with a window have the RoPE scaling of the others; else they have none.
     requires_softcaps: it always caps scores and logits. width_scaled_depth: models of this depth scale
@@ -69,8 +69,8 @@ class Architecture:
     heads · head_dim. grouped_heads: several heads may share keys and values. moe_in_every_layer: no dense layers.
     moe_to_the_end: after the first mixture of experts there is no dense layer.
     rope_scalings: the kinds of RoPE scaling that it supports. yarn_log: if YaRN has an mscale, the GGUF has
-    mscale_all_dim times this number; mscale is 1, or in latent attention mscale_all_dim. qk_norm: q and k may have norms, if the family
-    has them. partial_rope: RoPE may rotate some dims of a head only.
+    mscale_all_dim times this number; mscale is 1, or in latent attention mscale_all_dim. qk_norm: q and k may have
+    norms, if the family has them. partial_rope: RoPE may rotate some dims of a head only.
     nope_period: every so many layers there is one without positions; 0: every layer has them. latent: its attention is
     latent attention. tiled_values: heads of values lie key head by key head, the first of each, then the second.
     encoder: it has no language head, and pools the outputs of a text.
@@ -109,10 +109,12 @@ class Architecture:
 POSITION = "layers.*.mixer.position"
 ACTIVATION = "layers.*.feedforward.activation"
 LITE_DEPTHS = (26, 27)  # of DeepSeek-V2-Lite and its kin, whose queries have no latent
-DELTA_EPS = 1e-6  # of the norms of queries and keys in a gated delta rule; llama.cpp takes that of the model's norms
+# The epsilon of the norms of latents, and of queries and keys in a gated delta rule. llama.cpp takes that of the model.
+INNER_EPS = 1e-6
 
 
-def _lite_without_query_latent(design: ModelConfig) -> Iterator[Assumption]:
+def _latent(design: ModelConfig) -> Iterator[Assumption]:
+    yield "norm.eps", design_parts.norm_eps(design), INNER_EPS
     rank = design_parts.first_latent_attention(design).query_rank
     is_lite = design.depth in LITE_DEPTHS
     if (rank is None) != is_lite:
@@ -124,7 +126,7 @@ def _scaled_embedding(design: ModelConfig) -> Iterator[Assumption]:
 
 
 def _delta_rule(design: ModelConfig) -> Iterator[Assumption]:
-    yield "norm.eps", design_parts.norm_eps(design), DELTA_EPS
+    yield "norm.eps", design_parts.norm_eps(design), INNER_EPS
     for mixer in design_parts.mixers(design):
         if isinstance(mixer, GatedDeltaConfig):
             yield "layers.*.mixer.value_dim", mixer.value_dim, mixer.head_dim
@@ -186,9 +188,7 @@ LEFT_OUT = {
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", SILU, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
     "mistral": Architecture("llama", SILU, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
-    "mixtral": Architecture(
-        "llama", SILU, extra_keys=expert_keys, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS
-    ),
+    "mixtral": Architecture("llama", SILU, extra_keys=expert_keys, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
     "qwen2": Architecture("qwen2", SILU),
     "qwen3": Architecture("qwen3", SILU | NO_ATTENTION_BIAS),
     "qwen3_moe": Architecture(
@@ -360,7 +360,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         partial_rope=True,
         latent=True,
         yarn_log=0.1,
-        assumed=_lite_without_query_latent,
+        assumed=_latent,
         moe_to_the_end=True,
         rope_scalings=(YarnConfig,),
     ),
@@ -371,7 +371,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         partial_rope=True,
         latent=True,
         yarn_log=0.1,
-        assumed=_lite_without_query_latent,
+        assumed=_latent,
         moe_to_the_end=True,
         rope_scalings=(YarnConfig,),
     ),
@@ -379,6 +379,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "lfm2",
         {"conv_bias": ("layers.*.mixer.conv_bias", False)},
         extra_keys=lfm2_keys,
+        names={"final_norm.norm": "token_embd_norm"},
         square_heads=True,
         rope_scalings=(),
     ),

@@ -62,11 +62,11 @@ YARN_DEFAULTS = {
 def match_architecture(design: ModelConfig, preferred: str | None = None) -> tuple[FamilyMatch, Architecture]:
     """The family and the graph for a design.
 
-    If none matches, raises ConfigError naming what to change for the graph of the family `preferred`, from which the
-    model came, or for the nearest one.
+    Several may match: that of the family `preferred`, from which the model came, is first. If none matches, raises
+    ConfigError naming what to change for it, or for the nearest one.
     """
     candidates: list[tuple[bool, list[Mismatch], Architecture]] = []
-    for name in (name for name in ARCHITECTURES if name in families()):
+    for name in sorted((name for name in ARCHITECTURES if name in families()), key=lambda name: name != preferred):
         match, graph = match_family(design, families()[name]), ARCHITECTURES[name]
         family_mismatches = [mismatch for mismatch in match.mismatches if mismatch.actual != mismatch.required]
         mismatches = _outermost([*family_mismatches, *_graph_mismatches(design, match.config, graph)])

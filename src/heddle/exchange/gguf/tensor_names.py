@@ -58,16 +58,15 @@ REORDERED = {"residual.norms.mixer": "post_attention_norm", "residual.norms.feed
 def map_weights(design: ModelConfig, weights: WeightMap, names: Mapping[str, str], tiled_values: bool) -> None:
     """Add the rules between the tensors of a GGUF and the model's parameters.
 
-    names: entries of LAYER_NAMES that differ. tiled_values: heads of values lie in the order first head of each key
-    head, then the second.
+    names: entries of MODEL_NAMES and LAYER_NAMES that differ. tiled_values: heads of values lie in the order first head
+    of each key head, then the second.
     """
-    names = dict(names) | {role: name for role, name in LAYER_NAMES.items() if role not in names}
+    names = dict(names) | {role: name for role, name in (MODEL_NAMES | LAYER_NAMES).items() if role not in names}
     order, groups = list(names), dict[str, list[tuple[int, str]]]()
     for parameter in weights.shapes:
         role, prefix = _role(parameter, weights.shapes)
-        table = names if prefix else MODEL_NAMES
         module, _, kind = role.rpartition(".")
-        name = table[role] if role in table else f"{table[module]}.{kind}"
+        name = names[role] if role in names else f"{names[module]}.{kind}"
         place = order.index(module) if module in names else 0
         groups.setdefault(prefix + name, []).append((place, parameter))
     transforms = _transforms(design.resolved(), names["mixer.gate"] == names["mixer.q"], tiled_values)
@@ -75,7 +74,6 @@ def map_weights(design: ModelConfig, weights: WeightMap, names: Mapping[str, str
         ordered = [parameter for _, parameter in sorted(parameters)]
         own = name.split(".", 2)[-1] if name.startswith("blk.") else name
         weights.add_tensor(name, *ordered, transform=transforms.get(own, CONCATENATED))
-
 
 
 def _transforms(design: ModelConfig, gated_queries: bool, tiled_values: bool) -> dict[str, TensorTransform]:
