@@ -84,7 +84,7 @@ APPROXIMATE = ("gemma", "phi", "gpt2", "gpt_neox", "gpt_bigcode", "falcon", "blo
 # Families that llama.cpp runs as the graph of another, whose design is the same.
 RUN_AS = {
     "mistral": "llama", "internlm3": "llama", "iquestcoder": "llama", "solar_open": "glm4_moe",
-    "glm4_moe_lite": "deepseek_v3", "youtu": "deepseek_v3", "qwen3_5_moe_text": "qwen3_next",
+    "glm4_moe_lite": "deepseek_v3", "youtu": "deepseek_v2", "qwen3_5_moe_text": "qwen3_next",
 }  # fmt: skip
 
 
@@ -105,7 +105,8 @@ LATENT_YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=32, ms
 GPT_OSS: Fields = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 8}
 DELTA: Fields = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "head_dim": 8, "rms_norm_eps": 1e-6,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+    "head_dim": 8, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 DELTA_EXPERTS: Fields = EXPERTS | {
     "num_experts": 5, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32, "norm_topk_prob": True,

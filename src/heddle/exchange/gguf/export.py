@@ -262,7 +262,7 @@ def export_gguf(
     quantize = None
     if k_quant is not None and library is not None:
         check_rows([stored.spec for stored in plan], k_quant)
-        quantize = partial(quantize_file, kind=k_quant, library=library)
+        quantize = partial(quantize_file, kind=k_quant, library=library, name=file)
     _write(file, graph.name, keys, plan, tensors, _rope_factors(model), quantize)
     return match, graph.name
 

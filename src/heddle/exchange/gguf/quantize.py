@@ -58,16 +58,19 @@ def find_library() -> Path:
     )
 
 
-def quantize_file(source: Path, target: Path, kind: str, library: Path) -> None:
-    """Write `target`, `source` with matrices of a kind of K_QUANTS. Raises MachineError if llama.cpp fails."""
+def quantize_file(source: Path, target: Path, kind: str, library: Path, name: Path) -> None:
+    """Write `target`, `source` with matrices of a kind of K_QUANTS.
+
+    name: of the file in errors. Raises MachineError if llama.cpp fails.
+    """
     llama = ctypes.CDLL(str(library))
     messages: list[str] = []
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     def log(level: int, text: bytes, _: object) -> None:
         messages.append(text.decode("utf-8", "replace").strip())
 
-    llama.llama_log_set(log, None)
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(log)
+    llama.llama_log_set(callback, None)
     llama.llama_model_quantize_default_params.restype = _Parameters
     parameters = llama.llama_model_quantize_default_params()
     parameters.threads, parameters.kind = 1, K_QUANTS[kind]
@@ -75,4 +78,5 @@ def quantize_file(source: Path, target: Path, kind: str, library: Path) -> None:
     failed = llama.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
     llama.llama_log_set(None, None)
     if failed:
-        raise MachineError(f"{target}: llama.cpp could not quantize it ({messages[-1] if messages else library})")
+        reason = messages[-1] if messages else str(library)
+        raise MachineError(f"{name}: llama.cpp could not quantize it ({reason}); choose q8_0, or free some space")
