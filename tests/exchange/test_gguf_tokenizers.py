@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as Engine
 from heddle.errors import DataError, HeddleError
 from heddle.exchange.gguf import export_gguf, load_gguf
 from heddle.exchange.gguf import tokenizer as ours
+from heddle.exchange.gguf.config_from_keys import Keys
 from heddle.exchange.gguf.file import read_contents
-from heddle.exchange.gguf.read import Keys
 from heddle.exchange.gguf.tokenizer import IGNORE_MERGES, SPLITS, read_tokenizer, tokenizer_keys
 from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 from tests.exchange.test_gguf import ROWS, TEXTS, model_pair

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("hf", "gguf")
 DTYPES = ("fp32", "bf16", "fp16")
-Q8_0 = "q8_0"  # GGUF only
+Q8_0 = "q8_0"  # of a GGUF only, as the others
+K_QUANTS = ("q4_k_m", "q5_k_m", "q6_k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,10 @@ class ExportSettings(VerbSettings):
     checkpoint: Annotated[Path, Argument("CHECKPOINT", "A run's or a model's folder.")]
     out: Annotated[Path, Argument("OUT", "The folder or file to write.")]
     format: Annotated[str, Option("NAME", "hf: a transformers folder. gguf: a llama.cpp file.")] = "hf"
-    dtype: Annotated[str | None, Option("NAME", "fp32, bf16 or fp16; q8_0 for a GGUF. [as in the checkpoint]")] = None
+    dtype: Annotated[
+        str | None,
+        Option("NAME", "fp32, bf16 or fp16; for a GGUF q8_0, q6_k, q5_k_m or q4_k_m, too. [as in the checkpoint]"),
+    ] = None
     family: Annotated[str | None, Option("NAME", "Family to write, if several fit; `heddle show` lists them.")] = None
     quiet: Quiet = False
 
@@ -38,7 +42,7 @@ def export(settings: ExportSettings) -> None:
     output_format, dtype, family, out = settings.format, settings.dtype, settings.family, settings.out
     if output_format not in FORMATS:
         raise ConfigError(f"--format {output_format}: unknown format; choices: {', '.join(FORMATS)}")
-    choices = (*DTYPES, Q8_0) if output_format == "gguf" else DTYPES
+    choices = (*DTYPES, Q8_0, *K_QUANTS) if output_format == "gguf" else DTYPES
     if dtype is not None and dtype not in choices:
         raise ConfigError(f"--dtype {dtype}: unknown for --format {output_format}; choices: {', '.join(choices)}")
     if family is not None and output_format != "hf":
@@ -52,7 +56,7 @@ def export(settings: ExportSettings) -> None:
         from heddle.exchange.imported_checkpoint import open_checkpoint
 
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        torch_dtype = None if dtype in (None, Q8_0) else dtypes[dtype]
+        torch_dtype = None if dtype is None else dtypes.get(dtype)
         # GGUF export rounds only the matrices, and so reads the weights as they were saved.
         imported = open_checkpoint(settings.checkpoint, torch_dtype if output_format == "hf" else None)
         _set_max_positions(settings.checkpoint, imported)
@@ -60,7 +64,13 @@ def export(settings: ExportSettings) -> None:
             from heddle.exchange.gguf import export_gguf
 
             _, architecture = export_gguf(
-                imported.model, out, imported.tokenizer, imported, torch_dtype, q8_0=dtype == Q8_0
+                imported.model,
+                out,
+                imported.tokenizer,
+                imported,
+                torch_dtype,
+                q8_0=dtype == Q8_0,
+                k_quant=dtype if dtype in K_QUANTS else None,
             )
             print_text(f"{out}: llama.cpp runs it as {architecture}")
             return

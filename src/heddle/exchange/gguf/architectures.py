@@ -4,21 +4,53 @@ A design is written to a GGUF through its Hugging Face family. A graph of llama.
 config can express. What a graph assumes is listed here; a design that differs is refused, naming the field.
 """
 
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from heddle.exchange import design_parts
 from heddle.exchange.export import HFTensors
+from heddle.exchange.family import Family
+from heddle.exchange.gguf.keys_from_config import (
+    SIGMOID,
+    ConfigFields,
+    afmoe_keys,
+    cohere_keys,
+    deepseek_keys,
+    delta_keys,
+    ernie_keys,
+    expert_keys,
+    granite_keys,
+    hunyuan_keys,
+    hybrid_keys,
+    latent_keys,
+    lfm2_keys,
+    local_keys,
+    mamba2_keys,
+    ministral_keys,
+    qwen35_keys,
+    shared_expert_keys,
+)
+from heddle.exchange.gguf.tensor_names import (
+    FUSED_GATE,
+    FUSED_GATED_QUERY,
+    FUSED_QKV,
+    POST_ATTENTION,
+    REORDERED,
+    map_weights,
+)
+from heddle.model.config import ModelConfig
+from heddle.parts.mixers.gated_delta import GatedDeltaConfig
+from heddle.parts.mixers.mamba2 import Mamba2Config
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
 
-ConfigFields = dict[str, Any]  # fields of a config.json, or keys of a GGUF
+Assumption = tuple[str, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -26,67 +58,98 @@ class Architecture:
     """A graph of llama.cpp.
 
     name: its name in llama.cpp. fixed_fields: config field -> (path in a design, the value that the graph assumes).
-    extra_keys: GGUF keys that only this graph has. interleaved_rope: it rotates dims (2i, 2i + 1), so the rows of q
-    and k are reordered. norm_plus_one: its norms multiply by the weight, but the family's by 1 + weight, so 1 is added.
+    extra_keys: GGUF keys that only this graph has. names: entries of MODEL_NAMES and LAYER_NAMES that differ.
+    interleaved_rope: it rotates dims (2i, 2i + 1), so the rows of q and k are reordered. norm_plus_one: its norms
+    multiply by the weight, but the family's by 1 + weight, so 1 is added.
     full_attention_period: every so many layers there is one without a window, and all others have one; None: no layer
-    has a window. requires_softcaps: it always caps scores and logits. width_scaled_depth: models of this depth scale
-    scores by 1 / sqrt(width / heads) instead of 1 / sqrt(head_dim), as the largest Gemmas. square_heads: width must be
+    has a window. scaled_windows: layers with a window have the RoPE scaling of the others; else they have none.
+    requires_softcaps: it always caps scores and logits. width_scaled_depth: models of this depth scale
+    scores by 1 / sqrt(width / heads) instead of 1 / sqrt(head_dim), as the largest Gemmas. any_scale: scores may have
+    any scale. assumed: (path, value, value that it assumes) of a resolved design. square_heads: width must be
     heads · head_dim. grouped_heads: several heads may share keys and values. moe_in_every_layer: no dense layers.
-    rope_scalings: the kinds of RoPE scaling that it supports. qk_norm: q and k may have norms, if the family
-    has them. partial_rope: RoPE may rotate some dims of a head only.
-    nope_period: every so many layers there is one without positions. transposed: the family stores the matrices of a
-    layer as [inputs, outputs]. interleaved_heads: the family's rows of q, k and v in one matrix lie head by head.
+    moe_to_the_end: after the first mixture of experts there is no dense layer.
+    rope_scalings: the kinds of RoPE scaling that it supports. yarn_log: if YaRN has an mscale, the GGUF has
+    mscale_all_dim times this number; mscale is 1, or in latent attention mscale_all_dim. qk_norm: q and k may have
+    norms, if the family has them. partial_rope: RoPE may rotate some dims of a head only.
+    nope_period: every so many layers there is one without positions; 0: every layer has them. latent: its attention is
+    latent attention. tiled_values: heads of values lie key head by key head, the first of each, then the second.
     encoder: it has no language head, and pools the outputs of a text.
     """
 
     name: str
     fixed_fields: dict[str, tuple[str, Any]] = field(default_factory=dict)
     extra_keys: Callable[[ConfigFields], ConfigFields] = lambda config: {}
+    names: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
     norm_plus_one: bool = False
     full_attention_period: int | None = None
+    scaled_windows: bool = False
     requires_softcaps: bool = False
     width_scaled_depth: int | None = None
+    any_scale: bool = False
+    assumed: Callable[[ModelConfig], Iterator[Assumption]] = lambda design: iter(())
     square_heads: bool = False
     grouped_heads: bool = True
     moe_in_every_layer: bool = False
+    moe_to_the_end: bool = False
     rope_scalings: tuple[type, ...] = (LinearConfig, YarnConfig)
+    yarn_log: float | None = None
     qk_norm: bool = True
     partial_rope: bool = False
     nope_period: int | None = None
-    transposed: bool = False
-    interleaved_heads: bool = False
+    latent: bool = False
+    tiled_values: bool = False
     encoder: bool = False
 
-
-def _expert_keys(config: ConfigFields) -> ConfigFields:
-    return {
-        "expert_count": config.get("num_experts") or config["num_local_experts"],
-        "expert_used_count": config["num_experts_per_tok"],
-        "expert_feed_forward_length": config.get("moe_intermediate_size") or config["intermediate_size"],
-    }
+    def stored(self, family: Family) -> Family:
+        """The family with its parameters named and grouped as in a GGUF."""
+        return replace(family, map_weights=partial(map_weights, names=self.names, tiled_values=self.tiled_values))
 
 
-def _local_keys(config: ConfigFields) -> ConfigFields:
-    caps = {name: float(config[name]) for name in SOFTCAPS if config.get(name)}
-    return {"attention.sliding_window": config["sliding_window"]} | caps
-
-
-SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-
-
-def _shared_expert_keys(config: ConfigFields) -> ConfigFields:
-    return _expert_keys(config) | {"expert_shared_feed_forward_length": config["shared_expert_intermediate_size"]}
-
-
-def _cohere_keys(config: ConfigFields) -> ConfigFields:
-    window = {"attention.sliding_window": config["sliding_window"]} if "sliding_window" in config else {}
-    return {"logit_scale": float(config["logit_scale"]), **window}
-
-
-SILU = {"hidden_act": ("layers.*.feedforward.activation", "silu")}
-GELU = {"hidden_activation": ("layers.*.feedforward.activation", "gelu_pytorch_tanh")}
+POSITION = "layers.*.mixer.position"
 ACTIVATION = "layers.*.feedforward.activation"
+LITE_DEPTHS = (26, 27)  # of DeepSeek-V2-Lite and its kin, whose queries have no latent
+# The epsilon of the norms of latents, and of queries and keys in a gated delta rule. llama.cpp takes that of the model.
+INNER_EPS = 1e-6
+
+
+def _latent(design: ModelConfig) -> Iterator[Assumption]:
+    yield "norm.eps", design_parts.norm_eps(design), INNER_EPS
+    rank = design_parts.first_latent_attention(design).query_rank
+    is_lite = design.depth in LITE_DEPTHS
+    if (rank is None) != is_lite:
+        yield "layers.*.mixer.query_rank", rank, None if is_lite else design.width
+
+
+def _scaled_embedding(design: ModelConfig) -> Iterator[Assumption]:
+    yield "embedding.multiplier", design.embedding.multiplier, design.width**0.5
+
+
+def _delta_rule(design: ModelConfig) -> Iterator[Assumption]:
+    yield "norm.eps", design_parts.norm_eps(design), INNER_EPS
+    for mixer in design_parts.mixers(design):
+        if isinstance(mixer, GatedDeltaConfig):
+            yield "layers.*.mixer.value_dim", mixer.value_dim, mixer.head_dim
+
+
+def _mamba2(design: ModelConfig) -> Iterator[Assumption]:
+    for mixer in design_parts.mixers(design):
+        if isinstance(mixer, Mamba2Config):
+            yield "layers.*.mixer.time_step_limit", mixer.time_step_limit, None
+            yield "layers.*.mixer.conv_bias", mixer.conv_bias, True
+            yield "layers.*.mixer.bias", mixer.bias, False
+
+
+def _mamba2_twice_as_wide(design: ModelConfig) -> Iterator[Assumption]:
+    yield from _mamba2(design)
+    for mixer in design_parts.mixers(design):
+        if isinstance(mixer, Mamba2Config):
+            yield "layers.*.mixer.head_dim", mixer.head_dim, 2 * design.width // mixer.heads
+
+
+SILU = {"hidden_act": (ACTIVATION, "silu")}
+RELU2 = {"hidden_act": (ACTIVATION, "relu2")}
+GELU = {"hidden_activation": (ACTIVATION, "gelu_pytorch_tanh")}
 NO_MLP_BIAS = {"mlp_bias": ("layers.*.feedforward.bias", False)}
 NO_ATTENTION_BIAS = {"attention_bias": ("layers.*.mixer.bias", False)}
 TIED = {"tie_word_embeddings": ("head.tied", True)}
@@ -97,25 +160,47 @@ LLAMA_SCALINGS = (LinearConfig, YarnConfig, Llama3Config)
 
 # llama.cpp's number of the mean over tokens, as sentence encoders are trained. A design does not record it.
 MEAN_POOLING = 1
+GRANITE_MOE = Architecture(
+    "granitemoe",
+    SILU,
+    extra_keys=granite_keys,
+    interleaved_rope=True,
+    any_scale=True,
+    rope_scalings=LLAMA_SCALINGS,
+)
+QWEN3_NEXT = Architecture(
+    "qwen3next",
+    SILU | NO_ATTENTION_BIAS | RENORMALIZED,
+    extra_keys=lambda config: shared_expert_keys(config) | delta_keys(config),
+    names=FUSED_GATED_QUERY | POST_ATTENTION,
+    norm_plus_one=True,
+    assumed=_delta_rule,
+    moe_in_every_layer=True,
+    partial_rope=True,
+    rope_scalings=(),
+)
+# What llama.cpp's graphs of other families leave out.
+LEFT_OUT = {
+    "nemotron_h": "the least time step of Mamba-2",
+    "falcon_h1": "the multipliers of branches, which its files have in the weights",
+}
 # By the model_type of the family. Mistral is Llama, as long as it has no window.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", SILU, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
     "mistral": Architecture("llama", SILU, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
-    "mixtral": Architecture(
-        "llama", SILU, extra_keys=_expert_keys, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS
-    ),
+    "mixtral": Architecture("llama", SILU, extra_keys=expert_keys, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
     "qwen2": Architecture("qwen2", SILU),
     "qwen3": Architecture("qwen3", SILU | NO_ATTENTION_BIAS),
     "qwen3_moe": Architecture(
-        "qwen3moe", SILU | NO_ATTENTION_BIAS | RENORMALIZED, extra_keys=_expert_keys, moe_in_every_layer=True
+        "qwen3moe", SILU | NO_ATTENTION_BIAS | RENORMALIZED, extra_keys=expert_keys, moe_in_every_layer=True
     ),
     "qwen2_moe": Architecture(
-        "qwen2moe", SILU | NOT_RENORMALIZED, extra_keys=_shared_expert_keys, moe_in_every_layer=True
+        "qwen2moe", SILU | NOT_RENORMALIZED, extra_keys=shared_expert_keys, moe_in_every_layer=True
     ),
     "olmoe": Architecture(
         "olmoe",
         SILU | NO_ATTENTION_BIAS | NOT_RENORMALIZED | UNTIED,
-        extra_keys=_expert_keys,
+        extra_keys=expert_keys,
         moe_in_every_layer=True,
         square_heads=True,
         grouped_heads=False,
@@ -126,7 +211,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(
         "gemma2",
         GELU | NO_ATTENTION_BIAS | TIED,
-        extra_keys=_local_keys,
+        extra_keys=local_keys,
         norm_plus_one=True,
         full_attention_period=2,
         requires_softcaps=True,
@@ -136,18 +221,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3_text": Architecture(
         "gemma3",
         GELU | NO_ATTENTION_BIAS,
-        extra_keys=_local_keys,
+        extra_keys=local_keys,
         norm_plus_one=True,
         full_attention_period=6,
         width_scaled_depth=62,
         rope_scalings=(LinearConfig,),
     ),
-    "olmo2": Architecture("olmo2", SILU | NO_ATTENTION_BIAS | UNTIED, square_heads=True),
+    "olmo2": Architecture("olmo2", SILU | NO_ATTENTION_BIAS | UNTIED, names=REORDERED, square_heads=True),
     "olmo3": Architecture(
-        "olmo2", SILU | NO_ATTENTION_BIAS | UNTIED, extra_keys=_local_keys, full_attention_period=4, square_heads=True
+        "olmo2",
+        SILU | NO_ATTENTION_BIAS | UNTIED,
+        extra_keys=local_keys,
+        names=REORDERED,
+        full_attention_period=4,
+        square_heads=True,
     ),
     "smollm3": Architecture("smollm3", SILU | NO_ATTENTION_BIAS | NO_MLP_BIAS, interleaved_rope=True, nope_period=4),
-    "phi3": Architecture("phi3", SILU, partial_rope=True, rope_scalings=()),
+    "phi3": Architecture("phi3", SILU, names=FUSED_QKV | FUSED_GATE, partial_rope=True, rope_scalings=()),
     "phi": Architecture(
         "phi2",
         {"hidden_act": (ACTIVATION, "gelu_new")} | UNTIED,
@@ -156,35 +246,200 @@ ARCHITECTURES: dict[str, Architecture] = {
         square_heads=True,
         rope_scalings=(),
     ),
-    "gpt2": Architecture("gpt2", {"activation_function": (ACTIVATION, "gelu_new")}, transposed=True),
+    "gpt2": Architecture("gpt2", {"activation_function": (ACTIVATION, "gelu_new")}, names=FUSED_QKV),
     "gpt_neox": Architecture(
         "gptneox",
         {"hidden_act": (ACTIVATION, "gelu_pytorch_tanh"), "attention_bias": ("layers.*.mixer.bias", True)} | UNTIED,
         extra_keys=lambda config: {"use_parallel_residual": config["use_parallel_residual"]},
+        names=FUSED_QKV,
         partial_rope=True,
-        interleaved_heads=True,
         rope_scalings=(LinearConfig,),
     ),
     "cohere": Architecture(
         "command-r",
         SILU | NO_ATTENTION_BIAS | TIED,
         qk_norm=False,
-        extra_keys=_cohere_keys,
+        extra_keys=cohere_keys,
         square_heads=True,
         rope_scalings=(LinearConfig,),
     ),
     "cohere2": Architecture(
         "cohere2",
         SILU | NO_ATTENTION_BIAS | TIED,
-        extra_keys=_cohere_keys,
+        extra_keys=cohere_keys,
         full_attention_period=4,
         square_heads=True,
         rope_scalings=(),
+    ),
+    "arcee": Architecture(
+        "arcee", RELU2 | NO_ATTENTION_BIAS | NO_MLP_BIAS, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS
+    ),
+    "granite": Architecture(
+        "granite",
+        SILU,
+        extra_keys=granite_keys,
+        interleaved_rope=True,
+        any_scale=True,
+        rope_scalings=LLAMA_SCALINGS,
+    ),
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": GRANITE_MOE,
+    "glm4": Architecture("glm4", SILU, names=FUSED_GATE, partial_rope=True),
+    "glm": Architecture("chatglm", SILU, names=FUSED_GATE, partial_rope=True, square_heads=True),
+    "glm4_moe": Architecture(
+        "glm4moe", SILU, extra_keys=deepseek_keys, names=POST_ATTENTION, partial_rope=True, moe_to_the_end=True
+    ),
+    "exaone4": Architecture(
+        "exaone4", SILU, names=REORDERED, square_heads=True, nope_period=0, rope_scalings=LLAMA_SCALINGS
+    ),
+    "seed_oss": Architecture(
+        "seed_oss",
+        SILU | NO_MLP_BIAS | {"attention_out_bias": ("layers.*.mixer.bias", False)},
+        names=POST_ATTENTION,
+    ),
+    "stablelm": Architecture("stablelm", SILU | UNTIED, partial_rope=True, square_heads=True),
+    "starcoder2": Architecture(
+        "starcoder2",
+        {"hidden_act": (ACTIVATION, "gelu_pytorch_tanh"), "use_bias": ("layers.*.mixer.bias", True)},
+        square_heads=True,
+    ),
+    "olmo": Architecture("olmo", SILU | NO_ATTENTION_BIAS, interleaved_rope=True, square_heads=True),
+    "dots1": Architecture(
+        "dots1",
+        SILU | NO_ATTENTION_BIAS | UNTIED,
+        extra_keys=deepseek_keys,
+        grouped_heads=False,
+        moe_to_the_end=True,
+    ),
+    "ernie4_5_moe": Architecture(
+        "ernie4_5-moe",
+        SILU | {"use_bias": ("layers.*.mixer.bias", False)},
+        extra_keys=ernie_keys,
+        moe_to_the_end=True,
+    ),
+    "hunyuan_v1_moe": Architecture(
+        "hunyuan-moe", SILU | NO_ATTENTION_BIAS, extra_keys=hunyuan_keys, rope_scalings=LLAMA_SCALINGS
+    ),
+    "minimax_m2": Architecture(
+        "minimax-m2",
+        SILU | UNTIED,
+        extra_keys=lambda config: expert_keys(config) | {"expert_gating_func": SIGMOID},
+        partial_rope=True,
+    ),
+    "afmoe": Architecture(
+        "afmoe",
+        SILU,
+        extra_keys=afmoe_keys,
+        assumed=_scaled_embedding,
+        full_attention_period=4,
+        moe_to_the_end=True,
+        rope_scalings=(),
+    ),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        {
+            "attention_bias": ("layers.*.mixer.bias", True),
+            "swiglu_limit": ("layers.*.feedforward.limit", 7.0),
+            "swiglu_alpha": ("layers.*.feedforward.alpha", 1.702),
+        }
+        | UNTIED,
+        extra_keys=lambda config: expert_keys(config) | local_keys(config),
+        names=POST_ATTENTION,
+        full_attention_period=2,
+        scaled_windows=True,
+    ),
+    "deepseek_v2": Architecture(
+        "deepseek2",
+        SILU
+        | NO_ATTENTION_BIAS
+        | {
+            "mlp_bias": ("layers.*.feedforward.bias", False),
+            "topk_method": ("layers.*.feedforward.routing", "greedy"),
+        },
+        extra_keys=latent_keys,
+        partial_rope=True,
+        latent=True,
+        yarn_log=0.1,
+        assumed=_latent,
+        moe_to_the_end=True,
+        rope_scalings=(YarnConfig,),
+    ),
+    "deepseek_v3": Architecture(
+        "deepseek2",
+        SILU | NO_ATTENTION_BIAS | {"rope_interleave": (f"{POSITION}.layout", True)},
+        extra_keys=latent_keys,
+        partial_rope=True,
+        latent=True,
+        yarn_log=0.1,
+        assumed=_latent,
+        moe_to_the_end=True,
+        rope_scalings=(YarnConfig,),
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        {"conv_bias": ("layers.*.mixer.conv_bias", False)},
+        extra_keys=lfm2_keys,
+        names={"final_norm.norm": "token_embd_norm"},
+        square_heads=True,
+        rope_scalings=(),
+    ),
+    "ministral3": Architecture(
+        "mistral3",
+        SILU,
+        extra_keys=ministral_keys,
+        interleaved_rope=True,
+        rope_scalings=(YarnConfig,),
+        yarn_log=1.0,
+    ),
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_moe_text": QWEN3_NEXT,
+    "qwen3_5_text": Architecture(
+        "qwen35",
+        SILU | NO_ATTENTION_BIAS,
+        extra_keys=qwen35_keys,
+        names=FUSED_GATED_QUERY | POST_ATTENTION | {"delta.beta": "ssm_beta", "delta.a": "ssm_alpha"},
+        norm_plus_one=True,
+        assumed=_delta_rule,
+        partial_rope=True,
+        tiled_values=True,
+        rope_scalings=(),
+    ),
+    "granitemoehybrid": Architecture(
+        "granitehybrid",
+        SILU,
+        extra_keys=hybrid_keys,
+        interleaved_rope=True,
+        any_scale=True,
+        assumed=_mamba2_twice_as_wide,
+    ),
+    "mamba2": Architecture("mamba2", extra_keys=mamba2_keys, assumed=_mamba2),
+    "falcon": Architecture(
+        "falcon",
+        {
+            "activation": (ACTIVATION, "gelu_pytorch_tanh"),
+            "bias": ("layers.*.mixer.bias", False),
+            "parallel_attn": ("residual.kind", True),
+        },
+        names=FUSED_QKV | {"residual.norms.mixer": "attn_norm_2", "residual.norms.feedforward": "attn_norm"},
+        rope_scalings=(LinearConfig,),
+    ),
+    "bloom": Architecture("bloom", names=FUSED_QKV),
+    "gpt_bigcode": Architecture(
+        "starcoder", {"activation_function": (ACTIVATION, "gelu_pytorch_tanh")}, names=FUSED_QKV
+    ),
+    "jais2": Architecture(
+        "jais2",
+        RELU2
+        | {
+            "attention_bias": ("layers.*.mixer.bias", True),
+            "mlp_bias": ("layers.*.feedforward.bias", True),
+        },
     ),
     "bert": Architecture(
         "bert",
         {"hidden_act": (ACTIVATION, "gelu")},
         extra_keys=lambda config: {"attention.causal": False, "pooling_type": MEAN_POOLING},
+        names={"residual.norms.mixer": "attn_output_norm", "residual.norms.feedforward": "layer_output_norm"},
         square_heads=True,
         grouped_heads=False,
         qk_norm=False,
@@ -193,79 +448,48 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-# The tensors of a GGUF, made of a family's tensors: renamed, experts stacked, rows ordered for llama.cpp's RoPE.
+# The tensors of a GGUF: their dtypes, and rows ordered for llama.cpp's RoPE.
 
 
-EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<after>.*)")
-FLOAT32_WEIGHTS = ("ffn_gate_inp", "position_embd", "token_types")  # routers, learned positions and types of tokens
-SUFFIXES = (".weight", ".bias")
+# Routers, learned positions, types of tokens and convolutions.
+FLOAT32_WEIGHTS = ("ffn_gate_inp", "position_embd", "token_types", "shortconv.conv", "ssm_conv1d", "ssm_norm")
+FLOAT32_ENDS = (".bias", ".ssm_a", ".ssm_d")
 Transform = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a GGUF. It is made of the Hugging Face tensors `hf_names` (stacked if several) by `transform`.
+    """A tensor of a GGUF. transform, restore: from and to the parameters that its rule joins.
 
-    restore: the inverse, of one of several. may_quantize: whether llama.cpp reads it quantized.
+    may_quantize: whether llama.cpp reads it quantized.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    hf_names: tuple[str, ...]
     transform: Transform
     restore: Transform
     may_quantize: bool
 
     def build(self, tensors: HFTensors) -> Tensor:
         """Make the tensor, in its own memory."""
-        parts = [tensors[name] for name in self.hf_names]
-        tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
-        return self.transform(tensor.to(torch.float32)).to(self.dtype).contiguous()
+        return self.transform(tensors[self.name].to(torch.float32)).to(self.dtype).contiguous()
 
 
 def gguf_tensors(
     tensors: HFTensors, config: dict[str, Any], graph: Architecture, dtype: torch.dtype
 ) -> Iterator[GGUFTensor]:
-    """All tensors of a GGUF, in the order of the family's tensors.
+    """All tensors of a GGUF, in the order of the model's parameters.
 
-    dtype: of matrices. Vectors and what FLOAT32_WEIGHTS names are always float32, as llama.cpp requires.
+    tensors: those of the family as `graph.stored` has it. dtype: of matrices. Vectors, biases and what FLOAT32_WEIGHTS
+    names are always float32, as llama.cpp requires.
     """
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    names = get_tensor_name_map({name: arch for arch, name in MODEL_ARCH_NAMES.items()}[graph.name], _depth(config))
-    for hf_names in _group_experts(list(tensors)):
-        stacked_name = EXPERT.sub(r"\g<before>.\g<after>", hf_names[0])
-        name = names.get_name(stacked_name, SUFFIXES)
-        assert name is not None, f"{stacked_name}: {graph.name} has no name for it"
-        hf_shape = tensors.weight_map.hf_shape(tensors.weight_map.rules[hf_names[0]])
-        is_expert = stacked_name != hf_names[0]
-        shape = torch.Size((len(hf_names), *hf_shape)) if is_expert else hf_shape
-        if graph.transposed and _is_layer_matrix(name):
-            shape = torch.Size(reversed(shape))
-        is_float32 = len(shape) < 2 or any(role in name for role in FLOAT32_WEIGHTS)
+    for name, rule in tensors.weight_map.rules.items():
+        shape = tensors.weight_map.hf_shape(rule)
+        is_float32 = len(shape) < 2 or name.endswith(FLOAT32_ENDS) or any(role in name for role in FLOAT32_WEIGHTS)
         transform, restore = _transforms_of(name, config, graph)
-        if is_expert and len(hf_names) == 1:
-            transform = partial(torch.unsqueeze, dim=0)
         own_dtype = torch.float32 if is_float32 else dtype
-        yield GGUFTensor(name, shape, own_dtype, hf_names, transform, restore, may_quantize=not is_float32)
-
-
-def _depth(config: dict[str, Any]) -> int:
-    depth: int = config.get("num_hidden_layers") or config["n_layer"]
-    return depth
-
-
-def _is_layer_matrix(name: str) -> bool:
-    return name.startswith("blk.") and name.endswith(".weight") and "norm" not in name
-
-
-def _group_experts(names: list[str]) -> list[tuple[str, ...]]:
-    """Tensor names; those that differ only in the number of the expert are in one group."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(EXPERT.sub(r"\g<before>.*.\g<after>", name), []).append(name)
-    return [tuple(group) for group in groups.values()]
+        yield GGUFTensor(name, shape, own_dtype, transform, restore, may_quantize=not is_float32)
 
 
 def _transforms_of(name: str, config: dict[str, Any], graph: Architecture) -> tuple[Transform, Transform]:
@@ -273,12 +497,9 @@ def _transforms_of(name: str, config: dict[str, Any], graph: Architecture) -> tu
     for role, heads in ((".attn_q.", "num_attention_heads"), (".attn_k.", "num_key_value_heads")):
         if graph.interleaved_rope and role in name:
             return partial(interleave_rope_rows, heads=config[heads]), partial(_separate_rope_rows, heads=config[heads])
-    if graph.interleaved_heads and ".attn_qkv." in name:
-        heads = config["num_attention_heads"]
-        return partial(_swap_groups, sizes=(heads, 3)), partial(_swap_groups, sizes=(3, heads))
-    if graph.transposed and _is_layer_matrix(name):
-        return Tensor.t, Tensor.t
-    if graph.norm_plus_one and name.endswith("norm.weight"):
+    if name.endswith(".ssm_a"):
+        return _negative_rate, _log_rate
+    if graph.norm_plus_one and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
         return partial(torch.add, other=1.0), partial(torch.sub, other=1.0)
     return _identity, _identity
 
@@ -294,10 +515,12 @@ def _separate_rope_rows(x: Tensor, heads: int) -> Tensor:
     return split.transpose(1, 2).flatten(0, 2)
 
 
-def _swap_groups(x: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """Reorder rows, seen as [*sizes, head_dim], to [sizes[1], sizes[0], head_dim]."""
-    split: Tensor = x.unflatten(0, (*sizes, -1))
-    return split.transpose(0, 1).flatten(0, 2)
+def _negative_rate(x: Tensor) -> Tensor:
+    return -x.exp()
+
+
+def _log_rate(x: Tensor) -> Tensor:
+    return x.neg().log()
 
 
 def _identity(x: Tensor) -> Tensor:

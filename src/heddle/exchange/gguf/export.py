@@ -5,8 +5,10 @@ Weights keep their values, except for rounding to the requested dtype, and Gemma
 
 import errno
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +17,24 @@ import torch
 from heddle.errors import CheckpointError, ConfigError, pip_install
 from heddle.exchange import design_parts
 from heddle.exchange.export import HFTensors
+from heddle.exchange.families._common import DEFAULT_MAX_POSITIONS
 from heddle.exchange.family import families
 from heddle.exchange.family_match import MISSING, FamilyMatch, Mismatch, match_family
-from heddle.exchange.gguf.architectures import ARCHITECTURES, Architecture, ConfigFields, GGUFTensor, gguf_tensors
+from heddle.exchange.gguf.architectures import (
+    ARCHITECTURES,
+    LEFT_OUT,
+    POSITION,
+    Architecture,
+    GGUFTensor,
+    gguf_tensors,
+)
 from heddle.exchange.gguf.file import HASH_KEY, MAGIC, NO_DIGITS, seal
+from heddle.exchange.gguf.keys_from_config import ConfigFields
+from heddle.exchange.gguf.quantize import check_rows, find_library, quantize_file
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.model.config import HeadConfig, ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.positions.learned import LearnedConfig
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
@@ -40,7 +51,6 @@ if TYPE_CHECKING:
 # Whether a graph of llama.cpp runs a design: a design that differs from what the graph assumes is refused by field.
 
 
-POSITION = "layers.*.mixer.position"
 MAX_LISTED = 6  # mismatches that an error lists
 # A GGUF can hold other betas, but programs built on llama.cpp ignore them.
 YARN_DEFAULTS = {
@@ -52,11 +62,11 @@ YARN_DEFAULTS = {
 def match_architecture(design: ModelConfig, preferred: str | None = None) -> tuple[FamilyMatch, Architecture]:
     """The family and the graph for a design.
 
-    If none matches, raises ConfigError naming what to change for the graph of the family `preferred`, from which the
-    model came, or for the nearest one.
+    Several may match: that of the family `preferred`, from which the model came, is first. If none matches, raises
+    ConfigError naming what to change for it, or for the nearest one.
     """
     candidates: list[tuple[bool, list[Mismatch], Architecture]] = []
-    for name in (name for name in ARCHITECTURES if name in families()):
+    for name in sorted((name for name in ARCHITECTURES if name in families()), key=lambda name: name != preferred):
         match, graph = match_family(design, families()[name]), ARCHITECTURES[name]
         family_mismatches = [mismatch for mismatch in match.mismatches if mismatch.actual != mismatch.required]
         mismatches = _outermost([*family_mismatches, *_graph_mismatches(design, match.config, graph)])
@@ -65,6 +75,9 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
             return match, graph
         if mismatches:
             candidates.append((name != preferred, mismatches, graph))
+    if preferred in LEFT_OUT:
+        remedy = "choose --format hf"
+        raise ConfigError(f"llama.cpp cannot run this design: its {preferred} lacks {LEFT_OUT[preferred]}; {remedy}")
     if not candidates:
         raise ConfigError("llama.cpp cannot run this design or one near it; start from preset:gqa-tiny")
     _, mismatches, graph = min(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
@@ -98,12 +111,15 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
     for name, (path, required) in graph.fixed_fields.items():
         actual = config.get(name, required)
         if actual != required:
-            yield Mismatch(path, _heddle_value(actual), _heddle_value(required))
+            yield Mismatch(path, _heddle_value(path, actual), _heddle_value(path, required))
+    for path, actual, required in graph.assumed(design.resolved()):
+        if actual != required and (None in (actual, required) or not math.isclose(actual, required)):
+            yield Mismatch(path, MISSING if actual is None else actual, MISSING if required is None else required)
     mixer = design_parts.first_attention(design.resolved())
     head_dim = mixer.head_dim or design.width
     scaled_dim = design.width / mixer.heads if design.depth == graph.width_scaled_depth else head_dim
     for scale in {getattr(each, "scale", None) for each in design_parts.mixers(design)}:
-        if scale is not None and not math.isclose(scale, scaled_dim**-0.5, rel_tol=1e-6):
+        if not graph.any_scale and scale is not None and not math.isclose(scale, scaled_dim**-0.5, rel_tol=1e-6):
             yield Mismatch("layers.*.mixer.scale", scale, scaled_dim**-0.5)
     if graph.encoder:
         plain, head = HeadConfig().dump(), design.head.dump()
@@ -127,19 +143,33 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
         kind = None if layer.feedforward is None else layer.feedforward.kind
         if graph.moe_in_every_layer and kind != "moe":
             yield Mismatch(f"{path}.feedforward.kind", kind or MISSING, "moe")
+    sparse = design_parts.has_experts(design)
+    for index, (path, _) in enumerate(layers):
+        if graph.moe_to_the_end and any(sparse[:index]) and not sparse[index]:
+            yield Mismatch(f"{path}.feedforward.kind", "gated", "moe")
     if graph.nope_period is not None:
         yield from _position_mismatches([(path, layer.mixer) for path, layer in layers], graph.nope_period)
     yield from _window_mismatches([(path, getattr(layer.mixer, "window", None)) for path, layer in layers], graph)
     full, sliding = ropes_of(design)
     rotary_dim = full.rotary_dim if graph.partial_rope else head_dim
-    yield from _rope_mismatches(full, rotary_dim or head_dim, graph.rope_scalings)
+    yield from _rope_mismatches(full, rotary_dim or head_dim, graph)
     if sliding is not None:
-        yield from _rope_mismatches(sliding, head_dim, ())
+        yield from _rope_mismatches(sliding, head_dim, graph if graph.scaled_windows else UNSCALED)
 
 
-def _heddle_value(value: Any) -> Any:
-    """A config value under heddle's name, if it is the name of an activation."""
-    return design_parts.HEDDLE_ACTIVATIONS.get(value, value) if isinstance(value, str) else value
+# Values of configs that have another name in heddle, by the end of the path.
+HEDDLE_VALUES: dict[str, dict[Any, str]] = {
+    "activation": design_parts.HEDDLE_ACTIVATIONS,
+    "layout": {True: "interleaved", False: "half"},
+    "residual.kind": {True: "parallel", False: "pre_norm"},
+    "routing": {"greedy": "softmax_topk", "group_limited_greedy": "softmax_group_max"},
+}
+
+
+def _heddle_value(path: str, value: Any) -> Any:
+    """A config value under heddle's name."""
+    names = next((names for end, names in HEDDLE_VALUES.items() if path.endswith(end)), {})
+    return names.get(value, value)
 
 
 def _window_mismatches(layers: list[tuple[str, int | None]], graph: Architecture) -> Iterator[Mismatch]:
@@ -160,22 +190,31 @@ def _window_mismatches(layers: list[tuple[str, int | None]], graph: Architecture
 
 
 def _position_mismatches(mixers: list[tuple[str, Any]], period: int) -> Iterator[Mismatch]:
-    """Layers with RoPE where the graph has none, or without it where it has. mixers: (path, mixer) of each layer."""
+    """Layers with RoPE where the graph has none, or without it where it has. mixers: (path, mixer) of each layer.
+
+    period: as `nope_period` of the graph.
+    """
     for index, (path, mixer) in enumerate(mixers):
         actual = "rope" if _has_rope(mixer) else MISSING
-        required = "rope" if (index + 1) % period else MISSING
+        required = "rope" if not period or (index + 1) % period else MISSING
         if actual != required:
             yield Mismatch(f"{path}.mixer.position", actual, required)
 
 
-def _rope_mismatches(rope: RopeConfig, rotary_dim: int, scalings: tuple[type, ...]) -> Iterator[Mismatch]:
+UNSCALED = Architecture("", rope_scalings=())
+
+
+def _rope_mismatches(rope: RopeConfig, rotary_dim: int, graph: Architecture) -> Iterator[Mismatch]:
     if rope.rotary_dim not in (None, rotary_dim):
         yield Mismatch(f"{POSITION}.rotary_dim", rope.rotary_dim, rotary_dim)
     scaling = rope.scaling
-    if scaling is not None and not isinstance(scaling, scalings):
+    if scaling is not None and not isinstance(scaling, graph.rope_scalings):
         yield Mismatch(f"{POSITION}.scaling", scaling.kind, MISSING)
     elif isinstance(scaling, YarnConfig):
-        for name, value in YARN_DEFAULTS.items():
+        all_dim = scaling.mscale_all_dim or 1.0
+        mscales = {"mscale": all_dim if graph.latent else 1.0, "mscale_all_dim": all_dim}
+        defaults = YARN_DEFAULTS | ({} if graph.yarn_log is None else mscales)
+        for name, value in defaults.items():
             actual = getattr(scaling, name)
             if actual != value:
                 yield Mismatch(f"{POSITION}.scaling.{name}", actual, MISSING if value is None else value)
@@ -195,21 +234,24 @@ def export_gguf(
     imported: ImportedModel | None = None,
     dtype: torch.dtype | None = None,
     q8_0: bool = False,
+    k_quant: str | None = None,
 ) -> tuple[FamilyMatch, str]:
     """Write `file`. Returns the family that the design matches, and the name of llama.cpp's graph for it.
 
     imported: the import whose lengths are written, if not the model's own. dtype: of matrices, float32, float16 or
     bfloat16; None is the model's own. q8_0: quantize matrices whose rows are multiples of 32 long to blocks of 8 bits,
-    as llama.cpp does; other matrices are float16.
+    as llama.cpp does; other matrices are float16. k_quant: a name of K_QUANTS, by which llama.cpp's library quantizes
+    matrices, some of them to more bits.
     Raises ConfigError for an unsupported design or dtype or a missing package, DataError for a tokenizer that llama.cpp
     does not know, CheckpointError if `file` exists and is not a GGUF, MachineError if it cannot be written.
     """
     file = Path(file)
-    dtype = torch.float32 if q8_0 else _matrix_dtype(model, dtype)
+    library = None if k_quant is None else find_library()
+    dtype = torch.float32 if q8_0 or k_quant else _matrix_dtype(model, dtype)
     imported_config = (model if imported is None else imported.model).imported_config
     match, graph = match_architecture(model.config, imported_config.get("model_type"))
     check_package()
-    tensors = HFTensors(match.family, model)
+    tensors = HFTensors(graph.stored(match.family), model)
     keys = {HASH_KEY: NO_DIGITS} | _model_keys(match.config, model, graph, imported_config)
     keys |= {"general.name": file.stem, "general.file_type": Q8_0_FILE_TYPE if q8_0 else GGML_TYPES[dtype][1]}
     rows = model.config.vocab_size or 0
@@ -217,7 +259,11 @@ def export_gguf(
     if graph.encoder:
         keys |= {"tokenizer.ggml.token_type_count": match.config["type_vocab_size"]}
     plan = [_StoredTensor.of(spec, q8_0) for spec in gguf_tensors(tensors, match.config, graph, dtype)]
-    _write(file, graph.name, keys, plan, tensors, _rope_factors(model))
+    quantize = None
+    if k_quant is not None and library is not None:
+        check_rows([stored.spec for stored in plan], k_quant)
+        quantize = partial(quantize_file, kind=k_quant, library=library, name=file)
+    _write(file, graph.name, keys, plan, tensors, _rope_factors(model), quantize)
     return match, graph.name
 
 
@@ -251,7 +297,7 @@ def _model_keys(
         values.get(name) for values in (preserved, config) for name in ("max_position_embeddings", "n_positions")
     ]
     keys = {
-        "context_length": next(length for length in lengths if length),
+        "context_length": next((length for length in lengths if length), DEFAULT_MAX_POSITIONS),
         "embedding_length": design.width,
         "block_count": design.depth,
         "feed_forward_length": config.get("intermediate_size") or design_parts.first_mlp(design).hidden,
@@ -263,14 +309,14 @@ def _model_keys(
             design_parts.norm_eps(design)
         ),
         "vocab_size": design.vocab_size,
-        **_rope_keys(model.config, head_dim),
+        **_rope_keys(model.config, head_dim, graph.yarn_log),
         **graph.extra_keys(config),
     }
     return {"general.type": "model"} | {f"{graph.name}.{name}": value for name, value in keys.items()}
 
 
-def _rope_keys(design: ModelConfig, head_dim: int) -> dict[str, Any]:
-    if isinstance(design.embedding.position, LearnedConfig):
+def _rope_keys(design: ModelConfig, head_dim: int, yarn_log: float | None) -> dict[str, Any]:
+    if not any(_has_rope(mixer) for mixer in design_parts.mixers(design.resolved())):
         return {}
     rope, sliding = ropes_of(design)
     keys: dict[str, Any] = {
@@ -287,6 +333,8 @@ def _rope_keys(design: ModelConfig, head_dim: int) -> dict[str, Any]:
             "rope.scaling.factor": float(rope.scaling.factor),
             "rope.scaling.original_context_length": rope.scaling.original_length,
         }
+        if rope.scaling.mscale_all_dim is not None and yarn_log is not None:
+            keys["rope.scaling.yarn_log_multiplier"] = yarn_log * rope.scaling.mscale_all_dim
     return keys
 
 
@@ -357,13 +405,18 @@ def _write(
     plan: list[_StoredTensor],
     tensors: HFTensors,
     extra_tensors: dict[str, torch.Tensor],
+    quantize: Callable[[Path, Path], None] | None,
 ) -> None:
-    """Write the file atomically."""
+    """Write the file atomically. quantize: makes the file from one in full precision."""
     _check_target(file)
     from gguf import GGUFWriter
 
-    with lock_output(file), file_io.replace_file(file) as temporary:
-        writer = GGUFWriter(temporary, graph_name)
+    with lock_output(file), file_io.replace_file(file) as temporary, ExitStack() as stack:
+        written = temporary
+        if quantize is not None:
+            written = file_io.leftover_path(file, "tmp")
+            stack.callback(written.unlink, missing_ok=True)
+        writer = GGUFWriter(written, graph_name)
         try:
             _write_contents(writer, keys, plan, tensors, extra_tensors)
         except OSError as error:
@@ -372,7 +425,9 @@ def _write(
             raise
         finally:
             writer.close()
-        seal(Path(temporary))
+        if quantize is not None:
+            quantize(written, temporary)
+        seal(temporary)
 
 
 def _check_target(file: Path) -> None:

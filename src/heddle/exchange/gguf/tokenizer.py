@@ -22,7 +22,7 @@ from heddle.tokenization.token_bytes import SPIECE_UNDERLINE
 from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 
 if TYPE_CHECKING:
-    from heddle.exchange.gguf.read import Keys
+    from heddle.exchange.gguf.config_from_keys import Keys
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
 BYTE_LEVEL, SENTENCEPIECE, WORDPIECE = "gpt2", "llama", "bert"
