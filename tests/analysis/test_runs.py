@@ -156,11 +156,11 @@ def test_only_a_page_is_written(folder: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_runs_are_compared_at_equal_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [summarize(path, folder) for path in find_runs(folder)]
-    assert at_equal_tokens(runs) == (200, [8.0, 1.0])
+    assert at_equal_tokens(runs) == (200, [8.0, 2.0])
     assert run_command(["runs", str(folder), "--compare"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["b", "deep/a"]
-    assert ["training", "at", "200", "tokens", "8.0000", "1.0000"] in lines
+    assert ["training", "at", "200", "tokens", "8.0000", "2.0000"] in lines
     assert ["settings.seed", "0", "1"] in lines
     assert ["memory", "40.0", "MB", "2.0", "MB"] in lines
 

@@ -130,10 +130,14 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def at_equal_tokens(runs: Sequence[RunSummary]) -> tuple[int, list[float | None]]:
-    """(tokens, values): the number of tokens that all curves reach, and each run's last mean up to there."""
+    """(tokens, values): the number of tokens that all curves reach, and each run's mean of the last 20 steps there."""
     tokens = min((run.curve[-1][0] for run in runs if run.curve), default=0)
-    reached = ([value for at, value in run.curve if at <= tokens] for run in runs)
-    return tokens, [values[-1] if values else None for values in reached]
+    means = []
+    for run in runs:
+        reached = [value for at, value in run.curve if at <= tokens]
+        points = max(1, round(SMOOTHED_STEPS * len(run.curve) / max(run.step, 1)))
+        means.append(statistics.fmean(reached[-points:]) if reached else None)
+    return tokens, means
 
 
 def varied_fields(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ class Machine:
     """Takes the place of worker processes on a machine where every step takes `step` seconds."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.step, self.slower = clock, 0.05, 1.0
+        self.clock, self.step, self.slower, self.speed_steps = clock, 0.05, 1.0, 7
         self.running: list[Worker] = []
         self.trained: list[str] = []
         self.stops_before = ""
@@ -66,7 +66,7 @@ class Worker:
 
     def __init__(self, machine: Machine, task: dict[str, Any], target: Path) -> None:
         self.machine, self.task, self.target, self.signals = machine, task, target, list[int]()
-        steps = task["settings"]["steps"] * machine.slower if task["task"] == "train" else 7
+        steps = {"train": task["settings"]["steps"] * machine.slower, "speed": machine.speed_steps}.get(task["task"], 7)
         self.seconds = START + steps * machine.step
         self.ends = machine.clock.now + self.seconds
 
@@ -211,6 +211,13 @@ def test_a_machine_that_becomes_slow_ends_in_time_with_what_it_has(
     assert compare(folder, tmp_path / "out", "--budget", "1h") == 0
     assert len(machine.trained) == 6
     assert machine.trained[: len(before)] == before
+
+
+def test_speeds_that_the_budget_cuts_are_named(folder: Path, tmp_path: Path, machine: Machine) -> None:
+    machine.speed_steps = 10_000
+    assert compare(folder, tmp_path / "out", "--budget", "3m") == 0
+    reason = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["progress"]["stop_reason"]
+    assert reason == "The budget of 3 min ended before the speed of a and b; raise the budget to continue."
 
 
 def test_the_clock_can_fail(folder: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

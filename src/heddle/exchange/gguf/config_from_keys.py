@@ -96,7 +96,7 @@ class Keys:
         return self.of_graph("attention.key_length", width // max(heads, 1))
 
     def _refuse(self, name: str, value: Any, kind: type) -> Any:
-        raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; should be of kind {kind.__name__}")
+        raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; should be of type {kind.__name__}")
 
 
 def _decimal(value: float) -> Any:
@@ -108,7 +108,9 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     """The config.json, with its model_type. Raises ConfigError for a graph that heddle does not read."""
     if keys.graph not in ARCHITECTURE_FIELDS:
         known = ", ".join(ARCHITECTURE_FIELDS)
-        raise ConfigError(f"{keys.source}: its architecture {short_repr(keys.graph)} is not read; heddle reads {known}")
+        raise ConfigError(
+            f"{keys.source}: its architecture {short_repr(keys.graph)} is not supported; heddle reads {known}"
+        )
     config = _common_fields(keys, shapes) | ARCHITECTURE_FIELDS[keys.graph](keys, shapes)
     missing = MISSING_FIELDS.get(keys.graph, ())
     return {name: value for name, value in config.items() if name not in missing}
@@ -119,7 +121,7 @@ def _common_fields(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     value_length = () if graph == "deepseek2" else ("attention.value_length",)
     for name in (*value_length, *(() if graph in PARTIAL_ROPE else ("rope.dimension_count",))):
         if keys.of_graph(name, head_dim) != head_dim:
-            raise ConfigError(f"{keys.source}: key '{graph}.{name}' is not key_length = {head_dim}; heddle reads it so")
+            raise ConfigError(f"{keys.source}: key '{graph}.{name}' should be key_length = {head_dim}")
     theta = keys.of_graph("rope.freq_base", 10000.0)
     by_layer = graph in KV_HEADS_BY_LAYER
     kv_heads = max(keys.of_graph("attention.head_count_kv", [heads])) if by_layer else 0
@@ -173,7 +175,7 @@ def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
                 "original_max_position_embeddings": LLAMA3_LENGTH,
                 **LLAMA3,
             }
-    raise ConfigError(f"{keys.source}: the factors of its RoPE are those of no Llama 3; import the original folder")
+    raise ConfigError(f"{keys.source}: its RoPE factors match no published Llama 3; import the original folder")
 
 
 def _biases(shapes: Shapes) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from heddle.lab.compare.probes import GONE, final_tokens
 from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import Report, Run, ScoredRun, plain
 from heddle.lab.compare.statistics import pair_statistics
-from heddle.lab.compare.tables import format_bits
+from heddle.lab.compare.tables import format_bits, join_names
 from heddle.lab.compare.tasks import (
     SPEED_ROUNDS,
     Comparison,
@@ -571,6 +571,10 @@ def _measure_speeds(writer: ReportWriter) -> None:
     with wait_for_lock(comparison.out / "runs" / "speed") if is_shared else nullcontext():
         end = writer.time_plan.speed_end(comparison, results.task_choices)
         _run(writer, tasks, replace(comparison.workers.first(), share=None), end)
+    slow = [entry.name for entry in comparison.plan.entries if not results.speeds[entry.name]]
+    if slow and writer.time_plan.budget is not None and results.stop_reason is None:
+        reason = f"{writer.time_plan.ended} before the speed of {join_names(slow)}; raise the budget to continue."
+        results.stop_reason = reason
 
 
 def _recall_tasks(writer: ReportWriter) -> Tasks:
