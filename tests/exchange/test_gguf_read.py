@@ -95,13 +95,37 @@ def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.nda
     return blocks.reshape(rows, -1)
 
 
-def repack(file: Path, target: Path, kind: GGMLQuantizationType) -> dict[str, np.ndarray]:
-    """The same file with random blocks in place of the matrices up and down; the numbers of these, by name."""
-    reader, numbers = GGUFReader(file), {}
-    writer = GGUFWriter(target, "llama")
+def writer_with_keys(reader: GGUFReader, target: Path) -> GGUFWriter:
+    """A writer of a file with the same keys."""
+    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             writer.add_key_value(field.name, field.contents(), field.types[0], *field.types[-1:])
+    return writer
+
+
+def test_dims_of_one_may_be_left_out(tmp_path: Path) -> None:
+    _, ours = model_pair("qwen2_moe", "plain")
+    export_gguf(ours.model, tmp_path / "whole.gguf", tokenizer())
+    reader = GGUFReader(tmp_path / "whole.gguf")
+    writer, squeezed = writer_with_keys(reader, tmp_path / "squeezed.gguf"), set()
+    for tensor in reader.tensors:
+        data = np.array(tensor.data)
+        squeezed |= {tensor.name} if 1 in data.shape else set()
+        writer.add_tensor(tensor.name, data.squeeze())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert squeezed == {f"blk.{layer}.ffn_gate_inp_shexp.weight" for layer in range(3)}
+    again = load_gguf(tmp_path / "squeezed.gguf").model
+    assert all(torch.equal(again.get_parameter(name), want) for name, want in ours.model.named_parameters())
+
+
+def repack(file: Path, target: Path, kind: GGMLQuantizationType) -> dict[str, np.ndarray]:
+    """The same file with random blocks in place of the matrices up and down; the numbers of these, by name."""
+    reader, numbers = GGUFReader(file), {}
+    writer = writer_with_keys(reader, target)
     for tensor in reader.tensors:
         if "ffn_up" in tensor.name or "ffn_down" in tensor.name:
             blocks = random_blocks(kind, *tensor.data.shape)
