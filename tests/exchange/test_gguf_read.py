@@ -15,13 +15,12 @@ from heddle.cli import export as cli_export
 from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.families._common import DEFAULT_MAX_POSITIONS
 from heddle.exchange.family_match import differences
-from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf import export_gguf, load_gguf
 from heddle.exchange.gguf import quantize as quantize_module
 from heddle.exchange.gguf.architectures import _separate_rope_rows
 from heddle.exchange.gguf.config_from_keys import _common_fields
 from heddle.exchange.gguf.file import check_seal
-from heddle.exchange.gguf.quantize import K_QUANTS, find_library
+from heddle.exchange.gguf.quantize import K_QUANTS, _library_of_a_binding
 from heddle.exchange.load import load
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
@@ -96,13 +95,37 @@ def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.nda
     return blocks.reshape(rows, -1)
 
 
-def repack(file: Path, target: Path, kind: GGMLQuantizationType) -> dict[str, np.ndarray]:
-    """The same file with random blocks in place of the matrices up and down; the numbers of these, by name."""
-    reader, numbers = GGUFReader(file), {}
-    writer = GGUFWriter(target, "llama")
+def writer_with_keys(reader: GGUFReader, target: Path) -> GGUFWriter:
+    """A writer of a file with the same keys."""
+    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             writer.add_key_value(field.name, field.contents(), field.types[0], *field.types[-1:])
+    return writer
+
+
+def test_dims_of_one_may_be_left_out(tmp_path: Path) -> None:
+    _, ours = model_pair("qwen2_moe", "plain")
+    export_gguf(ours.model, tmp_path / "whole.gguf", tokenizer())
+    reader = GGUFReader(tmp_path / "whole.gguf")
+    writer, squeezed = writer_with_keys(reader, tmp_path / "squeezed.gguf"), set()
+    for tensor in reader.tensors:
+        data = np.array(tensor.data)
+        squeezed |= {tensor.name} if 1 in data.shape else set()
+        writer.add_tensor(tensor.name, data.squeeze())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert squeezed == {f"blk.{layer}.ffn_gate_inp_shexp.weight" for layer in range(3)}
+    again = load_gguf(tmp_path / "squeezed.gguf").model
+    assert all(torch.equal(again.get_parameter(name), want) for name, want in ours.model.named_parameters())
+
+
+def repack(file: Path, target: Path, kind: GGMLQuantizationType) -> dict[str, np.ndarray]:
+    """The same file with random blocks in place of the matrices up and down; the numbers of these, by name."""
+    reader, numbers = GGUFReader(file), {}
+    writer = writer_with_keys(reader, target)
     for tensor in reader.tensors:
         if "ffn_up" in tensor.name or "ffn_down" in tensor.name:
             blocks = random_blocks(kind, *tensor.data.shape)
@@ -257,20 +280,17 @@ def test_what_is_no_whole_model_is_named(key: str, value: str | int, words: str,
         load_gguf(tmp_path / "part.gguf")
 
 
-def llama_cpp_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library of llama.cpp's npm build in place of a Python binding's."""
+def llama_cpp_library() -> Path:
+    """The library of llama.cpp's npm build."""
     install()
-    [library] = sorted((HERE / "node_modules").glob("@node-llama-cpp/*/bins/*/libllama.*"))
-    monkeypatch.setattr(exporting, "find_library", lambda: library)
+    [library] = (HERE / "node_modules").glob("@node-llama-cpp/*/bins/*/libllama.*")
+    return library
 
 
 @pytest.mark.parametrize("kind", K_QUANTS)
-def test_llama_cpp_quantizes_what_it_is_given(
-    kind: str, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llama_cpp_library(monkeypatch)
+def test_llama_cpp_quantizes_what_it_is_given(kind: str, wide: Path, tmp_path: Path) -> None:
     ours, file = load_gguf(wide), tmp_path / "packed.gguf"
-    export_gguf(ours.model, file, ours.tokenizer, k_quant=kind)
+    export_gguf(ours.model, file, ours.tokenizer, k_quant=kind, library=llama_cpp_library())
     assert list(tmp_path.iterdir()) == [file]
     assert check_seal(file)
     reader = GGUFReader(file)
@@ -287,15 +307,15 @@ def test_llama_cpp_quantizes_what_it_is_given(
     assert float((torch.tensor(answer["logits"]) - logits).abs().median()) < 0.05 * float(logits.std())
 
 
-def test_rows_that_are_no_whole_blocks_are_named_by_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llama_cpp_library(monkeypatch)
+def test_rows_that_are_no_whole_blocks_are_named_by_field(tmp_path: Path) -> None:
     for width, hidden, field in ((48, 256, "width"), (256, 80, "layers.*.feedforward.hidden")):
         design = load_config(
             "preset:gqa-tiny",
             overrides=["vocab_size=300", f"width={width}", f"layers.*.feedforward.hidden={hidden}"],
         )
+        model = build(design, device="meta")
         with pytest.raises(ConfigError, match=re.escape(f"{field}: rows of ")):
-            export_gguf(build(design, device="meta"), tmp_path / "model.gguf", k_quant="q4_k_m")
+            export_gguf(model, tmp_path / "model.gguf", k_quant="q4_k_m", library=llama_cpp_library())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -306,10 +326,13 @@ def test_a_missing_library_or_one_that_fails_is_told(
     monkeypatch.setattr(quantize_module, "PACKAGES", {"no_such_binding": "lib"})
     with pytest.raises(ConfigError, match="no_such_binding"):
         export_gguf(model, tmp_path / "model.gguf", k_quant="q4_k_m")
-    llama_cpp_library(monkeypatch)
+    (tmp_path / "libllama.so").write_text("not a library")
+    with pytest.raises(ConfigError, match=r"libllama\.so: cannot be loaded"):
+        export_gguf(model, tmp_path / "model.gguf", k_quant="q4_k_m", library=tmp_path / "libllama.so")
+    (tmp_path / "libllama.so").unlink()
     monkeypatch.setitem(quantize_module.K_QUANTS, "q4_k_m", 999)
     with pytest.raises(MachineError, match=r"model\.gguf: llama\.cpp could not quantize it"):
-        export_gguf(model, tmp_path / "model.gguf", k_quant="q4_k_m")
+        export_gguf(model, tmp_path / "model.gguf", k_quant="q4_k_m", library=llama_cpp_library())
     assert list(tmp_path.iterdir()) == []
     assert tuple(sorted(quantize_module.K_QUANTS)) == tuple(sorted(cli_export.K_QUANTS))
 
@@ -320,4 +343,4 @@ def test_the_library_of_a_binding_is_found(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "llama_cpp" / "__init__.py").touch()
     (folder / "libllama.so").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert find_library() == folder / "libllama.so"
+    assert _library_of_a_binding() == folder / "libllama.so"

@@ -30,6 +30,9 @@ class ExportSettings(VerbSettings):
         str | None,
         Option("NAME", "fp32, bf16 or fp16; for a GGUF q8_0, q6_k, q5_k_m or q4_k_m, too. [as in the checkpoint]"),
     ] = None
+    library: Annotated[
+        Path | None, Option("FILE", "libllama.so, which makes q6_k, q5_k_m and q4_k_m. [of a Python binding]")
+    ] = None
     family: Annotated[str | None, Option("NAME", "Family to write, if several fit; `heddle show` lists them.")] = None
     quiet: Quiet = False
 
@@ -45,6 +48,8 @@ def export(settings: ExportSettings) -> None:
     choices = (*DTYPES, Q8_0, *K_QUANTS) if output_format == "gguf" else DTYPES
     if dtype is not None and dtype not in choices:
         raise ConfigError(f"--dtype {dtype}: unknown for --format {output_format}; choices: {', '.join(choices)}")
+    if settings.library is not None and dtype not in K_QUANTS:
+        raise ConfigError(f"--library: is for --dtype {', '.join(K_QUANTS)}; choose one, or leave it out")
     if family is not None and output_format != "hf":
         raise ConfigError(f"--family {family}: works with --format hf only; leave one of them out")
     with ExitStack() as stack:
@@ -71,6 +76,7 @@ def export(settings: ExportSettings) -> None:
                 torch_dtype,
                 q8_0=dtype == Q8_0,
                 k_quant=dtype if dtype in K_QUANTS else None,
+                library=settings.library,
             )
             print_text(f"{out}: llama.cpp runs it as {architecture}")
             return

@@ -30,7 +30,7 @@ from heddle.exchange.gguf.architectures import (
 )
 from heddle.exchange.gguf.file import HASH_KEY, MAGIC, NO_DIGITS, seal
 from heddle.exchange.gguf.keys_from_config import ConfigFields
-from heddle.exchange.gguf.quantize import check_rows, find_library, quantize_file
+from heddle.exchange.gguf.quantize import check_rows, open_library, quantize_file
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.model.config import HeadConfig, ModelConfig
@@ -235,18 +235,19 @@ def export_gguf(
     dtype: torch.dtype | None = None,
     q8_0: bool = False,
     k_quant: str | None = None,
+    library: Path | None = None,
 ) -> tuple[FamilyMatch, str]:
     """Write `file`. Returns the family that the design matches, and the name of llama.cpp's graph for it.
 
     imported: the import whose lengths are written, if not the model's own. dtype: of matrices, float32, float16 or
     bfloat16; None is the model's own. q8_0: quantize matrices whose rows are multiples of 32 long to blocks of 8 bits,
     as llama.cpp does; other matrices are float16. k_quant: a name of K_QUANTS, by which llama.cpp's library quantizes
-    matrices, some of them to more bits.
+    matrices, some of them to more bits. library: its file; None: that of a Python binding.
     Raises ConfigError for an unsupported design or dtype or a missing package, DataError for a tokenizer that llama.cpp
     does not know, CheckpointError if `file` exists and is not a GGUF, MachineError if it cannot be written.
     """
     file = Path(file)
-    library = None if k_quant is None else find_library()
+    llama = None if k_quant is None else open_library(library)
     dtype = torch.float32 if q8_0 or k_quant else _matrix_dtype(model, dtype)
     imported_config = (model if imported is None else imported.model).imported_config
     match, graph = match_architecture(model.config, imported_config.get("model_type"))
@@ -260,9 +261,9 @@ def export_gguf(
         keys |= {"tokenizer.ggml.token_type_count": match.config["type_vocab_size"]}
     plan = [_StoredTensor.of(spec, q8_0) for spec in gguf_tensors(tensors, match.config, graph, dtype)]
     quantize = None
-    if k_quant is not None and library is not None:
+    if k_quant is not None and llama is not None:
         check_rows([stored.spec for stored in plan], k_quant)
-        quantize = partial(quantize_file, kind=k_quant, library=library, name=file)
+        quantize = partial(quantize_file, kind=k_quant, llama=llama, name=file)
     _write(file, graph.name, keys, plan, tensors, _rope_factors(model), quantize)
     return match, graph.name
 

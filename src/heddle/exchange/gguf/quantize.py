@@ -1,4 +1,4 @@
-"""K-quants by llama.cpp's own quantizer, called in the library that its Python bindings bring.
+"""K-quants by llama.cpp's own quantizer, called in its library, which bindings for Python and Node.js bring.
 
 The library's parameters begin with the number of threads and of the kind; the others keep llama.cpp's defaults.
 """
@@ -44,8 +44,16 @@ def check_rows(tensors: Iterable[GGUFTensor], kind: str) -> None:
             )
 
 
-def find_library() -> Path:
-    """llama.cpp's library. Raises ConfigError if no binding is installed."""
+def open_library(file: Path | None = None) -> ctypes.CDLL:
+    """llama.cpp's library: the file, or that of a Python binding. Raises ConfigError if there is none."""
+    file = file or _library_of_a_binding()
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be loaded ({error}); give another of llama.cpp with --library") from error
+
+
+def _library_of_a_binding() -> Path:
     for package, folder in PACKAGES.items():
         spec = find_spec(package)
         for place in [] if spec is None else spec.submodule_search_locations or []:
@@ -53,17 +61,16 @@ def find_library() -> Path:
                 if (Path(place) / folder / name).is_file():
                     return Path(place) / folder / name
     raise ConfigError(
-        "K-quants are made by llama.cpp's library, which is missing; "
-        f"install one of {', '.join(PACKAGES)} (pip install llama-cpp-py-sync), or choose q8_0"
+        "K-quants are made by llama.cpp's library, which is missing; give its file with --library, "
+        f"or install a package that brings it ({', '.join(PACKAGES)}), or choose q8_0"
     )
 
 
-def quantize_file(source: Path, target: Path, kind: str, library: Path, name: Path) -> None:
+def quantize_file(source: Path, target: Path, kind: str, llama: ctypes.CDLL, name: Path) -> None:
     """Write `target`, `source` with matrices of a kind of K_QUANTS.
 
     name: of the file in errors. Raises MachineError if llama.cpp fails.
     """
-    llama = ctypes.CDLL(str(library))
     messages: list[str] = []
 
     def log(level: int, text: bytes, _: object) -> None:
@@ -78,5 +85,5 @@ def quantize_file(source: Path, target: Path, kind: str, library: Path, name: Pa
     failed = llama.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
     llama.llama_log_set(None, None)
     if failed:
-        reason = messages[-1] if messages else str(library)
+        reason = messages[-1] if messages else "it says no reason"
         raise MachineError(f"{name}: llama.cpp could not quantize it ({reason}); choose q8_0, or free some space")

@@ -118,8 +118,9 @@ class GGUFFile:
                 packed |= {tensor.kind} - FLOAT_DTYPES.keys()
                 spec = self._plan.get(name)
                 if spec is not None:
-                    whole = spec.restore(values) if values.shape == spec.shape else values
-                    values = whole.to(self.dtype).contiguous()
+                    fits = _without_ones(values.shape) == _without_ones(spec.shape)
+                    values = spec.restore(values.reshape(spec.shape)) if fits else values
+                    values = values.to(self.dtype).contiguous()
                 yield self.file.name, name, values
                 progress.advance(tensor.data.nbytes)
         if packed:
@@ -137,3 +138,8 @@ class GGUFFile:
         except (RuntimeError, ValueError) as error:
             reason = f"tensor '{tensor.name}' of type {tensor.kind} cannot be unpacked"
             raise CheckpointError(f"{self.file}: {reason}") from error
+
+
+def _without_ones(shape: torch.Size) -> list[int]:
+    """A shape without dims of 1, which llama.cpp's converters leave out of some tensors."""
+    return [size for size in shape if size != 1]
