@@ -72,6 +72,7 @@ NUMBERS = {
     int: "integer",
     float: "number",
     bool: "boolean",
+    str: "name",
 }
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 # What the docstring of a config says and the page already does.

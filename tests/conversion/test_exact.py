@@ -29,6 +29,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.lora import add_lora, lora_tensors, merge_lora
 from heddle.parts.mixers.rwkv7 import RWKV7
+from heddle.parts.norms.rms import RMSConfig
 from heddle.storage.model import save_lora
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES, case
@@ -95,6 +96,13 @@ def test_multi_token_modules_are_dropped_and_nothing_else_keeps_them() -> None:
     assert kept == [name for name, _ in model.named_parameters()]
     with pytest.raises(ConfigError, match="no modules to drop"):
         converted(case("attention-gqa"), DropMultiToken())
+
+
+@pytest.mark.parametrize("rewrite", [FoldNorms(final_norm=False), Depth(depth=5)])
+def test_norms_stand_where_each_layers_mixer_says(rewrite: Rewrite) -> None:
+    """A norm before a branch is folded into what reads it; one after a new branch has a gain of zero."""
+    config = case("residual-reordered-norms-first").replace(norm=RMSConfig())
+    assert convert_exactly(config, [rewrite])
 
 
 def chain(number: int) -> tuple[ModelConfig, list[Rewrite]]:

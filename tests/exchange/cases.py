@@ -1133,7 +1133,8 @@ CASES: dict[str, Case] = {
             | {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "tie_word_embeddings": True}
             | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "index_topk": 4},
         },
-        inert=OF_LATENTS,
+        inert=OF_LATENTS | {"first_k_dense_replace"},
+        fixed=frozenset({"mlp_bias", "head_dim"}),
     ),
     "exaone_moe": Case(
         {

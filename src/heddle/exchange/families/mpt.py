@@ -23,8 +23,10 @@ OF_LAYER = {
     "attn.out_proj": "mixer.out", "norm_1": "residual.norms.mixer", "norm_2": "residual.norms.feedforward",
     "ffn.up_proj": "feedforward.up", "ffn.down_proj": "feedforward.down",
 }  # fmt: skip
-UNUSED = ("emb_pdrop", "resid_pdrop", "learned_pos_emb", "init_device", "embedding_fraction", "norm_type", "verbose")
-UNUSED += ("init_config", "tokenizer_name", "fc_type")
+UNUSED = (
+    "emb_pdrop", "resid_pdrop", "learned_pos_emb", "init_device", "embedding_fraction", "norm_type", "verbose",
+    "init_config", "tokenizer_name", "fc_type",
+)  # fmt: skip
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:

@@ -21,11 +21,18 @@ class ReorderedConfig(FinalNormConfig):
     later_fields = (*FinalNormConfig.later_fields, "norms_first")
     keeps_stream = True
 
-    norms_first: tuple[str, ...] = ()  # kinds of mixers whose layers have norms before their branches
+    norms_first: tuple[str, ...] | None = None  # kinds of mixers whose layers have norms before their branches
+
+    def _is_first(self, mixer: str) -> bool:
+        return self.norms_first is not None and mixer in self.norms_first
 
     def check_layers(self, depth: int, most_branches: int, mixers: Set[str]) -> None:
         """Raises DesignError, also if `norms_first` names no mixer of the design, or all of them."""
         super().check_layers(depth, most_branches, mixers)
+        if self.norms_first is None:
+            return
+        if not self.norms_first:
+            raise DesignError("norms_first", "names no mixer; leave it out")
         if unused := sorted(set(self.norms_first) - mixers):
             raise DesignError("norms_first", f"names {unused[0]!r}, but no layer has this mixer; leave it out")
         if mixers <= set(self.norms_first):
@@ -33,15 +40,15 @@ class ReorderedConfig(FinalNormConfig):
 
     def input_norm(self, branch: str, mixer: str) -> str | None:
         """Each branch has one in the layers that `norms_first` names."""
-        return f"norms.{branch}" if mixer in self.norms_first else None
+        return f"norms.{branch}" if self._is_first(mixer) else None
 
     def output_norm(self, branch: str, mixer: str) -> str | None:
         """Each branch has one in the other layers."""
-        return None if mixer in self.norms_first else f"norms.{branch}"
+        return None if self._is_first(mixer) else f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "Reordered":
         """Build the block of one layer."""
-        return Reordered(context, first=context.mixer in self.norms_first)
+        return Reordered(context, first=self._is_first(context.mixer))
 
 
 class Reordered(Residual):
