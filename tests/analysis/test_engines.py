@@ -23,7 +23,7 @@ from heddle.model.size import build_distinct_layers, measure_size
 from tests.exchange.cases import CASES
 from tests.exchange.hf_models import MASKED, VOCABULARY, AutoConfig, AutoModelForCausalLM, config_of, plain
 from tests.exchange.published import published_configs
-from tests.exchange.test_gguf import ROWS, tokenizer
+from tests.exchange.test_gguf import BASE, ROWS, VARIANTS, tokenizer
 from tools.llama_cpp.runner import context_log
 
 GIB, MIB = 2**30, 2**20
@@ -134,6 +134,33 @@ def test_llama_cpp_logs_caches_of_these_bytes(name: str, tmp_path: Path) -> None
         assert f"{kept / MIB:.2f}" == match["mib"]
         logged += kept
     assert allocated(design, torch.bfloat16, length, sequences, family)["llama.cpp"].state_bytes == (logged,)
+
+
+# Mamba-2, a state of 0.5 MiB a layer; two such layers beside one of attention; and latents, which are only keys.
+RECURRENT = {
+    "recurrent": ("mamba2", {
+        "vocab_size": ROWS, "hidden_size": 512, "num_heads": 16, "head_dim": 64, "state_size": 128, "n_groups": 1,
+        "num_hidden_layers": 3, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+    }, 512, 2),
+    "hybrid": ("granitemoehybrid", BASE | VARIANTS["granitemoehybrid"]["plain"] | {
+        "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 512,
+    }, 4096, 2),
+    "latents": ("deepseek_v2", BASE | VARIANTS["deepseek_v2"]["plain"], 4096, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_llama_cpp_logs_states_of_these_bytes(name: str, tmp_path: Path) -> None:
+    """Each cache of its log, keys and values or recurrent states, with its MiB with two digits."""
+    family, fields, length, sequences = RECURRENT[name]
+    config = AutoConfig.for_model(family, **copy.deepcopy(fields)).to_dict()
+    design = design_from_config(config, families()[family])
+    export_gguf(heddle.build(design, seed=0), tmp_path / "model.gguf", tokenizer())
+    lines = context_log(tmp_path / "model.gguf", contextSize=length, sequences=sequences, batchSize=512)
+    logged = [float(match[1]) for line in lines if (match := re.search(r": size = +([\d.]+) MiB \(", line))]
+    [ours] = allocated(design, torch.bfloat16, length, sequences, family)["llama.cpp"].state_bytes
+    assert ours > MIB / 4
+    assert abs(ours / MIB - sum(logged)) <= 0.005 * len(logged)
 
 
 PUBLISHED = {entry.name: entry for entry in published_configs() if entry.refused is None}

@@ -211,7 +211,10 @@ def _check_gguf(config: ModelConfig, imported: str | None) -> None:
 
 
 def _cell_bytes(kept: Kept, size: Size) -> int:
-    return kept.token * CELL_DTYPE.itemsize * cells(kept.window, size.context_length)
+    """Keys and values in cells, and recurrent states and the inputs of convolutions in float32, one for a sequence."""
+    state = kept.recurrent + max(kept.kernel - 1, 0) * kept.channels
+    token = kept.token * CELL_DTYPE.itemsize
+    return token * cells(kept.window, size.context_length) + state * torch.float32.itemsize
 
 
 def cells(window: int | None, context_length: int, ubatch: int = UBATCH) -> int:
