@@ -92,6 +92,8 @@ def test_a_design_without_a_family_reports_what_would_change_that(
         (["export", "{trained}", "{out}", "--format", "onnx"], "--format onnx"),
         (["export", "{trained}", "{out}", "--dtype", "int4"], "--dtype int4"),
         (["export", "{trained}", "{out}", "--format", "gguf", "--family", "llama"], "--family llama"),
+        (["export", "{trained}", "{out}", "--format", "hf", "--dtype", "q4_k_m"], "--dtype q4_k_m"),
+        (["export", "{trained}", "{out}", "--format", "gguf", "--library", "libllama.so"], "--library"),
         (["export", "{trained}", "{out}", "--family", "qwen2"], "family 'qwen2'"),
         (["import", "{trained}", "{out}", "--dequantize", "int4"], "--dequantize int4"),
         (["export", "nowhere", "{out}"], "nowhere"),

@@ -552,6 +552,39 @@ def test_what_llama_cpp_cannot_run_is_named_with_a_change_that_helps(override: s
     assert list(tmp_path.iterdir()) == []
 
 
+# What a family can express, and llama.cpp's graph for it computes otherwise: a variant, changed fields, the path.
+COMPUTED_OTHERWISE: list[tuple[str, str, Fields, str]] = [
+    ("falcon", "new", {"activation": "gelu"}, "layers.*.feedforward.activation"),
+    ("falcon", "one-kv-head", {"parallel_attn": False}, "residual.kind"),
+    ("exaone4", "no-windows", {"sliding_window": 16, "layer_types": [SLIDING, SLIDING, FULL]}, "layers.0.mixer.window"),
+    ("deepseek_v3", "groups", {"rms_norm_eps": 1e-5}, "norm.eps"),
+    ("deepseek_v3", "groups", {"q_lora_rank": None}, "layers.*.mixer.query_rank"),
+    ("deepseek_v3", "groups", {"rope_interleave": False}, "layers.*.mixer.position.layout"),
+    ("deepseek_v2", "plain", {"topk_method": "group_limited_greedy", **GROUPS}, "layers.*.feedforward.routing"),
+    ("qwen3_next", "plain", {"rms_norm_eps": 1e-3}, "norm.eps"),
+    ("qwen3_next", "plain", {"linear_value_head_dim": 4}, "layers.*.mixer.value_dim"),
+    ("mamba2", "plain", {"time_step_limit": [0.01, 0.1]}, "layers.*.mixer.time_step_limit"),
+    ("mamba2", "plain", {"use_conv_bias": False}, "layers.*.mixer.conv_bias"),
+    ("granitemoehybrid", "plain", {"mamba_d_head": 8, "mamba_expand": 1}, "layers.*.mixer.head_dim"),
+    ("glm4_moe", "plain", {"num_hidden_layers": 3, "hidden_act": "gelu"}, "layers.*.feedforward.activation"),
+    ("ernie4_5_moe", "plain", {"moe_layer_end_index": 1}, "layers.2.feedforward.kind"),
+    ("afmoe", "plain", {"mup_enabled": False}, "embedding.multiplier"),
+    ("gpt_oss", "yarn", {"swiglu_limit": 5.0}, "layers.*.feedforward.limit"),
+    ("starcoder2", "plain", {"sliding_window": 16}, "layers.*.mixer.window"),
+    ("seed_oss", "plain", {"mlp_bias": True}, "layers.*.feedforward.bias"),
+]
+
+
+@pytest.mark.parametrize(("family", "variant", "changed", "path"), COMPUTED_OTHERWISE)
+def test_what_a_graph_computes_otherwise_is_named(family: str, variant: str, changed: Fields, path: str) -> None:
+    fields = BASES.get(family, BASE) | VARIANTS[family][variant]
+    match_architecture(load(write(drawn(AutoConfig.for_model(family, **fields)))).model.config, family)
+    design = load(write(drawn(AutoConfig.for_model(family, **(fields | changed))))).model.config
+    with pytest.raises(ConfigError) as caught:
+        match_architecture(design, family)
+    assert f"{path} is " in str(caught.value)
+
+
 def test_a_scale_of_scores_is_run_by_the_graph_of_granite_alone() -> None:
     overrides = ["vocab_size=300", "layers.*.mixer.scale=0.5"]
     assert match_architecture(heddle.load_config("preset:gqa-tiny", overrides=overrides))[1].name == "granite"

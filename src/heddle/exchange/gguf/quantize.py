@@ -48,9 +48,11 @@ def open_library(file: Path | None = None) -> ctypes.CDLL:
     """llama.cpp's library: the file, or that of a Python binding. Raises ConfigError if there is none."""
     file = file or _library_of_a_binding()
     try:
-        return ctypes.CDLL(str(file))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be loaded ({error}); give another of llama.cpp with --library") from error
+        library = ctypes.CDLL(str(file.resolve()))
+        library.llama_model_quantize, library.llama_model_quantize_default_params, library.llama_log_set  # noqa: B018
+    except (AttributeError, OSError) as error:
+        raise ConfigError(f"{file}: is not llama.cpp's library ({error}); give another with --library") from error
+    return library
 
 
 def _library_of_a_binding() -> Path:
