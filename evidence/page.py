@@ -26,17 +26,16 @@ def write_page(page: Path, rows: Mapping[str, Row], folder: Path) -> None:
 
 
 def render_page(rows: Mapping[str, Row], folder: Path) -> str:
-    """The text of the page; a row without results is said to be not run yet."""
-    sections = [_section(name, row, folder / f"{name}.json") for name, row in rows.items()]
-    return "\n".join([INTRODUCTION, *sections])
+    """The text of the page; rows without results are listed at its end."""
+    files = {name: folder / f"{name}.json" for name in rows}
+    sections = [_section(name, row, files[name]) for name, row in rows.items() if files[name].is_file()]
+    others = [f"- {row.title}: `python -m evidence {name}`" for name, row in rows.items() if not files[name].is_file()]
+    return "\n".join([INTRODUCTION, *sections, *(["## Not run yet", "", *others, ""] if others else [])])
 
 
 def _section(name: str, row: Row, file: Path) -> str:
     lines = [f"## {row.title}", "", *(f"- {paper}" for paper in row.papers), ""]
     remark = f" {row.remark}" if row.remark else ""
-    if not file.is_file():
-        runs = sum(len(training.seeds) for training in row.trainings)
-        return "\n".join([*lines, f"Not run yet: `python -m evidence {name}`, {runs} runs.{remark}", ""])
     data = json.loads(file.read_text(encoding="utf-8"))
     lines += ["| claim | measured | |", "| --- | ---: | --- |"]
     for finding in data["findings"]:

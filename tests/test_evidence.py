@@ -141,7 +141,7 @@ def test_a_row_continues_and_is_saved_only_when_complete(
 
 
 def test_a_page_names_claims_words_costs_and_rows_that_were_not_run(row: Row, tmp_path: Path) -> None:
-    assert "Not run yet: `python -m evidence two`, 4 runs. Small." in render_page({"two": row}, tmp_path)
+    assert render_page({"two": row}, tmp_path).endswith("## Not run yet\n\n- Two designs: `python -m evidence two`\n")
     run_rows(["two"], tmp_path)
     save_results("two", tmp_path, tmp_path / "two.json", "2026-01-01")
     page = render_page({"two": row}, tmp_path)
@@ -170,7 +170,7 @@ def test_the_command_runs_saves_and_writes_and_says_how_to_go_on(
     assert main(["longer_texts", "muon", "first_token", "--out", str(tmp_path)]) == 143
     assert ran == ["longer_texts", "muon"]
     assert capsys.readouterr().err == "evidence: saved at step 3; the same command continues\n"
-    assert (tmp_path / "evidence.md").read_text().count("Not run yet") == len(row_names())
+    assert (tmp_path / "evidence.md").read_text().count("\n- ") == len(row_names())
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["muons"])
-    assert "no row muons; choices: experts_over_sizes, " in capsys.readouterr().err
+    assert "no row muons; choices: attention_residuals, " in capsys.readouterr().err

@@ -94,6 +94,9 @@ def residual_costs(config: ModelConfig) -> tuple[int, int]:
     return sum(parameter.numel() for parameter in block.parameters()), cost
 
 
+EXAMPLES = 3  # rows of a table of costs
+
+
 def mixer_table(kind: str, cases: list[str]) -> str:
     """State and cost of a mixer alone, once for each set of sizes that a case gives."""
     rows: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -113,7 +116,7 @@ def mixer_table(kind: str, cases: list[str]) -> str:
     if not rows:
         return ""
     head = ("sizes", "state per token", f"after {SHORT}", f"FLOPs per token of {SHORT}", f"of {LONG:,}")
-    return table(head, list(rows.values()))
+    return table(head, list(rows.values())[:EXAMPLES])
 
 
 def feedforward_table(kind: str, cases: list[str]) -> str:
@@ -125,7 +128,7 @@ def feedforward_table(kind: str, cases: list[str]) -> str:
         if feedforward is not None and feedforward.kind == kind:
             rows.setdefault(tuple(f"{number:,}" for number in feedforward_costs(config)), name)
     head = ("case", "parameters", "active parameters per token", "FLOPs per token")
-    return table(head, [(f"`{name}`", *cells) for cells, name in rows.items()])
+    return table(head, [(f"`{name}`", *cells) for cells, name in list(rows.items())[:EXAMPLES]])
 
 
 def residual_table(kind: str, cases: list[str]) -> str:
@@ -134,7 +137,7 @@ def residual_table(kind: str, cases: list[str]) -> str:
     for name in cases:
         rows.setdefault(tuple(f"{number:,}" for number in residual_costs(case(name))), name)
     head = ("case", "parameters of one layer's block", "FLOPs per token of the block itself")
-    return table(head, [(f"`{name}`", *cells) for cells, name in rows.items()])
+    return table(head, [(f"`{name}`", *cells) for cells, name in list(rows.items())[:EXAMPLES]])
 
 
 COSTED = {"mixers": mixer_table, "feedforwards": feedforward_table, "residuals": residual_table}

@@ -259,9 +259,9 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
     model_type = config.get("model_type")
     if "model_type" not in config:
         classes = {family.architecture: name for name, family in reversed([*families().items()])}
-        architectures = config.get("architectures")
-        is_one = isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)
-        model_type = classes.get(architectures[0]) if is_one else None
+        match config.get("architectures"):
+            case [str(architecture)]:
+                model_type = classes.get(architecture)
     if not isinstance(model_type, str) or model_type not in families():
         if isinstance(model_type, str) and model_type in missing_parts():
             missing = missing_parts()[model_type]
