@@ -278,10 +278,9 @@ def kind_blocks(slot: str, kind: str) -> Iterator[str]:
 
 
 def bugs(slot: str, kind: str) -> str:
-    """How many bugs are planted in a kind's code, by the law that catches them."""
-    caught = Counter({bug.description: bug.law for bug in bugs_of(slot, kind)}.values())
-    laws = ", ".join(f"`{law}` {count}" if count > 1 else f"`{law}`" for law, count in caught.items())
-    return f"Bugs planted in its code are caught by {laws}." if laws else ""
+    """How many bugs are planted in a kind's code, and by how many laws they are caught."""
+    caught = {bug.description: bug.law for bug in bugs_of(slot, kind)}
+    return f"Bugs planted in its code: {len(caught)}, caught by {len(set(caught.values()))} laws." if caught else ""
 
 
 def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:

@@ -94,7 +94,7 @@ def residual_costs(config: ModelConfig) -> tuple[int, int]:
     return sum(parameter.numel() for parameter in block.parameters()), cost
 
 
-EXAMPLES = 3  # rows of a table of costs
+EXAMPLES = 2  # rows of a table of costs
 
 
 def mixer_table(kind: str, cases: list[str]) -> str:
