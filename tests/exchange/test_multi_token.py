@@ -355,7 +355,7 @@ def test_a_module_of_another_kind_of_layer_is_left_out_and_refused(
     save_file(stored(tmp_path / "linear") | names, tmp_path / "linear" / "model.safetensors")
     (tmp_path / "linear" / "manifest.json").unlink()
     assert load(tmp_path / "linear").model.config.multi_token is None
-    assert "or their layer is another, than heddle reads of this family" in capsys.readouterr().err
+    assert "their layer is of another kind than the last one of the model" in capsys.readouterr().err
 
 
 def saved_config(family: str) -> dict[str, Any]:

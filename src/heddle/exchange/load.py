@@ -25,6 +25,7 @@ from heddle.model.initialization import storage_dtype
 from heddle.progress import print_status
 from heddle.tokenization.tokenizer import Tokenizer
 
+TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]  # file, dtype and shape
 EMBEDDING, HEAD_WEIGHT = "embed.weight", "head.weight"
 HF_HEAD_WEIGHTS = (
     "lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight", "decoder.weight",
@@ -122,15 +123,16 @@ def with_stored_modules(design: ModelConfig, family: Family, checkpoint: Safeten
     names = family.multi_token
     if names is None:
         return design
-    bare, depth = design.replace(multi_token=None), _stored_modules(design, names, checkpoint.tensor_specs())
+    bare, stored = design.replace(multi_token=None), checkpoint.tensor_specs()
+    depth = _stored_modules(design, names, stored)
     if not depth:
         if design.multi_token is not None:
             print_status(f"noted: {checkpoint.folder}: holds no multi-token modules, which the exported design has")
         return bare
     design = design.replace(multi_token=(design.multi_token or MultiTokenConfig()).replace(depth=depth))
-    reason = "they are more, or their layer is another, than heddle reads of this family"
+    reason = "their layer is of another kind than the last one of the model"
     if names.fitting(design) is not None:
-        differs = _module_difference(design, family, checkpoint)
+        differs = _module_difference(design, names, family, checkpoint, stored)
         if differs is None:
             return design
         reason = differs
@@ -150,11 +152,15 @@ def _stored_modules(design: ModelConfig, names: ModuleNames, stored: Iterable[st
     return count
 
 
-def _module_difference(design: ModelConfig, family: Family, checkpoint: SafetensorsFolder) -> str | None:
+def _module_difference(
+    design: ModelConfig,
+    modules: ModuleNames,
+    family: Family,
+    checkpoint: SafetensorsFolder,
+    stored: Mapping[str, TensorSpec],
+) -> str | None:
     """Why a folder's multi-token modules are not those of a design, or None if they are."""
-    assert family.multi_token is not None
     weight_map = build_weight_map(family, build(design, device="meta"))
-    stored = checkpoint.tensor_specs()
     names = TensorNames(weight_map, stored, str(checkpoint.folder))
     own = {names(name): name for name in stored}
     weight_map.use_alternatives(own)
@@ -164,7 +170,7 @@ def _module_difference(design: ModelConfig, family: Family, checkpoint: Safetens
         for rule in weight_map.rules.values()
         if parameter_name(rule.parameters[0]).startswith("multi_token.")
     }
-    prefixes = tuple(f"{prefix}." for prefix in family.multi_token.prefixes(design))
+    prefixes = tuple(f"{prefix}." for prefix in modules.prefixes(design))
     found = {name for name in own if name.startswith(prefixes) and _matching_prefix(name, IGNORED_TENSORS) is None}
     if missing := sorted(wanted - found):
         return f"tensor '{missing[0]}' is missing"
