@@ -8,6 +8,7 @@ from typing import Any
 
 from evidence.row import Row
 
+MAX_MEANS = 8  # of more trainings they are in the results alone
 INTRODUCTION = """# What papers found, and what heddle finds
 
 Each section trains small designs for minutes: do they agree with the papers, disagree, or not resolve the question?
@@ -47,7 +48,7 @@ def _section(name: str, row: Row, file: Path) -> str:
     seeds, minutes = {run["seed"] for run in data["runs"]}, data["processor_seconds"] / 60
     lines += [
         "",
-        f"Means: {_means(data['runs'])}.{remark}",
+        f"Means: {_means(data['runs'])}.{remark}" if len(row.trainings) <= MAX_MEANS else row.remark,
         "",
         f"`python -m evidence {name}`: {len(data['runs'])} runs, {len(seeds)} seeds, {minutes:.0f} minutes of one core "
         f"({data['cpu'].replace('(R)', '').removesuffix(' Processor')}, {data['date']}).",

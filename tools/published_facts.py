@@ -11,8 +11,8 @@ downloaded. `tests/exchange/test_published.py` compares each design with transfo
 number of parameters with the published total where brackets name one: exactly, or to the last digit of a rounded one
 such as 671B. *Hub* is the hub's count in the headers of the weights, from the list HUB.
 
-The files, with all their fields and the public repository where each was seen, are in `tests/exchange/published`. A
-note says what differs from the model's own file; *saved again*: another version of transformers wrote it."""
+The files, with all their fields and the public repository where each was seen, are in `tests/exchange/published`.
+They also say what *differs* from the model's own file."""
 HUB = "r-pedro17/llmatch: `data/hf_models.json`, the hub's counts"
 REFUSED_INTRO = """## Refused
 
@@ -49,5 +49,5 @@ def line(entry: Published) -> str:
     parameters = size(design_from_config(entry.config, _family(entry), entry.name), context_length=8).parameters
     exact = "hub" if entry.counted_in == HUB else "published"
     published = exact if isinstance(entry.published, int) else entry.published
-    facts = [f"{parameters:,}{f' ({published})' if published else ''}", *([entry.edited] if entry.edited else [])]
+    facts = [f"{parameters:,}{f' ({published})' if published else ''}", *(["differs"] if entry.edited else [])]
     return f"- {entry.name}, [`{name}`](families.md#{name}): {'; '.join(facts)}"
