@@ -84,4 +84,4 @@ def test_a_wrong_option_is_refused_before_any_law_is_checked(
 def test_the_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["check", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Exit code: 0 if every law holds, 1 if one is broken, 2 if the design or an option cannot be used." in text
+    assert "Exit code: 0 if every law holds, 1 if one is broken, 2 if the design or an option is invalid." in text

@@ -74,7 +74,7 @@ def test_one_conversion_is_measured_before_and_after_healing(
         "bits per byte on held-out text after healing (cut anywhere in the text, without BOS, on other sequences than "
         "the report's)"
     )
-    assert printed[1].startswith("With half of the state (128 B a token), the model ")
+    assert printed[1].startswith("With half of the state (128 B per token), the model ")
     assert printed[-2:] == [f"report: {out}/convert.html", str(out)]
     results = parse_results(read_json_file(out / "convert.json"))
     assert [model.stage for model in results.models] == ["original", "converted", "healed"]

@@ -74,7 +74,7 @@ def test_the_devices_of_runs_of_several_processes(four_gpus: None) -> None:
     for arguments, says in (
         ((None, "auto", None, 0), "--nproc 0:"),
         (("0-2", "auto", None, 2), "--nproc 2:"),
-        ((None, "cuda:1", None, 2), "--device cuda:1: 2 processes"),
+        ((None, "cuda:1", None, 2), "--device cuda:1: each of the 2 processes"),
         ((None, "auto", 2, 2), "--workers 2:"),
         ((None, "auto", None, 5), "device cuda:4:"),
     ):

@@ -292,7 +292,7 @@ def test_what_began_without_bos_goes_on_without_it(
     earlier.undo()
     capsys.readouterr()
     assert run_command([word for word in command(gemma, texts, cut, *options) if word != "--quiet"]) == 0
-    assert "rows begin without the model's BOS token, as in the conversion that is continued" in capsys.readouterr().err
+    assert "rows begin without the model's BOS token, as in the conversion that is resumed" in capsys.readouterr().err
     first, second = map(results_of, (whole, cut))
     assert [model.windows for model in first.models] == [model.windows for model in second.models]
     assert "bos_ids" not in read_json_file(cut / "convert.json")["text"]

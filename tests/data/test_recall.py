@@ -228,7 +228,7 @@ def test_arguments() -> None:
         ("recall:mqar,pairs", "pairs=:"),
         ("recall:mqar,pairs=-1", "pairs=-1:"),
         ("recall:mqar,pairs=٣", "pairs=٣:"),
-        ("recall:mqar,pairs=1,pairs=2", "gives pairs twice; keep one"),
+        ("recall:mqar,pairs=1,pairs=2", "has pairs twice; keep one"),
         ("recall:mqar,pairs=0", "data recall:mqar,pairs=0: pairs=0"),
         ("recall:mqar,pairs=13", "pairs=13:"),
         ("recall:mqar,keys=11", "keys=11:"),

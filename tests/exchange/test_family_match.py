@@ -35,7 +35,7 @@ def test_a_design_that_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["residual.kind=residual_dual", "layers.*.mixer.sink=true", "embedding.scale=true"]
+    "override", ["residual.kind=residual_dual", "layers.*.mixer.softcap=30.0", "embedding.scale=true"]
 )
 def test_what_is_in_the_way_and_that_the_change_removes_it(override: str) -> None:
     report = match_report(loaded(override))

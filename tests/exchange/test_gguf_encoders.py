@@ -159,8 +159,8 @@ def test_a_language_head_is_refused_with_a_change_that_helps(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("part", "fields", "named"),
     [
-        ("normalizer", {"lowercase": False}, "lowercase is False"),
-        ("normalizer", {"strip_accents": False}, "strip_accents is False"),
+        ("normalizer", {"lowercase": False}, "lowercase False"),
+        ("normalizer", {"strip_accents": False}, "strip_accents False"),
         ("normalizer", {"type": "Lowercase"}, "does not split text as BERT"),
         ("pre_tokenizer", {"type": "Whitespace"}, "does not split text as BERT"),
     ],

@@ -171,7 +171,7 @@ def test_equal_readers_of_different_layers_are_different_layers() -> None:
         ),
         (
             design(layer(attention(kv_heads=2)), layer(attention(kv_heads=1, shared_kv=True))),
-            r"layers\[1\].mixer.kv_heads: differs from that of layers\[0\], whose keys and values it reads; make them",
+            r"layers\[1\].mixer.kv_heads: differs from that of layers\[0\], whose keys and values it reads; make",
         ),
         (
             design(layer(attention(qk_norm="head")), layer(attention(shared_kv=True))),

@@ -194,7 +194,7 @@ def test_a_layer_of_another_kind_is_not_the_first() -> None:
         (design(layer(attention(value_residual="learned"))), r"layers\[0\].mixer.value_residual: no earlier layer has"),
         (
             design(layer(attention(kv_heads=2)), layer(attention(kv_heads=1, value_residual="learned"))),
-            r"layers\[1\].mixer.kv_heads: differs from that of layers\[0\], whose values it adds; make them equal",
+            r"layers\[1\].mixer.kv_heads: differs from that of layers\[0\], whose values it adds; make the two equal",
         ),
         (
             design(layer(attention(value_dim=4)), layer(attention(value_dim=5, value_residual="learned"))),

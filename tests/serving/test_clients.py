@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -352,9 +353,11 @@ def test_an_engine_that_has_ended_takes_no_request() -> None:
     assert refused.value.status == 503
 
 
-def test_a_request_that_waited_too_long_is_counted() -> None:
-    engine, tokenizer = limited_engine(ServerLimits(max_seconds=0))
-    ends = last_events(engine, RequestReader(tokenizer, NAME, engine.limits), [1])
+def test_a_request_that_waited_too_long_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokenizer = limited_engine(ServerLimits())
+    reader = RequestReader(tokenizer, NAME, engine.limits)
+    monkeypatch.setattr(engine, "limits", SimpleNamespace(**vars(engine.limits) | {"max_seconds": -1}))
+    ends = last_events(engine, reader, [1])
     assert ends[0].error is not None
     assert ends[0].error.status == 429
     assert engine.metrics.finished == 1

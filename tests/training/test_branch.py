@@ -106,7 +106,7 @@ def test_what_is_no_branch_is_refused(texts: Corpus, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=sentence):
             train_branch(replace(asked, settings=replace(asked.settings, **settings)), tmp_path / "trunk")
-    with pytest.raises(ConfigError, match=r"^ranks: .* there are 2;"):
+    with pytest.raises(ConfigError, match=r"^ranks: .* not 2;"):
         train_branch(replace(asked, ranks=Ranks(0, 2)), tmp_path / "trunk")
     train_branch(job(texts, tmp_path / "longer", 15), tmp_path / "previous")
     with pytest.raises(CheckpointError, match="step 12"):

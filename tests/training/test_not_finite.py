@@ -99,4 +99,4 @@ def test_a_finite_run_that_diverged_is_said_to_have(
         say_if_diverged(job)
         printed = capsys.readouterr().err
         assert ("diverged: the loss rose from 5." in printed) == says, printed
-    assert printed.endswith("a token; give a lower --lr than 10\n")
+    assert printed.endswith("nats/token; give a lower --lr than 10\n")

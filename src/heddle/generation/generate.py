@@ -22,7 +22,7 @@ from heddle.generation.model_runner import (
     prefill_prefix,
     validate_prompt,
 )
-from heddle.generation.sampling import LOGITS_NOT_FINITE, Sampler, all_finite
+from heddle.generation.sampling import LOGITS_NOT_FINITE, Sampler
 from heddle.generation.scheduler import BatchScheduler, SeparateScheduler, decode_streams
 from heddle.generation.speculative import SpeculativeConfig, SpeculativeRound, speculative_decode
 from heddle.model.decoder import Decoder
@@ -550,10 +550,9 @@ def beam_search(model: Decoder, request: GenerationRequest, num_beams: int) -> N
         hidden, state = prefill(runner, request)
         active = searches
         for step in range(request.max_new_tokens):
-            logits = runner.logits(hidden, request)
-            if not all_finite(logits):
+            log_probs = runner.logits(hidden, request).double().log_softmax(-1).cpu()
+            if log_probs.isnan().any():
                 raise MachineError(LOGITS_NOT_FINITE)
-            log_probs = logits.double().log_softmax(-1).cpu()
             beam_counts = [len(search.sequences) for search in active]
             state_rows: list[int] = []
             unfinished, first = [], 0

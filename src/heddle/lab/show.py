@@ -181,7 +181,9 @@ def measure(
             }
             for context in sizes
         ],
-        "engines": [vars(engine) for engine in engine_states(model, sizes, imported)],
+        "engines": [
+            vars(engine) | {"state_bytes": list(engine.state_bytes)} for engine in engine_states(model, sizes, imported)
+        ],
         "device": device,
         "kernels": kernels,
     }

@@ -72,7 +72,7 @@ def test_numbers_of_one_conversion() -> None:
 
 def test_one_conversion_in_words() -> None:
     first, second = conversion_verdict(single())
-    assert first.startswith("With a quarter of the state (576 B a token), the model adds 0.12")
+    assert first.startswith("With a quarter of the state (576 B per token), the model adds 0.12")
     assert first.endswith("bits per byte (+6.0 %).")
     assert second.startswith("Healed, it adds 0.011")
     assert second.endswith("(+0.6 %): healing removed 91 % of the added loss.")
@@ -104,16 +104,18 @@ def test_the_sweep_says_how_small_the_state_can_get() -> None:
     whole = sweep()
     first, second = conversion_verdict(whole)
     assert first.startswith(
-        "The state can shrink to an eighth (288 B a token) before the loss grows by more than 1 %: "
+        "The state can shrink to an eighth (288 B per token) before the loss grows by more than 1 %: "
     )
     assert "“similar-outputs, aligned, 2 kv heads, healed” adds 0.0030 ±" in first
     assert second == "No smaller state was measured, so the limit may be lower."
     before = results([each for each in whole.models if each.stage != HEALED])
     first, second = conversion_verdict(before)
     assert first.startswith(
-        "The state can shrink to a quarter (576 B a token) before the loss grows by more than 1 %: "
+        "The state can shrink to a quarter (576 B per token) before the loss grows by more than 1 %: "
     )
-    assert second.startswith("With an eighth of the state (288 B a token), “similar-outputs, aligned, 2 kv heads” adds")
+    assert second.startswith(
+        "With an eighth of the state (288 B per token), “similar-outputs, aligned, 2 kv heads” adds"
+    )
 
 
 def bad_sweep() -> ConversionResults:

@@ -60,7 +60,7 @@ def test_a_shared_value_that_is_as_good() -> None:
 def test_edges_and_what_was_not_tried_are_said() -> None:
     wide = tuning_report(make_tuning({"a": 0.05}, "lr=0.001,0.002,0.004", budget=60, diverges=1.0), {"a": []}, {})
     assert (
-        "A best lr was at an edge of its range, which was widened by 0.008, 0.016, 0.032 and 0.064."
+        "A best value of lr was at an edge of its range, which was widened by 0.008, 0.016, 0.032 and 0.064."
         in (wide["sentences"])
     )
     poor = tuning_report(make_tuning({"a": 0.05}, "lr=0.001,0.002,0.004", budget=2, diverges=1.0), {"a": []}, {})

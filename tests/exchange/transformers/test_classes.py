@@ -232,7 +232,7 @@ def test_hidden_states_and_attention_weights(name: str) -> None:
 def test_embeddings_in_place_of_tokens() -> None:
     rows = model("learned").get_input_embeddings()(ROWS)
     assert torch.equal(logits("learned", inputs_embeds=rows), logits("learned", input_ids=ROWS))
-    with pytest.raises(ConfigError, match="one of the two"):
+    with pytest.raises(ConfigError, match="either input_ids or inputs_embeds"):
         logits("learned", inputs_embeds=rows, input_ids=ROWS)
     with pytest.raises(ConfigError, match="5 wide"):
         logits("learned", inputs_embeds=rows[..., :5])

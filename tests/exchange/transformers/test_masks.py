@@ -152,7 +152,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "attention_mask:.*heads": {"attention_mask": HEADS},
     r"attention_mask:.*\[1, 5\].*\[1, 6\]": {"attention_mask": torch.ones(1, 5)},
     r"attention_mask:.*\[1, 1, 6, 7\].*\[1, 1, 6, 6\]": {"attention_mask": torch.ones(1, 1, 6, 7)},
-    "attention_mask:.*table": {"attention_mask": {"full_attention": None}},
+    "attention_mask:.*dict of masks": {"attention_mask": {"full_attention": None}},
     "position_ids: 0 .*2 in row 0": {
         "attention_mask": torch.ones(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])
     },

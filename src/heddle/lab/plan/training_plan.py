@@ -196,7 +196,9 @@ def _engine_facts(config: "ModelConfig", plan: "Plan", design: Any) -> list[dict
     model = build_distinct_layers(config, torch.bfloat16)
     size = measure_size(model, plan.cost.sequence_length)
     imported = imported_family(design) if isinstance(design, str) else None
-    return [vars(engine) for engine in engine_states(model, [size], imported)]
+    return [
+        vars(engine) | {"state_bytes": list(engine.state_bytes)} for engine in engine_states(model, [size], imported)
+    ]
 
 
 def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None) -> dict[str, Any]:
