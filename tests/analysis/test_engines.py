@@ -119,21 +119,30 @@ SIZE = re.compile(
 )
 
 
+def in_llama_cpp(
+    family: str, fields: dict[str, Any], length: int, sequences: int, folder: Path
+) -> tuple[int, list[str]]:
+    """The bytes that we say of a context, and what llama.cpp logs while it makes it."""
+    config = AutoConfig.for_model(family, **copy.deepcopy(fields)).to_dict()
+    design = design_from_config(config, families()[family])
+    export_gguf(heddle.build(design, seed=0), folder / "model.gguf", tokenizer())
+    [ours] = allocated(design, torch.bfloat16, length, sequences, family)["llama.cpp"].state_bytes
+    lines = context_log(folder / "model.gguf", contextSize=length, sequences=sequences, batchSize=512)
+    return ours, lines
+
+
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_llama_cpp_logs_caches_of_these_bytes(name: str, tmp_path: Path) -> None:
     """Its log has cells, layers and sequences of each cache, and its MiB with two digits."""
-    family, fields, length, sequences = CONTEXTS[name]
-    config = AutoConfig.for_model(family, **copy.deepcopy(fields)).to_dict()
-    design = design_from_config(config, families()[family])
-    export_gguf(heddle.build(design, seed=0), tmp_path / "model.gguf", tokenizer())
-    lines = context_log(tmp_path / "model.gguf", contextSize=length, sequences=sequences, batchSize=512)
+    fields = CONTEXTS[name][1]
+    ours, lines = in_llama_cpp(*CONTEXTS[name], tmp_path)
     caches = [match for line in lines if (match := SIZE.search(line))]
     token, logged = 2 * 2 * 64 * fields["num_key_value_heads"], 0
     for match in caches:
         kept = token * int(match["cells"]) * int(match["layers"]) * int(match["sequences"])
         assert f"{kept / MIB:.2f}" == match["mib"]
         logged += kept
-    assert allocated(design, torch.bfloat16, length, sequences, family)["llama.cpp"].state_bytes == (logged,)
+    assert ours == logged
 
 
 # Mamba-2, a state of 0.5 MiB a layer; two such layers beside one of attention; and latents, which are only keys.
@@ -152,13 +161,8 @@ RECURRENT = {
 @pytest.mark.parametrize("name", RECURRENT)
 def test_llama_cpp_logs_states_of_these_bytes(name: str, tmp_path: Path) -> None:
     """Each cache of its log, keys and values or recurrent states, with its MiB with two digits."""
-    family, fields, length, sequences = RECURRENT[name]
-    config = AutoConfig.for_model(family, **copy.deepcopy(fields)).to_dict()
-    design = design_from_config(config, families()[family])
-    export_gguf(heddle.build(design, seed=0), tmp_path / "model.gguf", tokenizer())
-    lines = context_log(tmp_path / "model.gguf", contextSize=length, sequences=sequences, batchSize=512)
+    ours, lines = in_llama_cpp(*RECURRENT[name], tmp_path)
     logged = [float(match[1]) for line in lines if (match := re.search(r": size = +([\d.]+) MiB \(", line))]
-    [ours] = allocated(design, torch.bfloat16, length, sequences, family)["llama.cpp"].state_bytes
     assert ours > MIB / 4
     assert abs(ours / MIB - sum(logged)) <= 0.005 * len(logged)
 

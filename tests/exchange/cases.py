@@ -315,6 +315,13 @@ GPT_OSS: Fields = {
     "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7, "layer_types": None, "swiglu_limit": 1.1,
     "hidden_size": 44, "intermediate_size": 20,
 }  # fmt: skip
+OF_OLMOE: dict[str, Fields] = {
+    "plain": MIXTRAL | {"num_key_value_heads": 6},
+    "gates-sum-to-one-tied-yarn": MIXTRAL
+    | {"norm_topk_prob": True, "tie_word_embeddings": True, "num_key_value_heads": 2, **YARN},
+    "biases-one-kv-head": MIXTRAL
+    | {"attention_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "num_experts_per_tok": 3},
+}
 
 CASES: dict[str, Case] = {
     "gpt_oss": Case(
@@ -1199,13 +1206,7 @@ CASES: dict[str, Case] = {
         inert=OF_LOSSES,
     ),
     "flex_olmo": Case(
-        {
-            "plain": MIXTRAL | {"num_key_value_heads": 6},
-            "gates-sum-to-one-tied-yarn": MIXTRAL
-            | {"norm_topk_prob": True, "tie_word_embeddings": True, "num_key_value_heads": 2, **YARN},
-            "biases-one-kv-head": MIXTRAL
-            | {"attention_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "num_experts_per_tok": 3},
-        },
+        OF_OLMOE,
         inert=OF_LOSSES,
         base=OWN_BASE,
     ),
@@ -1392,13 +1393,7 @@ CASES: dict[str, Case] = {
         narrow=True,
     ),
     "olmoe": Case(
-        {
-            "plain": MIXTRAL | {"num_key_value_heads": 6},
-            "gates-sum-to-one-tied-yarn": MIXTRAL
-            | {"norm_topk_prob": True, "tie_word_embeddings": True, "num_key_value_heads": 2, **YARN},
-            "biases-one-kv-head": MIXTRAL
-            | {"attention_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "num_experts_per_tok": 3},
-        },
+        OF_OLMOE,
         inert=OF_LOSSES,
         base=OWN_BASE,
     ),

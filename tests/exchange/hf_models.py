@@ -227,6 +227,8 @@ def distances(theirs: Any, ours: heddle.Decoder) -> tuple[float, float]:
     compared = mask.bool() & sure(margins, mask)
     want = their_logits(theirs, tokens, mask)
     assert float(want[compared].std()) > 0.3, "logits this even would agree whatever the model does"
+    has_indexer = any(indexer.indexer_field(layer.mixer) for _, layer in ours.config.expand())
+    assert has_indexer or compared.sum() > mask.sum() / 2  # an indexer chooses in every layer, and for every token
     if compared.sum() <= mask.sum() / 4:
         raise DoubtfulError("too few tokens before which every choice was clear")
     with choices() as margins:

@@ -64,7 +64,7 @@ def _print(design: str, facts: dict[str, Any]) -> None:
         _print_best(console, facts["layouts"][0])
     if facts["not_fitted"]:
         kinds = " and ".join(facts["not_fitted"])
-        console.print(f"no published training with {kinds} was fitted: its kernels may take longer than planned\n")
+        console.print(f"no published training with {kinds} was fitted: such kernels may take longer than planned\n")
     _print_too_large(console, facts)
     if not facts["layouts"]:
         console.print("no layout fits; use more or larger GPUs, or shorter sequences")

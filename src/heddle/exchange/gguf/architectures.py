@@ -179,6 +179,17 @@ QWEN3_NEXT = Architecture(
     partial_rope=True,
     rope_scalings=(),
 )
+DEEPSEEK = Architecture(
+    "deepseek2",
+    SILU | NO_ATTENTION_BIAS | {"rope_interleave": (f"{POSITION}.layout", True)},
+    extra_keys=latent_keys,
+    partial_rope=True,
+    latent=True,
+    yarn_log=0.1,
+    assumed=_latent,
+    moe_to_the_end=True,
+    rope_scalings=(YarnConfig,),
+)
 # What llama.cpp's graphs of other families leave out.
 LEFT_OUT = {
     "nemotron_h": "the least time step of Mamba-2",
@@ -348,33 +359,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         full_attention_period=2,
         scaled_windows=True,
     ),
-    "deepseek_v2": Architecture(
-        "deepseek2",
-        SILU
+    "deepseek_v2": replace(
+        DEEPSEEK,
+        fixed_fields=SILU
         | NO_ATTENTION_BIAS
         | {
             "mlp_bias": ("layers.*.feedforward.bias", False),
             "topk_method": ("layers.*.feedforward.routing", "greedy"),
         },
-        extra_keys=latent_keys,
-        partial_rope=True,
-        latent=True,
-        yarn_log=0.1,
-        assumed=_latent,
-        moe_to_the_end=True,
-        rope_scalings=(YarnConfig,),
     ),
-    "deepseek_v3": Architecture(
-        "deepseek2",
-        SILU | NO_ATTENTION_BIAS | {"rope_interleave": (f"{POSITION}.layout", True)},
-        extra_keys=latent_keys,
-        partial_rope=True,
-        latent=True,
-        yarn_log=0.1,
-        assumed=_latent,
-        moe_to_the_end=True,
-        rope_scalings=(YarnConfig,),
-    ),
+    "deepseek_v3": DEEPSEEK,
     "lfm2": Architecture(
         "lfm2",
         {"conv_bias": ("layers.*.mixer.conv_bias", False)},
