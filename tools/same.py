@@ -57,7 +57,7 @@ def run_section(section: str, checkout: Path, work: Path, old: Path | None) -> d
     folder.mkdir(parents=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HEDDLE", "PYTEST"))}
     environment |= {"PYTHONPATH": f"{checkout / 'src'}{os.pathsep}{HERE.parent}", "PYTHONHASHSEED": "0"}
-    environment |= {"HEDDLE_CACHE": str(work / "cache")}
+    environment |= {"HEDDLE_CACHE": str(work / "cache"), "HEDDLE_MACHINE": "default"}  # measured choices are recorded
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {"COLUMNS": "100", "NO_COLOR": "1"}
     words = [sys.executable, "-W", "ignore", str(PROBE), section, str(checkout), str(kept), str(old or "")]
     process = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
