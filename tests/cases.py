@@ -691,6 +691,11 @@ def each_part(names: Iterable[str] = ()) -> list[Any]:
     return parameters
 
 
+def by_day(days: int, number: int) -> list[Any]:
+    """The numbers below `number` as parameters of a test: the first `days` by day, the others in the night."""
+    return [pytest.param(each, marks=() if each < days else pytest.mark.nightly) for each in range(number)]
+
+
 def parts_of(config: Config) -> set[tuple[str, str]]:
     """(slot, kind) of every part within a config."""
     parts = {(config.slot, config.kind)} if isinstance(config, Part) else set()

@@ -90,7 +90,7 @@ class Search:
 
     def gain(self, draft: Draft, site: Site, label: str) -> int:
         """The number of pairs that a label at a site would newly cover."""
-        return sum(pair in self.left for pair in Draft(draft.labels | {site: label}).pairs() - draft.pairs())
+        return sum(pair in self.left for pair in draft.pairs_at(site, label) - draft.pairs())
 
     def ranked(self, draft: Draft, site: Site) -> list[str]:
         """Labels that fit at a site: the largest gain first, then those with most pairs left."""
@@ -114,7 +114,7 @@ class Search:
             len(directions) < 2
             and encoder_is_read(extended.labels)
             and fits(extended.labels)
-            and not extended.pairs() & self.result.refused.keys()
+            and not (draft.pairs() | draft.pairs_at(site, label)) & self.result.refused.keys()
         )
 
     def put(self, draft: Draft, site: Site, label: str) -> Draft:

@@ -45,6 +45,12 @@ class PositionVariant(NamedTuple):
     dims: int
 
 
+@cache
+def type_hints(cls: type[Config]) -> dict[str, Any]:
+    """The annotation of each field, with what a field's type is annotated with."""
+    return get_type_hints(cls, include_extras=True)
+
+
 def classes(hint: Any) -> list[type]:
     """Every class within an annotation."""
     return [hint] if isinstance(hint, type) else [cls for inner in get_args(hint) for cls in classes(inner)]
@@ -52,7 +58,7 @@ def classes(hint: Any) -> list[type]:
 
 def fields_of_slot(cls: type[Config], slot: str) -> list[str]:
     """The fields of a config that hold a part of a slot."""
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)
     return [name for name in cls.model_fields if slot in {getattr(inner, "slot", "") for inner in classes(hints[name])}]
 
 
@@ -63,7 +69,7 @@ def fields_of(config: Config) -> Iterator[tuple[str, Any]]:
 
 def with_rate(config: C, rate: float) -> C:
     """The design with this value for every dropout rate, also those of its parts."""
-    hints = get_type_hints(type(config), include_extras=True)
+    hints = type_hints(type(config))
     changed: dict[str, Any] = {}
     for name, value in fields_of(config):
         if hints[name] == Probability:
@@ -150,7 +156,7 @@ def layer_choices(config: LayerConfig, context: BuildContext) -> Iterator[tuple[
 
 def model_choices(config: Config, path: str = "") -> Iterator[tuple[str, str, Any]]:
     """Factor, label and value of each choice of a design except its layers. Other values are labels themselves."""
-    hints = get_type_hints(type(config), include_extras=True)
+    hints = type_hints(type(config))
     for name, value in fields_of(config):
         if hints[name] == Probability or (not path and name in FIXED_FIELDS):
             continue
@@ -262,6 +268,15 @@ class Draft:
             choices = [(factor, label) for (where, factor), label in self.labels.items() if where in (MODEL, index)]
             pairs |= {frozenset(pair) for pair in combinations(choices, 2)}
         return pairs
+
+    def pairs_at(self, site: Site, label: str) -> set[Pair]:
+        """Every two choices that a label at another site would let meet."""
+        where, factor = site
+        return {
+            frozenset(((factor, label), (other, chosen)))
+            for (place, other), chosen in self.labels.items()
+            if (place in (MODEL, where) or where == MODEL) and other != factor
+        }
 
     def variants(self, site: Site) -> list[Any]:
         """The variants for a site."""

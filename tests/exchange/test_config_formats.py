@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
 from heddle.exchange.family_match import design_from_config, match_family, match_report, rank_families
-from heddle.model.config import LayerConfig, ModelConfig
+from heddle.model.config import LayerConfig
 from heddle.model.decoder import build
 from tests.cases import CASES as DESIGNS
+from tests.cases import case
+from tests.covering import fewest, options_of
 from tests.exchange.cases import FULL, SLIDING, Fields
 from tests.exchange.hf_models import (
     AutoConfig,
@@ -228,10 +229,13 @@ def test_what_a_family_cannot_be_is_refused_by_field(family: str, fields: Fields
         design_from_config(config | fields, families()[family])
 
 
-def test_every_family_has_a_config_that_comes_nearest_to_any_design() -> None:
-    """Whatever parts a design has, each family writes what it can and says what it cannot."""
-    for name, data in DESIGNS.items():
-        design = parse_config(ModelConfig, data)
-        for match in rank_families(design):
+@pytest.mark.parametrize("names", [None, pytest.param([*DESIGNS], marks=pytest.mark.nightly)], ids=["few", "all"])
+def test_every_family_has_a_config_that_comes_nearest_to_any_design(names: list[str] | None) -> None:
+    """Whatever parts a design has, each family writes what it can and says what it cannot.
+
+    By day, of a few designs that have every option.
+    """
+    for name in names or fewest({name: options_of(case(name)) for name in DESIGNS}):
+        for match in rank_families(case(name)):
             assert json.dumps(match.config), name
             assert all(str(mismatch) for mismatch in match.mismatches), name

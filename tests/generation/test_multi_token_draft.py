@@ -21,7 +21,7 @@ from tests.generation.test_speculative import WORDS, distance, exact_probabiliti
 from tests.laws.planting import Plant, calls, replaced
 
 PROMPTS = [[5, 3, 8, 13, 21, 34, 55, 1], [2], [7, 7, 7, 9]]
-STEPS = 17
+STEPS = 11
 
 
 def with_modules(config: ModelConfig, depth: int = 1) -> ModelConfig | None:

@@ -22,7 +22,7 @@ from tests.generation.loops import amplify_layers, designs, greedy_loop, next_lo
 
 DESIGNS = designs()
 PROMPTS = [[5, 3, 8, 13, 21, 34, 55, 1], [2], [7, 7, 7, 9]]
-STEPS = 17
+STEPS = 11
 
 
 def build_model(config: ModelConfig, seed: int = 1, vocab_size: int = 61) -> Decoder:

@@ -1,7 +1,8 @@
 """Every law on every option of the cases; in the soak, on every case.
 
-The covering designs of test_pairs.py have nearly every option of the cases, and every law runs on them. Here it runs on
-the few cases that have an option of their own.
+The covering designs of test_pairs.py have nearly every option of the cases, and every law runs on them. Here they run
+on the few cases that have an option of their own. That every field has an effect, tests/model/test_options.py shows by
+day, and the law on these cases in the night.
 """
 
 from itertools import chain
@@ -12,16 +13,17 @@ from heddle.config import kinds
 from heddle.laws.states import all_chunkings
 from tests.cases import CASES, case, parts_of
 from tests.covering import covering, options_of, uncovered_cases
-from tests.laws.violations import violations_of
+from tests.laws.violations import OPTIONS, OTHERS, violations_of
 from tests.source import slots
 
 SHARES = 4  # the cases are unknown at collection, so each test takes every 4th
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-def test_cases_with_an_option_of_their_own_satisfy_the_laws(share: int) -> None:
+@pytest.mark.parametrize("laws", [OTHERS, pytest.param([OPTIONS], marks=pytest.mark.nightly)], ids=["laws", "options"])
+def test_cases_with_an_option_of_their_own_satisfy_the_laws(share: int, laws: list[str]) -> None:
     names = uncovered_cases()[share::SHARES]
-    assert "\n".join(chain.from_iterable(violations_of(case(name)) for name in names)) == ""
+    assert "\n".join(chain.from_iterable(violations_of(case(name), laws) for name in names)) == ""
 
 
 def test_every_option_of_every_case_is_under_every_law() -> None:

@@ -43,7 +43,7 @@ from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 from tests import small
 from tests.analysis.explorer.sizes import declared_size
-from tests.cases import SHARED, Data, attention, case, delta, design, differential, layer
+from tests.cases import SHARED, Data, attention, by_day, case, delta, design, differential, layer
 from tests.conversion.exactness import converted_model, difference, source_model
 from tests.storage.shared import Died
 
@@ -167,7 +167,7 @@ def compare_with_copies(config: ModelConfig, seed: int) -> tuple[float, float]:
     return logits, gradients
 
 
-@pytest.mark.parametrize("seed", range(44))
+@pytest.mark.parametrize("seed", by_day(12, 44))
 def test_visits_are_those_of_a_plain_loop_and_of_copies(seed: int) -> None:
     config = random_design(seed)
     assert config.is_looped
@@ -182,7 +182,7 @@ def test_visits_are_those_of_a_plain_loop_and_of_copies(seed: int) -> None:
     assert gradients < 1e-9
 
 
-@pytest.mark.parametrize("seed", range(44))
+@pytest.mark.parametrize("seed", by_day(12, 44))
 def test_decoding_cut_anywhere_is_that_of_copies(seed: int) -> None:
     model = model_under_test(random_design(seed))
     other, _ = with_copies(model)

@@ -22,7 +22,7 @@ from heddle.parts.residuals.attention_residuals import (
     AttentionResidualsConfig,
     SourceMix,
 )
-from tests.cases import attention, design, layer
+from tests.cases import attention, by_day, design, layer
 from tests.laws.planting import Plant, calls, condition
 
 ROWS, LENGTH = 3, 2
@@ -142,7 +142,7 @@ def difference(seed: int) -> float:
     return max(float((got - want).detach().abs().max()) for got, want in zip(*pairs, strict=True))
 
 
-@pytest.mark.parametrize("share", range(4))
+@pytest.mark.parametrize("share", by_day(1, 4))
 def test_random_stacks_equal_the_plain_loop(share: int) -> None:
     assert max(difference(seed) for seed in range(share, 80, 4)) < 1e-10
 

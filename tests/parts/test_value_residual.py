@@ -20,7 +20,7 @@ from heddle.laws.harness import model_under_test, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.mixers.attention import Attention
-from tests.cases import Data, attention, case, design, layer
+from tests.cases import Data, attention, by_day, case, design, layer
 from tests.conversion.exactness import converted_model, difference, source_model
 from tests.laws.planting import Plant, calls, condition, reads
 from tests.parts.test_shared_keys import normalized, rotated
@@ -108,7 +108,7 @@ def float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", by_day(12, 48))
 def test_mixed_values_are_those_of_a_plain_loop(seed: int) -> None:
     config = parse_config(ModelConfig, random_design(seed))
     assert config.value_sources[:2] == (None, 0)

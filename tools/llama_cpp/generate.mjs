@@ -1,19 +1,19 @@
-// Runs llama.cpp on a GGUF: one JSON request on standard input, one JSON answer on standard output.
+// Runs llama.cpp on GGUF files: a JSON request on each line of standard input, and its JSON answer on a line of output.
 //
 //   {"model": "model.gguf", "runs": [{"text": "Once" or "tokens": [1, 2], "n": 64, "logits": true, "spell": false}]}
 //
 // Each run answers {"tokens", "text", "prompt", "logits"}: what greedy decoding wrote, the prompt's tokens, and, where
 // asked for, the logits of all tokens after each token of the prompt. `spell` only cuts the text into tokens. With
 // `embed`, of an encoder, the answer is {"embedding"}: the pooled outputs of the text.
+//
+//   {"model": "model.gguf", "context": {"contextSize": 1024, "sequences": 1, "batchSize": 512}}
+//
+// answers the list of what llama.cpp logs while it makes this context, such as the sizes of its caches. What fails
+// answers {"error"}.
 
 import process from "node:process";
+import readline from "node:readline";
 import {getLlama} from "node-llama-cpp";
-
-async function readAll(stream) {
-    const pieces = [];
-    for await (const piece of stream) pieces.push(piece);
-    return Buffer.concat(pieces).toString("utf-8");
-}
 
 function promptOf(model, run) {
     if (run.tokens != null) return run.tokens;
@@ -65,10 +65,29 @@ async function answer(model, run) {
     return {prompt, tokens, text: model.detokenize(tokens, false, prompt), logits};
 }
 
-const request = JSON.parse(await readAll(process.stdin));
+async function logOf(llama, modelPath, options) {
+    const lines = [];
+    llama.logger = (level, message) => lines.push(message.trimEnd());
+    llama.logLevel = "debug";
+    const model = await llama.loadModel({modelPath});
+    await (await model.createContext({threads: 1, ...options})).dispose();
+    await model.dispose();
+    llama.logLevel = "error";
+    return lines;
+}
+
+async function answers(llama, {model: modelPath, runs, context}) {
+    if (context != null) return await logOf(llama, modelPath, context);
+    const model = await llama.loadModel({modelPath, useMmap: false});
+    const found = [];
+    for (const run of runs) found.push(await answer(model, run));
+    await model.dispose();
+    return found;
+}
+
 const llama = await getLlama({gpu: false, build: "never", maxThreads: 1, logLevel: "error", progressLogs: false});
-const model = await llama.loadModel({modelPath: request.model, useMmap: false});
-const answers = [];
-for (const run of request.runs) answers.push(await answer(model, run));
-await model.dispose();
-process.stdout.write(JSON.stringify(answers) + "\n", () => process.exit(0)); // exiting sooner would cut a long answer
+for await (const line of readline.createInterface({input: process.stdin})) {
+    const found = await answers(llama, JSON.parse(line)).catch((error) => ({error: String(error)}));
+    process.stdout.write(JSON.stringify(found) + "\n");
+}
+process.exit(0);

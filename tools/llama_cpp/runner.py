@@ -8,10 +8,12 @@ No GPU packages are installed, no scripts of packages are run, and nothing is co
 
 import fcntl
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +56,37 @@ def version() -> str:
 
 def run(model: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The results of llama.cpp; generate.mjs lists the fields. Raises LlamaCppMissing, or RuntimeError if it fails."""
-    results: list[dict[str, Any]] = _answer("generate.mjs", model, {"runs": runs})
+    results: list[dict[str, Any]] = _answer(model, {"runs": runs})
     return results
 
 
 def context_log(model: Path, **options: int) -> list[str]:
-    """What llama.cpp logs while it makes a context; context.mjs lists the options. Raises as `run`."""
-    lines: list[str] = _answer("context.mjs", model, options)
+    """What llama.cpp logs while it makes a context; generate.mjs lists the options. Raises as `run`."""
+    lines: list[str] = _answer(model, {"context": options})
     return lines
 
 
-def _answer(script: str, model: Path, fields: dict[str, Any]) -> Any:
+def _answer(model: Path, fields: dict[str, Any]) -> Any:
+    process = _process(os.getpid())
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps({"model": str(Path(model).resolve()), **fields}) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:  # it died
+        _process.cache_clear()
+    answer = json.loads(line) if line else {"error": f"it ended with code {process.wait()}"}
+    if isinstance(answer, dict):
+        raise RuntimeError(f"llama.cpp failed on {model}: {answer['error']}")
+    return answer
+
+
+@cache
+def _process(pid: int) -> subprocess.Popen[str]:
+    """One for all requests of this process, as its start takes most of a request's time. It ends with its input."""
     install()
-    request = json.dumps({"model": str(Path(model).resolve()), **fields})
-    command = ["node", str(HERE / script)]
-    process = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
-    if process.returncode or not process.stdout:
-        raise RuntimeError(f"llama.cpp failed on {model}: {process.stderr.strip()[-2000:]}")
-    return json.loads(process.stdout)
+    command = ["node", str(HERE / "generate.mjs")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _machine() -> str:

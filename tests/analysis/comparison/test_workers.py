@@ -61,7 +61,7 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
 
 def test_signals_and_the_death_of_the_parent(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one-seed0"
-    first = start(folder, tmp_path, 60_000)
+    first = start(folder, tmp_path, 30_000)
     wait_for_step(first, run, 2)
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate()
@@ -73,7 +73,7 @@ def test_signals_and_the_death_of_the_parent(folder: Path, tmp_path: Path) -> No
     saved = checkpoint_steps(run)[-1]
     assert saved >= 2
 
-    second = start(folder, tmp_path, 60_000)
+    second = start(folder, tmp_path, 30_000)
     wait_for_step(second, run, saved + 2)
     worker = holder(run)
     assert worker not in (None, second.pid)
@@ -82,7 +82,7 @@ def test_signals_and_the_death_of_the_parent(folder: Path, tmp_path: Path) -> No
     assert holder(run) is None
     assert checkpoint_steps(run)[-1] > saved, err
 
-    third = start(folder, tmp_path, 60_000)
+    third = start(folder, tmp_path, 30_000)
     out, err = third.communicate()
     assert third.returncode == 0, err
     assert f"{run} from" in err
