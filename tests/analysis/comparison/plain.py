@@ -17,8 +17,7 @@ from heddle.lab.ladder import predictions
 from heddle.lab.ladder import report as ladder_report
 from heddle.lab.ladder import results as ladder_results
 from heddle.lab.pages import ladder as ladder_pages
-from heddle.lab.pages import report, sections
-from heddle.lab.pages.figures import comparison
+from heddle.lab.pages import report, report_figures, sections
 
 TYPES = (results.__name__, ladder_results.__name__)  # the modules of results
 
@@ -90,5 +89,5 @@ def defines(module: ModuleType, name: str) -> bool:
 
 MODULES = (
     abilities, compare, compare_report, statistics, tables, text_profile, tuning, verdict, conversion_results,
-    predictions, ladder_report, ladder_pages, report, sections, comparison,
+    predictions, ladder_report, ladder_pages, report, sections, report_figures,
 )  # fmt: skip

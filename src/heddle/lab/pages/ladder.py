@@ -9,8 +9,7 @@ from heddle.lab.compare.tables import format_bits, format_number
 from heddle.lab.ladder import report as tables
 from heddle.lab.ladder.report import format_power, ratios_text
 from heddle.lab.ladder.results import CurvePoint, LadderDesign, LadderReport, SizeResult
-from heddle.lab.pages.figures.base import Figure, axis
-from heddle.lab.pages.figures.lines import Series, Value, line_figure, log_range, value_range
+from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, log_range, value_range
 from heddle.lab.pages.render import design_styles, render_figures
 from heddle.storage.file_io import write_file
 

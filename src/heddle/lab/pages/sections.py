@@ -45,8 +45,8 @@ from heddle.lab.compare.tables import (
     value_at,
 )
 from heddle.lab.compare.verdict import compare_with_baseline, describe_state_growth
-from heddle.lab.pages.figures.base import Figure
-from heddle.lab.pages.figures.comparison import mean_curve, profile_figure
+from heddle.lab.pages.figures import Figure
+from heddle.lab.pages.report_figures import mean_curve, profile_figure
 from heddle.training.step import average_router_summaries
 
 MAX_CURVE_COLUMNS = 8

@@ -34,9 +34,11 @@ from heddle.lab.compare.tables import (
     shared_context,
     value_at,
 )
-from heddle.lab.pages.figures.base import (
+from heddle.lab.pages.figures import (
     Figure,
     Points,
+    Series,
+    Value,
     axis,
     base_layout,
     byte_axis,
@@ -45,10 +47,11 @@ from heddle.lab.pages.figures.base import (
     dotted_line,
     error_bar,
     finite_points,
+    line_figure,
+    named_axis,
     plotly_text,
     range_bar,
 )
-from heddle.lab.pages.figures.lines import Series, Value, line_figure, named_axis
 from heddle.lab.pages.render import report_styles
 
 MAX_LABELED_DESIGNS = 8
