@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
-from typing import Protocol
 
 from heddle import progress
 from heddle.data.token_file import split_held_out
@@ -208,10 +207,8 @@ TUNING_FILE = "tuning.json"
 MIN_TRIAL_STEPS = 32  # with fewer, most of a run would be its warmup
 
 
-class RunTasks(Protocol):
-    """Runs tasks, or reads their saved results, and calls `add` with each result."""
-
-    def __call__(self, tasks: list[Task], add: Callable[[Task, Result], None]) -> None: ...
+# runs tasks, or reads their saved results, and calls the function with each result
+RunTasks = Callable[[list[Task], Callable[[Task, Result], None]], None]
 
 
 @dataclass
