@@ -12,8 +12,7 @@ from typing import Any
 from smaller_caches import DESIGNS, HERE, STATE_SHARES
 
 from heddle.lab.pages.conversion import stretch, stretched, stretched_axis
-from heddle.lab.pages.figures.base import Figure, axis
-from heddle.lab.pages.figures.lines import Series, Value, line_figure, log_range, value_range
+from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, log_range, value_range
 from heddle.lab.pages.render import DesignStyle, environment, plotly_script
 
 COUNTS = (8, 4, 2)

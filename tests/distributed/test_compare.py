@@ -22,7 +22,7 @@ from heddle.distributed.ranks import Ranks
 from heddle.errors import RankLost
 from heddle.generation import generate
 from heddle.lab import workers
-from heddle.lab.compare import rank_worker, worker
+from heddle.lab.compare import worker
 from heddle.lab.workers import Task, Workers, run_tasks
 from heddle.model import decoder
 from heddle.storage.checkpoints import checkpoint_folder
@@ -114,9 +114,9 @@ def as_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("MASTER_PORT", "0")  # the system chooses it
-        monkeypatch.setattr(sys, "argv", ["rank_worker", *map(str, files), "0", str(os.getppid())])
+        monkeypatch.setattr(sys, "argv", ["worker", "--rank", *map(str, files), "0", str(os.getppid())])
         with pytest.raises(SystemExit) as ended:
-            rank_worker.main()
+            worker.main()
         return int(ended.value.code or 0), json.loads(files[1].read_text(encoding="utf-8"))
 
     return run
@@ -135,19 +135,19 @@ def test_a_run_that_lost_a_rank_does_not_end_the_others(tmp_path: Path, monkeypa
     starts = []
 
     def launch(arguments: Any, ranks: int, max_restarts: int, module: str) -> int:
-        starts.append((arguments[:2], ranks, max_restarts, module))
+        starts.append((arguments[:3], ranks, max_restarts, module))
         raise RankLost(SENTENCE)
 
     def start_worker(request_file: Path, result_file: Path) -> Ended:
         task = json.loads(request_file.read_text(encoding="utf-8"))
-        return Ended(rank_worker.run_on_ranks(task, "task.json", str(result_file)))
+        return Ended(worker.run_on_ranks(task, "task.json", str(result_file)))
 
     monkeypatch.setattr(launcher, "launch", launch)
     monkeypatch.setattr(workers, "start_worker", start_worker)
     task = request(tmp_path, "run")
     ended = run_tasks([Task("one", result, task)], Workers(("cpu", "cpu"), 1, ranks=2))
     assert ended == [{"status": "failed", "stops_all": False, "message": f"one: {SENTENCE}"}]
-    assert starts == [(("task.json", str(result)), 2, 0, rank_worker.__name__)]
+    assert starts == [(("--rank", "task.json", str(result)), 2, 0, worker.__name__)]
     assert not result.exists()  # the next call tries it again
 
 

@@ -25,8 +25,7 @@ class BenchSettings(SessionSettings):
     """Settings of `heddle bench`."""
 
     designs: Annotated[
-        tuple[str, ...],
-        Argument("DESIGN|FIELD=VALUE", "Ratios are relative to the first; overrides apply to all."),
+        tuple[str, ...], Argument("DESIGN|FIELD=VALUE", "Ratios are relative to the first; overrides apply to all.")
     ]
     peer: Annotated[
         str | None, Option("NAME", "transformers: also measure its model of each design, with its defaults and tuned.")
@@ -154,11 +153,8 @@ def _format(values: "Quartiles", scale: float) -> str:
 
 
 def _ratio(row: "Measurement") -> str:
-    return (
-        ""
-        if row.ratio.low == row.ratio.high == 1
-        else f"{row.ratio.median:.2f} ({row.ratio.low:.2f}–{row.ratio.high:.2f})"
-    )
+    median, low, high = row.ratio
+    return "" if low == high == 1 else f"{median:.2f} ({low:.2f}–{high:.2f})"
 
 
 def _facts(result: "MeasuredWorkload") -> dict[str, Any]:

@@ -222,9 +222,6 @@ def _print_state(conversation: "Conversation") -> None:
     reply = conversation.last_reply
     lengths = [*([reply.tokens] if reply else []), 512, 4096, 32768]
     sizes = ModelView(conversation.engine.model).state_bytes(lengths)
-    print_text(
-        f"{conversation.reader.name}: "
-        + ", ".join(
-            f"{format_amount(size, 'bytes')} at {length:,} tokens" for length, size in zip(lengths, sizes, strict=True)
-        )
-    )
+    pairs = zip(lengths, sizes, strict=True)
+    amounts = ", ".join(f"{format_amount(size, 'bytes')} at {length:,} tokens" for length, size in pairs)
+    print_text(f"{conversation.reader.name}: {amounts}")

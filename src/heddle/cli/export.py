@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from heddle.cli.import_ import DTYPES
 from heddle.errors import ConfigError
 from heddle.progress import print_text
 from heddle.session import open_session
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from heddle.exchange.imported_checkpoint import ImportedModel
 
 FORMATS = ("hf", "gguf")
-DTYPES = ("fp32", "bf16", "fp16")
 Q8_0 = "q8_0"  # of a GGUF only, as the others
 K_QUANTS = ("q4_k_m", "q5_k_m", "q6_k")
 
@@ -45,7 +45,7 @@ def export(settings: ExportSettings) -> None:
     output_format, dtype, family, out = settings.format, settings.dtype, settings.family, settings.out
     if output_format not in FORMATS:
         raise ConfigError(f"--format {output_format}: unknown format; choices: {', '.join(FORMATS)}")
-    choices = (*DTYPES, Q8_0, *K_QUANTS) if output_format == "gguf" else DTYPES
+    choices = (*DTYPES, Q8_0, *K_QUANTS) if output_format == "gguf" else tuple(DTYPES)
     if dtype is not None and dtype not in choices:
         raise ConfigError(f"--dtype {dtype}: unknown for --format {output_format}; choices: {', '.join(choices)}")
     if settings.library is not None and dtype not in K_QUANTS:
@@ -60,8 +60,7 @@ def export(settings: ExportSettings) -> None:
         from heddle.exchange.family_match import match_report
         from heddle.exchange.imported_checkpoint import open_checkpoint
 
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        torch_dtype = None if dtype is None else dtypes.get(dtype)
+        torch_dtype = getattr(torch, DTYPES[dtype]) if dtype in DTYPES else None
         # GGUF export rounds only the matrices, and so reads the weights as they were saved.
         imported = open_checkpoint(settings.checkpoint, torch_dtype if output_format == "hf" else None)
         _set_max_positions(settings.checkpoint, imported)

@@ -74,19 +74,11 @@ class VerbCommand(click.Command):
     def _options_of_all(self) -> list[click.Option]:
         """The options of every verb that hides some from --help."""
         read = "Read options from a YAML file or a run's folder; the command line overrides them."
+        write = "Print all options as such a file and exit."
         return [
             click.Option([CONFIG, "--config"], metavar="FILE", type=Text(), help=read),
-            click.Option(
-                [PRINT_CONFIG, "--print-config"], is_flag=True, help="Print all options as such a file and exit."
-            ),
-            click.Option(
-                ["--help-all"],
-                is_flag=True,
-                expose_value=False,
-                is_eager=True,
-                callback=self._help_all,
-                help="Show all options.",
-            ),
+            click.Option([PRINT_CONFIG, "--print-config"], is_flag=True, help=write),
+            _switch("--help-all", self._help_all, "Show all options."),
         ]
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -217,13 +209,8 @@ VERBS = {
         "check": "Run the correctness tests on a design.",
         "plan": "Predict memory and speed on many GPUs.",
     },
-    "Train": {
-        "train": "Train a design, or resume a run.",
-        "runs": "List runs and how they differ.",
-    },
-    "Compare": {
-        "compare": "Train designs side by side and report.",
-    },
+    "Train": {"train": "Train a design, or resume a run.", "runs": "List runs and how they differ."},
+    "Compare": {"compare": "Train designs side by side and report."},
     "Use": {
         "generate": "Generate text from prompts.",
         "chat": "Chat with a model, or two side by side.",
@@ -243,10 +230,7 @@ SUBCOMMANDS = {
         "inspect": "Plot attention maps.",
         "doctor": "Print this machine's limits and kernels.",
     },
-    "runs": {
-        "watch": "Follow runs on a live page.",
-        "verify": "Check that a folder's files are intact.",
-    },
+    "runs": {"watch": "Follow runs on a live page.", "verify": "Check that a folder's files are intact."},
     "compare": {
         "ladder": "Train designs at several sizes; predict larger.",
         "bench": "Measure the speed of designs on this machine.",
@@ -410,11 +394,10 @@ def _handle_other(error: BaseException, arguments: Sequence[str]) -> int:
     if isinstance(error, click.ClickException) and not is_first_rank():
         return 2  # every rank fails alike; only the first prints it
     if isinstance(error, click.ClickException):
-        context = getattr(error, "ctx", None)
-        sentence, see = (
-            error.format_message().rstrip("."),
-            f"see {context.command_path if context else ' '.join(['heddle', *_verb(arguments)])} --help",
-        )
+        context, sentence = getattr(error, "ctx", None), error.format_message().rstrip(".")
+        # click's parser does not say whose option it could not read
+        verb = [name for name in arguments[:1] if name in COMMANDS]
+        see = f"see {context.command_path if context else ' '.join(['heddle', *verb])} --help"
         return _print_error(f"{sentence} S{see[1:]}" if sentence.endswith("?") else f"{sentence}; {see}", 2)
     if is_out_of_memory(error):
         return _print_error("out of memory; try a smaller batch size, sequence length or design", 1)
@@ -425,11 +408,6 @@ def _handle_other(error: BaseException, arguments: Sequence[str]) -> int:
         remedy = "leave --deterministic out, or use --device cpu"
         return _print_error(f"--deterministic: torch has no deterministic form of {operation} here; {remedy}", 1)
     raise error
-
-
-def _verb(arguments: Sequence[str]) -> list[str]:
-    """The verb of a command line, if it begins with one: click's parser does not say whose option it could not read."""
-    return [name for name in arguments[:1] if name in COMMANDS]
 
 
 def _print_error(sentence: str, code: int) -> int:

@@ -46,8 +46,11 @@ def _print_cpu(facts: dict[str, Any]) -> None:
     )
     seconds = facts["training_seconds"]
     if seconds is not None:
-        time = f"{seconds / _DAY:,.1f} days" if seconds > 2 * _DAY else format_duration(seconds)
-        print(f"training takes {time}, plus evaluations and checkpoints")
+        print(f"training takes {_time(seconds)}, plus evaluations and checkpoints")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / _DAY:,.1f} days" if seconds > 2 * _DAY else format_duration(seconds)
 
 
 def _print(design: str, facts: dict[str, Any]) -> None:
@@ -92,25 +95,12 @@ def _print_too_large(console: "Console", facts: dict[str, Any]) -> None:
 def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for name in (
-        "replicate",
-        "shard",
-        "sequences",
-        "accumulation",
-        "reduce",
-        "recompute",
-        "GiB",
-        "tokens/s per GPU",
-        "MFU",
-        "tokens/s",
-    ):
-        table.add_column(name, justify="right")
     has_time = facts["layouts"][0]["training_seconds"] is not None
-    if has_time:
-        table.add_column("time", justify="right")
+    degrees = ("replicate", "shard", "sequences", "accumulation", "reduce", "recompute")
+    table = Table(box=None, pad_edge=False)
+    for name in (*degrees, "GiB", "tokens/s per GPU", "MFU", "tokens/s", *(["time"] if has_time else [])):
+        table.add_column(name, justify="right")
     for each in facts["layouts"][:MAX_LAYOUTS]:
-        seconds = each["training_seconds"]
         table.add_row(
             f"{each['data_parallel_replicate_degree']:,}",
             f"{each['data_parallel_shard_degree']:,}",
@@ -122,7 +112,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
             f"{each['tokens_per_second_per_gpu']:,.0f}",
             f"{each['mfu']:.1%}",
             f"{each['tokens_per_second_per_gpu'] * facts['gpus']:,.0f}",
-            *([f"{seconds / _DAY:,.1f} days" if seconds > 2 * _DAY else format_duration(seconds)] if has_time else []),
+            *([_time(each["training_seconds"])] if has_time else []),
         )
     console.print(table)
 
@@ -130,10 +120,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
 def _print_best(console: "Console", best: dict[str, Any]) -> None:
     memory = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in best["memory"].items())
     console.print(f"\nthe fastest layout, GiB per rank: {memory}", markup=False)
-    for each in best["collectives"]:
-        console.print(
-            f"  {each['name']} over {each['ranks']:,} ranks: {format_amount(each['bytes'], 'bytes')} per step"
-        )
+    _print_collectives(console, best["collectives"])
     seconds = best["seconds"]
     console.print(
         f"  a step takes {seconds['step']:.2f} s: matmuls {seconds['products']:.2f}, attention "
@@ -143,6 +130,12 @@ def _print_best(console: "Console", best: dict[str, Any]) -> None:
     console.print(
         f"  MFU counts causal attention; full attention, as in torchtitan, makes it {best['mfu_full_attention']:.1%}\n"
     )
+
+
+def _print_collectives(console: "Console", collectives: list[dict[str, Any]]) -> None:
+    for each in collectives:
+        size = format_amount(each["bytes"], "bytes")
+        console.print(f"  {each['name']} over {each['ranks']:,} ranks: {size} per step")
 
 
 def _print_engines(console: "Console", facts: dict[str, Any]) -> None:
@@ -174,8 +167,5 @@ def _print_dry_run(console: "Console", facts: dict[str, Any]) -> None:
         numbers = [sum(each.values()) if name == "all" else each.get(name, 0) for each in sizes]
         table.add_row(name, *(f"{number / GIB:,.2f}" for number in numbers))
     console.print(table)
-    for each in facts["collectives"]:
-        console.print(
-            f"  {each['name']} over {each['ranks']:,} ranks: {format_amount(each['bytes'], 'bytes')} per step"
-        )
+    _print_collectives(console, facts["collectives"])
     console.print(f"  {facts['flops'] / 1e12:,.1f} TFLOPs per step, including recomputation")

@@ -109,6 +109,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
     from heddle.lab.runs import VALIDATION_NOTE, at_equal_tokens
 
     tokens, values = at_equal_tokens(summaries)
+    sizes = [run.peak_memory_bytes for run in summaries]
     rows: dict[str, list[str]] = {
         "step": [f"{run.step:,}" for run in summaries],
         "tokens": [f"{run.tokens:,}" for run in summaries],
@@ -117,7 +118,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
         "validation": [_number(run.validation) for run in summaries],
         "final": [_number(run.final) for run in summaries],
         "tokens/s": ["" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}" for run in summaries],
-        "memory": [_memory(run.peak_memory_bytes) for run in summaries],
+        "memory": ["" if size is None else format_amount(size, "bytes") for size in sizes],
     } | {path: [_value(fields[path]) for fields in varying] for path in varying[0]}
     table = Table(box=None, pad_edge=False)
     table.add_column("", overflow="fold")
@@ -128,10 +129,6 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
     console = Console(highlight=False, width=WIDTH)
     console.print(table)
     console.print(VALIDATION_NOTE)
-
-
-def _memory(value: int | None) -> str:
-    return "" if value is None else format_amount(value, "bytes")
 
 
 def _number(value: float | None) -> str:

@@ -117,7 +117,6 @@ def healing_settings(
     learning_rate: float,
     first_sample: int = 0,
     batch_size: int = HEALING_BATCH,
-    precision: str = "fp32",
 ) -> Settings:
     """Settings to heal for about `tokens` tokens, with a cosine schedule and without weight decay.
 
@@ -136,7 +135,6 @@ def healing_settings(
         learning_rate=learning_rate,
         seed=SAMPLE_SEED,
         save_every=SAVE_EVERY,
-        precision=precision,
         schedule="cosine",
         weight_decay=0.0,
         first_sample=first_sample,

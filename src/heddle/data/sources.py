@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from heddle.data import hub
 from heddle.data.cache import DataCache
@@ -104,21 +103,6 @@ class ScannedSource:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
 
-class TextSource(Protocol):
-    """Text that gives the same documents each time it is read."""
-
-    @property
-    def name(self) -> str:
-        """A short name for messages and reports."""
-
-    @property
-    def size(self) -> int:
-        """Size in bytes, for the progress bar."""
-
-    def scan(self, on_bytes_read: Callable[[int], None]) -> ScannedSource:
-        """Read everything once and call `on_bytes_read` with each document's number of bytes. Raises DataError."""
-
-
 @dataclass(frozen=True)
 class TextFile:
     """One file of a source, with its name in messages. A bad file is an error if `required`, else it is skipped."""
@@ -131,7 +115,10 @@ class TextFile:
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file, or the text files of a folder in the order of their relative paths."""
+    """A file, or the text files of a folder in the order of their relative paths. name: for messages and reports.
+
+    It gives the same documents each time it is read.
+    """
 
     name: str
     files: tuple[TextFile, ...]
@@ -185,7 +172,7 @@ class FileSource:
         )
 
 
-def parse_source(argument: str, cache: DataCache | None = None) -> tuple[TextSource, float]:
+def parse_source(argument: str, cache: DataCache | None = None) -> tuple[FileSource, float]:
     """Parse a data argument into its source and its weight (1 if none is given).
 
     The argument is `stdlib` (the source code of this Python), a data set (`hf:PATH` or `hf:NAME`, see `hub`), a file,

@@ -41,20 +41,24 @@ def verify_files(folder: Path) -> Iterator[FileResult]:
     A folder of compiled kernels is one result; locks are left out. A file of a folder with a manifest or a log is
     verified by these. Raises CheckpointError if the path does not exist.
     """
-    if folder.is_file():
-        parent = folder.absolute().parent
-        yield from (result for result in _verify(parent, parent, only=folder.name) if result.path == folder.name)
-        return
-    if not folder.is_dir():
+    root = folder.absolute().parent if folder.is_file() else folder
+    if not root.is_dir():
         raise CheckpointError(f"{folder}: {describe_path(folder)}, not a folder or file; name one that heddle wrote")
-    yield from _verify(folder, folder)
+    only = folder.name if folder.is_file() else None
+    for path, status, reason in _verify(root, only):
+        result = FileResult(path.relative_to(root).as_posix(), status, reason)
+        if only in (None, result.path):
+            yield result
 
 
-def _verify(root: Path, folder: Path, only: str | None = None) -> Iterator[FileResult]:
+Outcome = tuple[Path, str, str | None]  # as `FileResult`
+
+
+def _verify(folder: Path, only: str | None = None) -> Iterator[Outcome]:
     """only: the name of the one file that is read."""
     names = list_names(folder)
     if MANIFEST_FILE in names:
-        yield from _verify_manifest_folder(root, folder, names, only)
+        yield from _verify_manifest_folder(folder, names, only)
         return
     log_position: LogPosition | None = None
     is_run = CHECKPOINTS_FOLDER in names or LOG_FILE in names
@@ -68,36 +72,34 @@ def _verify(root: Path, folder: Path, only: str | None = None) -> Iterator[FileR
         if name.endswith(LOCK_FILE) or only not in (None, name):
             continue
         if (reason := _uncovered_reason(path)) is not None:
-            yield FileResult(_below(root, path), NOT_COVERED, reason)
+            yield path, NOT_COVERED, reason
         elif path.is_dir():
-            yield from _verify(root, path)
+            yield from _verify(path)
         elif name == LOG_FILE:
-            yield _result(root, path, lambda: verify_log(folder, log_position))
+            yield _result(path, lambda: verify_log(folder, log_position))
         else:
-            yield _verify_plain_file(root, path)
+            yield _verify_plain_file(path)
 
 
-def _verify_manifest_folder(
-    root: Path, folder: Path, names: list[str], only: str | None = None
-) -> Iterator[FileResult]:
+def _verify_manifest_folder(folder: Path, names: list[str], only: str | None = None) -> Iterator[Outcome]:
     """Verify the files that a manifest lists. Without an intact manifest, no other file can be verified."""
     try:
         records = read_manifest(folder).files
     except HeddleError as error:
-        yield FileResult(_below(root, folder / MANIFEST_FILE), DAMAGED, str(error))
+        yield folder / MANIFEST_FILE, DAMAGED, str(error)
         for name in names:
             if name != MANIFEST_FILE:
-                yield FileResult(_below(root, folder / name), NOT_COVERED, f"its {MANIFEST_FILE} is damaged")
+                yield folder / name, NOT_COVERED, f"its {MANIFEST_FILE} is damaged"
         return
-    yield FileResult(_below(root, folder / MANIFEST_FILE), OK)
+    yield folder / MANIFEST_FILE, OK, None
     for name in sorted({*records, *names} - {MANIFEST_FILE}):
         path = folder / name
         if only not in (None, name):
             continue
         if name in records:
-            yield _result(root, path, lambda: verify_file(path, records[name]))  # noqa: B023 - called at once
+            yield _result(path, lambda: verify_file(path, records[name]))  # noqa: B023 - called at once
         elif not name.endswith(LOCK_FILE):
-            yield FileResult(_below(root, path), NOT_COVERED, _uncovered_reason(path) or NO_HASH)
+            yield path, NOT_COVERED, _uncovered_reason(path) or NO_HASH
 
 
 def _newest_log_position(checkpoints: Path) -> LogPosition | None:
@@ -127,21 +129,21 @@ def _uncovered_reason(path: Path) -> str | None:
     return None
 
 
-def _verify_plain_file(root: Path, path: Path) -> FileResult:
+def _verify_plain_file(path: Path) -> Outcome:
     """Verify a file without a manifest: JSON with its own SHA-256, or a token file."""
     if path.suffix in JSON_SUFFIXES:
         if path.name not in JSON_FILES and _is_foreign_json(path):
-            return FileResult(_below(root, path), NOT_COVERED, NO_HASH)
-        return _result(root, path, lambda: read_json_file(path))
+            return path, NOT_COVERED, NO_HASH
+        return _result(path, lambda: read_json_file(path))
     if path.suffix == ".gguf":
         try:
             covered = check_seal(path)
         except HeddleError as error:
-            return FileResult(_below(root, path), DAMAGED, str(error))
-        return FileResult(_below(root, path), *((OK, None) if covered else (NOT_COVERED, NO_HASH)))
+            return path, DAMAGED, str(error)
+        return (path, OK, None) if covered else (path, NOT_COVERED, NO_HASH)
     if path.suffix == ".bin" and len(path.stem) == 32:
-        return _result(root, path, lambda: TokenFile(path))
-    return FileResult(_below(root, path), NOT_COVERED, NO_HASH)
+        return _result(path, lambda: TokenFile(path))
+    return path, NOT_COVERED, NO_HASH
 
 
 def _is_foreign_json(path: Path) -> bool:
@@ -157,13 +159,9 @@ def _is_foreign_json(path: Path) -> bool:
     return not any(name == HASH_KEY or (isinstance(value, str) and len(value) == HASH_LENGTH) for name, value in fields)
 
 
-def _result(root: Path, path: Path, verify: Callable[[], object]) -> FileResult:
+def _result(path: Path, verify: Callable[[], object]) -> Outcome:
     try:
         verify()
     except HeddleError as error:
-        return FileResult(_below(root, path), DAMAGED, str(error))
-    return FileResult(_below(root, path), OK)
-
-
-def _below(root: Path, path: Path) -> str:
-    return path.relative_to(root).as_posix()
+        return path, DAMAGED, str(error)
+    return path, OK, None

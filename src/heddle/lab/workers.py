@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from heddle import progress
 from heddle.errors import HeddleError, MachineError
@@ -38,20 +38,7 @@ WORKER_MODULE = "heddle.lab.compare.worker"
 Result = dict[str, Any]
 
 
-class _Process(Protocol):
-    """A started worker, as `subprocess.Popen`."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while it runs."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal."""
-
-    def kill(self) -> None:
-        """Kill it at once."""
-
-    def wait(self) -> int:
-        """Wait until it ends."""
+_Process: TypeAlias = "subprocess.Popen[bytes] | _Fork"  # a started worker
 
 
 @dataclass(frozen=True)

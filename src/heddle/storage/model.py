@@ -126,10 +126,7 @@ def _parse_document(contents: FolderContents, name: str) -> dict[str, Any]:
 
 
 def load_shards(
-    model: Decoder,
-    source: str | Path | FolderContents,
-    device: torch.device | str = "cpu",
-    ranks: Ranks = ONE_PROCESS,
+    model: Decoder, source: str | Path | FolderContents, device: torch.device | str = "cpu", ranks: Ranks = ONE_PROCESS
 ) -> None:
     """Allocate a model that was sharded on the meta device, and read this rank's rows.
 

@@ -45,11 +45,7 @@ class CheckpointSaver:
         self._pending: Future[None] | None = None
 
     def write(
-        self,
-        step: int,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        documents: Mapping[str, str],
-        log: LogPosition,
+        self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, str], log: LogPosition
     ) -> None:
         """Write a step's checkpoint as `write_checkpoint` does. Raises the error of this save or the previous one."""
         self.wait()

@@ -103,11 +103,7 @@ class Distillation:
 
     def identity(self) -> dict[str, Any]:
         """Return what two runs must share to be the same run."""
-        return {
-            "teacher": self.teacher.weights_sha256,
-            "weights": asdict(self.weights),
-            "parameters": self.parameters,
-        }
+        return {"teacher": self.teacher.weights_sha256, "weights": asdict(self.weights), "parameters": self.parameters}
 
     def build_teacher(
         self, model: Decoder, tokenizer: Tokenizer | None, device: str, compile_layers: bool = False

@@ -467,15 +467,11 @@ def _param_groups(groups: Mapping[_GroupOptions, list[Tensor]]) -> list[dict[str
     return [{"params": tensors, **dict(options)} for options, tensors in groups.items()]
 
 
-def _slice_name(name: str, index: int) -> str:
-    return f"{name}.{index}"
-
-
 def _slices(name: str, stack: Tensor) -> dict[str, Tensor]:
     """Return each matrix of a stack by name (of a sharded stack, this rank's); they share the stack's storage."""
     matrices = local_part(stack.detach()).flatten(0, -3)
     first = held_rows(stack).start * math.prod(stack.shape[1:-2])
-    return {_slice_name(name, first + index): matrix for index, matrix in enumerate(matrices.unbind())}
+    return {f"{name}.{first + index}": matrix for index, matrix in enumerate(matrices.unbind())}
 
 
 STACKS = ("layers.", "multi_token.")

@@ -171,15 +171,11 @@ def scheduled_learning_rate(settings: Settings, step: int) -> float:
     if settings.schedule == "linear":
         return settings.learning_rate * (1 - progress)
     if settings.schedule == "cosine":
-        return settings.learning_rate * (0.55 + 0.45 * _cosine(progress))
+        return settings.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
     if settings.schedule == "constant":
         return settings.learning_rate
     steps_left = settings.steps - step
     return settings.learning_rate * min(1.0, steps_left / settings._decay_steps)
-
-
-def _cosine(share: float) -> float:
-    return math.cos(math.pi * share)
 
 
 Design = Annotated[Any, Argument("DESIGN", "A YAML, TOML or JSON file, preset:NAME, or a checkpoint folder.")]

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from heddle.config import DesignError, build_under
 from heddle.errors import ConfigError
@@ -156,7 +155,8 @@ def transfer_over_width(config: ModelConfig, base_width: int | None, optimizer: 
         if name in matrices:
             _check_proportion(name, parameter.shape, base_shape, ratio, base_width)
             scales[name] = _matrix_scale(parameter.shape, base_shape, name in muon_matrices)
-            own, base_own = (getattr(_owner(each, name), "initial_std", None) for each in (model, base))
+            owner = name.rpartition(".")[0]
+            own, base_own = (getattr(each.get_submodule(owner), "initial_std", None) for each in (model, base))
             if own and base_own:  # the std depends on the width already
                 scales[name] = scales[name]._replace(initial_std=scales[name].initial_std * base_own / own)
         else:
@@ -169,11 +169,6 @@ def transfer_over_width(config: ModelConfig, base_width: int | None, optimizer: 
     if config.head.bias:
         scales["head.bias"] = _behind_factor(scales["head.bias"], head_factor)
     return WidthTransfer(config.replace(head=config.head.replace(width_scale=head_factor)), scales)
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The module that owns a parameter."""
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _check_proportion(name: str, shape: torch.Size, base_shape: torch.Size, ratio: float, base_width: int) -> None:

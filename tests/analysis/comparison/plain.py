@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from heddle.lab.compare import abilities, compare, pairs, results, statistics, tables, text_profile, tuning, verdict
+from heddle.lab.compare import abilities, compare, results, statistics, tables, text_profile, tuning, verdict
+from heddle.lab.compare import report as compare_report
 from heddle.lab.conversion import results as conversion_results
 from heddle.lab.ladder import predictions
 from heddle.lab.ladder import report as ladder_report
 from heddle.lab.ladder import results as ladder_results
 from heddle.lab.pages import ladder as ladder_pages
-from heddle.lab.pages import report, sections
-from heddle.lab.pages.figures import comparison
+from heddle.lab.pages import report, report_figures, sections
 
 TYPES = (results.__name__, ladder_results.__name__)  # the modules of results
 
@@ -88,6 +88,6 @@ def defines(module: ModuleType, name: str) -> bool:
 
 
 MODULES = (
-    abilities, compare, pairs, statistics, tables, text_profile, tuning, verdict, conversion_results, predictions,
-    ladder_report, ladder_pages, report, sections, comparison,
+    abilities, compare, compare_report, statistics, tables, text_profile, tuning, verdict, conversion_results,
+    predictions, ladder_report, ladder_pages, report, sections, report_figures,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.lab.compare.pairs import parse_number
+from heddle.lab.compare.report import parse_number
 from heddle.lab.compare.statistics import t_quantile, text_half_width
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import field_effects, mean_bits_per_byte

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from heddle.lab.compare import grid_search
-from heddle.lab.compare.grid_search import (
+from heddle.lab.compare import tuning
+from heddle.lab.compare.plan import parse_tuned_fields
+from heddle.lab.compare.tuning import (
     MAX_ADDED_VALUES,
     BudgetTooSmall,
     Search,
@@ -16,7 +17,6 @@ from heddle.lab.compare.grid_search import (
     best_shared,
     search_state,
 )
-from heddle.lab.compare.plan import parse_tuned_fields
 
 Loss = Callable[[Trial], float]
 RATES = "lr=0.0005..0.032"  # seven values, each twice the one before
@@ -170,12 +170,12 @@ def test_the_best_shared_value() -> None:
 
 
 def test_the_worst_that_is_chosen_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid_search, "_best", lambda state, name, losses: max(state.candidates))
+    monkeypatch.setattr(tuning, "_best", lambda state, name, losses: max(state.candidates))
     with pytest.raises(AssertionError):
         test_each_design_gets_its_own_best_value()
 
 
 def test_an_edge_that_is_an_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid_search, "_missing_neighbors", lambda search, state: (state.values, [], {}))
+    monkeypatch.setattr(tuning, "_missing_neighbors", lambda search, state: (state.values, [], {}))
     with pytest.raises(AssertionError):
         test_a_best_value_at_the_edge_widens_the_grid(0.25, 0.256)

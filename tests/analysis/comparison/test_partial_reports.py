@@ -10,7 +10,7 @@ from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
 from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import ProbeResult, Run, plain
 from heddle.lab.compare.tasks import Comparison
-from heddle.lab.pages.figures.comparison import overview_figures
+from heddle.lab.pages.report_figures import overview_figures
 from heddle.lab.workers import Workers
 from heddle.model.size import state_bytes
 from heddle.runtime import set_up_runtime

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import studentized_range
 
 from heddle.lab.compare import statistics as simultaneous
-from heddle.lab.compare.pairs import Judging
+from heddle.lab.compare.report import Judging
 from heddle.lab.compare.statistics import PairStatistics, pair_critical_value, range_tail, seed_statistics
 from tests.analysis.comparison import reports, simulation
 from tests.analysis.comparison.plain import pair_report, pair_statistics, paired_difference

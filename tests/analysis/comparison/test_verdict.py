@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from heddle.lab.compare.pairs import Judging
+from heddle.lab.compare.report import Judging
 from tests.analysis.comparison import plain as verdict
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import judgment, need_words, pair_report, verdict_sentences

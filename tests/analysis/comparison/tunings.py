@@ -5,9 +5,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from heddle.lab.compare.grid_search import Search, Trial, best_shared
 from heddle.lab.compare.plan import TuningPlan, parse_tuned_fields
-from heddle.lab.compare.tuning import Tuning
+from heddle.lab.compare.tuning import Search, Trial, Tuning, best_shared
 from tests.analysis.comparison.plain import shared_value_matters, tuning_report
 
 

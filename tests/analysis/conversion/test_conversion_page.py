@@ -19,7 +19,7 @@ from heddle.lab.pages.conversion import (
     sweep_figure,
     write_conversion_page,
 )
-from heddle.lab.pages.figures.base import Figure
+from heddle.lab.pages.figures import Figure
 from heddle.lab.pages.render import plotly_script
 from heddle.training.evaluation.scores import finite_ratio
 from tests.analysis.conversion.conversions import broken, model, results, single, sweep

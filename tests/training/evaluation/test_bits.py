@@ -1,13 +1,12 @@
 """Bits per byte against a plain loop over documents."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from heddle.data.samples import evaluation_windows
+from heddle.data.samples import Batch, evaluation_windows
 from heddle.model.decoder import Decoder, build
 from heddle.training.evaluation.scores import bits_and_bytes, ratio_of_sums
 from tests import small
@@ -16,26 +15,20 @@ VOCABULARY = 40
 SIZES = np.array([0, *(1 + token % 4 for token in range(1, VOCABULARY))], dtype=np.int64)  # token 0 is the end
 
 
-@dataclass(frozen=True)
-class Window:
-    tokens: np.ndarray
-    doc_lengths: tuple[tuple[int, ...], ...]
-
-    @property
-    def targets(self) -> np.ndarray:
-        return self.tokens[:, 1:]
+def batch_of(tokens: np.ndarray, doc_lengths: tuple[tuple[int, ...], ...]) -> Batch:
+    return Batch(tokens, doc_lengths, np.arange(len(tokens)))
 
 
-def windows() -> list[Window]:
+def windows() -> list[Batch]:
     """Two batches; documents begin with token 0."""
     draw = np.random.default_rng(2)
     first = draw.integers(1, VOCABULARY, (3, 11))
     first[0, 0] = first[1, 4] = first[2, 0] = first[2, 1] = first[2, 10] = 0
     second = draw.integers(1, VOCABULARY, (1, 5))
-    return [Window(first, ((10,), (4, 6), (1, 9))), Window(second, ((4,),))]
+    return [batch_of(first, ((10,), (4, 6), (1, 9))), batch_of(second, ((4,),))]
 
 
-def plainly(model: Decoder, batches: list[Window]) -> list[tuple[float, int]]:
+def plainly(model: Decoder, batches: list[Batch]) -> list[tuple[float, int]]:
     """The same numbers, one document and one target at a time."""
     result = []
     for window in batches:
@@ -76,7 +69,7 @@ def test_counting_the_end_token_is_caught(model: Decoder) -> None:
 
 
 def test_documents_that_see_each_other_are_caught(model: Decoder) -> None:
-    joined = [Window(window.tokens, ((window.tokens.shape[1] - 1,),) * len(window.tokens)) for window in windows()]
+    joined = [batch_of(window.tokens, ((window.tokens.shape[1] - 1,),) * len(window.tokens)) for window in windows()]
     assert not agree(bits_and_bytes(model, joined, SIZES), plainly(model, windows()))
 
 

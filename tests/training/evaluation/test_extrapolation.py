@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.training.evaluation import length_extrapolation as module
 from heddle.training.evaluation.length_extrapolation import (
     ExtrapolationPlan,
-    SpanRows,
     evaluate_extrapolation,
     plan_extrapolation,
     span_batches,
@@ -84,11 +84,11 @@ def test_each_multiple_equals_a_plain_loop(model: Decoder) -> None:
     assert not agrees(model, 2, readings[0].scores)
 
 
-def targets_of(cut: Callable[[Any, ExtrapolationPlan, int], Iterator[SpanRows]], multiple: int) -> list[list[int]]:
+def targets_of(cut: Callable[[Any, ExtrapolationPlan, int], Iterator[Batch]], multiple: int) -> list[list[int]]:
     return [batch.tokens[:, 1:].ravel().tolist() for batch in cut(TEXT, CHOSEN, multiple)]
 
 
-def same_text(cut: Callable[[Any, ExtrapolationPlan, int], Iterator[SpanRows]]) -> bool:
+def same_text(cut: Callable[[Any, ExtrapolationPlan, int], Iterator[Batch]]) -> bool:
     """Whether each multiple asks for every token of every stretch once, in order, knowing the token before."""
     whole = [TEXT.read(start + 1, start + 33).tolist() for start in CHOSEN.starts]
     chained = all(
@@ -102,12 +102,12 @@ def same_text(cut: Callable[[Any, ExtrapolationPlan, int], Iterator[SpanRows]]) 
 def cutting(step: Callable[[int], int], shift: Callable[[int], int]) -> Callable[[Any, ExtrapolationPlan, int], Any]:
     """A wrong way to cut."""
 
-    def cut(text: Text, stretches: ExtrapolationPlan, multiple: int) -> Iterator[SpanRows]:
+    def cut(text: Text, stretches: ExtrapolationPlan, multiple: int) -> Iterator[Batch]:
         length = multiple * stretches.sequence_length
         for start in stretches.starts:
             begins = range(start, start + stretches.span_length - length + 1, step(length))
             rows = [text.read(begin + shift(length), begin + shift(length) + length + 1) for begin in begins]
-            yield SpanRows(np.stack(rows), ((length,),) * len(rows))
+            yield Batch(np.stack(rows), ((length,),) * len(rows), np.arange(len(rows)))
 
     return cut
 
@@ -202,7 +202,7 @@ def test_what_a_length_can_fail_by(
 ) -> None:
     right = bits_and_bytes
 
-    def measure(model: Decoder, batches: list[SpanRows], *more: Any) -> Read:
+    def measure(model: Decoder, batches: list[Batch], *more: Any) -> Read:
         if batches[0].tokens.shape[1] > 16:
             raise error
         return right(model, batches, *more)

@@ -106,7 +106,8 @@ def measure_losses(
     """A curve for each number of rotated dims. plain: frequencies of plain RoPE, and a latent norm."""
     curves = []
     for rope_dim in rope_dims:
-        folded_pairs = plain_folded_pairs(factors.pairs, rope_dim) if plain else fold_pairs(factors.pairs, fold)
+        # plain RoPE of rope_dim dims has every n-th frequency, with the n − 1 after it folded into it
+        folded_pairs = fold_pairs(factors.pairs, factors.pairs * 2 // rope_dim if plain else fold)
         components = RopeComponents(factors, statistics, folded_pairs)
         counts = [1] * len(folded_pairs) if plain else components.choose(rope_dim // 2)
         slots = components.slots(counts)
@@ -115,11 +116,6 @@ def measure_losses(
         inv_freq = tuple(slots.frequencies.tolist())
         curves.append(LossCurve(folded_pairs, tuple(counts), inv_freq, tuple(relative.tolist()), int(plain)))
     return curves
-
-
-def plain_folded_pairs(pairs: int, rope_dim: int) -> FoldedPairs:
-    """Every n-th frequency, with the n − 1 after it folded into it, as in plain RoPE of rope_dim dims."""
-    return fold_pairs(pairs, pairs * 2 // rope_dim)
 
 
 def rope_dim_choices(config: AttentionConfig, share: float, plain: bool) -> list[int]:

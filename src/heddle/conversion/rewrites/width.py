@@ -34,9 +34,7 @@ from heddle.parts.norms.rms import RMSConfig, RMSNorm
 from heddle.parts.positions.learned import LearnedConfig
 
 # Norms within a mixer with the ε of the design, and the projections that their inputs are proportional to.
-NORM_INPUTS: dict[type[nn.Module], dict[str, str]] = {
-    Attention: {"q_norm": "q", "k_norm": "k"},
-}
+NORM_INPUTS: dict[type[nn.Module], dict[str, str]] = {Attention: {"q_norm": "q", "k_norm": "k"}}
 
 
 class StreamWidth(Rewrite):

@@ -413,11 +413,7 @@ def _safe(data: Any) -> Any:
 
 
 def _equalize(
-    settings: CompareSettings,
-    entries: tuple[DesignEntry, ...],
-    baseline: str,
-    kind: str,
-    vocabulary: Path | int,
+    settings: CompareSettings, entries: tuple[DesignEntry, ...], baseline: str, kind: str, vocabulary: Path | int
 ) -> tuple[DesignEntry, ...]:
     """The entries resized, by width or by fields of mixers, so that all designs have the same size."""
     length = settings.sequence_length

@@ -111,12 +111,16 @@ def _scale_to(config: ModelConfig, bytes_of: Callable[[ModelConfig], int], targe
 
 def with_state_factor(config: ModelConfig, factor: float) -> ModelConfig:
     """The design with about `factor` times the state in every mixer. Raises ConfigError if it cannot be built."""
-    layers = tuple(layer.map(lambda each: _with_mixer_scaled(each, factor, config.width)) for layer in config.layers)
-    return config.replace(layers=layers)
+    return with_mixers(config, lambda mixer: scale_state(mixer, factor, config.width))
 
 
-def _with_mixer_scaled(layer: LayerConfig, factor: float, width: int) -> LayerConfig:
-    return layer if layer.mixer is None else layer.replace(mixer=scale_state(layer.mixer, factor, width))
+def with_mixers(config: ModelConfig, change: Callable[[MixerConfig], MixerConfig]) -> ModelConfig:
+    """The design with every mixer changed."""
+
+    def changed(layer: LayerConfig) -> LayerConfig:
+        return layer if layer.mixer is None else layer.replace(mixer=change(layer.mixer))
+
+    return config.replace(layers=tuple(layer.map(changed) for layer in config.layers))
 
 
 def scale_state(mixer: MixerConfig, factor: float, width: int) -> MixerConfig:
@@ -312,14 +316,13 @@ def nearest_width(config: ModelConfig, size_of: SizeFunction, target: float) -> 
 def with_width(config: ModelConfig, width: int, hidden_factor: float = 1.0) -> ModelConfig:
     """The design at another width, with `hidden` of its feed-forwards in proportion, times `hidden_factor`."""
     factor = hidden_factor * width / config.width
-    layers = tuple(layer.map(lambda each: _with_hidden_scaled(each, factor)) for layer in config.layers)
-    return config.replace(width=width, layers=layers)
 
+    def scaled(layer: LayerConfig) -> LayerConfig:
+        if layer.feedforward is None:
+            return layer
+        return layer.replace(feedforward=with_hidden(layer.feedforward, lambda hidden: _scale(hidden, factor)))
 
-def _with_hidden_scaled(layer: LayerConfig, factor: float) -> LayerConfig:
-    if layer.feedforward is None:
-        return layer
-    return layer.replace(feedforward=with_hidden(layer.feedforward, lambda hidden: _scale(hidden, factor)))
+    return config.replace(width=width, layers=tuple(layer.map(scaled) for layer in config.layers))
 
 
 def _scale(value: int, factor: float) -> int:

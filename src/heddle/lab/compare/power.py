@@ -115,13 +115,13 @@ def seeds_for(
     return high
 
 
-def round_widths_below(half_width: float, count: int = 2) -> list[float]:
-    """The next numbers below a half-width in the series 1, 2, 5, 10: 0.015 gives 0.01 and 0.005."""
+def round_widths_below(half_width: float) -> list[float]:
+    """The next two numbers below a half-width in the series 1, 2, 5, 10: 0.015 gives 0.01 and 0.005."""
     if not half_width > 0 or not math.isfinite(half_width):
         return []
     power = math.floor(math.log10(half_width))
     series = [digit * 10.0**exponent for exponent in range(power, power - 3, -1) for digit in (5, 2, 1)]
-    return [round(width, 12 - power) for width in series if width < half_width * (1 - 1e-9)][:count]
+    return [round(width, 12 - power) for width in series if width < half_width * (1 - 1e-9)][:2]
 
 
 # Which seeds to buy next, and when to stop: repeated intervals that hold at any number of seeds.

@@ -490,7 +490,7 @@ class Effects:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TunedField:
+class TunedFieldReport:
     """A tuned field. added: values beyond its range that were tried too."""
 
     name: str
@@ -574,7 +574,7 @@ class SharedValues:
 class TuningReport:
     """The search for each design's training fields."""
 
-    fields: Sequence[TunedField]
+    fields: Sequence[TunedFieldReport]
     budget: TuningBudget
     rungs: Sequence[Rung]
     designs: Sequence[TunedDesign]

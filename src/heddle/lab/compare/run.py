@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from heddle import progress
 from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
@@ -59,13 +59,13 @@ from heddle.training.evaluation.length_extrapolation import plan_extrapolation
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
 # Which runs a comparison does next: every seed of every design, or seeds until it is resolved.
-
-# The schedule of a comparison that stops when it is resolved: it buys seeds in batches, as `StoppingRule` decides.
+#
+# A schedule chooses runs in batches. The runs of a batch may run at the same time; the next one waits for all of them.
 
 
 @dataclass
 class UntilResolved:
-    """First the given seeds of every design, then what the rule decides, until it stops.
+    """First the given seeds of every design, then what the rule decides, until it stops for a reason, a sentence.
 
     Every call repeats the decisions from the first one, each from the runs of the earlier batches alone, so that a
     comparison that was interrupted in the middle of a batch resumes as if it had not been. workers: runs at the same
@@ -115,23 +115,9 @@ class UntilResolved:
         return Spending([len(runs) for runs in by_design.values()], means, sum(map(sum, seconds)))
 
 
-class Schedule(Protocol):
-    """Chooses runs in batches. The runs of a batch may run at the same time; the next batch waits for all of them."""
-
-    @property
-    def reason(self) -> str | None:
-        """Return why it stopped, as a sentence for the report; None where every planned run was done."""
-
-    def next_runs(self, runs: Mapping[str, Sequence[ScoredRun]]) -> Sequence[tuple[str, int]]:
-        """Return the next (design, seed) pairs in the order in which they start; empty: no more.
-
-        runs: all runs so far by design, failed ones included. A pair among them must not be returned again.
-        """
-
-
 @dataclass(frozen=True)
 class FixedSeeds:
-    """Every seed of every design, all designs of a seed before the next seed."""
+    """Every seed of every design, all designs of a seed before the next seed. reason: none; every run is done."""
 
     names: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -141,6 +127,9 @@ class FixedSeeds:
         """Return all pairs that have no run."""
         tried = {(name, run.seed) for name, of_design in runs.items() for run in of_design}
         return [(name, seed) for seed in self.seeds for name in self.names if (name, seed) not in tried]
+
+
+Schedule = FixedSeeds | UntilResolved
 
 
 def choose_schedule(plan: ComparisonPlan, workers: int = 1, saved: Collection[tuple[str, int]] = ()) -> Schedule:

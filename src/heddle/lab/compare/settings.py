@@ -50,8 +50,7 @@ class CompareSettings(SessionSettings):
 
     designs: Designs
     vary: Annotated[
-        tuple[str, ...],
-        Option("FIELD=VALUE,VALUE", "Train one design per value; repeat for every combination."),
+        tuple[str, ...], Option("FIELD=VALUE,VALUE", "Train one design per value; repeat for every combination.")
     ] = ()
     baseline: Annotated[str | None, Option("NAME", "The design that all others are compared with.")] = None
     equal: Annotated[str | None, Option("SIZE", "Equal parameters, active-parameters, flops, state or state@N.")] = None
@@ -79,8 +78,7 @@ class CompareSettings(SessionSettings):
     schedule: Schedule = "wsd"
     warmup: Warmup = None
     tune: Annotated[
-        tuple[str, ...],
-        Option("FIELD=VALUES", "Tune for each design: lr=0.001..0.02 or lr=0.001,0.004; repeatable."),
+        tuple[str, ...], Option("FIELD=VALUES", "Tune for each design: lr=0.001..0.02 or lr=0.001,0.004; repeatable.")
     ] = ()
     tune_budget: Annotated[str | None, Option("X", "Share of the comparison's training, or a time (10m). [1]")] = None
     speed_context_length: SpeedContexts = ()

@@ -396,9 +396,7 @@ class PairStatistics:
         return text if np.isnan(seed) else float(np.hypot(seed, np.nan_to_num(text)))
 
 
-def pair_statistics(
-    runs: Mapping[str, Sequence[ScoredRun]], sampling: TextSampling = VALIDATION_WINDOWS
-) -> PairStatistics:
+def pair_statistics(runs: Mapping[str, Sequence[ScoredRun]]) -> PairStatistics:
     """The statistics of all pairs of designs from their runs, paired by seed.
 
     Raises DataError where runs of one seed were measured on different text.
@@ -410,7 +408,7 @@ def pair_statistics(
         for column, seed in enumerate(seeds):
             if seed in of_design:
                 losses[row, column] = loss_of(of_design[seed])
-    text_error, text_degrees = _text_errors(list(by_seed.values()), sampling)
+    text_error, text_degrees = _text_errors(list(by_seed.values()))
     return seed_statistics(tuple(by_seed), losses, text_error, text_degrees)
 
 
@@ -492,7 +490,7 @@ def _pooled_degrees(losses: FloatArray) -> float:
     return float(cells.sum() - cells.any(1).sum() - cells.shape[1] + 1)
 
 
-def _text_errors(by_seed: Sequence[Mapping[int, ScoredRun]], sampling: TextSampling) -> tuple[FloatArray, float]:
+def _text_errors(by_seed: Sequence[Mapping[int, ScoredRun]]) -> tuple[FloatArray, float]:
     """([designs, designs] standard errors from sampling the text, degrees of freedom); nan without enough text."""
     designs, degrees = len(by_seed), float("nan")
     errors = np.full((designs, designs), np.nan)
@@ -513,9 +511,7 @@ def _text_errors(by_seed: Sequence[Mapping[int, ScoredRun]], sampling: TextSampl
                 f"The runs of seed {seeds[0]} were measured on different validation windows; "
                 "measure all designs on the same data."
             )
-        resampled = {
-            member: resampled_ratios(bits, sizes, sampling.block_length) for member, (bits, sizes) in present.items()
-        }
+        resampled = {member: resampled_ratios(bits, sizes) for member, (bits, sizes) in present.items()}
         for row, column in shared:
             ratios, others = resampled.get(row), resampled.get(column)
             if shared[row, column] == seeds and ratios is not None and others is not None:

@@ -111,7 +111,13 @@ def profile_rows(runs: Sequence[Run], baseline_runs: Sequence[Run], name: str) -
     def scored(group: int) -> Scored:
         return lambda run: run.loss_profile[name][group] if run.loss_profile else None
 
-    return [_measured(runs, baseline_runs, scored(group), TEXT_BLOCKS) for group in range(count)]
+    return [
+        ProfileRow(
+            bits_per_byte=_mean_ratio(runs, score),
+            difference=paired_difference(_as_runs(runs, score), _as_runs(baseline_runs, score), TEXT_BLOCKS),
+        )
+        for score in (scored(group) for group in range(count))
+    ]
 
 
 def recall_in_text(runs: Sequence[Run], baseline_runs: Sequence[Run]) -> TextRecallRow | None:
@@ -133,11 +139,6 @@ def recall_in_text(runs: Sequence[Run], baseline_runs: Sequence[Run]) -> TextRec
             difference=paired_difference(_as_runs(runs, gain), _as_runs(baseline_runs, gain), TEXT_SPANS),
         )
     return TextRecallRow(**rows)
-
-
-def _measured(runs: Sequence[Run], baseline_runs: Sequence[Run], scored: Scored, sampling: TextSampling) -> ProfileRow:
-    difference = paired_difference(_as_runs(runs, scored), _as_runs(baseline_runs, scored), sampling)
-    return ProfileRow(bits_per_byte=_mean_ratio(runs, scored), difference=difference)
 
 
 def _mean_ratio(runs: Sequence[Run], scored: Scored) -> float | None:

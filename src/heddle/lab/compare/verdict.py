@@ -140,7 +140,8 @@ def _lowest_loss(report: Report, ranking: list[Design]) -> str:
     if not resolved:
         return f"No clear winner: {_losses(ranking)} bits per byte.{_resolved_pairs(report)}"
     tied = [design for design in ranking if design is best or design.name in unresolved]
-    return f"Lowest, and not resolved from each other: {_losses(tied)} bits per byte. {_leads(best, resolved, word)}"
+    lead = f"The lead of {best.name} is {word} against {join_names(resolved, 8)}."
+    return f"Lowest, and not resolved from each other: {_losses(tied)} bits per byte. {lead}"
 
 
 def _resolved_pairs(report: Report) -> str:
@@ -152,10 +153,6 @@ def _resolved_pairs(report: Report) -> str:
 
 def _losses(designs: list[Design]) -> str:
     return join_names([f"{design.name} {format_bits(mean_loss(design))}" for design in designs], 8)
-
-
-def _leads(best: Design, behind: list[str], word: str) -> str:
-    return f"The lead of {best.name} is {word} against {join_names(behind, 8)}."
 
 
 def _single_seed_warning(ranking: list[Design]) -> list[str]:

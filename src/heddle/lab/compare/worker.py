@@ -1,6 +1,7 @@
 """Worker process of a comparison: `python -m heddle.lab.compare.worker TASK.json RESULT.json`.
 
-TASK.json describes one task by its name in TASKS. RESULT.json receives its result, or the reason for its failure.
+TASK.json describes one task by its name in TASKS. RESULT.json receives its result, or the reason for its failure. A
+task on several ranks is run by as many processes, with `--rank`, which the worker starts.
 """
 
 import ctypes
@@ -23,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from heddle import progress
-from heddle.errors import HeddleError, RankLost, is_out_of_memory, nondeterministic_operation
-from heddle.lab.compare.rank_worker import ON_RANKS, run_on_ranks
+from heddle.errors import HeddleError, OtherRankFailed, RankLost, is_out_of_memory, nondeterministic_operation
 from heddle.signals import STOP_SIGNALS, Interrupted, interrupted_on_stop_signals
 from heddle.storage.file_io import write_json_file
 
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the task of this process, or fork a worker for each request."""
+    """Run the task of this process, be one rank of a task, or fork a worker for each request."""
     if sys.argv[1] == "--fork":
         fork_workers(int(sys.argv[2]))
+    elif sys.argv[1] == "--rank":
+        be_rank(*sys.argv[2:])
     else:
         sys.exit(work(sys.argv[1], sys.argv[2]))
 
@@ -139,6 +141,56 @@ def _run_task(task: dict[str, Any], request_file: str, result_file: str) -> int:
         result, exit_code = perform_task(task)
     write_json_file(Path(result_file), result | {"wall_seconds": time.monotonic() - started})
     return exit_code
+
+
+ON_RANKS = ("calibrate", "train", "loss")  # the others measure one process, or are too small to share
+
+
+def run_on_ranks(task: dict[str, Any], request_file: str, result_file: str) -> int:
+    """Run a task on ranks, each on one of its devices; return the exit code of the worker."""
+    from heddle.distributed.launcher import launch
+    from heddle.lab.workers import WORKER_MODULE
+
+    try:
+        with progress.quiet() if task["quiet"] else nullcontext():
+            # torchrun's agent fills in the rank
+            arguments = ("--rank", request_file, result_file, "${local_rank}", str(os.getpid()))
+            return launch(arguments, len(task["devices"]), max_restarts=0, module=WORKER_MODULE)
+    except RankLost as lost:
+        failed = {"status": "failed", "message": str(lost), "stops_all": False}
+        if not Path(result_file).exists():  # the other ranks name one that hangs
+            write_json_file(Path(result_file), failed)
+        return lost.exit_code
+
+
+def be_rank(request_file: str, result_file: str, rank: str, launcher: str) -> NoReturn:
+    """Be one rank of a task. Rank 0 writes the result, or the first rank that fails writes the reason.
+
+    launcher: the process that started it. After a signal exit with 130 or 143, without a result.
+    """
+    from heddle.distributed.process_group import join_ranks
+
+    started = time.monotonic()
+    task = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    device = task["devices"][int(rank)]
+
+    def run() -> dict[str, Any]:
+        try:
+            with join_ranks(device, launcher=int(launcher)) as ranks:
+                return TASKS[task["task"]]({**task, "device": device, "ranks": ranks})
+        except OtherRankFailed as error:
+            sys.exit(error.exit_code)
+
+    try:
+        with progress.quiet() if task["quiet"] or not task["alone"] else nullcontext():
+            result, exit_code = perform(run)
+    except Interrupted as interrupted:
+        if not task["quiet"]:
+            progress.print_status(f"{task['label']}: {interrupted}")
+        sys.exit(interrupted.exit_code)
+    if rank == "0" or result["status"] != "done":
+        write_json_file(Path(result_file), result | {"wall_seconds": time.monotonic() - started})
+    sys.exit(exit_code)
 
 
 def perform_task(task: dict[str, Any]) -> tuple[dict[str, Any], int]:

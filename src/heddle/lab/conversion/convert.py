@@ -586,7 +586,7 @@ def print_rewrites() -> None:
     for name, cls in rewrites().items():
         targets = [f"{target}={option.upper()}" for target, option in cls.targets.items()] or [name]
         print_text(f"{', '.join(targets)}")
-        print_text(f"    {_first_line(cls)}")
+        print_text(f"    {(cls.__doc__ or '').strip().splitlines()[0]}")
         for option, field in cls.model_fields.items():
             if option not in ("layers", *cls.targets.values()):
                 print_text(f"        {_describe_option(option, field.annotation, field.get_default())}")
@@ -597,10 +597,6 @@ def _describe_option(option: str, annotation: Any, default: Any) -> str:
     choices = "|".join(map(str, literal_values(annotation))) or ("true|false" if annotation is bool else "…")
     shown = str(default).lower() if isinstance(default, bool) else str(default)
     return f"{option}={choices}" + ("" if default is None else f" [{shown}]")
-
-
-def _first_line(cls: type[Rewrite]) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0]
 
 
 def _costs(source: ConversionSource, design: Any) -> dict[str, dict[str, Any]]:

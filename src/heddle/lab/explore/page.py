@@ -204,21 +204,13 @@ def docstring_html(source: str) -> str:
 
 def _block(block: str) -> str:
     plain = escape(block, quote=False)
-    drawn = DIAGRAM.search(block) is not None
-    if not drawn and not block.startswith("    "):
+    if DIAGRAM.search(block) is None and not block.startswith("    "):
         return "<p>" + CODE.sub(r"<code>\1</code>", plain) + "</p>"
-    lines = None if drawn else _typeset(block)
-    if lines is None:
-        return f"<pre>{plain}</pre>"
-    return f'<div class="formula">{"".join(f"<div>{line}</div>" for line in lines)}</div>'
-
-
-def _typeset(block: str) -> list[str] | None:
-    """The lines of a formula as HTML; None if it is not a formula."""
     lines = pieces_of(block)
     if lines is None:
-        return None
-    return [
+        return f"<pre>{plain}</pre>"
+    typeset = (
         "".join(convert(piece.text) if piece.is_formula else f"<span>{escape(piece.text)}</span>" for piece in line)
         for line in lines
-    ]
+    )
+    return f'<div class="formula">{"".join(f"<div>{line}</div>" for line in typeset)}</div>'

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from heddle.lab.compare.tables import TextTable, format_number, format_percent
 from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, SizeLosses
 from heddle.lab.ladder.plan import SIZE_STEP, DesignScale, LadderPlan, SharedSettings, join_with_saved
 from heddle.lab.ladder.predictions import LadderPoints, interval
-from heddle.lab.ladder.report import best_size_table, cost_table, held_out_table, prediction_table, rung_table
+from heddle.lab.ladder.report import prediction_tables, rung_table
 from heddle.lab.ladder.results import EstimatedRun, LadderEstimate, LadderReport
 from heddle.lab.ladder.run import PLAN_FILE, Ladder, StepTimes, ladder_seconds, open_ladder, run_ladder, time_steps
 from heddle.lab.ladder.settings import DEFAULT_SEEDS, DEFAULT_SIZES, LadderSettings, parse_ratios, parse_sizes
@@ -72,13 +73,11 @@ def fit_ladder_plan(
     plan = ladder.plan
     count = plan.sizes if isinstance(plan.sizes, int) else len(plan.sizes)
     seeds = [plan.seeds, *range(plan.seeds - 1, MIN_SEEDS - 1, -1)] if chooses_seeds else [plan.seeds]
-    ratios = [plan.settings.tokens_per_parameter]
-    if chooses_ratio:
-        ratios += [(ratio,) for ratio in SMALLER_RATIOS]
+    ratios = [plan.settings.tokens_per_parameter, *((ratio,) for ratio in SMALLER_RATIOS if chooses_ratio)]
     largest = max(ladder.sizes) if plan.target is None else plan.target / 2
     if not chooses_sizes:
         times = time_steps(ladder)
-        for ratio, number in ((ratio, number) for ratio in ratios for number in seeds):
+        for ratio, number in product(ratios, seeds):
             candidate = _with(ladder, plan.sizes, ratio, number)
             seconds = ladder_seconds(candidate, times)
             if seconds <= _available(budget):
@@ -92,7 +91,7 @@ def fit_ladder_plan(
     timed = min(largest, 2 * least) if least else largest  # larger steps take long to time
     times = time_steps(_at_sizes(ladder, tuple(timed * share for share in TIMED_SIZES)))
     best: Choice | None = None
-    for ratio, number in ((ratio, number) for ratio in ratios for number in seeds):
+    for ratio, number in product(ratios, seeds):
         choice = _largest_that_fits(ladder, times, budget, count, largest, ratio, number)
         if choice is None:
             continue
@@ -161,13 +160,7 @@ def _resolution(choice: Choice) -> str | None:
 
 
 def _largest_that_fits(
-    ladder: Ladder,
-    times: StepTimes,
-    budget: TimeBudget,
-    count: int,
-    largest: float,
-    ratio: Sequence[float],
-    seeds: int,
+    ladder: Ladder, times: StepTimes, budget: TimeBudget, count: int, largest: float, ratio: Sequence[float], seeds: int
 ) -> Choice | None:
     for size in _descending(largest, ladder.scales):
         sizes = tuple(size / SIZE_STEP**index for index in reversed(range(count)))
@@ -389,14 +382,8 @@ def _print_report(report: LadderReport) -> None:
     for design in report.designs:
         print_text(design.name)
         _print_table(rung_table(design))
-    if report.predictions:
-        _print_table(prediction_table(report))
-    if report.best_sizes:
-        _print_table(best_size_table(report))
-    if report.equal_loss:
-        _print_table(cost_table(report))
-    if report.held_out:
-        _print_table(held_out_table(report))
+    for table in filter(None, prediction_tables(report).values()):
+        _print_table(table)
     for sentence in report.verdict:
         print_text(sentence)
     print_text("\nCaveats:")
@@ -408,14 +395,7 @@ def _print_table(table: TextTable) -> None:
     """Print the columns aligned, the first one to the left, and an empty line after the table."""
     rows = [table.header, *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print_text(_aligned(row, widths))
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        print_text("  ".join(cells).rstrip())
     print_text("")
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        cell.rjust(width) if index else cell.ljust(width)
-        for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join([first, *others]).rstrip()

@@ -10,9 +10,9 @@ from typing import Any
 
 from heddle.config import DesignError
 from heddle.errors import CheckpointError, ConfigError
-from heddle.lab.compare.equal_size import scale_even, with_width
+from heddle.lab.compare.equal_size import scale_even, with_mixers, with_width
 from heddle.lab.compare.plan import DesignEntry
-from heddle.model.config import LayerConfig, ModelConfig
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import flops_per_token, parameter_counts
@@ -69,7 +69,7 @@ class DesignScale:
             scale_to_width(config, 2 * config.width)
         except DesignError as error:
             raise ConfigError(f"{name}: cannot be scaled to other sizes: {error}") from None
-        self.width_step = _width_step(config)
+        self.width_step = max(2, config.width // _smallest_heads(config) // 4)  # a quarter of the widest head
         self.rung = cache(self._rung)
 
     def _rung(self, width: int) -> Rung | None:
@@ -127,13 +127,8 @@ def design_at_width(config: ModelConfig, width: int) -> ModelConfig:
         build(scaled, device="meta")
     except DesignError:
         resized = with_width(config, width)
-        layers = tuple(layer.map(lambda each: _scale_layer(each, config.width, width)) for layer in resized.layers)
-        return resized.replace(layers=layers)
+        return with_mixers(resized, lambda mixer: mixer_near_width(mixer, config.width, width))
     return scaled
-
-
-def _scale_layer(layer: LayerConfig, width: int, new_width: int) -> LayerConfig:
-    return layer if layer.mixer is None else layer.replace(mixer=mixer_near_width(layer.mixer, width, new_width))
 
 
 KEY_HEADS = ("kv_heads", "key_heads", "groups")  # numbers of groups of heads that share keys
@@ -169,11 +164,6 @@ def _nearest_head_count(heads: int, group_size: int, ratio: float, width: int) -
     counts = range(group_size, width // 2 + 1, group_size)
     choices = [count for count in counts if width % (2 * count) == 0 and count >= min(2, heads)]
     return min(choices or [heads], key=lambda count: abs(math.log(count / (heads * ratio))))
-
-
-def _width_step(config: ModelConfig) -> int:
-    """Widths are multiples of a quarter of the widest head."""
-    return max(2, config.width // _smallest_heads(config) // 4)
 
 
 def _smallest_heads(config: ModelConfig) -> int:

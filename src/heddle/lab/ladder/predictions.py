@@ -94,9 +94,7 @@ def predict_loss(
     _, *measurement = interval(losses * np.exp(fit.noise[name]))
     forms = [
         FormPrediction(
-            form=form.form,
-            loss=float(fit.loss_of(np.array(form.coefficients[name]), size, tokens)),
-            weight=form.weight,
+            form=form.form, loss=float(fit.loss_of(np.array(form.coefficients[name]), size, tokens)), weight=form.weight
         )
         for form in fit.forms
         if name in form.coefficients

@@ -14,7 +14,7 @@ from heddle import __version__
 from heddle.errors import ConfigError, DataError
 from heddle.lab.compare.statistics import t_quantile
 from heddle.lab.compare.tables import NO_VALUE, TextTable, format_bits, format_number, format_percent, join_names
-from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, FormFit, LadderFit, SizeLosses
+from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, LadderFit, SizeLosses
 from heddle.lab.ladder.plan import Rung, equal_rungs
 from heddle.lab.ladder.predictions import (
     CONFIDENCE,
@@ -467,6 +467,17 @@ def rung_table(design: LadderDesign) -> TextTable:
     return TextTable(header, rows, f"Sizes of {design.name}")
 
 
+def prediction_tables(report: LadderReport) -> dict[str, TextTable | None]:
+    """The tables of what is predicted, by name; None for one without a row."""
+    tables = {
+        "predictions": prediction_table(report),
+        "best_sizes": best_size_table(report),
+        "costs": cost_table(report),
+        "held_out": held_out_table(report),
+    }
+    return {name: table if table.rows else None for name, table in tables.items()}
+
+
 def prediction_table(report: LadderReport) -> TextTable:
     """A row for each design: the loss at the target, its intervals, and the prediction of each form of the fit."""
     predictions = report.predictions
@@ -509,7 +520,10 @@ def cost_table(report: LadderReport) -> TextTable:
 
 def fit_table(fit: FitResult) -> TextTable:
     """A row for each design: E and γ of the power law with E; for L(N, D), E, α, β and the exponent of the budget."""
-    rows = [[name, *map(_parameter, values.values())] for name, values in fit.parameters.items()]
+    rows = [
+        [name, *(NO_VALUE if each is None else "{:.3f} ({:.3f} to {:.3f})".format(*each) for each in values.values())]
+        for name, values in fit.parameters.items()
+    ]
     names = ["γ"] if len(rows[0]) == 3 else ["α", "β", "exponent of C in best N"]
     return TextTable(["design", "E, bits per byte", *names], rows, "The power law with E")
 
@@ -519,15 +533,10 @@ def form_table(fit: FitResult) -> TextTable:
     rows = []
     for form in fit.forms:
         deviation = f"{100 * form.deviation:.2f} %"
-        name = form.form + _designs_of(form, fit)
-        rows.append([name, format_percent(form.weight), deviation, str(form.degrees_of_freedom)])
+        fitted = list(form.coefficients)
+        designs = "" if len(fitted) == len(fit.parameters) else f" ({', '.join(fitted)})"  # not to all
+        rows.append([form.form + designs, format_percent(form.weight), deviation, str(form.degrees_of_freedom)])
     return TextTable(["form", "share", "points off the curve by", "degrees of freedom"], rows, "Forms of the fit")
-
-
-def _designs_of(form: FormFit, fit: FitResult) -> str:
-    """The designs that a form was fitted to, if not all."""
-    names = list(form.coefficients)
-    return "" if len(names) == len(fit.parameters) else f" ({', '.join(names)})"
 
 
 def held_out_table(report: LadderReport) -> TextTable:
@@ -545,7 +554,3 @@ def held_out_table(report: LadderReport) -> TextTable:
     ]
     header = ["design", "largest size", "predicted", "95 % interval", "measured", ""]
     return TextTable(header, rows, "Self-test: the largest size, predicted from the others")
-
-
-def _parameter(values: Sequence[float] | None) -> str:
-    return NO_VALUE if values is None else f"{values[0]:.3f} ({values[1]:.3f} to {values[2]:.3f})"

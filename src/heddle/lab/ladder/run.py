@@ -31,12 +31,12 @@ from heddle.lab.ladder.plan import (
 )
 from heddle.lab.ladder.report import ladder_report
 from heddle.lab.ladder.results import LadderReport
-from heddle.lab.pages.ladder import write_ladder_page
+from heddle.lab.pages.ladder import PAGE_FILE, ladder_page
 from heddle.lab.workers import Result, Task, Workers, default_workers, run_tasks
 from heddle.machine import record_worker_choices
 from heddle.runtime import Runtime
 from heddle.signals import Interrupted
-from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.file_io import read_json_file, write_file, write_json_file
 from heddle.storage.lock import RunLock
 from heddle.storage.run_log import first_difference, refuse_other_content
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
@@ -110,14 +110,13 @@ def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str, unti
         _check_text(out / DATA_FILE, ladder.corpus)
         save_plan(out / PLAN_FILE, ladder.plan, ladder.sizes)
         ladder = replace(ladder, runtime=record_worker_choices(runtime, out))
-        report = _write_report(ladder, _run_all(ladder, until))
-        return report
+        return _write_report(ladder, _run_all(ladder, until))
 
 
 def _write_report(ladder: Ladder, results: dict[RunKey, Result]) -> LadderReport:
     report = ladder_report(ladder, results)
     write_json_file(ladder.out / RESULTS_FILE, plain(report))
-    write_ladder_page(report, ladder.out)
+    write_file(ladder.out / PAGE_FILE, ladder_page(report))
     return report
 
 
@@ -168,7 +167,7 @@ def _report_saved(ladder: Ladder, waves: list[dict[Task, RunKey]]) -> None:
     if saved:
         _write_report(ladder, saved | {key: _not_run(task) for task, key in tasks.items() if key not in saved})
     done = f"{len(saved)} of {len(tasks)} runs are done"
-    where = f"report so far: {ladder.out / 'ladder.html'}; " if saved else ""
+    where = f"report so far: {ladder.out / PAGE_FILE}; " if saved else ""
     progress.print_text(f"{where}{done}, {len(tasks) - len(saved)} are missing")
 
 
@@ -187,8 +186,7 @@ def open_ladder(
     """
     settings = plan.settings
     if scales is None:
-        named = design_scales(plan, model_vocab_size(settings))
-        scales = {scale.name: scale for scale in named}
+        scales = {scale.name: scale for scale in design_scales(plan, model_vocab_size(settings))}
     sizes = plan.requested_sizes(next(iter(scales.values())))
     if len(sizes) < MIN_SIZES:
         raise ConfigError(f"sizes: {len(sizes)} are too few to fit; give at least {MIN_SIZES}")
@@ -203,16 +201,7 @@ def open_ladder(
     if settings.shares_trunk:
         max_train_tokens = max(max_train_tokens, plan.text_tokens or TEXT_FACTOR * max_train_tokens)
         plan = replace(plan, text_tokens=max_train_tokens)
-    return Ladder(
-        plan=plan,
-        scales=scales,
-        sizes=sizes,
-        rungs=rungs,
-        max_train_tokens=max_train_tokens,
-        out=out,
-        runtime=runtime,
-        command=command,
-    )
+    return Ladder(plan, scales, sizes, rungs, max_train_tokens, out, runtime, command)
 
 
 def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str = "") -> Ladder:

@@ -7,15 +7,7 @@ from typing import Annotated, ClassVar
 
 from heddle.lab.compare.settings import Designs, SequenceLength
 from heddle.settings import Json, Option, Precision, SessionSettings, parse_count, parse_named
-from heddle.training.settings import (
-    BatchSize,
-    Data,
-    OptimizerName,
-    Schedule,
-    TokenizerFile,
-    VocabSize,
-    Warmup,
-)
+from heddle.training.settings import BatchSize, Data, OptimizerName, Schedule, TokenizerFile, VocabSize, Warmup
 
 DEFAULT_SIZES, DEFAULT_SEEDS = "5", 2
 MAX_COUNT = 20  # a larger number given as sizes is a number of parameters
@@ -51,10 +43,7 @@ class LadderSettings(SessionSettings):
     ] = None
     tokens_per_parameter: Annotated[
         str | None,
-        Option(
-            "X|X,X,...",
-            "Training tokens per parameter; several give L(N, D), as branches of one run. [20]",
-        ),
+        Option("X|X,X,...", "Training tokens per parameter; several give L(N, D), as branches of one run. [20]"),
     ] = None
     target: Annotated[
         float | None, Option("N", "Parameters to predict, such as 20M. [10 times the largest size]", parse_count)
@@ -62,9 +51,7 @@ class LadderSettings(SessionSettings):
     target_tokens: Annotated[
         float | None,
         Option(
-            "D",
-            "Tokens to predict. [the most per parameter, times --target]",
-            partial(parse_count, unit_name="tokens"),
+            "D", "Tokens to predict. [the most per parameter, times --target]", partial(parse_count, unit_name="tokens")
         ),
     ] = None
     target_flops: Annotated[

@@ -49,8 +49,18 @@ from heddle.lab.conversion.results import (
     state_per_token,
     state_share,
 )
-from heddle.lab.pages.figures.base import Figure, axis, byte_axis, context_axis
-from heddle.lab.pages.figures.lines import Series, Value, line_figure, log_range, named_axis, value_range
+from heddle.lab.pages.figures import (
+    Figure,
+    Series,
+    Value,
+    axis,
+    byte_axis,
+    context_axis,
+    line_figure,
+    log_range,
+    named_axis,
+    value_range,
+)
 from heddle.lab.pages.render import COLOR_COUNT, DASHES, MARKERS, DesignStyle, render_figures
 from heddle.lab.pages.report import INTERVAL_MARGIN, Bar, DifferenceCell, Interval
 from heddle.lab.pages.sections import HeatCell, HeatMap, with_range

@@ -1,18 +1,15 @@
-"""Write a ladder's page, ladder.html: one file that needs no network."""
+"""A ladder's page, ladder.html: one file that needs no network."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from heddle.lab.compare.tables import format_bits, format_number
 from heddle.lab.ladder import report as tables
 from heddle.lab.ladder.report import format_power, ratios_text
 from heddle.lab.ladder.results import CurvePoint, LadderDesign, LadderReport, SizeResult
-from heddle.lab.pages.figures.base import Figure, axis
-from heddle.lab.pages.figures.lines import Series, Value, line_figure, log_range, value_range
+from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, log_range, value_range
 from heddle.lab.pages.render import design_styles, render_figures
-from heddle.storage.file_io import write_file
 
 # The figures of a ladder: loss over size and over training FLOPs, both axes logarithmic, with curves and intervals.
 
@@ -24,10 +21,11 @@ MAX_CURVES = 8  # more bands hide each other
 
 def size_figure(report: LadderReport) -> Figure:
     """Loss over parameters; for L(N, D), at the tokens per parameter at which designs are compared."""
-    designs = [
-        replace(design, rungs=[rung for rung in design.rungs if _is_near(rung, report.tokens_per_parameter)])
-        for design in report.designs
-    ]
+
+    def is_compared(rung: SizeResult) -> bool:
+        return math.isclose(rung.tokens_per_parameter, report.tokens_per_parameter, rel_tol=1e-6)
+
+    designs = [replace(design, rungs=list(filter(is_compared, design.rungs))) for design in report.designs]
     title = "parameters that act on a token"
     return _ladder_figure(replace(report, designs=designs), lambda point: point.parameters, title, _size_text)
 
@@ -64,10 +62,6 @@ def _ladder_figure(
     }  # fmt: skip
     y_axis = axis("bits per byte, logarithmic") | {"type": "log", "range": log_range(*_loss_range(series))}
     return line_figure(series, x_axis, y_axis | {"tickformat": ".3~g", "nticks": 6})
-
-
-def _is_near(rung: SizeResult, ratio: float) -> bool:
-    return math.isclose(rung.tokens_per_parameter, ratio, rel_tol=1e-6)
 
 
 def _measured(design: LadderDesign, x_of: Callable[[Point], float]) -> list[Value]:
@@ -111,16 +105,10 @@ def _power_of_ten(value: float) -> str:
 PAGE_FILE = "ladder.html"
 
 
-def write_ladder_page(report: LadderReport, folder: Path) -> Path:
-    """Write ladder.html into a folder atomically; return its path. Raises MachineError."""
-    write_file(folder / PAGE_FILE, ladder_page(report))
-    return folder / PAGE_FILE
-
-
 def ladder_page(report: LadderReport) -> str:
     """The page as one HTML document; the same report gives the same bytes."""
     fit = report.fit
-    is_measured = any(_is_measured(each) for each in report.designs)
+    is_measured = any(rung.loss is not None for design in report.designs for rung in design.rungs)
     return render_figures(
         "ladder.html",
         {"size": size_figure(report), "cost": cost_figure(report)} if is_measured else {},
@@ -130,14 +118,7 @@ def ladder_page(report: LadderReport) -> str:
         ratios=ratios_text(report),
         run_count=sum(rung.seeds for design in report.designs for rung in design.rungs),
         rungs=[(design.name, tables.rung_table(design)) for design in report.designs],
-        predictions=tables.prediction_table(report) if report.predictions else None,
-        best_sizes=tables.best_size_table(report) if report.best_sizes else None,
-        costs=tables.cost_table(report) if report.equal_loss else None,
-        held_out=tables.held_out_table(report) if report.held_out else None,
+        tables=tables.prediction_tables(report),
         parameters=None if fit is None else tables.fit_table(fit),
         forms=None if fit is None else tables.form_table(fit),
     )
-
-
-def _is_measured(design: LadderDesign) -> bool:
-    return any(rung.loss is not None for rung in design.rungs)

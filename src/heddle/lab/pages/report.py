@@ -28,8 +28,8 @@ from heddle.lab.compare.tables import (
 )
 from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.pages import sections
-from heddle.lab.pages.figures.comparison import effect_figures, length_figure, overview_figures, profile, tuning_figures
 from heddle.lab.pages.render import DesignStyle, render_figures, report_styles
+from heddle.lab.pages.report_figures import effect_figures, length_figure, overview_figures, profile, tuning_figures
 from heddle.lab.pages.sections import ability_tables, profile_cards
 from heddle.storage.file_io import write_file
 

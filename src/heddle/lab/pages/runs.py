@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from heddle.errors import ConfigError
-from heddle.lab.pages.figures.base import Figure, axis, plotly_text
-from heddle.lab.pages.figures.lines import Series, Value, line_figure, value_range
+from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, plotly_text, value_range
 from heddle.lab.pages.render import DesignStyle, design_styles, render_figures
 from heddle.lab.pages.sections import ExpertLoads, expert_cards
 from heddle.lab.runs import VALIDATION_NOTE, RunSummary, WatchedRun, smoothed

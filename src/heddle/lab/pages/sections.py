@@ -45,8 +45,8 @@ from heddle.lab.compare.tables import (
     value_at,
 )
 from heddle.lab.compare.verdict import compare_with_baseline, describe_state_growth
-from heddle.lab.pages.figures.base import Figure
-from heddle.lab.pages.figures.comparison import mean_curve, profile_figure
+from heddle.lab.pages.figures import Figure
+from heddle.lab.pages.report_figures import mean_curve, profile_figure
 from heddle.training.step import average_router_summaries
 
 MAX_CURVE_COLUMNS = 8
@@ -195,10 +195,7 @@ def equal_size(report: Report) -> tuple[str, TextTable] | None:
 
 def length_rows(report: Report) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """Each design's name, and for each multiple of the trained length (text, note, method of the interval)."""
-    rows = []
-    for design in report.designs:
-        rows.append((design.name, [_length_cell(row) for row in design.extrapolation]))
-    return rows
+    return [(design.name, [_length_cell(row) for row in design.extrapolation]) for design in report.designs]
 
 
 def _length_cell(row: LengthChange) -> tuple[str, str, str]:
@@ -213,12 +210,11 @@ def _length_cell(row: LengthChange) -> tuple[str, str, str]:
 
 def refusals(report: Report) -> list[tuple[str, int, str]]:
     """(design, multiple, reason) of the first length that a design rejects."""
-    first = []
-    for design in report.designs:
-        row = next((row for row in design.extrapolation if row.refusal is not None), None)
-        if row is not None:
-            first.append((design.name, row.multiple, row.refusal or ""))
-    return first
+    refused = {
+        design.name: [(row.multiple, row.refusal) for row in design.extrapolation if row.refusal is not None]
+        for design in report.designs
+    }
+    return [(name, *rows[0]) for name, rows in refused.items() if rows]
 
 
 def recall_rows(report: Report) -> HeatMap:
@@ -308,11 +304,7 @@ class ProfileCard:
 
 def ability_tables(report: Report) -> AbilityTables:
     """The section on recall."""
-    return AbilityTables(
-        left_out=left_out_sentences(report),
-        text_table=text_recall_table(report),
-        text=report.text_recall,
-    )
+    return AbilityTables(left_out_sentences(report), text_recall_table(report), report.text_recall)
 
 
 def text_recall_table(report: Report) -> TextTable | None:
@@ -323,20 +315,10 @@ def text_recall_table(report: Report) -> TextTable | None:
     rows = []
     for design, recall in measured:
         needle, span = recall.needle, recall.span
-        is_baseline = design.name == report.baseline
-        to_baseline = "baseline" if is_baseline else format_difference(span.difference)
-        rows.append(
-            [
-                design.name,
-                format_percent(needle.value),
-                format_percent(needle.control),
-                _percent_difference(needle.gain),
-                format_bits(span.control),
-                format_bits(span.value),
-                format_difference(span.gain),
-                to_baseline,
-            ]
-        )
+        answers = [format_percent(needle.value), format_percent(needle.control), _percent_difference(needle.gain)]
+        losses = [format_bits(span.control), format_bits(span.value), format_difference(span.gain)]
+        to_baseline = "baseline" if design.name == report.baseline else format_difference(span.difference)
+        rows.append([design.name, *answers, *losses, to_baseline])
     header = ["held-out text", "needle", "without it", "gain", "span, first", "again", "again − first"]
     return TextTable([*header, f"to {report.baseline}"], rows, "Recall in held-out text")
 
@@ -374,12 +356,7 @@ def profile_cards(report: Report) -> list[ProfileCard]:
         return []
     figures, (ranges, frequencies) = profile_figures(report), profile_labels(groups)
     rows = [
-        [
-            number,
-            format_percent(group.share),
-            str(group.tokens),
-            " ".join(group.examples),
-        ]
+        [number, format_percent(group.share), str(group.tokens), " ".join(group.examples)]
         for number, group in zip(frequencies, groups.frequencies, strict=True)
     ]
     return [
@@ -407,13 +384,7 @@ def profile_map(report: Report, name: str, columns: Sequence[str]) -> HeatMap:
     """The baseline's loss in each group, and the others' differences from it; the stronger the color, the worse."""
     rows: list[tuple[str, list[HeatCell]]] = []
     measured = [design for design in report.designs if design.profile(name)]
-    means = [
-        abs(row.difference.mean)
-        for design in measured
-        for row in design.profile(name)
-        if row.difference.mean is not None
-    ]
-    largest = max(means, default=0.0)
+    largest = max((abs(row.difference.mean or 0.0) for each in measured for row in each.profile(name)), default=0.0)
     for design in sorted(measured, key=lambda design: design.name != report.baseline):
         cells = []
         for row in design.profile(name):

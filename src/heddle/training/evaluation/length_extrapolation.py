@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from heddle.data.samples import Batch
 from heddle.errors import ConfigError, is_out_of_memory
 from heddle.model.decoder import Decoder
 from heddle.training.evaluation.scores import Scores, bits_and_bytes
@@ -61,18 +62,6 @@ class ExtrapolationResult(NamedTuple):
     refusal: str | None
 
 
-class SpanRows(NamedTuple):
-    """The rows of a span: tokens int64 [B, T + 1], and doc_lengths: one document of length T in each row."""
-
-    tokens: np.ndarray
-    doc_lengths: tuple[tuple[int, ...], ...]
-
-    @property
-    def targets(self) -> np.ndarray:
-        """Return the token after each input, int64 [B, T]."""
-        return self.tokens[:, 1:]
-
-
 def plan_extrapolation(
     text: TokenizedText, sequence_length: int, max_multiple: int, train_tokens: int
 ) -> ExtrapolationPlan:
@@ -108,13 +97,13 @@ def plan_extrapolation(
     return ExtrapolationPlan(sequence_length, tuple(multiples), tuple(starts), int((span_counts > 0).sum()), note)
 
 
-def span_batches(text: TokenizedText, plan: ExtrapolationPlan, multiple: int) -> Iterator[SpanRows]:
+def span_batches(text: TokenizedText, plan: ExtrapolationPlan, multiple: int) -> Iterator[Batch]:
     """Yield one batch per span, in rows of `multiple` sequence lengths. Each token of the span is a target once."""
     length = multiple * plan.sequence_length
     for start in plan.starts:
         tokens = text.read(start, start + plan.span_length + 1)
         rows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
-        yield SpanRows(rows, ((length,),) * len(rows))
+        yield Batch(rows, ((length,),) * len(rows), np.arange(len(rows)))
 
 
 def evaluate_extrapolation(

@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from heddle.data.corpus import Corpus
+from heddle.data.samples import Batch
 from heddle.training.evaluation.scores import (
-    EvaluationBatch,
     FiniteScores,
     Scores,
     TokenScores,
@@ -59,15 +59,16 @@ def token_frequencies(corpus: Corpus) -> np.ndarray:
     return frequencies
 
 
-def frequency_groups(frequencies: np.ndarray, number: int = FREQUENCY_GROUPS) -> np.ndarray:
+def frequency_groups(frequencies: np.ndarray) -> np.ndarray:
     """Return the group of each token, 0 for the most frequent ones: int64 [vocab].
 
-    A token more frequent than 1 / number forms its own group; there are fewer groups then.
+    A token more frequent than 1 / FREQUENCY_GROUPS forms its own group; there are fewer groups then.
     """
     order = np.argsort(-frequencies, kind="stable")
     middles = np.cumsum(frequencies[order]) - frequencies[order] / 2
     groups = np.empty(len(order), dtype=np.int64)
-    groups[order] = np.clip((number * middles / max(frequencies.sum(), 1e-300)).astype(np.int64), 0, number - 1)
+    shares = FREQUENCY_GROUPS * middles / max(frequencies.sum(), 1e-300)
+    groups[order] = np.clip(shares.astype(np.int64), 0, FREQUENCY_GROUPS - 1)
     return np.unique(groups, return_inverse=True)[1].astype(np.int64)
 
 
@@ -101,7 +102,7 @@ class LossProfile:
         self.positions = [[] for _ in pairwise(self.edges)]
         self.frequencies = [[] for _ in range(int(self.token_groups.max(initial=-1)) + 1)]
 
-    def add(self, batch: EvaluationBatch, tokens: TokenScores) -> None:
+    def add(self, batch: Batch, tokens: TokenScores) -> None:
         """Add the windows of a batch."""
         bits, sizes = token_bits(tokens), tokens.sizes.cpu().numpy()
         by_position = position_groups(batch.doc_lengths, self.edges)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,26 +54,6 @@ def row_sums(values: np.ndarray, sizes: np.ndarray) -> Scores:
 # Bits per byte: `Σ loss / ln 2 / Σ bytes` over the tokens of a text. End tokens add neither bits nor bytes.
 
 
-class EvaluationBatch(Protocol):
-    """Sequences to score.
-
-    tokens: int64 [B, T + 1]. doc_lengths: lengths of the documents in each row's T inputs. targets: int64 [B, T], −1
-    where nothing is scored.
-    """
-
-    @property
-    def tokens(self) -> np.ndarray: ...
-
-    @property
-    def doc_lengths(self) -> tuple[tuple[int, ...], ...]: ...
-
-    @property
-    def targets(self) -> np.ndarray: ...
-
-
-_Evaluated = TypeVar("_Evaluated", bound=EvaluationBatch)
-
-
 class TokenScores(NamedTuple):
     """For every target of a batch: its loss in nats, float64 [B, T], and its bytes, int64 [B, T].
 
@@ -87,12 +67,12 @@ class TokenScores(NamedTuple):
 
 
 # Called with each batch of an evaluation and the scores of its tokens.
-TokenObserver = Callable[[EvaluationBatch, TokenScores], None]
+TokenObserver = Callable[[Batch, TokenScores], None]
 
 
 def bits_and_bytes(
     model: Decoder,
-    batches: Iterable[EvaluationBatch],
+    batches: Iterable[Batch],
     byte_lengths: np.ndarray,
     autocast: torch.dtype | None = None,
     observer: TokenObserver | None = None,
@@ -112,12 +92,12 @@ def bits_and_bytes(
 
 def token_scores(
     model: Decoder,
-    batches: Iterable[_Evaluated],
+    batches: Iterable[Batch],
     byte_lengths: np.ndarray,
     autocast: torch.dtype | None = None,
     *,
     with_correct: bool = False,
-) -> Iterator[tuple[_Evaluated, TokenScores]]:
+) -> Iterator[tuple[Batch, TokenScores]]:
     """Yield each batch and the scores of its tokens, which `bits_and_bytes` adds up. with_correct: fill `correct`."""
     device = model.embed.weight.device
     token_bytes = to_device(torch.from_numpy(np.asarray(byte_lengths, dtype=np.int64)), device)
@@ -152,14 +132,7 @@ def token_bits(scores: TokenScores) -> np.ndarray:
 # Task accuracy: the fraction of scored targets that are the model's most likely token of the whole vocabulary.
 
 
-class TaskBatch(EvaluationBatch, Protocol):
-    """Rows with targets. coordinates: [B, T, 2], x and y of each input, or None."""
-
-    @property
-    def coordinates(self) -> np.ndarray | None: ...
-
-
-def correct_predictions(model: Decoder, batches: Iterable[TaskBatch], autocast: torch.dtype | None = None) -> Scores:
+def correct_predictions(model: Decoder, batches: Iterable[Batch], autocast: torch.dtype | None = None) -> Scores:
     """Return (correct answers, scored targets) of each row. Runs in eval mode and restores the model's mode."""
     device = model.embed.weight.device
     was_training = model.training
@@ -205,7 +178,7 @@ def scores_on_ranks(
         for group in _groups(batches, ranks.count):
             seen: list[TokenScores] = []
 
-            def observe(_: EvaluationBatch, tokens: TokenScores, seen: list[TokenScores] = seen) -> None:
+            def observe(_: Batch, tokens: TokenScores, seen: list[TokenScores] = seen) -> None:
                 seen.append(tokens)
 
             own = evaluate([group[min(ranks.rank, len(group) - 1)]], None if observer is None else observe)

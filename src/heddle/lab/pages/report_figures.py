@@ -9,8 +9,8 @@ import numpy as np
 
 from heddle.lab.compare.plan import format_value
 from heddle.lab.compare.results import (
-    BaselineRow,
     Design,
+    Difference,
     LengthChange,
     Report,
     TrialResult,
@@ -34,9 +34,11 @@ from heddle.lab.compare.tables import (
     shared_context,
     value_at,
 )
-from heddle.lab.pages.figures.base import (
+from heddle.lab.pages.figures import (
     Figure,
     Points,
+    Series,
+    Value,
     axis,
     base_layout,
     byte_axis,
@@ -45,10 +47,11 @@ from heddle.lab.pages.figures.base import (
     dotted_line,
     error_bar,
     finite_points,
+    line_figure,
+    named_axis,
     plotly_text,
     range_bar,
 )
-from heddle.lab.pages.figures.lines import Series, Value, line_figure, named_axis
 from heddle.lab.pages.render import report_styles
 
 MAX_LABELED_DESIGNS = 8
@@ -97,16 +100,13 @@ def _loss_figure(report: Report) -> Figure:
         thin = design_trace(report, by_name[running.design], finite_points(running.curve), [])
         line = {"color": thin["line"]["color"], "width": 1, "dash": "dot"}
         data.append(thin | {"mode": "lines", "hoverinfo": "skip", "line": line})
-    mean_curves = []
-    for design in report.designs:
-        points = mean_curve(design)
-        if points:
-            mean_curves.append(points)
-            texts = [f"{format_bits(y)} bits per byte at {format_number(x)} tokens" for x, y in points]
-            data.append(design_trace(report, design, points, texts) | {"mode": "lines"})
+    mean_curves = {design.name: points for design in report.designs if (points := mean_curve(design))}
+    for name, points in mean_curves.items():
+        texts = [f"{format_bits(y)} bits per byte at {format_number(x)} tokens" for x, y in points]
+        data.append(design_trace(report, by_name[name], points, texts) | {"mode": "lines"})
     layout = base_layout(axis("tokens trained on") | {"tickformat": "~s"}, axis("bits per byte"))
     if mean_curves:
-        layout["yaxis"]["range"] = _late_range(mean_curves)
+        layout["yaxis"]["range"] = _late_range(list(mean_curves.values()))
     return {"data": data, "layout": layout}
 
 
@@ -158,7 +158,8 @@ def _tradeoff_figure(report: Report) -> Figure:
             loss = baseline_loss + difference.mean  # so that the bar crosses the line exactly if it is unresolved
         if loss is None or not size:
             continue
-        trace = design_trace(report, design, [(size, loss)], [_hover_text(loss, size, difference)])
+        text = with_difference(f"{format_bits(loss)} bits per byte, {format_bytes(size)}", difference)
+        trace = design_trace(report, design, [(size, loss)], [text])
         trace["mode"] = "markers"
         trace["marker"] = {**trace["marker"], "size": 13}
         half = half_width(difference)
@@ -185,11 +186,9 @@ def _range_with_margin(data: Sequence[Figure], baseline_loss: float | None) -> l
     return [min(values) - 0.18 * span, max(values) + 0.08 * span]
 
 
-def _hover_text(loss: float, size: float, difference: BaselineRow | None) -> str:
-    text = f"{format_bits(loss)} bits per byte, {format_bytes(size)}"
-    if difference is None:
-        return text
-    return f"{text}\n{format_difference(difference)}, {judgment(difference)}"
+def with_difference(text: str, difference: Difference | None) -> str:
+    """The hover text of a point, with its difference and what this supports on a second line."""
+    return text if difference is None else f"{text}\n{format_difference(difference)}, {judgment(difference)}"
 
 
 def _direction_note() -> dict[str, Any]:
@@ -203,23 +202,20 @@ def _design_labels(data: Sequence[Figure]) -> list[dict[str, Any]]:
         return []
     logs = [math.log10(trace["x"][0]) for trace in data]
     middle = (min(logs) + max(logs)) / 2
-    labels = []
-    for trace, log in zip(data, logs, strict=True):
-        on_the_right = log <= middle
-        labels.append(
-            {
-                "x": log,
-                "y": trace["y"][0],
-                "xanchor": "left" if on_the_right else "right",
-                "xshift": 12 if on_the_right else -12,
-                "showarrow": False,
-                "text": trace["name"],
-                "font": {"color": "ink", "size": 13},
-                "bgcolor": "card",
-                "name": str(trace["meta"]),
-            }
-        )
-    return labels
+    return [
+        {
+            "x": log,
+            "y": trace["y"][0],
+            "xanchor": "left" if log <= middle else "right",
+            "xshift": 12 if log <= middle else -12,
+            "showarrow": False,
+            "text": trace["name"],
+            "font": {"color": "ink", "size": 13},
+            "bgcolor": "card",
+            "name": str(trace["meta"]),
+        }
+        for trace, log in zip(data, logs, strict=True)
+    ]
 
 
 # The figures of varied fields: bits per byte over the values of each field.
@@ -292,16 +288,9 @@ def _mean_trace(values: Sequence[VariedValue], numeric: bool, averaged: bool) ->
         },
         "error_y" if numeric else "error_x": error_bar(halves, "series-0"),
         "customdata": [plotly_text(value.label) for value in values],
-        "text": [_effect_hover_text(value) for value in values],
+        "text": [with_difference(f"{format_bits(value.mean)} bits per byte", value.difference) for value in values],
         "showlegend": False,
     }
-
-
-def _effect_hover_text(value: VariedValue) -> str:
-    text = f"{format_bits(value.mean)} bits per byte"
-    if value.difference is None:
-        return text
-    return f"{text}\n{format_difference(value.difference)}, {judgment(value.difference)}"
 
 
 def _axes(field: VariedField, values: Sequence[VariedValue], numeric: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -365,17 +354,11 @@ def _length_line(report: Report, design: Design, rows: list[LengthChange]) -> Fi
         change, length = row.change, row.multiple * trained_length
         loss = row.bits_per_byte if change is None or change.mean is None else first_mean + change.mean
         points.append((length, loss or 0.0))
-        texts.append(f"{format_bits(loss)} bits per byte, at {length} tokens{_change_text(row)}")
+        missing = f", {row.not_finite} seeds not finite" if change is not None and row.not_finite else ""
+        texts.append(with_difference(f"{format_bits(loss)} bits per byte, at {length} tokens", change) + missing)
         halves.append(half_width(change) or 0.0)
     trace = design_trace(report, design, points, texts)
     return trace | {"error_y": error_bar(halves, trace["line"]["color"], width=4, thickness=1.5)}
-
-
-def _change_text(row: LengthChange) -> str:
-    if row.change is None:
-        return ""
-    missing = f", {row.not_finite} seeds not finite" if row.not_finite else ""
-    return f"\n{format_difference(row.change)}, {judgment(row.change)}{missing}"
 
 
 def _cross(line: Figure, missing: LengthChange) -> Figure:
