@@ -47,6 +47,12 @@ def layer_windows(config: ConfigReader, types: LayerTypes, window: int | None) -
     return [window if kind == SLIDING else None for kind in types]
 
 
+def read_windows(config: ConfigReader, usual: LayerTypes, default: int | None) -> list[int | None]:
+    """The window of each layer. usual: the types, and default: the window, where the fields are absent."""
+    window = config.get_nullable("sliding_window", default)
+    return layer_windows(config, read_types(config, usual), window)
+
+
 def windowed_layers(
     config: ConfigReader, usual: LayerTypes, window: int | None, layer: dict[str, Any]
 ) -> list[dict[str, Any]]:
@@ -64,6 +70,15 @@ def merge_repeats(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             entries.append({"repeat": 1, **layer})
     return entries
+
+
+def layers_of(
+    mixers: Sequence[dict[str, Any]], feedforwards: dict[str, Any] | Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Entries for layers with these mixers. feedforwards: one for each, or one for all."""
+    each = [feedforwards] * len(mixers) if isinstance(feedforwards, dict) else feedforwards
+    pairs = zip(mixers, each, strict=True)
+    return merge_repeats([{"mixer": mixer, "feedforward": feedforward} for mixer, feedforward in pairs])
 
 
 def ropes_by_layer_type(design: ModelConfig) -> tuple[RopeConfig, RopeConfig]:
