@@ -7,9 +7,11 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import MAX_LAYERS, ModelConfig
+from heddle.parts.mixers import MixerConfig
 from heddle.parts.positions.rope import RopeConfig
 
 LayerTypes = list[str]
+LINEAR = "linear_attention"
 
 
 def read_depth(config: ConfigReader) -> int:
@@ -59,6 +61,11 @@ def windowed_layers(
     """Entries for layers that differ in the window of their mixer alone. usual: the types where the field is absent."""
     windows = layer_windows(config, read_types(config, usual), window)
     return merge_repeats([layer | {"mixer": layer["mixer"] | {"window": width}} for width in windows])
+
+
+def types_of(design: ModelConfig, mixer: type[MixerConfig], kind: str = LINEAR) -> LayerTypes:
+    """The type of each layer of a design: `kind` for those with this mixer, full attention for others."""
+    return [kind if isinstance(layer.mixer, mixer) else FULL for layer in design_parts.layers(design)]
 
 
 def merge_repeats(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -226,7 +226,7 @@ def map_moe_swa(design: ModelConfig, weights: WeightMap) -> None:
 GRANITEMOE_SWA = Family("granitemoe_swa", "GraniteMoeSWAForCausalLM", read_moe_swa, write_moe_swa, map_moe_swa)
 
 
-LINEAR = "linear_attention"
+LINEAR = _layer_types.LINEAR
 ALIASES = {"mamba": LINEAR, "attention": FULL}
 ROTARY, NO_POSITION = "rope", "nope"
 
@@ -266,7 +266,7 @@ def _read_feedforward(config: ConfigReader, activation: str, depth: int) -> dict
 
 def write_hybrid(design: ModelConfig) -> dict[str, Any]:
     is_rotary = isinstance(design_parts.first_attention(design).position, RopeConfig)
-    types = [LINEAR if isinstance(layer.mixer, Mamba2Config) else FULL for layer in design_parts.layers(design)]
+    types = _layer_types.types_of(design, Mamba2Config)
     return (
         _common.write_common(design)
         | _common.write_attention(design)

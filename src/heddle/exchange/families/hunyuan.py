@@ -58,8 +58,8 @@ def write_hunyuan(design: ModelConfig) -> dict[str, Any]:
     return data
 
 
-LONG_NAMES = partial(_common.map_attention, norms=("query_layernorm", "key_layernorm"))
-map_hunyuan = partial(_common.map_weights, map_mixer=LONG_NAMES)
+map_attention = partial(_common.map_attention, norms=("query_layernorm", "key_layernorm"))
+map_hunyuan = partial(_common.map_weights, map_mixer=map_attention)
 
 
 HUNYUAN = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", read_hunyuan, write_hunyuan, map_hunyuan)

@@ -14,7 +14,7 @@ from heddle.exchange.rope import FULL
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.kda import KDAConfig
 
-LINEAR = "linear_attention"
+LINEAR = _layer_types.LINEAR
 DENSE, SPARSE = deepseek.DENSE, deepseek.SPARSE
 DELTA = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "b_proj": "beta", "f_a_proj": "decay_down", "f_b_proj": "decay_up",
@@ -111,7 +111,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
             "tie_word_embeddings": False,
             "hidden_act": "silu",
             "rms_norm_eps": design_parts.norm_eps(design),
-            "layer_types": [LINEAR if isinstance(x.mixer, KDAConfig) else FULL for x in design_parts.layers(design)],
+            "layer_types": _layer_types.types_of(design, KDAConfig),
             "linear_num_heads": delta.heads,
             "linear_head_dim": delta.head_dim or design.width,
             "linear_conv_kernel_dim": delta.conv_kernel,

@@ -74,7 +74,6 @@ def _read_types(config: ConfigReader) -> list[str]:
 def write_lfm2(design: ModelConfig) -> dict[str, Any]:
     conv, attention = design_parts.first_mixer(design, ShortConvConfig()), _common.write_attention(design)
     del attention["attention_dropout"]  # it has none
-    is_conv = [isinstance(layer.mixer, ShortConvConfig) for layer in design_parts.layers(design)]
     return (
         _common.write_common(design)
         | attention
@@ -83,7 +82,7 @@ def write_lfm2(design: ModelConfig) -> dict[str, Any]:
             "block_auto_adjust_ff_dim": False,
             "conv_L_cache": conv.conv_kernel,
             "conv_bias": conv.conv_bias,
-            "layer_types": [CONV if each else FULL for each in is_conv],
+            "layer_types": _layer_types.types_of(design, ShortConvConfig, CONV),
             "norm_eps": design_parts.norm_eps(design),
         }
     )

@@ -25,7 +25,6 @@ rescale_prenorm_residual""".split()  # noqa: SIM905
 Names = Mapping[str, tuple[str, int]]
 
 
-# Those of Granite 4 and Falcon-H1.
 PREFIXED_NAMES: Names = {  # of Granite 4, Bamba and Falcon-H1
     "heads": ("mamba_n_heads", 128), "head_dim": ("mamba_d_head", 64), "state_size": ("mamba_d_state", 256),
     "groups": ("mamba_n_groups", 1), "conv_kernel": ("mamba_d_conv", 4), "conv_bias": ("mamba_conv_bias", True),

@@ -13,7 +13,7 @@ from heddle.model.config import ModelConfig
 from heddle.parts.mixers.retention import RetentionConfig
 from heddle.parts.residuals.deep_norm import DeepNormConfig
 
-LINEAR = "linear_attention"
+LINEAR = _layer_types.LINEAR
 
 LIGHTNING_EPS = 1e-6  # of the norm after lightning attention, whatever `rms_norm_eps` says
 BRANCHES = {"alpha": "attn_alpha_factor", "multiplier": "attn_beta_factor"}
@@ -89,7 +89,6 @@ def write_minimax(design: ModelConfig) -> dict[str, Any]:
     lightning = next((mixer for mixer in mixers if isinstance(mixer, RetentionConfig)), None)
     is_deep = isinstance(residual, DeepNormConfig)
     factors = {field: getattr(residual, field) if is_deep else 1.0 for field in (*BRANCHES, *FEEDFORWARD)}
-    is_linear = [isinstance(layer.mixer, RetentionConfig) for layer in design_parts.layers(design)]
     fields = _common.write_common(design) | _common.write_attention(design)
     if lightning is not None and attention not in mixers:
         fields |= {"num_attention_heads": lightning.heads, "head_dim": lightning.head_dim}
@@ -101,7 +100,7 @@ def write_minimax(design: ModelConfig) -> dict[str, Any]:
         | {f"{kind}_{name}": factors[field] for field, name in BRANCHES.items() for kind in ("linear", "full")}
         | {name: factors[field] for field, name in FEEDFORWARD.items()}
         | _moe.write_experts(design)
-        | {"layer_types": [LINEAR if each else FULL for each in is_linear], "sliding_window": attention.window}
+        | {"layer_types": _layer_types.types_of(design, RetentionConfig), "sliding_window": attention.window}
         | {"rms_norm_eps": design_parts.norm_eps(design), "router_jitter_noise": 0.0}
         | _moe.write_aux_loss(design, design_parts.first_moe(design))
     )

@@ -16,7 +16,7 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.mamba2 import Mamba2Config
 
-LINEAR, MLP, MOE = "linear_attention", "mlp", "moe"
+LINEAR, MLP, MOE = _layer_types.LINEAR, "mlp", "moe"
 PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 ALIASES = {"mamba": LINEAR, "attention": FULL}
 NAMES: mamba.Names = {

@@ -7,7 +7,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe, qwen_hybrid
 from heddle.exchange.family import DEPTHWISE_CONV, Family, WeightMap
-from heddle.exchange.rope import read_rope, read_ropes_by_layer_type, write_ropes_by_layer_type
+from heddle.exchange.rope import FULL, read_rope, read_ropes_by_layer_type, write_ropes_by_layer_type
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
@@ -135,7 +135,7 @@ map_flex_olmo = partial(map_olmo2, map_feedforward=_moe.map_feedforward)
 FLEX_OLMO = Family("flex_olmo", "FlexOlmoForCausalLM", read_flex_olmo, write_flex_olmo, map_flex_olmo)
 
 
-FULL, LINEAR = qwen_hybrid.FULL, qwen_hybrid.LINEAR
+LINEAR = _layer_types.LINEAR
 # Of the first weights.
 INITIAL = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
 DELTA = {

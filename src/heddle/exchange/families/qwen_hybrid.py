@@ -11,11 +11,12 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe, qwen
 from heddle.exchange.family import DEPTHWISE_CONV, Family, ModuleNames, WeightMap, interleaved_by_group
+from heddle.exchange.rope import FULL
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = _layer_types.LINEAR
 DELTA = _common.Fields(
     heads=("linear_num_value_heads", int),
     key_heads=("linear_num_key_heads", int),
@@ -86,12 +87,7 @@ def write_hybrid(design: ModelConfig) -> dict[str, Any]:
 def write_delta(design: ModelConfig) -> dict[str, Any]:
     """The types of the layers, and the fields of the first delta rule."""
     delta = DELTA.write(design_parts.first_gated_delta(design))
-    return {"layer_types": mixer_types(design), "hidden_act": "silu"} | delta
-
-
-def mixer_types(design: ModelConfig) -> list[str]:
-    """The type of each layer of a design."""
-    return [LINEAR if isinstance(layer.mixer, GatedDeltaConfig) else FULL for layer in design_parts.layers(design)]
+    return {"layer_types": _layer_types.types_of(design, GatedDeltaConfig), "hidden_act": "silu"} | delta
 
 
 def map_hybrid(
@@ -134,7 +130,7 @@ def read_qwen3_next(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_qwen3_next(design: ModelConfig) -> dict[str, Any]:
-    types = mixer_types(design)
+    types = _layer_types.types_of(design, GatedDeltaConfig)
     interval = types.index(FULL) + 1 if FULL in types else design.depth + 1
     is_usual = types == default_types(interval, design.depth)
     return (
