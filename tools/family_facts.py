@@ -42,7 +42,7 @@ def page(written: str) -> str:
 def _families() -> Iterator[str]:
     for name, family in sorted(families().items()):
         yield f"## {name}"
-        yield prose(_about(family))
+        yield prose(about(family))
         notes = [f"Class: `{family.architecture}`{_equal(name)}."]
         if family.ignored_tensors:
             where = "" if family.multi_token is None else " where no modules are read"
@@ -50,7 +50,7 @@ def _families() -> Iterator[str]:
         yield " ".join(notes)
 
 
-def _about(family: Family) -> str:
+def about(family: Family) -> str:
     """What a family is: the docstring of its file where it is alone there, else that of its `read_config`."""
     file = inspect.getmodule(family.read_config)
     in_file = [value for value in vars(file).values() if isinstance(value, Family)]
