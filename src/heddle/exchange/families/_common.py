@@ -52,9 +52,10 @@ class Fields:
 
     def write(self, part: Any) -> dict[str, Any]:
         """The fields of the config; where the part has None, their defaults."""
+        values = {name: (getattr(part, own), default) for own, (name, default, *_) in self.names.items()}
         return {
-            name: default if getattr(part, own) is None else getattr(part, own)
-            for own, (name, default, *_) in self.names.items()
+            name: default if value is None and not isinstance(default, type) else value
+            for name, (value, default) in values.items()
         }
 
 
@@ -138,6 +139,11 @@ def write_gated(design: ModelConfig, name: str = "hidden_act") -> dict[str, Any]
     """The fields of the first gated feed-forward."""
     feedforward = design_parts.first_gated(design)
     return {"intermediate_size": feedforward.hidden, name: design_parts.HF_ACTIVATIONS[feedforward.activation]}
+
+
+def multiplier(factor: float) -> float | None:
+    """A multiplier of a design; none for 1."""
+    return None if factor == 1.0 else factor
 
 
 def same_layers(config: ConfigReader, mixer: dict[str, Any], feedforward: dict[str, Any]) -> list[dict[str, Any]]:

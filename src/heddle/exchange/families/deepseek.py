@@ -455,8 +455,8 @@ def read_minicpm3(config: ConfigReader) -> dict[str, Any]:
         config,
         1e-5,
         _common.same_layers(config, mixer, _common.read_gated(config, bias=config.get("mlp_bias", False))),
-        embedding={"multiplier": granite.multiplier(config.get("scale_emb", 12.0))},
-        residual={"kind": "pre_norm", "multiplier": granite.multiplier(branches / depth**0.5 if branches else 1.0)},
+        embedding={"multiplier": _common.multiplier(config.get("scale_emb", 12.0))},
+        residual={"kind": "pre_norm", "multiplier": _common.multiplier(branches / depth**0.5 if branches else 1.0)},
         head={"tied": config.get("tie_word_embeddings", True), "scale": (base or width) / width},
     )
 

@@ -20,15 +20,10 @@ def read_multipliers(config: ConfigReader, tied: bool = False) -> dict[str, Any]
     if not scaling > 0:
         raise config.invalid("logits_scaling", "divides the logits and should be above 0")
     return {
-        "embedding": {"multiplier": multiplier(config.get("embedding_multiplier", 1.0))},
-        "residual": {"kind": "pre_norm", "multiplier": multiplier(config.get("residual_multiplier", 1.0))},
+        "embedding": {"multiplier": _common.multiplier(config.get("embedding_multiplier", 1.0))},
+        "residual": {"kind": "pre_norm", "multiplier": _common.multiplier(config.get("residual_multiplier", 1.0))},
         "head": {"tied": config.get("tie_word_embeddings", tied), "scale": 1 / scaling},
     }
-
-
-def multiplier(factor: float) -> float | None:
-    """A multiplier of a design; none for 1."""
-    return None if factor == 1.0 else factor
 
 
 def branch_multiplier(design: ModelConfig) -> float:

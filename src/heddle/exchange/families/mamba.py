@@ -227,8 +227,8 @@ def read_falcon_h1(config: ConfigReader) -> dict[str, Any]:
         pair |= {f"{way}put_multipliers": None if numbers == [1.0, 1.0] else numbers}
     gate, down = _read_multipliers(config, "mlp_multipliers", 2)
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
-    feedforward |= {"gate_multiplier": _or_none(gate), "multiplier": _or_none(down)}
-    embedding = {"multiplier": _or_none(_read_multiplier(config, "embedding_multiplier"))}
+    feedforward |= {"gate_multiplier": _common.multiplier(gate), "multiplier": _common.multiplier(down)}
+    embedding = {"multiplier": _common.multiplier(_read_multiplier(config, "embedding_multiplier"))}
     scale = _read_multiplier(config, "lm_head_multiplier")
     head = {"tied": config.get("tie_word_embeddings", False), "scale": scale}
     layers = _common.same_layers(config, pair, feedforward)
@@ -249,14 +249,10 @@ def _read_multipliers(config: ConfigReader, name: str, count: int) -> list[float
     return [float(number) for number in numbers]
 
 
-def _or_none(multiplier: float) -> float | None:
-    return None if multiplier == 1.0 else multiplier
-
-
 def _read_attention(config: ConfigReader) -> dict[str, Any]:
     config.require_count("hidden_size")
     attention = _common.read_attention(config, bias=config.get("attention_bias", False))
-    key = _or_none(_read_multiplier(config, "key_multiplier"))
+    key = _common.multiplier(_read_multiplier(config, "key_multiplier"))
     return attention | {"scale": None if key is None else key * attention["head_dim"] ** -0.5}
 
 
