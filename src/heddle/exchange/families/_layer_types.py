@@ -55,6 +55,12 @@ def read_windows(config: ConfigReader, usual: LayerTypes, default: int | None) -
     return layer_windows(config, read_types(config, usual), window)
 
 
+def write_windows(design: ModelConfig, default: int) -> dict[str, Any]:
+    """The fields that `read_windows` reads; `default` stands where no layer has a window."""
+    window = design_parts.first_window(design) or default
+    return {"sliding_window": window, "layer_types": design_parts.layer_types(design)}
+
+
 def windowed_layers(
     config: ConfigReader, usual: LayerTypes, window: int | None, layer: dict[str, Any]
 ) -> list[dict[str, Any]]:

@@ -73,8 +73,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
             "num_experts": moe.experts,
             "num_shared_experts": deepseek.shared_experts(moe),
             "route_scale": moe.scale,
-            "layer_types": design_parts.layer_types(design),
-            "sliding_window": design_parts.first_window(design) or DEFAULT_WINDOW,
+            **_layer_types.write_windows(design, DEFAULT_WINDOW),
             "mup_enabled": design.embedding.multiplier is not None,
         }
     )

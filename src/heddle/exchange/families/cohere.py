@@ -87,8 +87,7 @@ def write_cohere2(design: ModelConfig) -> dict[str, Any]:
         _common.write_common(design)
         | _common.write_attention(design, design_parts.first_rope(design))
         | write_fields(design)
-        | {"sliding_window": design_parts.first_window(design) or WINDOW}
-        | _common.written(design, "layer_types")
+        | _layer_types.write_windows(design, WINDOW)
     )
 
 

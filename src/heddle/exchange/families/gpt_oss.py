@@ -76,10 +76,9 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     return (
         _common.write_common(design)
         | _common.write_attention(design)
-        | _common.written(design, "attention_bias", "layer_types")
+        | _layer_types.write_windows(design, DEFAULT_WINDOW)
+        | _common.written(design, "attention_bias", "rms_norm_eps")
         | {
-            "sliding_window": design_parts.first_window(design) or DEFAULT_WINDOW,
-            "rms_norm_eps": design_parts.norm_eps(design),
             "hidden_act": "silu",
             "intermediate_size": experts.hidden,
             "num_local_experts": experts.experts,

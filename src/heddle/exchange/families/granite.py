@@ -179,9 +179,8 @@ def write_windows(design: ModelConfig) -> dict[str, Any]:
     mixers = [layer.mixer for layer in design_parts.layers(design)]
     thetas = [design_parts.rope_of(mixer).base if design_parts.has_rope(mixer) else 0.0 for mixer in mixers]
     return _common.write_attention(design, design_parts.first_rope(design)) | {
-        "layer_types": design_parts.layer_types(design),
-        "sliding_window": design_parts.first_window(design) or WINDOW,
         "layer_rope_theta": thetas,
+        **_layer_types.write_windows(design, WINDOW),
     }
 
 

@@ -37,8 +37,7 @@ def read_ministral(config: ConfigReader) -> dict[str, Any]:
 
 def write_ministral(design: ModelConfig) -> dict[str, Any]:
     """transformers wants a number for the window where no layer has one, too."""
-    window = {"sliding_window": design_parts.first_window(design) or WINDOW}
-    return write_mistral(design) | window | _common.written(design, "layer_types")
+    return _common.write_unbiased_decoder(design) | _layer_types.write_windows(design, WINDOW)
 
 
 MINISTRAL = Family("ministral", "MinistralForCausalLM", read_ministral, write_ministral, _common.map_weights)

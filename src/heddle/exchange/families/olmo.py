@@ -83,8 +83,7 @@ def read_olmo3(config: ConfigReader) -> dict[str, Any]:
 def write_olmo3(design: ModelConfig) -> dict[str, Any]:
     head_dim = design_parts.first_attention(design).head_dim or design.width
     ropes = write_ropes_by_layer_type(*_layer_types.ropes_by_layer_type(design), head_dim)
-    window = {"sliding_window": design_parts.first_window(design) or WINDOW}
-    return _common.write_decoder(design, "layer_types") | ropes | window
+    return _common.write_decoder(design) | ropes | _layer_types.write_windows(design, WINDOW)
 
 
 OLMO3 = Family("olmo3", "Olmo3ForCausalLM", read_olmo3, write_olmo3, map_olmo2, priority=7)

@@ -177,9 +177,9 @@ def write_mellum(design: ModelConfig) -> dict[str, Any]:
     tables = [write_rope_table(rope, head_dim or design.width) for rope in ropes]
     return (
         fields
-        | _common.written(design, "attention_bias", "layer_types", "rms_norm_eps")
+        | _common.written(design, "attention_bias", "rms_norm_eps")
+        | _layer_types.write_windows(design, MELLUM_WINDOW)
         | {"rope_parameters": dict(zip((FULL, SLIDING), tables, strict=True))}
-        | {"sliding_window": design_parts.first_window(design) or MELLUM_WINDOW}
         | {"mlp_layer_types": [SPARSE if is_sparse else DENSE for is_sparse in design_parts.has_experts(design)]}
     )
 
