@@ -1,6 +1,6 @@
 """The page of families for the documentation: each family, and how closely it agrees with transformers."""
 
-import importlib
+import inspect
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from heddle.exchange.family import NOT_READ_FILE, families, missing_parts
+from heddle.exchange.family import NOT_READ_FILE, Family, families, missing_parts
 from heddle.exchange.family_match import HEDDLE
 from tests.exchange.cases import CASES
 from tools.markdown import joined, prose
 
-INTRO = """A family is a `model_type` of transformers: one file in `src/heddle/exchange/families`, which maps config
+INTRO = """A family is a `model_type` of transformers: one `Family` in `src/heddle/exchange/families`, which maps config
 fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as
 close to the float32 logits as transformers' own."""
 MEANING = """The tests check several variants of every family (`tests/exchange/cases.py`), with models that transformers
@@ -42,12 +42,19 @@ def page(written: str) -> str:
 def _families() -> Iterator[str]:
     for name, family in sorted(families().items()):
         yield f"## {name}"
-        yield prose(importlib.import_module(f"heddle.exchange.families.{name.replace('-', '_')}").__doc__)
+        yield prose(about(family))
         notes = [f"Class: `{family.architecture}`{_equal(name)}."]
         if family.ignored_tensors:
             where = "" if family.multi_token is None else " where no modules are read"
             notes.append(f"Ignored tensors{where}: {', '.join(f'`{pattern}`' for pattern in family.ignored_tensors)}.")
         yield " ".join(notes)
+
+
+def about(family: Family) -> str:
+    """What a family is: the docstring of its file where it is alone there, else that of its `read_config`."""
+    file = inspect.getmodule(family.read_config)
+    in_file = [value for value in vars(file).values() if isinstance(value, Family)]
+    return (file if in_file == [family] else family.read_config).__doc__ or ""
 
 
 def _equal(name: str) -> str:

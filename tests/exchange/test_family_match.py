@@ -20,12 +20,19 @@ from heddle.exchange.family_match import (
 from heddle.exchange.load import load
 from heddle.model.config import ModelConfig
 from tests.cases import CASES, case
+from tools.family_facts import about
 
 LLAMA = "preset:gqa-tiny"
 
 
 def loaded(*overrides: str, preset: str = LLAMA) -> ModelConfig:
     return heddle.load_config(preset, ["vocab_size=97", *overrides])
+
+
+def test_each_family_of_a_file_says_what_it_is() -> None:
+    texts = [about(family) for family in families().values()]
+    assert all(texts)
+    assert len(set(texts)) == len(texts)
 
 
 def test_a_design_that_fits() -> None:

@@ -147,6 +147,16 @@ class ConfigReader:
             raise self.invalid(name, f"heddle builds {choices} only")
         return value
 
+    def expect_all(self, **values: Any) -> None:
+        """Raises ConfigError naming the first of these fields that is there, not null, and has another value."""
+        for name, value in values.items():
+            self.expect(name, value, None)
+
+    def ignore(self, *names: str) -> None:
+        """Mark fields as read without noting them; counts among them must still be in range."""
+        for name in names:
+            self.optional(name)
+
     def preserved(self) -> dict[str, Any]:
         """The fields that an export writes again."""
         return {name: self.data[name] for name in PRESERVED_FIELDS if name in self.data}

@@ -3,7 +3,7 @@
 `write_config` must work for any design, so none of these functions fails. Designs are resolved: defaults are filled in.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 from heddle.config import Config
 from heddle.model.config import LayerConfig, ModelConfig
@@ -19,6 +19,8 @@ from heddle.parts.mixers.pair import PairConfig
 from heddle.parts.norms.layer import LayerNormConfig
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.positions.rope import RopeConfig
+
+M = TypeVar("M", bound=MixerConfig)
 
 HF_ACTIVATIONS = {"relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 HEDDLE_ACTIVATIONS = {hf_name: name for name, hf_name in HF_ACTIVATIONS.items()} | {
@@ -46,22 +48,23 @@ def mixers(design: ModelConfig) -> list[MixerConfig]:
 
 def first_attention(design: ModelConfig) -> AttentionConfig:
     """The first softmax attention, also of a pair, or a default one."""
-    for mixer in mixers(design):
-        if isinstance(mixer, AttentionConfig):
-            return mixer
-    return AttentionConfig(heads=1, kv_heads=1, head_dim=design.width, value_dim=design.width)
+    return first_mixer(design, AttentionConfig(heads=1, kv_heads=1, head_dim=design.width, value_dim=design.width))
+
+
+def first_mixer(design: ModelConfig, default: M) -> M:
+    """The first mixer of the kind of `default`, also of a pair, or `default`."""
+    return next((mixer for mixer in mixers(design) if isinstance(mixer, type(default))), default)
 
 
 def first_latent_attention(design: ModelConfig) -> LatentAttentionConfig:
     """The first latent attention, or a default one."""
     default = LatentAttentionConfig(heads=1, kv_rank=design.width, nope_dim=design.width, rope_dim=2, value_dim=1)
-    return next((x.mixer for x in layers(design) if isinstance(x.mixer, LatentAttentionConfig)), default)
+    return first_mixer(design, default)
 
 
 def first_gated_delta(design: ModelConfig) -> GatedDeltaConfig:
     """The first gated delta rule, or a default one."""
-    default = GatedDeltaConfig(heads=1, key_heads=1, head_dim=design.width, value_dim=design.width)
-    return next((x.mixer for x in layers(design) if isinstance(x.mixer, GatedDeltaConfig)), default)
+    return first_mixer(design, GatedDeltaConfig(heads=1, key_heads=1, head_dim=design.width, value_dim=design.width))
 
 
 def rope_of(mixer: Any) -> RopeConfig:

@@ -106,12 +106,17 @@ class WeightMap:
             self.rules[hf_name] = TensorRule(hf_name, parameters, transform)
 
     def add_module(self, hf_module: str, *modules: ParameterRef, transform: TensorTransform = CONCATENATED) -> None:
-        """Add the rules for the weight and, if the model has one, the bias of a module."""
-        for suffix in (".weight", ".bias"):
+        """Add the rules for the weight and the bias of a module, those that the model has, or for a tensor."""
+        for suffix in (".weight", ".bias", ""):
             names = [
                 module + suffix if isinstance(module, str) else (module[0] + suffix, module[1]) for module in modules
             ]
             self.add_tensor(hf_module + suffix, *names, transform=transform)
+
+    def add_modules(self, hf: str, heddle: str, names: Mapping[str, str]) -> None:
+        """Add the rules for modules below `hf` and `heddle`: from names of the one side to those of the other."""
+        for hf_name, name in names.items():
+            self.add_module(f"{hf}.{hf_name}", f"{heddle}.{name}")
 
     def add_alternative(
         self, hf_name: str, *parameters: ParameterRef, transform: TensorTransform, replace: Sequence[str]
@@ -237,9 +242,10 @@ class Family:
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Every family by its model_type, in order of priority: one per file of `families/` that does not begin with _."""
+    """Every family by its model_type, in order of priority: each `Family` that a file of `families/` has a name for."""
     names = sorted(file.stem for file in FAMILIES_FOLDER.glob("*.py") if not file.stem.startswith("_"))
-    result: list[Family] = [importlib.import_module(f"heddle.exchange.families.{name}").FAMILY for name in names]
+    files = [importlib.import_module(f"heddle.exchange.families.{name}") for name in names]
+    result = [value for file in files for value in vars(file).values() if isinstance(value, Family)]
     result.sort(key=lambda family: (family.priority, family.model_type))
     return {family.model_type: family for family in result}
 

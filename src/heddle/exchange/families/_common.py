@@ -4,18 +4,64 @@ In functions that map weights, `hf` and `heddle` are name prefixes of the same m
 `layers.0`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.family import ModuleNames, WeightMap
 from heddle.exchange.rope import read_rope, write_rope
-from heddle.model.config import HeadConfig, LayerConfig, ModelConfig
+from heddle.model.config import MAX_LAYERS, HeadConfig, LayerConfig, ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 
 MapModule = Callable[[WeightMap, str, str], None]  # from the names of a module, `hf` and `heddle`
 DEFAULT_MAX_POSITIONS = 2048  # max_position_embeddings of a design that has no length
+PRE_NORMS = {
+    "input_layernorm": "residual.norms.mixer", "post_attention_layernorm": "residual.norms.feedforward",
+}  # fmt: skip
+# Fields that say the same of a design in every family that has them.
+WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
+    "attention_bias": lambda design: design_parts.first_attention(design).bias is True,
+    "mlp_bias": lambda design: design_parts.first_gated(design).bias,
+    "sliding_window": design_parts.first_window,
+    "use_sliding_window": lambda design: design_parts.first_window(design) is not None,
+    "layer_types": design_parts.layer_types,
+    "norm_topk_prob": lambda design: design_parts.first_moe(design).renormalize,
+    **dict.fromkeys(("embd_pdrop", "embedding_dropout"), lambda design: design.embedding.dropout),
+    **dict.fromkeys(("hidden_dropout", "resid_pdrop", "residual_dropout"), lambda design: design.residual.dropout),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), design_parts.norm_eps),
+}
+
+
+class Fields:
+    """Fields of a config that are fields of one part of a design, said once for both directions.
+
+    names: by the part's own name, the config's name and its default; or in place of a default the type that the field,
+    which must then be there, has. Further names are older ones.
+    """
+
+    def __init__(self, **names: tuple[Any, ...]) -> None:
+        self.names = names
+
+    def read(self, config: ConfigReader) -> dict[str, Any]:
+        """The plain data of the part. Raises ConfigError for a field that is missing or of another type."""
+        return {
+            own: (config.require if isinstance(default, type) else config.get)(name, default, *older)
+            for own, (name, default, *older) in self.names.items()
+        }
+
+    def write(self, part: Any) -> dict[str, Any]:
+        """The fields of the config; where the part has None, their defaults."""
+        values = {name: (getattr(part, own), default) for own, (name, default, *_) in self.names.items()}
+        return {
+            name: default if value is None and not isinstance(default, type) else value
+            for name, (value, default) in values.items()
+        }
+
+
+def written(design: ModelConfig, *names: str) -> dict[str, Any]:
+    """The fields of these names that `WRITTEN` has."""
+    return {name: WRITTEN[name](design) for name in names}
 
 
 def read_activation(config: ConfigReader, name: str = "hidden_act", default: str = "silu") -> str:
@@ -26,10 +72,10 @@ def read_activation(config: ConfigReader, name: str = "hidden_act", default: str
     return design_parts.HEDDLE_ACTIVATIONS[hf_name]
 
 
-def read_heads(config: ConfigReader, width: int, head_dim: int | None = None) -> dict[str, Any]:
+def read_heads(config: ConfigReader, head_dim: int | None = None) -> dict[str, Any]:
     """heads, kv_heads and head_dim from Llama's fields; `head_dim` is the family's default."""
     heads = config.require_count("num_attention_heads")
-    dim = config.get("head_dim", head_dim or width // heads)
+    dim = config.get("head_dim", head_dim or config.require("hidden_size", int) // heads)
     return {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads), "head_dim": dim}
 
 
@@ -42,14 +88,16 @@ def read_attention(
     **extra: Any,
 ) -> dict[str, Any]:
     """Attention with Llama's fields of heads, dropout and RoPE, whose defaults are given, and the `extra` ones."""
-    heads = read_heads(config, config.require("hidden_size", int), head_dim)
-    return {
-        "kind": "attention",
-        **heads,
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"], theta, partial_rotary_factor),
-        **extra,
-    }
+    heads = read_heads(config, head_dim)
+    return attention(config, heads, read_rope(config, heads["head_dim"], theta, partial_rotary_factor), **extra)
+
+
+def attention(
+    config: ConfigReader, heads: dict[str, Any], position: dict[str, Any] | None = None, **extra: Any
+) -> dict[str, Any]:
+    """Attention with these heads, this RoPE, Llama's field of dropout, and the `extra` fields."""
+    dropout = config.get("attention_dropout", 0.0)
+    return {"kind": "attention", **heads, "dropout": dropout, "position": position, **extra}
 
 
 def check_width(config: ConfigReader) -> None:
@@ -57,6 +105,14 @@ def check_width(config: ConfigReader) -> None:
     width, heads = config.require("hidden_size", int), config.require_count("num_attention_heads")
     if width % heads:
         raise config.invalid("hidden_size", f"{config.data.get('model_type')} needs a multiple of its {heads} heads")
+
+
+def read_equal_heads(config: ConfigReader) -> dict[str, Any]:
+    """As `read_heads`, for a family whose heads fill the width; they may say so in `head_dim`."""
+    check_width(config)
+    width, heads = config.require("hidden_size", int), config.require_count("num_attention_heads")
+    config.expect("head_dim", width // heads, None)
+    return {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads), "head_dim": width // heads}
 
 
 def read_gated(config: ConfigReader, name: str = "hidden_act", default: str = "silu", **extra: Any) -> dict[str, Any]:
@@ -85,14 +141,27 @@ def write_gated(design: ModelConfig, name: str = "hidden_act") -> dict[str, Any]
     return {"intermediate_size": feedforward.hidden, name: design_parts.HF_ACTIVATIONS[feedforward.activation]}
 
 
+def multiplier(factor: float) -> float | None:
+    """A multiplier of a design; none for 1."""
+    return None if factor == 1.0 else factor
+
+
 def same_layers(config: ConfigReader, mixer: dict[str, Any], feedforward: dict[str, Any]) -> list[dict[str, Any]]:
     """The entry for layers that are all the same."""
-    return [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}]
+    depth = config.require_count("num_hidden_layers", maximum=MAX_LAYERS)
+    return [{"repeat": depth, "mixer": mixer, "feedforward": feedforward}]
 
 
 def rms_design(config: ConfigReader, eps: float, layers: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
     """As `design_fields`, with RMSNorm; `eps` is the family's default."""
     return design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", eps)}, layers, **extra)
+
+
+def layer_norm_design(
+    config: ConfigReader, layers: list[dict[str, Any]], eps: str = "layer_norm_eps", **extra: Any
+) -> dict[str, Any]:
+    """As `design_fields`, with LayerNorm; `eps` is the name of the field of its epsilon, by default 1e-5."""
+    return design_fields(config, {"kind": "layer", "eps": config.get(eps, 1e-5)}, layers, **extra)
 
 
 def design_fields(
@@ -143,15 +212,19 @@ def write_attention(
     return heads | write_rope(rope, head_dim, DEFAULT_MAX_POSITIONS, partial_rotary_factor)
 
 
-def write_decoder(design: ModelConfig) -> dict[str, Any]:
-    """The fields of Llama's decoder: attention with biases or none, and a gated feed-forward, in every layer."""
-    return write_unbiased_decoder(design) | {"attention_bias": design_parts.first_attention(design).bias is True}
+def write_decoder(design: ModelConfig, *names: str) -> dict[str, Any]:
+    """The fields of Llama's decoder: attention with biases or none, and a gated feed-forward, in every layer.
+
+    names: of further fields, which `WRITTEN` has.
+    """
+    return write_unbiased_decoder(design, "attention_bias", *names)
 
 
-def write_unbiased_decoder(design: ModelConfig) -> dict[str, Any]:
+def write_unbiased_decoder(design: ModelConfig, *names: str) -> dict[str, Any]:
     """As `write_decoder`, for a family whose attention has no biases."""
-    norm = {"rms_norm_eps": design_parts.norm_eps(design)}
-    return write_common(design) | write_attention(design) | write_gated(design) | norm
+    return (
+        write_common(design) | write_attention(design) | write_gated(design) | written(design, "rms_norm_eps", *names)
+    )
 
 
 def map_embedding_and_head(
@@ -168,10 +241,12 @@ def map_embedding_and_head(
         weights.add_module(head, "head")
 
 
-def named_layers(design: ModelConfig, modules: ModuleNames | None = None) -> list[tuple[str, str, LayerConfig]]:
+def named_layers(
+    design: ModelConfig, modules: ModuleNames | None = None, prefix: str = "model.layers"
+) -> list[tuple[str, str, LayerConfig]]:
     """The names of every layer, the family's and heddle's, and its config; then those of multi-token modules."""
     layers = [
-        (f"model.layers.{index}", f"layers.{index}", layer) for index, layer in enumerate(design_parts.layers(design))
+        (f"{prefix}.{index}", f"layers.{index}", layer) for index, layer in enumerate(design_parts.layers(design))
     ]
     of_modules = [] if modules is None else modules.layers(design)
     return [*layers, *((hf, heddle, design.last_layer) for hf, heddle in of_modules)]
@@ -181,10 +256,8 @@ def map_attention(
     weights: WeightMap, hf: str, heddle: str, out: str = "o_proj", norms: tuple[str, str] = ("q_norm", "k_norm")
 ) -> None:
     """The four projections of a layer, and its norms of queries and keys; `out` and `norms` are names that differ."""
-    for name, role in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), (out, "out")):
-        weights.add_module(f"{hf}.self_attn.{name}", f"{heddle}.mixer.{role}")
-    for name, role in zip(norms, "qk", strict=True):
-        weights.add_module(f"{hf}.self_attn.{name}", f"{heddle}.mixer.{role}_norm")
+    names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", out: "out", norms[0]: "q_norm", norms[1]: "k_norm"}
+    weights.add_modules(f"{hf}.self_attn", f"{heddle}.mixer", names)
 
 
 def map_gated(weights: WeightMap, hf: str, heddle: str) -> None:
@@ -195,14 +268,13 @@ def map_gated(weights: WeightMap, hf: str, heddle: str) -> None:
 
 def map_pre_norms(weights: WeightMap, hf: str, heddle: str) -> None:
     """The norms before attention and feed-forward."""
-    weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.mixer")
-    weights.add_module(f"{hf}.post_attention_layernorm", f"{heddle}.residual.norms.feedforward")
+    weights.add_modules(hf, heddle, PRE_NORMS)
 
 
 def map_weights(
     design: ModelConfig,
     weights: WeightMap,
-    map_norms: MapModule = map_pre_norms,
+    names: Mapping[str, str] = PRE_NORMS,
     map_feedforward: MapModule = map_gated,
     feedforward: str = "mlp",
     map_mixer: MapModule = map_attention,
@@ -210,14 +282,15 @@ def map_weights(
 ) -> None:
     """All of Llama's tensor names; those that the design lacks are skipped.
 
-    map_norms: maps the norms of a layer. map_feedforward: its feed-forward, whose Hugging Face name is `feedforward`.
-    map_mixer: its attention. modules: the names of multi-token modules, whose layers are mapped, too.
+    names: of a layer's norms and what else the family has in it, with heddle's. map_feedforward: maps its feed-forward,
+    whose Hugging Face name is `feedforward`. map_mixer: its attention. modules: the names of multi-token modules, whose
+    layers are mapped, too.
     """
     map_embedding_and_head(design, weights)
     for hf, heddle, _ in named_layers(design, modules):
         map_mixer(weights, hf, heddle)
         map_feedforward(weights, f"{hf}.{feedforward}", f"{heddle}.feedforward")
-        map_norms(weights, hf, heddle)
+        weights.add_modules(hf, heddle, names)
 
 
 def is_base_class(config: ConfigReader, name: str) -> bool:

@@ -7,9 +7,11 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import MAX_LAYERS, ModelConfig
+from heddle.parts.mixers import MixerConfig
 from heddle.parts.positions.rope import RopeConfig
 
 LayerTypes = list[str]
+LINEAR = "linear_attention"
 
 
 def read_depth(config: ConfigReader) -> int:
@@ -47,12 +49,29 @@ def layer_windows(config: ConfigReader, types: LayerTypes, window: int | None) -
     return [window if kind == SLIDING else None for kind in types]
 
 
+def read_windows(config: ConfigReader, usual: LayerTypes, default: int | None) -> list[int | None]:
+    """The window of each layer. usual: the types, and default: the window, where the fields are absent."""
+    window = config.get_nullable("sliding_window", default)
+    return layer_windows(config, read_types(config, usual), window)
+
+
+def write_windows(design: ModelConfig, default: int) -> dict[str, Any]:
+    """The fields that `read_windows` reads; `default` stands where no layer has a window."""
+    window = design_parts.first_window(design) or default
+    return {"sliding_window": window, "layer_types": design_parts.layer_types(design)}
+
+
 def windowed_layers(
     config: ConfigReader, usual: LayerTypes, window: int | None, layer: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Entries for layers that differ in the window of their mixer alone. usual: the types where the field is absent."""
     windows = layer_windows(config, read_types(config, usual), window)
     return merge_repeats([layer | {"mixer": layer["mixer"] | {"window": width}} for width in windows])
+
+
+def types_of(design: ModelConfig, mixer: type[MixerConfig], kind: str = LINEAR) -> LayerTypes:
+    """The type of each layer of a design: `kind` for those with this mixer, full attention for others."""
+    return [kind if isinstance(layer.mixer, mixer) else FULL for layer in design_parts.layers(design)]
 
 
 def merge_repeats(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -64,6 +83,15 @@ def merge_repeats(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             entries.append({"repeat": 1, **layer})
     return entries
+
+
+def layers_of(
+    mixers: Sequence[dict[str, Any]], feedforwards: dict[str, Any] | Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Entries for layers with these mixers. feedforwards: one for each, or one for all."""
+    each = [feedforwards] * len(mixers) if isinstance(feedforwards, dict) else feedforwards
+    pairs = zip(mixers, each, strict=True)
+    return merge_repeats([{"mixer": mixer, "feedforward": feedforward} for mixer, feedforward in pairs])
 
 
 def ropes_by_layer_type(design: ModelConfig) -> tuple[RopeConfig, RopeConfig]:

@@ -97,14 +97,20 @@ def read_feedforwards(config: ConfigReader, extra: dict[str, Any], renormalize: 
     return [experts if is_moe and experts["experts"] else dense for is_moe in is_moe_layer]
 
 
+def write_activation(design: ModelConfig) -> str:
+    """The Hugging Face name of the first mixture's activation; without one, of the first gated feed-forward's."""
+    has_experts = any(design_parts.has_experts(design))
+    first = design_parts.first_moe(design) if has_experts else design_parts.first_gated(design)
+    return design_parts.HF_ACTIVATIONS[first.activation or "silu"]
+
+
 def write_feedforwards(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_feedforwards` reads."""
-    moe, dense = design_parts.first_moe(design), design_parts.first_gated(design)
-    activation = moe.activation if any(design_parts.has_experts(design)) else dense.activation
+    moe = design_parts.first_moe(design)
     return write_experts(design) | {
         "moe_intermediate_size": moe.hidden,
-        "intermediate_size": dense.hidden,
-        "hidden_act": design_parts.HF_ACTIVATIONS[activation or "silu"],
+        "intermediate_size": design_parts.first_gated(design).hidden,
+        "hidden_act": write_activation(design),
         "norm_topk_prob": moe.renormalize,
         **write_moe_layers(design),
         **write_aux_loss(design, moe),

@@ -1,39 +1,35 @@
 """AFMoE, Arcee's Trinity (2025): gated attention, RoPE in windowed layers alone, sandwich norms, sigmoid experts."""
 
+from functools import partial
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _deepseek, _layer_types, _moe
+from heddle.exchange.families import _common, _layer_types, _moe, deepseek
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import SLIDING, read_rope
+from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 PERIOD, DEFAULT_WINDOW = 4, 1024  # of layers without a window, and the others' if the field is absent
 # Of groups, of which there is one, and of the loss that its own code adds.
 UNUSED_FIELDS = ("load_balance_coeff", "output_router_logits", "use_grouped_mm")
-NORMS = {"input_layernorm": "norms.mixer", "post_attention_layernorm": "after.mixer"}
-NORMS |= {"pre_mlp_layernorm": "norms.feedforward", "post_mlp_layernorm": "after.feedforward"}
+NAMES = {
+    "input_layernorm": "residual.norms.mixer", "post_attention_layernorm": "residual.after.mixer",
+    "pre_mlp_layernorm": "residual.norms.feedforward", "post_mlp_layernorm": "residual.after.feedforward",
+    "self_attn.gate_proj": "mixer.gate",
+}  # fmt: skip
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """Dense layers, then layers with experts. The balancing bias keeps its loaded value (`bias_update` 0)."""
     width = config.require_count("hidden_size")
-    heads = _common.read_heads(config, width, head_dim=128)
-    for name in UNUSED_FIELDS:
-        config.optional(name)
+    heads = _common.read_heads(config, head_dim=128)
+    config.ignore(*UNUSED_FIELDS)
     for name in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
         config.expect(name, 1, None)
-    config.expect("score_func", "sigmoid", None)
-    config.expect("route_norm", True, None)
+    config.expect_all(score_func="sigmoid", route_norm=True)
     config.expect("attention_bias", False, None)  # its gate has none
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "qk_norm": "head",
-        "gate": "channel",
-        "dropout": config.get("attention_dropout", 0.0),
-    }
+    mixer = _common.attention(config, heads, qk_norm="head", gate="channel")
     rope = read_rope(config, heads["head_dim"])
     usual = _layer_types.full_every(config.get("global_attn_every_n_layers", PERIOD) or 1, config)
     types = _layer_types.read_types(config, usual)
@@ -51,17 +47,12 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "renormalize": True,
         "bias_update": 0.0,
     }
-    layers = [
-        {
-            "mixer": mixer | {"window": window, "position": rope if kind == SLIDING else None},
-            "feedforward": dense if index < first else experts,
-        }
-        for index, (kind, window) in enumerate(zip(types, windows, strict=True))
-    ]
+    mixers = [mixer | {"window": window, "position": None if window is None else rope} for window in windows]
+    feedforwards = [dense if index < first else experts for index in range(len(mixers))]
     return _common.design_fields(
         config,
         {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5), "cast": "after"},
-        _layer_types.merge_repeats(layers),
+        _layer_types.layers_of(mixers, feedforwards),
         residual={"kind": "sandwich"},
         embedding={"multiplier": width**0.5} if config.get("mup_enabled", False) else {},
     )
@@ -70,36 +61,22 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     moe, sparse = design_parts.first_moe(design), design_parts.has_experts(design)
-    experts = _deepseek.write_layers(design)
+    experts = deepseek.write_layers(design)
     shared = ("rms_norm_eps", "hidden_act", "intermediate_size", "num_experts_per_tok", "moe_intermediate_size")
-    mixers = [layer.mixer for layer in design_parts.layers(design)]
-    rope = next((mixer for mixer in mixers if getattr(mixer, "window", None)), None)
+    rotated = (layer.mixer for layer in design_parts.layers(design) if getattr(layer.mixer, "window", None))
     return (
         _common.write_common(design)
-        | _common.write_attention(design, design_parts.rope_of(rope))
+        | _common.write_attention(design, design_parts.rope_of(next(rotated, None)))
         | {name: experts[name] for name in shared}
         | {
             "num_dense_layers": sparse.index(True) if any(sparse) else design.depth,
             "num_experts": moe.experts,
-            "num_shared_experts": _deepseek.shared_experts(moe),
+            "num_shared_experts": deepseek.shared_experts(moe),
             "route_scale": moe.scale,
-            "layer_types": design_parts.layer_types(design),
-            "sliding_window": design_parts.first_window(design) or DEFAULT_WINDOW,
+            **_layer_types.write_windows(design, DEFAULT_WINDOW),
             "mup_enabled": design.embedding.multiplier is not None,
         }
     )
-
-
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Llama's tensor names but for the norms, the gate of attention and the experts."""
-    _common.map_weights(design, weights, _map_norms, _map_feedforward)
-    for index in range(design.depth):
-        weights.add_module(f"model.layers.{index}.self_attn.gate_proj", f"layers.{index}.mixer.gate")
-
-
-def _map_norms(weights: WeightMap, hf: str, heddle: str) -> None:
-    for name, role in NORMS.items():
-        weights.add_module(f"{hf}.{name}", f"{heddle}.residual.{role}")
 
 
 def _map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
@@ -107,4 +84,5 @@ def _map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
     weights.add_tensor(f"{hf}.expert_bias", f"{heddle}.router.expert_bias")
 
 
+map_weights = partial(_common.map_weights, names=NAMES, map_feedforward=_map_feedforward)
 FAMILY = Family("afmoe", "AfmoeForCausalLM", read_config, write_config, map_weights)

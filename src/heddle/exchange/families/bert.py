@@ -1,10 +1,10 @@
-"""BERT (Devlin et al. 2019): a post-norm encoder of tokens, types and learned positions, and its masked language model.
+"""BERT and its followers: post-norm encoders with learned positions, token types and a head of three steps.
 
-The pooler and the next-sentence head are left out: they do not change the logits of tokens. `is_decoder` and
-`add_cross_attention` are refused, and so are the relative positions that `position_embedding_type` once named. The
-first files call gains and biases of norms `gamma` and `beta`.
+In functions that map weights, `hf` is the name of the encoder in its class, such as `bert`.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from heddle.exchange import design_parts
@@ -14,10 +14,6 @@ from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import HeadConfig, ModelConfig
 from heddle.parts.positions.learned import LearnedConfig
 
-# What BERT and RoBERTa share: post-norm encoders with learned positions, token types and a head of three steps.
-#
-# In functions that map weights, `hf` is the name of the encoder in its class, such as `bert`.
-
 # Fields of the first files that no class reads: of the pooler and of other programs.
 UNUSED_FIELDS = (
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
@@ -26,7 +22,7 @@ UNUSED_FIELDS = (
 
 
 def read_encoder(
-    config: ConfigReader, base: str, offset: int, transform: str | None = None, types: int | None = 2
+    config: ConfigReader, base: str, offset: int = 0, transform: str | None = None, types: int | None = 2
 ) -> dict[str, Any]:
     """The plain data of a design. transform: the activation of the head; None: that of the layers.
 
@@ -44,51 +40,36 @@ def read_encoder(
     if types is not None and "type_vocab_size" in config.data:
         types = config.require_count("type_vocab_size")
     dropout = {"dropout": config.get("hidden_dropout_prob", 0.1)}
-    mixer = {
-        "kind": "attention",
-        "heads": config.require_count("num_attention_heads"),
-        "causal": False,
-        "bias": True,
-        "dropout": config.get("attention_probs_dropout_prob", 0.1),
-    }
+    heads = {"heads": config.require_count("num_attention_heads"), "causal": False, "bias": True}
+    mixer = {"kind": "attention", **heads, "dropout": config.get("attention_probs_dropout_prob", 0.1)}
     feedforward = _common.read_mlp(config, "gelu", bias=True)
-    embedding = {
-        "token_types": types,
-        "position": {"kind": "learned", "length": length - offset, "offset": offset or None},
-        "norm": True,
-    }
+    position = {"kind": "learned", "length": length - offset, "offset": offset or None}
     tied = config.get("tie_word_embeddings", True)
     head = {"tied": tied, "bias": True, "transform": transform or feedforward["activation"], "transform_bias": True}
     return _common.design_fields(
         config,
         {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-12)},
         _common.same_layers(config, mixer, feedforward),
-        embedding=embedding | dropout,
+        embedding={"token_types": types, "position": position, "norm": True} | dropout,
         residual={"kind": "post_norm"} | dropout,
         head={"tied": True} if _common.is_base_class(config, base) else head,
     )
 
 
 def write_encoder(design: ModelConfig, base: str) -> dict[str, Any]:
-    """The fields that `read_config` reads."""
+    """The fields that `read_encoder` reads."""
     mixer, position = design_parts.first_attention(design), design.embedding.position
-    length = _common.DEFAULT_MAX_POSITIONS
+    fields = _common.write_common(design) | _common.base_class(design, base) | _common.write_mlp(design)
     if isinstance(position, LearnedConfig):
-        length = position.length + (position.offset or 0)
-    return (
-        _common.write_common(design)
-        | _common.base_class(design, base)
-        | _common.write_mlp(design)
-        | {
-            "max_position_embeddings": length,
-            "position_embedding_type": "absolute",
-            "type_vocab_size": design.embedding.token_types or 1,
-            "num_attention_heads": mixer.heads,
-            "attention_probs_dropout_prob": mixer.dropout,
-            "hidden_dropout_prob": design.residual.dropout,
-            "layer_norm_eps": design_parts.norm_eps(design),
-        }
-    )
+        fields["max_position_embeddings"] = position.length + (position.offset or 0)
+    return fields | {
+        "position_embedding_type": "absolute",
+        "type_vocab_size": design.embedding.token_types or 1,
+        "num_attention_heads": mixer.heads,
+        "attention_probs_dropout_prob": mixer.dropout,
+        "hidden_dropout_prob": design.residual.dropout,
+        "layer_norm_eps": design_parts.norm_eps(design),
+    }
 
 
 LAYER = {
@@ -116,43 +97,172 @@ def map_encoder(
             weights.add_module(f"{hf}{layers}.{index}.{name}", f"layers.{index}.{role}")
 
 
-def map_head(design: ModelConfig, weights: WeightMap, decoder: str, bias: str) -> None:
-    """The last step of the head: `decoder` has weight and bias of its own, or the embedding's weight and `bias`."""
+def map_head(design: ModelConfig, weights: WeightMap, transform: tuple[str, str], decoder: str, bias: str) -> None:
+    """The head: dense layer and norm of its transform, and `decoder`, or the embedding's weight and `bias`."""
+    for name, part in zip(transform, ("dense", "norm"), strict=True):
+        weights.add_module(name, f"head.transform.{part}")
     if design.head.tied:
         weights.add_tensor(bias, "head.bias")
     else:
         weights.add_module(decoder, "head")
 
 
-BASE = "BertModel"  # without a language head
+def read_bert(config: ConfigReader) -> dict[str, Any]:
+    """BERT (Devlin et al. 2019): a post-norm encoder with token types and learned positions, a masked language model.
+
+    The pooler and the next-sentence head are left out: they do not change the logits of tokens. `is_decoder` and
+    `add_cross_attention` are refused, and so are the relative positions that `position_embedding_type` once named. The
+    first files call gains and biases of norms `gamma` and `beta`.
+    """
+    return read_encoder(config, "BertModel")
 
 
-def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same; the head has their activation."""
-    return read_encoder(config, BASE, offset=0)
+def write_bert(design: ModelConfig) -> dict[str, Any]:
+    return write_encoder(design, "BertModel")
 
 
-def write_config(design: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_config` reads."""
-    return write_encoder(design, BASE)
-
-
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+def map_bert(design: ModelConfig, weights: WeightMap) -> None:
     """The encoder below `bert`, the head below `cls.predictions`."""
     map_encoder(design, weights, "bert")
-    weights.add_module("cls.predictions.transform.dense", "head.transform.dense")
-    weights.add_module("cls.predictions.transform.LayerNorm", "head.transform.norm")
-    map_head(design, weights, "cls.predictions.decoder", "cls.predictions.bias")
+    transform = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"
+    map_head(design, weights, transform, "cls.predictions.decoder", "cls.predictions.bias")
 
 
-FAMILY = Family(
-    "bert",
-    "BertForMaskedLM",
-    read_config,
-    write_config,
-    map_weights,
+BERT = Family(
+    "bert", "BertForMaskedLM", read_bert, write_bert, map_bert,
     ignored_tensors=(
         "bert.pooler.", "pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids", "cls.predictions.bias",
         "cls.predictions.decoder.bias",
     ),  # the last two hold the same bias; a tied head reads the first, an untied one the second
+)  # fmt: skip
+
+
+ROBERTA_BASE = "RobertaModel"  # without a language head
+
+
+def read_roberta(config: ConfigReader, base: str = ROBERTA_BASE) -> dict[str, Any]:
+    """RoBERTa (Liu et al. 2019): BERT whose positions begin after the padding token's id, with a head of its own names.
+
+    The first `pad_token_id` + 1 rows of the table of positions are read by no token. transformers counts positions by
+    the ids, so that a padding token within a text has none; here the layout says what is padding. The activation of the
+    head is GELU whatever `hidden_act` says. The pooler is left out; decoders, cross-attention and relative positions
+    are refused.
+    """
+    padding_id = config.get_nullable("pad_token_id", 1)
+    if type(padding_id) is not int or padding_id < 0:
+        raise config.invalid("pad_token_id", "should be a whole number from 0 on, since positions are counted from it")
+    return read_encoder(config, base, offset=padding_id + 1, transform="gelu")
+
+
+def write_roberta(design: ModelConfig, base: str = ROBERTA_BASE) -> dict[str, Any]:
+    position = design.embedding.position
+    offset = position.offset if isinstance(position, LearnedConfig) else None
+    return write_encoder(design, base) | {"pad_token_id": (offset or 1) - 1}
+
+
+def map_roberta(design: ModelConfig, weights: WeightMap) -> None:
+    """The encoder below `roberta`, the head below `lm_head`."""
+    map_encoder(design, weights, "roberta")
+    map_head(design, weights, ("lm_head.dense", "lm_head.layer_norm"), "lm_head.decoder", "lm_head.bias")
+
+
+ROBERTA = Family(
+    "roberta", "RobertaForMaskedLM", read_roberta, write_roberta, map_roberta,
+    ignored_tensors=(
+        "roberta.pooler.", "pooler.", "roberta.embeddings.position_ids", "lm_head.bias", "lm_head.decoder.bias",
+    ),  # the last two as in BERT
+)  # fmt: skip
+
+
+def read_xlm_roberta(config: ConfigReader) -> dict[str, Any]:
+    """XLM-RoBERTa (Conneau et al. 2019): RoBERTa with the vocabulary of a hundred languages, under names of its own."""
+    return read_roberta(config, XLM_ROBERTA_BASE)
+
+
+XLM_ROBERTA_BASE = "XLMRobertaModel"  # without a language head
+XLM_ROBERTA = replace(
+    ROBERTA,
+    model_type="xlm-roberta",
+    architecture="XLMRobertaForMaskedLM",
+    read_config=read_xlm_roberta,
+    write_config=partial(write_roberta, base=XLM_ROBERTA_BASE),
+)
+
+
+DISTILBERT_BASE = "DistilBertModel"  # without a language head
+# BERT's name of a field: DistilBERT's.
+NAMES = {
+    "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_act": "activation",
+    "intermediate_size": "hidden_dim", "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}  # fmt: skip
+# Of the first weights (the table of positions is stored, also a sinusoidal one), and of other heads.
+DISTILBERT_UNUSED_FIELDS = ("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_")
+DISTILBERT_LAYER = {
+    "attention.q_lin": "mixer.q", "attention.k_lin": "mixer.k", "attention.v_lin": "mixer.v",
+    "attention.out_lin": "mixer.out", "sa_layer_norm": "residual.norms.mixer", "ffn.lin1": "feedforward.up",
+    "ffn.lin2": "feedforward.down", "output_layer_norm": "residual.norms.feedforward",
+}  # fmt: skip
+
+
+def read_distilbert(config: ConfigReader) -> dict[str, Any]:
+    """DistilBERT (Sanh et al. 2019): BERT without token types, under names of its own; every epsilon is 1e-12."""
+    config.ignore(*DISTILBERT_UNUSED_FIELDS)
+    config.expect("layer_norm_eps", 1e-12, None)
+    config.names = NAMES
+    return read_encoder(config, DISTILBERT_BASE, types=None)
+
+
+def write_distilbert(design: ModelConfig) -> dict[str, Any]:
+    fields = write_encoder(design, DISTILBERT_BASE)
+    for name in ("type_vocab_size", "position_embedding_type", "layer_norm_eps"):
+        del fields[name]
+    return {NAMES.get(name, name): value for name, value in fields.items()}
+
+
+def map_distilbert(design: ModelConfig, weights: WeightMap) -> None:
+    """The encoder below `distilbert`, the head beside it."""
+    map_encoder(design, weights, "distilbert", "transformer.layer", DISTILBERT_LAYER)
+    map_head(design, weights, ("vocab_transform", "vocab_layer_norm"), "vocab_projector", "vocab_projector.bias")
+
+
+DISTILBERT = Family(
+    "distilbert", "DistilBertForMaskedLM", read_distilbert, write_distilbert, map_distilbert,
+    ignored_tensors=("distilbert.embeddings.position_ids",),
+)  # fmt: skip
+
+
+ELECTRA_BASE, DISCRIMINATOR = "ElectraModel", "ElectraForPreTraining"  # without a language head
+OF_OTHER_HEADS = ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout")
+
+
+def read_electra(config: ConfigReader) -> dict[str, Any]:
+    """ELECTRA (Clark et al. 2020): BERT with embeddings of a width of their own, read if it is the layers'.
+
+    The generators are masked language models, the discriminators (`ElectraForPreTraining`) encoders whose head, which
+    tells replaced tokens, is left out. Published generators and small models have narrower or wider embeddings, and are
+    refused.
+    """
+    config.ignore(*OF_OTHER_HEADS)
+    width = config.require("hidden_size", int)
+    if config.get("embedding_size", 128) != width:
+        raise config.invalid("embedding_size", f"heddle needs embeddings as wide as the layers, {width}")
+    base = DISCRIMINATOR if _common.is_base_class(config, DISCRIMINATOR) else ELECTRA_BASE
+    return read_encoder(config, base, transform="gelu")  # whatever the layers have
+
+
+def write_electra(design: ModelConfig) -> dict[str, Any]:
+    return write_encoder(design, ELECTRA_BASE) | {"embedding_size": design.width}
+
+
+def map_electra(design: ModelConfig, weights: WeightMap) -> None:
+    """The encoder below `electra`, the head beside it."""
+    map_encoder(design, weights, "electra")
+    transform = "generator_predictions.dense", "generator_predictions.LayerNorm"
+    map_head(design, weights, transform, "generator_lm_head", "generator_lm_head.bias")
+
+
+ELECTRA = Family(
+    "electra", "ElectraForMaskedLM", read_electra, write_electra, map_electra,
+    ignored_tensors=("electra.embeddings.position_ids", "embeddings.position_ids", "discriminator_predictions."),
 )  # fmt: skip

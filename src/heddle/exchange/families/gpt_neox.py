@@ -1,42 +1,36 @@
-"""GPT-NeoX and Pythia (Black et al. 2022): a norm for each of two parallel branches, partial RoPE, biases everywhere.
-
-`use_parallel_residual: false` is pre-norm. Queries, keys and values are one matrix, interleaved by head.
-"""
+"""Families with Megatron's layers: queries, keys and values are one matrix, interleaved by head."""
 
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader, short_repr
-from heddle.exchange.families import _common, _gpt
+from heddle.exchange.families import _common, gpt
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope, write_rope
+from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.residuals.parallel import ParallelConfig
 
-DEFAULT_ROTARY_FACTOR = 0.25  # if the config has none
+ROTARY_FACTOR = 0.25  # if the config has none
 
 
-def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same; one dropout rate for the embedding and the branches."""
+def read_gpt_neox(config: ConfigReader) -> dict[str, Any]:
+    """GPT-NeoX and Pythia (Black et al. 2022): a norm for each of two parallel branches, partial RoPE, biases.
+
+    `use_parallel_residual: false` is pre-norm. Queries, keys and values are one matrix, interleaved by head.
+    """
     heads, width = config.require_count("num_attention_heads"), config.require_count("hidden_size")
     config.optional("is_decoder")  # causal in either case
     config.optional("classifier_dropout")
     config.note("attention_probs_dropout_prob", "hidden_dropout_prob", "type_vocab_size")  # of the first files
     base = _read_alias(config, 10000.0, "rotary_emb_base", "rope_theta")
-    part = _read_alias(config, DEFAULT_ROTARY_FACTOR, "rotary_pct", "partial_rotary_factor")
-    mixer = {
-        "kind": "attention",
-        "heads": heads,
-        "bias": config.get("attention_bias", True),
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, width // heads, base, part),
-    }
+    part = _read_alias(config, ROTARY_FACTOR, "rotary_pct", "partial_rotary_factor")
+    rope, bias = read_rope(config, width // heads, base, part), config.get("attention_bias", True)
+    mixer = _common.attention(config, {"heads": heads}, rope, bias=bias)
     layers = _common.same_layers(config, mixer, _common.read_mlp(config, "gelu", bias=True))
-    norm = {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)}
     dropout = {"dropout": config.get("hidden_dropout", 0.0)}
     parallel = config.get("use_parallel_residual", True)
     residual: dict[str, Any] = {"kind": "parallel", "norms": 2} if parallel else {"kind": "pre_norm"}
-    return _common.design_fields(config, norm, layers, embedding=dropout, residual=residual | dropout)
+    return _common.layer_norm_design(config, layers, embedding=dropout, residual=residual | dropout)
 
 
 def _read_alias(config: ConfigReader, default: float, old: str, new: str) -> float:
@@ -47,45 +41,189 @@ def _read_alias(config: ConfigReader, default: float, old: str, new: str) -> flo
     return value
 
 
-def write_config(design: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_config` reads, those of RoPE under their older names too."""
-    mixer = design_parts.first_attention(design)
-    head_dim = mixer.head_dim or design.width
-    rope = write_rope(design_parts.rope_of(mixer), head_dim, _common.DEFAULT_MAX_POSITIONS, DEFAULT_ROTARY_FACTOR)
+def write_gpt_neox(design: ModelConfig) -> dict[str, Any]:
+    fields = _common.write_common(design) | _common.write_attention(design, partial_rotary_factor=ROTARY_FACTOR)
+    del fields["num_key_value_heads"], fields["head_dim"]
     return (
-        _common.write_common(design)
-        | rope
+        fields
+        | {"rotary_emb_base": fields["rope_theta"], "rotary_pct": fields["partial_rotary_factor"]}
+        | {"use_parallel_residual": isinstance(design.residual, ParallelConfig)}
         | _common.write_mlp(design)
-        | {
-            "rotary_emb_base": rope["rope_theta"],
-            "rotary_pct": rope["partial_rotary_factor"],
-            "num_attention_heads": mixer.heads,
-            "attention_bias": mixer.bias is True,
-            "attention_dropout": mixer.dropout,
-            "hidden_dropout": design.residual.dropout,
-            "layer_norm_eps": design_parts.norm_eps(design),
-            "use_parallel_residual": isinstance(design.residual, ParallelConfig),
-        }
+        | _common.written(design, "attention_bias", "hidden_dropout", "layer_norm_eps")
     )
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+def map_gpt_neox(design: ModelConfig, weights: WeightMap) -> None:
     """The tensor names for parallel and for pre-norm residuals."""
-    weights.add_module("gpt_neox.embed_in", "embed")
-    weights.add_module("gpt_neox.final_layer_norm", "final_norm.norm")
-    weights.add_module("embed_out", "head")
+    _common.map_embedding_and_head(design, weights, "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out")
     heads = design_parts.first_attention(design).heads
-    for index in range(design.depth):
-        hf, heddle = f"gpt_neox.layers.{index}", f"layers.{index}"
+    for hf, heddle, _ in _common.named_layers(design, prefix="gpt_neox.layers"):
         _common.map_pre_norms(weights, hf, heddle)
-        _gpt.map_megatron_layer(weights, hf, heddle, "attention", heads)
+        gpt.map_megatron_layer(weights, hf, heddle, "attention", heads)
 
 
-FAMILY = Family(
-    "gpt_neox",
-    "GPTNeoXForCausalLM",
-    read_config,
-    write_config,
-    map_weights,
+GPT_NEOX = Family(
+    "gpt_neox", "GPTNeoXForCausalLM", read_gpt_neox, write_gpt_neox, map_gpt_neox,
     ignored_tensors=("*.attention.bias", "*.attention.masked_bias"),  # buffers that older files hold
-)
+)  # fmt: skip
+
+
+def read_bloom(config: ConfigReader) -> dict[str, Any]:
+    """BLOOM (BigScience 2022): ALiBi, a norm after the embedding, biases everywhere.
+
+    Queries, keys and values are one matrix, interleaved by head. With a number of heads that is not a power of two
+    (BLOOM 176B), its slopes differ from heddle's, so it is refused.
+    """
+    width = config.require_count("hidden_size", "n_embed")
+    heads = config.require_count("n_head", "num_attention_heads")
+    if heads & (heads - 1):
+        raise config.invalid("n_head", "should be a power of two; other numbers have slopes that heddle does not build")
+    if width % heads:
+        raise config.invalid("hidden_size", f"bloom needs a multiple of its {heads} heads")
+    config.expect("apply_residual_connection_post_layernorm", False, default=False)
+    config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
+    config.optional("slow_but_exact")
+    # Of the first files: options of the program that trained them.
+    config.note("masked_softmax_fusion", "bias_dropout_fusion", "attention_softmax_in_fp32", "skip_bias_add")
+    config.note("skip_bias_add_qkv", "offset_alibi", "seq_length", "unk_token_id", "n_inner", "use_return_dict")
+    mixer = _common.attention(config, {"heads": heads}, {"kind": "alibi"}, bias=True)
+    feedforward = {"kind": "mlp", "hidden": 4 * width, "activation": "gelu_tanh", "bias": True}
+    depth = config.require_count("n_layer", "num_hidden_layers")
+    layers = [{"repeat": depth, "mixer": mixer, "feedforward": feedforward}]
+    residual = {"kind": "pre_norm", "dropout": config.get("hidden_dropout", 0.0)}
+    own = {"embedding": {"norm": True}, "residual": residual}
+    return _common.layer_norm_design(config, layers, "layer_norm_epsilon", tied=True, **own)
+
+
+def write_bloom(design: ModelConfig) -> dict[str, Any]:
+    mixer, fields = design_parts.first_attention(design), _common.write_common(design)
+    del fields["max_position_embeddings"]
+    fields |= {"n_layer": fields.pop("num_hidden_layers"), "n_head": mixer.heads, "attention_dropout": mixer.dropout}
+    return fields | _common.written(design, "layer_norm_epsilon", "hidden_dropout")
+
+
+def map_bloom(design: ModelConfig, weights: WeightMap) -> None:
+    """The tensor names."""
+    _common.map_embedding_and_head(design, weights, "transformer.word_embeddings", "transformer.ln_f")
+    weights.add_module("transformer.word_embeddings_layernorm", "embed.norm")
+    heads = design_parts.first_attention(design).heads
+    for hf, heddle, _ in _common.named_layers(design, prefix="transformer.h"):
+        _common.map_pre_norms(weights, hf, heddle)
+        gpt.map_megatron_layer(weights, hf, heddle, "self_attention", heads)
+
+
+BLOOM = Family("bloom", "BloomForCausalLM", read_bloom, write_bloom, map_bloom)
+
+
+def read_falcon(config: ConfigReader) -> dict[str, Any]:
+    """Falcon (Almazrouei et al. 2023): parallel branches, one or few heads of keys and values, RoPE.
+
+    `new_decoder_architecture` (40B, 180B) has a number of its own for these heads, and one or two norms a layer. ALiBi
+    (Falcon-RW) is refused: it is scaled with the scores.
+    """
+    width = config.require_count("hidden_size", "n_embed")
+    heads = config.require_count("num_attention_heads", "n_head")
+    if width % heads:
+        raise config.invalid("hidden_size", f"falcon needs a multiple of its {heads} heads")
+    config.expect("alibi", False, None)
+    config.expect("apply_residual_connection_post_layernorm", False, None)  # of the first files
+    parallel, bias = config.get("parallel_attn", True), config.get("bias", False)
+    kv_heads, norms = _read_architecture(config, heads, parallel)
+    rope = read_rope(config, width // heads)
+    mixer = _common.attention(config, {"heads": heads, "kv_heads": kv_heads}, rope, bias=bias)
+    feedforward = {
+        "kind": "mlp",
+        "hidden": config.get("ffn_hidden_size", 4 * width),
+        "activation": _common.read_activation(config, "activation", "gelu"),
+        "bias": bias,
+    }
+    depth = config.require("num_hidden_layers", int, "n_layer")
+    layers = [{"repeat": depth, "mixer": mixer, "feedforward": feedforward}]
+    residual: dict[str, Any] = {"kind": "parallel", "norms": norms} if parallel else {"kind": "pre_norm"}
+    residual |= {"dropout": config.get("hidden_dropout", 0.0)}
+    return _common.layer_norm_design(config, layers, "layer_norm_epsilon", tied=True, residual=residual)
+
+
+def _read_architecture(config: ConfigReader, heads: int, parallel: bool) -> tuple[int, int]:
+    """The heads of keys and values, and the norms of parallel branches."""
+    norms, few = config.optional("num_ln_in_parallel_attn"), config.get("multi_query", True)
+    own = config.get("num_kv_heads", heads, "n_head_kv")
+    if not config.get("new_decoder_architecture", False):
+        if norms not in (None, 1):
+            raise config.invalid("num_ln_in_parallel_attn", "it belongs to the new decoder architecture; leave it out")
+        return (1 if few else heads), 1
+    if not parallel:
+        raise config.invalid("parallel_attn", "the new decoder architecture needs true")
+    if norms not in (None, 1, 2):
+        raise config.invalid("num_ln_in_parallel_attn", "should be 1 or 2")
+    return own, norms or 2
+
+
+def write_falcon(design: ModelConfig) -> dict[str, Any]:
+    mixer, mlp, residual = design_parts.first_attention(design), design_parts.first_mlp(design), design.residual
+    norms = residual.norms if isinstance(residual, ParallelConfig) else 1
+    is_new = isinstance(residual, ParallelConfig) and (norms == 2 or mixer.kv_heads not in (1, mixer.heads))
+    config = _common.write_common(design) | _common.write_attention(design)
+    del config["num_key_value_heads"], config["head_dim"]
+    return config | {
+        "new_decoder_architecture": is_new,
+        "num_kv_heads": mixer.kv_heads if is_new else mixer.heads,
+        "num_ln_in_parallel_attn": norms if is_new else None,
+        "multi_query": mixer.kv_heads == 1,
+        "parallel_attn": isinstance(residual, ParallelConfig),
+        "alibi": False,
+        "bias": mixer.bias is True,
+        "ffn_hidden_size": mlp.hidden,
+        "activation": design_parts.HF_ACTIVATIONS[mlp.activation],
+        **_common.written(design, "hidden_dropout", "layer_norm_epsilon"),
+    }
+
+
+def map_falcon(design: ModelConfig, weights: WeightMap) -> None:
+    """The tensor names; queries, keys and values are one matrix, interleaved by head of keys."""
+    _common.map_embedding_and_head(design, weights, "transformer.word_embeddings", "transformer.ln_f")
+    mixer = design_parts.first_attention(design)
+    for hf, heddle, _ in _common.named_layers(design, prefix="transformer.h"):
+        gpt.map_megatron_layer(weights, hf, heddle, "self_attention", mixer.kv_heads or mixer.heads)
+        if isinstance(design.residual, ParallelConfig) and design.residual.norms == 2:
+            weights.add_module(f"{hf}.ln_attn", f"{heddle}.residual.norms.mixer")
+            weights.add_module(f"{hf}.ln_mlp", f"{heddle}.residual.norms.feedforward")
+        else:
+            weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.shared")
+            _common.map_pre_norms(weights, hf, heddle)
+
+
+FALCON = Family("falcon", "FalconForCausalLM", read_falcon, write_falcon, map_falcon)
+
+
+def read_persimmon(config: ConfigReader) -> dict[str, Any]:
+    """Persimmon (Adept 2023): norms of queries and keys, partial RoPE, an MLP of squared ReLU, biases everywhere."""
+    _common.check_width(config)
+    width, heads = config.require_count("hidden_size"), config.require_count("num_attention_heads")
+    rope = read_rope(config, width // heads, partial_rotary_factor=0.5)
+    norm = "head" if config.get("qk_layernorm", True) else None
+    mixer = _common.attention(config, {"heads": heads}, rope, bias=True, qk_norm=norm)
+    layers = _common.same_layers(config, mixer, _common.read_mlp(config, "relu2", bias=True))
+    residual = {"kind": "pre_norm", "dropout": config.get("hidden_dropout", 0.0)}
+    return _common.layer_norm_design(config, layers, residual=residual)
+
+
+def write_persimmon(design: ModelConfig) -> dict[str, Any]:
+    config = _common.write_common(design) | _common.write_attention(design, partial_rotary_factor=0.5)
+    del config["num_key_value_heads"], config["head_dim"]
+    norm = {"qk_layernorm": design_parts.first_attention(design).qk_norm is not None}
+    return config | _common.write_mlp(design) | _common.written(design, "hidden_dropout", "layer_norm_eps") | norm
+
+
+def map_persimmon(design: ModelConfig, weights: WeightMap) -> None:
+    """The tensor names; queries, keys and values are one matrix, interleaved by head."""
+    _common.map_embedding_and_head(design, weights, norm="model.final_layernorm")
+    heads = design_parts.first_attention(design).heads
+    for hf, heddle, _ in _common.named_layers(design):
+        _common.map_pre_norms(weights, hf, heddle)
+        gpt.map_megatron_layer(weights, hf, heddle, "self_attn", heads)
+        for role in "qk":
+            weights.add_module(f"{hf}.self_attn.{role}_layernorm", f"{heddle}.mixer.{role}_norm")
+
+
+PERSIMMON = Family("persimmon", "PersimmonForCausalLM", read_persimmon, write_persimmon, map_persimmon)

@@ -4,6 +4,7 @@ The experts of a layer are one tensor [experts, inputs, outputs] per projection.
 their outputs alternate.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,33 +19,23 @@ from heddle.model.config import ModelConfig
 DEFAULT_WINDOW = 128  # if the field is absent
 DEFAULT_THETA = 150000.0
 DEFAULT_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
-}
+}  # fmt: skip
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same, except that some have a window."""
-    mixer = {
-        "kind": "attention",
-        **_common.read_heads(config, config.require("hidden_size", int)),
-        "bias": config.get("attention_bias", True),
-        "sink": True,
-        "dropout": config.get("attention_dropout", 0.0),
-    }
-    mixer["position"] = _read_rope(config, mixer["head_dim"])
-    feedforward = _read_experts(config)
-    usual = [FULL if index % 2 else SLIDING for index in range(_layer_types.read_depth(config))]
-    windows = _layer_types.layer_windows(
-        config, _layer_types.read_types(config, usual), config.get_nullable("sliding_window", DEFAULT_WINDOW)
+    heads = _common.read_heads(config)
+    mixer = _common.attention(
+        config, heads, _read_rope(config, heads["head_dim"]), bias=config.get("attention_bias", True), sink=True
     )
-    layers = [{"mixer": mixer | {"window": window}, "feedforward": feedforward} for window in windows]
+    experts = _read_experts(config)
+    usual = [FULL if index % 2 else SLIDING for index in range(_layer_types.read_depth(config))]
+    windows = _layer_types.read_windows(config, usual, DEFAULT_WINDOW)
+    layers = _layer_types.layers_of([mixer | {"window": window} for window in windows], experts)
     norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5), "cast": "after"}
-    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
+    return _common.design_fields(config, norm, layers)
 
 
 def _read_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
@@ -81,15 +72,13 @@ def _read_experts(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    mixer, experts = design_parts.first_attention(design), design_parts.first_moe(design)
+    experts = design_parts.first_moe(design)
     return (
         _common.write_common(design)
         | _common.write_attention(design)
+        | _layer_types.write_windows(design, DEFAULT_WINDOW)
+        | _common.written(design, "attention_bias", "rms_norm_eps")
         | {
-            "attention_bias": mixer.bias is True,
-            "layer_types": design_parts.layer_types(design),
-            "sliding_window": design_parts.first_window(design) or DEFAULT_WINDOW,
-            "rms_norm_eps": design_parts.norm_eps(design),
             "hidden_act": "silu",
             "intermediate_size": experts.hidden,
             "num_local_experts": experts.experts,
@@ -97,8 +86,8 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
             "experts_per_token": experts.top_k,
             "swiglu_limit": experts.limit or 7.0,
             "swiglu_alpha": experts.alpha or 1.702,
-            **_moe.write_aux_loss(design, experts),
         }
+        | _moe.write_aux_loss(design, experts)
     )
 
 
@@ -114,22 +103,17 @@ def _transpose_matrices(x: torch.Tensor) -> torch.Tensor:
     return x.mT if x.dim() == 3 else x
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Llama's tensor names, and those of sinks, router and experts."""
-    _common.map_embedding_and_head(design, weights)
-    for index in range(design.depth):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
-        _common.map_attention(weights, hf, heddle)
-        _common.map_pre_norms(weights, hf, heddle)
-        weights.add_tensor(f"{hf}.self_attn.sinks", f"{heddle}.mixer.sink")
-        weights.add_module(f"{hf}.mlp.router", f"{heddle}.feedforward.router")
-        stack, own = f"{hf}.mlp.experts", f"{heddle}.feedforward"
-        for suffix, name in (("", "weight"), ("_bias", "bias")):
-            weights.add_tensor(
-                f"{stack}.gate_up_proj{suffix}", f"{own}.gate.{name}", f"{own}.up.{name}", transform=INTERLEAVED_GATE_UP
-            )
-        weights.add_tensor(f"{stack}.down_proj", f"{own}.down.weight", transform=TRANSPOSED_EXPERTS)
-        weights.add_tensor(f"{stack}.down_proj_bias", f"{own}.down.bias")
+def _map_experts(weights: WeightMap, hf: str, heddle: str) -> None:
+    weights.add_module(f"{hf}.router", f"{heddle}.router")
+    for suffix, name in (("", "weight"), ("_bias", "bias")):
+        both = f"{heddle}.gate.{name}", f"{heddle}.up.{name}"
+        weights.add_tensor(f"{hf}.experts.gate_up_proj{suffix}", *both, transform=INTERLEAVED_GATE_UP)
+    weights.add_tensor(f"{hf}.experts.down_proj", f"{heddle}.down.weight", transform=TRANSPOSED_EXPERTS)
+    weights.add_tensor(f"{hf}.experts.down_proj_bias", f"{heddle}.down.bias")
+
+
+NAMES = _common.PRE_NORMS | {"self_attn.sinks": "mixer.sink"}
+map_weights = partial(_common.map_weights, names=NAMES, map_feedforward=_map_experts)
 
 
 FAMILY = Family("gpt_oss", "GptOssForCausalLM", read_config, write_config, map_weights)

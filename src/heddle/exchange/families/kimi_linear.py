@@ -8,14 +8,29 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _deepseek, _layer_types, _moe, mixtral
+from heddle.exchange.families import _common, _layer_types, _moe, deepseek, mistral
 from heddle.exchange.family import DEPTHWISE_CONV, Family, TensorTransform, WeightMap
 from heddle.exchange.rope import FULL
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.kda import KDAConfig
 
-LINEAR = "linear_attention"
-DENSE, SPARSE = "dense", "sparse"
+LINEAR = _layer_types.LINEAR
+DENSE, SPARSE = deepseek.DENSE, deepseek.SPARSE
+DELTA = {
+    "q_proj": "q", "k_proj": "k", "v_proj": "v", "b_proj": "beta", "f_a_proj": "decay_down", "f_b_proj": "decay_up",
+    "g_a_proj": "gate_down", "g_b_proj": "gate_up", "dt_bias": "decay.bias", "o_norm": "norm", "o_proj": "out",
+}  # fmt: skip
+EXPERTS = _common.Fields(
+    experts=("num_experts", int, "num_local_experts"),
+    top_k=("num_experts_per_token", int, "num_experts_per_tok"),
+    hidden=("moe_intermediate_size", int),
+)
+ROUTING = _common.Fields(
+    scale=("routed_scaling_factor", 2.446),
+    renormalize=("moe_renormalize", True, "norm_topk_prob"),
+    groups=("num_expert_group", 1, "n_group"),
+    top_groups=("topk_group", 1),
+)
 # The logarithm of the rate of decay, stored as [1, 1, heads, 1].
 PER_HEAD = TensorTransform(
     lambda parameters: parameters[0].view(1, 1, -1, 1), lambda tensor, shapes: [tensor.reshape(shapes[0])]
@@ -31,27 +46,17 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     config.expect("tie_word_embeddings", False, default=False)  # transformers would not tie them
     config.expect("hidden_act", "silu", default="silu")  # the delta rule's convolution uses it too
     config.note(*UNUSED_FIELDS)
-    linear = _read_linear(config)
-    types = _read_types(config, linear, depth)
-    mixers = {FULL: _deepseek.read_latents(config, query_rank=None), LINEAR: _read_delta(config, linear, eps)}
-    feedforwards = _read_feedforwards(config, depth)
-    layers = [
-        {"mixer": mixers[kind], "feedforward": feedforward}
-        for kind, feedforward in zip(types, feedforwards, strict=True)
-    ]
-    return _common.design_fields(config, {"kind": "rms", "eps": eps}, _layer_types.merge_repeats(layers))
-
-
-def _read_linear(config: ConfigReader) -> ConfigReader:
-    """The fields of `linear_attn_config`."""
     empty: dict[str, Any] = {}
     linear = ConfigReader(config.get("linear_attn_config", empty), f"{config.source}: linear_attn_config")
-    linear.optional("kda_layers")
-    linear.optional("full_attn_layers")
-    return linear
+    types = _read_types(config, linear, depth)
+    mixers = {FULL: deepseek.read_latents(config, query_rank=None), LINEAR: _read_delta(config, linear, eps)}
+    layers = _layer_types.layers_of([mixers[kind] for kind in types], _read_feedforwards(config, depth))
+    return _common.rms_design(config, eps, layers)
 
 
 def _read_types(config: ConfigReader, linear: ConfigReader, depth: int) -> list[str]:
+    linear.optional("kda_layers")
+    linear.optional("full_attn_layers")
     default = [FULL if index and index % 4 == 0 else LINEAR for index in range(depth)]
     if {"kda_layers", "full_attn_layers"} <= linear.data.keys():
         numbers = {name: linear.require(name, list) for name in ("kda_layers", "full_attn_layers")}
@@ -67,13 +72,8 @@ def _read_delta(config: ConfigReader, linear: ConfigReader, eps: float) -> dict[
     head_dim = linear.get("head_dim", config.get("linear_head_dim", 128))
     kernel = linear.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4))
     linear.check_all_read()
-    return {
-        "kind": "kda",
-        "heads": heads,
-        "head_dim": head_dim,
-        "conv_kernel": kernel,
-        "norm": {"kind": "rms", "eps": eps},
-    }
+    norm = {"kind": "rms", "eps": eps}
+    return {"kind": "kda", "heads": heads, "head_dim": head_dim, "conv_kernel": kernel, "norm": norm}
 
 
 def _read_feedforwards(config: ConfigReader, depth: int) -> list[dict[str, Any]]:
@@ -88,15 +88,10 @@ def _read_feedforwards(config: ConfigReader, depth: int) -> list[dict[str, Any]]
     dense = {"kind": "gated", "hidden": config.require("intermediate_size", int)}
     moe = {
         "kind": "moe",
-        "experts": config.require("num_experts", int, "num_local_experts"),
-        "top_k": config.require("num_experts_per_token", int, "num_experts_per_tok"),
-        "hidden": config.require("moe_intermediate_size", int),
+        **EXPERTS.read(config),
         "shared": config.require("num_shared_experts", int, "n_shared_experts"),
-        "scale": config.get("routed_scaling_factor", 2.446),
         "routing": "sigmoid",
-        "renormalize": config.get("moe_renormalize", True, "norm_topk_prob"),
-        "groups": config.get("num_expert_group", 1, "n_group"),
-        "top_groups": config.get("topk_group", 1),
+        **ROUTING.read(config),
         "bias_update": 0.0,
     }
     return [{DENSE: dense, SPARSE: moe}[kind] for kind in types]
@@ -104,32 +99,27 @@ def _read_feedforwards(config: ConfigReader, depth: int) -> list[dict[str, Any]]
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    delta = next((mixer for mixer in design_parts.mixers(design) if isinstance(mixer, KDAConfig)), KDAConfig(heads=1))
-    moe, sparse = design_parts.first_moe(design), design_parts.has_experts(design)
-    latents = _deepseek.write_latents(design_parts.first_latent_attention(design))
+    delta, moe = design_parts.first_mixer(design, KDAConfig(heads=1)), design_parts.first_moe(design)
     common = _common.write_common(design)
+    length = common.pop("max_position_embeddings")
+    latents = deepseek.write_latents(design_parts.first_latent_attention(design))
     return (
-        {name: value for name, value in common.items() if name != "max_position_embeddings"}
+        common
         | latents
         | {
-            "model_max_length": common["max_position_embeddings"],
+            "model_max_length": length,
             "tie_word_embeddings": False,
             "hidden_act": "silu",
             "rms_norm_eps": design_parts.norm_eps(design),
-            "layer_types": [LINEAR if isinstance(x.mixer, KDAConfig) else FULL for x in design_parts.layers(design)],
+            "layer_types": _layer_types.types_of(design, KDAConfig),
             "linear_num_heads": delta.heads,
             "linear_head_dim": delta.head_dim or design.width,
             "linear_conv_kernel_dim": delta.conv_kernel,
             "intermediate_size": design_parts.first_gated(design).hidden,
-            "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in sparse],
-            "num_experts": moe.experts,
-            "num_experts_per_token": moe.top_k,
-            "moe_intermediate_size": moe.hidden,
-            "num_shared_experts": _deepseek.shared_experts(moe),
-            "routed_scaling_factor": moe.scale,
-            "moe_renormalize": moe.renormalize,
-            "num_expert_group": moe.groups or 1,
-            "topk_group": moe.top_groups or 1,
+            "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in design_parts.has_experts(design)],
+            **EXPERTS.write(moe),
+            "num_shared_experts": deepseek.shared_experts(moe),
+            **ROUTING.write(moe),
         }
     )
 
@@ -137,23 +127,18 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Published names: one convolution for each of q, k and v, and Mixtral's names of experts."""
     _common.map_embedding_and_head(design, weights)
-    for index, layer in enumerate(design_parts.layers(design)):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+    for hf, heddle, layer in _common.named_layers(design):
         if isinstance(layer.mixer, KDAConfig):
             _map_delta(weights, f"{hf}.self_attn", f"{heddle}.mixer")
         else:
-            _deepseek.map_attention(weights, f"{hf}.self_attn", f"{heddle}.mixer", getattr(layer.mixer, "heads", 1))
+            deepseek.map_attention(weights, f"{hf}.self_attn", f"{heddle}.mixer", getattr(layer.mixer, "heads", 1))
         _map_feedforward(weights, hf, f"{heddle}.feedforward")
         _common.map_pre_norms(weights, hf, heddle)
 
 
 def _map_delta(weights: WeightMap, hf: str, heddle: str) -> None:
-    names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "b_proj": "beta", "o_norm": "norm", "o_proj": "out"}
-    names |= {"f_a_proj": "decay_down", "f_b_proj": "decay_up", "g_a_proj": "gate_down", "g_b_proj": "gate_up"}
-    for name, role in names.items():
-        weights.add_module(f"{hf}.{name}", f"{heddle}.{role}")
+    weights.add_modules(hf, heddle, DELTA)
     weights.add_tensor(f"{hf}.A_log", f"{heddle}.decay.rate", transform=PER_HEAD)
-    weights.add_tensor(f"{hf}.dt_bias", f"{heddle}.decay.bias")
     channels = weights.shapes[f"{heddle}.convolution.weight"][0] // 3  # values are as wide as keys
     for number, name in enumerate("qkv"):
         rows = slice(number * channels, (number + 1) * channels)
@@ -169,7 +154,7 @@ def _map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
             weights.add_renamed(*names)
         return
     experts = f"{hf}.block_sparse_moe"
-    _moe.map_experts(weights, experts, heddle, mixtral.EXPERT_NAMES)
+    _moe.map_experts(weights, experts, heddle, mistral.EXPERT_NAMES)
     _common.map_gated(weights, f"{experts}.shared_experts", f"{heddle}.shared")
     weights.add_tensor(f"{experts}.gate.e_score_correction_bias", f"{heddle}.router.expert_bias")
 

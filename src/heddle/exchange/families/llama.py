@@ -1,16 +1,20 @@
-"""Llama 2 and 3 (Meta 2023, 2024): pre-norm, grouped queries, SwiGLU, RoPE with Llama 3.1's scaling."""
+"""Llama, and the decoders that change little in it."""
 
+from functools import partial
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common
-from heddle.exchange.family import Family
+from heddle.exchange.families import _common, _layer_types
+from heddle.exchange.family import Family, TensorTransform, WeightMap
+from heddle.exchange.rope import FULL, SLIDING, read_rope, read_rope_or, write_rope
 from heddle.model.config import ModelConfig
+from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
 
 
-def read_config(config: ConfigReader, head_dim: int | None = None) -> dict[str, Any]:
-    """All layers are the same. head_dim: where the config has no such field."""
+def read_llama(config: ConfigReader, head_dim: int | None = None) -> dict[str, Any]:
+    """Llama 2 and 3 (Meta 2023, 2024): pre-norm, grouped queries, SwiGLU, RoPE with Llama 3.1's scaling."""
+    # head_dim: where the config has no such field.
     _common.check_width(config)
     config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
     own = None if "head_dim" in config.data else head_dim
@@ -19,9 +23,316 @@ def read_config(config: ConfigReader, head_dim: int | None = None) -> dict[str, 
     return _common.rms_design(config, 1e-6, _common.same_layers(config, mixer, feedforward))
 
 
-def write_config(design: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_config` reads."""
-    return _common.write_decoder(design) | {"mlp_bias": design_parts.first_gated(design).bias}
+def write_llama(design: ModelConfig) -> dict[str, Any]:
+    return _common.write_decoder(design, "mlp_bias")
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", read_config, write_config, _common.map_weights, priority=0)
+LLAMA = Family("llama", "LlamaForCausalLM", read_llama, write_llama, _common.map_weights, priority=0)
+
+
+HEAD_DIM = 128  # of InternLM3 and IQuest-Coder, if the config has no such field
+
+
+def read_internlm3(config: ConfigReader) -> dict[str, Any]:
+    """InternLM3 (Shanghai AI Laboratory 2025): Llama's decoder, whose biases are all on or all off."""
+    # `qkv_bias` and `bias` are the names of the two biases in the first files.
+    bias = config.get("attention_bias", False, "qkv_bias")
+    if config.get("mlp_bias", False, "bias") != bias:
+        raise config.invalid("mlp_bias", "should equal attention_bias")
+    design = read_llama(config, HEAD_DIM)
+    for part in ("mixer", "feedforward"):
+        design["layers"][0][part]["bias"] = bias
+    return design
+
+
+INTERNLM3 = Family("internlm3", "LlamaForCausalLM", read_internlm3, write_llama, _common.map_weights)
+
+
+def read_iquestcoder(config: ConfigReader) -> dict[str, Any]:
+    """IQuest-Coder-V1 (IQuest Lab 2025): Llama's decoder under a name of its own."""
+    # Fields of the original code that no published model sets are refused where they are on.
+    config.expect("clip_qkv", None)
+    config.expect("use_sliding_window", False, None)
+    return read_llama(config, HEAD_DIM)
+
+
+IQUESTCODER = Family("iquestcoder", "LlamaForCausalLM", read_iquestcoder, write_llama, _common.map_weights)
+
+
+def read_arcee(config: ConfigReader) -> dict[str, Any]:
+    """Arcee AFM (Arcee AI 2025): Llama's decoder with an MLP of squared ReLU instead of the gated feed-forward."""
+    return _common.rms_design(config, 1e-5, _read_squared_layers(config, bias=False))
+
+
+def _read_squared_layers(config: ConfigReader, bias: bool) -> list[dict[str, Any]]:
+    """Layers with an MLP of squared ReLU. bias: the family's default for both kinds of biases."""
+    _common.check_width(config)
+    mixer = _common.read_attention(config, bias=config.get("attention_bias", bias))
+    return _common.same_layers(config, mixer, _common.read_mlp(config, "relu2", config.get("mlp_bias", bias)))
+
+
+def write_arcee(design: ModelConfig) -> dict[str, Any]:
+    mlp = _common.write_mlp(design) | {"mlp_bias": design_parts.first_mlp(design).bias}
+    return _common.write_decoder(design) | mlp
+
+
+ARCEE = Family("arcee", "ArceeForCausalLM", read_arcee, write_arcee, _common.map_weights)
+
+
+def read_jais2(config: ConfigReader) -> dict[str, Any]:
+    """Jais 2 (Inception, MBZUAI & Cerebras 2025): Llama with LayerNorm, an MLP of squared ReLU, biases everywhere."""
+    layers = _read_squared_layers(config, bias=True)
+    return _common.design_fields(config, {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)}, layers)
+
+
+def write_jais2(design: ModelConfig) -> dict[str, Any]:
+    fields = write_arcee(design)
+    del fields["rms_norm_eps"]
+    return fields | _common.written(design, "layer_norm_eps")
+
+
+JAIS2 = Family("jais2", "Jais2ForCausalLM", read_jais2, write_jais2, _common.map_weights)
+
+
+def read_seed_oss(config: ConfigReader) -> dict[str, Any]:
+    """Seed-OSS (ByteDance Seed 2025): Llama's decoder with biases of q, k and v, and dropout of branch outputs."""
+    # A bias of the output projection alone is refused.
+    config.get("pretraining_tp", 1)  # as in Llama
+    has_bias, has_out_bias = config.get("attention_bias", True), config.get("attention_out_bias", False)
+    if has_out_bias and not has_bias:
+        raise config.invalid("attention_out_bias", "heddle supports it only with attention_bias")
+    bias = "qkv" if has_bias and not has_out_bias else has_bias
+    dropout = config.get("attention_dropout", 0.1)
+    mixer = _common.read_attention(config, head_dim=128, bias=bias, dropout=dropout)
+    feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
+    residual = {"kind": "pre_norm", "dropout": config.get("residual_dropout", 0.1)}
+    return _common.rms_design(config, 1e-6, _common.same_layers(config, mixer, feedforward), residual=residual)
+
+
+def write_seed_oss(design: ModelConfig) -> dict[str, Any]:
+    bias = design_parts.first_attention(design).bias
+    return _common.write_decoder(design) | {
+        "attention_bias": bool(bias),
+        "attention_out_bias": bias is True,
+        **_common.written(design, "mlp_bias", "residual_dropout"),
+    }
+
+
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", read_seed_oss, write_seed_oss, _common.map_weights)
+
+
+def read_helium(config: ConfigReader) -> dict[str, Any]:
+    """Helium (Kyutai 2025): Llama with interleaved RoPE, heads that fill the width, and norms that round last."""
+    # `attention_bias` applies to q, k and v.
+    width = config.require("hidden_size", int)
+    bias = "qkv" if config.get("attention_bias", False) else False
+    mixer = _common.read_attention(config, 100000.0, head_dim=128, bias=bias)
+    if mixer["heads"] * mixer["head_dim"] != width:
+        raise config.invalid("head_dim", f"all heads together should be as wide as the model, {width}")
+    mixer["position"]["layout"] = "interleaved"
+    feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
+    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-8), "cast": "after"}
+    return _common.design_fields(config, norm, _common.same_layers(config, mixer, feedforward))
+
+
+def write_helium(design: ModelConfig) -> dict[str, Any]:
+    fields = _common.write_decoder(design, "mlp_bias")
+    return fields | {"attention_bias": design_parts.first_attention(design).bias == "qkv"}
+
+
+HELIUM = Family("helium", "HeliumForCausalLM", read_helium, write_helium, _common.map_weights)
+
+
+CWM_THETA = 1e6
+CWM_ROPE = {  # if the config has no RoPE at all
+    "rope_type": "llama3", "rope_theta": CWM_THETA, "factor": 16.0, "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def read_cwm(config: ConfigReader) -> dict[str, Any]:
+    """Code World Model (Meta FAIR 2025): Llama's decoder without biases of attention, and windows in most layers."""
+    # Without `layer_types`, layers 0, 4, 8, … have no window.
+    heads = _common.read_heads(config, head_dim=128)
+    config.get("pretraining_tp", 1)  # as in Llama
+    rope = read_rope_or(config, heads["head_dim"], CWM_THETA, CWM_ROPE)
+    window = config.get_nullable("sliding_window", 8192) or None
+    usual = [SLIDING if index % 4 else FULL for index in range(_layer_types.read_depth(config))]
+    feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
+    layer = {"mixer": _common.attention(config, heads, rope), "feedforward": feedforward}
+    return _common.rms_design(config, 1e-5, _layer_types.windowed_layers(config, usual, window, layer))
+
+
+def write_cwm(design: ModelConfig) -> dict[str, Any]:
+    return _common.write_unbiased_decoder(design, "mlp_bias", "sliding_window", "layer_types")
+
+
+CWM = Family("cwm", "CwmForCausalLM", read_cwm, write_cwm, _common.map_weights)
+
+
+SMOLLM3_INTERVAL = 4  # of layers without RoPE
+
+
+def read_smollm3(config: ConfigReader) -> dict[str, Any]:
+    """SmolLM3 (Bakouch et al. 2025): Llama's decoder with tied embeddings, and no positions in every fourth layer.
+
+    Layers without RoPE may have a sliding window; in the published model no layer has one.
+    """
+    # `no_rope_layers` has a 1 for each layer with RoPE; without it, every `no_rope_layer_interval`th layer has none.
+    # transformers ignores `max_window_layers`.
+    config.ignore("max_window_layers", "pretraining_tp")
+    mixer = _common.read_attention(config, 2e6, bias=config.get("attention_bias", False))
+    rotated = _read_rotated(config)
+    window = config.get_nullable("sliding_window", None) if config.get("use_sliding_window", False) else None
+    config.unread.discard("sliding_window")
+    usual = [FULL if window is None or has_rope else SLIDING for has_rope in rotated]
+    windows = _layer_types.layer_windows(config, _layer_types.read_types(config, usual), window)
+    mixers = [
+        mixer | {"window": width, "position": mixer["position"] if has_rope else None}
+        for width, has_rope in zip(windows, rotated, strict=True)
+    ]
+    feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
+    return _common.rms_design(config, 1e-6, _layer_types.layers_of(mixers, feedforward), tied=True)
+
+
+def _read_rotated(config: ConfigReader) -> list[bool]:
+    """Whether each layer has RoPE."""
+    depth, interval = _layer_types.read_depth(config), config.get("no_rope_layer_interval", SMOLLM3_INTERVAL)
+    if interval < 1:
+        raise config.invalid("no_rope_layer_interval", "should be at least 1, which leaves no layer its RoPE")
+    rotated = config.get("no_rope_layers", _every(interval, depth))
+    if len(rotated) < depth or any(has_rope not in (0, 1) for has_rope in rotated):
+        raise config.invalid("no_rope_layers", f"should have a 1 or a 0 for each of {depth} layers")
+    return [has_rope == 1 for has_rope in rotated[:depth]]
+
+
+def _every(interval: int, depth: int) -> list[int]:
+    """1 for each layer with RoPE: all but every `interval`th one."""
+    return [int((index + 1) % interval != 0) for index in range(depth)]
+
+
+def write_smollm3(design: ModelConfig) -> dict[str, Any]:
+    rotated = [int(getattr(layer.mixer, "position", None) is not None) for layer in design_parts.layers(design)]
+    interval = rotated.index(0) + 1 if 0 in rotated else SMOLLM3_INTERVAL
+    is_usual = rotated == _every(interval, design.depth)
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design, design_parts.first_rope(design))
+        | _common.write_gated(design)
+        | _common.written(design, "attention_bias", "mlp_bias")
+        | {"no_rope_layers": rotated, "no_rope_layer_interval": interval if is_usual else SMOLLM3_INTERVAL}
+        | _common.written(design, "use_sliding_window", "sliding_window", "layer_types", "rms_norm_eps")
+    )
+
+
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", read_smollm3, write_smollm3, _common.map_weights)
+
+
+XIELU, APERTUS_THETA = "xielu", 12e6
+APERTUS_ROPE = {  # if the config has no RoPE at all
+    "rope_type": "llama3", "rope_theta": APERTUS_THETA, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+SCALAR = TensorTransform(lambda parameters: parameters[0].reshape(()), lambda tensor, shapes: [tensor.reshape(1)])
+
+
+def read_apertus(config: ConfigReader) -> dict[str, Any]:
+    """Apertus (Swiss AI 2025): Llama's decoder with norms of each head's q and k, an MLP of a learned activation."""
+    config.expect_all(qk_norm=True, post_norm=False)
+    config.optional("hidden_dropout")  # of training; its class has none
+    mixer = _common.read_attention(config, qk_norm="head", bias=config.get("attention_bias", False))
+    mixer["position"] = read_rope_or(config, mixer["head_dim"], APERTUS_THETA, APERTUS_ROPE)
+    learned = config.get("hidden_act", XIELU) == XIELU
+    feedforward = {
+        "kind": "mlp",
+        "hidden": config.require("intermediate_size", int),
+        "activation": XIELU if learned else _common.read_activation(config),
+    }
+    return _common.rms_design(config, 1e-5, _common.same_layers(config, mixer, feedforward))
+
+
+def write_apertus(design: ModelConfig) -> dict[str, Any]:
+    learned = design_parts.first_mlp(design).activation == XIELU
+    fields = _common.write_decoder(design) | _common.write_mlp(design)
+    return fields | ({"hidden_act": XIELU} if learned else {})
+
+
+NORMS = {"attention_layernorm": "residual.norms.mixer", "feedforward_layernorm": "residual.norms.feedforward"}
+
+
+def _map_mlp(weights: WeightMap, hf: str, heddle: str) -> None:
+    _common.map_gated(weights, hf, heddle)  # without a gate
+    weights.add_modules(f"{hf}.act_fn", f"{heddle}.activation", {"alpha_p": "a_p", "alpha_n": "a_n"})
+    for name in ("beta", "eps"):
+        weights.add_tensor(f"{hf}.act_fn.{name}", f"{heddle}.activation.{name}", transform=SCALAR)
+
+
+map_apertus = partial(_common.map_weights, names=NORMS, map_feedforward=_map_mlp)
+APERTUS = Family("apertus", "ApertusForCausalLM", read_apertus, write_apertus, map_apertus)
+
+
+def read_diffllama(config: ConfigReader) -> dict[str, Any]:
+    """DiffLlama: Llama's decoder with differential attention (Ye et al. 2024), whose head norms have no weights.
+
+    Its attention counts two heads of queries, keys and values for one of heddle's: the first half of them all, then the
+    second. Attention dropout is refused, as its class does.
+    """
+    heads, eps = _common.read_heads(config), config.get("rms_norm_eps", 1e-5)
+    for name, role in (("num_attention_heads", "heads"), ("num_key_value_heads", "kv_heads")):
+        if heads[role] % 2:
+            raise config.invalid(name, "should be even, since every head has two maps")
+        heads[role] //= 2
+    config.expect("attention_dropout", 0.0, None)
+    config.optional("lambda_std_dev")  # of the first weights
+    mixer = {
+        "kind": "differential_attention",
+        **heads,
+        "bias": config.get("attention_bias", False),
+        "norm": {"kind": "rms", "eps": eps, "weight": False},
+        "position": read_rope(config, heads["head_dim"]),
+    }
+    return _common.rms_design(config, eps, _common.same_layers(config, mixer, _common.read_gated(config)))
+
+
+def first_differential(design: ModelConfig) -> DifferentialAttentionConfig:
+    """The first differential attention, or a default one."""
+    return design_parts.first_mixer(design, DifferentialAttentionConfig(heads=1, kv_heads=1, head_dim=design.width))
+
+
+def write_diffllama(design: ModelConfig) -> dict[str, Any]:
+    mixer = first_differential(design)
+    head_dim = mixer.head_dim or design.width
+    return (
+        _common.write_common(design)
+        | _common.write_gated(design)
+        | write_rope(design_parts.rope_of(mixer), head_dim, _common.DEFAULT_MAX_POSITIONS)
+        | {
+            "num_attention_heads": 2 * mixer.heads,
+            "num_key_value_heads": 2 * (mixer.kv_heads or mixer.heads),
+            "head_dim": head_dim,
+            "attention_bias": mixer.bias,
+            "rms_norm_eps": design_parts.norm_eps(design),
+        }
+    )
+
+
+def halves(heads: int) -> TensorTransform:
+    """Rows of both parts of each head <-> the first parts of all heads, then the second ones."""
+    return TensorTransform(
+        lambda parameters: parameters[0].unflatten(0, (heads, 2, -1)).transpose(0, 1).flatten(0, 2),
+        lambda tensor, shapes: [tensor.unflatten(0, (2, heads, -1)).transpose(0, 1).flatten(0, 2)],
+    )
+
+
+def map_diffllama(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's tensor names, with the heads of projections in another order, and the vectors of λ."""
+    mixer = first_differential(design)
+    _common.map_weights(design, weights)
+    for index in range(design.depth):
+        hf, heddle = f"model.layers.{index}.self_attn", f"layers.{index}.mixer"
+        for role, heads in (("q", mixer.heads), ("k", mixer.kv_heads or 1), ("v", mixer.kv_heads or 1)):
+            weights.add_module(f"{hf}.{role}_proj", f"{heddle}.{role}", transform=halves(heads))
+        weights.add_modules(hf, heddle, {name: name for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")})
+
+
+DIFFLLAMA = Family("diffllama", "DiffLlamaForCausalLM", read_diffllama, write_diffllama, map_diffllama)

@@ -28,8 +28,7 @@ UNUSED_FIELDS = (
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """Both formats: `layer_types` or `global_attn_every_n_layers`; `rope_parameters` by type, or two thetas."""
     _common.check_width(config)
-    for name in UNUSED_FIELDS:
-        config.optional(name)
+    config.ignore(*UNUSED_FIELDS)
     config.expect("position_embedding_type", "absolute", None)  # no class reads it
     config.expect("rope_scaling", None)  # of all layers; newer files have a table for each type
     layer = {"mixer": _read_mixer(config), "feedforward": _read_feedforward(config)}
@@ -99,10 +98,9 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
             "layer_types": design_parts.layer_types(design),
             "local_attention": LOCAL_ATTENTION if window is None else 2 * window,
             "num_attention_heads": mixer.heads,
-            "attention_bias": mixer.bias is True,
+            "attention_bias": design_parts.first_attention(design).bias is True,
             "attention_dropout": mixer.dropout,
-            "embedding_dropout": design.embedding.dropout,
-            "mlp_bias": gated.bias,
+            **_common.written(design, "embedding_dropout", "mlp_bias"),
             "mlp_dropout": gated.dropout,
             **_common.write_gated(design, "hidden_activation"),
             "norm_eps": design_parts.norm_eps(design),

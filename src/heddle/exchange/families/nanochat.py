@@ -11,29 +11,20 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family, TensorTransform, WeightMap
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same."""
-    heads = _common.read_heads(config, config.require("hidden_size", int))
-    mixer = {
-        "kind": "attention",
-        **heads,
-        "qk_norm": "head",
-        "norm_after_rotation": True,
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"]),
-    }
+    bias = config.get("attention_bias", False)
+    mixer = _common.read_attention(config, qk_norm="head", norm_after_rotation=True, bias=bias)
     activation = _common.read_activation(config, default="relu2")
     feedforward = {"kind": "mlp", "hidden": config.require("intermediate_size", int), "activation": activation}
     softcap = config.get_nullable("final_logit_softcapping", 15.0)
     return _common.design_fields(
         config,
         {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6), "weight": False},
-        [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
+        _common.same_layers(config, mixer, feedforward),
         embedding={"norm": True},
         head={"tied": config.get("tie_word_embeddings", False), "softcap": softcap},
     )
@@ -41,17 +32,13 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    feedforward = design_parts.first_mlp(design)
     return (
         _common.write_common(design)
         | _common.write_attention(design)
-        | {
-            "attention_bias": design_parts.first_attention(design).bias is True,
-            "intermediate_size": feedforward.hidden,
-            "hidden_act": design_parts.HF_ACTIVATIONS[feedforward.activation],
-            "rms_norm_eps": design_parts.norm_eps(design),
-            "final_logit_softcapping": design.head.softcap,
-        }
+        | _common.written(design, "attention_bias")
+        | _common.write_mlp(design)
+        | _common.written(design, "rms_norm_eps")
+        | {"final_logit_softcapping": design.head.softcap}
     )
 
 
@@ -69,16 +56,14 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Llama's names of embeddings and attention; there is no norm to map."""
     mixer = design_parts.first_attention(design)
     _common.map_weights(design, weights, map_feedforward=_map_mlp)
-    for index in range(design.depth):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+    for hf, heddle, _ in _common.named_layers(design):
         for role, heads in (("q", mixer.heads), ("k", mixer.kv_heads or mixer.heads)):
             projections = f"{hf}.self_attn.{role}_proj", f"{heddle}.mixer.{role}"
             weights.add_module(*projections, transform=exchanged_halves(heads))
 
 
 def _map_mlp(weights: WeightMap, hf: str, heddle: str) -> None:
-    weights.add_module(f"{hf}.fc1", f"{heddle}.up")
-    weights.add_module(f"{hf}.fc2", f"{heddle}.down")
+    weights.add_modules(hf, heddle, {"fc1": "up", "fc2": "down"})
 
 
 FAMILY = Family("nanochat", "NanoChatForCausalLM", read_config, write_config, map_weights)

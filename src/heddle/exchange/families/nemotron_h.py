@@ -9,26 +9,31 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _mamba, _moe
+from heddle.exchange.families import _common, _layer_types, _moe, mamba
 from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import FULL
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.mamba2 import Mamba2Config
 
-LINEAR, MLP, MOE = "linear_attention", "mlp", "moe"
+LINEAR, MLP, MOE = _layer_types.LINEAR, "mlp", "moe"
 PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 ALIASES = {"mamba": LINEAR, "attention": FULL}
-NAMES = _mamba.Names(
-    heads=("mamba_num_heads", 128),
-    head_dim=("mamba_head_dim", 64),
-    state_size=("ssm_state_size", 128),
-    groups=("n_groups", 8),
-    conv_kernel=("conv_kernel", 4),
-    conv_bias=("use_conv_bias", True),
-    bias=("use_bias", False),
-    expand=("expand", 2),
+NAMES: mamba.Names = {
+    "heads": ("mamba_num_heads", 128), "head_dim": ("mamba_head_dim", 64), "state_size": ("ssm_state_size", 128),
+    "groups": ("n_groups", 8), "conv_kernel": ("conv_kernel", 4), "conv_bias": ("use_conv_bias", True),
+    "bias": ("use_bias", False),
+}  # fmt: skip
+EXPERTS = _common.Fields(
+    top_k=("num_experts_per_tok", 2),
+    hidden=("moe_intermediate_size", 7688),
+    scale=("routed_scaling_factor", 1.0),
+    renormalize=("norm_topk_prob", True),
+    groups=("n_group", 1),
+    top_groups=("topk_group", 1),
+    experts=("n_routed_experts", 8, "num_local_experts"),
 )
+PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
 # Of kernels, of training and of layers that are not built; transformers computes the same whatever they say.
 UNUSED_FIELDS = """num_hidden_layers num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern
 num_logits_to_keep mamba_ssm_cache_dtype mamba_proj_bias moe_shared_expert_overlap output_router_logits
@@ -44,13 +49,12 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     config.note("residual_in_fp32")
     least = config.get("time_step_min", 0.001)
     kinds = {
-        LINEAR: {"mixer": _mamba.read_fields(config, NAMES, eps) | _mamba.time_step_limit(least)},
+        LINEAR: {"mixer": mamba.read_fields(config, NAMES, eps) | mamba.time_step_limit(least)},
         FULL: {"mixer": _read_attention(config)},
         MLP: {"feedforward": _read_mlp(config)},
         MOE: {"feedforward": _read_experts(config)},
     }
-    for name in UNUSED_FIELDS:
-        config.optional(name)
+    config.ignore(*UNUSED_FIELDS)
     layers = _layer_types.merge_repeats([kinds[kind] for kind in _read_types(config)])
     residual = {"kind": "pre_norm", "dropout": config.get("hidden_dropout", 0.0)}
     return _common.design_fields(config, {"kind": "rms", "eps": eps, "cast": "after"}, layers, residual=residual)
@@ -67,7 +71,7 @@ def _read_types(config: ConfigReader) -> list[str]:
 
 
 def _read_attention(config: ConfigReader) -> dict[str, Any]:
-    heads = _common.read_heads(config, 0, config.get("head_dim", 128, "attention_head_dim"))
+    heads = _common.read_heads(config, config.get("head_dim", 128, "attention_head_dim"))
     return {"kind": "attention", **heads, "dropout": config.get("attention_dropout", 0.0)}
 
 
@@ -83,21 +87,16 @@ def _read_mlp(config: ConfigReader) -> dict[str, Any]:
 def _read_experts(config: ConfigReader) -> dict[str, Any]:
     """Experts of two matrices, and a shared one of a width of its own."""
     config.expect("moe_latent_size", None)
+    mlp = _read_mlp(config)
     return {
         "kind": "moe",
         "expert": "mlp",
-        "experts": config.get("n_routed_experts", 8, "num_local_experts"),
-        "top_k": config.get("num_experts_per_tok", 2),
-        "hidden": config.get("moe_intermediate_size", 7688),
-        "activation": _common.read_activation(config, "mlp_hidden_act", "relu2"),
-        "bias": "shared" if config.get("mlp_bias", False) else False,
+        **EXPERTS.read(config),
+        "activation": mlp["activation"],
+        "bias": "shared" if mlp["bias"] else False,
         "shared": 1,
         "shared_hidden": config.get("moe_shared_expert_intermediate_size", 7688),
-        "scale": config.get("routed_scaling_factor", 1.0),
         "routing": "sigmoid",
-        "renormalize": config.get("norm_topk_prob", True),
-        "groups": config.get("n_group", 1),
-        "top_groups": config.get("topk_group", 1),
         "bias_update": 0.0,
     }
 
@@ -105,13 +104,13 @@ def _read_experts(config: ConfigReader) -> dict[str, Any]:
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     mixer, mlp = design_parts.first_attention(design), design_parts.first_mlp(design)
-    moe = design_parts.first_moe(design)
-    limit = _mamba.first_mixer(design).time_step_limit
+    moe, limit = design_parts.first_moe(design), mamba.first_mamba(design).time_step_limit
     has_experts = any(design_parts.has_experts(design))
     activation = moe.activation if has_experts else mlp.activation
+    shared = {"moe_shared_expert_intermediate_size": moe.shared_hidden or moe.hidden}
     return (
         _common.write_common(design)
-        | _mamba.write_fields(design, NAMES)
+        | mamba.write_fields(design, NAMES)
         | {
             "time_step_min": 0.0 if limit is None else limit[0],
             "tie_word_embeddings": False,
@@ -120,27 +119,13 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
             "num_key_value_heads": mixer.kv_heads,
             "head_dim": mixer.head_dim,
             "attention_dropout": mixer.dropout,
-            "hidden_dropout": design.residual.dropout,
             "intermediate_size": mlp.hidden,
             "mlp_hidden_act": design_parts.HF_ACTIVATIONS[activation or "relu2"],
             "mlp_bias": moe.bias == "shared" if has_experts else mlp.bias,
-            "layer_norm_epsilon": design_parts.norm_eps(design),
         }
-        | (_write_experts(moe) if has_experts else {})
+        | _common.written(design, "hidden_dropout", "layer_norm_epsilon")
+        | (EXPERTS.write(moe) | shared if has_experts else {})
     )
-
-
-def _write_experts(moe: MoEConfig) -> dict[str, Any]:
-    return {
-        "n_routed_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.hidden,
-        "moe_shared_expert_intermediate_size": moe.shared_hidden or moe.hidden,
-        "routed_scaling_factor": moe.scale,
-        "norm_topk_prob": moe.renormalize,
-        "n_group": moe.groups or 1,
-        "topk_group": moe.top_groups or 1,
-    }
 
 
 def _type(layer: LayerConfig) -> str:
@@ -152,18 +137,14 @@ def _type(layer: LayerConfig) -> str:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Its own names: what a layer is made of is its `mixer`, whatever it is."""
-    weights.add_module("backbone.embeddings", "embed")
-    weights.add_module("backbone.norm_f", "final_norm.norm")
-    weights.add_module("lm_head", "head")
-    for index, layer in enumerate(design_parts.layers(design)):
-        hf, heddle = f"backbone.layers.{index}", f"layers.{index}"
+    _common.map_embedding_and_head(design, weights, "backbone.embeddings", "backbone.norm_f")
+    for hf, heddle, layer in _common.named_layers(design, prefix="backbone.layers"):
         for branch in ("mixer", "feedforward"):
             weights.add_module(f"{hf}.norm", f"{heddle}.residual.norms.{branch}")
         if isinstance(layer.mixer, Mamba2Config):
-            _mamba.map_mixer(weights, f"{hf}.mixer", f"{heddle}.mixer")
+            mamba.map_mixer(weights, f"{hf}.mixer", f"{heddle}.mixer")
             continue
-        for name, role in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
-            weights.add_module(f"{hf}.mixer.{name}", f"{heddle}.mixer.{role}")
+        weights.add_modules(f"{hf}.mixer", f"{heddle}.mixer", PROJECTIONS)
         _map_feedforward(weights, f"{hf}.mixer", f"{heddle}.feedforward")
 
 

@@ -58,14 +58,10 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-def _map_norms(weights: WeightMap, hf: str, heddle: str) -> None:
-    _common.map_pre_norms(weights, hf, heddle)
-    weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.shared")
-
-
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Llama's tensor names; parallel branches share one norm."""
-    _common.map_weights(design, weights, _map_norms)
+    shared = {"input_layernorm": "residual.norms.shared"} if isinstance(design.residual, ParallelConfig) else {}
+    _common.map_weights(design, weights, _common.PRE_NORMS | shared)
 
 
 FAMILY = Family("stablelm", "StableLmForCausalLM", read_config, write_config, map_weights)

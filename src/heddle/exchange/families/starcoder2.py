@@ -1,5 +1,6 @@
 """StarCoder2 (Lozhkov et al. 2024): LayerNorm, an MLP, biases everywhere, grouped queries and one window for all."""
 
+from functools import partial
 from typing import Any
 
 from heddle.exchange import design_parts
@@ -36,10 +37,8 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
         _common.write_common(design)
         | _common.write_attention(design)
         | _common.write_mlp(design)
+        | _common.written(design, "sliding_window", "embedding_dropout", "residual_dropout")
         | {
-            "sliding_window": design_parts.first_window(design),
-            "embedding_dropout": design.embedding.dropout,
-            "residual_dropout": design.residual.dropout,
             "use_bias": design_parts.first_mlp(design).bias or design_parts.first_attention(design).bias is True,
             "norm_epsilon": design_parts.norm_eps(design),
         }
@@ -47,13 +46,10 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 
 def _map_mlp(weights: WeightMap, hf: str, heddle: str) -> None:
-    weights.add_module(f"{hf}.c_fc", f"{heddle}.up")
-    weights.add_module(f"{hf}.c_proj", f"{heddle}.down")
+    weights.add_modules(hf, heddle, {"c_fc": "up", "c_proj": "down"})
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Llama's tensor names, except for the MLP."""
-    _common.map_weights(design, weights, map_feedforward=_map_mlp)
+map_weights = partial(_common.map_weights, map_feedforward=_map_mlp)
 
 
 FAMILY = Family("starcoder2", "Starcoder2ForCausalLM", read_config, write_config, map_weights)
