@@ -56,14 +56,14 @@ from heddle.lab.conversion.results import (
     conversion_verdict,
     measured_text_sentence,
 )
-from heddle.lab.conversion.run import ConversionRecord, measure_conversion
+from heddle.lab.conversion.run import ConversionRecord, measure_conversion, part_path
 from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
 from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import size
 from heddle.progress import format_duration, print_status, print_text, print_warning
-from heddle.runtime import Runtime, versions
+from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
@@ -222,6 +222,7 @@ def _move_work_aside(folder: Path) -> None:
 DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
 MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
+BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
 SPEED_SECONDS = 25.0  # for measuring one model's speeds
 MIN_CHOSEN_STEPS = 50  # the shortest healing that a budget chooses: the first ten are warmup, and the rate decays to 0
 MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded before a budget chooses the steps
@@ -259,6 +260,16 @@ def _interrupted_healing(out: Path | None) -> Path | None:
     return runs[0].parent if runs else None
 
 
+def _report_choices(out: Path | None) -> Choices | None:
+    """The choices of the CPU's kernels with which an interrupted report for `out` began; None without one."""
+    for folder in () if out is None else (out, partial_folder(out) / RESULT_FOLDER):
+        for path in (folder / RESULTS_FILE, part_path(folder / RESULTS_FILE)):
+            with suppress(CheckpointError, ConfigError, KeyError):
+                saved = read_json_file(path) if path.is_file() else {}
+                return Choices.read(saved.get("of", saved)["hardware"]["choices"], str(path))
+    return None
+
+
 def _chosen_steps(choice: Path) -> int | None:
     """The steps of each healing that the budget of an interrupted call chose."""
     return int(read_json_file(choice)["healing_steps"]) if choice.is_file() else None
@@ -269,7 +280,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
     with ExitStack() as stack:
         needs = () if settings.list_ else TRAINING_NEEDS
         interrupted = _interrupted_healing(out)
-        choices = None if interrupted is None else recorded_choices(interrupted)
+        choices = _report_choices(out) if interrupted is None else recorded_choices(interrupted)
         runtime = open_session(stack, settings, needs=needs, choices=choices)
         if settings.list_:
             print_rewrites()
@@ -534,20 +545,29 @@ def conversion_report(
     contexts = tuple(sorted(set(settings.speed_context_length or default.speed_contexts)))
     if min(contexts) < 1:
         raise ConfigError("--speed-context-length: must be at least 1")
-    windows = settings.report_tokens // settings.sequence_length
+    length = settings.sequence_length
+    windows, design = settings.report_tokens // length, source.weights.design
     measured = MeasurementSettings(
-        sequence_length=settings.sequence_length,
+        sequence_length=length,
         windows=windows,
+        batch_size=_batch_size(design, length) if runtime.device == "cpu" else default.batch_size,
         span_rows=max(4, min(default.span_rows, windows // 4)),
         needle_rows=max(4, min(default.needle_rows, windows // 8)),
         speed_contexts=contexts,
     )
-    warnings = _unseen_windows(rewrites, settings.sequence_length)
+    warnings = _unseen_windows(rewrites, length)
     for warning in warnings:
         print_warning(warning)
     command, folder = settings.command_line("convert"), str(source.folder)
     record = ConversionRecord(Path(), command, folder, runtime.describe(), warnings)
     return ConversionReport(corpus, record, measured, runtime.device)
+
+
+def _batch_size(design: ModelConfig, length: int) -> int:
+    """The rows that a CPU reads at a time: a kill loses the last ones, and large models read them slowly."""
+    shortest = design.usual_length(length)
+    flops = length * size(design, shortest).flops_per_token
+    return max(1, min(MeasurementSettings.batch_size, int(BATCH_FLOPS / flops)))
 
 
 def _unseen_windows(rewrites: Sequence[Rewrite], length: int) -> tuple[str, ...]:
