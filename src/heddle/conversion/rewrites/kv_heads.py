@@ -99,7 +99,7 @@ class HeadConversion:
         kv_heads: int,
         activations: Callable[[], LayerActivations],
     ) -> dict[str, Tensor]:
-        """The parameters of layer `index` of a resolved design with `kv_heads` key heads.
+        """The parameters of layer `index` of a resolved design with `kv_heads` key heads, on the text's device.
 
         If that does not divide the present number of heads, they are first repeated up to a common multiple.
         activations: returns the layer's activations on the calibration text; only called if they are needed.
@@ -112,6 +112,9 @@ class HeadConversion:
         config = config.replace(kv_heads=common)
         if common == kv_heads:
             return layer
+        if self.needs_text:
+            device = activations().mixer_inputs[0].device
+            layer = {name: value.to(device) for name, value in layer.items()}
         context = BuildContext(design.width, design.norm, design.depth, index)
         merger = MergedHeads(layer, config, context, self._statistics(layer, config, context, activations), self.merge)
         result = merger.merge_groups(self._groups(merger, kv_heads, activations))
@@ -274,7 +277,8 @@ class KVHeads(Rewrite):
                 return None
             layer = self._converter.convert(source.layer(index), design, index, count, lambda: activations)
             context = BuildContext(design.width, design.norm, design.depth, index)
-            return build_mixer(mixers[index].replace(kv_heads=count), context, layer).to(source.dtype)
+            mixer = build_mixer(mixers[index].replace(kv_heads=count), context, layer)
+            return mixer.to(activations.mixer_inputs[0].device, source.dtype)
 
         return replace
 
@@ -293,7 +297,8 @@ class _SharedHeads(ConvertedWeights):
             return layer
         assert isinstance(mixer, AttentionConfig)
         activations = lambda: self.activations(index)  # noqa: E731
-        return self.converter.convert(layer, self.source.design, index, _heads(mixer), activations)
+        converted = self.converter.convert(layer, self.source.design, index, _heads(mixer), activations)
+        return {name: value.to(layer[name].device) for name, value in converted.items()}
 
 
 def _heads(mixer: AttentionConfig) -> int:

@@ -213,7 +213,7 @@ def joined_plan(path: Path, plan: ComparisonPlan) -> dict[str, Any]:
     if more_seeds and all(run_file(path.parent, name, seed).is_file() for name, seed in _planned(saved)):
         is_anytime = True
     is_anytime = is_anytime or plan.until_resolved is not None
-    written = identity | {"is_anytime": is_anytime, "until_resolved": plan.until_resolved}
+    written: dict[str, Any] = identity | {"is_anytime": is_anytime, "until_resolved": plan.until_resolved}
     return written | ({"budget_notes": [list(note) for note in notes.items()]} if notes else {})
 
 
