@@ -154,9 +154,9 @@ Mixers = Mapping[int, AttentionConfig]  # by the number of the layer
 class KVHeads(Rewrite):
     """Change the number of key/value heads of `attention`: more by repeating (exact), fewer by merging (lossy).
 
-    kv_heads: of every layer; or state_budget: the share of the state to keep, distributed over the layers so that the
-    loss on the text rises least. similarity: whether heads are compared and aligned on the text,
-    or by their weights.
+    kv_heads: of every layer; or state_budget: the share of the state per token to keep, distributed over the layers so
+    that the loss on the text rises least. similarity: whether heads are compared and aligned on the text, or by their
+    weights.
     """
 
     targets: ClassVar[Mapping[str, str]] = {"kv_heads": "kv_heads"}
@@ -263,7 +263,9 @@ class KVHeads(Rewrite):
         planned = plan_sizes(choices, int(self.state_budget * total + 1e-9))
         if planned is None:
             least = sum(sizes[0][0] for sizes in choices) / total
-            reason = f"{self.state_budget:.4g} of the state is less than the {least:.4g} of one head per layer"
+            reason = (
+                f"{self.state_budget:.4g} of the state per token is less than the {least:.4g} of one head per layer"
+            )
             raise DesignError("state_budget", f"{reason}; raise it")
         return {index: size // widths[index] for index, size in zip(mixers, planned, strict=True)}
 
@@ -331,4 +333,7 @@ def _check_text(text: CalibrationText | None, design: ModelConfig, mixer: Attent
     assert mixer.value_dim is not None
     needed = TOKENS_PER_INPUT * max(design.width, mixer.heads * mixer.value_dim)
     if text.tokens < needed:
-        raise DesignError("kv_heads", f"needs a text of {needed} tokens, but there are {text.tokens}; give more text")
+        raise DesignError(
+            "kv_heads",
+            f"needs a text of {needed} tokens, but there are {text.tokens}; give --calibration-tokens {needed}",
+        )

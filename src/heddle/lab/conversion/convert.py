@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from heddle.config import DesignError, literal_values
 from heddle.conversion.convert import (
     CONVERSION_FILE,
@@ -35,7 +37,7 @@ from heddle.conversion.heal import (
     interrupted_rows,
     partial_folder,
 )
-from heddle.conversion.rewrite import Rewrite, rewrites
+from heddle.conversion.rewrite import Rewrite, naming_layers, rewrites
 from heddle.conversion.rewrites.window import Window
 from heddle.conversion.settings import ConvertSettings
 from heddle.conversion.targets import ConversionVariant, conversion_variants
@@ -220,6 +222,13 @@ def _move_work_aside(folder: Path) -> None:
 
 
 DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
+ROWS = {  # of a dry run's table, by the name in JSON
+    "parameters": "parameters",
+    "state_bytes_per_token": "state bytes per token",
+    "state_bytes": "state bytes at {context_length:,}",
+    "flops_per_token": "FLOPs per token",
+    "architecture": "exports as",
+}
 MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
 BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
@@ -232,7 +241,8 @@ MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded befor
 class ConvertedModel:
     """One conversion or several. folder: None if nothing was written. results: measurements, if there are any.
 
-    costs: from a dry run, by conversion: sizes and costs before and after.
+    costs: from a dry run, by conversion, `before` and `after`: parameters, context_length, state_bytes of a sequence of
+    that length, state_bytes_per_token, flops_per_token, and the architecture of the export.
     """
 
     folder: Path | None
@@ -316,7 +326,8 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         used = [rewrite for variant in variants for rewrite in variant.rewrites]
         for variant in variants:
             for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
-                rewrite.check_layers(design)
+                with naming_layers(design):
+                    rewrite.check_layers(design)
         if settings.heal is None and healing is not None and all(rewrite.is_exact(design) for rewrite in used):
             print_status("an exact conversion needs no healing, so the budget is ignored")
             healing = None
@@ -609,13 +620,16 @@ def print_rewrites() -> None:
         print_text(f"    {_first_line(cls)}")
         for option, field in cls.model_fields.items():
             if option not in ("layers", *cls.targets.values()):
-                print_text(f"        {_describe_option(option, field.annotation, field.get_default())}")
+                print_text(f"        {_describe_option(option, field)}")
 
 
-def _describe_option(option: str, annotation: Any, default: Any) -> str:
-    """The option with its choices and its default, such as `merge=mean|first [mean]`."""
+def _describe_option(option: str, field: FieldInfo) -> str:
+    """The option with its choices and its default, such as `merge=mean|first [mean]`, or that it is required."""
+    annotation, default = field.annotation, field.default
     choices = "|".join(map(str, literal_values(annotation))) or ("true|false" if annotation is bool else "…")
     shown = str(default).lower() if isinstance(default, bool) else str(default)
+    if field.is_required():
+        return f"{option}={choices} [required]"
     return f"{option}={choices}" + ("" if default is None else f" [{shown}]")
 
 
@@ -631,10 +645,11 @@ def _costs(source: ConversionSource, design: Any) -> dict[str, dict[str, Any]]:
         costs = size(config, context, dtype=source.weights.dtype)
         columns[label] = {
             "parameters": costs.parameters,
-            "state bytes a token": costs.state_bytes_per_token,
-            f"state bytes at {context}": costs.state_bytes,
-            "FLOPs a token": round(costs.flops_per_token),
-            "exports as": match_report(config).architecture,
+            "context_length": context,
+            "state_bytes_per_token": costs.state_bytes_per_token,
+            "state_bytes": costs.state_bytes,
+            "flops_per_token": round(costs.flops_per_token),
+            "architecture": match_report(config).architecture,
         }
     return columns
 
@@ -647,7 +662,9 @@ def _print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> 
     for name, columns in costs.items():
         if len(costs) > 1:
             print_text(name)
-        print_text(f"{'':22}{'before':>24}{'after':>24}")
-        for row, before in columns["before"].items():
-            shown = [f"{value:,}" if isinstance(value, int) else value for value in (before, columns["after"][row])]
-            print_text(f"{row:22}{shown[0]:>24}{shown[1]:>24}")
+        print_text(f"{'':26}{'before':>24}{'after':>24}")
+        for name, before in columns["before"].items():
+            shown = [f"{value:,}" if isinstance(value, int) else value for value in (before, columns["after"][name])]
+            if name in ROWS:
+                row = ROWS[name].format(**columns["before"])
+                print_text(f"{row:26}{shown[0]:>24}{shown[1]:>24}")
