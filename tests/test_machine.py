@@ -91,6 +91,28 @@ def test_a_file_that_is_not_as_it_was_written_is_measured_again(measures: list[s
     assert len(measures) == 2
 
 
+def test_a_busy_machine_ends_a_measurement_in_time_and_keeps_the_others(
+    measures: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+
+    def slow_call() -> None:
+        now[0] += 7.0
+
+    monkeypatch.setattr("heddle.machine.time.perf_counter", lambda: now[0])
+    sections = dict(machine.MEASURES)
+    sections["packing"] = lambda: machine.race({"plain": slow_call, "packed": slow_call})
+    monkeypatch.setattr(machine, "MEASURES", sections)
+    assert measured_choices(1) == Choices("medium", triangle_lengths=(256,))
+    assert now[0] <= machine.LIMIT_SECONDS + 7.0
+    printed = capsys.readouterr().err
+    assert "about 12 seconds, at most 90 where other programs run" in printed
+    assert "packing: not measured within 30 seconds, because the machine is busy" in printed
+    sections["packing"] = lambda: FACTS["packing"]
+    assert measured_choices(1) == MEASURED  # it is measured the next time
+    assert measures == ["products", "attention"]
+
+
 def test_without_a_home_the_defaults_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(machine.VARIABLE)
     (tmp_path / "file").write_text("")

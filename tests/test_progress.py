@@ -150,7 +150,7 @@ def test_a_closed_stderr_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch)
     ("n", "unit", "text"),
     [
         (999, "bytes", "999 bytes"),
-        (1500, "bytes", "1.5 KB"),
+        (1500, "bytes", "1.5 kB"),
         (2_000_000_000, "bytes", "2.0 GB"),
         (1e6, "tokens", "1,000,000 tokens"),
     ],

@@ -115,7 +115,7 @@ def mixer_table(kind: str, cases: list[str]) -> str:
         rows[tuple(shown)] = (", ".join(f"{key} {value}" for key, value in shown.items()), *state, *cost)
     if not rows:
         return ""
-    head = ("sizes", "state per token", f"after {SHORT}", f"FLOPs per token of {SHORT}", f"of {LONG:,}")
+    head = ("sizes", "state elements per token", f"after {SHORT}", f"FLOPs per token of {SHORT}", f"of {LONG:,}")
     return table(head, list(rows.values())[:EXAMPLES])
 
 

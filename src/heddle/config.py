@@ -302,8 +302,7 @@ def _resolve(base: type[Part], data: dict[str, Any], path: str) -> tuple[type[Pa
     cls = build_under(path, find_kind, base.slot, name)
     if cls is None:
         problem = _unknown("kind", name, kind_names(base))
-        own = "" if "did you mean" in problem else "; for your own part, pass the file that defines it: --part FILE"
-        raise DesignError(path, problem + own)
+        raise DesignError(path, f"{problem}; for your own part, pass the file that defines it: --part FILE")
     if not issubclass(cls, base):
         raise DesignError(path, f"kind '{name}' does not belong here; choices: {', '.join(kind_names(base))}")
     fields = {field: value for field, value in data.items() if field != "kind"}

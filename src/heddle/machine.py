@@ -14,8 +14,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
-from math import exp, fsum, log
+from math import exp, fsum, inf, log
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ VERSION = 1  # raise it when what is measured, or how, changes
 TIE, PRODUCTS_TIE = 1.1, 1.05  # the mean over all products repeats within 2 %
 ROUNDS, MIN_ROUNDS = 7, 3
 SECONDS = 0.5  # for the rounds of one race, after the first MIN_ROUNDS
+LIMIT_SECONDS = 30.0  # of a section: an idle machine takes 2 to 5
 RECORD = "machine.json"  # of a comparison or a ladder
 # rows, inputs, outputs: of feed-forwards and a vocabulary, in small, medium and large designs
 PRODUCTS = ((512, 128, 352), (512, 128, 4096), (1024, 512, 1408), (1024, 768, 2048))
@@ -52,9 +54,15 @@ ROWS, HEADS, HEAD_DIM = 2, 4, 64  # of attention
 
 Facts = dict[str, Any]
 
+_end: ContextVar[float] = ContextVar("end", default=inf)  # of a section, in time.perf_counter() seconds
+
+
+class _BusyError(MachineError):
+    """A section took longer than LIMIT_SECONDS."""
+
 
 def measured_choices(threads: int | None = None, needs: Collection[str] = ALL_NEEDS) -> Choices:
-    """The choices for `threads` (None: torch's thread count). Measurements that are needed and not cached take seconds.
+    """The choices for `threads` (None: torch's thread count). What is needed and not cached is measured.
 
     needs: a subset of ALL_NEEDS. Returns the defaults if no cache folder is writable. Raises ConfigError if
     $HEDDLE_MACHINE names no file of choices.
@@ -92,6 +100,7 @@ def choices_from(facts: Mapping[str, Any]) -> Choices:
 def measured_facts(threads: int | None = None, needs: Collection[str] = ALL_NEEDS, anew: bool = False) -> Facts:
     """The measurements by section, from the cache where it has them. anew: measure everything again.
 
+    A section that takes over `LIMIT_SECONDS`, because the machine is busy, is left to the next call.
     Raises ConfigError or MachineError without a writable cache folder.
     """
     count = torch.get_num_threads() if threads is None else threads
@@ -104,10 +113,18 @@ def measured_facts(threads: int | None = None, needs: Collection[str] = ALL_NEED
         facts = _known(path)
         missing = [section for section in needs if anew or section not in facts]
         if missing:
-            name = f"{count} thread{'s' if count > 1 else ''}"
-            print_status(f"measuring the fastest CPU kernels with {name}, once per machine: a few seconds")
+            name, most = f"{count} thread{'s' if count > 1 else ''}", LIMIT_SECONDS * len(missing)
+            takes = f"about {4 * len(missing)} seconds, at most {most:.0f} where other programs run"
+            print_status(f"measuring the fastest CPU kernels with {name}, once per machine: {takes}")
             with _threads(count):
-                facts |= {section: MEASURES[section]() for section in missing}
+                for section in missing:
+                    token = _end.set(time.perf_counter() + LIMIT_SECONDS)
+                    try:
+                        facts[section] = MEASURES[section]()
+                    except _BusyError as error:
+                        print_status(f"{section}: {error}")
+                    finally:
+                        _end.reset(token)
             write_json_file(path, facts)
     return facts
 
@@ -148,10 +165,14 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def race(ways: Mapping[str, Callable[[], None]], rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[str, float]:
-    """Time each way, in seconds: the lower quartile over rounds that run every way once."""
+    """Time each way, in seconds: the lower quartile over rounds that run every way once.
+
+    Raises MachineError at the end of the time for a section.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for run in ways.values():  # warm up: oneDNN prepares for new shapes
         run()
+        _check_time()
     began = time.perf_counter()
     for number in range(rounds):
         if number >= MIN_ROUNDS and time.perf_counter() - began > seconds:
@@ -160,7 +181,14 @@ def race(ways: Mapping[str, Callable[[], None]], rounds: int = ROUNDS, seconds: 
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
+            _check_time()
     return {name: sorted(each)[len(each) // 4] for name, each in times.items()}
+
+
+def _check_time() -> None:
+    if time.perf_counter() > _end.get():
+        reason = f"not measured within {LIMIT_SECONDS:.0f} seconds, because the machine is busy"
+        raise _BusyError(f"{reason}; what was measured before, or torch's default, is used")
 
 
 def fastest(seconds: Mapping[str, float], default: str, tie: float = TIE) -> str:

@@ -108,7 +108,7 @@ def _print_line(text: str) -> None:
 def progress_bar(description: str, total: int | None, unit: str, initial: int = 0) -> Iterator[ProgressBar]:
     """Show the progress of a task.
 
-    `total` is in units (None: unknown), of which `initial` were done before. The unit "bytes" is printed as KB, MB or
+    `total` is in units (None: unknown), of which `initial` were done before. The unit "bytes" is printed as kB, MB or
     GB. On a terminal a bar is drawn on stderr and removed at the end; elsewhere a line is printed at most every five
     seconds, so short tasks print nothing. Bars may be nested.
     """
@@ -134,7 +134,7 @@ def format_amount(n: float, unit: str) -> str:
     """A count with its unit: 1,234 tokens; 31.5 MB for the unit "bytes"."""
     if unit != "bytes":
         return f"{int(n):,} {unit}"
-    for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
+    for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if n >= size:
             return f"{n / size:.1f} {name}"
     return f"{int(n)} bytes"

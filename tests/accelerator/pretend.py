@@ -178,6 +178,8 @@ def _run(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return _logs[-1].pin(args[0])
     if not on_pretend and target != NAME:
         return operator(*args, **kwargs)
+    if target == "meta":  # no values are copied
+        return operator(*values_of(args), **kwargs)
     _logs[-1].operators[operator] += 1
     log_waits(_logs[-1], operator, args, kwargs)
     _check_devices(operator, args, tensors, target)
@@ -206,7 +208,7 @@ def _collect(tree: Iterable[Any], tensors: list[Tensor]) -> None:
 
 def _wrapped(out: Any) -> Any:
     if isinstance(out, Tensor):
-        return Pretended(out)
+        return Pretended(out.resolve_conj())  # the wrapper does not know a lazy conjugate
     return type(out)([_wrapped(item) for item in out]) if isinstance(out, list | tuple) else out
 
 

@@ -219,7 +219,7 @@ def test_vllm_holds_as_many_requests_as_it_logged() -> None:
 
 
 def test_a_latent_of_vllm_is_as_large_as_its_authors_say() -> None:
-    """70.272 KB a token of DeepSeek-V3 in bfloat16 (Insights into DeepSeek-V3, 2025, table 1), in blocks of 16."""
+    """70.272 kB a token of DeepSeek-V3 in bfloat16 (Insights into DeepSeek-V3, 2025, table 1), in blocks of 16."""
     design, family = published_design("deepseek-ai/DeepSeek-V3")
     for length, tokens in ((4096, 4096), (4097, 4112)):
         for batch in (1, 3):

@@ -96,7 +96,7 @@ def check_growth(drawn: list[str]) -> None:
 
 def readable(count: int) -> str:
     """Bytes as the page says them."""
-    return f"{count / 1000:.1f} KB" if count >= 1000 else f"{count} bytes"
+    return f"{count / 1000:.1f} kB" if count >= 1000 else f"{count} bytes"
 
 
 def test_top_k_of_the_page(chromium: Browser, models: list[str]) -> None:

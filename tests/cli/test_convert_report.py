@@ -289,7 +289,7 @@ def test_methods_are_compared_before_and_after_healing(
     assert run_command([*dry, "--to", "kv_heads=2", "--method", "all"]) == 0
     costs = json.loads(capsys.readouterr().out)
     assert len(costs) == 7
-    assert {table["after"]["state bytes a token"] for table in costs.values()} == {2 * 2 * 2 * 4 * 4}
+    assert {table["after"]["state_bytes_per_token"] for table in costs.values()} == {2 * 2 * 2 * 4 * 4}
     out = tmp_path / "two"
     words = ["--sweep", "kv_heads=2,groups=contiguous,merge=mean,first", "--heal", "256", "--json"]
     assert run_command(command(workspace, out, *words)) == 0
@@ -354,13 +354,53 @@ def test_a_report_can_be_left_out(workspace: Path, tmp_path: Path, capsys: pytes
     assert not (out / "convert.html").exists()
 
 
+def test_the_list_says_which_options_are_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["convert", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "Undefined" not in printed
+    assert "models=… [required]" in printed
+
+
+@pytest.mark.parametrize("target", ["kv_heads=2", "latent_attention,kv_rank=4,rope_dim=2", "gated_delta,fit_steps=1"])
+def test_a_text_too_short_names_the_option_and_what_is_enough(
+    target: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", f"{workspace}/run", "--data", f"{workspace}/text", *QUICK, "--to", target, "--dry-run"]
+    assert run_command([*words, "--calibration-tokens", "16"]) == 2
+    enough = capsys.readouterr().err.partition("--calibration-tokens ")[2].split()[0]
+    assert run_command([*words, "--calibration-tokens", enough]) == 0
+    assert run_command([*words, "--calibration-tokens", "100M"]) == 2
+
+
+def test_a_refused_layer_of_a_repeated_entry_is_called_a_layer(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = ["--to", "layers.1.mixer.kv_heads=3,groups=contiguous,merge=mean"]
+    assert run_command(command(workspace, tmp_path / "out", *target)) == 2
+    assert "layers.1.mixer.kv_heads (layer 1 of 2, from 0): 3 does not divide" in capsys.readouterr().err
+
+
+def test_a_refusal_of_multi_token_modules_names_the_command_that_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(build(load_config(small.design(multi_token={"depth": 1}))), tmp_path / "model")
+    target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
+    assert run_command(["convert", str(tmp_path / "model"), *target, "--dry-run"]) == 2
+    assert "give --to drop_multi_token before it" in capsys.readouterr().err
+    first = ["--to", "drop_multi_token"]
+    assert run_command(["convert", str(tmp_path / "model"), *first, *target, "--dry-run"]) == 0
+
+
 def test_a_state_that_grows_is_said_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model with fewer learned positions than the context at which states are compared."""
     design = small.design(embedding={"position": {"kind": "learned", "length": 32}})
     save(build(load_config(design)), tmp_path / "model")
     target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
     assert run_command(["convert", str(tmp_path / "model"), *target, "--dry-run", "--json"]) == 0
-    assert "state bytes at 32" in json.loads(capsys.readouterr().out)["before"]
+    before = json.loads(capsys.readouterr().out)["before"]
+    assert before["context_length"] == 32
+    assert before["state_bytes"] > 0
+    assert all(name.isidentifier() for name in before)
     words = ["convert", str(tmp_path / "model"), str(tmp_path / "more"), *target, "--report-tokens", "0", "--quiet"]
     assert run_command(words) == 0
     assert "the state grows to 2.0 times" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files become documents: the same text again, nothing over 64 KB, and a clear reason for what cannot be used."""
+"""Files become documents: the same text again, nothing over 64 KiB, and a clear reason for what cannot be used."""
 
 import bz2
 import gzip

@@ -1,6 +1,7 @@
 """Which family a design fits, why not, and with which overrides it would: these are then taken, and it does."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,14 @@ from heddle.exchange.family_match import (
 )
 from heddle.exchange.load import load
 from heddle.model.config import ModelConfig
+from heddle.model.load_config import load_config
 from tests.cases import CASES, case
 from tools.family_facts import about
 
+LAYER: dict[str, Any] = {
+    "mixer": {"kind": "attention", "heads": 2, "position": {"kind": "rope"}},
+    "feedforward": {"kind": "gated", "hidden": 24},
+}
 LLAMA = "preset:gqa-tiny"
 
 
@@ -51,6 +57,14 @@ def test_what_is_in_the_way_and_that_the_change_removes_it(override: str) -> Non
     assert f"{path} is {value}" in report.reasons
     assert report.nearest is not None
     assert match_report(loaded(override, *report.changes)).architecture == report.nearest
+
+
+def test_an_entry_of_several_layers_is_named_with_their_numbers() -> None:
+    layers = [{"repeat": 2, **layer} for layer in (LAYER, LAYER | {"mixer": LAYER["mixer"] | {"softcap": 30.0}})]
+    design = {"vocab_size": 97, "width": 16, "layers": layers}
+    report = match_report(load_config(design))
+    assert "layers.1.mixer.softcap (entry 1, layers 2–3) is 30.0" in report.reasons
+    assert match_report(load_config(design, report.changes)).nearest is None
 
 
 def test_every_family_that_fits_is_listed_with_what_it_loses() -> None:

@@ -27,7 +27,7 @@ CHOICES = (
 
 MESSAGES = {
     "layers.0.mixer.kind=attenton": "layers[0].mixer: unknown kind 'attenton'; did you mean 'attention'? "
-    f"choices: {MIXERS}",
+    f"choices: {MIXERS}{OWN}",
     "layers.0.mixer.kind=../x": f"layers[0].mixer: unknown kind '../x'; choices: {MIXERS}{OWN}",
     "layers.0.mixer.kind=rope": f"layers[0].mixer: unknown kind 'rope'; choices: {MIXERS}{OWN}",
     "layers.0.mixer.position.kind=learned": "layers[0].mixer.position: kind 'learned' does not belong here; "
@@ -79,7 +79,7 @@ MESSAGES = {
     "layers=3": "layers: expected a list, got 3 (a whole number)",
     "layers.0=4": "layers[0]: expected a table of fields, got 4 (a whole number)",
     "residual={kind: parallel, norms: 3}": "residual.norms: should be less than or equal to 2, got 3 (a whole number)",
-    "norm.kind=rmss": f"norm: unknown kind 'rmss'; did you mean 'rms'? choices: {NORMS}",
+    "norm.kind=rmss": f"norm: unknown kind 'rmss'; did you mean 'rms'? choices: {NORMS}{OWN}",
 }
 
 

@@ -102,13 +102,14 @@ def machine_facts(device: str, anew: bool = False) -> dict[str, Any]:
 
 
 def _cpu_choices(anew: bool) -> dict[str, Any]:
-    from heddle.machine import VARIABLE, measured_choices, measured_facts
+    from heddle.machine import VARIABLE, choices_from, measured_choices, measured_facts
 
     measured = {}
     if not os.environ.get(VARIABLE):
         with suppress(ConfigError, MachineError):  # no home, or a full disk
             measured = measured_facts(anew=anew)
-    return {"choices": measured_choices().dump(), "measured": measured}
+    choices = choices_from(measured) if measured else measured_choices()
+    return {"choices": choices.dump(), "measured": measured}
 
 
 def kernel_facts(design: str, dtype: "torch.dtype", device: str) -> dict[str, list[dict[str, Any]]]:

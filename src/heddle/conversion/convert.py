@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heddle.conversion.rewrite import Rewrite, merged_repeats
+from heddle.conversion.rewrite import Rewrite, merged_repeats, naming_layers
 from heddle.conversion.weights import CalibrationText, TensorSpec, Weights, build_model
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.load import LazyCheckpoint
@@ -157,11 +157,13 @@ class Conversion:
             raise ConfigError("to: is empty; give a target such as kv_heads=2")
         weights = self.source.weights
         for rewrite in self.rewrites:
-            rewrite.check_layers(weights.design)
+            with naming_layers(weights.design):
+                rewrite.check_layers(weights.design)
             if rewrite.needs_text and self.text is None and not rewrite.is_exact(weights.design):
                 raise ConfigError(f"{rewrite.name}: needs a text to calibrate on; give one")
             self.source.check_tokenizers(rewrite)
-            weights = rewrite.apply(weights, self.text)
+            with naming_layers(weights.design):
+                weights = rewrite.apply(weights, self.text)
         self._check_tokens(weights)
         return weights
 

@@ -63,7 +63,7 @@ def check_fit_text(text: CalibrationText, width: int) -> None:
         raise DesignError(
             "text",
             f"has {tokens} tokens in rows of {tokens // max(1, rows)}, but a mixer of width {width} is fitted on "
-            f"at least {needed} tokens in 2 rows; give more text",
+            f"at least {needed} tokens in 2 rows; give --calibration-tokens {max(needed, 2 * tokens // max(1, rows))}",
         )
 
 

@@ -68,9 +68,10 @@ def calibration_from_corpus(corpus: Corpus, tokens: int, sequence_length: int, d
     eod_id = corpus.tokenizer.eod_id
     windows = sum((len(file) - 1) // sequence_length for file in corpus.train)
     if windows < 2 * rows:  # as much again is left to heal on
+        fewer = f", or --calibration-tokens {windows // 2 * sequence_length}" if windows > 1 else ""
         raise DataError(
             f"the training text holds {windows} windows of {sequence_length} tokens, but {2 * rows} are needed: {rows} "
-            "to calibrate on, and as many to heal on; give more text, or calibrate on fewer tokens"
+            f"to calibrate on, and as many to heal on; give more text{fewer}"
         )
     loader = CorpusLoader(corpus.train, corpus.weights, sequence_length, batch_rows, SAMPLE_SEED, eod_id, corpus.rows)
     batches = [loader.batch(step) for step in range(-(-rows // batch_rows))]

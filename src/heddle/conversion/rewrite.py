@@ -1,8 +1,10 @@
 """The contract of a rewrite, and how rewrites are found: one file of `rewrites/` is one rewrite."""
 
 import importlib
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,7 +75,7 @@ class Rewrite(Config, ABC):
         """
         if design.multi_token is not None and not self.keeps_modules:
             reason = f"{self.name} would leave the modules in the old design"
-            raise DesignError("multi_token", f"{reason}; convert with drop_multi_token first")
+            raise DesignError("multi_token", f"{reason}; give --to drop_multi_token before it, which leaves them out")
         if design.is_looped and not self.keeps_layers:
             reason = f"shares weights between layers, but {self.name} converts each layer separately"
             raise DesignError("layers.*.shared", f"{reason}; convert a design without it")
@@ -113,6 +115,18 @@ class Rewrite(Config, ABC):
             if not 0 <= index < design.depth:
                 raise ConfigError(f"layers.{index}: the design has layers 0 to {design.depth - 1}; name one of them")
         return tuple(sorted(set(self.layers)))
+
+
+@contextmanager
+def naming_layers(design: ModelConfig) -> Iterator[None]:
+    """Within the block, a DesignError on `layers.N` says that N counts layers, where the design's entries repeat."""
+    try:
+        yield
+    except DesignError as error:
+        layer = re.match(r"layers\.(\d+)", error.path)
+        if layer is None or len(merged_repeats(design).layers) == design.depth:
+            raise
+        raise DesignError(f"{error.path} (layer {layer[1]} of {design.depth}, from 0)", error.reason) from None
 
 
 def has_convolutions(part: Part) -> bool:

@@ -163,10 +163,10 @@ def parse_share(value: Any) -> Any:
     try:
         return float(value.removesuffix("%")) / 100 if value.endswith("%") else float(value)
     except ValueError:
-        refuse("", f"'{value}' is not a share; write 25% or 0.25")
+        refuse("", f"'{value}' is not a share of the state per token; write 25% or 0.25")
 
 
-# The share of the source's state to keep.
+# The share of the source's state per token to keep.
 StateBudget = Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(parse_share)]
 
 

@@ -19,7 +19,12 @@ class ConvertSettings(SessionSettings):
     model: Annotated[Path | None, Argument("MODEL", "A run, a model folder or a transformers folder.")] = None
     out: Annotated[Path | None, Argument("OUT", "The folder to write; it must not exist.")] = None
     to: Annotated[
-        tuple[str, ...], Option("FIELD=VALUE", "What to change, such as kv_heads=2,merge=mean; repeatable.")
+        tuple[str, ...],
+        Option(
+            "FIELD=VALUE",
+            "What to change, such as kv_heads=2,merge=mean, or kv_heads,state_budget=25% (of the state per token); "
+            "repeatable.",
+        ),
     ] = ()
     sweep: Annotated[
         tuple[str, ...], Option("FIELD=VALUE,VALUE", "Convert to each value, and compare all; repeatable.")
@@ -51,6 +56,9 @@ class ConvertSettings(SessionSettings):
             "TIME", "Of the whole command, such as 30m: healing gets the rest; a --heal that takes longer is refused."
         ),
     ] = None
-    report_tokens: Annotated[int, Option("N", "Held-out tokens of the report; 0: none.", parse_tokens)] = 2**16
+    report_tokens: Annotated[
+        int,
+        Option("N", "Held-out tokens of the report's losses; recall reads up to as many again; 0: none.", parse_tokens),
+    ] = 2**16
     speed_context_length: Annotated[tuple[int, ...], Option("N", "Context length for the speed test; repeatable.")] = ()
     json: Json = False

@@ -174,7 +174,7 @@ def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | No
     a `.json` file. A record without text, or a broken one, is left out and counted in `skipped`; a file without any
     text is refused. A compressed file's name also has `.gz`, `.zst`, `.bz2` or `.xz`. A WARC file is refused.
 
-    A file of at most 64 KB is one document. A longer file is split into documents of at most 64 KB: after the last
+    A file of at most 64 KiB is one document. A longer file is split into documents of at most 64 KiB: after the last
     blank line that fits, else the last line end, else the last space, else between two characters. Joined, the
     documents are the exact text of the file, without a byte order mark and without documents of white space alone.
     Raises UnreadableError.

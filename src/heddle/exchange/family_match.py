@@ -196,7 +196,7 @@ def chosen_match(design: ModelConfig, model_type: str) -> FamilyMatch:
         raise ConfigError(f"family {short_repr(model_type)}: is not supported; choose {', '.join(families())}")
     match = match_family(design, families()[model_type])
     if match.mismatches:
-        reasons = ", ".join(f"{each.path} is {_display(each.actual)}" for each in match.mismatches[:MAX_LISTED])
+        reasons = ", ".join(describe_mismatch(design, each) for each in match.mismatches[:MAX_LISTED])
         fitting = ", ".join(family_losses(design))
         raise ConfigError(f"family '{model_type}': cannot express this design ({reasons}); choose {fitting}")
     return match
@@ -213,7 +213,7 @@ def match_report(design: ModelConfig, preferred: str | None = None) -> MatchRepo
             return MatchReport(match.architecture)
         matches.append(match)
     nearest = min(matches, key=_total_weight)
-    reasons = tuple(f"{mismatch.path} is {_display(mismatch.actual)}" for mismatch in nearest.mismatches)
+    reasons = tuple(describe_mismatch(design, mismatch) for mismatch in nearest.mismatches)
     changes = tuple(str(mismatch) for mismatch in nearest.mismatches)
     return MatchReport(families()[HEDDLE].architecture, reasons, nearest.family.architecture, changes)
 
@@ -250,6 +250,18 @@ def differences(design: ModelConfig, other: ModelConfig, training: bool = False)
             if mismatch not in shared
         ]
     return result
+
+
+def describe_mismatch(design: ModelConfig, mismatch: Mismatch) -> str:
+    """A field and its value, and the layers of its entry where these are not numbered as the entries are."""
+    paths = [_dotted(path) for path, _ in design.expand()]
+    entry = ".".join(mismatch.path.split(".")[:2])
+    layers = [index for index, path in enumerate(paths) if path == entry]
+    where = ""
+    if (layers and f"layers.{layers[0]}" != entry) or len(layers) > 1:
+        numbers = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}–{layers[-1]}"
+        where = f" (entry {entry.removeprefix('layers.')}, {numbers})"
+    return f"{mismatch.path}{where} is {_display(mismatch.actual)}"
 
 
 def _dotted(path: str) -> str:

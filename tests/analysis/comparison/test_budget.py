@@ -252,9 +252,56 @@ def test_a_dry_run_says_the_plan_of_a_comparison_that_is_there_and_of_seconds(
     assert compare(folder, tmp_path / "out", "--tokens", "64000") == 0
     capsys.readouterr()
     assert compare(folder, tmp_path / "out", "--tokens", "64000", "--dry-run") == 0
-    assert "plan: 2 designs × 3 seeds on 64,000 tokens, 0.05 s/step" in capsys.readouterr().err
+    assert "plan: 2 designs × 3 seeds on 64,000 tokens: everything is finished" in capsys.readouterr().err
+    assert compare(folder, tmp_path / "out", "--tokens", "32000", "--dry-run") == 2
+    assert "holds another comparison: tokens" in capsys.readouterr().err
     assert compare(folder, tmp_path / "timed", "--seconds", "30", "--dry-run") == 0
     assert "plan: 2 designs × 3 seeds on 30 seconds, 2 at a time" in capsys.readouterr().err
+
+
+def test_a_plan_counts_what_is_left_and_keeps_what_the_budget_chose(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    machine.stops_before = "b-seed1"
+    assert compare(folder, out, "--budget", "100s", "--tokens", "64000") == 130
+    first = capsys.readouterr().err
+    assert "plan: 2 designs × 2 seeds on 64,000 tokens, 0.05 s/step" in first
+    note = "2 seeds of each design are trained, not 3"
+    assert f"the budget chose: {note}" in first
+    machine.stops_before, started = "", machine.clock.now
+    assert compare(folder, out, "--budget", "100s", "--tokens", "64000", "--dry-run") == 0
+    left = capsys.readouterr().err
+    assert "2 seeds on 64,000 tokens, 2 of 4 runs finished, 0.05 s/step" in left
+    assert f"the budget chose: {note}" in left
+    assert seconds_of(left) < 0.7 * seconds_of(first)
+    assert machine.clock.now - started < 100
+    assert compare(folder, out, "--budget", "100s", "--tokens", "64000") == 0
+    for again in (["--budget", "100s"], ["--seeds", "2"]):  # the report is written again
+        assert compare(folder, out, "--tokens", "64000", *again) == 0
+        warnings = json.loads((out / "report.json").read_text(encoding="utf-8"))["warnings"]
+        assert any(note in warning for warning in warnings), again
+    assert "everything is finished" in capsys.readouterr().err
+    assert compare(folder, out, "--tokens", "64000", "--seeds", "3") == 0  # then there are 3
+    assert not any(
+        "not 3" in each for each in json.loads((out / "report.json").read_text(encoding="utf-8"))["warnings"]
+    )
+
+
+def test_a_plan_that_the_budget_cuts_says_so(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.stops_before = "a-seed1"
+    assert compare(folder, tmp_path / "out", "--tokens", "64000", "--workers", "1") == 130
+    capsys.readouterr()
+    assert compare(folder, tmp_path / "out", "--tokens", "64000", "--budget", "30s", "--dry-run") == 0
+    assert "the budget of 30 s ends before that; the same command continues" in capsys.readouterr().err
+
+
+def seconds_of(printed: str) -> float:
+    """The time that a plan names."""
+    words = printed.split("about ")[1].split(" in all")[0].split(" left")[0].split()
+    return sum(float(number) * {"s": 1, "min": 60, "h": 3600}[unit] for number, unit in pairs(words))
 
 
 def test_a_tuning_budget_that_is_too_small_is_refused_before_the_text_is_read(

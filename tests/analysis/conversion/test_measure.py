@@ -1,5 +1,6 @@
 """What is measured before and after a conversion: the same held-out text, recall without training, errors by layer."""
 
+import contextlib
 import copy
 import math
 import random
@@ -18,6 +19,7 @@ from heddle.conversion.rewrites.fold_norms import FoldNorms
 from heddle.conversion.weights import ModelWeights, Weights
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.errors import CheckpointError
+from heddle.lab.compare.results import plain
 from heddle.lab.conversion import measure as measure_module
 from heddle.lab.conversion import run as run_module
 from heddle.lab.conversion.measure import (
@@ -25,7 +27,7 @@ from heddle.lab.conversion.measure import (
     MeasurementText,
     ModelToMeasure,
     layer_errors,
-    score_recall,
+    measured_rows,
 )
 from heddle.lab.conversion.results import (
     CONVERTED,
@@ -40,8 +42,8 @@ from heddle.lab.conversion.run import ConversionRecord, measure_conversion
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.parts.layout import Layout
-from heddle.progress import progress_bar
 from heddle.storage.file_io import read_json_file
+from heddle.training.evaluation import text_recall as recall_module
 from heddle.training.evaluation.scores import bits_and_bytes, finite_ratio, token_scores
 from heddle.training.evaluation.text_recall import DEPTHS, LEADING_TOKENS, NEEDLE_TOKENS, TextRecall, score_text_recall
 from tests import small
@@ -150,8 +152,8 @@ def test_spans_are_repeated_in_held_out_text(text: MeasurementText, letters: Cor
 
 
 def test_a_model_that_copies_recalls_everything(text: MeasurementText) -> None:
-    with progress_bar("test", None, "rows") as bar:
-        first, second, needles = score_recall(Copier(), text, bar)
+    scores = score_text_recall(Copier(), text.recall)
+    first, second, needles = scores.first_spans, scores.repeated_spans, scores.needles
     blind = math.log2(VOCABULARY)
     first_loss, second_loss = finite_ratio(first), finite_ratio(second)
     assert first_loss is not None
@@ -350,6 +352,37 @@ def test_a_model_that_was_killed_half_measured_goes_on_after_its_windows(
         seen.clear()
         other = results_of([("original", ORIGINAL, original, key)], letters, path)
         assert sum(seen) == other.text.windows
+
+
+def test_a_model_that_is_killed_after_each_batch_reads_no_row_twice(
+    original: Decoder, letters: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "PART_SECONDS", 0.0)
+    models, path, seen = [("original", ORIGINAL, original, "a")], tmp_path / "cut.json", [0]
+    scored = token_scores
+    left = [1]
+
+    def watched(decoder: Decoder, rows: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
+        for item in scored(decoder, rows, *arguments, **options):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            seen[0] += len(item[0].tokens)
+            yield item
+
+    monkeypatch.setattr(measure_module, "token_scores", watched)
+    monkeypatch.setattr(recall_module, "token_scores", watched)
+    calls = 0
+    while not path.is_file():
+        left[0], calls = 1, calls + 1
+        with contextlib.suppress(KeyboardInterrupt):
+            results_of(models, letters, path)
+    assert calls > 10
+    assert {len(batch.tokens) for batch in MeasurementText(letters, SETTINGS).windows[:-1]} != {SETTINGS.batch_size}
+    assert seen[0] == measured_rows(MeasurementText(letters, SETTINGS))
+    left[0] = 10**6
+    [resumed], [whole] = (results_of(models, letters, tmp_path / f"{name}.json").models for name in ("cut", "whole"))
+    assert plain(resumed) == plain(whole)
 
 
 def test_numbers_that_are_not_finite_are_saved_as_none(original: Decoder, letters: Corpus, tmp_path: Path) -> None:

@@ -195,8 +195,17 @@ def test_a_dry_run_writes_nothing(
     seconds = [run["seconds"] for run in estimate["runs"]]
     assert min(seconds) > 0
     assert estimate["seconds"] > 2 * sum(seconds) / estimate["workers"]  # processes start, and evaluate at their end
-    assert run_command([word for word in asked if word != "--json"]) == 0
+    plain = [word for word in asked if word != "--json"]
+    assert run_command(plain) == 0
     assert capsys.readouterr().out.rstrip().endswith("Nothing was trained.")
+    # what has a result is not counted again
+    assert run_command([word for word in plain if word != "--dry-run"]) == 0
+    capsys.readouterr()
+    assert run_command([*plain, "--seeds", "3"]) == 0
+    printed = capsys.readouterr()
+    assert "4 of 12 runs are left" in printed.out
+    assert run_command([*asked, "--seeds", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] < 0.8 * estimate["seconds"]
 
 
 @pytest.mark.parametrize(

@@ -485,8 +485,8 @@ def head_outputs(mixer: Attention, x: Tensor, layout: Layout) -> Tensor:
 
 
 def _load(mixer: Attention, parameters: Parameters) -> None:
-    for name, parameter in mixer.named_parameters():
-        parameter.data = parameters[name].double()
+    values = {name: parameters[name].double() for name, _ in mixer.named_parameters()}
+    mixer.load_state_dict(values, strict=False, assign=True)
 
 
 def _distances(similarities: Tensor) -> np.ndarray:

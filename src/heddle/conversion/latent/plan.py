@@ -145,7 +145,7 @@ def plan_by_budget(layers: Sequence[Sequence[LossCurve]], states: Sequence[int],
     if sizes is None:
         raise DesignError(
             "state_budget",
-            f"of {share:.3g} leaves {budget} elements per token for {len(states)} layers, too few; raise it",
+            f"{share:.3g} of the state per token leaves {budget} elements for {len(states)} layers, too few; raise it",
         )
     return [_least(layer, size)[1].plan(size) for layer, size in zip(layers, sizes, strict=True)]
 
@@ -167,7 +167,9 @@ def plan_uniform(layers: Sequence[Sequence[LossCurve]], states: Sequence[int], s
         raise DesignError("state_budget", reason)
     best = min(common, key=lambda dims: sum(layer[dims].loss(state) for layer in by_dims))
     if by_dims[0][best].loss(state) == math.inf:
-        raise DesignError("state_budget", f"of {share:.3g} leaves {state} elements per token and layer; raise it")
+        raise DesignError(
+            "state_budget", f"{share:.3g} of the state per token leaves {state} elements a layer; raise it"
+        )
     return [layer[best].plan(state) for layer in by_dims]
 
 

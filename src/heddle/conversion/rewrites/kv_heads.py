@@ -99,7 +99,7 @@ class HeadConversion:
         kv_heads: int,
         activations: Callable[[], LayerActivations],
     ) -> dict[str, Tensor]:
-        """The parameters of layer `index` of a resolved design with `kv_heads` key heads.
+        """The parameters of layer `index` of a resolved design with `kv_heads` key heads, on the text's device.
 
         If that does not divide the present number of heads, they are first repeated up to a common multiple.
         activations: returns the layer's activations on the calibration text; only called if they are needed.
@@ -112,6 +112,9 @@ class HeadConversion:
         config = config.replace(kv_heads=common)
         if common == kv_heads:
             return layer
+        if self.needs_text:
+            device = activations().mixer_inputs[0].device
+            layer = {name: value.to(device) for name, value in layer.items()}
         context = BuildContext(design.width, design.norm, design.depth, index)
         merger = MergedHeads(layer, config, context, self._statistics(layer, config, context, activations), self.merge)
         result = merger.merge_groups(self._groups(merger, kv_heads, activations))
@@ -151,9 +154,9 @@ Mixers = Mapping[int, AttentionConfig]  # by the number of the layer
 class KVHeads(Rewrite):
     """Change the number of key/value heads of `attention`: more by repeating (exact), fewer by merging (lossy).
 
-    kv_heads: of every layer; or state_budget: the share of the state to keep, distributed over the layers so that the
-    loss on the text rises least. similarity: whether heads are compared and aligned on the text,
-    or by their weights.
+    kv_heads: of every layer; or state_budget: the share of the state per token to keep, distributed over the layers so
+    that the loss on the text rises least. similarity: whether heads are compared and aligned on the text, or by their
+    weights.
     """
 
     targets: ClassVar[Mapping[str, str]] = {"kv_heads": "kv_heads"}
@@ -260,7 +263,9 @@ class KVHeads(Rewrite):
         planned = plan_sizes(choices, int(self.state_budget * total + 1e-9))
         if planned is None:
             least = sum(sizes[0][0] for sizes in choices) / total
-            reason = f"{self.state_budget:.4g} of the state is less than the {least:.4g} of one head per layer"
+            reason = (
+                f"{self.state_budget:.4g} of the state per token is less than the {least:.4g} of one head per layer"
+            )
             raise DesignError("state_budget", f"{reason}; raise it")
         return {index: size // widths[index] for index, size in zip(mixers, planned, strict=True)}
 
@@ -274,7 +279,8 @@ class KVHeads(Rewrite):
                 return None
             layer = self._converter.convert(source.layer(index), design, index, count, lambda: activations)
             context = BuildContext(design.width, design.norm, design.depth, index)
-            return build_mixer(mixers[index].replace(kv_heads=count), context, layer).to(source.dtype)
+            mixer = build_mixer(mixers[index].replace(kv_heads=count), context, layer)
+            return mixer.to(activations.mixer_inputs[0].device, source.dtype)
 
         return replace
 
@@ -293,7 +299,8 @@ class _SharedHeads(ConvertedWeights):
             return layer
         assert isinstance(mixer, AttentionConfig)
         activations = lambda: self.activations(index)  # noqa: E731
-        return self.converter.convert(layer, self.source.design, index, _heads(mixer), activations)
+        converted = self.converter.convert(layer, self.source.design, index, _heads(mixer), activations)
+        return {name: value.to(layer[name].device) for name, value in converted.items()}
 
 
 def _heads(mixer: AttentionConfig) -> int:
@@ -326,4 +333,7 @@ def _check_text(text: CalibrationText | None, design: ModelConfig, mixer: Attent
     assert mixer.value_dim is not None
     needed = TOKENS_PER_INPUT * max(design.width, mixer.heads * mixer.value_dim)
     if text.tokens < needed:
-        raise DesignError("kv_heads", f"needs a text of {needed} tokens, but there are {text.tokens}; give more text")
+        raise DesignError(
+            "kv_heads",
+            f"needs a text of {needed} tokens, but there are {text.tokens}; give --calibration-tokens {needed}",
+        )

@@ -4,6 +4,7 @@ The rotated keys of all heads become `rope_dim` shared dims; the rest of the key
 `kv_rank` dims. Both are chosen on a text so that the layers' outputs change least. See `heddle.conversion.latent`.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Self
 
@@ -41,8 +42,8 @@ Mixers = Mapping[int, AttentionConfig]  # by the number of the layer
 class LatentAttentionReplacement(Rewrite):
     """Replace `attention` by `latent_attention`. Without sizes: exact, at full rank, which saves almost no state.
 
-    kv_rank, rope_dim: sizes of each layer. state_budget: the share of the state to keep, distributed over the layers
-    and over both sizes by their losses. fold: how many neighboring frequencies become one. exportable: a latent
+    kv_rank, rope_dim: sizes of each layer. state_budget: the share of the state per token to keep, distributed over the
+    layers and over both sizes by their losses. fold: how many neighboring frequencies become one. exportable: a latent
     norm, plain frequencies and equal layers, as in DeepSeek-V3.
     """
 
@@ -125,8 +126,9 @@ class LatentAttentionReplacement(Rewrite):
     def _plans(self, source: Weights, text: CalibrationText, mixers: Mixers) -> dict[int, LatentPlan]:
         """Measure the layers one by one, and choose the sizes of each."""
         curves = []
-        with progress_bar("measuring", source.design.depth, "layers") as bar:
-            for activations in layer_activations(source, text):
+        last = max(mixers)
+        with progress_bar("measuring", last + 1, "layers") as bar:
+            for activations in itertools.islice(layer_activations(source, text), last + 1):
                 if activations.index in mixers:
                     mixer = mixers[activations.index]
                     factors, statistics = measure_layer(mixer, activations, source.layer(activations.index))
@@ -230,5 +232,5 @@ def _with_mixers(design: ModelConfig, configs: Mapping[int, LatentAttentionConfi
 def _check_text(text: CalibrationText, width: int) -> None:
     needed = MIN_TOKENS_PER_INPUT * width
     if text.tokens < needed:
-        reason = f"of {text.tokens} tokens is too short to calibrate a width of {width}; give at least {needed} tokens"
-        raise DesignError("text", reason)
+        reason = f"of {text.tokens} tokens is too short to calibrate a width of {width}"
+        raise DesignError("text", f"{reason}; give --calibration-tokens {needed} or more")

@@ -7,6 +7,7 @@ have a window gets one; a smaller window stays. The conversion is exact for text
 """
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
@@ -84,9 +85,9 @@ class Window(Rewrite):
             return replacement_losses(
                 source, text, lambda layer: _windowed_mixer(windowed, layer) if layer.index in changed else None
             )
-        effects = {}
-        with progress_bar("measuring attention", design.depth, "layers") as bar:
-            for activations in layer_activations(source, text):
+        effects, last = {}, max(changed)
+        with progress_bar("measuring attention", last + 1, "layers") as bar:
+            for activations in itertools.islice(layer_activations(source, text), last + 1):
                 if activations.index in changed:
                     effects[activations.index] = hidden_attention(activations, self.window)
                 bar.advance(1)

@@ -14,14 +14,22 @@ from pathlib import Path
 
 from heddle.errors import ConfigError, MachineError
 from heddle.lab.compare.abilities import TaskChoice
-from heddle.lab.compare.plan import ComparisonPlan, all_candidates
+from heddle.lab.compare.plan import ComparisonPlan, DesignEntry, all_candidates
 from heddle.lab.compare.probes import AUTO, RECALL_PROBES, final_tokens
-from heddle.lab.compare.tasks import SPEED_ROUNDS, Comparison, calibration_task, choose_recall_tasks, training_steps
+from heddle.lab.compare.tasks import (
+    SPEED_ROUNDS,
+    Comparison,
+    calibration_task,
+    choose_recall_tasks,
+    is_unfinished,
+    training_steps,
+)
 from heddle.lab.workers import run_tasks
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token, size
 from heddle.progress import format_duration
+from heddle.storage.file_io import read_json_file
 
 MIN_STEPS = 64  # of a run whose length the budget chose: a shorter one is mostly warmup and decay
 MIN_SEEDS = 2  # one seed has no interval
@@ -52,7 +60,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of each part of a comparison. step: (lowest, highest) seconds of a training step."""
+    """Seconds of each part of a comparison that has no result. step: (lowest, highest) seconds of a training step."""
 
     step: tuple[float, float]
     tuning: float
@@ -88,12 +96,11 @@ class TimeBudget:
 class TimePlan:
     """When the parts of a comparison must end, in time.monotonic() seconds; infinite without a budget.
 
-    times: step times by design. notes: what the budget chose, as sentences.
+    times: step times by design.
     """
 
     budget: TimeBudget | None = None
     times: Mapping[str, StepTime] = field(default_factory=dict)
-    notes: Sequence[str] = ()
 
     @property
     def end(self) -> float:
@@ -109,7 +116,7 @@ class TimePlan:
         """When training must end, to leave time for a round of speed measurements and the recall tasks."""
         if self.budget is None or not self.times:
             return self.end
-        speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts) / SPEED_ROUNDS
+        speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts, rounds=1)
         return self.speed_end(comparison, choices) - min(speed, SPEED_SHARE * self.budget.seconds)
 
     def speed_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
@@ -202,26 +209,49 @@ def estimate(
     comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int], choices: Sequence[TaskChoice]
 ) -> Estimate:
     """Estimate the seconds of each part. steps: training steps of each design. choices: the recall tasks."""
-    plan = comparison.plan
-    training = _training_seconds(comparison, times, steps)
+    plan, runs = comparison.plan, unfinished_runs(comparison)
     return Estimate(
         step=(min(time.step for time in times.values()), max(time.step for time in times.values())),
-        tuning=_tuning_seconds(plan, training),
-        training=training,
+        tuning=_unfinished_tuning(comparison, _training_seconds(comparison, times, steps, all_runs(plan)), runs),
+        training=_training_seconds(comparison, times, steps, runs),
         speed=_speed_seconds(comparison, times, plan.speed_contexts),
         recall=sum(_recall_seconds(comparison, times, choice) for choice in choices),
+    )
+
+
+def all_runs(plan: ComparisonPlan) -> dict[str, int]:
+    """How many training runs each design has."""
+    return {entry.name: len(plan.seeds) for entry in plan.entries}
+
+
+def unfinished_runs(comparison: Comparison) -> dict[str, int]:
+    """How many training runs of each design have no result."""
+    return {
+        entry.name: sum(is_unfinished(comparison, entry.name, f"seed{seed}") for seed in comparison.plan.seeds)
+        for entry in comparison.plan.entries
+    }
+
+
+def is_finished(comparison: Comparison, choices: Sequence[TaskChoice]) -> bool:
+    """Whether every training, speed measurement and recall task has a result. choices: the recall tasks."""
+    plan = comparison.plan
+    return (
+        plan.until_resolved is None
+        and not any(unfinished_runs(comparison).values())
+        and not any(_unfinished_rounds(comparison, entry.name) for entry in plan.entries)
+        and not any(_unfinished_copies(comparison, choice) for choice in choices)
     )
 
 
 def fit_plan(
     comparison: Comparison, times: Mapping[str, StepTime], budget: TimeBudget, *, chooses_tokens: bool,
     chooses_seeds: bool, chooses_contexts: bool,
-) -> tuple[ComparisonPlan, list[str]]:  # fmt: skip
-    """The plan with the settings that a budget chooses, and sentences that name them.
+) -> ComparisonPlan:  # fmt: skip
+    """The plan with the settings that a budget chooses, and sentences on them.
 
     Raises ConfigError if not even the smallest comparison that can distinguish designs fits.
     """
-    plan, notes = comparison.plan, []
+    plan, notes = comparison.plan, list[tuple[str, str]]()
     if chooses_contexts:
         contexts = list(plan.speed_contexts)
         while len(contexts) > 1 and _speed_seconds(comparison, times, contexts) > SPEED_SHARE * budget.seconds:
@@ -229,9 +259,9 @@ def fit_plan(
         if len(contexts) < len(plan.speed_contexts):
             plan = replace(plan, speed_contexts=tuple(contexts))
             where = f"up to {contexts[-1]:,} tokens" if len(contexts) > 1 else f"at {contexts[0]:,} tokens only"
-            notes.append(f"speed is measured {where}")
+            notes.append(("speed_contexts", f"speed is measured {where}"))
     text = text_seconds(budget.seconds)
-    others = text + _speed_seconds(comparison, times, plan.speed_contexts) / SPEED_ROUNDS
+    others = text + _speed_seconds(comparison, times, plan.speed_contexts, rounds=1)
     chosen, recall = None, RECALL_SHARE * budget.seconds if plan.recall_probes else 0.0
     for _ in range(2):  # again with what the recall tasks of the first choice need
         chosen = _choose(replace(comparison, plan=plan), times, budget, others + recall, chooses_tokens, chooses_seeds)
@@ -255,10 +285,10 @@ def fit_plan(
             "least that, or compare fewer or smaller designs"
         )
     if chooses_tokens:
-        notes.insert(0, f"each run trains on {int(chosen.budget_value):,} tokens")
+        notes.insert(0, ("tokens", f"each run trains on {int(chosen.budget_value):,} tokens"))
     if len(chosen.seeds) < len(plan.seeds):
-        notes.insert(0, f"{len(chosen.seeds)} seeds of each design are trained, not {len(plan.seeds)}")
-    return chosen, notes
+        notes.insert(0, ("seeds", f"{len(chosen.seeds)} seeds of each design are trained, not {len(plan.seeds)}"))
+    return replace(chosen, budget_notes=tuple(notes))
 
 
 def _choose(
@@ -299,8 +329,13 @@ def _least_steps(plan: ComparisonPlan, chooses_tokens: bool) -> int:
     return int(plan.budget_value) // (plan.batch_size * plan.sequence_length) if plan.budget_kind == "tokens" else 1
 
 
-def describe_plan(comparison: Comparison, estimate: Estimate | None, notes: Sequence[str]) -> list[str]:
-    """What a comparison will do, and how long each part takes, as sentences. estimate: None where none was timed."""
+def describe_plan(
+    comparison: Comparison, estimate: Estimate | None, budget: TimeBudget | None = None, finished: bool = False
+) -> list[str]:
+    """What a comparison will do, and how long what is left of it takes, as sentences.
+
+    estimate: None where none was timed. finished: whether nothing is left.
+    """
     plan, workers = comparison.plan, comparison.workers.total
     at_once = f", {workers} at a time" if workers > 1 else ""
     amount = (
@@ -311,6 +346,13 @@ def describe_plan(comparison: Comparison, estimate: Estimate | None, notes: Sequ
     length = f" on {amount}"
     designs, seeds = len(plan.entries), len(plan.seeds)
     runs = f"{designs} design{'s' * (designs > 1)} × {seeds} seed{'s' * (seeds > 1)}{length}"
+    notes = "; ".join(sentence for _, sentence in plan.budget_notes)
+    chosen = [f"the budget chose: {notes}"] if notes else []
+    if finished:
+        return [f"plan: {runs}: everything is finished", *chosen]
+    count = designs * seeds
+    if done := count - sum(unfinished_runs(comparison).values()):
+        runs += f", {done} of {count} runs finished"
     if estimate is None:
         return [f"plan: {runs}{at_once}"]
     step = " to ".join(dict.fromkeys(f"{seconds:.2g}" for seconds in estimate.step))
@@ -321,8 +363,11 @@ def describe_plan(comparison: Comparison, estimate: Estimate | None, notes: Sequ
         "recall": estimate.recall,
     }
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if seconds)
-    chosen = [f"the budget chose: {'; '.join(notes)}"] if notes else []
-    return [f"plan: {runs}, {step} s/step{at_once}: {listed}; about {format_seconds(estimate.total)} in all", *chosen]
+    total = f"{'about' if plan.until_resolved is None else 'at least'} {format_seconds(estimate.total)}"
+    if budget is not None and estimate.total > budget.remaining:
+        chosen.append(f"the budget of {format_duration(budget.seconds)} ends before that; the same command continues")
+    whole = "left" if done else "in all"
+    return [f"plan: {runs}, {step} s/step{at_once}: {listed}; {total} {whole}", *chosen]
 
 
 def format_seconds(seconds: float) -> str:
@@ -346,22 +391,27 @@ def _most_steps(comparison: Comparison, times: Mapping[str, StepTime], available
 
 
 def _seconds(comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int]) -> float:
-    training = _training_seconds(comparison, times, steps)
+    training = _training_seconds(comparison, times, steps, all_runs(comparison.plan))
     return training + _tuning_seconds(comparison.plan, training)
 
 
-def _training_seconds(comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int]) -> float:
-    """Seconds of all runs on all workers: at least the rounds in which they take turns."""
+def _training_seconds(
+    comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int], runs: Mapping[str, int]
+) -> float:
+    """Seconds of some runs on all workers: at least the rounds in which they take turns. runs: how many, by design."""
     plan, workers = comparison.plan, comparison.workers.total
     tokens_per_step = plan.batch_size * plan.sequence_length
     final = final_tokens(min(steps.values()) * tokens_per_step, plan.sequence_length)
     evaluated = (final + OTHER_EVALUATED_TOKENS) / tokens_per_step / 2
-    seconds = [
-        each.start + each.step * (steps[name] * (1 + EVALUATED_SHARE) + evaluated) for name, each in times.items()
-    ]
-    rounds = math.ceil(len(seconds) * len(plan.seeds) / workers)
-    mean = sum(seconds) / len(seconds)
-    return max(rounds * mean, len(plan.seeds) * sum(seconds) / workers, *seconds)
+    seconds = {
+        name: each.start + each.step * (steps[name] * (1 + EVALUATED_SHARE) + evaluated)
+        for name, each in times.items()
+        if runs[name]
+    }
+    if not seconds:
+        return 0.0
+    count, total = sum(runs.values()), sum(runs[name] * each for name, each in seconds.items())
+    return max(math.ceil(count / workers) * total / count, total / workers, *seconds.values())
 
 
 def _tuning_seconds(plan: ComparisonPlan, training: float) -> float:
@@ -373,8 +423,26 @@ def _tuning_seconds(plan: ComparisonPlan, training: float) -> float:
     return training * min(plan.tuning.budget_value, trials / len(plan.seeds))
 
 
-def _speed_seconds(comparison: Comparison, times: Mapping[str, StepTime], contexts: Sequence[int]) -> float:
-    """Seconds of both rounds, one design after another."""
+def _unfinished_tuning(comparison: Comparison, training: float, runs: Mapping[str, int]) -> float:
+    """Seconds of the trials without a result. training: seconds of all training runs; runs: those without a result."""
+    plan = comparison.plan
+    if plan.tuning is None or runs != all_runs(plan):  # the first run follows the last trial
+        return 0.0
+    names = [f"{entry.name}-tune" for entry in plan.entries]
+    files = [file for file in (comparison.out / "runs").glob("*.json") if file.name.startswith(tuple(names))]
+    saved = sum(float(read_json_file(file).get("seconds") or 0.0) for file in files)
+    return max(0.0, _tuning_seconds(plan, training) - saved / comparison.workers.total)
+
+
+def _unfinished_rounds(comparison: Comparison, name: str) -> int:
+    """How many of a design's speed measurements have no result."""
+    return sum(is_unfinished(comparison, name, f"speed-{number}") for number in range(1, SPEED_ROUNDS + 1))
+
+
+def _speed_seconds(
+    comparison: Comparison, times: Mapping[str, StepTime], contexts: Sequence[int], rounds: int = SPEED_ROUNDS
+) -> float:
+    """Seconds of the rounds without a result, at most `rounds`, one design after another."""
     total = 0.0
     for entry in comparison.plan.entries:
         each = times[entry.name]
@@ -382,16 +450,25 @@ def _speed_seconds(comparison: Comparison, times: Mapping[str, StepTime], contex
         for context in contexts:
             prefill = each.forward(_flops_per_token(comparison.config(entry), context) * context)
             seconds += prefill * (2 if prefill < 2 else 1) + DECODE_SECONDS
-        total += SPEED_ROUNDS * seconds
+        total += min(rounds, _unfinished_rounds(comparison, entry.name)) * seconds
     return total
+
+
+def _unfinished_copies(comparison: Comparison, choice: TaskChoice) -> list[DesignEntry]:
+    """The designs whose small copies are trained on a task and have no result."""
+    return [
+        entry
+        for entry in comparison.plan.entries
+        if choice.copies.get(entry.name) == entry.name
+        and not choice.reason
+        and is_unfinished(comparison, entry.name, f"recall-{choice.probe}")
+    ]
 
 
 def _recall_seconds(comparison: Comparison, times: Mapping[str, StepTime], choice: TaskChoice) -> float:
     """Seconds to train the small copies on a task."""
-    if choice.reason:
-        return 0.0
     probe, total = RECALL_PROBES[choice.probe], 0.0
-    trained = [entry for entry in comparison.plan.entries if choice.copies[entry.name] == entry.name]
+    trained = _unfinished_copies(comparison, choice)
     for entry in trained:
         each = times[entry.name]
         copy = probe.small_copy(comparison.config(entry))

@@ -23,6 +23,7 @@ from heddle.lab.compare.budget import (
     describe_plan,
     estimate,
     fit_plan,
+    is_finished,
     is_worth_timing,
     parse_duration,
     time_steps,
@@ -43,7 +44,7 @@ from heddle.lab.compare.plan import (
 )
 from heddle.lab.compare.probes import select_probes
 from heddle.lab.compare.results import Design, Report, finite, parse, plain
-from heddle.lab.compare.run import PLAN_FILE, REPORT_FILES
+from heddle.lab.compare.run import PLAN_FILE, REPORT_FILES, joined_plan
 from heddle.lab.compare.run import compare as run_comparison
 from heddle.lab.compare.settings import DEFAULT_SEEDS, DEFAULT_TUNING_BUDGET, CompareSettings
 from heddle.lab.compare.tables import (
@@ -282,20 +283,27 @@ def _plan_time(
             plan = replace(plan, seeds=tuple(saved["seeds"]))
         if not settings.speed_context_length and saved.get("speed_contexts"):
             plan = replace(plan, speed_contexts=tuple(saved["speed_contexts"]))
+    if is_begun:
+        plan = replace(plan, budget_notes=tuple(map(tuple, joined_plan(plan_file, plan).get("budget_notes", ()))))
     comparison = Comparison(plan, None, settings.out, runtime, workers, "")
     if plan.budget_kind == "seconds":
-        for sentence in describe_plan(comparison, None, []):
+        for sentence in describe_plan(comparison, None):
             print_status(sentence)
         return plan, TimePlan(budget)
     if is_begun and budget is None and not settings.dry_run:
         return plan, TimePlan()
-    steps = {} if chooses_tokens else {entry.name: training_steps(comparison, entry) for entry in plan.entries}
+    are_steps_known = is_begun or not chooses_tokens
+    steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries if are_steps_known}
     if budget is None and not settings.dry_run and not is_worth_timing(comparison, steps):
         return plan, TimePlan()
+    if is_begun and is_finished(comparison, choose_recall_tasks(comparison, steps)):
+        for sentence in describe_plan(comparison, None, finished=True):
+            print_status(sentence)
+        return plan, TimePlan(budget)
     print_status(f"timing a step of each design, {workers.total} at a time" if workers.total > 1 else "timing steps")
-    times, notes = time_steps(comparison), list[str]()
+    times = time_steps(comparison)
     if budget is not None and not is_begun:
-        plan, notes = fit_plan(
+        plan = fit_plan(
             comparison,
             times,
             budget,
@@ -307,9 +315,9 @@ def _plan_time(
     steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
     if plan.tuning is not None and plan.tuning.budget_kind == "seconds":
         make_search(plan, plan.tuning, steps, {name: steps[name] * times[name].step for name in steps})
-    time_plan = TimePlan(budget, times, notes)
+    time_plan = TimePlan(budget, times)
     choices = time_plan.affordable(comparison, choose_recall_tasks(comparison, steps))
-    for sentence in describe_plan(comparison, estimate(comparison, times, steps, choices), notes):
+    for sentence in describe_plan(comparison, estimate(comparison, times, steps, choices), budget):
         print_status(sentence)
     return plan, time_plan
 

@@ -363,7 +363,7 @@ def _parse_value(name: str, text: str, argument: str) -> Value:
 
 
 BUDGET_KINDS = ("tokens", "seconds", "flops")
-MAY_CHANGE = ("baseline", "until_resolved", "time_budget", "trackers")
+MAY_CHANGE = ("baseline", "until_resolved", "time_budget", "trackers", "budget_notes")
 
 
 @dataclass(frozen=True)
@@ -422,6 +422,7 @@ class ComparisonPlan:
     tf32: bool = False  # float32 products on CUDA
     deterministic: bool = False  # equal bits on CUDA, too
     trackers: tuple[str, ...] = ()  # to which the training on text is logged as well
+    budget_notes: tuple[tuple[str, str], ...] = ()  # (setting, sentence) of what a time budget chose
 
     def __post_init__(self) -> None:
         """Raise ConfigError naming a design to which the learning rate does not transfer from its width."""

@@ -581,7 +581,8 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
         trained_tokens[name] = trained if is_done else planned
     parameters = {design.name: design.parameters for design in designs}
     available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
-    chosen = [f"Chosen to fit the time budget: {'; '.join(comparison.notes)}."] if comparison.notes else []
+    notes = "; ".join(sentence for _, sentence in plan.budget_notes)
+    chosen = [f"Chosen to fit the time budget: {notes}."] if notes else []
     return [*chosen, *plan_warnings(plan, parameters, trained_tokens, available), *overhead_warning(designs)]
 
 

@@ -32,6 +32,7 @@ from heddle.lab.compare.tasks import (
     choose_workers,
     recall_result,
     recall_task,
+    result_file,
     run_result,
     speed_result,
     speed_task,
@@ -149,21 +150,36 @@ def choose_schedule(plan: ComparisonPlan, workers: int = 1, saved: Collection[tu
 REMEDY = "use the same, or another folder"
 
 
-def result_file(out: Path, name: str, seed: int) -> Path:
+def run_file(out: Path, name: str, seed: int) -> Path:
     """The file of a training run's result."""
-    return out / "runs" / f"{name}-seed{seed}.json"
+    return result_file(out, name, f"seed{seed}")
 
 
 def saved_runs(out: Path, names: Sequence[str]) -> list[tuple[str, int]]:
     """(design, seed) of every training run that has a result."""
-    return [(name, seed) for seed in range(MAX_SEEDS) for name in names if result_file(out, name, seed).is_file()]
+    return [(name, seed) for seed in range(MAX_SEEDS) for name in names if run_file(out, name, seed).is_file()]
 
 
 def check_plan(path: Path, plan: ComparisonPlan, *, may_grow: bool = True) -> bool:
     """Write the plan of a new comparison, or check the plan of a resumed one and add what is new.
 
-    Returns whether the number of seeds depends on results. Raises CheckpointError naming what was changed or removed,
-    or anything new if it may not grow, because other processes work on it.
+    Returns whether the number of seeds depends on results. Raises as `joined_plan`, and CheckpointError for anything
+    new if it may not grow, because other processes work on it.
+    """
+    written = joined_plan(path, plan)
+    if not path.is_file() or read_json_file(path) != written:
+        if not may_grow:
+            raise CheckpointError(
+                f"{path.parent}: other processes work on fewer seeds or designs there; wait until they have ended"
+            )
+        write_json_file(path, written)
+    return bool(written["is_anytime"])
+
+
+def joined_plan(path: Path, plan: ComparisonPlan) -> dict[str, Any]:
+    """What the file of a plan holds once the comparison continues: the recorded plan, and what is new.
+
+    Raises CheckpointError naming what was changed or removed.
     """
     identity = to_plain_json(plan.identity())
     saved = dict(identity)
@@ -171,6 +187,7 @@ def check_plan(path: Path, plan: ComparisonPlan, *, may_grow: bool = True) -> bo
         saved = read_json_file(path)
         saved["device"] = kind_of_device(str(saved.get("device")))  # earlier plans name one GPU
         saved["recall_probes"] = [name for name in saved.get("recall_probes", ()) if name != GONE]
+    notes = dict(saved.pop("budget_notes", plan.budget_notes))
     is_anytime = saved.pop("is_anytime", False)
     until_resolved = saved.pop("until_resolved", None)
     if until_resolved is not None and plan.until_resolved is None:
@@ -180,17 +197,13 @@ def check_plan(path: Path, plan: ComparisonPlan, *, may_grow: bool = True) -> bo
         )
     _check_unchanged(path.parent, saved, identity)
     more_seeds = identity["seeds"] != saved["seeds"]
-    if more_seeds and all(result_file(path.parent, name, seed).is_file() for name, seed in _planned(saved)):
+    if more_seeds:
+        notes.pop("seeds", None)
+    if more_seeds and all(run_file(path.parent, name, seed).is_file() for name, seed in _planned(saved)):
         is_anytime = True
     is_anytime = is_anytime or plan.until_resolved is not None
-    written = identity | {"is_anytime": is_anytime, "until_resolved": plan.until_resolved}
-    if not path.is_file() or read_json_file(path) != written:
-        if not may_grow:
-            raise CheckpointError(
-                f"{path.parent}: other processes work on fewer seeds or designs there; wait until they have ended"
-            )
-        write_json_file(path, written)
-    return is_anytime
+    written: dict[str, Any] = identity | {"is_anytime": is_anytime, "until_resolved": plan.until_resolved}
+    return written | ({"budget_notes": [list(note) for note in notes.items()]} if notes else {})
 
 
 def _planned(identity: dict[str, Any]) -> list[tuple[str, int]]:
@@ -301,7 +314,7 @@ class ReportWriter:
             return
         self.looked_at, is_new = now, False
         for name, seed in self.results.pending:
-            folder = result_file(self.comparison.out, name, seed).with_suffix("")
+            folder = run_file(self.comparison.out, name, seed).with_suffix("")
             log = self.logs.setdefault((name, seed), LogReader(folder))
             with suppress(CheckpointError):  # its own process reports the damage
                 if not log.read():
@@ -359,7 +372,8 @@ def compare(
         names = [entry.name for entry in plan.entries]
         results = Results(names, SPEED_ROUNDS, len(plan.recall_probes), is_anytime=is_anytime)
         time_plan = time_plan or TimePlan()
-        comparison = Comparison(plan, None, out, runtime, workers, command, notes=tuple(time_plan.notes))
+        plan = replace(plan, budget_notes=tuple(map(tuple, read_json_file(out / PLAN_FILE).get("budget_notes", ()))))
+        comparison = Comparison(plan, None, out, runtime, workers, command)
         writer = ReportWriter(comparison, results, live, time_plan)
         schedule = choose_schedule(plan, workers.total, saved_runs(out, names))
         results.pending = list(schedule.next_runs(results.runs))
@@ -494,7 +508,7 @@ def _add_run(results: Results, label: str, name: str, seed: int, result: Result)
 
 def _saved_seconds(out: Path, pair: tuple[str, int]) -> float:
     """Seconds of a training run that has a result."""
-    return float(read_json_file(result_file(out, *pair)).get("seconds") or 0.0)
+    return float(read_json_file(run_file(out, *pair)).get("seconds") or 0.0)
 
 
 def _training_task(writer: ReportWriter, entry: DesignEntry, seed: int) -> Task:

@@ -38,7 +38,7 @@ class Comparison:
 
     corpus: None until it is prepared. extrapolation: validation text that each trained model reads at several
     lengths. text_recall_rows: needles that each of them reads in held-out text. final_tokens: held-out tokens that
-    score each of them. notes: what a time budget chose.
+    score each of them.
     """
 
     plan: ComparisonPlan
@@ -50,7 +50,6 @@ class Comparison:
     extrapolation: ExtrapolationPlan = NO_EXTRAPOLATION
     text_recall_rows: int = 0
     final_tokens: int = FINAL_EVALUATION_TOKENS
-    notes: tuple[str, ...] = ()
 
     def config(self, entry: DesignEntry) -> ModelConfig:
         """The design with the shared vocabulary."""
@@ -135,6 +134,16 @@ def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
     return steps
 
 
+def result_file(out: Path, name: str, task: str) -> Path:
+    """The file of a task's result. name: of the design. task: seed0, speed-1 or recall-mqar, say."""
+    return out / "runs" / f"{name}-{task}.json"
+
+
+def is_unfinished(comparison: Comparison, name: str, task: str) -> bool:
+    """Whether a task of a design has no result."""
+    return not result_file(comparison.out, name, task).is_file()
+
+
 def calibration_task(comparison: Comparison, entry: DesignEntry) -> Task:
     """The timing of a few steps on random tokens."""
     return _task(comparison, entry, "calibrate", "calibrate", "timing a step", steps=1)
@@ -190,13 +199,12 @@ def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, desc
     """A task of one design. choices: its seed, steps and probe, and whether it is optional."""
     plan, is_optional = comparison.plan, choices.pop("is_optional", False)
     seed, steps = choices.pop("seed", 0), choices.pop("steps", 1)
-    stem = f"{entry.name}-{name}"
-    runs = comparison.out / "runs"
+    file = result_file(comparison.out, entry.name, name)
     threads = plan.threads if kind in ("calibrate", "speed") else comparison.workers.threads
     request = {
         "task": kind,
         "probe": choices.pop("probe", ""),
-        "out": str(runs / stem),
+        "out": str(file.with_suffix("")),
         "design": comparison.config(entry).dump(),
         "data": plan.data,
         "tokenizer": plan.tokenizer,
@@ -215,4 +223,4 @@ def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, desc
         "command": comparison.command,
         "trackers": plan.trackers,
     }
-    return Task(f"{entry.name}, {description}", runs / f"{stem}.json", request, is_optional)
+    return Task(f"{entry.name}, {description}", file, request, is_optional)

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from heddle.config import DesignError, literal_values
 from heddle.conversion.convert import (
     CONVERSION_FILE,
@@ -35,7 +37,7 @@ from heddle.conversion.heal import (
     interrupted_rows,
     partial_folder,
 )
-from heddle.conversion.rewrite import Rewrite, rewrites
+from heddle.conversion.rewrite import Rewrite, naming_layers, rewrites
 from heddle.conversion.rewrites.window import Window
 from heddle.conversion.settings import ConvertSettings
 from heddle.conversion.targets import ConversionVariant, conversion_variants
@@ -56,14 +58,14 @@ from heddle.lab.conversion.results import (
     conversion_verdict,
     measured_text_sentence,
 )
-from heddle.lab.conversion.run import ConversionRecord, measure_conversion
+from heddle.lab.conversion.run import ConversionRecord, measure_conversion, part_path
 from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
 from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import size
 from heddle.progress import format_duration, print_status, print_text, print_warning
-from heddle.runtime import Runtime, versions
+from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
@@ -220,8 +222,16 @@ def _move_work_aside(folder: Path) -> None:
 
 
 DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
+ROWS = {  # of a dry run's table, by the name in JSON
+    "parameters": "parameters",
+    "state_bytes_per_token": "state bytes per token",
+    "state_bytes": "state bytes at {context_length:,}",
+    "flops_per_token": "FLOPs per token",
+    "architecture": "exports as",
+}
 MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
+BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
 SPEED_SECONDS = 25.0  # for measuring one model's speeds
 MIN_CHOSEN_STEPS = 50  # the shortest healing that a budget chooses: the first ten are warmup, and the rate decays to 0
 MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded before a budget chooses the steps
@@ -231,7 +241,8 @@ MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded befor
 class ConvertedModel:
     """One conversion or several. folder: None if nothing was written. results: measurements, if there are any.
 
-    costs: from a dry run, by conversion: sizes and costs before and after.
+    costs: from a dry run, by conversion, `before` and `after`: parameters, context_length, state_bytes of a sequence of
+    that length, state_bytes_per_token, flops_per_token, and the architecture of the export.
     """
 
     folder: Path | None
@@ -259,6 +270,16 @@ def _interrupted_healing(out: Path | None) -> Path | None:
     return runs[0].parent if runs else None
 
 
+def _report_choices(out: Path | None) -> Choices | None:
+    """The choices of the CPU's kernels with which an interrupted report for `out` began; None without one."""
+    for folder in () if out is None else (out, partial_folder(out) / RESULT_FOLDER):
+        for path in (folder / RESULTS_FILE, part_path(folder / RESULTS_FILE)):
+            with suppress(CheckpointError, ConfigError, KeyError):
+                saved = read_json_file(path) if path.is_file() else {}
+                return Choices.read(saved.get("of", saved)["hardware"]["choices"], str(path))
+    return None
+
+
 def _chosen_steps(choice: Path) -> int | None:
     """The steps of each healing that the budget of an interrupted call chose."""
     return int(read_json_file(choice)["healing_steps"]) if choice.is_file() else None
@@ -269,7 +290,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
     with ExitStack() as stack:
         needs = () if settings.list_ else TRAINING_NEEDS
         interrupted = _interrupted_healing(out)
-        choices = None if interrupted is None else recorded_choices(interrupted)
+        choices = _report_choices(out) if interrupted is None else recorded_choices(interrupted)
         runtime = open_session(stack, settings, needs=needs, choices=choices)
         if settings.list_:
             print_rewrites()
@@ -305,7 +326,8 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         used = [rewrite for variant in variants for rewrite in variant.rewrites]
         for variant in variants:
             for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
-                rewrite.check_layers(design)
+                with naming_layers(design):
+                    rewrite.check_layers(design)
         if settings.heal is None and healing is not None and all(rewrite.is_exact(design) for rewrite in used):
             print_status("an exact conversion needs no healing, so the budget is ignored")
             healing = None
@@ -534,20 +556,29 @@ def conversion_report(
     contexts = tuple(sorted(set(settings.speed_context_length or default.speed_contexts)))
     if min(contexts) < 1:
         raise ConfigError("--speed-context-length: must be at least 1")
-    windows = settings.report_tokens // settings.sequence_length
+    length = settings.sequence_length
+    windows, design = settings.report_tokens // length, source.weights.design
     measured = MeasurementSettings(
-        sequence_length=settings.sequence_length,
+        sequence_length=length,
         windows=windows,
+        batch_size=_batch_size(design, length) if runtime.device == "cpu" else default.batch_size,
         span_rows=max(4, min(default.span_rows, windows // 4)),
         needle_rows=max(4, min(default.needle_rows, windows // 8)),
         speed_contexts=contexts,
     )
-    warnings = _unseen_windows(rewrites, settings.sequence_length)
+    warnings = _unseen_windows(rewrites, length)
     for warning in warnings:
         print_warning(warning)
     command, folder = settings.command_line("convert"), str(source.folder)
     record = ConversionRecord(Path(), command, folder, runtime.describe(), warnings)
     return ConversionReport(corpus, record, measured, runtime.device)
+
+
+def _batch_size(design: ModelConfig, length: int) -> int:
+    """The rows that a CPU reads at a time: a kill loses the last ones, and large models read them slowly."""
+    shortest = design.usual_length(length)
+    flops = length * size(design, shortest).flops_per_token
+    return max(1, min(MeasurementSettings.batch_size, int(BATCH_FLOPS / flops)))
 
 
 def _unseen_windows(rewrites: Sequence[Rewrite], length: int) -> tuple[str, ...]:
@@ -589,13 +620,16 @@ def print_rewrites() -> None:
         print_text(f"    {(cls.__doc__ or '').strip().splitlines()[0]}")
         for option, field in cls.model_fields.items():
             if option not in ("layers", *cls.targets.values()):
-                print_text(f"        {_describe_option(option, field.annotation, field.get_default())}")
+                print_text(f"        {_describe_option(option, field)}")
 
 
-def _describe_option(option: str, annotation: Any, default: Any) -> str:
-    """The option with its choices and its default, such as `merge=mean|first [mean]`."""
+def _describe_option(option: str, field: FieldInfo) -> str:
+    """The option with its choices and its default, such as `merge=mean|first [mean]`, or that it is required."""
+    annotation, default = field.annotation, field.default
     choices = "|".join(map(str, literal_values(annotation))) or ("true|false" if annotation is bool else "…")
     shown = str(default).lower() if isinstance(default, bool) else str(default)
+    if field.is_required():
+        return f"{option}={choices} [required]"
     return f"{option}={choices}" + ("" if default is None else f" [{shown}]")
 
 
@@ -607,10 +641,11 @@ def _costs(source: ConversionSource, design: Any) -> dict[str, dict[str, Any]]:
         costs = size(config, context, dtype=source.weights.dtype)
         columns[label] = {
             "parameters": costs.parameters,
-            "state bytes a token": costs.state_bytes_per_token,
-            f"state bytes at {context}": costs.state_bytes,
-            "FLOPs a token": round(costs.flops_per_token),
-            "exports as": match_report(config).architecture,
+            "context_length": context,
+            "state_bytes_per_token": costs.state_bytes_per_token,
+            "state_bytes": costs.state_bytes,
+            "flops_per_token": round(costs.flops_per_token),
+            "architecture": match_report(config).architecture,
         }
     return columns
 
@@ -623,7 +658,9 @@ def _print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> 
     for name, columns in costs.items():
         if len(costs) > 1:
             print_text(name)
-        print_text(f"{'':22}{'before':>24}{'after':>24}")
-        for row, before in columns["before"].items():
-            shown = [f"{value:,}" if isinstance(value, int) else value for value in (before, columns["after"][row])]
-            print_text(f"{row:22}{shown[0]:>24}{shown[1]:>24}")
+        print_text(f"{'':26}{'before':>24}{'after':>24}")
+        for name, before in columns["before"].items():
+            shown = [f"{value:,}" if isinstance(value, int) else value for value in (before, columns["after"][name])]
+            if name in ROWS:
+                row = ROWS[name].format(**columns["before"])
+                print_text(f"{row:26}{shown[0]:>24}{shown[1]:>24}")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from heddle.parts.layout import Layout
 from heddle.progress import ProgressBar
 from heddle.training.evaluation.loss_profile import position_edges, position_groups, scores_by_group
 from heddle.training.evaluation.scores import FiniteScores, finite_scores, row_sums, token_bits, token_scores
-from heddle.training.evaluation.text_recall import NeedleScores, TextRecall, score_text_recall
+from heddle.training.evaluation.text_recall import TextRecall, TextRecallScores, score_text_recall, unread
 from heddle.training.settings import Settings
 from heddle.training.training_data import TextData
 
@@ -165,11 +165,16 @@ class ModelToMeasure:
     source: str = ""
 
 
-class WindowScores(NamedTuple):
-    """The score of each window so far, and for each range of positions the score of the tokens in it."""
+@dataclass(frozen=True)
+class ReadScores:
+    """The scores of the rows that a model has read so far.
+
+    windows: of each window. positions: for each range of positions, of the tokens in it, by window.
+    """
 
     windows: FiniteScores
     positions: list[FiniteScores]
+    recall: TextRecallScores
 
 
 def measured_rows(text: MeasurementText) -> int:
@@ -183,16 +188,24 @@ def measure_model(
     text: MeasurementText,
     device: str,
     bar: ProgressBar,
-    begun: WindowScores | None = None,
-    save: Callable[[WindowScores], None] = lambda scores: None,
+    begun: ReadScores | None = None,
+    save: Callable[[ReadScores, bool], None] = lambda scores, is_all: None,
 ) -> ModelResult:
     """Measure everything about a model that does not depend on the speed of the machine.
 
-    begun: scores of the first windows from an earlier call. save: called with the scores so far after each batch.
+    begun: scores of the first rows from an earlier call. save: called after each batch with the scores so far, and
+    whether they are all.
     """
+    scores = begun or ReadScores([], [[] for _ in text.position_ranges], TextRecallScores([], [], []))
     decoder = build_model(model.weights).to(device)
-    windows, positions = _score_windows(decoder, text, bar, begun, save)
-    first, second, needles = score_recall(decoder, text, bar)
+
+    def advance(rows: int) -> None:
+        bar.advance(rows)
+        save(scores, False)
+
+    _score_windows(decoder, text, scores, advance)
+    recall = score_text_recall(decoder, text.recall, advance=advance, begun=scores.recall)
+    save(scores, True)
     del decoder
     design, dtype, bos_ids = model.weights.design, model.weights.dtype, text.corpus.rows.bos_ids
     shapes = build_distinct_layers(design, dtype)
@@ -209,37 +222,22 @@ def measure_model(
         parameters=model_size.parameters,
         flops_per_token=model_size.flops_per_token,
         state_bytes=_state_bytes(shapes, text.settings.state_contexts),
-        windows=windows,
-        positions=positions,
-        first_spans=first,
-        repeated_spans=second,
-        needles=needles,
+        windows=scores.windows,
+        positions=scores.positions,
+        first_spans=recall.first_spans,
+        repeated_spans=recall.repeated_spans,
+        needles=recall.needles,
         layer_errors=[]
         if model.weights is original
         else layer_errors(original, model.weights, text.layer_rows, bos_ids),
     )
 
 
-def score_recall(
-    decoder: Decoder, text: MeasurementText, bar: ProgressBar
-) -> tuple[FiniteScores, FiniteScores, list[NeedleScores]]:
-    """The scores of the first and second occurrence of each span, and of the needles at each depth."""
-    scores = score_text_recall(decoder, text.recall, advance=bar.advance)
-    return scores.first_spans, scores.repeated_spans, scores.needles
-
-
-def _score_windows(
-    decoder: Decoder,
-    text: MeasurementText,
-    bar: ProgressBar,
-    begun: WindowScores | None,
-    save: Callable[[WindowScores], None],
-) -> WindowScores:
+def _score_windows(decoder: Decoder, text: MeasurementText, scores: ReadScores, advance: Callable[[int], None]) -> None:
+    """Score the windows that have no score yet."""
     edges = position_edges(text.settings.sequence_length)
-    scores = begun or WindowScores([], [[] for _ in text.position_ranges])
-    done = len(scores.windows)  # whole batches
-    bar.advance(done)
-    rest = text.windows[done // text.settings.batch_size :] if done < text.window_count else []
+    advance(len(scores.windows))
+    rest = unread(text.windows, scores.windows)
     for batch, tokens in token_scores(decoder, rest, text.corpus.tokenizer.byte_lengths):
         bits, sizes = token_bits(tokens), tokens.sizes.cpu().numpy()
         scores.windows.extend(finite_scores(row_sums(bits, sizes)))
@@ -248,9 +246,7 @@ def _score_windows(
             scores.positions, scores_by_group(bits, sizes, groups, len(scores.positions)), strict=True
         ):
             own.extend(finite_scores(added))
-        bar.advance(len(batch.tokens))
-        save(scores)
-    return scores
+        advance(len(batch.tokens))
 
 
 def _state_bytes(shapes: Decoder, contexts: Sequence[int]) -> list[tuple[int, int]]:

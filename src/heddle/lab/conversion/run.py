@@ -19,7 +19,7 @@ from heddle.lab.conversion.measure import (
     MeasurementSettings,
     MeasurementText,
     ModelToMeasure,
-    WindowScores,
+    ReadScores,
     measure_model,
     measured_rows,
 )
@@ -84,12 +84,12 @@ def measure_conversion(
 
 
 def part_path(path: Path) -> Path:
-    """The file that stores the scored windows of the model that is being measured."""
+    """The file that stores the scored rows of the model that is being measured."""
     return path.with_name(f"{path.stem}.part.json")
 
 
 class _Part:
-    """The scored windows of one model, so that a killed run resumes within it."""
+    """The scored rows of one model, so that a killed run resumes within it."""
 
     def __init__(self, path: Path, model: ModelToMeasure, results: ConversionResults) -> None:
         of_results = plain(results)
@@ -97,21 +97,21 @@ class _Part:
         self.path, self._saved = part_path(path), time.monotonic()
         self._model = to_plain_json(described | {"model": [model.name, model.stage, model.key]})
 
-    def begun(self) -> WindowScores | None:
+    def begun(self) -> ReadScores | None:
         """The scores of this model on this text from an earlier run; None without usable ones."""
         try:
             part = read_json_file(self.path) if self.path.is_file() else {}
             if part.get("of") != self._model:
                 return None
-            scores = TypeAdapter(WindowScores).validate_python(part["scores"])
+            scores = TypeAdapter(ReadScores).validate_python(part["scores"])
         except (CheckpointError, ValidationError):  # they can be scored again
             return None
         return scores
 
-    def save(self, scores: WindowScores) -> None:
-        """Save the scores so far, at most every `PART_SECONDS`."""
-        if time.monotonic() - self._saved >= PART_SECONDS:
-            write_json_file(self.path, {"of": self._model, "scores": scores}, REMEDY)
+    def save(self, scores: ReadScores, is_all: bool) -> None:
+        """Save the scores so far, at most every `PART_SECONDS`, and all of them at the end."""
+        if is_all or time.monotonic() - self._saved >= PART_SECONDS:
+            write_json_file(self.path, {"of": self._model, "scores": plain(scores)}, REMEDY)
             self._saved = time.monotonic()
 
 

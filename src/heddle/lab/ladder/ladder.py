@@ -117,11 +117,13 @@ def describe_ladder(choice: Choice) -> list[str]:
     ladder, plan = choice.ladder, choice.ladder.plan
     sizes = ", ".join(format_number(size) for size in ladder.sizes)
     ratios = " and ".join(f"{ratio:g}" for ratio in ladder.ratios)
-    workers = ladder.workers.count
+    workers, (done, count) = ladder.workers.count, ladder.finished
+    left = " left" if done else ""
     sentences = [
         f"plan: {len(ladder.rungs)} design{'s' * (len(ladder.rungs) > 1)} × {len(ladder.sizes)} sizes ({sizes}) × "
         f"{plan.seeds} seed{'s' * (plan.seeds > 1)} on {ratios} tokens per parameter"
-        f"{f', {workers} at a time' if workers > 1 else ''}: about {format_seconds(choice.seconds)}"
+        f"{f', {done} of {count} runs finished' if done else ''}"
+        f"{f', {workers} at a time' if workers > 1 else ''}: about {format_seconds(choice.seconds)}{left}"
     ]
     if (sentence := _resolution(choice)) is not None:
         sentences.append(sentence)
@@ -355,8 +357,8 @@ def _estimate(choice: Choice, as_json: bool) -> LadderEstimate:
         for rung in rungs
         for ratio in ladder.ratios
     ]
-    count, total = ladder.workers.count, choice.seconds
-    estimate = LadderEstimate(runs=rows, seeds=seeds, workers=count, seconds=total)
+    workers, total = ladder.workers.count, choice.seconds
+    estimate = LadderEstimate(runs=rows, seeds=seeds, workers=workers, seconds=total)
     if as_json:
         print_text(json.dumps(plain(estimate), indent=2))
         return estimate
@@ -373,8 +375,9 @@ def _estimate(choice: Choice, as_json: bool) -> LadderEstimate:
         for row in rows
     ]
     _print_table(TextTable(header, cells, ""))
-    workers = f", {count} at once" if count > 1 else ""
-    print_text(f"{seeds * len(rows)} runs{workers}: about {format_duration(total)}. Nothing was trained.")
+    at_once, (done, count) = f", {workers} at once" if workers > 1 else "", ladder.finished
+    runs = f"{count - done} of {count} runs are left" if done else f"{count} runs"
+    print_text(f"{runs}{at_once}: about {format_duration(total)}. Nothing was trained.")
     return estimate
 
 

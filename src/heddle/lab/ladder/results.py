@@ -198,7 +198,7 @@ class EstimatedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderEstimate:
-    """The result of a dry run: each run once, seeds per run, runs at a time, and total seconds."""
+    """The result of a dry run: each run once, seeds per run, runs at a time, and seconds of all that are left."""
 
     runs: Sequence[EstimatedRun]
     seeds: int

@@ -91,6 +91,22 @@ class Ladder:
         shared = settings.training(rung.parameters, self.ratios[index - 1], 1.0, 0).constant_steps if index else 0
         return self.steps(rung, ratio) - shared
 
+    def result_file(self, name: str, rung: Rung, ratio: float, seed: int) -> Path:
+        """The file of a run's result."""
+        branch = f"-d{ratio:g}" if self.plan.settings.shares_trunk else ""
+        return self.out / "runs" / f"{name}-w{rung.width}-seed{seed}{branch}.json"
+
+    def unfinished_seeds(self, name: str, rung: Rung, ratio: float) -> int:
+        """How many seeds of a run have no result."""
+        return sum(not self.result_file(name, rung, ratio, seed).is_file() for seed in range(self.plan.seeds))
+
+    @property
+    def finished(self) -> tuple[int, int]:
+        """How many of the runs have a result, and how many there are."""
+        runs = [(name, rung, ratio) for name, rungs in self.rungs.items() for rung in rungs for ratio in self.ratios]
+        count = self.plan.seeds * len(runs)
+        return count - sum(self.unfinished_seeds(*run) for run in runs), count
+
     def learning_rate(self, name: str, rung: Rung) -> float:
         """The peak learning rate of a rung's runs."""
         return self.plan.settings.training(1, 1, rung.width / self.scales[name].config.width, 0).learning_rate
@@ -251,16 +267,19 @@ def _training_tasks(ladder: Ladder, ratio: float) -> dict[Task, RunKey]:
     tasks = {}
     for rungs in zip(*([(name, rung) for rung in each] for name, each in ladder.rungs.items()), strict=True):
         for seed, (name, rung) in product(range(ladder.plan.seeds), rungs):
-            stem, folder = f"{name}-w{rung.width}-seed{seed}", ladder.out / "runs"
+            folder = ladder.out / "runs"
+            stem = f"{name}-w{rung.width}-seed{seed}"
             label = f"{name}, width {rung.width}, seed {seed}"
             trunks: dict[str, str | None] = {}
             if ladder.plan.settings.shares_trunk:
                 fewer = max((each for each in ladder.ratios if each < ratio), default=None)
                 trunks = {"trunk": str(folder / f"{stem}-trunk{ratio:g}")}
                 trunks["previous"] = None if fewer is None else str(folder / f"{stem}-trunk{fewer:g}")
-                stem, label = f"{stem}-d{ratio:g}", f"{label}, {ratio:g} tokens per parameter"
-            request = _request(ladder, name, rung, ratio, seed) | {"task": "loss", "out": str(folder / stem)} | trunks
-            tasks[Task(label, folder / f"{stem}.json", request)] = (name, rung.width, ratio, seed)
+                label = f"{label}, {ratio:g} tokens per parameter"
+            file = ladder.result_file(name, rung, ratio, seed)
+            out = str(file.with_suffix(""))
+            request = _request(ladder, name, rung, ratio, seed) | {"task": "loss", "out": out} | trunks
+            tasks[Task(label, file, request)] = (name, rung.width, ratio, seed)
     return tasks
 
 
@@ -324,17 +343,18 @@ def time_steps(ladder: Ladder) -> StepTimes:
 
 
 def ladder_seconds(ladder: Ladder, times: StepTimes) -> float:
-    """Seconds of all runs, with the evaluation at the end of each."""
+    """Seconds of all runs without a result, with the evaluation at the end of each."""
     evaluated = FINAL_EVALUATION_TOKENS / ladder.plan.settings.tokens_per_step / 2
-    runs = [
-        times.start + times.step(name, rung) * (ladder.new_steps(rung, ratio) + evaluated)
-        for name, rungs in ladder.rungs.items()
-        for rung in rungs
-        for ratio in ladder.ratios
-    ]
-    count, seeds = ladder.workers.count, ladder.plan.seeds
-    last = math.ceil(seeds * len(ladder.rungs) / count) * max(runs)  # the largest sizes come last
-    return max(seeds * sum(runs) / count, last)
+    total, longest, designs, seeds = 0.0, 0.0, set(), 0
+    for name, rungs in ladder.rungs.items():
+        for rung, ratio in product(rungs, ladder.ratios):
+            if count := ladder.unfinished_seeds(name, rung, ratio):
+                seconds = times.start + times.step(name, rung) * (ladder.new_steps(rung, ratio) + evaluated)
+                total, longest = total + count * seconds, max(longest, seconds)
+                designs.add(name)
+                seeds = max(seeds, count)
+    last = math.ceil(seeds * len(designs) / ladder.workers.count) * longest  # the largest sizes come last
+    return max(total / ladder.workers.count, last)
 
 
 def _seconds_per_step(result: Mapping[str, Any]) -> float:

@@ -17,7 +17,7 @@ import torch
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder
-from heddle.training.evaluation.scores import FiniteScores, Scores, finite_scores, row_sums, token_bits, token_scores
+from heddle.training.evaluation.scores import FiniteScores, finite_scores, row_sums, token_bits, token_scores
 
 SEED = 20_261_122
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -182,34 +182,44 @@ def _unseen(needles: np.ndarray, text: np.ndarray) -> np.ndarray:
     return np.stack(chosen)
 
 
+def unread(batches: Sequence[Batch], scores: FiniteScores) -> list[Batch]:
+    """Return the batches whose rows have no scores yet. scores: of the rows of the first batches, of any sizes."""
+    ends = np.cumsum([len(batch.tokens) for batch in batches])
+    return [batch for batch, end in zip(batches, ends, strict=True) if end > len(scores)]
+
+
 def score_text_recall(
-    model: Decoder, text: TextRecall, autocast: torch.dtype | None = None, advance: Callable[[int], None] | None = None
+    model: Decoder,
+    text: TextRecall,
+    autocast: torch.dtype | None = None,
+    advance: Callable[[int], None] = lambda rows: None,
+    begun: TextRecallScores | None = None,
 ) -> TextRecallScores:
     """Return the scores of a model; empty ones where documents are too short. Each row is read once.
 
-    advance: called with the number of rows of each batch that was read.
+    advance: called with the number of rows of each batch that was read. begun: the scores of the first batches, to
+    which the others are added.
     """
-    first: Scores = []
-    second: Scores = []
-    needles: list[NeedleScores] = []
+    scores = begun or TextRecallScores([], [], [])
     if not text.row_length:
-        return TextRecallScores([], [], [])
+        return scores
     byte_lengths, spans = text.corpus.tokenizer.byte_lengths, text.span_rows
-    for batch, tokens in token_scores(model, spans.batches, byte_lengths, autocast):
+    advance(len(scores.first_spans))
+    for batch, tokens in token_scores(model, unread(spans.batches, scores.first_spans), byte_lengths, autocast):
         rows, bits, sizes = batch.sample_indices, token_bits(tokens), tokens.sizes.cpu().numpy()
-        for starts, scores in ((spans.first[rows], first), (spans.second[rows], second)):
+        for starts, own in ((spans.first[rows], scores.first_spans), (spans.second[rows], scores.repeated_spans)):
             columns = starts[:, None] + np.arange(spans.length)
-            scores += row_sums(np.take_along_axis(bits, columns, 1), np.take_along_axis(sizes, columns, 1))
-        if advance is not None:
-            advance(len(rows))
-    for depth, batches in text.needle_rows:
-        losses: Scores = []
-        correct: Scores = []
-        for batch, tokens in token_scores(model, batches, byte_lengths, autocast, with_correct=True):
+            bits_and_sizes = np.take_along_axis(bits, columns, 1), np.take_along_axis(sizes, columns, 1)
+            own.extend(finite_scores(row_sums(*bits_and_sizes)))
+        advance(len(rows))
+    for number, (depth, batches) in enumerate(text.needle_rows):
+        if number == len(scores.needles):
+            scores.needles.append(NeedleScores(depth, [], []))
+        losses, correct = scores.needles[number].losses, scores.needles[number].correct
+        advance(len(losses))
+        for batch, tokens in token_scores(model, unread(batches, losses), byte_lengths, autocast, with_correct=True):
             assert tokens.correct is not None
-            losses += row_sums(token_bits(tokens), tokens.sizes.cpu().numpy())
-            correct += row_sums(tokens.correct.double().cpu().numpy(), batch.targets >= 0)
-            if advance is not None:
-                advance(len(batch.tokens))
-        needles.append(NeedleScores(depth, finite_scores(losses), finite_scores(correct)))
-    return TextRecallScores(finite_scores(first), finite_scores(second), needles)
+            losses.extend(finite_scores(row_sums(token_bits(tokens), tokens.sizes.cpu().numpy())))
+            correct.extend(finite_scores(row_sums(tokens.correct.double().cpu().numpy(), batch.targets >= 0)))
+            advance(len(batch.tokens))
+    return scores

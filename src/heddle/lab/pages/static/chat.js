@@ -294,7 +294,7 @@
   };
 
   const readable = (bytes) => {
-    const units = ["bytes", "KB", "MB", "GB"];
+    const units = ["bytes", "kB", "MB", "GB"];
     let power = 0;
     while (bytes >= 1000 && power < 3) [bytes, power] = [bytes / 1000, power + 1];
     return `${power ? bytes.toFixed(1) : bytes} ${units[power]}`;
