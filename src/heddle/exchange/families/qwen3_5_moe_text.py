@@ -37,7 +37,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     moe = design_parts.first_moe(design)
     return (
-        _qwen_hybrid.write_common(design)
+        qwen3_5_text.write_common(design)
         | {
             "num_experts": moe.experts,
             "num_experts_per_tok": moe.top_k,

@@ -44,7 +44,12 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    return _qwen_hybrid.write_common(design) | _common.write_gated(design) | {"hidden_act": "silu"}
+    return write_common(design) | _common.write_gated(design) | {"hidden_act": "silu"}
+
+
+def write_common(design: ModelConfig) -> dict[str, Any]:
+    """Qwen3-Next's fields, and the dtype of the states, which vLLM reads."""
+    return _qwen_hybrid.write_common(design) | {"mamba_ssm_dtype": "float32"}
 
 
 FAMILY = Family(
