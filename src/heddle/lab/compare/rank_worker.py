@@ -61,6 +61,10 @@ def main() -> None:
         if not task["quiet"]:
             progress.print_status(f"{task['label']}: {interrupted}")
         sys.exit(interrupted.exit_code)
+    except Exception as error:  # a bug: its traceback follows
+        message = f"rank {rank} failed ({type(error).__name__}: {error})"
+        write_json_file(Path(result_file), {"status": "failed", "message": message, "stops_all": False})
+        raise
     if rank == "0" or result["status"] != "done":
         write_json_file(Path(result_file), result | {"wall_seconds": time.monotonic() - started})
     sys.exit(exit_code)

@@ -162,7 +162,8 @@ def perform(call: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:
         return {"status": "failed", "message": str(error), "stops_all": stops_all}, error.exit_code
     except Exception as error:
         if is_out_of_memory(error):
-            return {"status": "failed", "message": "out of memory", "stops_all": False}, 1
+            message = " ".join(["out of memory", *getattr(error, "__notes__", ())])  # the rank
+            return {"status": "failed", "message": message, "stops_all": False}, 1
         operation = nondeterministic_operation(error)
         if operation is None:
             raise
