@@ -130,6 +130,17 @@ def test_a_rank_writes_what_became_of_the_task(as_rank: Callable[..., Any]) -> N
     assert "no such file" in result["message"]
 
 
+def test_a_rank_with_a_bug_names_itself(
+    tmp_path: Path, as_rank: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(worker.TASKS, "train", lambda task: task["no such field"])
+    with pytest.raises(KeyError):
+        as_rank()
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert (result["status"], result["stops_all"]) == ("failed", False)
+    assert result["message"] == "rank 0 failed (KeyError: 'no such field')"
+
+
 def test_a_run_that_lost_a_rank_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = tmp_path / "result.json"
     starts = []

@@ -1,5 +1,6 @@
 """The launcher's answer to the ways in which ranks end."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from heddle.distributed import launcher
+from heddle.errors import RankLost
 
 
 def ending(*codes: int) -> Callable[..., Any]:
@@ -40,3 +42,19 @@ def test_only_deaths_are_answered_by_another_start(
 ) -> None:
     monkeypatch.setattr(launcher, "elastic_launch", ending(*codes))
     assert launcher.launch(["train"], len(codes), 1) == code
+
+
+@pytest.mark.parametrize(
+    ("codes", "sentence"),
+    [
+        ((75, -9, -15), "rank 1 (process 101, SIGKILL) was killed"),
+        ((-9, -11), "ranks 0 (process 100, SIGKILL), 1 (process 101, SIGSEGV) were killed"),
+        ((75, 0, 75), "rank 1 ended without an error"),
+        ((0, 75, 0), "ranks 0, 2 ended without an error"),
+        ((75, 75), "ranks 0, 1 lost each other"),
+    ],
+)
+def test_the_rank_that_died_is_named(codes: tuple[int, ...], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "elastic_launch", ending(*codes))
+    with pytest.raises(RankLost, match=re.escape(f"{sentence}; the same command continues")):
+        launcher.launch(["train"], len(codes), 0)

@@ -12,9 +12,11 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from heddle import progress
+from heddle.cli import main
 from heddle.distributed import process_group
 from heddle.distributed.ranks import ParallelDegrees, Ranks, held_rows, local_part, whole, with_local_part
 from heddle.errors import ConfigError, HeddleError, OtherRankFailed, RankLost
+from heddle.lab.compare import worker
 from heddle.model import decoder
 from heddle.model.copies import compiled
 from heddle.signals import Interrupted
@@ -300,6 +302,26 @@ def test_the_first_failure_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch)
     assert [type(error) for error in errors] == [OtherRankFailed, ConfigError, OtherRankFailed]
     assert [str(error) for error in errors] == ["batch_size 3: is odd"] * 3
     assert [getattr(error, "exit_code", None) for error in errors] == [2, 2, 2]
+
+
+def test_an_error_of_another_library_names_its_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rooms = Rooms(monkeypatch)
+
+    def run(rank: int) -> BaseException:
+        rooms.enter(rank)
+        return process_group._FailureWatch(Ranks(rank, 2)).shared(torch.OutOfMemoryError("CUDA out of memory"))
+
+    def raise_it(error: BaseException) -> Any:
+        raise error
+
+    [first] = [error for error in on_ranks(2, run) if not isinstance(error, OtherRankFailed)]
+    [note] = first.__notes__
+    assert note in ("on rank 0 of 2", "on rank 1 of 2")
+    assert worker.perform(lambda: raise_it(first))[0]["message"] == f"out of memory {note}"
+    assert main._handle_other(first, []) == 1
+    assert capsys.readouterr().err.startswith(f"heddle: out of memory {note}; try")
 
 
 @pytest.mark.parametrize(

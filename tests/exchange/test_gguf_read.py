@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
-from gguf.quants import dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize
 
 from heddle.cli import export as cli_export
 from heddle.errors import CheckpointError, ConfigError, MachineError
@@ -29,9 +29,11 @@ from tests.exchange.cases import scaled
 from tests.exchange.hf_models import AutoConfig, drawn, our_logits, write
 from tests.exchange.test_gguf import BASE, PAIRS, RUN_AS, model_pair, prompt, tokenizer
 from tests.laws.planting import Plant, calls, result
+from tests.source import ROOT
 from tools.llama_cpp.runner import HERE, install, run
 
-PACKED = ["Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+BLOCK_TYPES = [kind for kind in GGMLQuantizationType if GGML_QUANT_SIZES[kind][0] > 1]
+PAGE = ROOT / "docs/huggingface/quantized.md"
 LLAMA3_1 = scaled(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
@@ -84,16 +86,11 @@ def test_the_scaling_of_llama_3_is_found_by_its_factors(tmp_path: Path) -> None:
 
 
 def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
-    """Blocks of random bits, in which the numbers of half precision are small and finite."""
-    if kind.name in ("Q8_0", "Q4_0"):
-        numbers = np.random.default_rng(3).normal(size=(rows, columns)).astype(np.float32)
-        return quantize(numbers, kind)
-    size = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind.name]
-    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind.name]
-    blocks = np.random.default_rng(4).integers(0, 256, (rows * columns // 256, size), dtype=np.uint8)
-    for start in halves:
-        blocks[:, start : start + 2] = np.array([0.001], dtype=np.float16).view(np.uint8)
-    return blocks.reshape(rows, -1)
+    """Blocks of random small bytes, in which every number of half precision is finite."""
+    block, size = GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(4).integers(1, 56, (rows, columns // block * size), dtype=np.uint8)
+    assert np.isfinite(dequantize(blocks, kind)).all()
+    return blocks
 
 
 def writer_with_keys(reader: GGUFReader, target: Path) -> GGUFWriter:
@@ -114,13 +111,18 @@ def test_dims_of_one_may_be_left_out(tmp_path: Path) -> None:
         data = np.array(tensor.data)
         squeezed |= {tensor.name} if 1 in data.shape else set()
         writer.add_tensor(tensor.name, data.squeeze())
+    finish(writer)
+    assert squeezed == {f"blk.{layer}.ffn_gate_inp_shexp.weight" for layer in range(3)}
+    again = load_gguf(tmp_path / "squeezed.gguf").model
+    assert all(torch.equal(again.get_parameter(name), want) for name, want in ours.model.named_parameters())
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert squeezed == {f"blk.{layer}.ffn_gate_inp_shexp.weight" for layer in range(3)}
-    again = load_gguf(tmp_path / "squeezed.gguf").model
-    assert all(torch.equal(again.get_parameter(name), want) for name, want in ours.model.named_parameters())
 
 
 def repack(file: Path, target: Path, kind: GGMLQuantizationType) -> dict[str, np.ndarray]:
@@ -134,10 +136,7 @@ def repack(file: Path, target: Path, kind: GGMLQuantizationType) -> dict[str, np
             writer.add_tensor(tensor.name, blocks, raw_dtype=kind)
         else:
             writer.add_tensor(tensor.name, np.array(tensor.data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return numbers
 
 
@@ -149,6 +148,44 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("wide") / "plain.gguf"
     export_gguf(load(write(drawn(AutoConfig.for_model("llama", **fields)), "10MB")).model, file, tokenizer())
     return file
+
+
+def can_unpack(kind: GGMLQuantizationType) -> bool:
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+PACKED = [kind.name for kind in BLOCK_TYPES if can_unpack(kind)]
+
+
+def test_the_page_lists_every_type_with_its_bits() -> None:
+    rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| GGUF: ")]
+    listed = {}
+    for _, names, bits, *_ in rows:
+        listed |= dict(zip(re.findall(r"`(\w+)`", names), map(float, bits.split(",")), strict=True))
+    assert listed.keys() == set(PACKED)
+    for name, bits in listed.items():
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+        assert bits == pytest.approx(8 * size / block, abs=0.0051), name
+
+
+@pytest.mark.parametrize("kind", sorted({kind.name for kind in BLOCK_TYPES} - set(PACKED)))
+def test_a_type_that_the_package_does_not_unpack_is_refused(kind: str, wide: Path, tmp_path: Path) -> None:
+    reader = GGUFReader(wide)
+    writer = writer_with_keys(reader, tmp_path / "packed.gguf")
+    for tensor in reader.tensors:
+        if tensor.name == "blk.0.ffn_up.weight":
+            block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+            blocks = np.zeros((tensor.data.shape[0], tensor.data.shape[1] // block * size), dtype=np.uint8)
+            writer.add_tensor(tensor.name, blocks, raw_dtype=GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    finish(writer)
+    with pytest.raises(CheckpointError, match=rf"tensor 'blk.0.ffn_up.weight' of type {kind} cannot be unpacked"):
+        load_gguf(tmp_path / "packed.gguf", torch.float32)
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -273,10 +310,7 @@ def test_what_is_no_whole_model_is_named(key: str, value: str | int, words: str,
     else:
         writer.add_uint16(key, value)
     writer.add_tensor("x.weight", np.zeros(32, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ConfigError, match=words):
         load_gguf(tmp_path / "part.gguf")
 

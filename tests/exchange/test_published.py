@@ -41,6 +41,8 @@ COUNTED = [
     "zai-org/GLM-5",
 ]
 
+DTYPES_OF_STATES = {"mamba_ssm_dtype", "mamba_ssm_cache_dtype"}
+
 
 def design_of(entry: Published) -> ModelConfig:
     return design_from_config(entry.config, family_of(entry.config, "config.json"))
@@ -63,6 +65,15 @@ def test_it_is_read_and_has_as_many_parameters_as_published(name: str) -> None:
     entry = READ[name]
     parameters = heddle.size(design_of(entry), context_length=8, batch=1).parameters
     assert entry.counts(parameters), f"{parameters} parameters, published are {entry.published}"
+
+
+@pytest.mark.parametrize("name", [name for name, entry in READ.items() if DTYPES_OF_STATES & entry.config.keys()])
+def test_the_dtype_of_states_is_written_as_published(name: str) -> None:
+    """Computing here does not depend on it, but vLLM reads it from the config."""
+    config, design = READ[name].config, design_of(READ[name])
+    written = family_of(config, "config.json").write_config(design)
+    for field in DTYPES_OF_STATES & config.keys():
+        assert written[field] == config[field], field
 
 
 def test_forty_totals_come_from_another_than_the_config() -> None:

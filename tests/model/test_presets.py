@@ -6,7 +6,7 @@ from heddle.model import presets
 from heddle.model.load_config import load_config
 from heddle.model.size import size
 
-PARAMETER_RANGES = {"tiny": (1e6, 2e6), "small": (11e6, 18e6), "medium": (80e6, 120e6)}
+PARAMETER_RANGES = {"tiny": (1e6, 2e6), "small": (11e6, 18e6), "medium": (80e6, 120e6), "1b": (1.1e9, 1.4e9)}
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -18,19 +18,33 @@ def test_preset(name: str) -> None:
     sizes = size(config, context_length=512)
     low, high = PARAMETER_RANGES[size_name]
     assert low <= sizes.active_parameters <= high
-    full = size(load_config(f"preset:mha-{size_name}", [f"vocab_size={config.vocab_size}"]), context_length=512)
+    heads = presets.SIZES[size_name].heads
+    overrides = [f"vocab_size={config.vocab_size}", f"layers.0.mixer.kv_heads={heads}"]
+    full = size(load_config(f"preset:gqa-{size_name}", overrides), context_length=512)
     assert sizes.active_parameters <= 1.01 * full.parameters
     assert sizes.active_parameters >= 0.8 * full.parameters
     assert (sizes.parameters > sizes.active_parameters) == (kind == "moe")
     assert (sizes.state_bytes < full.state_bytes) == (kind != "mha")
 
 
-@pytest.mark.parametrize(("name", "full_layers"), [("tiny", [2, 5]), ("small", [2, 5]), ("medium", [3, 7, 11])])
+@pytest.mark.parametrize(
+    ("name", "full_layers"), [("tiny", [2, 5]), ("small", [2, 5]), ("medium", [3, 7, 11]), ("1b", [3, 7, 11, 15])]
+)
 def test_a_hybrid_has_full_attention_last_of_three_or_four_layers(name: str, full_layers: list[int]) -> None:
     mixers = [layer.mixer for _, layer in load_config(f"preset:hybrid-{name}").expand()]
     assert [
         index for index, mixer in enumerate(mixers) if mixer is not None and mixer.kind == "attention"
     ] == full_layers
+
+
+def test_gqa_1b_has_the_parameters_of_llama_3_2_1b() -> None:
+    """As published: 1,235,814,400, with a tied head."""
+    assert size(load_config("preset:gqa-1b"), context_length=8).parameters == 1_235_814_400
+
+
+def test_mla_1b_keeps_about_half_of_what_gqa_1b_keeps() -> None:
+    grouped, latent = (size(load_config(f"preset:{kind}-1b"), context_length=8) for kind in ("gqa", "mla"))
+    assert (grouped.state_bytes_per_token, latent.state_bytes_per_token) == (16 * 2 * 8 * 64 * 4, 16 * (512 + 32) * 4)
 
 
 def test_a_token_uses_three_experts_of_nine() -> None:

@@ -5,8 +5,8 @@ import torch
 
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.model.size import flops_per_token, kernel_choices, size, state_bytes
-from tests.cases import attention, design, layer
+from heddle.model.size import decode_flops, flops_per_token, kernel_choices, size, state_bytes
+from tests.cases import attention, design, latent, layer
 
 PLAIN = design(layer(attention(kv_heads=2), {"kind": "gated", "hidden": 10}, repeat=3))
 
@@ -41,6 +41,32 @@ def test_flops(window: int | None) -> None:
     assert size(load_config(PLAIN, overrides), context_length=context).flops_per_token == expected
     model = build(load_config(PLAIN, overrides), device="meta")
     assert flops_per_token(model, context) == expected
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_flops_of_a_decoded_token(window: int | None) -> None:
+    """Attention computes the same for a token alone as in a row."""
+    overrides = [] if window is None else [f"layers.0.mixer.window={window}"]
+    model = build(load_config(PLAIN, overrides), device="meta")
+    for context in (1, 2, 16):
+        shorter = 0 if context == 1 else (context - 1) * flops_per_token(model, context - 1)
+        assert decode_flops(model, context) == context * flops_per_token(model, context) - shorter
+
+
+def test_flops_of_latent_attention() -> None:
+    """A row is read with expanded keys and values, a token decoded in the latent space: each counted by hand."""
+    depth, width, heads, rank, nope, rope, value, hidden, context = 2, 24, 3, 10, 7, 4, 5, 10, 40
+    mixer = latent()
+    model = build(load_config(design(layer(mixer, {"kind": "gated", "hidden": hidden}, repeat=depth))), device="meta")
+    maps = width * heads * (nope + rope) + width * (rank + rope) + heads * value * width + 3 * width * hidden
+    up = heads * rank * (nope + value)
+    each = 2 * (depth * maps + 61 * width)
+    pairs = context * (context + 1) // 2
+    expanded = context * 2 * up + 2 * pairs * heads * (nope + rope + value)
+    assert context * flops_per_token(model, context) == context * each + depth * expanded
+    absorbed = 2 * up + 2 * context * heads * (rank + rope + rank)
+    assert decode_flops(model, context) == each + depth * absorbed
+    assert absorbed < context * 2 * up + 2 * context * heads * (nope + rope + value)  # than expanding the state again
 
 
 def test_kernel_choices_are_counted() -> None:

@@ -93,6 +93,21 @@ def test_a_stream_counts_its_tokens_as_they_come(server: Running) -> None:
     assert [piece for piece in plain if "usage" in piece] == []
 
 
+def test_the_end_token_counts_and_is_not_in_the_text(server: Running) -> None:
+    """As in vLLM: `completion_tokens` is the number of tokens that the model generated."""
+    settings = {"max_tokens": 6, "temperature": 1.5, "seed": 7}
+    free = server.complete(**settings, logprobs=0).json()["choices"][0]
+    tokens = free["logprobs"]["token_ids"]
+    place = next(index for index in range(2, 6) if tokens[index] not in tokens[:index])
+    fields = settings | {"stop_token_ids": [tokens[place]]}
+    ended = server.complete(**fields).json()
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["choices"][0]["text"] == free["text"][: free["logprobs"]["text_offset"][place]]
+    assert ended["usage"]["completion_tokens"] == place + 1
+    lines = server.complete(**fields, stream=True, stream_options={"include_usage": True}).text.split("\n\n")
+    assert json.loads(lines[-3][6:])["usage"] == ended["usage"]
+
+
 def test_a_stop_string_ends_the_text(server: Running) -> None:
     text = server.complete(max_tokens=40, temperature=0).json()["choices"][0]["text"]
     stop = text[5:9]

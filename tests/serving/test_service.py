@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -226,6 +227,78 @@ def test_metrics_tell_the_seconds_of_requests_and_tokens() -> None:
             assert buckets == sorted(buckets)
             assert buckets[-1] == metric(server, f"{name}_seconds_count") == count
             assert float(next(line.split()[1] for line in lines if line.startswith(f"heddle_{name}_seconds_sum"))) >= 0
+
+
+def families(text: str) -> dict[str, tuple[str, dict[str, float]]]:
+    """Read Prometheus's text format, version 0.0.4: kind and samples by metric. Raises AssertionError."""
+    found: dict[str, tuple[str, dict[str, float]]] = {}
+    lines = iter(text.removesuffix("\n").split("\n"))
+    assert text.endswith("\n")
+    for line in lines:
+        if line.startswith("#"):
+            help_line, type_line = HELP.fullmatch(line), TYPE.fullmatch(next(lines))
+            assert help_line, line
+            assert type_line, line
+            assert help_line["name"] == type_line["name"], "HELP and TYPE are together, before the samples"
+            name = help_line["name"]
+            assert name not in found, "the lines of a metric are one group"
+            found[name] = type_line["kind"], {}
+            continue
+        sample = SAMPLE.fullmatch(line)
+        assert sample, line
+        kind, samples = found[name]
+        suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+        assert sample["name"] in {name + suffix for suffix in suffixes}, line
+        key = sample["name"].removeprefix(name) + (sample["labels"] or "")
+        assert key not in samples, "a sample is given once"
+        samples[key] = float(sample["value"])
+    return found
+
+
+METRIC_NAME = "(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)"
+LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\[\\n"])*"'
+HELP = re.compile(rf"# HELP {METRIC_NAME} (?:[^\\]|\\[\\n])+")
+TYPE = re.compile(rf"# TYPE {METRIC_NAME} (?P<kind>counter|gauge|histogram)")
+SAMPLE = re.compile(rf"{METRIC_NAME}(?P<labels>\{{{LABEL}(?:,{LABEL})*\}})? (?P<value>\S+)")
+
+
+def test_metrics_are_in_the_text_format_of_prometheus() -> None:
+    with running_server() as server:
+        assert server.complete(max_tokens=3, temperature=0).status_code == 200
+        assert server.client.get("/nothing").status_code == 404
+        answer = server.client.get("/metrics")
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        found = families(answer.text)
+    assert found["heddle_answers_total"] == ("counter", {'{status="200"}': 1, '{status="404"}': 1})
+    assert found["heddle_new_tokens_total"] == ("counter", {"": 3})
+    assert found["heddle_states"] == ("gauge", {"": 0})
+    for name, (kind, samples) in found.items():
+        assert name.endswith("_total") == (kind == "counter"), name
+        if kind == "histogram":
+            bounds = [key.split('"')[1] for key in samples if key.startswith("_bucket")]
+            buckets = [samples[f'_bucket{{le="{bound}"}}'] for bound in bounds]
+            assert [float(bound) for bound in bounds] == sorted(map(float, bounds))
+            assert buckets == sorted(buckets)
+            assert bounds[-1] == "+Inf"
+            assert buckets[-1] == samples["_count"], name
+    assert {kind for kind, _ in found.values()} == {"counter", "gauge", "histogram"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# TYPE a gauge\na 1\n",
+        "# HELP a Of a.\na 1\n",
+        "# HELP a Of a.\n# TYPE b gauge\nb 1\n",
+        "# HELP a Of a.\n# TYPE a gauge\na 1\na 2\n",
+        "# HELP a Of a.\n# TYPE a gauge\nb 1\n",
+        "# HELP a Of a.\n# TYPE a gauge\na 1",
+        '# HELP a Of a.\n# TYPE a gauge\na{b="c"d"} 1\n',
+    ],
+)
+def test_another_text_is_not_in_the_format_of_prometheus(text: str) -> None:
+    with pytest.raises((AssertionError, StopIteration)):
+        families(text)
 
 
 def test_states_have_a_bounded_number_of_slots() -> None:

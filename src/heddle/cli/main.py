@@ -400,7 +400,8 @@ def _handle_other(error: BaseException, arguments: Sequence[str]) -> int:
         see = f"see {context.command_path if context else ' '.join(['heddle', *verb])} --help"
         return _print_error(f"{sentence} S{see[1:]}" if sentence.endswith("?") else f"{sentence}; {see}", 2)
     if is_out_of_memory(error):
-        return _print_error("out of memory; try a smaller batch size, sequence length or design", 1)
+        where = "".join(f" {note}" for note in getattr(error, "__notes__", ()))  # the rank
+        return _print_error(f"out of memory{where}; try a smaller batch size, sequence length or design", 1)
     if lacks_compiler(error):
         remedy = "install one (g++ or clang), or leave --compile out"
         return _print_error(f"--compile: no C++ compiler works here; {remedy}", 1)

@@ -16,7 +16,7 @@ class PresetsSettings(VerbSettings):
 
 
 def presets(settings: PresetsSettings) -> None:
-    """List the presets, each in three sizes, or print one as YAML.
+    """List the presets, each in three sizes and some with 1 B parameters, or print one as YAML.
 
     To start your own design from one: heddle presets gqa-tiny > mine.yaml
     """
@@ -31,7 +31,10 @@ def presets(settings: PresetsSettings) -> None:
         width = max(map(len, KINDS))
         for kind, description in KINDS.items():
             print(f"{kind:{width}}  {description}")
-        sizes = (f"{size_name} (width {size.width}, {size.depth} layers)" for size_name, size in SIZES.items())
+        sizes = []
+        for size_name, size in SIZES.items():
+            kinds = "" if size.kinds is None else f" of {', '.join(size.kinds)}"
+            sizes.append(f"{size_name}{kinds} (width {size.width}, {size.depth} layers)")
         print(f"\nsizes: {', '.join(sizes)}\na design is preset:KIND-SIZE, such as preset:{names()[0]}")
 
 

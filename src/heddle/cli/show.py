@@ -108,13 +108,15 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
 
     table = Table(box=None, pad_edge=False)
     further = "each further token" if facts["batch_size"] == 1 else "a token more of each"
-    for name in ("context", "FLOPs per token", "state", "position tables in it", further):
+    for name in ("context", "FLOPs per token", "of the last", "state", "position tables in it", further):
         table.add_column(name, justify="right")
     for context in facts["contexts"]:
         names = ("state_bytes", "position_table_bytes", "state_bytes_per_token")
         sequences = (1, 1, facts["batch_size"])  # a further token of each
         amounts = (format_amount(context[name] * count, "bytes") for name, count in zip(names, sequences, strict=True))
-        table.add_row(f"{context['context_length']:,}", f"{context['flops_per_token'] / 1e6:,.1f} M", *amounts)
+        flops = (context["flops_per_token"], context["decode_flops"])
+        shown = ("–" if value is None else f"{value / 1e6:,.1f} M" for value in flops)
+        table.add_row(f"{context['context_length']:,}", *shown, *amounts)
     rows = "one sequence" if facts["batch_size"] == 1 else f"{facts['batch_size']} sequences"
     lengths = sorted({context["encoder_length"] for context in facts["contexts"]} - {0})
     encoder = f" and an encoder output of {' or '.join(f'{length:,}' for length in lengths)} tokens" if lengths else ""
@@ -122,6 +124,8 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     ahead = facts["contexts"][0]["multi_token_flops_per_token"]
     added = f", with {ahead / 1e6:,.1f} M more per token for multi-token modules" if ahead else ""
     console.print(f"forward FLOPs, the mean over the context; training takes 3 times as many{added}")
+    if facts["contexts"][0]["decode_flops"] is not None:
+        console.print("of the last: decoded after a state of the others; latent attention absorbs")
     console.print(table)
     weights, longest = facts["weight_bytes"], facts["contexts"][-1]
     total = format_amount(weights + longest["state_bytes"], "bytes")

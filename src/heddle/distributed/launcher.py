@@ -57,7 +57,7 @@ def _launch(arguments: Sequence[str], ranks: int, max_restarts: int) -> int:
         code = next(iter(codes), None)
         if code is not None:
             return code
-        deaths = _deaths(failures)
+        deaths = _deaths(failures, ranks)
         if restart == max_restarts:
             starts = f"; the ranks were started {restart + 1} times" if restart else ""
             raise RankLost(f"{deaths}{starts}; the same command continues")
@@ -70,10 +70,13 @@ def _may_go_on(failure: ProcessFailure) -> bool:
     return failure.exitcode < 0 or failure.exitcode == RankLost.exit_code
 
 
-def _deaths(failures: dict[int, ProcessFailure]) -> str:
+def _deaths(failures: dict[int, ProcessFailure], ranks: int) -> str:
     by_signal = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0}
     killed = {rank: each for rank, each in by_signal.items() if each.exitcode != -signal.SIGTERM} or by_signal
     if not killed:
-        return f"rank {', '.join(map(str, sorted(failures)))} lost another rank"
+        ended = [str(rank) for rank in range(ranks) if rank not in failures]
+        if not ended:
+            return f"ranks {', '.join(map(str, sorted(failures)))} lost each other"
+        return f"{'rank' if len(ended) == 1 else 'ranks'} {', '.join(ended)} ended without an error"
     names = [f"{rank} (process {each.pid}, {signal.Signals(-each.exitcode).name})" for rank, each in killed.items()]
     return f"rank {names[0]} was killed" if len(names) == 1 else f"ranks {', '.join(names)} were killed"

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from heddle import progress
 from heddle.distributed.ranks import ONE_PROCESS, WAIT_SECONDS, Ranks
-from heddle.errors import OtherRankFailed, RankLost
+from heddle.errors import HeddleError, OtherRankFailed, RankLost
 from heddle.torch_private import default_store, flight_record
 
 # torch's flight recorder names the newest collective of this process, in which ranks wait for one that hangs.
@@ -250,13 +250,18 @@ class _FailureWatch:
                 os._exit(failure[1])
 
     def shared(self, error: BaseException) -> BaseException:
-        """Return the error that this rank raises: its own if it is the first of all ranks, else OtherRankFailed."""
+        """Return the error that this rank raises: its own if it is the first of all ranks, else OtherRankFailed.
+
+        An error of another library gets a note with the rank.
+        """
         try:
             is_lost = _is_of_connection(error)
             if is_lost:
                 self.store.set(f"reported/{self.ranks.rank}", "")
             if _Failure.is_first(self.store):
                 error = RankLost(self._lost_sentence(error)) if is_lost else error
+                if not isinstance(error, HeddleError):
+                    error.add_note(f"on rank {self.ranks.rank} of {self.ranks.count}")
                 _Failure.write(self.store, str(error), getattr(error, "exit_code", 1))
                 return error
             deadline = time.monotonic() + 2 * REPORT_SECONDS

@@ -150,7 +150,7 @@ def measure(
     model.
     """
     from heddle.lab.engines import engine_states
-    from heddle.model.size import build_distinct_layers, measure_size
+    from heddle.model.size import build_distinct_layers, decode_flops, measure_size
 
     model = build_distinct_layers(config, dtype)
     if not context_lengths:
@@ -174,6 +174,9 @@ def measure(
                 "context_length": context.context_length,
                 "encoder_length": context.encoder_length,
                 "flops_per_token": context.flops_per_token,
+                "decode_flops": decode_flops(model, context.context_length, context.encoder_length)
+                if model.causal
+                else None,
                 "multi_token_flops_per_token": context.multi_token_flops_per_token,
                 "state_bytes": context.state_bytes,
                 "state_bytes_per_token": context.state_bytes_per_token,

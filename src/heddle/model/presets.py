@@ -1,6 +1,7 @@
 """Presets: named designs as plain data, `preset:KIND-SIZE`.
 
-Sizes: tiny (1–2 M parameters), small (≈ 15 M), medium (≈ 100 M). Kinds differ in their mixers only. Mixers are sized
+Sizes: tiny (1–2 M parameters), small (≈ 15 M), medium (≈ 100 M), and for three kinds 1b (≈ 1.2 B): gqa-1b has the sizes
+of Llama 3.2 1B, and mla-1b the latent of DeepSeek-V2-Lite. Kinds differ in their mixers only. Mixers are sized
 so that no design has more than 1 % more parameters than the mha of its size. A hybrid has three recurrent layers for
 each layer of full attention if the depth is divisible by four (medium), else two (depth six); the last layer is full
 attention. moe is gqa with experts: as many active parameters per token, and about twice as many in all. Its experts are
@@ -23,7 +24,9 @@ class PresetSize(NamedTuple):
     hidden: int
     vocab_size: int | None  # None: the tokenizer's
     window: int
-    kv_rank: int  # the latent that gives mla the parameters of mha
+    kv_rank: int  # up to medium, the latent that gives mla the parameters of mha
+    rope_base: float = 10_000.0
+    kinds: tuple[str, ...] | None = None  # None: all
 
 
 SIZES = {
@@ -31,6 +34,18 @@ SIZES = {
     "small": PresetSize(width=384, depth=6, heads=6, kv_heads=2, hidden=1024, vocab_size=8192, window=128, kv_rank=176),
     "medium": PresetSize(
         width=768, depth=12, heads=12, kv_heads=4, hidden=2048, vocab_size=32000, window=256, kv_rank=368
+    ),
+    "1b": PresetSize(
+        width=2048,
+        depth=16,
+        heads=32,
+        kv_heads=8,
+        hidden=8192,
+        vocab_size=128_256,
+        window=1024,
+        kv_rank=512,
+        rope_base=500_000.0,
+        kinds=("gqa", "mla", "hybrid"),
     ),
 }
 
@@ -51,13 +66,13 @@ KINDS = {
 
 def names() -> list[str]:
     """All presets."""
-    return [f"{kind}-{size}" for kind in KINDS for size in SIZES]
+    return [f"{kind}-{name}" for kind in KINDS for name, size in SIZES.items() if kind in (size.kinds or KINDS)]
 
 
 def preset(name: str) -> dict[str, Any]:
     """The plain data of a preset. Raises ConfigError for an unknown name, and suggests the nearest one."""
     kind, _, size_name = name.rpartition("-")
-    if kind not in KINDS or size_name not in SIZES:
+    if name not in names():
         raise ConfigError(f"preset:{name}: unknown preset; {choices_hint(name, names(), prefix='preset:')}")
     size = SIZES[size_name]
     design: dict[str, Any] = {} if size.vocab_size is None else {"vocab_size": size.vocab_size}
@@ -85,7 +100,8 @@ def _layers(kind: str, size: PresetSize) -> list[dict[str, Any]]:
 
 
 def _layer(kind: str, size: PresetSize) -> dict[str, Any]:
-    heads, head_dim, rope = size.heads, size.width // size.heads, {"kind": "rope"}
+    heads, head_dim = size.heads, size.width // size.heads
+    rope: dict[str, Any] = {"kind": "rope"} if size.rope_base == 10_000.0 else {"kind": "rope", "base": size.rope_base}
     groups = {"mha": heads, "gqa": size.kv_heads, "mqa": 1}
     mixers: dict[str, dict[str, Any]] = {
         **{name: {"kind": "attention", "kv_heads": kv_heads, "position": rope} for name, kv_heads in groups.items()},

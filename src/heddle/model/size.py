@@ -17,6 +17,7 @@ from heddle.model.config import ModelConfig, describe, refuse_overflow
 from heddle.model.decoder import Decoder
 from heddle.model.initialization import materialize
 from heddle.model.shapes_only import ShapesOnly
+from heddle.model.state import State
 from heddle.notebook import html_table
 from heddle.numerics.dispatch import KernelChoice, count_flops, record_choices
 from heddle.numerics.linear import packed_weights
@@ -226,9 +227,27 @@ def layer_flops(
     model: Decoder, context_length: int, encoder_length: int = 0, training: bool = False
 ) -> tuple[list[int], int]:
     """FLOPs of a meta model for one sequence: of each layer that was built (see `stacked_layers`), and of the rest."""
+    tokens = torch.zeros(1, context_length, dtype=torch.int64, device="meta")
+    layout = _layout(model, context_length, encoder_length)
+    return _count_by_layer(model, training, lambda: _read_row(model, tokens, layout, training))
+
+
+@_shapes_only()
+def decode_flops(model: Decoder, context_length: int, encoder_length: int = 0) -> int:
+    """Return the FLOPs of a causal meta model for the last of `context_length` tokens, after a state of the others.
+
+    Its logits are counted. Latent attention absorbs its up-projections where that takes fewer than expanding the state.
+    """
+    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    state = _state_after(model, context_length - 1, 1, _encoder_output(model, 1, encoder_length))
+    flops, around = _count_by_layer(model, False, lambda: model.head(model(token, None, state)[0]))
+    return around + sum(value * count for value, (_, count) in zip(flops, stacked_layers(model), strict=True))
+
+
+def _count_by_layer(model: Decoder, training: bool, call: Callable[[], object]) -> tuple[list[int], int]:
+    """FLOPs of a call of the model: of each layer that was built, and of the rest."""
     layers = [layer for layer, _ in stacked_layers(model, training)]
     starts, flops = [0] * len(layers), [0] * len(layers)
-    tokens = torch.zeros(1, context_length, dtype=torch.int64, device="meta")
     with torch.no_grad(), count_flops() as total:
 
         def enter(index: int, _: Any) -> None:
@@ -238,7 +257,7 @@ def layer_flops(
             flops[index] = total[0] - starts[index]
 
         with around_layers(layers, enter, leave):
-            _read_row(model, tokens, _layout(model, context_length, encoder_length), training)
+            call()
     return flops, total[0] - sum(flops)
 
 
@@ -306,14 +325,20 @@ def measure_kernel_choices(
                 _read_row(model, tokens, _layout(model, queries, source_length), training=True)
             else:
                 with torch.no_grad(), packed_weights():  # as generation runs
-                    encoder_output = _encoder_output(model, 1, source_length)
-                    state = model.init_state(1, cached_tokens + queries, encoder_output)
-                    if cached_tokens:
-                        _, state = model(torch.zeros(1, cached_tokens, dtype=torch.int64, device="meta"), None, state)
+                    state = _state_after(model, cached_tokens, queries, _encoder_output(model, 1, source_length))
                     choices.clear()
                     hidden, _ = model(tokens, None, state)
                     model.head(hidden[:, -1:])
     return Counter(choices)
+
+
+@torch.no_grad()
+def _state_after(model: Decoder, cached_tokens: int, queries: int, encoder_output: EncoderOutput | None) -> State:
+    """The state of a meta model after `cached_tokens`, with room for `queries` more."""
+    state = model.init_state(1, cached_tokens + queries, encoder_output)
+    if cached_tokens:
+        _, state = model(torch.zeros(1, cached_tokens, dtype=torch.int64, device="meta"), None, state)
+    return state
 
 
 def _encoder_output(model: Decoder, rows: int, length: int) -> EncoderOutput | None:

@@ -22,10 +22,9 @@ from heddle.serving.engine import (
     Event,
     Job,
     TokenScore,
-    answer_lines,
     chat_scores,
     completion_scores,
-    gauge_lines,
+    metric_lines,
 )
 from heddle.serving.requests import RequestError, RequestReader, TextRequest
 
@@ -170,9 +169,18 @@ class Application:
         return {"object": "list", "data": [model]}
 
     async def _metrics(self) -> PlainTextResponse:
-        engine, up_seconds = self.engine, int(time.time()) - self.started
-        gauges = {"queue_length": engine.queue_length, "states": engine.states, "up_seconds": up_seconds}
-        lines = [*answer_lines(self.gate.answers), *engine.metrics.lines(), *gauge_lines(gauges)]
+        engine, answers = self.engine, sorted(self.gate.answers.items())
+        by_status = {f'{{status="{status}"}}': count for status, count in answers}
+        gauges = {
+            "queue_length": ("Requests that wait.", engine.queue_length),
+            "states": ("Requests that are being decoded.", engine.states),
+            "up_seconds": ("Seconds since the server started.", int(time.time()) - self.started),
+        }
+        lines = (
+            metric_lines("answers_total", "counter", "HTTP responses by status.", by_status) + engine.metrics.lines()
+        )
+        for name, (meaning, value) in gauges.items():
+            lines += metric_lines(name, "gauge", meaning, {"": value})
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def _completions(self, request: Request) -> Response:

@@ -36,6 +36,15 @@ SHUTTING_DOWN = "the server is shutting down; try again later"
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
 
 
+def metric_lines(name: str, kind: str, meaning: str, samples: Mapping[str, float]) -> list[str]:
+    """A metric in Prometheus's text format: what it means, its kind, and its samples.
+
+    samples: by what follows the name, such as `_sum` or `{status="200"}`.
+    """
+    values = [f"heddle_{name}{suffix} {value}" for suffix, value in samples.items()]
+    return [f"# HELP heddle_{name} {meaning}", f"# TYPE heddle_{name} {kind}", *values]
+
+
 class Histogram:
     """A histogram of durations: how many were at most each bucket's seconds. Thread-safe."""
 
@@ -56,22 +65,31 @@ class Histogram:
         with self._lock:
             return self._total / max(1, sum(self._counts))
 
-    def lines(self, name: str) -> list[str]:
-        """The metric with this name in Prometheus's text format, in seconds."""
+    def samples(self) -> dict[str, float]:
+        """Its samples for `metric_lines`, in seconds."""
         with self._lock:
-            counts, total = list(self._counts), self._total
+            counts, total = list(itertools.accumulate(self._counts)), self._total
         bounds = [*map(str, BUCKETS), "+Inf"]
-        lines = [f"# TYPE heddle_{name} histogram"]
-        lines += [f'heddle_{name}_bucket{{le="{le}"}} {sum(counts[: i + 1])}' for i, le in enumerate(bounds)]
-        return [*lines, f"heddle_{name}_sum {total:.6f}", f"heddle_{name}_count {sum(counts)}"]
+        buckets = {f'_bucket{{le="{bound}"}}': count for bound, count in zip(bounds, counts, strict=True)}
+        return {**buckets, "_sum": total, "_count": counts[-1]}
+
+
+COUNTERS = {
+    "prompt_tokens": "Tokens of the prompts of all started requests.",
+    "new_tokens": "Generated tokens, end tokens included.",
+    "finished": "Requests that ended, also by an error.",
+    "cancelled": "Requests whose client went away.",
+}
+HISTOGRAMS = {
+    "queue_seconds": "From a request's arrival to its start.",
+    "first_token_seconds": "From a request's arrival to its first token.",
+    "token_seconds": "From one token of a request to the next.",
+    "running_seconds": "From a request's start to its end.",
+}
 
 
 class EngineMetrics:
-    """What the engine has counted since it started.
-
-    queue_seconds: from a request's arrival to its start. first_token_seconds: from its arrival to its first token.
-    token_seconds: from one of its tokens to the next. running_seconds: from its start to its end.
-    """
+    """What the engine has counted since it started: `COUNTERS` and `HISTOGRAMS`."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.new_tokens = self.finished = self.cancelled = 0
@@ -81,24 +99,11 @@ class EngineMetrics:
     def lines(self) -> list[str]:
         """All metrics in Prometheus's text format."""
         lines: list[str] = []
-        for name in ("prompt_tokens", "new_tokens", "finished", "cancelled"):
-            lines += [f"# TYPE heddle_{name}_total counter", f"heddle_{name}_total {getattr(self, name)}"]
-        for name in ("queue_seconds", "first_token_seconds", "token_seconds", "running_seconds"):
-            lines += getattr(self, name).lines(name)
+        for name, meaning in COUNTERS.items():
+            lines += metric_lines(f"{name}_total", "counter", meaning, {"": getattr(self, name)})
+        for name, meaning in HISTOGRAMS.items():
+            lines += metric_lines(name, "histogram", meaning, getattr(self, name).samples())
         return lines
-
-
-def gauge_lines(values: Mapping[str, int]) -> list[str]:
-    """Gauges by name, in Prometheus's text format."""
-    return [
-        line for name, value in values.items() for line in (f"# TYPE heddle_{name} gauge", f"heddle_{name} {value}")
-    ]
-
-
-def answer_lines(answers: Mapping[int, int]) -> list[str]:
-    """The number of responses by status, in Prometheus's text format."""
-    lines = [f'heddle_answers_total{{status="{status}"}} {count}' for status, count in sorted(answers.items())]
-    return ["# TYPE heddle_answers_total counter", *lines]
 
 
 # Log probabilities of tokens, in the format of the OpenAI API.

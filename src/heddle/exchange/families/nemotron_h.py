@@ -112,6 +112,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
         _common.write_common(design)
         | mamba.write_fields(design, NAMES)
         | {
+            "mamba_ssm_cache_dtype": "float32",  # for vLLM
             "time_step_min": 0.0 if limit is None else limit[0],
             "tie_word_embeddings": False,
             "layers_block_type": [_type(layer) for layer in design_parts.layers(design)],

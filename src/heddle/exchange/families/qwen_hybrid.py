@@ -157,13 +157,14 @@ QWEN3_NEXT = Family(
 # What the dense Qwen3.5 and its mixture share: Qwen3-Next's layers with one tensor for each input projection.
 
 QWEN3_5_MODULES = module_names("mtp_num_hidden_layers")
+STATE_DTYPE = {"mamba_ssm_dtype": "float32"}  # vLLM reads it; heddle's states have at least float32
 
 
 def check_fixed_fields(config: ConfigReader) -> None:
     """Fields with one value in every published model."""
     config.expect("attn_output_gate", True, default=True)
     config.expect("output_gate_type", "swish", None)
-    config.expect("mamba_ssm_dtype", "float32", None)  # heddle's states have at least float32
+    config.expect("mamba_ssm_dtype", "float32", None)
     config.optional("mtp_use_dedicated_embeddings")  # a module with such tensors is not read
     config.expect("mlp_only_layers", [], None)
 
@@ -188,7 +189,7 @@ def read_qwen3_5(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_qwen3_5(design: ModelConfig) -> dict[str, Any]:
-    return write_hybrid(design) | _common.write_gated(design) | {"hidden_act": "silu"}
+    return write_hybrid(design) | _common.write_gated(design) | {"hidden_act": "silu"} | STATE_DTYPE
 
 
 QWEN3_5 = qwen3_5("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5, write_qwen3_5)
@@ -211,7 +212,7 @@ def read_qwen3_5_moe(config: ConfigReader) -> dict[str, Any]:
 
 def write_qwen3_5_moe(design: ModelConfig) -> dict[str, Any]:
     moe = design_parts.first_moe(design)
-    fields = write_hybrid(design) | qwen.write_shared(design) | _moe.write_aux_loss(design, moe)
+    fields = write_hybrid(design) | qwen.write_shared(design) | _moe.write_aux_loss(design, moe) | STATE_DTYPE
     sizes = {"num_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.hidden}
     return fields | sizes
 

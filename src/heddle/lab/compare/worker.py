@@ -188,6 +188,10 @@ def be_rank(request_file: str, result_file: str, rank: str, launcher: str) -> No
         if not task["quiet"]:
             progress.print_status(f"{task['label']}: {interrupted}")
         sys.exit(interrupted.exit_code)
+    except Exception as error:  # a bug: its traceback follows
+        message = f"rank {rank} failed ({type(error).__name__}: {error})"
+        write_json_file(Path(result_file), {"status": "failed", "message": message, "stops_all": False})
+        raise
     if rank == "0" or result["status"] != "done":
         write_json_file(Path(result_file), result | {"wall_seconds": time.monotonic() - started})
     sys.exit(exit_code)
@@ -214,7 +218,8 @@ def perform(call: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:
         return {"status": "failed", "message": str(error), "stops_all": stops_all}, error.exit_code
     except Exception as error:
         if is_out_of_memory(error):
-            return {"status": "failed", "message": "out of memory", "stops_all": False}, 1
+            message = " ".join(["out of memory", *getattr(error, "__notes__", ())])  # the rank
+            return {"status": "failed", "message": message, "stops_all": False}, 1
         operation = nondeterministic_operation(error)
         if operation is None:
             raise
