@@ -84,18 +84,12 @@ class _WeightsAndBiases:
         self._run.finish()
 
 
-class _Trackio:
+class _Trackio(_WeightsAndBiases):  # its runs have the same functions
     def __init__(self, run: _TrackedRun) -> None:
         trackio = import_module("trackio")
         vars(trackio)["print"] = partial(print, file=sys.stderr)  # stdout is for the command's result
         name = f"{run.folder.name}-{run.run_id[:6]}"
         self._run = trackio.init(_PROJECT, name=name, config=run.fields, resume="allow", embed=False)
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class _MLflow:
