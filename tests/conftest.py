@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from heddle.runtime import DEFAULT_CHOICES, install
 
+# Compiled files are kept whatever the shell says: else each test process compiles the tests, each command the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start; this process is set below
 os.environ["HEDDLE_MACHINE"] = "default"  # ways of products and attention, which depend on the machine
 # A shell ignores SIGINT for what it runs in the background, and processes that tests start would inherit that.

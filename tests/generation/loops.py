@@ -1,5 +1,7 @@
 """Reference loops for generation: everything is recomputed for each token, without any state."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,7 @@ def designs() -> dict[str, ModelConfig]:
     return configs
 
 
+@cache
 def is_causal(config: ModelConfig) -> bool:
     """Whether a config can continue texts: it hides later tokens."""
     return build(config, device="meta").causal

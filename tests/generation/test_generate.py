@@ -15,7 +15,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.parts.layout import Layout
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
-from tests.cases import CASES, case
+from tests.cases import CASES, case, each_part
 from tests.generation.loops import amplify_layers, greedy_loop, is_causal
 
 CAUSAL = [name for name in CASES if is_causal(case(name))]
@@ -27,7 +27,7 @@ def build_double(name: str) -> Decoder:
     return build(case(name), dtype=torch.float64, seed=1)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", each_part(CAUSAL))
 def test_greedy_with_a_state_equals_greedy_without(name: str) -> None:
     model = amplify_layers(build_double(name))
     expected = [greedy_loop(model, prompt, STEPS) for prompt in PROMPTS]

@@ -16,7 +16,7 @@ from heddle.model.load_config import load_config
 from heddle.parts.mixers import merge_heads
 from heddle.parts.position_table import PositionTable
 from tests.cases import DEFAULTS, attention, case, cross, design, layer
-from tests.laws.planting import replaced, wrapped
+from tests.laws.planting import calls, replaced, wrapped
 
 
 def test_statements_are_one_sentence() -> None:
@@ -47,7 +47,7 @@ def test_a_result_is_known_before_the_next_law_is_checked(monkeypatch: pytest.Mo
 def test_each_law_gets_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["gradient_accumulation", "batch_invariance"]  # the first turns dropout on
     assert [result.passed for result in run(case("attention-dropout"), names)] == [True, True]
-    wrapped(harness.Copied.copy, lambda copy, copied: vars(copied).setdefault("shared", copy(copied)))(monkeypatch)
+    calls(harness.model_under_test, "deepcopy", lambda copy, model: model)(monkeypatch)
     assert [result.passed for result in run(case("attention-dropout"), names)] == [True, False]
 
 

@@ -1,6 +1,7 @@
 """Softmax attention: every kernel against plain loops, with padding, documents, windows, and queries after a cache."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -133,6 +134,7 @@ def test_score_modifiers_equal_plain_loops(case: str, option: str) -> None:
     torch.testing.assert_close(actual, loop_attention(q, k, v, mask, 0.9, modifiers), rtol=0, atol=1e-12)
 
 
+@cache
 def supported_cases() -> list[tuple[str, str, str]]:
     """(kernel, case, option) for every kernel that supports a case."""
     return [

@@ -9,14 +9,15 @@ import torch
 import heddle
 from heddle.errors import CheckpointError, ConfigError
 from heddle.laws.harness import assert_bitwise_equal, forward_with_state, model_under_test, new_state, random_tokens
-from heddle.model.decoder import Decoder, build
+from heddle.model.decoder import Decoder
 from heddle.model.state import State
 from heddle.parts.layout import Layout
 from heddle.storage.folder import write_folder
 from heddle.storage.model import STATE_FILE, STATE_KIND, STATE_TENSORS_FILE
 from tests.cases import CASES, case, each_part
+from tests.generation.loops import is_causal
 
-CAUSAL = [name for name in CASES if build(case(name), device="meta").causal]
+CAUSAL = [name for name in CASES if is_causal(case(name))]
 
 
 def used(model: Decoder, capacity: int | None = None, layout: Layout | None = None, rewind: int = 0) -> State:

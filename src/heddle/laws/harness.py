@@ -1,9 +1,6 @@
 """Shared by all laws: the model under test in float64, random inputs, a probe loss, and the comparisons."""
 
 import copy
-import io
-import pickle
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,7 +8,6 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from heddle.config import Config
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
@@ -26,7 +22,7 @@ ENCODER_LENGTH = 5  # tokens of the encoder output that cross-attention reads
 PADDING_TOKEN = 0  # random_tokens never returns it: it stands for padding and for poisoned tokens
 MAX_CACHED_PARAMETERS = 2**20  # of a model that stays in memory while others are checked
 
-_cached_models: ContextVar["dict[ModelConfig, Copied] | None"] = ContextVar("cached_models", default=None)
+_cached_models: ContextVar[dict[ModelConfig, Decoder] | None] = ContextVar("cached_models", default=None)
 
 Gradients = dict[str, Tensor]
 
@@ -39,7 +35,7 @@ class ModelCache:
     """The models of several laws: each design is built once, and every law gets an unused copy of its own."""
 
     def __init__(self) -> None:
-        self._models: dict[ModelConfig, Copied] = {}
+        self._models: dict[ModelConfig, Decoder] = {}
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -51,43 +47,19 @@ class ModelCache:
             _cached_models.reset(token)
 
 
-class Copied(pickle.Pickler):
-    """Copies of a model, as `copy.deepcopy` makes them, several times faster: all but its tensors as bytes."""
-
-    def __init__(self, model: Decoder) -> None:
-        self._bytes = io.BytesIO()
-        super().__init__(self._bytes)
-        self._kept: dict[int, object] = {}
-        self.dump(model)
-
-    def persistent_id(self, value: object) -> int | None:
-        """The number of a value that is copied by itself, or is not copied at all."""
-        if not isinstance(value, Tensor | Config | types.FunctionType | type):
-            return None
-        self._kept[id(value)] = value
-        return id(value)
-
-    def copy(self) -> Decoder:
-        """A copy of its own."""
-        memo: dict[int, object] = {}
-        unpickler = pickle.Unpickler(io.BytesIO(self._bytes.getvalue()))
-        unpickler.persistent_load = lambda number: copy.deepcopy(self._kept[number], memo)
-        model: Decoder = unpickler.load()
-        return model
-
-
 def model_under_test(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
     """Build the design in eval mode and add random numbers to every parameter.
 
     Initial weights hide mistakes: gains are 1, biases 0 and branches small.
     """
     models = _cached_models.get()
-    if models is None or config not in models:
+    model = None if models is None else models.get(config)
+    if model is None:
         model = _build(config)
         if models is None or sum(parameter.numel() for parameter in model.parameters()) > MAX_CACHED_PARAMETERS:
             return model.to(dtype)
-        models[config] = Copied(model)
-    return models[config].copy().to(dtype)
+        models[config] = model
+    return copy.deepcopy(model).to(dtype)
 
 
 def _build(config: ModelConfig) -> Decoder:
