@@ -199,6 +199,38 @@ def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
     assert left == ["healing", "healing-2"]  # of both calls
 
 
+def test_a_budget_chooses_the_calibration_and_refuses_one_that_does_not_fit(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the shortest text, 64 tokens, it takes 40 s; a later call keeps to what was chosen."""
+    monkeypatch.setattr(convert_module, "calibration_seconds", lambda *_: 40.0)
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1e4])
+    words = command(workspace, tmp_path / "fewer", "--to", "kv_heads=2")
+    words = [word for word in words if word not in ("--quiet", "--calibration-tokens", "256")]
+    assert run_command([*words, "--budget", "30s"]) == 2
+    refusal = capsys.readouterr().err.splitlines()[-1]
+    assert "--budget 30 s: is too short to calibrate: 64 tokens take about 40 s" in refusal
+    assert not (tmp_path / "fewer.work").exists()
+    assert run_command([*words, "--budget", "30s", "--calibration-tokens", "256", "--dry-run"]) == 0  # as it is given
+    assert "the budget chose" not in capsys.readouterr().err
+    enough = refusal.partition("; give ")[2].split()[0]
+    assert run_command([*words, "--budget", enough, "--dry-run"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, "report_conversion", dying_report)
+        assert run_command([*words, "--budget", "10m"]) != 0
+    tokens = int(capsys.readouterr().err.rpartition("the budget chose: --calibration-tokens ")[2].split()[0])
+    assert 0.9 * 0.3 * 588 / 40 * 64 < tokens <= 0.3 * 588 / 40 * 64
+    monkeypatch.setattr(convert_module, "calibration_seconds", lambda *_: 60.0)
+    assert run_command([*words, "--budget", "10m"]) == 0
+    text = json.loads((tmp_path / "fewer/conversion.json").read_text(encoding="utf-8"))["text"]
+    assert 0 <= text["tokens"] - tokens < 16 * 16
+    assert not (tmp_path / "fewer.work/budget.json").exists()
+
+
+def dying_report(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_long_budget_reads_the_text_once(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

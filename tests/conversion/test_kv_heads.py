@@ -435,7 +435,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no-attention": (LATENT, {"kv_heads": 1}, "kv_heads: converts attention, but these layers have latent_attention"),
     "alibi": (MIXERS["alibi"], {"kv_heads": 2}, "alibi gives each head its own bias .*; use groups=contiguous"),
     "long-heads-short-text": (ATTENTION | {"head_dim": 64}, {"kv_heads": 2}, "needs a text of 1024 tokens, but there"),
-    "budget-too-small": (ATTENTION, {"state_budget": 0.1}, "state_budget: 0.1 of the state is less than the 0.25"),
+    "budget-too-small": (ATTENTION, {"state_budget": 0.1}, "state_budget: 0.1 of the state per token is less than"),
     "no-layer": (ATTENTION, {"kv_heads": 2, "layers": (7,)}, "the design has layers 0 to 1"),
     "no-number": (ATTENTION, {}, "kv_heads: is missing"),
     "both": (ATTENTION, {"kv_heads": 2, "state_budget": 0.5}, "conflicts with state_budget"),

@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rope": ({}, {"kv_rank": 8, "rope_dim": 18}, "rope_dim: 18 is more than the 16 rotated dims"),
     "no-rope": ({"position": None}, {"kv_rank": 8, "rope_dim": 2}, "has no RoPE; leave it out"),
     "rope-missing": ({}, {"kv_rank": 8}, "rope_dim: is missing, but layers.0.mixer has RoPE"),
-    "budget": ({}, {"state_budget": 0.01}, "state_budget: of 0.01 leaves 0 elements per token for 2 layers"),
+    "budget": ({}, {"state_budget": 0.01}, "state_budget: 0.01 of the state per token leaves 0 elements for 2 layers"),
     "frequencies": (
         {"heads": 1, "head_dim": 8}, {"kv_rank": 8, "rope_dim": 6, "exportable": True}, "choices: 2, 4, 8"
     ),
@@ -353,7 +353,7 @@ def test_layers_with_a_window_stay_as_they_are(options: dict[str, Any], capsys: 
 
 def test_a_text_that_is_too_short_says_how_much_is_needed() -> None:
     source = source_model(design(MIXERS["mha"]))
-    with pytest.raises(ConfigError, match=r"51 tokens.*16.*least 64"):
+    with pytest.raises(ConfigError, match=r"51 tokens.*16.*--calibration-tokens 64"):
         converted_model(source, LatentAttentionReplacement(kv_rank=8, rope_dim=2), text=random_text())
 
 
@@ -364,7 +364,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "fold": ({"fold": 2}, "fold: applies to a smaller state only"),
     "exportable": ({"exportable": True}, "exportable: applies to a smaller state only"),
     "both": ({"exportable": True, "fold": 2, "kv_rank": 4, "rope_dim": 2}, "fold: follows from rope_dim"),
-    "share": ({"state_budget": "much"}, "state_budget: 'much' is not a share; write 25% or 0.25"),
+    "share": ({"state_budget": "much"}, "state_budget: 'much' is not a share of the state per token; write 25%"),
 }
 
 

@@ -53,7 +53,9 @@ class ConvertSettings(SessionSettings):
     budget: Annotated[
         str | None,
         Option(
-            "TIME", "Of the whole command, such as 30m: healing gets the rest; a --heal that takes longer is refused."
+            "TIME",
+            "Of the whole command, such as 30m: chooses --calibration-tokens if not given; healing gets the rest; a "
+            "--heal that takes longer is refused.",
         ),
     ] = None
     report_tokens: Annotated[

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.family_match import match_report
-from heddle.lab.compare.budget import TimeBudget, parse_duration
+from heddle.lab.compare.budget import END_SHARE, TimeBudget, format_seconds, parse_duration
 from heddle.lab.compare.results import plain
 from heddle.lab.compare.speed import time_training_steps
 from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, ModelToMeasure, measured_rows
@@ -64,7 +65,8 @@ from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import size
-from heddle.progress import format_duration, print_status, print_text, print_warning
+from heddle.parts.mixers.attention import AttentionConfig
+from heddle.progress import format_duration, print_status, print_text, print_warning, quiet
 from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
@@ -232,6 +234,7 @@ ROWS = {  # of a dry run's table, by the name in JSON
 MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
 BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
+CALIBRATION_SHARE = 0.3  # of the time that a budget leaves after the text is read
 SPEED_SECONDS = 25.0  # for measuring one model's speeds
 MIN_CHOSEN_STEPS = 50  # the shortest healing that a budget chooses: the first ten are warmup, and the rate decays to 0
 MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded before a budget chooses the steps
@@ -280,9 +283,53 @@ def _report_choices(out: Path | None) -> Choices | None:
     return None
 
 
-def _chosen_steps(choice: Path) -> int | None:
-    """The steps of each healing that the budget of an interrupted call chose."""
-    return int(read_json_file(choice)["healing_steps"]) if choice.is_file() else None
+def _chosen(choice: Path) -> dict[str, int]:
+    """What the budget of an interrupted call chose: healing_steps of each healing, calibration_tokens."""
+    return read_json_file(choice) if choice.is_file() else {}
+
+
+def _least_calibration(design: ModelConfig, length: int) -> int:
+    """Tokens that every rewrite can calibrate on, in whole rows."""
+    mixers = [layer.mixer for _, layer in design.expand()]
+    widths = [each.heads * (each.value_dim or 0) for each in mixers if isinstance(each, AttentionConfig)]
+    return length * max(2, -(-4 * max(design.width, *widths, 0) // length))
+
+
+def calibration_seconds(
+    source: ConversionSource, variants: Sequence[ConversionVariant], text: CalibrationText
+) -> float:
+    """How long all conversions take on a text; nothing is written."""
+    began = time.monotonic()
+    with quiet():
+        for variant in variants:
+            with suppress(DesignError, ConfigError):  # it is left out later, with the reason
+                weights = Conversion(source, variant.rewrites, text).plan()
+                for name in weights.names:
+                    weights.tensor(name)
+    return time.monotonic() - began
+
+
+def _affordable_calibration(
+    source: ConversionSource, variants: Sequence[ConversionVariant], text: CalibrationText, budget: TimeBudget
+) -> int:
+    """The tokens to calibrate on that a budget leaves, from the time on a short text; at most CALIBRATION_TOKENS.
+
+    Raises ConfigError, with the time that is enough, for a budget that ends before that.
+    """
+    print_status(f"timing the calibration on {text.tokens:,} tokens")
+    seconds = max(calibration_seconds(source, variants, text), 1e-3)
+    tokens = min(CALIBRATION_TOKENS, int(text.tokens * CALIBRATION_SHARE * budget.remaining / seconds))
+    if tokens < text.tokens:
+        spent = budget.seconds - budget.remaining
+        enough = math.ceil(1.1 * (spent + seconds / CALIBRATION_SHARE) / (1 - END_SHARE))
+        given, takes = format_seconds(budget.seconds), format_seconds(seconds)
+        raise ConfigError(
+            f"--budget {given}: is too short to calibrate: {text.tokens:,} tokens take about {takes}, and at "
+            f"most {CALIBRATION_SHARE:.0%} of the budget is for them; give {enough}s or more"
+        )
+    if tokens < CALIBRATION_TOKENS:
+        print_status(f"the budget chose: --calibration-tokens {tokens}")
+    return tokens
 
 
 def _convert(settings: ConvertSettings) -> ConvertedModel:
@@ -308,7 +355,9 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         for rewrite in (rewrite for variant in variants for rewrite in variant.rewrites):
             source.check_tokenizers(rewrite)
         rows = None if out is None else interrupted_report_rows(out)
-        chosen_steps = None if out is None else _chosen_steps(partial_folder(out) / CHOICE_FILE)
+        choice = None if out is None else partial_folder(out) / CHOICE_FILE
+        chosen = {} if choice is None else _chosen(choice)
+        chosen_steps = chosen.get("healing_steps")
         text = corpus = healing = None
         count = CALIBRATION_TOKENS if settings.calibration_tokens is None else settings.calibration_tokens
         length, design = settings.sequence_length, source.weights.design
@@ -333,6 +382,14 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             healing = None
         if any(rewrite.needs_text and not rewrite.is_exact(design) for rewrite in used):
             corpus = _corpus(settings, source, _most_tokens(settings, count, seconds), rows)
+            least = _least_calibration(design, length)
+            if budget is not None and settings.calibration_tokens is None and least < CALIBRATION_TOKENS:
+                short = calibration_from_corpus(corpus, least, length, runtime.device)
+                count = chosen.get("calibration_tokens") or _affordable_calibration(source, variants, short, budget)
+                if choice is not None and not settings.dry_run:
+                    write_json_file(choice, chosen | {"calibration_tokens": count})
+                if healing is not None:
+                    healing = replace(healing, first_sample=calibration_samples(count, length))
             text = calibration_from_corpus(corpus, count, length, runtime.device)
         if settings.dry_run:
             plans = {v.name: Conversion(source, v.rewrites, text).plan().design for v in variants}
@@ -383,15 +440,16 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         results = None
         if is_comparison:
             results = report_variants(source, variants, text, write, out, require_report(report))
-            plan.choice.unlink(missing_ok=True)
         else:
             conversion = Conversion(source, variants[0].rewrites, text)
             is_healed = None if settings.heal is None and healing is not None else healing is not None
             if report is None or not is_converted(conversion, out, is_healed):
                 write(conversion, out)
-                plan.choice.unlink(missing_ok=True)
             if report is not None:
                 results = report_conversion(conversion, out, report)
+        plan.choice.unlink(missing_ok=True)
+        with suppress(OSError):  # keep what healing left
+            plan.choice.parent.rmdir()
         if results is None:
             _warn_of_state(design, open_source(out).weights.design)
     print_results(results, out, settings.json)
@@ -445,7 +503,7 @@ class HealingPlan:
         fitting = int(left / (seconds * count))
         if self.steps is None:
             self.steps = self._choose(fitting, tokens)
-            write_json_file(self.choice, {"healing_steps": self.steps})
+            write_json_file(self.choice, _chosen(self.choice) | {"healing_steps": self.steps})
         if not self.steps:
             return 0
         plan = f"healing: {self.steps:,} steps of {tokens:,} tokens"
