@@ -163,7 +163,7 @@ PACKED = [kind.name for kind in BLOCK_TYPES if can_unpack(kind)]
 
 def test_the_page_lists_every_type_with_its_bits() -> None:
     rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| GGUF: ")]
-    listed = {}
+    listed: dict[str, float] = {}
     for _, names, bits, *_ in rows:
         listed |= dict(zip(re.findall(r"`(\w+)`", names), map(float, bits.split(",")), strict=True))
     assert listed.keys() == set(PACKED)
