@@ -52,7 +52,9 @@ CLEAR = 2e-5  # scores of experts that are further apart are chosen alike in flo
 LENGTH_DEPENDENT = ("longrope", "dynamic")
 # A convolution of theirs reads the bias of the projection before it at padding, where ours reads nothing.
 READS_PADDING = {
+    "llama4_text": "attn_temperature_tuning",  # which counts padding
     "lfm2": "conv_bias",
+    "lfm2_moe": "conv_bias",
     "lfm3": "conv_bias",
     "mamba2": "use_bias",
     "nemotron_h": "use_bias",

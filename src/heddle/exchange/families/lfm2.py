@@ -24,6 +24,11 @@ FEEDFORWARD = {"w1": "gate", "w3": "up", "w2": "down"}
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """`layer_types`, or in older files `full_attn_idxs`, says which layers have attention."""
+    return read_decoder(config, [{"kind": "gated", "hidden": _read_hidden(config)}] * _layer_types.read_depth(config))
+
+
+def read_decoder(config: ConfigReader, feedforwards: list[dict[str, Any]]) -> dict[str, Any]:
+    """The design with these feed-forwards, one for each layer."""
     eps = config.get("norm_eps", 1e-5)
     bias = config.get("conv_bias", False)
     kernel = config.get("conv_L_cache", 3)
@@ -32,8 +37,10 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         CONV: {"kind": "short_conv", "conv_kernel": kernel, "conv_bias": bias, "bias": bias},
     }
     config.note(*UNUSED_FIELDS)
-    feedforward = {"kind": "gated", "hidden": _read_hidden(config)}
-    layers = [{"mixer": mixers[kind], "feedforward": feedforward} for kind in _read_types(config)]
+    layers = [
+        {"mixer": mixers[kind], "feedforward": feedforward}
+        for kind, feedforward in zip(_read_types(config), feedforwards, strict=True)
+    ]
     head = {"tied": config.get("tie_word_embeddings", True, "tie_embedding")}
     norm = {"kind": "rms", "eps": eps}
     return _common.design_fields(config, norm, _layer_types.merge_repeats(layers), head=head)
@@ -87,11 +94,18 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     )
 
 
+def map_gated(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The three projections of a feed-forward."""
+    for name, role in FEEDFORWARD.items():
+        weights.add_module(f"{hf}.{name}", f"{heddle}.{role}")
+
+
 def map_weights(
     design: ModelConfig,
     weights: WeightMap,
     out: str = "out_proj",
     norms: tuple[str, str] = ("q_layernorm", "k_layernorm"),
+    map_feedforward: _common.MapModule = map_gated,
 ) -> None:
     """Its own names; k, v and q of a convolution are its B, x and C, and one tensor; out, norms: of attention."""
     _common.map_embedding_and_head(design, weights, norm="model.embedding_norm")
@@ -104,8 +118,7 @@ def map_weights(
             weights.add_module(f"{hf}.conv.out_proj", f"{mixer}.out")
         else:
             _common.map_attention(weights, hf, f"layers.{index}", out, norms)
-        for name, role in FEEDFORWARD.items():
-            weights.add_module(f"{hf}.feed_forward.{name}", f"layers.{index}.feedforward.{role}")
+        map_feedforward(weights, f"{hf}.feed_forward", f"layers.{index}.feedforward")
         weights.add_module(f"{hf}.operator_norm", f"layers.{index}.residual.norms.mixer")
         weights.add_module(f"{hf}.ffn_norm", f"layers.{index}.residual.norms.feedforward")
 
