@@ -502,6 +502,7 @@ CASES: dict[str, Case] = {
             "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **YARN},
             "three-kv-heads-linear-gelu": {"num_key_value_heads": 3, "hidden_act": "gelu", "attention_dropout": 0.1}
             | scaled("linear", factor=3.0),
+            "clipped": {"clip_qkv": 0.5},
         },
         exact=True,
         narrow=True,
@@ -592,6 +593,16 @@ CASES: dict[str, Case] = {
         live=frozenset({"max_position_embeddings", "pad_token_id"}),
     ),
     "xlm-roberta": Case(
+        {
+            "plain": {"pad_token_id": 1, "type_vocab_size": 1},
+            "other-padding-relu": {"pad_token_id": 2, "hidden_act": "relu", "layer_norm_eps": 1e-2},
+        },
+        inert=BERT_INERT,
+        base=BERT_BASE,
+        fixed=BERT_FIXED,
+        live=frozenset({"max_position_embeddings", "pad_token_id"}),
+    ),
+    "camembert": Case(
         {
             "plain": {"pad_token_id": 1, "type_vocab_size": 1},
             "other-padding-relu": {"pad_token_id": 2, "hidden_act": "relu", "layer_norm_eps": 1e-2},

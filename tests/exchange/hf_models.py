@@ -195,7 +195,7 @@ def encoder_inputs(config: Any, tokens: Tensor, positions: Tensor | None) -> dic
     inputs = {}
     if types := getattr(config, "type_vocab_size", 0):
         inputs["token_type_ids"] = tokens % types
-    if "roberta" in config.model_type:
+    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
         rows = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
         inputs["position_ids"] = rows + config.pad_token_id + 1
     return inputs

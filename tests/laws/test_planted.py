@@ -278,7 +278,7 @@ BUGS = [
     Bug("a temperature that nothing reads", "options_have_effect", "attention-temperature",
         condition(Attention.forward, "temperature_beta", False)),
     Bug("a smooth temperature whose growth nothing reads", "options_have_effect", "attention-temperature-smooth",
-        condition(query_temperature, "growth", False)),
+        wrapped(query_temperature, lambda factors, *arguments: factors(*arguments[:4]))),
     # Chunks, bounds and factors
     Bug("chunks that count from the start of the call", "chunked_decoding", "attention-chunked",
         wrapped(Layout.in_chunks, lambda cut, layout, mask, width: cut(layout, replace(

@@ -1,7 +1,6 @@
 """Llama 4 (Meta 2025): chunked attention with RoPE beside full attention without, and experts with weighted inputs.
 
-Layers without RoPE have queries that grow with their position. Norms of queries and keys have no weights; they stand
-before the rotation here, which they commute with. The experts of a layer are stacks of transposed matrices.
+Norms of queries and keys have no weights, so that they may stand before the rotation here.
 """
 
 from typing import Any

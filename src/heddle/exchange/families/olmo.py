@@ -12,14 +12,14 @@ from heddle.model.config import ModelConfig
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """All layers are the same. Raises ConfigError for `clip_qkv`, which bounds queries, keys and values."""
-    config.expect("clip_qkv", None)
+    """All layers are the same."""
     heads = _common.read_heads(config, config.require("hidden_size", int))
     mixer = {
         "kind": "attention",
         **heads,
         "bias": config.get("attention_bias", False),
         "dropout": config.get("attention_dropout", 0.0),
+        "qkv_clip": config.optional("clip_qkv"),
         "position": read_rope(config, heads["head_dim"]) | ROPE_CAST,
     }
     depth, feedforward = config.require("num_hidden_layers", int), _common.read_gated(config)
@@ -29,8 +29,9 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    bias = {"attention_bias": design_parts.first_attention(design).bias is True}
-    return _common.write_common(design) | _common.write_attention(design) | _common.write_gated(design) | bias
+    mixer = design_parts.first_attention(design)
+    own = {"attention_bias": mixer.bias is True, "clip_qkv": mixer.qkv_clip}
+    return _common.write_common(design) | _common.write_attention(design) | _common.write_gated(design) | own
 
 
 FAMILY = Family("olmo", "OlmoForCausalLM", read_config, write_config, _common.map_weights)

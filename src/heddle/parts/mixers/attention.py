@@ -10,9 +10,9 @@ DBRX, 2024); `value_scale` multiplies the values (MiMo-V2, 2026). `qk_norm_weigh
 norms of q and k. `sink` adds one learned logit per head to the softmax denominator (gpt-oss, 2025). `softcap`
 bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies the attention output by sigmoid(W_g x)
 (Qiu et al. 2025). `temperature_beta` β and `temperature_length` n multiply the query at position p by
-1 + β ln(1 + ⌊p / n⌋) (Ministral 3, 2025), with `temperature_growth: stepwise_from_one` by 1 + β ln(1 + ⌊(p + 1) / n⌋)
-(Llama 4, 2025), with `smooth` by 1 + β ln(max(1, (p + 1) / n)) (Inkling,
-2026). `exclusive` removes from the output y of each head its component along the token's own value v, before any gate:
+1 + β ln(1 + ⌊p / n⌋) (Ministral 3, 2025), or by `temperature_growth`: `stepwise_from_one` 1 + β ln(1 + ⌊(p + 1) / n⌋)
+(Llama 4, 2025), `smooth` 1 + β ln(max(1, (p + 1) / n)) (Inkling, 2026). `exclusive` removes from the output y of each
+head its component along the token's own value v, before any gate:
 y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078). |v| is at least 1e-12 there, as in the published
 code, so that a value of zero removes nothing.
 
@@ -137,14 +137,14 @@ class AttentionConfig(MixerConfig):
     head_dim: Width | None = None  # default: width / heads
     value_dim: Width | None = None  # default: head_dim
     window: PositiveInt | None = None
-    chunked: bool = False  # the window is a chunk: a query sees no key before the last multiple of it
+    chunked: bool = False  # a query sees no key before the window's last multiple
     causal: bool = True
     qkv_clip: PositiveFloat | None = None  # bound of the elements of q, k and v, before any norm
     value_scale: PositiveFloat | None = None  # multiplies the values
     # The norm of q and k before the rotary embedding: one weight shared by all heads (Qwen3), one weight per head
     # (Cohere), or one norm over the whole projection (OLMo-2).
     qk_norm: Literal["head", "per_head", "projection"] | None = None
-    qk_norm_weight: bool = True  # false: these norms have no parameters, whatever the design's norms have
+    qk_norm_weight: bool = True  # false: these norms have no parameters
     # The norm after the rotation (Hunyuan 2025); its gains then make scores depend on absolute positions.
     norm_after_rotation: bool = False
     bias: bool | Literal["qkv"] = False  # true: q, k, v and out; qkv: those three (Qwen2)
