@@ -193,7 +193,7 @@ def run_on_weighted_inputs(
         None if assignment.dropout_mask is None else assignment.dropout_mask.flatten(0, 1)[:, None],
         assignment.none_dropped,
     )
-    return run_experts(rows, single, weights, activation).view(tokens, chosen, -1).sum(1)
+    return run_experts(rows, single, weights, activation).view(tokens, chosen, x.shape[1]).sum(1)
 
 
 # Routing (Shazeer et al. 2017; Fedus et al. 2021; DeepSeek-V2 and V3): the experts of each token, and their gates.
