@@ -126,6 +126,9 @@ CASES: dict[str, Data] = {
     "attention-temperature-smooth": alone(
         kv_heads=2, temperature_beta=0.6, temperature_length=3, temperature_growth="smooth"
     ),
+    "attention-temperature-from-one": alone(
+        kv_heads=2, temperature_beta=0.6, temperature_length=3, temperature_growth="stepwise_from_one"
+    ),
     "attention-exclusive": alone(heads=6, kv_heads=2, exclusive=True),
     "attention-exclusive-window": alone(kv_heads=2, value_dim=5, window=3, sink=True, gate="channel", exclusive=True),
     "attention-exclusive-bidirectional": alone(kv_heads=1, causal=False, window=1, dropout=0.2, exclusive=True),
@@ -179,6 +182,21 @@ CASES: dict[str, Data] = {
     "attention-indexer-bias": design(
         layer(attention(position=ALIBI, indexer=indexer(top_k=2, heads=1))), layer(attention(position=None), None)
     ),
+    "attention-chunked": alone(kv_heads=2, window=4, chunked=True),
+    "attention-chunked-sink-bias": alone(heads=6, kv_heads=3, window=3, chunked=True, sink=True, position=BUCKETS),
+    "attention-chunked-bidirectional": alone(
+        kv_heads=2, causal=False, window=3, chunked=True, qk_norm="head", qk_norm_weight=False
+    ),
+    "attention-chunked-mixed": design(
+        layer(attention(kv_heads=2, window=5, chunked=True, qk_norm="head", qk_norm_weight=False, dropout=0.2)),
+        layer(attention(kv_heads=2, window=5, chunked=True, qk_norm="head", qk_norm_weight=False, shared_kv=True)),
+        layer(attention(3, None, window=2, chunked=True, temperature_beta=0.6, temperature_length=3)),
+        layer(attention(kv_heads=1, window=7, chunked=True, indexer=indexer(top_k=2))),
+        layer(attention(window=4)),
+    ),
+    "attention-clip": alone(kv_heads=2, bias=True, qkv_clip=0.7),
+    "attention-clip-norm": alone(kv_heads=2, value_dim=5, qkv_clip=0.4, qk_norm="projection", qk_norm_weight=False),
+    "attention-value-scale": alone(kv_heads=2, value_dim=5, value_scale=0.6, bias="qkv", window=3, sink=True),
     "attention-window-1": alone(window=1),
     "attention-window-2": alone(kv_heads=2, window=2),
     "attention-window-7": alone(heads=3, kv_heads=1, window=7),
@@ -436,6 +454,14 @@ CASES |= {
     "moe-mlp-shared": moe(expert="mlp", shared=2, shared_gate=True, aux_loss=0.3, z_loss=0.01, bias_update=0.5),
     "moe-every-expert": moe(3, 3, renormalize=False, z_loss=0.1, expert="mlp"),
     "moe-one-expert": moe(1, 1, routing="sigmoid", renormalize=False),
+    "moe-sigmoid-eps": moe(6, 2, routing="sigmoid", renormalize_eps=0.5, scale=1.5, bias_update=0.1),
+    "moe-group-max-eps": moe(
+        6, 2, routing="softmax_group_max", groups=3, top_groups=2, renormalize_eps=0.3, weighted="inputs"
+    ),
+    "moe-weighted-inputs": moe(5, 1, routing="sigmoid", renormalize=False, weighted="inputs", shared=1, aux_loss=0.1),
+    "moe-weighted-inputs-mlp-bias": moe(
+        4, 2, expert="mlp", bias=True, weighted="inputs", dropout=0.2, capacity_factor=0.7
+    ),
     "moe-capacity": moe(4, 2, capacity_factor=0.6, aux_loss=0.2, dropout=0.2),
     "moe-clamped": moe(5, 2, activation="swiglu_clamped", limit=0.6, bias=True, routing="topk_softmax", shared=1),
     "moe-after-dense": design(

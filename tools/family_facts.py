@@ -16,12 +16,12 @@ from tools.markdown import joined, prose
 INTRO = """A family is a `model_type` of transformers: one `Family` in `src/heddle/exchange/families`, which maps config
 fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as
 close to the float32 logits as transformers' own."""
-MEANING = """The tests check several variants of every family (`tests/exchange/cases.py`), with models that transformers
-creates with random weights and uneven shapes, and saves in shards:
+MEANING = """The tests check several variants of every family (`tests/exchange/cases.py`), with random models that
+transformers saves in shards:
 
 - Logits: a batch of different lengths padded on the left, and a single row, longer than windows and original lengths.
   In bfloat16 the median error is at most 1.25 times transformers'. *Bit for bit* below: the batch's logits are equal.
-- Greedy text: 64 tokens are equal, with heddle's state and transformers' cache. Masked language models write no text;
+- Greedy text: 64 tokens are equal, with each program's state. Masked language models write none;
   their logits are within 1e-10 in float64 (ModernBERT's rotations, which transformers computes in float32, in float64
   too).
 - Files: `export` writes the names, dtypes and bytes that were read; transformers reads the same class and config, and
@@ -30,7 +30,7 @@ creates with random weights and uneven shapes, and saves in shards:
   must then compute the same logits, and the logits must change, unless only training reads the field.
 
 Unknown fields are refused by name. Fields that are off or null, defaults and old spellings are read, and so are
-fields that change nothing that the model computes, which an import names. Code that `auto_map` names is never run.
+fields that change nothing that the model computes, which an import names.
 [published.md](published.md) lists published models."""
 
 
@@ -77,7 +77,7 @@ def _not_read() -> Iterator[str]:
     yield "## Not read"
     renamed = _listed(f"`{name}` as `{target}`" for name, target in other.items())
     yield f"""transformers {transformers.__version__} has {len(names)} causal types. heddle reads {read} of them:
-families above (BERT, RoBERTa and XLM-RoBERTa as encoders), and {renamed}."""
+families above (BERT, RoBERTa, XLM-RoBERTa and CamemBERT as encoders), and {renamed}."""
     yield f"No missing part was seen in these, but no family reads them yet ({len(writable)}): {', '.join(writable)}."
     yield "The others are refused by name, with what they need and heddle lacks:"
     yield "\n".join(f"- {missing}: {', '.join(types)}" for missing, types in sorted(needs.items()))

@@ -136,6 +136,15 @@ OF_NEMOTRON = frozenset(
 )
 LINEAR = "linear_attention"
 LFM2: Fields = {"block_auto_adjust_ff_dim": False}
+OF_LFM2_MOE: Fields = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}
+OF_MIMO: Fields = {
+    "moe_intermediate_size": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "head_dim": 12, "v_head_dim": 9,
+    "n_group": 4, "topk_group": 2, "num_key_value_heads": 3,
+}  # fmt: skip
+OF_LLAMA4: Fields = {
+    "intermediate_size_mlp": 36, "intermediate_size": 20, "num_local_experts": 5, "num_experts_per_tok": 1,
+    "attention_chunk_size": 12, "floor_scale": 3, "attn_scale": 0.6,
+}  # fmt: skip
 LFM3_ROPE: Fields = {
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
@@ -493,6 +502,7 @@ CASES: dict[str, Case] = {
             "biases-tied-yarn": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **YARN},
             "three-kv-heads-linear-gelu": {"num_key_value_heads": 3, "hidden_act": "gelu", "attention_dropout": 0.1}
             | scaled("linear", factor=3.0),
+            "clipped": {"clip_qkv": 0.5},
         },
         exact=True,
         narrow=True,
@@ -583,6 +593,16 @@ CASES: dict[str, Case] = {
         live=frozenset({"max_position_embeddings", "pad_token_id"}),
     ),
     "xlm-roberta": Case(
+        {
+            "plain": {"pad_token_id": 1, "type_vocab_size": 1},
+            "other-padding-relu": {"pad_token_id": 2, "hidden_act": "relu", "layer_norm_eps": 1e-2},
+        },
+        inert=BERT_INERT,
+        base=BERT_BASE,
+        fixed=BERT_FIXED,
+        live=frozenset({"max_position_embeddings", "pad_token_id"}),
+    ),
+    "camembert": Case(
         {
             "plain": {"pad_token_id": 1, "type_vocab_size": 1},
             "other-padding-relu": {"pad_token_id": 2, "hidden_act": "relu", "layer_norm_eps": 1e-2},
@@ -1451,6 +1471,49 @@ CASES: dict[str, Case] = {
             | scaled("linear", factor=3.0),
         },
         inert=frozenset({"block_ffn_dim_multiplier", "block_multiple_of"}),
+    ),
+    "lfm2_moe": Case(
+        {
+            "plain": OF_LFM2_MOE | {"layer_types": [CONV, FULL, CONV], "num_dense_layers": 1},
+            "biases-untied-yarn-all-sparse": OF_LFM2_MOE
+            | {"layer_types": [FULL, CONV, CONV], "conv_bias": True, "conv_L_cache": 2, "tie_word_embeddings": False}
+            | {"num_dense_layers": 0, "routed_scaling_factor": 1.5, "use_expert_bias": False, "norm_eps": 1e-2, **YARN},
+            "gates-as-they-are": OF_LFM2_MOE
+            | {"layer_types": [CONV, FULL, FULL], "num_dense_layers": 2, "norm_topk_prob": False}
+            | {"num_key_value_heads": 3, "conv_L_cache": 5},
+        },
+        inert=frozenset({"output_router_logits", "biases-untied-yarn-all-sparse:intermediate_size"}),
+        refused=frozenset({"use_expert_bias"}),  # their weights differ
+    ),
+    "mimo_v2_flash": Case(
+        {
+            "plain": OF_MIMO | {"layer_types": [FULL, SLIDING, SLIDING], "sliding_window": 7},
+            "biases-tied-dense-between": OF_MIMO
+            | {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 5, "attention_bias": True}
+            | {"mlp_layer_types": ["sparse", "dense", "sparse"], "tie_word_embeddings": True, "n_group": 1}
+            | {"topk_group": 1, "attention_value_scale": None, "norm_topk_prob": False, "num_key_value_heads": 1},
+            "all-windows-all-turned": OF_MIMO
+            | {"layer_types": [SLIDING] * 3, "attention_value_scale": 1.3, "routed_scaling_factor": 1.5}
+            | {"rope_parameters": by_type({"rope_theta": 50.0, "partial_rotary_factor": 1.0}, 9e2), "v_head_dim": 8},
+        },
+        inert=frozenset({"output_router_logits"}),
+    ),
+    "llama4_text": Case(
+        {
+            "plain": OF_LLAMA4 | {"num_hidden_layers": 4, "interleave_moe_layer_step": 2},
+            "chunks-everywhere-tied-no-norms": OF_LLAMA4
+            | {"layer_types": ["chunked_attention"] * 3, "no_rope_layers": [1, 0, 1], "use_qk_norm": False}
+            | {"tie_word_embeddings": True, "moe_layers": [1], "num_experts_per_tok": 2, "num_key_value_heads": 1}
+            | {"attn_temperature_tuning": False, **LLAMA3},
+            "full-with-rope-biases": OF_LLAMA4
+            | {"layer_types": [FULL, "chunked_attention", FULL], "no_rope_layers": [1, 1, 0], "attention_bias": True}
+            | {"attention_chunk_size": 7, "num_key_value_heads": 3, "rms_norm_eps": 1e-3},
+        },
+        inert=frozenset(
+            {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "no_rope_layer_interval"}
+            | {"interleave_moe_layer_step", "full-with-rope-biases:intermediate_size_mlp"}
+            | {f"chunks-everywhere-tied-no-norms:{name}" for name in ("attn_scale", "floor_scale")}
+        ),
     ),
     "lfm3": Case(
         {

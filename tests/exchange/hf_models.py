@@ -52,7 +52,9 @@ CLEAR = 2e-5  # scores of experts that are further apart are chosen alike in flo
 LENGTH_DEPENDENT = ("longrope", "dynamic")
 # A convolution of theirs reads the bias of the projection before it at padding, where ours reads nothing.
 READS_PADDING = {
+    "llama4_text": "attn_temperature_tuning",  # which counts padding
     "lfm2": "conv_bias",
+    "lfm2_moe": "conv_bias",
     "lfm3": "conv_bias",
     "mamba2": "use_bias",
     "nemotron_h": "use_bias",
@@ -193,7 +195,7 @@ def encoder_inputs(config: Any, tokens: Tensor, positions: Tensor | None) -> dic
     inputs = {}
     if types := getattr(config, "type_vocab_size", 0):
         inputs["token_type_ids"] = tokens % types
-    if "roberta" in config.model_type:
+    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
         rows = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
         inputs["position_ids"] = rows + config.pad_token_id + 1
     return inputs

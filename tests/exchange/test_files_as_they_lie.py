@@ -22,7 +22,12 @@ from tests.laws.planting import Plant, result
 
 Renaming = Callable[[str], str]
 ENCODERS = {"bert": "BertModel", "roberta": "RobertaModel", "modernbert": "ModernBertModel"}
-ENCODERS |= {"xlm-roberta": "XLMRobertaModel", "electra": "ElectraModel", "distilbert": "DistilBertModel"}
+ENCODERS |= {
+    "xlm-roberta": "XLMRobertaModel",
+    "camembert": "CamembertModel",
+    "electra": "ElectraModel",
+    "distilbert": "DistilBertModel",
+}
 
 
 def base_name(family: str) -> Renaming:

@@ -240,7 +240,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("gemma", "plain", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("ministral3", "plain", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
     ("ministral3", "plain", {"original_max_position_embeddings": 9}, "original_max_position_embeddings"),
-    ("olmo", "plain", {"clip_qkv": 8.0}, "clip_qkv"),
     ("diffllama", "plain", {"num_attention_heads": 7}, "num_attention_heads"),
     ("diffllama", "plain", {"num_key_value_heads": 1}, "num_key_value_heads"),
     ("diffllama", "plain", {"attention_dropout": 0.1}, "attention_dropout"),

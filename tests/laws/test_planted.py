@@ -50,6 +50,7 @@ from heddle.numerics.experts.mixture import (
     route,
     router_logits,
     run_experts,
+    run_on_weighted_inputs,
     select_experts,
     stable_topk,
     within_capacity,
@@ -278,7 +279,21 @@ BUGS = [
     Bug("a temperature that nothing reads", "options_have_effect", "attention-temperature",
         condition(Attention.forward, "temperature_beta", False)),
     Bug("a smooth temperature whose growth nothing reads", "options_have_effect", "attention-temperature-smooth",
-        condition(query_temperature, "growth", False)),
+        wrapped(query_temperature, lambda factors, *arguments: factors(*arguments[:4]))),
+    # Chunks, bounds and factors
+    Bug("chunks that count from the start of the call", "chunked_decoding", "attention-chunked",
+        wrapped(Layout.in_chunks, lambda cut, layout, mask, width: cut(layout, replace(
+            mask, q_positions=mask.q_positions - mask.q_positions[:, :1],
+            k_positions=mask.k_positions - mask.q_positions[:, :1]), width))),
+    Bug("chunks that later documents share", "document_isolation", "attention-chunked",
+        wrapped(AttentionMask.in_chunks, lambda cut, mask, *rest: cut(
+            replace(mask, q_segment_ids=None, k_segment_ids=None), *rest))),
+    Bug("a window in the place of chunks", "receptive_field", "attention-chunked-bidirectional",
+        condition(Attention._attend, "chunked", False)),
+    Bug("bounds that nothing reads", "options_have_effect", "attention-clip",
+        condition(Attention.forward, "qkv_clip", False)),
+    Bug("a factor of the values that nothing reads", "options_have_effect", "attention-value-scale",
+        condition(Attention.forward, "value_multiplier", True)),
     # Exclusive self-attention
     Bug("the value of the call's first token in the place of a token's own", "chunked_decoding", "attention-exclusive",
         calls(Attention.forward, "without_own_values", lambda change, y, v: change(y, v[:, :, :1].expand_as(v)))),
@@ -906,6 +921,11 @@ BUGS = [
     Bug("branch dropout keyed by the row's index in the batch", "gradient_accumulation", "residual-post-norm",
         KEYED_BY_ROW),
     # Experts
+    Bug("an eps beside the sum that nothing reads", "options_have_effect", "moe-sigmoid-eps",
+        condition(route, "eps", False, nth=1)),
+    Bug("inputs that are weighted by the gates of other tokens", "token_permutation", "moe-weighted-inputs",
+        wrapped(run_on_weighted_inputs, lambda run, x, assignment, *rest:
+                run(x, assignment._replace(gates=assignment.gates.roll(1, 0)), *rest))),
     Bug("experts assigned to groups in strides", "expert_permutation", "moe-sigmoid-groups",
         calls(select_experts, "unflatten", lambda scores, dim, sizes: scores.unflatten(dim, sizes[::-1]).mT)),
     Bug("router scores that favor high expert indices", "expert_permutation", "moe",

@@ -23,6 +23,8 @@ with warnings.catch_warnings():
         DeepseekV2Config,
         DeepseekV3Config,
         GptOssConfig,
+        Lfm2MoeConfig,
+        Llama4TextConfig,
         MixtralConfig,
         Qwen2MoeConfig,
         Qwen3MoeConfig,
@@ -30,11 +32,14 @@ with warnings.catch_warnings():
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeSparseMoeBlock
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
     from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 20, 12, 8, 3
+BALANCING = ("e_score_correction_bias", "expert_bias")  # names of their biases that only choose
 SIZES: dict[str, Any] = {"experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN}
 
 
@@ -75,6 +80,15 @@ def deepseek3(renormalize: bool) -> nn.Module:
         n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=renormalize)))  # fmt: skip
 
 
+def lfm2() -> nn.Module:
+    return Lfm2MoeSparseMoeBlock(Lfm2MoeConfig(**sizes(
+        num_experts=EXPERTS, moe_intermediate_size=HIDDEN, routed_scaling_factor=1.5)))  # fmt: skip
+
+
+def llama4() -> nn.Module:
+    return Llama4TextMoe(Llama4TextConfig(**sizes(num_local_experts=EXPERTS, intermediate_size=HIDDEN)))
+
+
 V2: dict[str, Any] = {"renormalize": False, "scale": 16.0, "shared": 2}
 GROUPS: dict[str, Any] = {"groups": 4, "top_groups": 2}
 V2_GROUPS: dict[str, Any] = {"routing": "softmax_group_max", **GROUPS}
@@ -90,6 +104,8 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "deepseek v2, groups": (lambda: deepseek2("group_limited_greedy"), V2 | V2_GROUPS),
     "deepseek v3": (lambda: deepseek3(True), V3),
     "deepseek v3, not renormalised": (lambda: deepseek3(False), {**V3, "renormalize": False}),
+    "lfm2": (lfm2, {"routing": "sigmoid", "renormalize_eps": 1e-6, "scale": 1.5, "bias_update": 0.0}),
+    "llama4": (llama4, {"routing": "sigmoid", "renormalize": False, "weighted": "inputs", "shared": 1}),
 }  # fmt: skip
 WRONG: dict[str, dict[str, Any]] = {
     "mixtral": {"renormalize": False},
@@ -97,6 +113,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "deepseek v2, groups": {"routing": "softmax_topk", "groups": None, "top_groups": None},
     "deepseek v3": {"groups": None, "top_groups": None},
     "deepseek v3, not renormalised": {"scale": 1.0},
+    "lfm2": {"renormalize_eps": 0.1},
+    "llama4": {"weighted": None},
 }
 
 
@@ -107,7 +125,7 @@ def theirs(make: Callable[[], nn.Module]) -> Any:
         for parameter in block.parameters():
             parameter.normal_(std=0.4)
         for name, buffer in block.named_buffers():
-            assert name.endswith("e_score_correction_bias")
+            assert name.endswith(BALANCING)
             buffer.uniform_(0.0, 0.4)
     return block
 
@@ -115,15 +133,14 @@ def theirs(make: Callable[[], nn.Module]) -> Any:
 def ours(block: Any, fields: dict[str, Any]) -> Feedforward:
     config = parse_config(FeedforwardConfig, {"kind": "moe", **SIZES, **fields})  # type: ignore[type-abstract]
     part = config.build(BuildContext(WIDTH, RMSConfig())).double().eval()
-    gate, up = block.experts.gate_up_proj.chunk(2, dim=1)
-    weights = {
-        "router.weight": block.gate.weight,
-        "gate.weight": gate,
-        "up.weight": up,
-        "down.weight": block.experts.down_proj,
-    }
+    rows = [block.experts.gate_up_proj, block.experts.down_proj]
+    if isinstance(block, Llama4TextMoe):
+        rows = [weight.mT for weight in rows]
+    gate, up = rows[0].chunk(2, dim=1)
+    router = getattr(block, "gate", None) or block.router
+    weights = {"router.weight": router.weight, "gate.weight": gate, "up.weight": up, "down.weight": rows[1]}
     for name, value in block.state_dict().items():
-        if name.endswith("e_score_correction_bias") and "bias_update" in fields:
+        if name.endswith(BALANCING) and "bias_update" in fields:
             weights["router.expert_bias"] = value
         elif name == "shared_expert_gate.weight":
             weights["shared_gate.weight"] = value
@@ -166,6 +183,7 @@ def compared(name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         exact(block, patch)
         want = block(x)
+        want = (want[0] if isinstance(want, tuple) else want).view(x.shape)
     assert float(want.detach().std()) > 0.1
     slope = torch.randn_like(want)
     actual, expected = (torch.autograd.grad(y, x, slope)[0] for y in (got, want))

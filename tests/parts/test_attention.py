@@ -132,16 +132,17 @@ def test_a_norm_after_no_rotation_is_refused(fields: dict[str, Any]) -> None:
         model_of(norm_after_rotation=True, **fields)
 
 
-@pytest.mark.parametrize("growth", ["stepwise", "smooth"])
+@pytest.mark.parametrize("growth", ["stepwise", "stepwise_from_one", "smooth"])
 @pytest.mark.parametrize("start", [0, 5])
 def test_temperatures_grow_with_lengths_of_tokens(start: int, growth: Growth) -> None:
-    """`1 + beta ln(1 + floor(p / length))`, or `1 + beta ln(max(1, (p + 1) / length))`, by token; 1 at padding."""
+    """`1 + beta ln(1 + floor(p / length))`, the same of p + 1, or `1 + beta ln(max(1, (p + 1) / length))`, by token."""
     layout = heddle.Layout.padded([9, 4], side="left") if start == 0 else heddle.Layout.causal(2, 9, start=start)
     actual = query_temperature(layout, 3, 0.6, torch.float64, growth)
     assert actual.shape == (2, 1, 9, 1)
     for row, positions in enumerate(layout.positions.tolist()):
         tokens = [max(position, 0) for position in positions]
-        lengths = [1 + p // 3 if growth == "stepwise" else max(1.0, (p + 1) / 3) for p in tokens]
+        first = 0 if growth == "stepwise" else 1
+        lengths = [max(1.0, (p + 1) / 3) if growth == "smooth" else 1 + (p + first) // 3 for p in tokens]
         expected = [1.0 + 0.6 * math.log(length) for length in lengths]
         torch.testing.assert_close(actual[row, 0, :, 0].tolist(), expected, rtol=0, atol=1e-15)
 
@@ -168,6 +169,84 @@ def test_half_a_temperature_is_refused() -> None:
 def test_a_growth_without_a_temperature_is_refused() -> None:
     with pytest.raises(heddle.errors.ConfigError, match="temperature_growth:"):
         model_of(temperature_growth="smooth")
+
+
+def clipped_loop(x: torch.Tensor, mixer: Attention) -> torch.Tensor:
+    """x [T, width]: chunks of 4, q, k and v within ±0.6, values times 0.7, norms without weights, token by token."""
+    bounds, outputs = 0.6, []
+    assert mixer.k is not None
+    assert mixer.v is not None
+    q, k, v = ((x @ each.weight.T).clamp(-bounds, bounds).view(len(x), -1, 6) for each in (mixer.q, mixer.k, mixer.v))
+    q, k = (each / (each.square().mean(-1, keepdim=True) + 1e-5).sqrt() for each in (q, k))
+    for token in range(len(x)):
+        seen = [other for other in range(token + 1) if other // 4 == token // 4]
+        heads = []
+        for head in range(4):
+            scores = torch.stack([q[token, head] @ k[other, head // 2] for other in seen]) / 6**0.5
+            heads.append(sum(w * 0.7 * v[o, head // 2] for w, o in zip(scores.softmax(0), seen, strict=True)))
+        outputs.append(mixer.out.weight @ torch.cat(heads))
+    return torch.stack(outputs)
+
+
+CLIPPED: dict[str, Any] = {
+    "kv_heads": 2, "position": None, "window": 4, "chunked": True, "qkv_clip": 0.6, "value_scale": 0.7,
+    "qk_norm": "head", "qk_norm_weight": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("without", [None, "chunked", "qkv_clip", "value_scale"])
+def test_chunks_bounds_and_factors_are_those_of_a_plain_loop(without: str | None) -> None:
+    fields = {name: value for name, value in CLIPPED.items() if name != without}
+    mixer = model_of(**fields).layers[0].mixer
+    assert isinstance(mixer, Attention)
+    x = normal_tensor((11, 24), torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        actual = mixer(x[None], heddle.Layout.causal(1, 11))[0][0]
+        apart = float((actual - clipped_loop(x, mixer)).abs().max())
+    assert apart < 1e-12 if without is None else apart > 1e-2
+
+
+LAYOUTS = {
+    "from 6 on": heddle.Layout.causal(2, 9, start=6),
+    "padded": heddle.Layout.padded([9, 4]),
+    "packed": heddle.Layout.packed([[5, 4], [9]]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_chunks_begin_at_multiples_of_their_width_in_each_document(name: str, causal: bool) -> None:
+    layout, width = LAYOUTS[name], 4
+    mask = layout.attention_mask(width, causal, chunked=True)
+    positions, ids = layout.positions.tolist(), layout.dense_segment_ids.tolist()
+    for row, seen in enumerate(mask.materialize().expand(2, -1, -1).tolist()):
+        for i, query in enumerate(positions[row]):
+            for j, key in enumerate(positions[row]):
+                same = min(query, key) >= 0 and query // width == key // width and ids[row][i] == ids[row][j]
+                assert seen[i][j] == (same and (key <= query or not causal)), (row, i, j)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("most", [None, 2])
+def test_pairs_of_chunks(causal: bool, most: int | None) -> None:
+    mask = heddle.Layout.causal(1, 11).attention_mask(4, causal, chunked=True)
+    mask = mask if most is None else mask.selecting(mask.materialize(), most)
+    seen = heddle.Layout.causal(1, 11).attention_mask(4, causal, chunked=True).materialize()[0].sum(1)
+    assert mask.pairs(11, 11) == int(seen.clamp(max=most or 99).sum())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunked": True}, "chunked: needs a window"),
+        ({"chunked": True, "window": 1}, "chunked: needs a window"),
+        ({"qk_norm_weight": False}, "qk_norm_weight: cannot be false, since there are no norms"),
+        ({"qk_norm_weight": False, "qk_norm": "per_head"}, "qk_norm_weight: cannot be false, since per_head"),
+    ],
+)
+def test_options_without_effect_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(heddle.errors.ConfigError, match=message):
+        model_of(**fields)
 
 
 def exclusive_loop(x: torch.Tensor, mixer: Attention) -> torch.Tensor:

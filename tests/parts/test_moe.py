@@ -39,6 +39,8 @@ def build_moe(**fields: Any) -> MoE:
     [
         ({"top_k": 5}, "top_k: 5"),
         ({"routing": "topk_softmax", "renormalize": False}, "renormalize:"),
+        ({"routing": "topk_softmax", "renormalize_eps": 0.1}, "renormalize_eps: is added to a sum"),
+        ({"renormalize": False, "renormalize_eps": 0.1}, "renormalize_eps: is added to a sum"),
         ({"shared_gate": True}, "shared_gate:"),
         ({"shared_hidden": 7}, "shared_hidden:"),
         ({"bias": "shared"}, "bias: 'shared'"),

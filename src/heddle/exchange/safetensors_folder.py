@@ -25,6 +25,7 @@ from heddle.storage.tensor_file import read_tensor, read_tensor_file, read_tenso
 
 # By model_type: the text models that it may have.
 TEXT_MODELS = {
+    "llama4": ("llama4_text",),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
     "mistral3": ("ministral3", "mistral"),
@@ -33,11 +34,12 @@ IMAGE_FIELDS = frozenset(
     """
     text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
     image_token_index multimodal_projector_bias projector_hidden_act spatial_merge_size vision_feature_layer
-    language_model_only
+    language_model_only boi_token_index eoi_token_index
     """.split()  # noqa: SIM905
 )
 IMAGE_TENSORS = (
     "model.visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.",
+    "vision_model.",
 )  # fmt: skip
 PREFIXES = {
     "model.language_model.": "model.",

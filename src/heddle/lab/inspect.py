@@ -140,7 +140,9 @@ def _inspect_layer(
 ) -> LayerInspection:
     if mixer is None:
         return LayerInspection("none", "nothing", "", None, True, None, None)
-    if mixer.window is not None:
+    if mixer.chunked:
+        visible_range = f"its chunk of {mixer.window} tokens" + (", up to itself" if mixer.causal else "")
+    elif mixer.window is not None:
         visible_range = (
             f"{mixer.window} tokens, itself included" if mixer.causal else f"{mixer.window} tokens to each side"
         )

@@ -27,6 +27,7 @@ from heddle.numerics.attention.observer import Observation, observing_attention
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer
+from heddle.parts.mixers.pair import Pair
 from heddle.parts.modules.indexer import IndexerConfig
 from heddle.parts.modules.short_convolution import ShortConvolutions
 from heddle.parts.residuals.parallel import ParallelConfig
@@ -41,6 +42,7 @@ def causality(config: ModelConfig) -> None:
     model = model_under_test(config)
     length, vocabulary = 13, model.embed.weight.shape[0]
     tokens, others = random_tokens(config, 2, length), random_tokens(config, 2, length, seed=1)
+    sees = _reach(model, length)
     layouts = {"one document": None, "packed documents": Layout.packed([[5, 8], [12, 1]])}
     for name, layout in layouts.items():
         before = forward_no_grad(model, tokens, layout)
@@ -52,7 +54,7 @@ def causality(config: ModelConfig) -> None:
                 assert_unaffected(
                     model, after[:, :start], before[:, :start], f"{name}, tokens from {start} on were changed"
                 )
-            elif layout is None and not _sees_next(model, tokens, start - 1):
+            elif layout is None and sees[start - 1, start] and not _sees_next(model, tokens, start - 1):
                 raise LawViolation(f"a bidirectional design: token {start - 1} does not see token {start}")
 
 
@@ -89,15 +91,13 @@ def receptive_field(config: ModelConfig) -> None:
     layout = layout_for(model, 1, length)
     for index, mixer in enumerate(model.mixers()):
         if mixer is not None:
-            _check_support(partial(_part_call, model, mixer, layout), _mixer_span(mixer), f"layer {index}")
+            _check_support(partial(_part_call, model, mixer, layout), _mixer_reach(mixer, length), f"layer {index}")
     for index, layer in enumerate(model.layers):
         feedforward = layer.feedforward if isinstance(layer, Layer) else None
         if feedforward is not None and feedforward.window > 1:
-            span = (feedforward.window - 1.0, 0.0)
-            _check_support(partial(_part_call, model, feedforward, layout), span, f"the feed-forward of layer {index}")
-    spans = [_layer_span(layer, model) for layer in model.layers if isinstance(layer, Layer)]
-    back, ahead = (sum(numbers) for numbers in zip(*spans, strict=True))
-    _check_support(partial(_model_call, model, layout), (back, ahead), "the whole model")
+            reach = _band(length, feedforward.window - 1)
+            _check_support(partial(_part_call, model, feedforward, layout), reach, f"the feed-forward of layer {index}")
+    _check_support(partial(_model_call, model, layout), _reach(model, length), "the whole model")
 
 
 def selected_keys(config: ModelConfig) -> None:
@@ -115,7 +115,7 @@ def selected_keys(config: ModelConfig) -> None:
         if not running:
             return
         mixer = running[-1]
-        visible = layout.attention_mask(mixer.window, mixer.causal).materialize()
+        visible = layout.attention_mask(mixer.window, mixer.causal, mixer.chunked).materialize()
         attended = (observation.weights > 0).any(1)
         if bool((attended & ~visible).any()):
             raise LawViolation("a token attends to a masked token")
@@ -188,22 +188,51 @@ def _model_call(model: Decoder, layout: Layout, draw: int) -> InputAndOutput:
     return embedded[0], hidden
 
 
-def _mixer_span(mixer: Mixer | None) -> tuple[float, float]:
-    """How many tokens back and ahead a token depends on through a mixer."""
+def _band(length: int, back: int | None, ahead: int | None = 0) -> Tensor:
+    """bool [T, T]: the tokens within so many back and ahead of each token, itself included; None: all."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return (distance <= (length if back is None else back)) & (-distance <= (length if ahead is None else ahead))
+
+
+def _after(second: Tensor, first: Tensor) -> Tensor:
+    """What a token depends on through `first`, then `second`: both bool [T, T]."""
+    return (second.double() @ first.double()) > 0
+
+
+def _mixer_reach(mixer: Mixer | None, length: int) -> Tensor:
+    """bool [T, T]: which tokens each token depends on through a mixer, of a text from position 0."""
     if mixer is None:
-        return 0.0, 0.0
-    window = float("inf") if mixer.window is None else mixer.window
-    back = (window - 1 if mixer.causal else window) + mixer.beyond_window
-    return back, 0.0 if mixer.causal else window
+        return _band(length, 0)
+    if isinstance(mixer, Pair):
+        return _mixer_reach(mixer.first, length) | _mixer_reach(mixer.second, length)
+    window, earlier = mixer.window, mixer.beyond_window
+    if not mixer.chunked or window is None:
+        back = None if window is None else window + earlier - (1 if mixer.causal else 0)
+        return _band(length, back, 0 if mixer.causal else window)
+    chunk = torch.arange(length) // window
+    reach = _band(length, None, 0 if mixer.causal else None) & (chunk[:, None] == chunk)
+    convolutions: ShortConvolutions | None = getattr(mixer, "convolutions", None)
+    if convolutions is None:
+        return reach
+    reads = [_band(length, convolutions.kernel - 1 if name in convolutions else 0) for name in ("q", "k", "v")]
+    return reads[0] | _after(reach, reads[1] | reads[2])
 
 
-def _layer_span(layer: Layer, model: Decoder) -> tuple[float, float]:
+def _reach(model: Decoder, length: int) -> Tensor:
+    """The same through the whole model."""
+    reach = _band(length, 0)
+    for layer in model.layers:
+        if isinstance(layer, Layer):
+            reach = _after(_layer_reach(layer, model, length), reach)
+    return reach
+
+
+def _layer_reach(layer: Layer, model: Decoder, length: int) -> Tensor:
     """The same through a layer, with its branches in sequence or in parallel."""
-    back, ahead = _mixer_span(layer.mixer)
-    back += _earlier(layer.mixer_convolution)
+    first = _after(_mixer_reach(layer.mixer, length), _band(length, _earlier(layer.mixer_convolution)))
     beside = _earlier(layer.feedforward_convolution)
-    beside += 0 if layer.feedforward is None else layer.feedforward.window - 1
-    return max(back, beside) if isinstance(model.config.residual, ParallelConfig) else back + beside, ahead
+    second = _band(length, beside + (0 if layer.feedforward is None else layer.feedforward.window - 1))
+    return first | second if isinstance(model.config.residual, ParallelConfig) else _after(second, first)
 
 
 def _earlier(convolutions: ShortConvolutions | None) -> int:
@@ -211,8 +240,8 @@ def _earlier(convolutions: ShortConvolutions | None) -> int:
     return 0 if convolutions is None else convolutions.kernel - 1
 
 
-def _check_support(call: Callable[[int], InputAndOutput], span: tuple[float, float], what: str) -> None:
-    """Compare the tokens that a gradient reaches with the declared ones.
+def _check_support(call: Callable[[int], InputAndOutput], declared: Tensor, what: str) -> None:
+    """Compare the tokens that a gradient reaches with the declared ones, bool [T, T].
 
     A feature that is zero (relu's) or a key that is not selected hides a dependence, so dependences that one draw does
     not show are looked for in others.
@@ -220,8 +249,6 @@ def _check_support(call: Callable[[int], InputAndOutput], span: tuple[float, flo
     missing: Tensor | None = None
     for draw in range(MAX_DRAWS):
         x, y = call(draw)
-        query, key = torch.arange(y.shape[1])[:, None], torch.arange(x.shape[1])[None]
-        declared = (query - key <= span[0]) & (key - query <= span[1])
         queries = sorted({0, y.shape[1] // 2, y.shape[1] - 1})
         probe = torch.linspace(-1.0, 1.5, y.shape[-1], dtype=y.dtype)
         depends = torch.stack([_reached_tokens(x, (y[0, row] * probe).sum()) for row in queries])

@@ -7,6 +7,7 @@ invalid tensors; see `layout_facts`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -445,9 +446,22 @@ class Layout:
         value: V = self.cache[key]
         return value
 
-    def attention_mask(self, window: int | None, causal: bool) -> AttentionMask:
-        """The mask between the tokens of this call, without a state."""
-        return self.cached(("attention mask", window, causal), lambda: self._attention_mask(window, causal))
+    def attention_mask(self, window: int | None, causal: bool, chunked: bool = False) -> AttentionMask:
+        """The mask between the tokens of this call, without a state. chunked: whether `window` is of chunks."""
+        mask = self.cached(("attention mask", window, causal), lambda: self._attention_mask(window, causal))
+        return self.in_chunks(mask, window) if chunked and window is not None else mask
+
+    def in_chunks(self, mask: AttentionMask, width: int) -> AttentionMask:
+        """A mask of this call, whose window is `width`, restricted to chunks of `width` positions."""
+        return mask.cached("chunks", lambda: mask.in_chunks(width, self._chunk_lengths(width)))
+
+    def _chunk_lengths(self, width: int) -> tuple[tuple[int, ...], ...] | None:
+        """The lengths of the chunks of a call without a state whose rows are one document each; else None."""
+        if self.start is None or self.cache_view is not None:
+            return None
+        ends = [*range(self.start // width * width + width, self.start + self.length, width), self.start + self.length]
+        lengths = tuple(end - start for start, end in pairwise([self.start, *ends]))
+        return (lengths,) * self.batch if self.length else None
 
     def _attention_mask(self, window: int | None, causal: bool) -> AttentionMask:
         contiguous = self.start is not None

@@ -55,7 +55,7 @@ def key_freedom(config: AttentionConfig, layer: Parameters, norm: NormConfig) ->
     pairs: Tensor | None = torch.zeros(0, 2, dtype=torch.int64)
     if isinstance(config.position, RotationConfig):
         pairs = rotary_pairs(config.position, dim)
-    if pairs is None or (config.qk_norm is not None and not isinstance(norm, RMSConfig)):
+    if pairs is None or config.qkv_clip is not None or (config.qk_norm is not None and not isinstance(norm, RMSConfig)):
         empty = torch.zeros(0, 2, dtype=torch.int64)
         return HeadFreedom(dim, empty, torch.zeros(0, dtype=torch.bool), (), scales=False)
     is_rotated = torch.zeros(dim, dtype=torch.bool)
@@ -75,13 +75,16 @@ def key_freedom(config: AttentionConfig, layer: Parameters, norm: NormConfig) ->
 def value_freedom(config: AttentionConfig) -> HeadFreedom:
     """The freedom of values: any map, unless a gate multiplies each channel; then each channel stays by itself.
 
-    What exclusive heads take away depends on angles, so that only orthogonal maps are free there.
+    What exclusive heads take away depends on angles, so that only orthogonal maps are free there. A bound of the values
+    leaves their signs free.
     """
     assert config.value_dim is not None
     dims = torch.arange(config.value_dim)
-    groups = tuple(dims.split(1)) if config.gate == "channel" else (dims,)
+    clipped = config.qkv_clip is not None
+    groups = tuple(dims.split(1)) if config.gate == "channel" or clipped else (dims,)
     empty = torch.zeros(0, 2, dtype=torch.int64)
-    return HeadFreedom(config.value_dim, empty, torch.zeros(0, dtype=torch.bool), groups, not config.exclusive)
+    scales = not (config.exclusive or clipped)
+    return HeadFreedom(config.value_dim, empty, torch.zeros(0, dtype=torch.bool), groups, scales)
 
 
 def _equal_columns(gains: Tensor, dims: Tensor) -> tuple[Tensor, ...]:

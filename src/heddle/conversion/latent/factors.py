@@ -64,6 +64,8 @@ def supported_attention(mixer: MixerConfig | None, path: str) -> AttentionConfig
         "softcap": mixer.softcap is not None,
         "temperature_beta": mixer.temperature_beta is not None,
         "exclusive": mixer.exclusive,
+        "qkv_clip": mixer.qkv_clip is not None,
+        "value_scale": mixer.value_scale is not None,
         "dropout": mixer.dropout > 0,
         "norm_after_rotation": mixer.norm_after_rotation,
         f"position {'' if position is None else position.kind}": not (

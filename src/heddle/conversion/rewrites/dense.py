@@ -68,6 +68,11 @@ def _check_gates(config: MoEConfig, path: str) -> None:
     """Raises DesignError unless the output is the experts' common output times a constant."""
     if config.shared is not None:
         raise DesignError(f"{path}.shared", "a shared expert is added to the others; leave this layer out")
+    if config.renormalize_eps is not None:
+        raise DesignError(f"{path}.renormalize_eps", "lets the sum of the gates vary; leave this layer out")
+    if config.weighted == "inputs":
+        reason = "puts gates before the experts, so even identical experts are not one feed-forward"
+        raise DesignError(f"{path}.weighted", f"{reason}; leave this layer out")
     if not config.renormalize and config.routing != "topk_softmax":
         reason = "false lets the sum of the gates vary, so even identical experts are not one feed-forward"
         raise DesignError(f"{path}.renormalize", f"{reason}; leave this layer out")

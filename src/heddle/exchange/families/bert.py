@@ -189,6 +189,23 @@ XLM_ROBERTA = replace(
 )
 
 
+CAMEMBERT_BASE = "CamembertModel"  # without a language head
+
+
+def read_camembert(config: ConfigReader) -> dict[str, Any]:
+    """CamemBERT (Martin et al. 2020): RoBERTa with a French vocabulary, under names of its own."""
+    return read_roberta(config, CAMEMBERT_BASE)
+
+
+CAMEMBERT = replace(
+    ROBERTA,
+    model_type="camembert",
+    architecture="CamembertForMaskedLM",
+    read_config=read_camembert,
+    write_config=partial(write_roberta, base=CAMEMBERT_BASE),
+)
+
+
 DISTILBERT_BASE = "DistilBertModel"  # without a language head
 # BERT's name of a field: DistilBERT's.
 NAMES = {

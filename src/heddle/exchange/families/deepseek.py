@@ -117,8 +117,10 @@ def read_feedforwards(config: ConfigReader, routing: dict[str, Any], dense: int,
     return [kinds[kind] for kind in types]
 
 
-def read_experts(config: ConfigReader, routing: dict[str, Any], bias: bool = False) -> dict[str, Any]:
-    """Routed and shared experts.
+def read_experts(
+    config: ConfigReader, routing: dict[str, Any], bias: bool = False, shared: bool = True
+) -> dict[str, Any]:
+    """Routed and shared experts; shared: whether the family has the latter.
 
     DeepSeek's own code has a balancing loss per sequence, as heddle does: `aux_loss_alpha` is heddle's `aux_loss`.
     transformers has no such loss.
@@ -133,8 +135,8 @@ def read_experts(config: ConfigReader, routing: dict[str, Any], bias: bool = Fal
         "top_k": config.require("num_experts_per_tok", int),
         "hidden": config.require("moe_intermediate_size", int),
         "activation": _common.read_activation(config),
-        "shared": config.require("n_shared_experts", int),
-        "scale": config.require("routed_scaling_factor", float),
+        "shared": config.require("n_shared_experts", int) if shared else None,
+        "scale": config.require("routed_scaling_factor", float) if shared else config.get("routed_scaling_factor", 1.0),
         "bias": "shared" if bias else False,
         "aux_loss": config.get("aux_loss_alpha", 0.0) or None,
         **routing,

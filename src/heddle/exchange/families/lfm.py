@@ -1,5 +1,6 @@
 """Liquid AI's models: gated short convolutions, and attention with normed heads in some of the layers."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, olmo
+from heddle.exchange.families import _common, _layer_types, _moe, olmo
 from heddle.exchange.family import DEPTHWISE_CONV, Family, TensorTransform, WeightMap
 from heddle.exchange.rope import FULL, SLIDING, read_rope, read_rope_table, write_rope_table
 from heddle.model.config import ModelConfig
@@ -23,10 +24,10 @@ CONV, THETA = "conv", 1e6
 UNUSED_FIELDS = """block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu
 block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init model_name num_heads use_pos_enc""".split()  # noqa: SIM905
 LAYER = {
-    "feed_forward.w1": "feedforward.gate", "feed_forward.w3": "feedforward.up", "feed_forward.w2": "feedforward.down",
     "operator_norm": "residual.norms.mixer", "ffn_norm": "residual.norms.feedforward",
     "post_operator_norm": "residual.after.mixer", "post_ffn_norm": "residual.after.feedforward",
 }  # fmt: skip
+FEEDFORWARD = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
 def read_lfm2(config: ConfigReader) -> dict[str, Any]:
@@ -35,13 +36,17 @@ def read_lfm2(config: ConfigReader) -> dict[str, Any]:
     With `block_auto_adjust_ff_dim`, the width of the feed-forward is two thirds of `intermediate_size`, rounded up; an
     export writes the width itself.
     """
+    return read_decoder(config, {"kind": "gated", "hidden": _read_hidden(config)})
+
+
+def read_decoder(config: ConfigReader, feedforwards: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
+    """The design with this feed-forward, or one for each layer."""
     heads, eps = _common.read_heads(config), config.get("norm_eps", 1e-5)
     rope = read_rope(config, heads["head_dim"], THETA)
     attention = {"kind": "attention", **heads, "qk_norm": "head", "position": rope}
     mixers = {FULL: attention, CONV: _read_convolution(config, kernel=3)}
     config.note(*UNUSED_FIELDS)
-    feedforward = {"kind": "gated", "hidden": _read_hidden(config)}
-    layers = _layer_types.layers_of([mixers[kind] for kind in _read_types(config)], feedforward)
+    layers = _layer_types.layers_of([mixers[kind] for kind in _read_types(config)], feedforwards)
     head = {"tied": config.get("tie_word_embeddings", True, "tie_embedding")}
     return _common.design_fields(config, {"kind": "rms", "eps": eps}, layers, head=head)
 
@@ -88,11 +93,17 @@ def write_lfm2(design: ModelConfig) -> dict[str, Any]:
     )
 
 
+def map_gated(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The three projections of a feed-forward."""
+    weights.add_modules(hf, heddle, FEEDFORWARD)
+
+
 def map_lfm2(
     design: ModelConfig,
     weights: WeightMap,
     out: str = "out_proj",
     norms: tuple[str, str] = ("q_layernorm", "k_layernorm"),
+    map_feedforward: _common.MapModule = map_gated,
 ) -> None:
     """Its own names; k, v and q of a convolution are its B, x and C, and one tensor; out, norms: of attention."""
     _common.map_embedding_and_head(design, weights, norm="model.embedding_norm")
@@ -105,10 +116,56 @@ def map_lfm2(
             weights.add_module(f"{hf}.conv.out_proj", f"{mixer}.out")
         else:
             _common.map_attention(weights, hf, heddle, out, norms)
+        map_feedforward(weights, f"{hf}.feed_forward", f"{heddle}.feedforward")
         weights.add_modules(hf, heddle, LAYER)
 
 
 LFM2 = Family("lfm2", "Lfm2ForCausalLM", read_lfm2, write_lfm2, map_lfm2)
+
+
+SUM_EPS = 1e-6  # beside the sum of the gates
+EXPERTS = _common.Fields(
+    experts=("num_experts", int),
+    top_k=("num_experts_per_tok", int),
+    hidden=("moe_intermediate_size", int),
+    renormalize=("norm_topk_prob", True),
+    scale=("routed_scaling_factor", 1.0),
+)
+
+
+def read_lfm2_moe(config: ConfigReader) -> dict[str, Any]:
+    """LFM2-MoE (Liquid AI 2025): LFM2's mixers, and after some dense layers experts chosen by sigmoid scores.
+
+    The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it.
+    """
+    config.get("output_router_logits", False)
+    experts = {"kind": "moe", "routing": "sigmoid", **EXPERTS.read(config)}
+    experts["renormalize_eps"] = SUM_EPS if experts["renormalize"] else None
+    experts["bias_update"] = 0.0 if config.get("use_expert_bias", True) else None
+    dense = {"kind": "gated", "hidden": config.require("intermediate_size", int)}
+    first, depth = config.get("num_dense_layers", 2), _layer_types.read_depth(config)
+    return read_decoder(config, [dense if index < first else experts for index in range(depth)])
+
+
+def write_lfm2_moe(design: ModelConfig) -> dict[str, Any]:
+    moe, sparse, fields = design_parts.first_moe(design), design_parts.has_experts(design), write_lfm2(design)
+    del fields["block_auto_adjust_ff_dim"]
+    first = sparse.index(True) if True in sparse else design.depth
+    own = {"num_dense_layers": first, "use_expert_bias": moe.bias_update is not None}
+    return fields | EXPERTS.write(moe) | own
+
+
+def _map_experts(weights: WeightMap, hf: str, heddle: str) -> None:
+    """A layer's feed-forward, dense or with experts, and the balancing bias."""
+    if f"{heddle}.router.weight" not in weights.shapes:
+        map_gated(weights, hf, heddle)
+        return
+    _moe.map_experts(weights, hf, heddle, {role: name for name, role in FEEDFORWARD.items()})
+    weights.add_tensor(f"{hf}.expert_bias", f"{heddle}.router.expert_bias")
+
+
+map_lfm2_moe = partial(map_lfm2, map_feedforward=_map_experts)
+LFM2_MOE = Family("lfm2_moe", "Lfm2MoeForCausalLM", read_lfm2_moe, write_lfm2_moe, map_lfm2_moe)
 
 
 PROPORTIONAL = "proportional"

@@ -182,7 +182,7 @@ def read_smollm3(config: ConfigReader) -> dict[str, Any]:
     # transformers ignores `max_window_layers`.
     config.ignore("max_window_layers", "pretraining_tp")
     mixer = _common.read_attention(config, 2e6, bias=config.get("attention_bias", False))
-    rotated = _read_rotated(config)
+    rotated = read_rotated(config)
     window = config.get_nullable("sliding_window", None) if config.get("use_sliding_window", False) else None
     config.unread.discard("sliding_window")
     usual = [FULL if window is None or has_rope else SLIDING for has_rope in rotated]
@@ -195,12 +195,12 @@ def read_smollm3(config: ConfigReader) -> dict[str, Any]:
     return _common.rms_design(config, 1e-6, _layer_types.layers_of(mixers, feedforward), tied=True)
 
 
-def _read_rotated(config: ConfigReader) -> list[bool]:
+def read_rotated(config: ConfigReader) -> list[bool]:
     """Whether each layer has RoPE."""
     depth, interval = _layer_types.read_depth(config), config.get("no_rope_layer_interval", SMOLLM3_INTERVAL)
     if interval < 1:
         raise config.invalid("no_rope_layer_interval", "should be at least 1, which leaves no layer its RoPE")
-    rotated = config.get("no_rope_layers", _every(interval, depth))
+    rotated = config.get("no_rope_layers", list[int]()) or _every(interval, depth)
     if len(rotated) < depth or any(has_rope not in (0, 1) for has_rope in rotated):
         raise config.invalid("no_rope_layers", f"should have a 1 or a 0 for each of {depth} layers")
     return [has_rope == 1 for has_rope in rotated[:depth]]

@@ -46,8 +46,8 @@ OLMO2 = Family("olmo2", "Olmo2ForCausalLM", read_olmo2, _common.write_decoder, m
 
 def read_olmo(config: ConfigReader) -> dict[str, Any]:
     """OLMo (Groeneveld et al. 2024): Llama's decoder with LayerNorm that has neither weights nor biases."""
-    config.expect("clip_qkv", None)  # it would bound queries, keys and values
-    mixer = _common.read_attention(config, bias=config.get("attention_bias", False))
+    bias, clip = config.get("attention_bias", False), config.optional("clip_qkv")
+    mixer = _common.read_attention(config, bias=bias, qkv_clip=clip)
     mixer["position"] |= ROPE_CAST
     norm = {"kind": "layer", "eps": 1e-5, "weight": False, "bias": False}
     return _common.design_fields(config, norm, _common.same_layers(config, mixer, _common.read_gated(config)))
@@ -56,7 +56,7 @@ def read_olmo(config: ConfigReader) -> dict[str, Any]:
 def write_olmo(design: ModelConfig) -> dict[str, Any]:
     fields = _common.write_decoder(design)
     del fields["rms_norm_eps"]
-    return fields
+    return fields | {"clip_qkv": design_parts.first_attention(design).qkv_clip}
 
 
 OLMO = Family("olmo", "OlmoForCausalLM", read_olmo, write_olmo, _common.map_weights)

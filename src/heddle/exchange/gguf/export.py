@@ -127,6 +127,8 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
             yield Mismatch(f"head.{name}", head.get(name, MISSING), plain.get(name, MISSING))
     if not graph.qk_norm and mixer.qk_norm is not None:
         yield Mismatch("layers.*.mixer.qk_norm", mixer.qk_norm, MISSING)
+    if mixer.qkv_clip is not None:
+        yield Mismatch("layers.*.mixer.qkv_clip", mixer.qkv_clip, MISSING)
     if graph.square_heads and mixer.heads * head_dim != design.width:
         yield Mismatch("layers.*.mixer.head_dim", head_dim, design.width / mixer.heads)
     if not graph.grouped_heads and mixer.kv_heads not in (None, mixer.heads):

@@ -118,6 +118,8 @@ def unsupported_reasons(decoder: Decoder) -> list[str]:
         }
         fields["indexer"] = mixer.indexer
         reasons += [f"{path}.{name} is set" for name, value in fields.items() if value is not None]
+        if mixer.chunked:
+            reasons.append(f"{path}.chunked is true")
         if not mixer.causal:
             reasons.append(f"{path}.causal is false")
         if mixer.value_dim != mixer.head_dim:

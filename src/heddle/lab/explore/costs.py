@@ -142,6 +142,15 @@ def pair_count(n: Quantities) -> Number:
     return n.causal * causal + (1 - n.causal) * both_sides
 
 
+def chunk_pair_count(n: Quantities) -> Number:
+    """The same pairs where the window is a chunk."""
+    width = n.default("window", n.tokens)
+    last = n.remainder(n.tokens, width)
+    chunks = (n.tokens - last) / width
+    causal = chunks * width * (width + 1) / 2 + last * (last + 1) / 2
+    return n.causal * causal + (1 - n.causal) * (chunks * width * width + last * last)
+
+
 def cached_tokens(n: Quantities) -> Number:
     """Tokens with keys and values in the cache: none if the mixer is bidirectional."""
     return n.causal * n.least(n.default("window", n.tokens), n.tokens)
@@ -222,10 +231,14 @@ def attention(n: Quantities) -> Costs:
     beta, length = n.has("temperature_beta"), n.has("temperature_length")
     n.refuse(beta * (1 - length), temperature_beta=0.1)
     n.refuse(length * (1 - beta), temperature_length=100)
-    n.refuse(n.equals("temperature_growth", "smooth") * (1 - beta), temperature_growth="smooth")
+    for growth in ("smooth", "stepwise_from_one"):
+        n.refuse(n.equals("temperature_growth", growth) * (1 - beta), temperature_growth=growth)
     own_token = n.exclusive * n.causal * n.has("window") * (1 - n.above(n.least(n.window, 2), 1))
     n.refuse(own_token, exclusive=True, window=1)
     n.refuse(n.exclusive * n.above(2, value_dim), exclusive=True, value_dim=1)
+    n.refuse(n.chunked * (1 - n.above(n.least(n.default("window", 1), 2), 1)), chunked=True)
+    n.refuse((1 - n.has("qk_norm_weight")) * (1 - n.has("qk_norm")), qk_norm_weight=False)
+    n.refuse((1 - n.has("qk_norm_weight")) * n.equals("qk_norm", "per_head"), qk_norm_weight=False, qk_norm="per_head")
     rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
     n.refuse(n.norm_after_rotation * (1 - rotates), norm_after_rotation=True)
     bias, values = n.has("bias"), n.heads * value_dim
@@ -233,11 +246,13 @@ def attention(n: Quantities) -> Costs:
     key_norm, query_norm = has_keys * n.norm(groups * dim), n.norm(n.heads * dim)
     norms = n.equals("qk_norm", "head") * (1 + has_keys) * n.norm(dim)
     norms += (n.equals("qk_norm", "projection") + n.equals("qk_norm", "per_head")) * (key_norm + query_norm)
+    norms *= n.has("qk_norm_weight")
+    pairs = n.chunked * chunk_pair_count(n) + (1 - n.chunked) * pair_count(n)
     gate = projection(n, n.width, n.heads, bias).scaled(n.equals("gate", "head"))
     gate += projection(n, n.width, values, bias).scaled(n.equals("gate", "channel"))
     own = Costs(
         parameters=n.heads * (n.sink + n.position_buckets) + 2 * n.equals("value_residual", "learned") + norms,
-        flops=attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
+        flops=attention_flops(pairs, 1, n.heads, dim + value_dim),
         cached=has_keys * cached_tokens(n) * groups * (dim + value_dim),
     )
     read = projection(n, n.width, n.heads * dim + has_keys * groups * (dim + value_dim), bias)
@@ -482,6 +497,9 @@ def _check_mixture(n: Quantities) -> None:
     shared, renormalized = n.has("shared"), n.has("renormalize")
     n.refuse(n.above(n.top_k, n.experts), top_k=9)
     n.refuse(n.equals("routing", "topk_softmax") * (1 - renormalized), routing="topk_softmax", renormalize=False)
+    eps, softmax = n.has("renormalize_eps"), n.equals("routing", "topk_softmax")
+    n.refuse(eps * (1 - renormalized) * (1 - softmax), renormalize=False, renormalize_eps=0.1)
+    n.refuse(eps * renormalized * softmax, routing="topk_softmax", renormalize_eps=0.1)
     n.refuse((1 - shared) * n.has("shared_hidden"), shared=None, shared_hidden=40)
     n.refuse((1 - shared) * (1 - n.has("shared_hidden")) * n.shared_gate, shared=None, shared_gate=True)
     n.refuse(n.has("shared_hidden") * n.above(n.shared, 1), shared=3, shared_hidden=40)

@@ -157,7 +157,8 @@ def _documents(mask: AttentionMask) -> tuple[Tensor, Tensor]:
         ids = mask.q_segment_ids, mask.k_segment_ids
     q_documents = torch.where(mask.q_positions < 0, -1, ids[0])
     k_documents = torch.where(mask.k_positions < 0, -2, ids[1])
-    return q_documents.to(torch.int32), k_documents.to(torch.int32)
+    dtype = torch.int32 if mask.chunk is None else torch.int64  # ids of chunks are large
+    return q_documents.to(dtype), k_documents.to(dtype)
 
 
 def mask_mod(tokens: TokenTable, causal: bool, window: int | None) -> MaskMod:

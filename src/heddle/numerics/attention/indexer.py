@@ -18,7 +18,6 @@ from heddle.numerics.attention.mask import (
     NO_MODIFIERS,
     AttentionMask,
     ScoreModifiers,
-    visible_pairs,
     zero_unused_slots,
 )
 from heddle.numerics.attention.softmax import softmax_weights
@@ -68,7 +67,7 @@ def select_keys(q: Tensor, k: Tensor, weights: Tensor, mask: AttentionMask, top_
 def count_scores(batch: int, heads: int, dim: int, lengths: tuple[int, int], mask: AttentionMask) -> None:
     """Count the FLOPs of the scores of one call."""
     if counts_flops():
-        add_flops(indexer_flops(visible_pairs(*lengths, mask.window, mask.causal), batch, heads, dim))
+        add_flops(indexer_flops(mask.pairs(*lengths), batch, heads, dim))
 
 
 def _query_tiles(q: Tensor, per_query: int) -> Iterator[slice]:

@@ -2,6 +2,7 @@
 
 A query at position i sees a key at position j if both are tokens (position ≥ 0), both have the same segment id, and
 the window allows it: causal `0 ≤ i − j < w` (w keys including itself), bidirectional `|i − j| ≤ w` (w on each side).
+With chunks of w positions, also ⌊i / w⌋ = ⌊j / w⌋: the chunks of a document then have segment ids of their own.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor
 from heddle.numerics.norms import at_least_float32
 
 V = TypeVar("V")
+CHUNKS = 2**31  # more than a document can have
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class AttentionMask:
     may_have_padding: some key slots may be padding or unused. Their contents must not reach any result.
     selected: bool [B, T, S], the keys that an indexer selected for each query, at most `most_selected` of the visible
     ones. None: all visible keys.
+    chunk: the width of the chunks that the segment ids tell apart. None: they are of documents alone.
     """
 
     q_positions: Tensor  # int [B, T], −1 is padding
@@ -40,6 +43,7 @@ class AttentionMask:
     may_have_padding: bool = False
     selected: Tensor | None = None
     most_selected: int | None = None
+    chunk: int | None = None
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cached(self, key: Any, make: Callable[[], V]) -> V:
@@ -62,9 +66,38 @@ class AttentionMask:
         facts: dict[str, Any] = {"contiguous": False, "all_visible": False, "doc_lengths": None}
         return replace(self, selected=selected, most_selected=most, **facts)
 
+    def in_chunks(self, width: int, doc_lengths: tuple[tuple[int, ...], ...] | None) -> "AttentionMask":
+        """The mask whose documents are cut at multiples of `width` positions; doc_lengths: of the pieces, if known."""
+
+        def chunk_ids(positions: Tensor, segment_ids: Tensor | None) -> Tensor:
+            chunks = positions.to(torch.int64).div(width, rounding_mode="floor")
+            return chunks if segment_ids is None else segment_ids.to(torch.int64) * CHUNKS + chunks
+
+        return replace(
+            self,
+            q_segment_ids=chunk_ids(self.q_positions, self.q_segment_ids),
+            k_segment_ids=chunk_ids(self.k_positions, self.k_segment_ids),
+            window=self.window if doc_lengths is None else None,  # no piece is longer
+            contiguous=False,
+            all_visible=False,
+            doc_lengths=doc_lengths,
+            chunk=width,
+        )
+
     def pairs(self, queries: int, keys: int) -> int:
-        """Number of visible (query, key) pairs when the queries are the last of consecutive keys."""
+        """Number of visible (query, key) pairs when the queries are the last of consecutive keys.
+
+        With chunks, the first key is taken to be the first of a chunk.
+        """
+        if self.chunk is not None:
+            return self._pairs_of_chunks(keys) - self._pairs_of_chunks(keys - queries)
         return visible_pairs(queries, keys, self.window, self.causal, self.most_selected)
+
+    def _pairs_of_chunks(self, tokens: int) -> int:
+        assert self.chunk is not None
+        chunks, rest = divmod(tokens, self.chunk)
+        whole, last = (visible_pairs(n, n, None, self.causal, self.most_selected) for n in (self.chunk, rest))
+        return chunks * whole + last
 
     def collapse_equal_rows(self) -> "AttentionMask":
         """The mask of the first row only, if all rows are known to be equal. Otherwise the mask itself."""

@@ -181,6 +181,21 @@ def run_experts(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights,
     return y
 
 
+def run_on_weighted_inputs(
+    x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights, activation: Activation
+) -> Tensor:
+    """x [N, width] -> [N, width]: the experts' outputs for `gate · x`, summed without a weight."""
+    tokens, chosen = assignment.gates.shape
+    rows = (x[:, None] * assignment.gates[..., None].to(x.dtype)).flatten(0, 1)
+    single = ExpertAssignment(
+        assignment.expert_indices.reshape(-1, 1),
+        torch.ones_like(assignment.gates).view(-1, 1),
+        None if assignment.dropout_mask is None else assignment.dropout_mask.flatten(0, 1)[:, None],
+        assignment.none_dropped,
+    )
+    return run_experts(rows, single, weights, activation).view(tokens, chosen, x.shape[1]).sum(1)
+
+
 # Routing (Shazeer et al. 2017; Fedus et al. 2021; DeepSeek-V2 and V3): the experts of each token, and their gates.
 #
 # Let l be the router's logits and s the scores: softmax(l), sigmoid(l) or l itself. A token selects the k experts with
@@ -190,7 +205,8 @@ def run_experts(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights,
 #
 #     softmax over the selected experts, l_i − log Σ_selected exp(l_j)      (for the sigmoid, with log sigmoid(l) for l)
 #
-# which never divides zero by zero. Everything is computed in at least float32.
+# which never divides zero by zero. With `renormalize_eps` ε they are s / (Σ_selected s + ε). Everything is computed in
+# at least float32.
 
 
 Routing = Literal["softmax_topk", "topk_softmax", "sigmoid", "softmax_group_max"]
@@ -208,6 +224,7 @@ class RoutingConfig(NamedTuple):
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    renormalize_eps: float | None = None
 
 
 class Route(NamedTuple):
@@ -245,10 +262,13 @@ def route(logits: Tensor, balancing_bias: Tensor | None, config: RoutingConfig) 
         with torch.no_grad():
             biased = scores if balancing_bias is None else scores + balancing_bias.to(scores.dtype)
             expert_indices = select_experts(biased, config)
-        if config.renormalize or config.routing == "topk_softmax":
+        eps = config.renormalize_eps
+        if eps is None and (config.renormalize or config.routing == "topk_softmax"):
             gates = log_scores.gather(-1, expert_indices).softmax(-1)
         else:
             gates = scores.gather(-1, expert_indices)
+        if eps is not None:
+            gates = gates / (gates.sum(-1, keepdim=True) + eps)
         return Route(expert_indices, gates if config.scale == 1.0 else gates * config.scale, probabilities)
 
 

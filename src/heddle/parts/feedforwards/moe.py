@@ -20,6 +20,7 @@ from heddle.numerics.experts.mixture import (
     route,
     router_logits,
     run_experts,
+    run_on_weighted_inputs,
     within_capacity,
 )
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
@@ -151,9 +152,10 @@ class MoEConfig(FeedforwardConfig):
     The `shared` experts are built as one expert, as wide as all of them together. With `shared: 1` that one may be
     `shared_hidden` wide instead. `shared_gate` multiplies it by `sigmoid(w · x)` (Qwen2-MoE). `bias: shared` gives
     biases to this expert only (DeepSeek-V2). `limit` and `alpha` are as in `gated`. `renormalize` divides the gates of
-    the chosen experts by their sum; with `top_k: 1` the gate is then always 1, and the loss gives the router no
-    gradient. With `groups`, only experts of the best `top_groups` groups are chosen (`sigmoid` and `softmax_group_max`
-    only). `scale` multiplies the gates.
+    the chosen experts by their sum, plus `renormalize_eps` (LFM2: 1e-6); with `top_k: 1` and no eps the gate is then
+    always 1, and the loss gives the router no gradient. `weighted: inputs` multiplies the input of an expert by its
+    gate, not the output: `expert_i(gate_i · x)` (Llama 4). With `groups`, only experts of the best `top_groups` groups
+    are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates.
 
     Load balancing: `aux_loss` and `z_loss` are coefficients of losses that training adds. With `bias_update`, a bias
     that is added only for the selection moves by this much each step (0: it stays as loaded). With
@@ -163,6 +165,7 @@ class MoEConfig(FeedforwardConfig):
 
     aliases = ("mixture_of_experts",)
     data_dependent = ("capacity_factor",)
+    later_fields = ("weighted",)
 
     experts: Width
     top_k: Width
@@ -178,6 +181,8 @@ class MoEConfig(FeedforwardConfig):
     shared_gate: bool = False
     routing: Routing = "softmax_topk"
     renormalize: bool = True
+    renormalize_eps: PositiveFloat | None = None
+    weighted: Literal["outputs", "inputs"] = "outputs"
     groups: Width | None = None
     top_groups: Width | None = None
     scale: PositiveFloat = 1.0
@@ -193,6 +198,9 @@ class MoEConfig(FeedforwardConfig):
             refuse("top_k", f"{self.top_k} is more than experts = {self.experts}; choose fewer, or add experts")
         if self.routing == "topk_softmax" and not self.renormalize:
             refuse("renormalize", "false has no effect with topk_softmax, whose gates sum to 1; leave it out")
+        if self.renormalize_eps is not None and (self.routing == "topk_softmax" or not self.renormalize):
+            why = "topk_softmax, a softmax over the chosen experts" if self.renormalize else "renormalize: false"
+            refuse("renormalize_eps", f"is added to a sum that {why}, does not divide by; leave it out")
         if self.shared is None and (self.shared_hidden is not None or self.shared_gate):
             name = "shared_gate" if self.shared_hidden is None else "shared_hidden"
             refuse(name, "is for shared experts, but there are none; give shared, or leave it out")
@@ -274,7 +282,8 @@ class MoEConfig(FeedforwardConfig):
     def routing_config(self) -> RoutingConfig:
         """How experts are chosen, for `numerics.experts.mixture.route`."""
         groups = 1 if self.groups is None or self.top_groups is None else self.groups
-        return RoutingConfig(self.routing, self.top_k, self.renormalize, groups, self.top_groups or 1, self.scale)
+        top_groups, eps = self.top_groups or 1, self.renormalize_eps
+        return RoutingConfig(self.routing, self.top_k, self.renormalize, groups, top_groups, self.scale, eps)
 
 
 class SharedExpert(nn.Module):
@@ -359,7 +368,8 @@ class MoE(Feedforward):
         assignment = ExpertAssignment(indices.flatten(0, 1), choice.gates.flatten(0, 1), dropout_mask, accepted is None)
         gate, gate_bias = (None, None) if self.gate is None else (self.gate.weight, self.gate.bias)
         weights = ExpertWeights(self.up.weight, self.down.weight, gate, self.up.bias, self.down.bias, gate_bias)
-        return run_experts(x.flatten(0, 1), assignment, weights, self.activation).view(x.shape)
+        run = run_experts if self.config.weighted == "outputs" else run_on_weighted_inputs
+        return run(x.flatten(0, 1), assignment, weights, self.activation).view(x.shape)
 
     @layout_dependent  # a recorder has a different number of entries in each layer
     def _record(self, logits: Tensor, choice: Route, accepted: Tensor | None, layout: Layout) -> None:

@@ -99,6 +99,7 @@ class Mixer(nn.Module, ABC):
     """Maps x [B, T, width] to the same shape; each token depends on the tokens that it may see.
 
     window: how many tokens a token sees, itself included (causal), or how many to each side (bidirectional). None: all.
+    chunked: whether the window is a chunk: a token sees those of its own ⌊position / window⌋ alone.
     beyond_window: how many more earlier tokens it depends on, through its own short convolutions.
     causal: whether later tokens are hidden. A mixer that is not causal has no state.
     encoder_width: the width of the encoder output that it reads; None: it reads none.
@@ -114,6 +115,7 @@ class Mixer(nn.Module, ABC):
 
     window: int | None
     causal: bool
+    chunked: bool = False
     beyond_window: int = 0
     encoder_width: int | None = None
     state_note: str = ""

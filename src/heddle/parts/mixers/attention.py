@@ -4,11 +4,15 @@
 
 kv_heads = heads is MHA, kv_heads = 1 is MQA. Keys and values have kv_heads heads, also in the cache.
 With `window` w a query sees w keys, itself included (causal), or w to each side (bidirectional); the state is then a
-ring buffer of w tokens. `sink` adds one learned logit per head to the softmax denominator (gpt-oss, 2025). `softcap`
+ring buffer of w tokens. With `chunked` the query at position i sees only its own chunk of w positions, keys at j with
+⌊j / w⌋ = ⌊i / w⌋ (Llama 4, 2025). `qkv_clip` c bounds the elements of q, k and v by ±c as they are projected (MPT,
+DBRX, 2024); `value_scale` multiplies the values (MiMo-V2, 2026). `qk_norm_weight: false` leaves out the weights of the
+norms of q and k. `sink` adds one learned logit per head to the softmax denominator (gpt-oss, 2025). `softcap`
 bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies the attention output by sigmoid(W_g x)
 (Qiu et al. 2025). `temperature_beta` β and `temperature_length` n multiply the query at position p by
-1 + β ln(1 + ⌊p / n⌋) (Llama 4, 2025), with `temperature_growth: smooth` by 1 + β ln(max(1, (p + 1) / n)) (Inkling,
-2026). `exclusive` removes from the output y of each head its component along the token's own value v, before any gate:
+1 + β ln(1 + ⌊p / n⌋) (Ministral 3, 2025), or by `temperature_growth`: `stepwise_from_one` 1 + β ln(1 + ⌊(p + 1) / n⌋)
+(Llama 4, 2025), `smooth` 1 + β ln(max(1, (p + 1) / n)) (Inkling, 2026). `exclusive` removes from the output y of each
+head its component along the token's own value v, before any gate:
 y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078). |v| is at least 1e-12 there, as in the published
 code, so that a value of zero removes nothing.
 
@@ -60,17 +64,19 @@ from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueries, build_indexer
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, ShortConvolutions, build_convolutions
+from heddle.parts.norms import NormConfig
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
 from heddle.parts.states import ConvolvedState, KVCache, StateSpec
 
 # Temperatures that fall with the position: queries far into a long sequence get sharper scores.
 #
-#     stepwise    t(p) = 1 + β ln(1 + ⌊p / length⌋)           Llama 4, Ministral 3
-#     smooth      t(p) = 1 + β ln(max(1, (p + 1) / length))   Inkling's log-n scale: alpha and n_floor
+#     stepwise           t(p) = 1 + β ln(1 + ⌊p / length⌋)           Ministral 3
+#     stepwise_from_one  t(p) = 1 + β ln(1 + ⌊(p + 1) / length⌋)     Llama 4
+#     smooth             t(p) = 1 + β ln(max(1, (p + 1) / length))   Inkling's log-n scale: alpha and n_floor
 #
-# A query at position p is multiplied by t(p), which is 1 for the first `length` tokens. A score bias is not.
+# A query at position p is multiplied by t(p), which is 1 for the first `length` tokens, or one less; a bias is not.
 
-Growth = Literal["stepwise", "smooth"]
+Growth = Literal["stepwise", "stepwise_from_one", "smooth"]
 
 
 def query_temperature(
@@ -80,9 +86,9 @@ def query_temperature(
     wide = torch.promote_types(dtype, torch.float32)
 
     def temperatures() -> Tensor:
-        positions = layout.positions.clamp(min=0)
+        positions = layout.positions.clamp(min=0) + (growth != "stepwise")
         if growth == "smooth":
-            lengths = ((positions + 1).to(wide) / length).clamp(min=1.0)
+            lengths = (positions.to(wide) / length).clamp(min=1.0)
         else:
             lengths = 1.0 + positions.div(length, rounding_mode="floor").to(wide)
         return (1.0 + beta * lengths.log()).to(dtype)[:, None, :, None]
@@ -121,17 +127,24 @@ class AttentionConfig(MixerConfig):
 
     aliases = ("mha", "mqa", "gqa", "swa")
     convolved = ("input", "q", "k", "v")
-    later_fields = ("temperature_growth", "exclusive", "shared_kv", "value_residual", "indexer")
+    later_fields = (
+        *("temperature_growth", "exclusive", "shared_kv", "value_residual", "indexer"),
+        *("chunked", "qk_norm_weight"),
+    )
 
     heads: Width
     kv_heads: Width | None = None  # default: heads
     head_dim: Width | None = None  # default: width / heads
     value_dim: Width | None = None  # default: head_dim
     window: PositiveInt | None = None
+    chunked: bool = False  # a query sees no key before the window's last multiple
     causal: bool = True
+    qkv_clip: PositiveFloat | None = None  # bound of the elements of q, k and v, before any norm
+    value_scale: PositiveFloat | None = None  # multiplies the values
     # The norm of q and k before the rotary embedding: one weight shared by all heads (Qwen3), one weight per head
     # (Cohere), or one norm over the whole projection (OLMo-2).
     qk_norm: Literal["head", "per_head", "projection"] | None = None
+    qk_norm_weight: bool = True  # false: these norms have no parameters
     # The norm after the rotation (Hunyuan 2025); its gains then make scores depend on absolute positions.
     norm_after_rotation: bool = False
     bias: bool | Literal["qkv"] = False  # true: q, k, v and out; qkv: those three (Qwen2)
@@ -141,7 +154,7 @@ class AttentionConfig(MixerConfig):
     scale: PositiveFloat | None = None  # default: 1 / sqrt(head_dim)
     temperature_beta: PositiveFloat | None = None  # how fast queries grow with their position
     temperature_length: PositiveInt | None = None  # number of tokens after which they begin to grow
-    temperature_growth: Growth = "stepwise"  # stepwise: after each length of tokens; smooth: with every token
+    temperature_growth: Growth = "stepwise"  # stepwise: after each length; smooth: with every token
     exclusive: bool = False  # outputs without their component along the token's own value
     shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
     # Factors of the layer's own values (λ₁) and of the first attention layer's (λ₂): two numbers, or learned.
@@ -160,6 +173,13 @@ class AttentionConfig(MixerConfig):
             refuse("temperature_growth", "does nothing without temperature_beta and temperature_length; give both")
         if self.exclusive and self.causal and self.window == 1:
             refuse("exclusive", "leaves nothing of a window of one token, the token itself; give a wider window")
+        if self.chunked and (self.window is None or self.window == 1):
+            refuse("chunked", "needs a window of at least 2 tokens, the width of a chunk; give one, or leave it out")
+        if not self.qk_norm_weight and self.qk_norm in (None, "per_head"):
+            reason = "there are no norms of q and k" if self.qk_norm is None else "per_head is about their weights"
+            refuse("qk_norm_weight", f"cannot be false, since {reason}; choose qk_norm head or projection")
+        if self.value_scale is not None and self.shared_kv:
+            refuse("value_scale", "has no effect with shared_kv, which leaves no values of its own; keep one")
         convolved = () if self.short_convolution is None else self.short_convolution.of
         if self.shared_kv and ("k" in convolved or "v" in convolved):
             refuse("short_convolution.of", "k and v come from another layer (shared_kv); leave them out")
@@ -214,8 +234,8 @@ class AttentionConfig(MixerConfig):
 
     @property
     def kv_kind(self) -> Any:
-        """The window and the direction."""
-        return (self.kind, self.window, self.causal)
+        """The window, whether it is a chunk, and the direction."""
+        return (self.kind, self.window, self.chunked, self.causal)
 
     @property
     def adds_first_values(self) -> bool:
@@ -233,8 +253,8 @@ class AttentionConfig(MixerConfig):
         return () if self.window is None else (self.window,)
 
     def with_window(self, window: int) -> Self:
-        """The same config with this window, or the smaller one that it has."""
-        return self.replace(window=min(self.window or window, window))
+        """The same config with this window, or the smaller one that it has. Chunks stay as they are."""
+        return self if self.chunked else self.replace(window=min(self.window or window, window))
 
     def build(self, context: BuildContext) -> "Attention":
         """Build the module.
@@ -273,7 +293,8 @@ class Attention(SelfInitialized, Mixer):
         self.head_dim = context.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
         self.scale = config.scale or self.head_dim**-0.5
-        self.window, self.causal = config.window, config.causal
+        self.window, self.causal, self.chunked = config.window, config.causal, config.chunked
+        self.qkv_clip, self.value_multiplier = config.qkv_clip, config.value_scale
         qkv_bias = bool(config.bias)
         self.q = Linear(context.width, self.heads * self.head_dim, bias=qkv_bias)
         self.reads_kv, kv_width = config.shared_kv, self.kv_heads * self.head_dim
@@ -289,13 +310,15 @@ class Attention(SelfInitialized, Mixer):
         self.value_mix = nn.Parameter(torch.empty(2)) if factors == "learned" else None  # the same
         self.softcap = config.softcap
         self.qk_norm, self.norm_after_rotation = config.qk_norm, config.norm_after_rotation
-        self.q_norm = self._qk_norm(context, self.heads)
-        self.k_norm = None if self.reads_kv else self._qk_norm(context, self.kv_heads)
+        self.qk_norm_weight = config.qk_norm_weight
+        norm = context.norm if config.qk_norm_weight else context.norm.without_weight()
+        self.q_norm = self._qk_norm(norm, self.heads)
+        self.k_norm = None if self.reads_kv else self._qk_norm(norm, self.kv_heads)
         self.rotation = config.position.resolved(self.head_dim) if isinstance(config.position, RotationConfig) else None
         self.position, self.score_bias = build_mixer_position(config.position, self.head_dim, self.heads, self.causal)
         self.temperature_beta, self.temperature_length = config.temperature_beta, config.temperature_length
         self.temperature_growth, self.exclusive = config.temperature_growth, config.exclusive
-        self.absolute_positions = config.temperature_beta is not None or config.norm_after_rotation
+        self.absolute_positions = config.temperature_beta is not None or config.norm_after_rotation or config.chunked
         self.indexer = build_indexer(config.indexer, context.width, context.width, config.position, self.head_dim)
         self.dropout = Dropout(config.dropout)
         self._build_convolutions(
@@ -326,17 +349,17 @@ class Attention(SelfInitialized, Mixer):
         if self.value_mix is not None:
             nn.init.constant_(self.value_mix, 0.5)
 
-    def _qk_norm(self, context: BuildContext, heads: int) -> nn.Module | None:
+    def _qk_norm(self, norm: NormConfig, heads: int) -> nn.Module | None:
         if self.qk_norm is None:
             return None
         if self.qk_norm == "projection":
-            return context.norm.build(heads * self.head_dim)
-        return context.norm.build(self.head_dim, heads if self.qk_norm == "per_head" else None)
+            return norm.build(heads * self.head_dim)
+        return norm.build(self.head_dim, heads if self.qk_norm == "per_head" else None)
 
     @property
     def kv_fields(self) -> Mapping[str, Any]:
         """The shapes of keys and values, their norm and their rotation."""
-        names = ("kv_heads", "head_dim", "value_dim", "qk_norm", "norm_after_rotation")
+        names = ("kv_heads", "head_dim", "value_dim", "qk_norm", "norm_after_rotation", "qk_norm_weight")
         return {name: getattr(self, name) for name in names} | {"position": self.rotation}
 
     @property
@@ -362,6 +385,8 @@ class Attention(SelfInitialized, Mixer):
         """x [B, T, width] -> ([B, T, width], new state)."""
         projections = (self.q, *(each for each in (self.k, self.v) if each is not None))
         q, *projected = fused_projections(x, *projections)
+        if self.qkv_clip is not None:
+            q, *projected = (each.clamp(-self.qkv_clip, self.qkv_clip) for each in (q, *projected))
         if self.convolutions is not None:
             inputs = dict(zip("qkv", (q, *projected), strict=False))  # only q with shared_kv
             (q, *projected), state = self.convolutions(inputs, layout, state)
@@ -371,7 +396,8 @@ class Attention(SelfInitialized, Mixer):
         own = None
         if projected:
             k = self._heads(projected[0], self.k_norm, self.kv_heads, layout)
-            own = k, split_heads(projected[1], self.kv_heads)
+            v = projected[1] if self.value_multiplier is None else projected[1] * self.value_multiplier
+            own = k, split_heads(v, self.kv_heads)
         index = None if self.indexer is None else self.indexer(x, x, layout)
         cache: Any = state.own if isinstance(state, ConvolvedState) else state
         y, v, cache = self._attend(q, own, index, layout, cache)
@@ -410,6 +436,8 @@ class Attention(SelfInitialized, Mixer):
                 state = IndexedCache(cache, index_cache)
             else:
                 k, v, mask, state = state.extend(k, v, layout, self.window)
+            if self.chunked and self.window is not None:
+                mask = layout.in_chunks(mask, self.window)
             if self.kv_target is not None and handed_over is not None:
                 handed_over.by_layer[self.kv_target] = SharedKeys(k, v, mask, values)
         dropout = self.dropout if self.dropout.active else None

@@ -1,9 +1,9 @@
 """The slot of norms: x [..., width] -> the same shape, normalized over the last dimension."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from heddle.config import Part
+from heddle.config import DesignError, Part
 from heddle.parts.modules.linear import SelfInitialized
 
 
@@ -11,6 +11,10 @@ class NormConfig(Part, ABC):
     """Config of a norm."""
 
     slot: ClassVar[str] = "norms"
+
+    def without_weight(self) -> Self:
+        """The same norm without parameters. Raises DesignError for a kind that always has some."""
+        raise DesignError("qk_norm_weight", f"norms of kind {self.kind} always have a weight; leave it out")
 
     @abstractmethod
     def build(self, width: int, heads: int | None = None) -> SelfInitialized:

@@ -29,6 +29,10 @@ class LayerNormConfig(NormConfig):
             refuse("bias", "needs a weight, but weight is false; set bias to false, or keep the weight")
         return self
 
+    def without_weight(self) -> Self:
+        """The same eps, a gain of 1 and no bias."""
+        return self.replace(bias=False, weight=False)
+
     def build(self, width: int, heads: int | None = None) -> "LayerNorm":
         """Build a norm over the last `width` elements."""
         return LayerNorm(self, width, heads)

@@ -35,6 +35,10 @@ class RMSConfig(NormConfig):
                 refuse(name, "applies to the weight, but weight is false; leave it out, or keep the weight")
         return self
 
+    def without_weight(self) -> Self:
+        """The same eps, and a gain of 1."""
+        return self.replace(offset=0.0, cast="before", weight=False)
+
     def build(self, width: int, heads: int | None = None) -> "RMSNorm":
         """Build a norm over the last `width` elements."""
         return RMSNorm(self, width, heads)
