@@ -82,7 +82,10 @@ class Kind:
 
 
 # Fields that an explored design cannot have: its equal layers read no other layer, and a convolution is several fields.
-NOT_EXPLORED = ("shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first")
+NOT_EXPLORED = (
+    "shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first", "k_eq_v",
+    "layer_scalar", "per_layer",
+)  # fmt: skip
 
 
 @cache
