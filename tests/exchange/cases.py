@@ -467,7 +467,8 @@ CASES: dict[str, Case] = {
     ),
     "gemma4_text": Case(
         {
-            "plain": GEMMA4 | {"hidden_size_per_layer_input": 20, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+            "plain": GEMMA4
+            | {"hidden_size_per_layer_input": 20, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
             "values-are-keys": GEMMA4
             | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 1.5}
             | {"use_bidirectional_attention": "vision", "rms_norm_eps": 1e-3},

@@ -66,9 +66,7 @@ class Embedding(SelfInitialized):
         self.position = None if config.position is None else build_under("position", config.position.build, width)
         self.norm = norm.build(width) if config.norm else None
         per_layer = config.per_layer
-        self.per_layer = (
-            None if per_layer is None else PerLayerEmbedding(per_layer, vocab_size, width, depth, norm)
-        )
+        self.per_layer = None if per_layer is None else PerLayerEmbedding(per_layer, vocab_size, width, depth, norm)
         self.dropout = Dropout(config.dropout)
         self.lookup_module: nn.Module | None = None
 

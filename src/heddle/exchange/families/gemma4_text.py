@@ -1,4 +1,4 @@
-"""Gemma 4's text model (Gemma Team 2026), without experts: Gemma 3 with values that are normalized, and scores unscaled.
+"""Gemma 4's text model (Gemma Team 2026), without experts: Gemma 3 with normalized values and unscaled scores.
 
 Full layers have heads of their own width, whose values may be the keys, and proportional RoPE. The last layers may read
 the keys and values of the last layer of their type before them. Each layer may read an embedding of its own, and
@@ -27,7 +27,7 @@ HEADS = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
 
 
 def read_config(config: ConfigReader, window: int = 512, per_layer: int = 256) -> dict[str, Any]:
-    """The last layer is full, whatever `layer_types` says, as in transformers. window, per_layer: defaults of fields."""
+    """The last layer is full, whatever `layer_types` says. window, per_layer: defaults of fields."""
     if config.get("enable_moe_block", False):
         raise config.invalid("enable_moe_block", "its experts read the stream beside the norm, which heddle lacks")
     config.unread -= OF_EXPERTS
@@ -92,8 +92,10 @@ def _read_mixers(config: ConfigReader, types: _layer_types.LayerTypes) -> dict[s
 def _read_overrides(config: ConfigReader, overrides: Any, types: _layer_types.LayerTypes) -> dict[str, Any]:
     """The heads of full layers. Raises ConfigError unless they are the same in all of these and only there."""
     full = {str(index) for index, kind in enumerate(types) if kind == FULL}
-    tables = list(overrides.values()) if isinstance(overrides, dict) else []
-    fits = set(overrides) in (full, set()) and all(table == tables[0] for table in tables)
+    by_layer = overrides if isinstance(overrides, dict) else {"": None}
+    tables = list(by_layer.values())
+    layers = {str(index).lstrip("0") or "0" for index in by_layer}  # some files write 05
+    fits = layers in (full, set()) and all(table == tables[0] for table in tables)
     if not fits or any(not isinstance(table, dict) or table.keys() - HEADS.keys() for table in tables):
         fields = " and ".join(HEADS)
         raise config.invalid("per_layer_config", f"heddle builds one {fields} for all layers of type {FULL}")

@@ -1,4 +1,4 @@
-"""Gemma 4's text model of the variant without encoders of images and sound: without experts and per-layer embeddings."""
+"""The text model of Gemma 4's variant without encoders of images and sound; it has no per-layer embeddings."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ ABSENT = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_m
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """Its default window is 1024 tokens wide."""
+    config.expect("hidden_size_per_layer_input", 0, None)
     return gemma4_text.read_config(config, window=1024, per_layer=0)
 
 

@@ -22,8 +22,8 @@ A layer without the option keeps its own values (the paper's sparse form), as th
 the mixed values, so the state has the same size as without the option.
 
 With `k_eq_v` there is no projection to v: values are the projected keys, before any convolution, norm and rotation of
-the keys (Gemma 4, 2026). `value_norm` divides the values of each head by their root mean square, `v / sqrt(mean(v²) + ε)`
-with the ε of the model's norm and no weight (Gemma 3n, 2025), before `value_residual` mixes them.
+the keys (Gemma 4, 2026). `value_norm` makes the values of each head `v / sqrt(mean(v²) + ε)`, with the ε of the model's
+norm and no weight (Gemma 3n, 2025), before `value_residual` mixes them.
 
 `short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
 
@@ -253,8 +253,8 @@ class AttentionConfig(MixerConfig):
     def build(self, context: BuildContext) -> "Attention":
         """Build the module.
 
-        Raises DesignError if width is not divisible by heads and head_dim is not given, if values have one dim, of which
-        `exclusive` and `value_norm` would leave nothing or a sign, or if with `k_eq_v` they differ from keys in width.
+        Raises DesignError if width is not divisible by heads and head_dim is not given, if values have one dim, of
+        which `exclusive` and `value_norm` leave nothing or a sign, or if `k_eq_v` needs the width of keys for values.
         """
         dim = context.head_dim(self.heads, self.head_dim)
         value_dim = self.value_dim or dim

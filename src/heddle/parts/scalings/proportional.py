@@ -2,8 +2,8 @@
 
     θ'_i = θ_i / factor   for i < ⌊rotated_share · dim / 2⌋,   else 0
 
-A partial rotary embedding (`rotary_dim`) spreads the whole range of frequencies over the dims that it rotates, and pairs
-a dim with another of those. Here slow pairs stand still, and dim i is paired with i + dim/2 in the layout `half`.
+A partial rotary embedding (`rotary_dim`) spreads all frequencies over the dims that it rotates, and pairs only these.
+Here slow pairs stand still, and in the layout `half` dim i is paired with i + dim/2.
 """
 
 from typing import Annotated
