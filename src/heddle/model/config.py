@@ -59,7 +59,11 @@ def refuse_overflow() -> Iterator[None]:
 
 
 class PerLayerConfig(Config):
-    """A second embedding of each token for every layer, `dim` wide (Gemma 3n, 2025; see `model/per_layer.py`)."""
+    """A second embedding of each token for every layer, `dim` wide (Gemma 3n, 2025).
+
+    Layer l adds `N(W_out (f(W_gate s) ⊙ p_l))` to its stream s, after its branches. With the embedding's output x and
+    a table E, `p_l = (N(P_l x / sqrt(width)) + sqrt(dim) · E_l[token]) / sqrt(2)`.
+    """
 
     dim: PositiveInt
     activation: Activation = "gelu_tanh"  # of the gate by which a layer reads its embedding

@@ -3,7 +3,7 @@
     p_l = (N(P_l x / sqrt(width)) + sqrt(dim) · E_l[token]) / sqrt(2)      of layer l, from the embedding's output x
     s  ← s + N(W_out (f(W_gate s) ⊙ p_l))                                  after the branches of layer l
 
-E has as many rows as the vocabulary, each with `dim` numbers for every layer. N over p is shared by all layers.
+E is one table, a row for each token and `dim` columns for each layer. All layers share the norm over P_l x.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Gemma 4's text model (Gemma Team 2026), without experts: Gemma 3 with normalized values and unscaled scores.
 
-Full layers have heads of their own width, whose values may be the keys, and proportional RoPE. The last layers may read
-the keys and values of the last layer of their type before them. Each layer may read an embedding of its own, and
-multiplies the stream by a number. `per_layer_config` is how newer files write the heads of full layers.
+Full layers have wider heads, whose values may be the keys, and proportional RoPE. The last layers may read keys and
+values of earlier ones. Each layer may read its own embedding, and scales the stream.
 """
 
 from typing import Any
@@ -39,9 +38,9 @@ def read_config(config: ConfigReader, window: int = 512, per_layer: int = 256) -
     feedforward = _common.read_gated(config, ACTIVATION, DEFAULT_ACTIVATION)
     wide = feedforward | {"hidden": feedforward["hidden"] * (2 if config.get("use_double_wide_mlp", False) else 1)}
     layers = []
-    for index, (kind, window) in enumerate(zip(types, windows, strict=True)):
+    for index, (kind, width) in enumerate(zip(types, windows, strict=True)):
         values = {} if index < own else {"shared_kv": True, "k_eq_v": False, "value_norm": False}
-        mixer = mixers[kind] | values | {"window": window}
+        mixer = mixers[kind] | values | {"window": width}
         layers.append({"mixer": mixer, "feedforward": feedforward if index < own else wide})
     embedding: dict[str, Any] = {"scale": True}
     if dim := config.get("hidden_size_per_layer_input", per_layer):
@@ -64,7 +63,7 @@ def read_config(config: ConfigReader, window: int = 512, per_layer: int = 256) -
 def _read_mixers(config: ConfigReader, types: _layer_types.LayerTypes) -> dict[str, dict[str, Any]]:
     """The attention of full and of sliding layers, without their windows."""
     heads, k_eq_v = config.require_count("num_attention_heads"), config.get("attention_k_eq_v", False)
-    mixer = {
+    mixer: dict[str, Any] = {
         "kind": "attention",
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads", 4),
@@ -92,7 +91,7 @@ def _read_mixers(config: ConfigReader, types: _layer_types.LayerTypes) -> dict[s
 def _read_overrides(config: ConfigReader, overrides: Any, types: _layer_types.LayerTypes) -> dict[str, Any]:
     """The heads of full layers. Raises ConfigError unless they are the same in all of these and only there."""
     full = {str(index) for index, kind in enumerate(types) if kind == FULL}
-    by_layer = overrides if isinstance(overrides, dict) else {"": None}
+    by_layer: dict[str, Any] = overrides if isinstance(overrides, dict) else {"": None}
     tables = list(by_layer.values())
     layers = {str(index).lstrip("0") or "0" for index in by_layer}  # some files write 05
     fits = layers in (full, set()) and all(table == tables[0] for table in tables)

@@ -151,8 +151,8 @@ class AttentionConfig(MixerConfig):
     temperature_growth: Growth = "stepwise"  # stepwise: after each length of tokens; smooth: with every token
     exclusive: bool = False  # outputs without their component along the token's own value
     shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
-    k_eq_v: bool = False  # values are the projected keys, before their norm and rotation
-    value_norm: bool = False  # values of each head divided by their root mean square
+    k_eq_v: bool = False  # values are the projected keys
+    value_norm: bool = False  # values are normalized
     # Factors of the layer's own values (λ₁) and of the first attention layer's (λ₂): two numbers, or learned.
     value_residual: tuple[FiniteFloat, ...] | Literal["learned"] | None = None
     indexer: IndexerConfig | None = None  # selects the keys that each query attends to

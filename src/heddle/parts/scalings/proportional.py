@@ -20,7 +20,7 @@ class ProportionalConfig(ScalingConfig):
     """Fields of `proportional`."""
 
     rotated_share: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]  # of all pairs, the fastest
-    factor: LongContextFactor = 1.0  # how many times slower these rotate
+    factor: LongContextFactor = 1.0  # how much slower these rotate
 
     def scale_frequencies(self, dim: int, base: float, length: int, dtype: torch.dtype) -> ScaledFrequencies:
         """The fastest pairs slowed by the factor, zero for the others. Raises DesignError if no pair would rotate."""
