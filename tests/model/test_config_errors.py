@@ -20,8 +20,8 @@ MIXERS, NORMS, MIXER_POSITIONS, ADDITIVE_POSITIONS = (
 OWN = "; for your own part, pass the file that defines it: --part FILE"
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = (
-    "bias, causal, dropout, exclusive, gate, head_dim, heads, indexer, k_eq_v, kv_heads, norm_after_rotation, position, "
-    "qk_norm, scale, shared_kv, short_convolution, sink, softcap, temperature_beta, temperature_growth, "
+    "bias, causal, dropout, exclusive, gate, head_dim, heads, indexer, k_eq_v, kv_heads, norm_after_rotation, "
+    "position, qk_norm, scale, shared_kv, short_convolution, sink, softcap, temperature_beta, temperature_growth, "
     "temperature_length, value_dim, value_norm, value_residual, window"
 )
 
