@@ -165,6 +165,12 @@ CASES: dict[str, Data] = {
         layer(attention(kv_heads=1, causal=False, position=BUCKETS)),
         layer(attention(kv_heads=1, causal=False, dropout=0.2, sink=True, position=None, shared_kv=True)),
     ),
+    "attention-values-are-keys": alone(kv_heads=2, k_eq_v=True, value_norm=True, qk_norm="head", bias="qkv"),
+    "attention-value-norm": design(
+        layer(attention(kv_heads=2, value_dim=5, window=3, value_norm=True, exclusive=True)),
+        layer(attention(kv_heads=2, value_dim=5, window=3, shared_kv=True, scale=1.0)),
+        layer(attention(kv_heads=2, head_dim=5, position=None, k_eq_v=True, value_residual="learned")),
+    ),
     "attention-indexer": alone(kv_heads=2, indexer=indexer()),
     "attention-indexer-window": alone(
         kv_heads=1,
@@ -244,6 +250,19 @@ CASES: dict[str, Data] = {
         },
     ),
     "rope-linear": alone(position=ROPE | {"scaling": {"kind": "linear", "factor": 4.0}}),
+    "rope-proportional": alone(
+        head_dim=8, position=ROPE | {"base": 100.0, "scaling": {"kind": "proportional", "rotated_share": 0.5}}
+    ),
+    "rope-proportional-slower": alone(
+        kv_heads=2,
+        head_dim=10,
+        position=ROPE
+        | {
+            "layout": "interleaved",
+            "rotary_dim": 8,
+            "scaling": {"kind": "proportional", "rotated_share": 0.75, "factor": 4.0},
+        },
+    ),
     "rope-ntk": alone(kv_heads=2, position=ROPE | {"base": 100.0, "scaling": {"kind": "ntk", "factor": 8.0}}),
     "rope-ntk-dynamic": alone(
         window=5, position=ROPE | {"scaling": {"kind": "ntk", "factor": 8.0, "original_length": 500}}
@@ -634,6 +653,8 @@ CASES |= {
     ),
     "residual-sandwich": wired("sandwich", drop_path=0.5, dropout=0.1),
     "residual-sandwich-apart": wired("sandwich", *APART, norm={"kind": "rms", "offset": 1.0}),
+    "residual-layer-scalar": wired("sandwich", layer_scalar=True, drop_path=0.3),
+    "residual-layer-scalar-apart": wired("parallel", *APART, norms=2, layer_scalar=True, dropout=0.2),
     "residual-reordered": wired("reordered", drop_path=0.5, dropout=0.2),
     "residual-reordered-apart": wired("reordered", *APART, norm={"kind": "rms", "cast": "after"}),
     "residual-reordered-norms-first": wired(
@@ -659,6 +680,18 @@ CASES |= {
     "residual-attention-blocks-apart": wired("attention_residuals", *APART, block_size=1, value_norm=True),
 }
 CASES |= {
+    "per-layer-embedding": design(
+        layer(attention(kv_heads=2, window=3), ALL_DROP, repeat=2),
+        layer(None),
+        embedding={"per_layer": {"dim": 5}, "scale": True, "norm": True, "dropout": 0.2},
+        residual={"kind": "sandwich", "layer_scalar": True},
+        norm=LAYER_NORM,
+    ),
+    "per-layer-embedding-shared": design(
+        layer(attention(kv_heads=2), repeat=3) | SHARED,
+        embedding={"per_layer": {"dim": 3, "activation": "silu"}},
+        head={"tied": False},
+    ),
     "head-bias-scale-softcap": design(
         layer(attention(), repeat=2), head={"tied": False, "bias": True, "scale": 0.7, "softcap": 1.5}
     ),

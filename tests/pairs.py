@@ -162,7 +162,7 @@ def model_choices(config: Config, path: str = "") -> Iterator[tuple[str, str, An
             continue
         if any(issubclass(cls, Part) for cls in classes(hints[name])):
             yield path + name, NONE if value is None else value.kind, None if value is None else value.dump()
-        elif ModelConfig in classes(hints[name]):
+        elif type(None) in classes(hints[name]) and any(issubclass(cls, Config) for cls in classes(hints[name])):
             yield path + name, NONE if value is None else "some", None if value is None else value.dump()
         elif isinstance(value, Config):
             yield from model_choices(value, f"{path}{name}.")

@@ -13,24 +13,23 @@ from heddle.exchange.family_match import HEDDLE
 from tests.exchange.cases import CASES
 from tools.markdown import joined, prose
 
-INTRO = """A family is a `model_type` of transformers: one `Family` in `src/heddle/exchange/families`, which maps config
-fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as
-close to the float32 logits as transformers' own."""
-MEANING = """The tests check several variants of every family (`tests/exchange/cases.py`), with random models that
-transformers saves in shards:
+INTRO = """A family is a `model_type` of transformers, here with its class: one `Family` in
+`src/heddle/exchange/families` maps config fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as close
+to the float32 logits as transformers' own."""
+MEANING = """Tests check variants of every family (`tests/exchange/cases.py`), with models of transformers with random
+weights and uneven shapes:
 
 - Logits: a batch of different lengths padded on the left, and a single row, longer than windows and original lengths.
   In bfloat16 the median error is at most 1.25 times transformers'. *Bit for bit* below: the batch's logits are equal.
-- Greedy text: 64 tokens are equal, with each program's state. Masked language models write none;
-  their logits are within 1e-10 in float64 (ModernBERT's rotations, which transformers computes in float32, in float64
-  too).
+- Greedy text: 64 tokens are equal, with heddle's state and transformers' cache. Masked language models write no text;
+  their logits are within 1e-10 in float64.
 - Files: `export` writes the names, dtypes and bytes that were read; transformers reads the same class and config, and
   computes the same bits. New weights are exported and read again without a changed bit.
 - Fields: each number and boolean of each config is changed, one at a time, to a value that both sides accept. Both
-  must then compute the same logits, and the logits must change, unless only training reads the field.
+  must then compute the same other logits, unless only training reads the field.
 
 Unknown fields are refused by name. Fields that are off or null, defaults and old spellings are read, and so are
-fields that change nothing that the model computes, which an import names.
+fields that change nothing in the model, which an import names. Code that `auto_map` names is never run.
 [published.md](published.md) lists published models."""
 
 
@@ -43,7 +42,7 @@ def _families() -> Iterator[str]:
     for name, family in sorted(families().items()):
         yield f"## {name}"
         yield prose(about(family))
-        notes = [f"Class: `{family.architecture}`{_equal(name)}."]
+        notes = [f"`{family.architecture}`{_equal(name)}."]
         if family.ignored_tensors:
             where = "" if family.multi_token is None else " where no modules are read"
             notes.append(f"Ignored tensors{where}: {', '.join(f'`{pattern}`' for pattern in family.ignored_tensors)}.")
@@ -78,7 +77,7 @@ def _not_read() -> Iterator[str]:
     renamed = _listed(f"`{name}` as `{target}`" for name, target in other.items())
     yield f"""transformers {transformers.__version__} has {len(names)} causal types. heddle reads {read} of them:
 families above (BERT, RoBERTa, XLM-RoBERTa and CamemBERT as encoders), and {renamed}."""
-    yield f"No missing part was seen in these, but no family reads them yet ({len(writable)}): {', '.join(writable)}."
+    yield f"No family reads these yet, though no part is missing ({len(writable)}): {', '.join(writable)}."
     yield "The others are refused by name, with what they need and heddle lacks:"
     yield "\n".join(f"- {missing}: {', '.join(types)}" for missing, types in sorted(needs.items()))
 

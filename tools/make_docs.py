@@ -60,7 +60,10 @@ from tools.markdown import joined, prose, table  # noqa: E402
 from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
 
 SLOTS = ("mixers", "positions", "scalings", "norms", "feedforwards", "residuals")
-MODEL = ("ModelConfig", "EmbeddingConfig", "LayerConfig", "HeadConfig", "InitializationConfig", "MultiTokenConfig")
+MODEL = (
+    "ModelConfig", "EmbeddingConfig", "PerLayerConfig", "LayerConfig", "HeadConfig", "InitializationConfig",
+    "MultiTokenConfig",
+)  # fmt: skip
 MARKS = ("<!-- generated: {} -->", "<!-- end of generated -->")
 NUMBERS = {
     PositiveInt: "positive integer",
@@ -84,11 +87,9 @@ HEAD = f"""# Parts
 
 {WRITTEN}
 
-A slot is a folder under `src/heddle/parts`; a kind is a file in it. Each slot has a page here, read from the code: the
-text of a kind is the docstring of its file. Its fields have their type and default in brackets; `null`, or leaving a
-field out, means off or the default. Every [law](../laws.md) runs on every option, in designs that combine every two
-choices of different slots; the section of a kind counts the bugs planted in its code by the law that catches
-them. [commonly-wrong.md](../commonly-wrong.md) shows common mistakes in such parts.
+A slot is a folder under `src/heddle/parts`; a kind is a file in it, whose docstring is the text here. Fields have their
+type and default in brackets; `null` means off or the default. Every [law](../laws.md) runs on every option, in designs
+that combine every two choices of different slots. [commonly-wrong.md](../commonly-wrong.md) shows common mistakes.
 """
 BENCHMARKS = f"""# Benchmarks
 

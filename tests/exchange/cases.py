@@ -161,6 +161,17 @@ def by_type(full: Fields, theta: float) -> Fields:
     return {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": theta}}
 
 
+GEMMA4: Fields = {
+    "num_hidden_layers": 5, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL], "sliding_window": 6,
+    "head_dim": 4, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97,
+    "rope_parameters": by_type(
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 3000.0, "factor": 2.0}, 70.0
+    ),
+}  # fmt: skip
+GEMMA4_UNIFIED: Fields = {name: GEMMA4[name] for name in GEMMA4 if not name.endswith("per_layer_input")}
+OF_GEMMA4_EXPERTS = frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"})
+
+
 def longrope(original: int, **fields: Any) -> Fields:
     """Phi-3's scaling of 8 dims a head from texts of `original` tokens, which is told at the top too, to 512."""
     table = {"short_factor": [1.0, 1.5, 1.1, 2.0], "long_factor": [1.2, 2.0, 3.5, 4.0], **fields}
@@ -462,6 +473,33 @@ CASES: dict[str, Case] = {
         },
         exact=True,
         inexact=frozenset({"no-caps-types"}),  # theirs multiplies one by one what ours gives to a fused kernel
+    ),
+    "gemma4_text": Case(
+        {
+            "plain": GEMMA4
+            | {"hidden_size_per_layer_input": 20, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+            "values-are-keys": GEMMA4
+            | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 1.5}
+            | {"use_bidirectional_attention": "vision", "rms_norm_eps": 1e-3},
+            "untied-biases-all-keys-shared": GEMMA4
+            | {"tie_word_embeddings": False, "attention_bias": True, "hidden_activation": "silu"}
+            | {"hidden_size_per_layer_input": 13, "num_kv_shared_layers": 3, "attention_k_eq_v": True}
+            | {"layer_types": [SLIDING, FULL, FULL, SLIDING, FULL], "global_head_dim": 4}
+            | {"rope_parameters": by_type({"rope_type": "default", "rope_theta": 3000.0}, 70.0)},
+        },
+        inert=OF_GEMMA4_EXPERTS | {"values-are-keys:vocab_size_per_layer_input"},
+        fixed=frozenset({"enable_moe_block"})
+        | {f"{variant}:vocab_size_per_layer_input" for variant in ("plain", "untied-biases-all-keys-shared")},
+        exact=True,
+    ),
+    "gemma4_unified_text": Case(
+        {
+            "plain": GEMMA4_UNIFIED | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            "keys-shared-biases-cap": GEMMA4_UNIFIED
+            | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 1.5}
+            | {"attention_bias": True, "layer_types": [SLIDING, FULL, FULL, SLIDING, FULL]},
+        },
+        exact=True,
     ),
     "gemma3_text": Case(
         {

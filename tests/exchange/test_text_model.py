@@ -28,16 +28,21 @@ PIXTRAL: Fields = {
     "model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 20, "image_size": 8, "patch_size": 4, "head_dim": 8,
 }  # fmt: skip
+GEMMA: Fields = {
+    "model_type": "gemma4_vision", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20, "patch_size": 4, "position_embedding_size": 16,
+}  # fmt: skip
 SEEING = [
     ("qwen3_5", "qwen3_5_text", QWEN_VISION),
     ("qwen3_5_moe", "qwen3_5_moe_text", QWEN_VISION),
     ("mistral3", "ministral3", PIXTRAL),
+    ("gemma4", "gemma4_text", GEMMA),
 ]
 
 
 def seeing(model_type: str, family: str, vision: Fields, folder: Path) -> Any:
     """A model of transformers that also sees, with random weights, and the folder that it was saved in."""
-    text = json.loads(config_of(family, next(iter(CASES[family].variants))).to_json_string())
+    text = json.loads(config_of(family, next(iter(CASES[family].variants)), tie_word_embeddings=False).to_json_string())
     vision = vision | ({} if "patch_size" not in vision or model_type == "mistral3" else {"out_hidden_size": 42})
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, tie_word_embeddings=False)
     torch.manual_seed(4)

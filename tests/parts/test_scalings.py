@@ -13,6 +13,7 @@ from heddle.parts.positions.rope import Rope, RopeConfig
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.longrope import LongropeConfig
 from heddle.parts.scalings.ntk import NtkConfig
+from heddle.parts.scalings.proportional import ProportionalConfig
 from tests.parity import reference
 
 YARNS: dict[str, tuple[int, float, dict[str, Any]]] = {
@@ -92,6 +93,22 @@ def test_scalings_equal_those_of_transformers(kind: str, theirs: str, fields: di
     mine = parse_config(RopeConfig, {"base": 10000.0, "scaling": {"kind": kind, **fields}}).build(64)
     assert list(mine.scaled_frequencies(length).inv_freq) == pytest.approx(want.tolist(), rel=1e-6)
     assert mine.attention_factor == factor == 1.0
+
+
+@pytest.mark.parametrize(("share", "factor"), [(0.25, 1.0), (0.5, 4.0), (0.3, 1.0), (1.0, 2.0)])
+def test_proportional_equals_that_of_transformers(share: float, factor: float) -> None:
+    theirs, _ = reference.scaled("proportional", (20, 1000.0), {"factor": factor}, part=share)
+    mine = RopeConfig(base=1000.0, scaling=ProportionalConfig(rotated_share=share, factor=factor)).build(20)
+    assert list(mine.scaled_frequencies(1, torch.float32).inv_freq) == theirs.tolist()
+    x, layout = torch.randn(1, 2, 1, 20), Layout(torch.tensor([[7]]))
+    still = torch.arange(10) >= int(share * 10)
+    unchanged = (mine(x, layout) == x)[0, :, 0].view(2, 2, 10).all(1)
+    assert torch.equal(unchanged, still.expand(2, 10))
+
+
+def test_a_share_without_a_pair_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rotated_share: leaves no pair to rotate"):
+        RopeConfig(scaling=ProportionalConfig(rotated_share=0.1)).build(8)
 
 
 @pytest.mark.parametrize("length", [64, 65])

@@ -62,8 +62,10 @@ def loop(model: Decoder, stream: list[Tensor]) -> list[Tensor]:
             keys, values = next((k, v) for window, k, v in reversed(kept) if window == mixer.window)
         else:
             keys = [[head("k", x, g, t) for g in range(mixer.kv_heads)] for t, x in enumerate(inputs)]
-            w = get("mixer.v.weight")
+            w = get("mixer.k.weight" if mixer.k_eq_v else "mixer.v.weight")
             values = [[w[g * d_v : (g + 1) * d_v] @ x for g in range(mixer.kv_heads)] for x in inputs]
+            if mixer.value_norm:
+                values = [[normalized(v, torch.ones(d_v)) for v in heads] for heads in values]
             kept.append((mixer.window, keys, values))
         outputs = []
         for t, x in enumerate(inputs):
@@ -87,13 +89,18 @@ def random_design(seed: int) -> Data:
         kinds[each] = {
             "kv_heads": draw.choice((1, 2)), "head_dim": draw.choice((2, 4, 6)), "value_dim": draw.randint(2, 5),
             "position": draw.choice((None, {"kind": "rope"})), "qk_norm": draw.choice((None, "head")),
+            "k_eq_v": draw.random() < 0.3, "value_norm": draw.random() < 0.3,
         }  # fmt: skip
+        if kinds[each]["k_eq_v"]:
+            kinds[each]["value_dim"] = kinds[each]["head_dim"]
     layers, seen = [], set[int | None]()
     for index in range(draw.randint(2, 6)):
         each = draw.choice((None, window)) if index != 1 else next(iter(seen))
         shares = each in seen and (index == 1 or draw.random() < 0.6)
         seen.add(each)
         fields = kinds[each] | {"heads": kinds[each]["kv_heads"] * draw.choice((1, 2)), "window": each}
+        own = {} if shares else fields
+        fields |= {name: own.get(name, False) for name in ("k_eq_v", "value_norm")}
         layers.append(layer(attention(**fields, shared_kv=shares), None))
     return design(*layers, width=WIDTH)
 
@@ -172,6 +179,22 @@ def test_equal_readers_of_different_layers_are_different_layers() -> None:
         (
             design(layer(attention(kv_heads=2)), layer(attention(kv_heads=1, shared_kv=True))),
             r"layers\[1\].mixer.kv_heads: differs from that of layers\[0\], whose keys and values it reads; make",
+        ),
+        (
+            design(layer(attention()), layer(attention(shared_kv=True, value_norm=True))),
+            r"layers\[1\].mixer.value_norm: has no effect with shared_kv",
+        ),
+        (
+            design(layer(attention(k_eq_v=True, value_dim=5))),
+            r"layers\[0\].mixer.value_dim: 5 is not head_dim = 6, but k_eq_v makes values of keys",
+        ),
+        (
+            design(layer(attention(value_norm=True, value_dim=1))),
+            r"layers\[0\].mixer.value_norm: leaves the norm one number per head",
+        ),
+        (
+            design(layer(attention(k_eq_v=True, short_convolution={"of": ["v"]}))),
+            r"layers\[0\].mixer.short_convolution.of: v is not projected with k_eq_v",
         ),
         (
             design(layer(attention(qk_norm="head")), layer(attention(shared_kv=True))),

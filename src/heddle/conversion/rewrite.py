@@ -70,12 +70,15 @@ class Rewrite(Config, ABC):
     def check_layers(self, design: ModelConfig) -> None:
         """Raises DesignError for a feature of the design that the rewrite neither supports nor keeps.
 
-        These are layers that share weights, keys or values, short convolutions, indexers, and multi-token modules
-        (which are built like the last layer).
+        These are layers that share weights, keys or values, short convolutions, indexers, values that are keys or are
+        normalized, per-layer embeddings, and multi-token modules (which are built like the last layer).
         """
         if design.multi_token is not None and not self.keeps_modules:
             reason = f"{self.name} would leave the modules in the old design"
             raise DesignError("multi_token", f"{reason}; give --to drop_multi_token before it, which leaves them out")
+        if design.embedding.per_layer is not None and not self.keeps_layers:
+            reason = f"gives every layer an embedding of its own, which {self.name} does not support"
+            raise DesignError("embedding.per_layer", f"{reason}; convert a design without it")
         if design.is_looped and not self.keeps_layers:
             reason = f"shares weights between layers, but {self.name} converts each layer separately"
             raise DesignError("layers.*.shared", f"{reason}; convert a design without it")
@@ -91,8 +94,14 @@ class Rewrite(Config, ABC):
     def _check_attention(self, design: ModelConfig) -> None:
         selected = self.selected_layers(design)
         for index, (_, layer) in enumerate(design.expand()):
-            if index in selected and (field := indexer_field(layer.mixer)):
-                reason = f"selects the keys of each query, which {self.name} does not support"
+            if index not in selected:
+                continue
+            fields = {"k_eq_v": "makes values of keys", "value_norm": "normalizes values"}
+            found = {name: what for name, what in fields.items() if getattr(layer.mixer, name, False)}
+            if indexer := indexer_field(layer.mixer):
+                found[indexer] = "selects the keys of each query"
+            for field, what in found.items():
+                reason = f"{what}, which {self.name} does not support"
                 raise DesignError(f"layers.{index}.mixer.{field}", f"{reason}; convert other layers, or leave it out")
         mixers = [layer.mixer for _, layer in design.expand()]
         for value, sources in ((None, design.kv_sources), (("value_residual", "values"), design.value_sources)):

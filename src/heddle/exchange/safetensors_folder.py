@@ -29,17 +29,21 @@ TEXT_MODELS = {
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
     "mistral3": ("ministral3", "mistral"),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
 }
 IMAGE_FIELDS = frozenset(
     """
     text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
     image_token_index multimodal_projector_bias projector_hidden_act spatial_merge_size vision_feature_layer
-    language_model_only boi_token_index eoi_token_index
+    language_model_only eoi_token_index
+    audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id
+    vision_soft_tokens_per_image
     """.split()  # noqa: SIM905
 )
 IMAGE_TENSORS = (
     "model.visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.",
-    "vision_model.",
+    "vision_model.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.",
 )  # fmt: skip
 PREFIXES = {
     "model.language_model.": "model.",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -21,6 +22,7 @@ from heddle.laws.harness import (
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer
 from heddle.numerics.random import RandomKey, use_random_key
+from heddle.parts.layout import HandedOver
 from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.residuals import Residual, Stream
 
@@ -42,9 +44,11 @@ def residual_identity(config: ModelConfig) -> None:
                 if isinstance(module, BranchDropout):
                     hooks.enter_context(module.register_forward_hook(lambda _module, _inputs, y: torch.zeros_like(y)))
             got = forward_no_grad(stack, tokens)
-            stream = stack.config.residual.expand(stack.embed(tokens, layout))
-            for block in _blocks(stack):
-                stream = block.identity_output(stream)
+            layout = replace(layout, handed_over=HandedOver())
+            stream = stack.config.residual.expand(stack.embedded(tokens, layout))
+            for layer, block in zip(stack.layers, _blocks(stack), strict=True):
+                assert isinstance(layer, Layer)
+                stream = layer.after_branches(block.identity_output(stream), layout)
             assert_close(
                 got,
                 stack.final_norm(stream),

@@ -114,6 +114,9 @@ def _stack(config: ModelConfig, context: ShrinkContext, sizes: bool) -> ModelCon
     embedding = config.embedding
     if embedding.position is not None and "length" in type(embedding.position).model_fields:
         embedding = embedding.replace(position=embedding.position.replace(length=SMALL_TEXT))
+    if embedding.per_layer is not None and sizes:
+        per_layer = embedding.per_layer.replace(dim=at_most(embedding.per_layer.dim, MOST["rope_dim"] + 2))
+        embedding = embedding.replace(per_layer=per_layer)
     fields = {"layers": tuple(layers), "residual": residual, "embedding": embedding}
     return config.replace(width=context.small_width, encoder=None, **fields)
 

@@ -58,12 +58,26 @@ def refuse_overflow() -> Iterator[None]:
         raise ConfigError(f"design: cannot be built ({error}); choose smaller sizes") from None
 
 
+class PerLayerConfig(Config):
+    """A second embedding of each token for every layer, `dim` wide (Gemma 3n, 2025).
+
+    Layer l adds `N(W_out (f(W_gate s) ⊙ p_l))` to its stream s, after its branches. With the embedding's output x and
+    a table E, `p_l = (N(P_l x / sqrt(width)) + sqrt(dim) · E_l[token]) / sqrt(2)`.
+    """
+
+    dim: PositiveInt
+    activation: Activation = "gelu_tanh"  # of the gate by which a layer reads its embedding
+
+
 class EmbeddingConfig(Config):
     """`scale` multiplies embeddings by sqrt(width), `multiplier` by a number. `position` is added to them.
 
     token_types: how many types a token may have (BERT's segments, `layout.with_token_types`); a vector of each is
-    added. norm: whether the sum passes through the model's norm (BERT, ModernBERT).
+    added. norm: whether the sum passes through the model's norm (BERT, ModernBERT). per_layer: embeddings that layers
+    read beside the stream.
     """
+
+    later_fields = ("per_layer",)
 
     scale: bool = False
     multiplier: PositiveFloat | None = None  # Granite's embedding_multiplier
@@ -71,6 +85,7 @@ class EmbeddingConfig(Config):
     position: AdditivePositionConfig | None = None
     norm: bool = False
     dropout: Probability = 0.0
+    per_layer: PerLayerConfig | None = None
 
 
 class HeadConfig(Config):
@@ -263,6 +278,8 @@ class ModelConfig(Config):
         layers = [layer.config for layer in self.distinct_layers]
         most_branches = max((layer.mixer is not None) + (layer.feedforward is not None) for layer in layers)
         mixers = {"" if layer.mixer is None else layer.mixer.kind for layer in layers}
+        if self.embedding.per_layer is not None and not self.residual.has_one_stream:
+            refuse("embedding.per_layer", f"is added to one stream, and {self.residual.kind} has several; leave it out")
         try:
             self.residual.check_layers(self.depth, most_branches, mixers)
         except DesignError as error:
@@ -319,8 +336,9 @@ class ModelConfig(Config):
 
     @property
     def hands_over(self) -> bool:
-        """Whether a layer reads keys or values of an earlier one."""
-        return any(source is not None for source in (*self.kv_sources, *self.value_sources))
+        """Whether a layer reads keys or values of an earlier one, or its own part of the embedding."""
+        sources = (*self.kv_sources, *self.value_sources)
+        return self.embedding.per_layer is not None or any(source is not None for source in sources)
 
     @cached_property
     def weight_sources(self) -> tuple[int, ...]:

@@ -23,12 +23,16 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.embedding import Embedding, Head
 from heddle.model.initialization import initialize, materialize
 from heddle.model.multi_token import MultiTokenModule, Prediction, predictions
+from heddle.model.per_layer import PerLayerBranch
 from heddle.model.state import State
+from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext, ResidualContext
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig
 from heddle.parts.layout import EncoderOutput, HandedOver, Layout
 from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.modules.dropout import Dropout
+from heddle.parts.modules.eager import layout_dependent
+from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.modules.short_convolution import ShortConvolutions, build_convolutions
 from heddle.parts.position_table import PositionTable
 from heddle.parts.positions import Rotation
@@ -74,6 +78,22 @@ def encode(encoder: "Decoder | None", source: Tensor, layout: Layout | None) -> 
 LENGTH_DEPENDENT = "a rotary embedding of this design depends on the final length of the text"
 
 
+class LayerScalar(SelfInitialized):
+    """`residual.layer_scalar`: a learned factor of the stream, 1 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """[B, T, width] -> the same shape."""
+        return stream * self.weight.to(stream.dtype)
+
+
 class Layer(nn.Module):
     """One layer: a residual block around a mixer and a feed-forward. Either of the two may be absent."""
 
@@ -102,6 +122,9 @@ class Layer(nn.Module):
             mixer="" if config.mixer is None else config.mixer.kind,
         )
         self.residual = build_under("residual", model.residual.build, residual_context)
+        per_layer, self.layer_index = model.embedding.per_layer, layer_index
+        self.per_layer = None if per_layer is None else PerLayerBranch(per_layer, model.width, model.norm)
+        self.scalar = LayerScalar() if model.residual.layer_scalar else None
 
     def init_state(self, spec: StateSpec) -> MixerState | None:
         """An empty state: the mixer's, or a `LayerState` if the feed-forward has one, too."""
@@ -136,8 +159,21 @@ class Layer(nn.Module):
             branches["mixer"] = mix
         if self.feedforward is not None:
             branches["feedforward"] = feed_forward
-        stream = self.residual(stream, branches)
+        stream = self.after_branches(self.residual(stream, branches), layout)
         return stream, LayerState(mixer_state, feedforward_state) if both else mixer_state
+
+    def after_branches(self, stream: Stream, layout: Layout) -> Stream:
+        """The stream with the layer's own embedding added, times its scalar; unchanged without both."""
+        if self.per_layer is not None:
+            stream = stream + self.per_layer(stream, self._own_embedding(layout))
+        return stream if self.scalar is None else self.scalar(stream)
+
+    @layout_dependent
+    def _own_embedding(self, layout: Layout) -> Tensor:
+        """What `embedding.per_layer` has for this layer [B, T, dim]."""
+        assert layout.handed_over is not None
+        assert layout.handed_over.per_layer is not None
+        return layout.handed_over.per_layer[:, :, self.layer_index]
 
 
 def _input_convolution(config: MixerConfig | FeedforwardConfig | None, width: int) -> ShortConvolutions | None:
@@ -175,7 +211,8 @@ class Decoder(nn.Module):
             raise DesignError("vocab_size", "is required to build a model; set it, or train on data")
         self.config = config
         self.fingerprint = config.fingerprint()
-        self.embed = build_under("embedding", Embedding, config.vocab_size, config.width, config.embedding, config.norm)
+        sizes = config.vocab_size, config.width, config.depth
+        self.embed = build_under("embedding", Embedding, *sizes, config.embedding, config.norm)
         layers = [(path, layer, index, 1) for index, (path, layer) in enumerate(config.expand())]
         if distinct_layers_only:
             layers = [(layer.path, layer.config, layer.index, layer.count) for layer in config.distinct_layers]
@@ -268,7 +305,8 @@ class Decoder(nn.Module):
             raise DesignError("", "a bidirectional mixer (causal: false) sees the tokens to predict; leave it out")
         index = 0 if config.residual.stream_grows else config.depth - 1  # each module starts a new stream
         depth = config.multi_token.depth
-        return [MultiTokenModule(config, Layer(config.last_layer, config, index)) for _ in range(depth)]
+        plain = config.replace(embedding=config.embedding.replace(per_layer=None))  # a module has no embedding there
+        return [MultiTokenModule(config, Layer(config.last_layer, plain, index)) for _ in range(depth)]
 
     def predict_ahead(self, hidden: Tensor, tokens: Tensor, layout: Layout | None = None) -> list[Prediction]:
         """The predictions of the multi-token modules, from the hidden states that a call without a state returned.
@@ -472,12 +510,20 @@ class Decoder(nn.Module):
     def _run(self, tokens: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
         if self.config.hands_over:
             layout = replace(layout, handed_over=HandedOver())  # of this call, and of its backward pass
-        stream = self.config.residual.expand(self.embed(tokens, layout))
+        stream = self.config.residual.expand(self.embedded(tokens, layout))
         new_states = []
         for layer, state in zip(self.layers, states, strict=True):
             stream, new_state = self._call_layer(layer, stream, layout, state)
             new_states.append(new_state)
         return self.final_norm(stream), new_states
+
+    def embedded(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """tokens [B, T] -> the embedding's output [B, T, width]; what layers read beside it is left in the layout."""
+        x: Tensor = self.embed(tokens, layout)
+        if self.embed.per_layer is not None:
+            assert layout.handed_over is not None
+            layout.handed_over.per_layer = self.embed.per_layer(tokens, x, layout)
+        return x
 
     def _call_layer(self, layer: nn.Module, stream: Stream, layout: Layout, state: Any) -> tuple[Stream, Any]:
         if self.checkpointing and torch.is_grad_enabled():

@@ -10,9 +10,11 @@ from torch.nn import functional
 from heddle.config import build_under
 from heddle.errors import ConfigError
 from heddle.model.config import EmbeddingConfig, HeadConfig
+from heddle.model.per_layer import PerLayerEmbedding
 from heddle.numerics.activations import activation
 from heddle.numerics.cross_entropy import OutputHead, scale_and_cap
 from heddle.numerics.linear import linear
+from heddle.numerics.norms import rounded_to_dtypes
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
@@ -52,17 +54,19 @@ class TokenTypes(SelfInitialized):
 class Embedding(SelfInitialized):
     """Token embeddings, scaled, with token types and absolute positions added, and optionally normalized.
 
-    Padding gives zeros, whatever its tokens are.
+    Padding gives zeros, whatever its tokens are. per_layer: what layers read beside it, which the model calls itself.
     """
 
-    def __init__(self, vocab_size: int, width: int, config: EmbeddingConfig, norm: NormConfig) -> None:
+    def __init__(self, vocab_size: int, width: int, depth: int, config: EmbeddingConfig, norm: NormConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
-        self.scale = _rounded_to_dtypes(math.sqrt(width)) if config.scale else None
+        self.scale = rounded_to_dtypes(math.sqrt(width)) if config.scale else None
         self.multiplier = config.multiplier
         self.token_types = None if config.token_types is None else TokenTypes(config.token_types, width)
         self.position = None if config.position is None else build_under("position", config.position.build, width)
         self.norm = norm.build(width) if config.norm else None
+        per_layer = config.per_layer
+        self.per_layer = None if per_layer is None else PerLayerEmbedding(per_layer, vocab_size, width, depth, norm)
         self.dropout = Dropout(config.dropout)
         self.lookup_module: nn.Module | None = None
 
@@ -103,12 +107,6 @@ class Embedding(SelfInitialized):
             x = self.norm(x if padding is None else x.masked_fill(padding, 0.0))  # keeps NaN out of the gradients
         x = self.dropout(x)
         return x if padding is None else x.masked_fill(padding, 0.0)
-
-
-def _rounded_to_dtypes(number: float) -> dict[torch.dtype, float]:
-    """The number rounded to each dtype, as Gemma does with its scale: sqrt(3072) is 55.5 in bfloat16."""
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    return {dtype: torch.tensor(number, dtype=dtype, device="cpu").item() for dtype in dtypes}
 
 
 class HeadTransform(nn.Module):

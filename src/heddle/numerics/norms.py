@@ -38,6 +38,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def rounded_to_dtypes(number: float) -> dict[torch.dtype, float]:
+    """The number rounded to each dtype, as Gemma does with scales of embeddings: sqrt(3072) is 55.5 in bfloat16."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return {dtype: torch.tensor(number, dtype=dtype, device="cpu").item() for dtype in dtypes}
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Within the block, autocast is disabled on x's device."""
     device_kind = x.device.type

@@ -42,6 +42,9 @@ class Depth(Rewrite):
         self.refuse_layers("depth")
         design = source.design
         check_growth("depth", design.depth, self.depth)
+        if design.residual.layer_scalar:
+            reason = "multiplies the stream in every layer, so no layer can be the identity"
+            raise DesignError("residual.layer_scalar", f"{reason}; leave the depth alone")
         if not design.residual.keeps_stream:
             reason = f"kind {design.residual.kind} changes the stream in every layer, so no layer can be the identity"
             raise DesignError("residual", f"{reason}; only a design such as pre_norm can grow")

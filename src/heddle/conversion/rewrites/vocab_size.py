@@ -16,7 +16,7 @@ from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
 
 MASKED_LOGIT = -30000.0  # exp of it is zero in every dtype, and float16 still holds it
-BY_ID = ("embed.weight", "head.weight", "head.bias")  # their first dim is the id
+BY_ID = ("embed.weight", "embed.per_layer.weight", "head.weight", "head.bias")  # their first dim is the id
 
 
 class VocabSize(Rewrite):

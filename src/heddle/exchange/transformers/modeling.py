@@ -76,6 +76,8 @@ def resize_embeddings(decoder: Decoder, vocab_size: int, mean_init: bool = True)
     head, embed = decoder.head, decoder.embed
     tied = head.weight is embed.weight
     embed.weight = _resized(embed.weight, vocab_size, mean_init, std)
+    if embed.per_layer is not None:
+        embed.per_layer.weight = _resized(embed.per_layer.weight, vocab_size, mean_init, std)
     head.weight = embed.weight if tied else _resized(head.weight, vocab_size, mean_init, std)
     if head.bias is not None:
         head.bias = _resized(head.bias, vocab_size, mean_init, 0.0)

@@ -82,7 +82,10 @@ class Kind:
 
 
 # Fields that an explored design cannot have: its equal layers read no other layer, and a convolution is several fields.
-NOT_EXPLORED = ("shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first")
+NOT_EXPLORED = (
+    "shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first", "k_eq_v",
+    "layer_scalar", "per_layer",
+)  # fmt: skip
 
 
 @cache
@@ -212,6 +215,8 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
             reason = "is not a field of the explorer; leave it out here, and see heddle show for its costs"
             raise DesignError(f"{path}.mixer.{field}", reason)
     data = config.dump()
+    for place in ("residual", "embedding"):
+        _check_explored(data[place], place)
     for path, entry in config.expand():
         _check_explored(entry.dump(), path)
     counts = Counter[tuple[MixerConfig | None, FeedforwardConfig | None, int | None]]()

@@ -255,7 +255,9 @@ def attention(n: Quantities) -> Costs:
         flops=attention_flops(pairs, 1, n.heads, dim + value_dim),
         cached=has_keys * cached_tokens(n) * groups * (dim + value_dim),
     )
-    read = projection(n, n.width, n.heads * dim + has_keys * groups * (dim + value_dim), bias)
+    n.refuse(n.value_norm * n.above(2, value_dim), value_norm=True, value_dim=1)
+    projected = groups * (dim + (1 - n.k_eq_v) * value_dim)
+    read = projection(n, n.width, n.heads * dim + has_keys * projected, bias)
     return read + gate + own + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
 
 
@@ -588,6 +590,14 @@ def yarn(n: Quantities) -> Costs:
     n.refuse(strength * (1 - all_dim), mscale=0.7)
     n.refuse(all_dim * (1 - strength), mscale_all_dim=0.7)
     n.refuse(strength * all_dim * n.has("attention_factor"), mscale=0.7, mscale_all_dim=0.7, attention_factor=1.5)
+    return scaling(n)
+
+
+@costs_of("scalings", "proportional")
+def proportional(n: Quantities) -> Costs:
+    """Nothing."""
+    few = n.above(1, n.rotated_share * n.rotation_dims / 2)
+    n.refuse(few, rotated_share=0.5, rotation={"rotary_dim": 2})
     return scaling(n)
 
 

@@ -25,6 +25,10 @@ are the values of the first layer with attention, for the same tokens. λ₁ and
 A layer without the option keeps its own values (the paper's sparse form), as the first one always does. The cache holds
 the mixed values, so the state has the same size as without the option.
 
+With `k_eq_v` there is no projection to v: values are the projected keys, before any convolution, norm and rotation of
+the keys (Gemma 4, 2026). `value_norm` makes the values of each head `v / sqrt(mean(v²) + ε)`, with the ε of the model's
+norm and no weight (Gemma 3n, 2025), before `value_residual` mixes them.
+
 `short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
 
 With `indexer` each query attends only to the `top_k` visible keys that an indexer selects (DeepSeek Sparse Attention,
@@ -54,11 +58,11 @@ from heddle.config import (
 )
 from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
-from heddle.numerics.norms import at_least_float32
+from heddle.numerics.norms import at_least_float32, rms_norm
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import HandedOver, Layout
-from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
+from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, check_norm_width, merge_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueries, build_indexer
@@ -96,6 +100,7 @@ def query_temperature(
     return layout.cached(("query temperature", length, beta, dtype, growth), temperatures)
 
 
+DEFAULT_EPS = 1e-6  # of `value_norm`, where the model's norm has no eps
 LEAST_NORM = 1e-12  # of a value, as in the published code of exclusive self-attention
 
 
@@ -128,7 +133,7 @@ class AttentionConfig(MixerConfig):
     aliases = ("mha", "mqa", "gqa", "swa")
     convolved = ("input", "q", "k", "v")
     later_fields = (
-        *("temperature_growth", "exclusive", "shared_kv", "value_residual", "indexer"),
+        *("temperature_growth", "exclusive", "shared_kv", "k_eq_v", "value_norm", "value_residual", "indexer"),
         *("chunked", "qk_norm_weight"),
     )
 
@@ -157,6 +162,8 @@ class AttentionConfig(MixerConfig):
     temperature_growth: Growth = "stepwise"  # stepwise: after each length; smooth: with every token
     exclusive: bool = False  # outputs without their component along the token's own value
     shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
+    k_eq_v: bool = False  # values are the projected keys
+    value_norm: bool = False  # values are normalized
     # Factors of the layer's own values (λ₁) and of the first attention layer's (λ₂): two numbers, or learned.
     value_residual: tuple[FiniteFloat, ...] | Literal["learned"] | None = None
     indexer: IndexerConfig | None = None  # selects the keys that each query attends to
@@ -183,6 +190,11 @@ class AttentionConfig(MixerConfig):
         convolved = () if self.short_convolution is None else self.short_convolution.of
         if self.shared_kv and ("k" in convolved or "v" in convolved):
             refuse("short_convolution.of", "k and v come from another layer (shared_kv); leave them out")
+        if self.k_eq_v and "v" in convolved:
+            refuse("short_convolution.of", "v is not projected with k_eq_v; leave it out")
+        for name in ("k_eq_v", "value_norm"):
+            if self.shared_kv and getattr(self, name):
+                refuse(name, "has no effect with shared_kv, which leaves no values of its own; keep one")
         if self.norm_after_rotation and (self.qk_norm is None or not isinstance(self.position, RotationConfig)):
             refuse("norm_after_rotation", "needs qk_norm and a rotary position; give both, or leave it out")
         if isinstance(self.value_residual, tuple) and len(self.value_residual) != 2:
@@ -259,10 +271,16 @@ class AttentionConfig(MixerConfig):
     def build(self, context: BuildContext) -> "Attention":
         """Build the module.
 
-        Raises DesignError if width is not divisible by heads and head_dim is not given, or if `exclusive` would leave
-        nothing of the outputs, because values have one dim.
+        Raises DesignError if width is not divisible by heads and head_dim is not given, if values have one dim, of
+        which `exclusive` and `value_norm` leave nothing or a sign, or if `k_eq_v` needs the width of keys for values.
         """
-        if self.exclusive and (self.value_dim or context.head_dim(self.heads, self.head_dim)) == 1:
+        dim = context.head_dim(self.heads, self.head_dim)
+        value_dim = self.value_dim or dim
+        if self.k_eq_v and value_dim != dim:
+            raise DesignError("value_dim", f"{value_dim} is not head_dim = {dim}, but k_eq_v makes values of keys")
+        if self.value_norm:
+            check_norm_width("value_norm", value_dim)
+        if self.exclusive and value_dim == 1:
             raise DesignError("exclusive", "leaves nothing of outputs of one dim; give a larger value_dim")
         if self.indexer is not None:
             build_under("indexer", self.indexer.check_window, self.window, self.causal)
@@ -300,7 +318,9 @@ class Attention(SelfInitialized, Mixer):
         self.reads_kv, kv_width = config.shared_kv, self.kv_heads * self.head_dim
         self.k = None if self.reads_kv else Linear(context.width, kv_width, bias=qkv_bias)
         value_width = self.kv_heads * self.value_dim
-        self.v = None if self.reads_kv else Linear(context.width, value_width, bias=qkv_bias, value_projection=True)
+        has_v = not self.reads_kv and not config.k_eq_v
+        self.v = Linear(context.width, value_width, bias=qkv_bias, value_projection=True) if has_v else None
+        self.value_eps = getattr(context.norm, "eps", DEFAULT_EPS) if config.value_norm else None
         self.out = Linear(self.heads * self.value_dim, context.width, bias=config.bias is True, output_projection=True)
         gate_widths = {"head": self.heads, "channel": self.heads * self.value_dim}
         self.gate = None if config.gate is None else Linear(context.width, gate_widths[config.gate], bias=qkv_bias)
@@ -387,6 +407,7 @@ class Attention(SelfInitialized, Mixer):
         q, *projected = fused_projections(x, *projections)
         if self.qkv_clip is not None:
             q, *projected = (each.clamp(-self.qkv_clip, self.qkv_clip) for each in (q, *projected))
+        unconvolved_keys = projected[:1]
         if self.convolutions is not None:
             inputs = dict(zip("qkv", (q, *projected), strict=False))  # only q with shared_kv
             (q, *projected), state = self.convolutions(inputs, layout, state)
@@ -396,8 +417,10 @@ class Attention(SelfInitialized, Mixer):
         own = None
         if projected:
             k = self._heads(projected[0], self.k_norm, self.kv_heads, layout)
-            v = projected[1] if self.value_multiplier is None else projected[1] * self.value_multiplier
-            own = k, split_heads(v, self.kv_heads)
+            (values,) = unconvolved_keys if self.v is None else projected[1:]
+            v = split_heads(values, self.kv_heads)
+            v = v if self.value_eps is None else rms_norm(v, None, self.value_eps)
+            own = k, v if self.value_multiplier is None else v * self.value_multiplier
         index = None if self.indexer is None else self.indexer(x, x, layout)
         cache: Any = state.own if isinstance(state, ConvolvedState) else state
         y, v, cache = self._attend(q, own, index, layout, cache)

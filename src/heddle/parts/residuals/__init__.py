@@ -2,11 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import DesignError, Part, Probability
+from heddle.config import DesignError, Part, Probability, refuse
 from heddle.parts.build import ResidualContext
 from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.norms import NormConfig
@@ -31,18 +32,29 @@ class ResidualConfig(Part, ABC):
     drop_path, drop_path_first: stochastic depth rates of the last and of the first layer; in between the rate is linear
     (Huang et al. 2016, §3). dropout: rate at which elements of a branch's output are dropped, the same in every layer
     (Vaswani et al. 2017, §5.4).
+    layer_scalar: whether the stream after each layer, with what `embedding.per_layer` adds, is multiplied by a learned
+    number, at first 1 (Gemma 4, 2026).
     keeps_stream: whether a layer whose branches add zero leaves every stream unchanged, whatever its other weights.
     stream_grows: whether the stream grows from layer to layer, so that no two layers cost the same.
+    has_one_stream: whether the stream is one tensor [B, T, width].
     """
 
     slot: ClassVar[str] = "residuals"
-    later_fields: ClassVar[tuple[str, ...]] = ("drop_path_first",)
+    later_fields: ClassVar[tuple[str, ...]] = ("drop_path_first", "layer_scalar")
     keeps_stream: ClassVar[bool] = False
     stream_grows: ClassVar[bool] = False
+    has_one_stream: ClassVar[bool] = True
 
     drop_path: Probability = 0.0  # stochastic depth of the last layer (Huang et al. 2016); linear in between
     drop_path_first: Probability = 0.0  # stochastic depth of the first layer
     dropout: Probability = 0.0  # of elements of a branch's output
+    layer_scalar: bool = False  # a learned factor of the stream after each layer
+
+    @model_validator(mode="after")
+    def _check_layer_scalar(self) -> Self:
+        if self.layer_scalar and not self.has_one_stream:
+            refuse("layer_scalar", f"multiplies one stream, and {self.kind} has several; leave it out")
+        return self
 
     def check_layers(self, depth: int, most_branches: int, mixers: Set[str]) -> None:
         """Raises DesignError for a field that does nothing in a model of `depth` layers.

@@ -43,6 +43,7 @@ class AttentionResidualsConfig(ResidualConfig):
     leaves the softmax.
     """
 
+    has_one_stream = False
     aliases = ("attnres",)
     stream_grows: ClassVar[bool] = True
 

@@ -36,6 +36,8 @@ IDENTITY_BIAS = 4.0  # on the diagonal of M; four streams then start with 95 % o
 class HyperConnectionsConfig(ResidualConfig):
     """`streams` is n; `iterations` of Sinkhorn–Knopp."""
 
+    has_one_stream = False
+
     aliases = ("mhc",)
 
     streams: Annotated[int, Field(ge=2, le=64)] = 4

@@ -17,6 +17,8 @@ from heddle.parts.residuals import Branches, Residual, ResidualConfig
 class ResidualDualConfig(ResidualConfig):
     """No fields of its own. Elements dropped from a branch output are dropped in both streams."""
 
+    has_one_stream = False
+
     aliases = ("resi_dual",)
 
     def expand(self, x: Tensor) -> tuple[Tensor, Tensor]:
