@@ -14,8 +14,8 @@ from tests.exchange.cases import CASES
 from tools.markdown import joined, prose
 
 INTRO = """A family is a `model_type` of transformers, here with its class: one `Family` in
-`src/heddle/exchange/families` maps config fields and tensor names both ways. Logits in float32 are within 1e-5 of transformers', in bfloat16 as close
-to the float32 logits as transformers' own."""
+`src/heddle/exchange/families` maps config fields and tensor names both ways. Logits in float32 are within 1e-5 of
+transformers', in bfloat16 as close to the float32 logits as transformers' own."""
 MEANING = """Tests check variants of every family (`tests/exchange/cases.py`), with models of transformers with random
 weights and uneven shapes:
 
