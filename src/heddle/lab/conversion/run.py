@@ -1,8 +1,11 @@
-"""Measure the models of a conversion one after the other; results are saved, so that a killed run resumes."""
+"""Measure the models of one conversion or several, and write the report; what is saved resumes after a kill."""
 
+import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,21 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from heddle import __version__
+from heddle.config import DesignError
+from heddle.conversion.convert import (
+    CONVERSION_FILE,
+    Conversion,
+    ConversionSource,
+    open_source,
+    refuse_existing,
+    saved_conversion,
+)
+from heddle.conversion.heal import CONVERTED_FOLDER, interrupted_rows, partial_folder
+from heddle.conversion.targets import ConversionVariant
+from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus
-from heddle.errors import CheckpointError, DataError
+from heddle.data.samples import RowProtocol
+from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.lab.compare.results import plain
 from heddle.lab.compare.speed import Samples, measure_speeds
 from heddle.lab.conversion.measure import (
@@ -23,10 +39,19 @@ from heddle.lab.conversion.measure import (
     measure_model,
     measured_rows,
 )
-from heddle.lab.conversion.results import ORIGINAL, ConversionResults, MeasuredText, ModelResult, parse_results
-from heddle.progress import progress_bar
-from heddle.storage.file_io import read_json_file, write_json_file
-from heddle.storage.run_log import to_plain_json
+from heddle.lab.conversion.results import (
+    CONVERTED,
+    HEALED,
+    ORIGINAL,
+    ConversionResults,
+    MeasuredText,
+    ModelResult,
+    parse_results,
+)
+from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
+from heddle.progress import print_status, progress_bar
+from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
+from heddle.storage.run_log import first_difference, to_plain_json
 from heddle.training.evaluation.text_recall import NEEDLE_TOKENS
 
 SPEED_ROUNDS = 2
@@ -185,3 +210,150 @@ def _measure_all_speeds(
                     rounds.append(measure_speeds(design_weights.design, contexts, device, design_weights.dtype))
                     save()
                     bar.advance(1)
+
+
+# From a model to the report of its conversion: one conversion in a model folder, or several in a folder of models.
+#
+# Unfinished work lies in the folder OUT.work beside OUT, so that the same call resumes after a kill.
+
+RESULTS_FILE = "convert.json"
+RESULT_FOLDER, MODELS_FOLDER = "result", "models"
+
+WriteModel = Callable[[Conversion, Path], None]  # converts, and heals if requested, into a folder
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """How conversions are measured. record: its path names the file within the folder of the report."""
+
+    corpus: Corpus
+    record: ConversionRecord
+    settings: MeasurementSettings
+    device: str = "cpu"
+
+
+def interrupted_report_rows(out: Path) -> RowProtocol | None:
+    """How rows began in the text that an interrupted call for `out` read; None without one, or if it read none."""
+    result = partial_folder(out) / RESULT_FOLDER
+    models = {path.with_name(path.name.removesuffix(".work")) for path in (result / MODELS_FOLDER).glob("*")}
+    for model in (out, *sorted(models)):
+        if rows := interrupted_rows(model):
+            return rows
+    for folder in (out, result):
+        with suppress(CheckpointError, KeyError):  # an unreadable file is measured again
+            return RowProtocol.parse(read_json_file(folder / RESULTS_FILE)["text"])
+    return None
+
+
+def is_converted(conversion: Conversion, out: Path, healed: bool | None) -> bool:
+    """Whether `out` holds this conversion without its complete report, because a call was killed.
+
+    healed: whether the model must be healed; None if a budget decided.
+    """
+    if not (out / CONVERSION_FILE).is_file() or (out / PAGE_FILE).exists():
+        return False
+    saved = saved_conversion(out)
+    was_healed = saved.pop("healing", None) is not None
+    return healed in (None, was_healed) and saved == _identity(conversion)
+
+
+def report_conversion(conversion: Conversion, out: Path, report: ConversionReport) -> ConversionResults:
+    """Measure a conversion that was written to `out`, before and after healing, and write the page into it.
+
+    Raises what `measure_conversion` raises.
+    """
+    method = conversion.rewrites[0].name
+    models = [original_model(conversion.source), *_written_models(method, method, out, with_stage=True)]
+    record = replace(report.record, path=out / RESULTS_FILE)
+    results = measure_conversion(models, report.corpus, record, report.settings, report.device)
+    write_conversion_page(results, out)
+    return results
+
+
+def original_model(source: ConversionSource) -> ModelToMeasure:
+    """The model to convert."""
+    return ModelToMeasure("original", ORIGINAL, source.weights, source.weights_sha256, source=str(source.folder))
+
+
+def _written_models(name: str, method: str, folder: Path, with_stage: bool = False) -> list[ModelToMeasure]:
+    """The model in a folder; if it was healed, preceded by the converted one in `folder`.work."""
+    converted = partial_folder(folder) / CONVERTED_FOLDER
+    folders = {CONVERTED: converted, HEALED: folder} if converted.is_dir() else {CONVERTED: folder}
+    models = []
+    for stage, path in folders.items():
+        source = open_source(path)
+        label = stage if with_stage else name if stage == CONVERTED else f"{name}, healed"
+        models.append(ModelToMeasure(label, stage, source.weights, source.weights_sha256, method, str(path.name)))
+    return models
+
+
+def report_variants(
+    source: ConversionSource,
+    variants: Sequence[ConversionVariant],
+    text: CalibrationText | None,
+    write: WriteModel,
+    out: Path,
+    report: ConversionReport,
+) -> ConversionResults:
+    """Convert a model in several ways, measure all, and write the folder `out`: the page, its numbers and the models.
+
+    A variant to which the model cannot be converted is left out and named on the page. Raises ConfigError if none
+    is left, CheckpointError if `out` exists or its work is for other conversions, and what `measure_conversion` raises.
+    """
+    refuse_existing(out)
+    result = partial_folder(out) / RESULT_FOLDER
+    folder = result / MODELS_FOLDER
+    warnings: list[str] = []
+    models = [original_model(source)]
+    for number, variant in enumerate(variants, start=1):
+        conversion = Conversion(source, variant.rewrites, text)
+        path = folder / variant.file_name
+        print_status(f"conversion {number} of {len(variants)}: {variant.name}")
+        try:
+            if not _is_complete(conversion, path):
+                write(conversion, path)
+        except (DesignError, ConfigError) as error:
+            print_status(f"left out: {variant.name}: {error}")
+            warnings.append(f"{variant.name} was left out: {error}.")
+            continue
+        models += _written_models(variant.name, variant.method, path)
+    if len(models) == 1:
+        raise ConfigError(f"no conversion is possible: {warnings[0]}")
+    record = replace(report.record, path=result / RESULTS_FILE, warnings=(*report.record.warnings, *warnings))
+    measured = measure_conversion(models, report.corpus, record, report.settings, report.device)
+    write_conversion_page(measured, result)
+    _move_work_aside(folder)
+    refuse_existing(out)
+    os.rename(result, out)
+    with suppress(OSError):  # keep what healing left
+        result.parent.rmdir()
+    sync_folder(out.parent)
+    return measured
+
+
+def _is_complete(conversion: Conversion, folder: Path) -> bool:
+    """Whether a folder holds this conversion. Raises CheckpointError if it holds another."""
+    if not folder.is_dir():
+        return False
+    saved = saved_conversion(folder)
+    saved.pop("healing", None)
+    difference = first_difference(saved, _identity(conversion))
+    if difference:
+        raise CheckpointError(f"{folder}: holds another conversion: {difference}; remove it, or choose another name")
+    return True
+
+
+def _identity(conversion: Conversion) -> dict[str, Any]:
+    identity: dict[str, Any] = to_plain_json(conversion.describe())
+    return identity
+
+
+def _move_work_aside(folder: Path) -> None:
+    """Move what healing left between the models to the folder that stays beside `out`."""
+    left = sorted(folder.glob("*.work"))
+    if left:
+        names = itertools.chain(["healing"], (f"healing-{number}" for number in itertools.count(2)))
+        work = next(path for path in (folder.parent.parent / name for name in names) if not path.exists())
+        work.mkdir()
+        for path in left:
+            os.rename(path, work / path.name)
