@@ -187,19 +187,24 @@ def leaves(name: str) -> list[tuple[bool, str, str, int]]:
 
 
 # Modules whose parameters have two dims but are not matrices that multiply vectors.
-TABLES = {"Embedding", "TokenTypes", "Head", "Learned", "ShortConvolution", "LayerNorm", "RMSNorm", "RelativeBias"}
+TABLES = {
+    "Embedding", "PerLayerEmbedding", "TokenTypes", "Head", "Learned", "ShortConvolution", "LayerNorm", "RMSNorm",
+    "RelativeBias",
+}  # fmt: skip
+OUTSIDE = ("head.", "final_norm.", "embed.per_layer.")
 
 
 def test_muon_takes_every_matrix_of_a_layer_and_nothing_else() -> None:
     """A new kind of module with parameters of two dims must list its matrices in `matrix_parameters`.
 
-    The head is not a layer, nor are the transform of a masked language model's head and the last mix of sources.
+    The head is not a layer, nor are the transform of a masked language model's head, the last mix of sources and what
+    projects the embedding for all layers.
     """
     rows = list(itertools.chain.from_iterable(leaves(name) for name in CASES))
     assert {dims for muon, _, _, dims in rows if muon} == {2, 3}
     assert [row for row in rows if row[0] and (row[1] in TABLES or not re.match(IN_STACKS, row[2]))] == []
     others = [row for row in rows if not row[0] and row[3] >= 2 and not row[2].endswith(".bias")]
-    assert [row for row in others if row[1] not in TABLES and not row[2].startswith(("head.", "final_norm."))] == []
+    assert [row for row in others if row[1] not in TABLES and not row[2].startswith(OUTSIDE)] == []
 
 
 def test_states_are_kept_by_name_those_of_a_stack_by_slice() -> None:

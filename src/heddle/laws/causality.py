@@ -203,12 +203,13 @@ def _mixer_reach(mixer: Mixer | None, length: int) -> Tensor:
     """bool [T, T]: which tokens each token depends on through a mixer, of a text from position 0."""
     if mixer is None:
         return _band(length, 0)
-    if isinstance(mixer, Pair):
-        return _mixer_reach(mixer.first, length) | _mixer_reach(mixer.second, length)
     window, earlier = mixer.window, mixer.beyond_window
+    back = None if window is None else window + earlier - (1 if mixer.causal else 0)
+    within = _band(length, back, 0 if mixer.causal else window)
+    if isinstance(mixer, Pair):  # one of the two may have chunks
+        return within & (_mixer_reach(mixer.first, length) | _mixer_reach(mixer.second, length))
     if not mixer.chunked or window is None:
-        back = None if window is None else window + earlier - (1 if mixer.causal else 0)
-        return _band(length, back, 0 if mixer.causal else window)
+        return within
     chunk = torch.arange(length) // window
     reach = _band(length, None, 0 if mixer.causal else None) & (chunk[:, None] == chunk)
     convolutions: ShortConvolutions | None = getattr(mixer, "convolutions", None)

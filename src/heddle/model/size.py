@@ -228,8 +228,11 @@ def layer_flops(
 ) -> tuple[list[int], int]:
     """FLOPs of a meta model for one sequence: of each layer that was built (see `stacked_layers`), and of the rest."""
     tokens = torch.zeros(1, context_length, dtype=torch.int64, device="meta")
-    layout = _layout(model, context_length, encoder_length)
-    return _count_by_layer(model, training, lambda: _read_row(model, tokens, layout, training))
+
+    def read() -> None:  # the layout holds the encoder's output
+        _read_row(model, tokens, _layout(model, context_length, encoder_length), training)
+
+    return _count_by_layer(model, training, read)
 
 
 @_shapes_only()

@@ -236,7 +236,7 @@ def attention(n: Quantities) -> Costs:
     own_token = n.exclusive * n.causal * n.has("window") * (1 - n.above(n.least(n.window, 2), 1))
     n.refuse(own_token, exclusive=True, window=1)
     n.refuse(n.exclusive * n.above(2, value_dim), exclusive=True, value_dim=1)
-    n.refuse(n.chunked * (1 - n.above(n.least(n.default("window", 1), 2), 1)), chunked=True)
+    n.refuse(n.chunked * (1 - n.has("window") * n.above(n.least(n.window, 2), 1)), chunked=True)
     n.refuse((1 - n.has("qk_norm_weight")) * (1 - n.has("qk_norm")), qk_norm_weight=False)
     n.refuse((1 - n.has("qk_norm_weight")) * n.equals("qk_norm", "per_head"), qk_norm_weight=False, qk_norm="per_head")
     rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
