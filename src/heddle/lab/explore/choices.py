@@ -26,7 +26,7 @@ FIRST_VALUES = {  # for fields without a default
     "heads": 8, "kv_rank": 256, "nope_dim": 64, "hidden": 2048, "experts": 8, "top_k": 2, "length": 2048,
     "first": {"kind": "attention", "heads": 8, "window": 1024},
     "second": {"kind": "mamba2", "heads": 8},
-    "factor": 8.0, "original_length": 4096,
+    "factor": 8.0, "original_length": 4096, "rotated_share": 0.25,
     "short_factor": [1.0] * 32, "long_factor": [round(32 ** (pair / 31), 3) for pair in range(32)],
 }  # fmt: skip
 FIRST_FIELDS: dict[str, dict[str, Any]] = {  # for kinds that are better shown with more than the required fields

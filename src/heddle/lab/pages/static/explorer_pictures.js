@@ -192,8 +192,9 @@ function rotationPictures(part, dims, v, position) {
 }
 
 function wavelengthPicture(frequencies, v) {
-  const length = v.tokens || 4096, waves = frequencies.map(theta => Math.min(HUGE, 2 * Math.PI / theta)), most = Math.log10(Math.max(...waves, length) * 1.3);
-  const x = index => 46 + (index + 0.5) * 340 / waves.length, y = value => 140 - Math.log10(Math.max(1, value)) / most * 118;
+  const length = v.tokens || 4096, waves = frequencies.map(theta => Math.min(HUGE, 2 * Math.PI / theta));
+  const most = Math.log10(Math.max(...waves.filter(wave => wave < HUGE), length) * 1.3);  // pairs that stand still reach the top
+  const x = index => 46 + (index + 0.5) * 340 / waves.length, y = value => 140 - Math.min(1, Math.log10(Math.max(1, value)) / most) * 118;
   const body = [waves.map((wave, index) => rect(x(index) - 170 / waves.length * 0.8, y(wave), 340 / waves.length * 0.8, 140 - y(wave), wave > length ? SERIES[1] : SERIES[0], html`rx="1.5"`))];
   body.push(line(44, y(length), 390, y(length), "var(--ink)", html`stroke-dasharray="4 4"`), text(50, y(length) - 5, `context ${amount(length)}`, html`class="tick"`));
   for (let power = 0; power <= most; power += most > 5 ? 2 : 1) body.push(text(40, y(10 ** power) + 4, amount(10 ** power), html`text-anchor="end" class="tick"`));

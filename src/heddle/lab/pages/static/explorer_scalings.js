@@ -21,6 +21,10 @@ function scaledFrequencies(part, dims, base, tokens) {
       return theta * (kept + (1 - kept) / f);
     });
   }
+  if (part.kind === "proportional") {
+    const rotated = Math.floor(part.rotated_share * dims / 2);
+    return before.map((theta, index) => index < rotated ? theta / (f ?? 1) : 0);
+  }
   if (part.kind === "longrope") {
     const factors = tokens > part.original_length ? part.long_factor : part.short_factor;
     return before.map((theta, index) => theta / factors[index]);
@@ -40,8 +44,9 @@ function scalingPicture(part, rotation, v) {
   if (dims > MOST_DRAWN) return tooMany;
   const after = scaledFrequencies(part, dims, base, v.tokens);
   if (!after) return html`<p class="small">No picture of this kind is known.</p>`;
-  const slower = pairFrequencies(dims, base).map((theta, index) => Math.min(HUGE, theta / after[index])), most = Math.max(2, ...slower) * 1.1;
-  const wide = 340 / slower.length, y = value => 140 - value / most * 118;
+  const slower = pairFrequencies(dims, base).map((theta, index) => Math.min(HUGE, theta / after[index]));
+  const most = Math.max(2, ...slower.filter(value => value < HUGE)) * 1.1;  // pairs that stand still reach the top
+  const wide = 340 / slower.length, y = value => 140 - Math.min(1, value / most) * 118;
   const body = [slower.map((value, index) => rect(46 + index * wide + wide * 0.1, y(value), wide * 0.8, 140 - y(value), value > 1.0001 ? SERIES[1] : SERIES[0], html`rx="1.5"`))];
   for (const value of [1, most / 2.2, most / 1.1]) body.push(text(40, y(value) + 4, amount(value), html`text-anchor="end" class="tick"`));
   body.push(line(44, y(1), 390, y(1), "var(--ink)", html`stroke-dasharray="4 4"`));
