@@ -35,6 +35,7 @@ FIRST_FIELDS: dict[str, dict[str, Any]] = {  # for kinds that are better shown w
     "latent_attention": {"rope_dim": 32, "position": {"kind": "rope"}},
     "retention": {"gate": "silu"},
     "longrope": {"factor": 32.0},
+    "proportional": {"factor": 1.0},
     "moe": {"hidden": 1024, "shared": 1},
 }
 

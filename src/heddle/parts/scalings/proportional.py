@@ -1,6 +1,7 @@
 """Proportional RoPE (Gemma 4, 2026): the fastest pairs rotate as if all did, `θ_i = base^(−2i/dim)`; the others do not.
 
-    θ'_i = θ_i / factor   for i < ⌊rotated_share · dim / 2⌋,   else 0
+    θ'_i = θ_i / factor   (i < n),   n = ⌊rotated_share · dim / 2⌋
+    θ'_i = 0              (i ≥ n)
 
 A partial rotary embedding (`rotary_dim`) spreads all frequencies over the dims that it rotates, and pairs only these.
 Here slow pairs stand still, and in the layout `half` dim i is paired with i + dim/2.

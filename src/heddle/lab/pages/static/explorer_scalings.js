@@ -51,7 +51,7 @@ function scalingPicture(part, rotation, v) {
   for (const value of [1, most / 2.2, most / 1.1]) body.push(text(40, y(value) + 4, amount(value), html`text-anchor="end" class="tick"`));
   body.push(line(44, y(1), 390, y(1), "var(--ink)", html`stroke-dasharray="4 4"`));
   body.push(text(216, 160, "pairs, fast to slow", html`text-anchor="middle"`), text(46, 12, "times slower than without the scaling"));
-  const changed = slower.filter(value => value > 1.0001).length;
-  const words = `${changed} of ${slower.length} pairs (orange) turn slower, in a text of ${amount(v.tokens)} tokens.`;
+  const still = slower.filter(value => value === HUGE).length, changed = slower.filter(value => value > 1.0001).length - still;
+  const words = `${changed} of ${slower.length} pairs (orange) turn slower${still ? `, and ${still} stand still` : ""}, in a text of ${amount(v.tokens)} tokens.`;
   return [figure(svg(400, 168, "How many times slower each pair turns", body), words), wavelengthPicture(after, v)];
 }
