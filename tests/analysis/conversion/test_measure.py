@@ -6,6 +6,7 @@ import math
 import random
 import string
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from heddle.conversion import weights as weights_module
 from heddle.conversion.rewrites.fold_norms import FoldNorms
 from heddle.conversion.weights import ModelWeights, Weights
 from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.data.samples import Batch
 from heddle.errors import CheckpointError
 from heddle.lab.compare.results import plain
 from heddle.lab.conversion import measure as measure_module
@@ -77,6 +79,19 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture
 def text(letters: Corpus) -> MeasurementText:
     return MeasurementText(letters, SETTINGS)
+
+
+def test_the_text_does_not_depend_on_how_many_rows_are_read_at_a_time(letters: Corpus) -> None:
+    """Reports of one model on machines with other batch sizes are of the same windows."""
+    first, *others = (MeasurementText(letters, replace(SETTINGS, batch_size=size)) for size in (8, 7, 3, 1))
+
+    def rows(batches: list[Batch]) -> list[list[int]]:
+        return [row.tolist() for batch in batches for row in batch.tokens]
+
+    for text in others:
+        assert rows(text.windows) == rows(first.windows)
+        assert rows(text.layer_rows) == rows(first.layer_rows)
+        assert max(len(batch.tokens) for batch in text.windows) == text.settings.batch_size
 
 
 def make_original() -> Decoder:

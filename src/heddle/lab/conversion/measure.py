@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,11 +113,12 @@ class MeasurementText:
 
     @cached_property
     def windows(self) -> list[Batch]:
-        """Windows in order, spread evenly over the text."""
-        rows, length = self.settings.batch_size, self.settings.sequence_length
-        training = Settings(steps=1, batch_size=rows, sequence_length=length, learning_rate=1e-3)
-        tokens = self.settings.windows * length
-        return list(TextData(self.corpus).validation_batches(training, tokens))
+        """Windows in order, spread evenly over the text: the same ones for every batch size."""
+        length, groups_of = self.settings.sequence_length, MeasurementSettings.batch_size
+        training = Settings(steps=1, batch_size=groups_of, sequence_length=length, learning_rate=1e-3)
+        groups = TextData(self.corpus).validation_batches(training, self.settings.windows * length)
+        rows = self.settings.batch_size
+        return [_rows(group, first, rows) for group in groups for first in range(0, len(group.tokens), rows)]
 
     @property
     def window_count(self) -> int:
@@ -143,10 +145,16 @@ class MeasurementText:
 
     @property
     def layer_rows(self) -> list[Batch]:
-        """A few windows, on which layers are compared."""
-        batch = self.windows[0]
-        rows = min(self.settings.layer_rows, len(batch.tokens))
-        return [Batch(batch.tokens[:rows], batch.doc_lengths[:rows], batch.sample_indices[:rows])]
+        """The first windows, on which layers are compared."""
+        starts = np.cumsum([0, *(len(batch.tokens) for batch in self.windows)]).tolist()
+        left = [self.settings.layer_rows - start for start in starts]
+        return [_rows(batch, 0, rows) for batch, rows in zip(self.windows, left, strict=False) if rows > 0]
+
+
+def _rows(batch: Batch, first: int, count: int) -> Batch:
+    """At most `count` rows of a batch of text."""
+    rows = slice(first, first + count)
+    return Batch(batch.tokens[rows], batch.doc_lengths[rows], batch.sample_indices[rows])
 
 
 @dataclass(frozen=True)
