@@ -630,25 +630,18 @@ CASES: dict[str, Case] = {
         fixed=BERT_FIXED,
         live=frozenset({"max_position_embeddings", "pad_token_id"}),
     ),
-    "xlm-roberta": Case(
-        {
-            "plain": {"pad_token_id": 1, "type_vocab_size": 1},
-            "other-padding-relu": {"pad_token_id": 2, "hidden_act": "relu", "layer_norm_eps": 1e-2},
-        },
-        inert=BERT_INERT,
-        base=BERT_BASE,
-        fixed=BERT_FIXED,
-        live=frozenset({"max_position_embeddings", "pad_token_id"}),
-    ),
-    "camembert": Case(
-        {
-            "plain": {"pad_token_id": 1, "type_vocab_size": 1},
-            "other-padding-relu": {"pad_token_id": 2, "hidden_act": "relu", "layer_norm_eps": 1e-2},
-        },
-        inert=BERT_INERT,
-        base=BERT_BASE,
-        fixed=BERT_FIXED,
-        live=frozenset({"max_position_embeddings", "pad_token_id"}),
+    **dict.fromkeys(
+        ("xlm-roberta", "camembert"),
+        Case(
+            {
+                "plain": {"pad_token_id": 1, "type_vocab_size": 1},
+                "other-padding-relu": {"pad_token_id": 2, "hidden_act": "relu", "layer_norm_eps": 1e-2},
+            },
+            inert=BERT_INERT,
+            base=BERT_BASE,
+            fixed=BERT_FIXED,
+            live=frozenset({"max_position_embeddings", "pad_token_id"}),
+        ),
     ),
     "electra": Case(
         {

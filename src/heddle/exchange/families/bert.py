@@ -3,6 +3,7 @@
 In functions that map weights, `hf` is the name of the encoder in its class, such as `bert`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -174,36 +175,29 @@ ROBERTA = Family(
 )  # fmt: skip
 
 
+def _roberta_as(model_type: str, name: str, read_config: Callable[[ConfigReader], dict[str, Any]]) -> Family:
+    """RoBERTa under names of its own; `name` begins those of its classes."""
+    return replace(
+        ROBERTA,
+        model_type=model_type,
+        architecture=f"{name}ForMaskedLM",
+        read_config=read_config,
+        write_config=partial(write_roberta, base=f"{name}Model"),
+    )
+
+
 def read_xlm_roberta(config: ConfigReader) -> dict[str, Any]:
     """XLM-RoBERTa (Conneau et al. 2019): RoBERTa with the vocabulary of a hundred languages, under names of its own."""
-    return read_roberta(config, XLM_ROBERTA_BASE)
-
-
-XLM_ROBERTA_BASE = "XLMRobertaModel"  # without a language head
-XLM_ROBERTA = replace(
-    ROBERTA,
-    model_type="xlm-roberta",
-    architecture="XLMRobertaForMaskedLM",
-    read_config=read_xlm_roberta,
-    write_config=partial(write_roberta, base=XLM_ROBERTA_BASE),
-)
-
-
-CAMEMBERT_BASE = "CamembertModel"  # without a language head
+    return read_roberta(config, "XLMRobertaModel")
 
 
 def read_camembert(config: ConfigReader) -> dict[str, Any]:
     """CamemBERT (Martin et al. 2020): RoBERTa with a French vocabulary, under names of its own."""
-    return read_roberta(config, CAMEMBERT_BASE)
+    return read_roberta(config, "CamembertModel")
 
 
-CAMEMBERT = replace(
-    ROBERTA,
-    model_type="camembert",
-    architecture="CamembertForMaskedLM",
-    read_config=read_camembert,
-    write_config=partial(write_roberta, base=CAMEMBERT_BASE),
-)
+XLM_ROBERTA = _roberta_as("xlm-roberta", "XLMRoberta", read_xlm_roberta)
+CAMEMBERT = _roberta_as("camembert", "Camembert", read_camembert)
 
 
 DISTILBERT_BASE = "DistilBertModel"  # without a language head
