@@ -428,3 +428,13 @@ def test_equal_budgets_for_all_layers_export() -> None:
     (mixer,) = set(mixers(converted))
     assert mixer.kv_rank + (mixer.rope_dim or 0) <= 16
     assert match_report(converted.config).architecture == "DeepseekV3ForCausalLM"
+
+
+def test_each_row_that_measures_a_layer_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("heddle.progress.LINE_SECONDS", 0.0)
+    converted_model(source_model(design(MIXERS["mha"])), LatentAttentionReplacement(kv_rank=8, rope_dim=8), text=text())
+    shown = capsys.readouterr().err
+    assert "statistics of a layer: 3 of 8 rows" in shown
+    assert "reading the text, layer 0: 1 of 1 batches" in shown

@@ -14,6 +14,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.initialization import storage_dtype
 from heddle.parts.layout import HandedOver, Layout
+from heddle.progress import progress_bar
 
 # The activations of a model on a text, with the weights of one layer in memory at a time.
 
@@ -100,8 +101,10 @@ def run_layer(index: int, layer: Layer, streams: Sequence[Any], layouts: Sequenc
 
     handle = None if layer.mixer is None else layer.mixer.register_forward_hook(record)
     try:
-        for stream, layout in zip(streams, layouts, strict=True):
-            result.new_streams.append(layer(stream, layout)[0])
+        with progress_bar(f"reading the text, layer {index}", len(layouts), "batches") as bar:
+            for stream, layout in zip(streams, layouts, strict=True):
+                result.new_streams.append(layer(stream, layout)[0])
+                bar.advance(1)
     finally:
         if handle is not None:
             handle.remove()

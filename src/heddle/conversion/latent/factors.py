@@ -20,6 +20,7 @@ from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.attention import Attention, AttentionConfig
 from heddle.parts.positions.rope import Rope, RopeConfig
+from heddle.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -220,15 +221,17 @@ def latent_statistics(
 
 def text_rows(factors: AttentionFactors, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> Iterator[TextRow]:
     """The rows of a text, without padding."""
-    for batch, layout in zip(inputs, layouts, strict=True):
-        mask = layout.attention_mask(None, True).materialize()
-        for x, positions, visible in zip(batch, layout.positions, mask, strict=True):
-            is_token = positions >= 0
-            x, positions = x[is_token].double(), positions[is_token]
-            x = torch.cat((x, x.new_ones(len(x), 1)), dim=1)
-            yield TextRow(
-                x, positions, positions.double()[:, None] * factors.frequencies, visible[is_token][:, is_token]
-            )
+    with progress_bar("statistics of a layer", sum(map(len, inputs)), "rows") as bar:
+        for batch, layout in zip(inputs, layouts, strict=True):
+            mask = layout.attention_mask(None, True).materialize()
+            for x, positions, visible in zip(batch, layout.positions, mask, strict=True):
+                is_token = positions >= 0
+                x, positions = x[is_token].double(), positions[is_token]
+                x = torch.cat((x, x.new_ones(len(x), 1)), dim=1)
+                yield TextRow(
+                    x, positions, positions.double()[:, None] * factors.frequencies, visible[is_token][:, is_token]
+                )
+                bar.advance(1)
 
 
 def head_effects(factors: AttentionFactors, row: TextRow, head: int, q: Tensor, k: Tensor) -> HeadEffects:
