@@ -158,6 +158,18 @@ class Size:
         return html_table(("layers", "parameters per layer", "state bytes per layer"), [*rows, total], caption)
 
 
+def summarize_design(config: ModelConfig, model_size: Size) -> str:
+    """A design in one line: depth, width, and each different layer."""
+    layers = [
+        f"{visits_of(layer.count, layer.weights)} × [{layer.mixer}; {layer.feedforward}]" for layer in model_size.layers
+    ]
+    head = "tied" if config.head.tied else "untied"
+    return (
+        f"{config.depth} layers, width {config.width}, vocabulary {config.vocab_size} ({head}), residual "
+        f"{describe(config.residual.dump())}, norm {describe(config.norm.dump())}: {', '.join(layers)}"
+    )
+
+
 @contextmanager
 def _shapes_only() -> Iterator[None]:
     with refuse_overflow(), ShapesOnly():

@@ -73,8 +73,8 @@ from heddle.lab.compare.tasks import Comparison
 from heddle.lab.compare.text_profile import describe_text_recall, profile_rows, recall_in_text
 from heddle.lab.compare.tuning import Tuning, tuning_report
 from heddle.lab.compare.verdict import verdict_sentences
-from heddle.model.config import ModelConfig, describe
-from heddle.model.size import Size, kernel_choices, size, state_bytes, visits_of
+from heddle.model.config import ModelConfig
+from heddle.model.size import kernel_choices, size, state_bytes, summarize_design
 
 # The pairs of designs: differences with simultaneous intervals, and what would resolve the open ones.
 
@@ -691,15 +691,3 @@ def _kernels(config: ModelConfig, length: int, dtype: torch.dtype, device: str) 
                 names = operations.setdefault(choice.operation, [])
                 names += [choice.kernel] if choice.kernel not in names else []
     return kernels
-
-
-def summarize_design(config: ModelConfig, model_size: Size) -> str:
-    """A design in one line: depth, width, and each different layer."""
-    layers = [
-        f"{visits_of(layer.count, layer.weights)} × [{layer.mixer}; {layer.feedforward}]" for layer in model_size.layers
-    ]
-    head = "tied" if config.head.tied else "untied"
-    return (
-        f"{config.depth} layers, width {config.width}, vocabulary {config.vocab_size} ({head}), residual "
-        f"{describe(config.residual.dump())}, norm {describe(config.norm.dump())}: {', '.join(layers)}"
-    )

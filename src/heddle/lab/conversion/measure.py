@@ -16,10 +16,9 @@ from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import match_report
-from heddle.lab.compare.report import summarize_design
 from heddle.lab.conversion.results import LayerError, ModelResult
 from heddle.model.decoder import Decoder
-from heddle.model.size import build_distinct_layers, measure_size
+from heddle.model.size import build_distinct_layers, measure_size, summarize_design
 from heddle.parts.layout import Layout
 from heddle.progress import ProgressBar
 from heddle.training.evaluation.loss_profile import position_edges, position_groups, scores_by_group
