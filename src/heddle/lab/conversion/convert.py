@@ -73,6 +73,7 @@ from heddle.storage.run_log import RUN_FILE
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.init_checkpoint import model_rows
 from heddle.training.job import TrainingJob
+from heddle.training.settings import Settings
 
 CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: every healing has the same length
 DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
@@ -185,127 +186,25 @@ def _affordable_calibration(
 
 
 def _convert(settings: ConvertSettings) -> ConvertedModel:
-    out, started = settings.out, time.monotonic()
+    started = time.monotonic()
     with ExitStack() as stack:
         needs = () if settings.list_ else TRAINING_NEEDS
-        interrupted = _interrupted_healing(out)
-        choices = _report_choices(out) if interrupted is None else recorded_choices(interrupted)
+        interrupted = _interrupted_healing(settings.out)
+        choices = _report_choices(settings.out) if interrupted is None else recorded_choices(interrupted)
         runtime = open_session(stack, settings, needs=needs, choices=choices)
         if settings.list_:
             print_rewrites()
             return ConvertedModel(None)
-        _check(settings)
-        seconds = None if settings.budget is None else parse_duration(settings.budget, "--budget")
-        budget = None if seconds is None else TimeBudget(seconds, started)
-        assert settings.model is not None
-        variants = conversion_variants(settings.to, settings.sweep, settings.method == "all")
-        is_comparison = bool(settings.sweep or settings.method)
-        check_report_tokens(settings.report_tokens, settings.sequence_length, is_comparison)
-        if out is None and not settings.dry_run:
-            raise ConfigError("OUT: is missing; name the folder to write")
-        source = open_source(settings.model)
-        for rewrite in (rewrite for variant in variants for rewrite in variant.rewrites):
-            source.check_tokenizers(rewrite)
-        rows = None if out is None else interrupted_report_rows(out)
-        choice = None if out is None else partial_folder(out) / CHOICE_FILE
-        chosen = {} if choice is None else _chosen(choice)
-        chosen_steps = chosen.get("healing_steps")
-        text = corpus = healing = None
-        count = CALIBRATION_TOKENS if settings.calibration_tokens is None else settings.calibration_tokens
-        length, design = settings.sequence_length, source.weights.design
-        loss_weights = LossWeights.parse(settings.heal_loss, "--heal-loss")
-        distillation = Distillation(source, loss_weights, settings.heal_parameters or "all")
-        if settings.heal is not None or budget is not None:
-            batch_size = HEALING_BATCH if settings.heal_batch_size is None else settings.heal_batch_size
-            default_rate = healing_rate(design.width, batch_size * length)
-            rate = default_rate if settings.heal_lr is None else settings.heal_lr
-            first_sample = calibration_samples(count, length)
-            tokens = batch_size * length if settings.heal is None else settings.heal
-            healing = healing_settings(tokens, length, rate, first_sample, batch_size)
-            if settings.heal is None and chosen_steps:
-                healing = replace(healing, steps=chosen_steps)
-        used = [rewrite for variant in variants for rewrite in variant.rewrites]
-        for variant in variants:
-            for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
-                with naming_layers(design):
-                    rewrite.check_layers(design)
-        if settings.heal is None and healing is not None and all(rewrite.is_exact(design) for rewrite in used):
-            print_status("an exact conversion needs no healing, so the budget is ignored")
-            healing = None
-        if any(rewrite.needs_text and not rewrite.is_exact(design) for rewrite in used):
-            corpus = _corpus(settings, source, _most_tokens(settings, count, seconds), rows)
-            least = _least_calibration(design, length)
-            if budget is not None and settings.calibration_tokens is None and least < CALIBRATION_TOKENS:
-                short = calibration_from_corpus(corpus, least, length, runtime.device)
-                count = chosen.get("calibration_tokens") or _affordable_calibration(source, variants, short, budget)
-                if choice is not None and not settings.dry_run:
-                    write_json_file(choice, chosen | {"calibration_tokens": count})
-                if healing is not None:
-                    healing = replace(healing, first_sample=calibration_samples(count, length))
-            text = calibration_from_corpus(corpus, count, length, runtime.device)
+        job = _ConversionJob(settings, runtime, started)
+        job.prepare()
         if settings.dry_run:
-            plans = {v.name: Conversion(source, v.rewrites, text).plan().design for v in variants}
-            costs = {name: _costs(source, plan) for name, plan in plans.items()}
+            costs = job.costs()
             _print_costs(costs, settings.json)
             return ConvertedModel(None, costs=costs)
-        assert out is not None
-        with_report = settings.report_tokens > 0 and can_report(source)
-        if corpus is None and (healing is not None or with_report):
-            corpus = _corpus(settings, source, _most_tokens(settings, count, seconds), rows)
-
-        most_tokens = 0 if corpus is None else sum(len(tokens) for tokens in corpus.train)
-        report = None
-        if with_report:
-            assert corpus is not None
-            report = conversion_report(settings, source, corpus, runtime, used)
-        read = 0 if report is None else measured_rows(MeasurementText(report.corpus, report.settings))
-        steps = chosen_steps if settings.heal is None or healing is None else healing.steps
-        plan = HealingPlan(
-            settings, budget, 1 + 2 * len(variants), read, most_tokens, partial_folder(out) / CHOICE_FILE, steps
-        )
-
-        def write(conversion: Conversion, folder: Path) -> None:
-            if healing is None:
-                convert_model(conversion, folder)
-            else:
-                assert corpus is not None
-                order = [variant.rewrites for variant in variants]
-                left, begun = len(order) - order.index(conversion.rewrites), time.monotonic()
-                adapts_rate = settings.heal_lr is None
-                environment = {"runtime": runtime.describe(), "versions": versions()}
-                healed = convert_and_heal(
-                    conversion,
-                    distillation,
-                    corpus,
-                    healing,
-                    folder,
-                    runtime.device,
-                    adapts_rate,
-                    environment,
-                    partial(plan.decide, count=left, begun=begun),
-                )
-                if healed is not None and not (is_comparison or settings.json):
-                    loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
-                    others = ", on other sequences than the report's" if with_report else ""
-                    print_text(f"{loss} ({corpus.rows}{others})")
-
-        results = None
-        if is_comparison:
-            results = report_variants(source, variants, text, write, out, require_report(report))
-        else:
-            conversion = Conversion(source, variants[0].rewrites, text)
-            is_healed = None if settings.heal is None and healing is not None else healing is not None
-            if report is None or not is_converted(conversion, out, is_healed):
-                write(conversion, out)
-            if report is not None:
-                results = report_conversion(conversion, out, report)
-        plan.choice.unlink(missing_ok=True)
-        with suppress(OSError):  # keep what healing left
-            plan.choice.parent.rmdir()
-        if results is None:
-            _warn_of_state(design, open_source(out).weights.design)
-    print_results(results, out, settings.json)
-    return ConvertedModel(out, results)
+        assert settings.out is not None
+        results = job.run(settings.out)
+    print_results(results, settings.out, settings.json)
+    return ConvertedModel(settings.out, results)
 
 
 def _warn_of_state(design: ModelConfig, converted: ModelConfig) -> None:
@@ -379,6 +278,158 @@ class HealingPlan:
         end = "the whole text once, in less than the budget" if once < steps else "what the budget leaves"
         print_status(f"the budget chose: --heal {min(steps, once) * tokens} ({end})")
         return min(steps, once)
+
+
+class _ConversionJob:
+    """The conversions of one call: their text, how they are healed, and what is measured.
+
+    chosen: what the budget of an interrupted call chose, kept in the file `choice`. healing: its steps are a minimum
+    until the budget has chosen; None: no healing.
+    """
+
+    def __init__(self, settings: ConvertSettings, runtime: Runtime, started: float) -> None:
+        _check(settings)
+        self.settings, self.runtime = settings, runtime
+        seconds = None if settings.budget is None else parse_duration(settings.budget, "--budget")
+        self.budget = None if seconds is None else TimeBudget(seconds, started)
+        assert settings.model is not None
+        self.variants = conversion_variants(settings.to, settings.sweep, settings.method == "all")
+        self.rewrites = [rewrite for variant in self.variants for rewrite in variant.rewrites]
+        self.is_comparison = bool(settings.sweep or settings.method)
+        check_report_tokens(settings.report_tokens, settings.sequence_length, self.is_comparison)
+        out = settings.out
+        if out is None and not settings.dry_run:
+            raise ConfigError("OUT: is missing; name the folder to write")
+        self.source = open_source(settings.model)
+        for rewrite in self.rewrites:
+            self.source.check_tokenizers(rewrite)
+        self.design = self.source.weights.design
+        self.rows = None if out is None else interrupted_report_rows(out)
+        self.choice = None if out is None else partial_folder(out) / CHOICE_FILE
+        self.chosen = {} if self.choice is None else _chosen(self.choice)
+        tokens = settings.calibration_tokens
+        self.calibration_tokens = CALIBRATION_TOKENS if tokens is None else tokens
+        self.distillation = Distillation(
+            self.source, LossWeights.parse(settings.heal_loss, "--heal-loss"), settings.heal_parameters or "all"
+        )
+        self.text: CalibrationText | None = None
+        self.corpus: Corpus | None = None
+        self.healing = self._healing()
+
+    @property
+    def chooses_healing(self) -> bool:
+        """Whether the budget chooses the length of a healing."""
+        return self.settings.heal is None and self.healing is not None
+
+    def _healing(self) -> Settings | None:
+        settings = self.settings
+        if settings.heal is None and self.budget is None:
+            return None
+        batch_size = HEALING_BATCH if settings.heal_batch_size is None else settings.heal_batch_size
+        length = settings.sequence_length
+        rate = healing_rate(self.design.width, batch_size * length) if settings.heal_lr is None else settings.heal_lr
+        tokens = batch_size * length if settings.heal is None else settings.heal
+        first_sample = calibration_samples(self.calibration_tokens, length)
+        healing = healing_settings(tokens, length, rate, first_sample, batch_size)
+        steps = self.chosen.get("healing_steps")
+        return replace(healing, steps=steps) if settings.heal is None and steps else healing
+
+    def prepare(self) -> None:
+        """Check the rewrites against the design, and read the text to calibrate on where one needs it."""
+        for variant in self.variants:
+            for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
+                with naming_layers(self.design):
+                    rewrite.check_layers(self.design)
+        if self.chooses_healing and all(rewrite.is_exact(self.design) for rewrite in self.rewrites):
+            print_status("an exact conversion needs no healing, so the budget is ignored")
+            self.healing = None
+        if any(rewrite.needs_text and not rewrite.is_exact(self.design) for rewrite in self.rewrites):
+            self._read_calibration_text()
+
+    def _read_calibration_text(self) -> None:
+        length, device = self.settings.sequence_length, self.runtime.device
+        corpus = self._encoded_text()
+        least = _least_calibration(self.design, length)
+        if self.budget is not None and self.settings.calibration_tokens is None and least < CALIBRATION_TOKENS:
+            count = self.chosen.get("calibration_tokens")
+            if not count:
+                short = calibration_from_corpus(corpus, least, length, device)
+                count = _affordable_calibration(self.source, self.variants, short, self.budget)
+            self.calibration_tokens = count
+            if self.choice is not None and not self.settings.dry_run:
+                write_json_file(self.choice, self.chosen | {"calibration_tokens": count})
+            if self.healing is not None:
+                self.healing = replace(self.healing, first_sample=calibration_samples(count, length))
+        self.text = calibration_from_corpus(corpus, self.calibration_tokens, length, device)
+
+    def _encoded_text(self) -> Corpus:
+        """The text, read once."""
+        if self.corpus is None:
+            seconds = None if self.budget is None else self.budget.seconds
+            most = _most_tokens(self.settings, self.calibration_tokens, seconds)
+            self.corpus = _corpus(self.settings, self.source, most, self.rows)
+        return self.corpus
+
+    def costs(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """The costs of every conversion, before and after."""
+        plans = {each.name: Conversion(self.source, each.rewrites, self.text).plan().design for each in self.variants}
+        return {name: _costs(self.source, plan) for name, plan in plans.items()}
+
+    def run(self, out: Path) -> ConversionResults | None:
+        """Write the converted models, and measure them unless no report is wanted."""
+        settings, report, read = self.settings, None, 0
+        with_report = settings.report_tokens > 0 and can_report(self.source)
+        corpus = self._encoded_text() if self.healing is not None or with_report else self.corpus
+        if with_report:
+            assert corpus is not None
+            report = conversion_report(settings, self.source, corpus, self.runtime, self.rewrites)
+            read = measured_rows(MeasurementText(report.corpus, report.settings))
+        most_tokens = 0 if corpus is None else sum(len(tokens) for tokens in corpus.train)
+        steps = self.chosen.get("healing_steps") if self.healing is None or self.chooses_healing else self.healing.steps
+        choice = partial_folder(out) / CHOICE_FILE
+        models = 1 + 2 * len(self.variants)
+        plan = HealingPlan(settings, self.budget, models, read, most_tokens, choice, steps)
+        write = partial(self._write, plan)
+        results = None
+        if self.is_comparison:
+            results = report_variants(self.source, self.variants, self.text, write, out, require_report(report))
+        else:
+            conversion = Conversion(self.source, self.variants[0].rewrites, self.text)
+            is_healed = None if self.chooses_healing else self.healing is not None
+            if report is None or not is_converted(conversion, out, is_healed):
+                write(conversion, out)
+            if report is not None:
+                results = report_conversion(conversion, out, report)
+        choice.unlink(missing_ok=True)
+        with suppress(OSError):  # keep what healing left
+            choice.parent.rmdir()
+        if results is None:
+            _warn_of_state(self.design, open_source(out).weights.design)
+        return results
+
+    def _write(self, plan: HealingPlan, conversion: Conversion, folder: Path) -> None:
+        """Write one converted model, healed if it is to be."""
+        if self.healing is None:
+            convert_model(conversion, folder)
+            return
+        assert self.corpus is not None
+        order = [variant.rewrites for variant in self.variants]
+        left, begun = len(order) - order.index(conversion.rewrites), time.monotonic()
+        healed = convert_and_heal(
+            conversion,
+            self.distillation,
+            self.corpus,
+            self.healing,
+            folder,
+            self.runtime.device,
+            self.settings.heal_lr is None,
+            {"runtime": self.runtime.describe(), "versions": versions()},
+            partial(plan.decide, count=left, begun=begun),
+        )
+        if healed is not None and not (self.is_comparison or self.settings.json):
+            loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
+            others = ", on other sequences than the report's" if plan.rows else ""
+            print_text(f"{loss} ({self.corpus.rows}{others})")
 
 
 def _check(settings: ConvertSettings) -> None:
