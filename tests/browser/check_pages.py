@@ -61,6 +61,11 @@ QUESTIONS = {
     "rope scaling": "docs/parts/positions",
     "decode speed": "docs/compare/reading",
     "fine-tuning": "docs/training/finetune",
+    "out of memory": "docs/plan/accuracy",
+    "speculative decoding": "docs/generation",
+    "sliding window attention": "docs/parts/mixers",
+    "perplexity": "docs/training/files",
+    "openai api": "docs/serve",
 }
 ASK = """(words) => {
   const box = document.getElementById("search");

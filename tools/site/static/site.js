@@ -21,31 +21,56 @@ function load() {
 }
 
 // Words that questions are asked with; a search for these alone looks for them.
-const ASKING = new Set("a an and are can do does for from how i in is it my of on or the to what when where which why with".split(" "));
+const ASKING = new Set("a an and are can do does for from how i in is it many much my of on or out the to what when where which why with".split(" "));
+
+// Other projects' words, and those of these pages.
+const OTHER_WORDS = { perplexity: "bits per byte", ppl: "bits per byte", oom: "memory", finetune: "fine-tuning", finetuning: "fine-tuning" };
 
 function wordsOf(text) {
-  const all = text.toLowerCase().split(/[\s?]+/).filter(Boolean);
+  const said = text.toLowerCase().split(/[\s?]+/).filter(Boolean);
+  const all = said.flatMap((word) => (OTHER_WORDS[word] ?? word).split(" "));
   const asked = all.filter((word) => !ASKING.has(word));
   return asked.length ? asked : all;
 }
 
-function points(entry, word) {
-  const last = entry.title.split(".").pop().replace(/^-+/, "");
-  const stem = word.length > 5 ? word.replace(/(ing|ed|es|s)$/, "") : word.length > 3 ? word.replace(/s$/, "") : word;
-  if (entry.title === word || last === word) return 60;
-  if (last.startsWith(stem)) return 30;
-  if (entry.title.includes(stem)) return 20;
-  if (entry.whole.includes(stem)) return 10;
-  return entry.low.includes(stem) ? 4 : 0;
+function stemOf(word) {
+  return word.length > 5 ? word.replace(/(ing|ed|es|s)$/, "") : word.length > 3 ? word.replace(/s$/, "") : word;
 }
 
-// Fields, options and guides before internals; an entry needs half of the words, and all count most.
-function score(entry, words) {
-  const found = words.map((word) => points(entry, word)).filter(Boolean);
-  if (!found.length || found.length < words.length / 2) return 0;
-  const total = found.reduce((a, b) => a + b) * (found.length / words.length) ** 2;
-  if (/CHANGELOG|docs\/log|docs\/decisions/.test(entry.link)) return total * 0.3;
-  return entry.link.startsWith("docs/") || entry.link.startsWith("index") ? total + 5 : total * 0.4;
+// Whether a word of the text begins with this; a long one may lie within another.
+function holds(text, stem) {
+  for (let at = text.indexOf(stem); at >= 0; at = text.indexOf(stem, at + 1)) {
+    if (stem.length > 5 || at === 0 || !/[a-z0-9]/.test(text[at - 1])) return true;
+  }
+  return false;
+}
+
+function points(entry, word, alone) {
+  const last = entry.title.split(".").pop().replace(/^-+/, "");
+  const stem = stemOf(word);
+  if (entry.title === word || last === word) return alone ? 60 : 35;
+  if (last.startsWith(stem)) return 30;
+  if (holds(entry.title, stem)) return 20;
+  if (holds(entry.whole, stem)) return 10;
+  return holds(entry.low, stem) ? 4 : 0;
+}
+
+// Fields, options and guides before internals; an entry needs half of the words, and rare ones count more.
+function ranked(words, asked) {
+  const rows = entries.map((entry) => words.map((word) => points(entry, word, words.length === 1)));
+  const rarity = words.map((_, n) => Math.log(1 + entries.length / (1 + rows.filter((row) => row[n]).length)));
+  const hits = [];
+  rows.forEach((row, index) => {
+    const entry = entries[index], found = row.filter(Boolean).length;
+    if (!found || found < words.length / 2) return;
+    let total = row.reduce((sum, each, n) => sum + each * rarity[n], 0) * (found / words.length) ** 2;
+    if (words.length > 1 && asked.includes(" ") && entry.title.includes(asked)) total *= 2;
+    else if (words.length > 1 && entry.low.includes(asked)) total *= 1.5;
+    if (/CHANGELOG|docs\/(log|decisions)/.test(entry.link)) total *= 0.2;
+    else if (!/^(docs\/|index)/.test(entry.link)) total *= 0.05;
+    hits.push([total, entry]);
+  });
+  return hits.sort(([a], [b]) => b - a);
 }
 
 function marked(text, words) {
@@ -72,8 +97,7 @@ function show() {
   input.removeAttribute("aria-activedescendant");
   selected = -1;
   if (list.hidden) return;
-  const hits = entries.map((entry) => [score(entry, words), entry]).filter(([points]) => points > 0);
-  hits.sort(([a], [b]) => b - a);
+  const hits = ranked(words, input.value.trim().toLowerCase());
   list.replaceChildren(...hits.slice(0, 20).map(([, entry], index) => {
     const item = document.createElement("li");
     item.setAttribute("role", "option");
