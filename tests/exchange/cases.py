@@ -316,6 +316,8 @@ OF_MPT = frozenset(
     "expansion_ratio no_bias alibi alibi_bias_max prefix_lm qk_ln attn_uses_sequence_id".split()  # noqa: SIM905
 )
 
+FLINT: Fields = DENSE_AND_SHARED | {"sliding_window": 7}
+
 OF_OLMO_HYBRID: Fields = {
     "num_hidden_layers": 4, "layer_types": [LINEAR, FULL, LINEAR, FULL], "linear_conv_kernel_dim": 3,
     "initializer_range": 0.12,
@@ -1253,6 +1255,18 @@ CASES: dict[str, Case] = {
             "no-windows-gelu": EXPERTS
             | {"num_key_value_heads": 3, "head_dim": 10, "hidden_act": "gelu", "rms_norm_eps": 1e-3}
             | {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+        },
+        inert=OF_LOSSES,
+    ),
+    "flint": Case(
+        {
+            "plain": FLINT | {"layer_types": [FULL, SLIDING, SLIDING, FULL], "mlp_only_layers": [1]},
+            "usual-layers-tied-biases-yarn": FLINT
+            | {"num_hidden_layers": 5, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}
+            | {"norm_topk_prob": False, "rms_norm_eps": 1e-3, **YARN},
+            "every-second-gelu": FLINT
+            | {"decoder_sparse_step": 2, "mlp_only_layers": [], "hidden_act": "gelu", "head_dim": 10}
+            | {"layer_types": [SLIDING] * 4, "num_key_value_heads": 3},
         },
         inert=OF_LOSSES,
     ),

@@ -12,6 +12,7 @@ An export writes the coefficient but leaves `output_router_logits` off, because 
 it; set it for training.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from heddle.exchange import design_parts
@@ -31,9 +32,12 @@ def read_expert_count(config: ConfigReader) -> int:
     return number
 
 
-def read_moe_layers(config: ConfigReader, depth: int) -> list[bool]:
-    """Whether each of Qwen's layers has experts: every `decoder_sparse_step`th one, except `mlp_only_layers`."""
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", list[int]())
+def read_moe_layers(config: ConfigReader, depth: int, dense: Sequence[int] = ()) -> list[bool]:
+    """Whether each of Qwen's layers has experts: every `decoder_sparse_step`th one, except `mlp_only_layers`.
+
+    dense: the layers without experts where that field is absent.
+    """
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", list(dense))
     return [(index + 1) % max(step, 1) == 0 and index not in dense for index in range(depth)]
 
 
@@ -88,13 +92,22 @@ def write_experts(design: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_feedforwards(config: ConfigReader, extra: dict[str, Any], renormalize: bool) -> list[dict[str, Any]]:
-    """The feed-forward of each layer of Qwen's models. `extra` fields are added to those with experts."""
-    is_moe_layer = read_moe_layers(config, config.require("num_hidden_layers", int))
-    experts = read_experts(config, sum(is_moe_layer), "moe_intermediate_size") | extra
+def read_feedforwards(
+    config: ConfigReader,
+    extra: dict[str, Any],
+    renormalize: bool,
+    dense: Sequence[int] = (),
+    default_loss: float = 0.001,
+) -> list[dict[str, Any]]:
+    """The feed-forward of each layer of Qwen's models. `extra` fields are added to those with experts.
+
+    The others are the family's defaults; dense as in `read_moe_layers`, default_loss as in `read_aux_loss`.
+    """
+    is_moe_layer = read_moe_layers(config, config.require("num_hidden_layers", int), dense)
+    experts = read_experts(config, sum(is_moe_layer), "moe_intermediate_size", default_loss) | extra
     experts["renormalize"] = config.get("norm_topk_prob", renormalize)
-    dense = _common.read_gated(config)
-    return [experts if is_moe and experts["experts"] else dense for is_moe in is_moe_layer]
+    gated = _common.read_gated(config)
+    return [experts if is_moe and experts["experts"] else gated for is_moe in is_moe_layer]
 
 
 def write_activation(design: ModelConfig) -> str:

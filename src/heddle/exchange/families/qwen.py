@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense and with experts, and Mellum 2, which follows Qwen3's mixtures."""
+"""Qwen2 and Qwen3, dense and with experts, and Mellum 2 and Flint, which follow Qwen3's mixtures."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +7,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe, deepseek
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import FULL, ORIGINAL_LENGTH, SLIDING, read_ropes_by_layer_type, write_rope_table
+from heddle.exchange.rope import FULL, ORIGINAL_LENGTH, SLIDING, read_rope, read_ropes_by_layer_type, write_rope_table
 from heddle.model.config import ModelConfig
 
 WINDOW = 4096  # if the field is absent
@@ -185,3 +185,48 @@ def write_mellum(design: ModelConfig) -> dict[str, Any]:
 
 
 MELLUM = Family("mellum", "MellumForCausalLM", read_mellum, write_mellum, _moe.map_weights, ignored_tensors=("mtp.",))
+
+
+FLINT_WINDOW = 513
+
+
+def read_flint(config: ConfigReader) -> dict[str, Any]:
+    """Flint (2026): Qwen3-MoE with sinks, RoPE in windowed layers alone, sigmoid experts and a shared one.
+
+    Full attention is in the first two layers, in every fourth and in the last.
+    """
+    heads, depth = _common.read_heads(config, head_dim=128), _layer_types.read_depth(config)
+    bias = config.get("attention_bias", False)
+    mixer = _common.attention(config, heads, qk_norm="head", bias=bias, sink=True)
+    usual = [FULL if index < 2 or index % 4 == 1 or index == depth - 1 else SLIDING for index in range(depth)]
+    rope, windows = read_rope(config, heads["head_dim"]), _layer_types.read_windows(config, usual, FLINT_WINDOW)
+    mixers = [mixer | {"window": width, "position": None if width is None else rope} for width in windows]
+    routing = {"routing": "sigmoid", **read_shared(config), "shared_gate": False}
+    feedforwards = _moe.read_feedforwards(config, routing, renormalize=True, dense=[0, 1], default_loss=0.0005)
+    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6), "cast": "after"}
+    return _common.design_fields(config, norm, _layer_types.layers_of(mixers, feedforwards))
+
+
+def write_flint(design: ModelConfig) -> dict[str, Any]:
+    rotated = (layer.mixer for layer in design_parts.layers(design) if getattr(layer.mixer, "window", None))
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design, design_parts.rope_of(next(rotated, None)))
+        | _layer_types.write_windows(design, FLINT_WINDOW)
+        | _moe.write_feedforwards(design)
+        | write_shared(design)
+        | _common.written(design, "attention_bias", "rms_norm_eps")
+    )
+
+
+FLINT = Family(
+    "flint",
+    "FlintForCausalLM",
+    read_flint,
+    write_flint,
+    partial(
+        _common.map_weights,
+        names=_common.PRE_NORMS | {"self_attn.softmax_offset": "mixer.sink"},
+        map_feedforward=_moe.map_feedforward,
+    ),
+)
