@@ -6,6 +6,7 @@ It also needs the packages of the tests, whose cases and planted bugs it lists. 
 the committed pages are up to date. Pages list names, not totals: a total would change with every new test.
 """
 
+import json
 import re
 import sys
 import types
@@ -43,6 +44,8 @@ from heddle.config import (  # noqa: E402
     kind_class,
     kinds,
 )
+from heddle.exchange.family import families  # noqa: E402
+from heddle.exchange.family_match import design_from_config  # noqa: E402
 from heddle.lab.explore.choices import FILE, comments  # noqa: E402
 from heddle.laws import LAWS  # noqa: E402
 from heddle.model import config as model_config  # noqa: E402
@@ -55,6 +58,8 @@ from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from heddle.settings import settings_of  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
 from tests.distributed import validation  # noqa: E402
+from tests.exchange.cases import CASES as FAMILY_CASES  # noqa: E402
+from tests.exchange.hf_models import config_of  # noqa: E402
 from tools import family_facts, published_designs, published_facts, rank_laws  # noqa: E402
 from tools.markdown import joined, prose, table  # noqa: E402
 from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
@@ -142,6 +147,7 @@ def pages() -> dict[Path, str]:
     contents_of[plan] = text
     contents_of[ROOT / "docs/huggingface/published.md"] = published_facts.page(WRITTEN)
     contents_of[FILE] = published_designs.page()
+    contents_of[ROOT / "src/heddle/lab/conformance/variants.json"] = conformance_variants()
     contents_of[ROOT / "docs/rank-laws.md"] = rank_laws.page(WRITTEN)
     contents_of[ROOT / "docs/options.md"] = joined(OPTIONS.strip(), *option_blocks())
     readme = ROOT / "README.md"
@@ -149,6 +155,18 @@ def pages() -> dict[Path, str]:
     contents_of |= figures.pages(ROOT / "docs", joined(BENCHMARKS.strip()).strip())
     contents_of[folder / "kernels.md"] = joined("# Kernels", WRITTEN, kernels_intro(), *kernel_blocks())
     return contents_of
+
+
+def conformance_variants() -> str:
+    """The configs of a conformance kit: those that the tests hold against transformers, as heddle writes them."""
+    lines = []
+    for name, one in sorted(FAMILY_CASES.items()):
+        family, variants = families()[name], {}
+        for variant in one.variants:
+            theirs = json.loads(config_of(name, variant).to_json_string()) | {"model_type": name}
+            variants[variant] = family.write_config(design_from_config(theirs, family).resolved())
+        lines.append(f"{json.dumps(name)}: {json.dumps(variants, sort_keys=True)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def between(text: str, name: str, table: str) -> str:

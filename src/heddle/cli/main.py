@@ -235,6 +235,7 @@ SUBCOMMANDS = {
         "ladder": "Train designs at several sizes; predict larger.",
         "bench": "Measure the speed of designs on this machine.",
     },
+    "export": {"conformance": "Check an engine with small models of each family."},
 }
 COMMANDS = [verb for verbs in (*VERBS.values(), *SUBCOMMANDS.values()) for verb in verbs]
 MAX_SENTENCE = 400  # characters of an error message, not counting the paths in it

@@ -1,0 +1,318 @@
+"""Build a conformance kit: for each family, small models with drawn weights, cases, and the float64 logits.
+
+A kit is plain files, described in docs/conformance.md; `reader.py`, which is copied into it, reads them without heddle.
+A case is a way to feed token rows (whole, cut, padded, packed, rolled back, …). Whatever the way, each token's logits
+must be the row's: so a kit stores one set of logits a row, and the engines differ only in how they were fed.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heddle import __version__
+from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.export import export
+from heddle.exchange.family import Family, families
+from heddle.exchange.family_match import design_from_config
+from heddle.exchange.load import load
+from heddle.lab.conformance.bugs import Bug, bugs_of
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.model.initialization import cast_parameters
+from heddle.numerics.experts.mixture import route
+from heddle.numerics.random import RandomStream
+from heddle.parts.feedforwards.moe import MoE
+from heddle.parts.layout import Layout
+from heddle.progress import progress_bar
+from heddle.storage.file_io import write_file
+from heddle.storage.tensor_file import write_tensor_file
+
+FORMAT = 1
+CASES_FILE, GOLDENS_FILE, KIT_FILE, READER_FILE = "cases.json", "goldens.safetensors", "kit.json", "reader.py"
+ROW_LENGTHS = (48, 17, 5)  # of the rows that are padded and packed together
+CUTS = ((1,), (7, 8, 19), tuple(range(1, 48)))  # where rows are cut: after the first token, unevenly, everywhere
+GREEDY = 24  # tokens of a greedy text
+REORDERINGS = 20  # of the sums of each product, in the first row
+REORDERINGS_OF_ALL = 4  # in the others
+SAFETY = 4.0  # times the largest error of any reordering is the tolerance
+ROUTER_NOISE = {"float32": 1e-5, "bfloat16": 0.05}  # of router logits: what would choose otherwise is not compared
+MAX_LONG = 640  # tokens of the row that passes the original length of a RoPE scaling
+ROLLBACK_FROM, ROLLBACK_TO = 20, 12
+MIN_LEAD = 1e-2  # of a greedy token's logit over the next
+SEEDS = 16  # drawn until a model has clear choices
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@cache
+def variants() -> dict[str, dict[str, dict[str, Any]]]:
+    """The configs of the small models, by family and variant; together they reach every option of a family."""
+    text = files("heddle.lab.conformance").joinpath("variants.json").read_text(encoding="utf-8")
+    read: dict[str, dict[str, dict[str, Any]]] = json.loads(text)
+    return read
+
+
+@dataclass(frozen=True)
+class Goldens:
+    """What a model computes for some rows in float64. logits [T, vocab] and hidden [T, width] after each layer."""
+
+    rows: list[list[int]]
+    logits: list[Tensor]
+    hidden: list[list[Tensor]]
+    experts: list[dict[int, Tensor]]  # by layer, int64 [T, k]
+    clear: dict[str, list[int]]  # for each row, how many tokens have no choice that rounding could turn
+
+
+def build_kit(out: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Write a kit of these families (none: all) to a new folder; returns what kit.json says.
+
+    Raises ConfigError for an unknown family, CheckpointError if `out` exists.
+    """
+    known = variants()
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--family {name}: unknown; choices: {', '.join(sorted(known))}")
+    if out.exists():
+        raise CheckpointError(f"{out}: exists already; choose another name for the kit")
+    chosen = list(dict.fromkeys(names)) or sorted(known)
+    work = out.with_name(out.name + ".building")
+    shutil.rmtree(work, ignore_errors=True)
+    entries = []
+    with progress_bar("building", sum(len(known[name]) for name in chosen), "models") as bar:
+        for name in chosen:
+            for variant, fields in known[name].items():
+                folder = work / name / variant
+                entries.append({"family": name, "variant": variant} | build_model(folder, families()[name], fields))
+                bar.advance(1, name)
+    summary = {"format": FORMAT, "heddle": __version__, "license": "Apache-2.0", "models": entries}
+    write_file(work / KIT_FILE, json.dumps(summary, indent=1) + "\n", "free space")
+    reader = files("heddle.lab.conformance").joinpath(READER_FILE).read_text(encoding="utf-8")
+    write_file(work / READER_FILE, reader, "free space")
+    work.rename(out)
+    return summary
+
+
+def build_model(folder: Path, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Write one small model with its cases and goldens; returns its line of kit.json."""
+    config = {"model_type": family.model_type, "architectures": [family.architecture], **fields}
+    design = design_from_config(dict(config), family)
+    model = clearest_model(design)
+    export(model, folder, family=family.model_type)
+    wide = load(folder, dtype=torch.float64).model
+    goldens = goldens_of(wide)
+    tolerances = {name: tolerance(folder, goldens, name) for name in DTYPES}
+    bugs, unseen = bugs_of(wide, goldens.rows, goldens.logits, tolerances["float32"])
+    cases = list(_cases(wide, goldens))
+    document = {
+        "format": FORMAT,
+        "family": family.model_type,
+        "vocab_size": design.vocab_size,
+        "layers": design.depth,
+        "causal": wide.causal,
+        "tolerances": tolerances,
+        "rows": goldens.rows,
+        "clear": goldens.clear,
+        "cases": cases,
+        "bugs": [{"name": each.name, "property": each.property, "row": each.row} for each in bugs],
+        "unobservable": unseen,
+    }
+    write_file(folder / CASES_FILE, json.dumps(document) + "\n", "free space")
+    write_tensor_file(folder / GOLDENS_FILE, _tensors(goldens, bugs))
+    return {"cases": len(cases), "bugs": len(bugs), "unobservable": len(unseen), "tolerances": tolerances}
+
+
+def clearest_model(design: ModelConfig) -> Decoder:
+    """Drawn weights, representable in bfloat16, of the seed that leaves the fewest choices of experts to rounding."""
+    best, most = None, -1
+    for seed in range(SEEDS):
+        model = drawn_model(design, seed)
+        found = goldens_of(model)
+        clear = sum(found.clear["float32"]) * 1000 + sum(found.clear["bfloat16"])
+        if clear > most:
+            best, most = model, clear
+        if not found.experts[0] or found.clear["bfloat16"][0] >= len(found.rows[0]) / 2:
+            break
+    assert best is not None
+    cast_parameters(best, torch.bfloat16)
+    return best
+
+
+def drawn_model(design: ModelConfig, seed: int) -> Decoder:
+    """A float64 model whose gains and biases are drawn, too; equal on every machine."""
+    model = build(design, torch.float64, seed=seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or "norm" in name:
+                noise = RandomStream.of("conformance", seed, name).normal(0, parameter.numel())
+                parameter.add_(0.2 * noise.view(parameter.shape))
+            parameter.copy_(parameter.bfloat16())
+    return model.eval()
+
+
+def rows_of(model: Decoder) -> list[list[int]]:
+    """The token rows: three of other lengths, one that goes on otherwise, and one beyond a scaling's length."""
+    limit = model.position_limit or MAX_LONG
+    vocabulary = int(model.config.vocab_size or 0)
+
+    def row(name: str, length: int) -> list[int]:
+        words = RandomStream.of("conformance", name).words(0, min(length, limit))
+        return (1 + words % (vocabulary - 1)).tolist()
+
+    rows = [row(f"row {index}", length) for index, length in enumerate(ROW_LENGTHS)]
+    rows.append([*rows[0][:ROLLBACK_TO], *row("another end", 9)])
+    trained = [scaling.original_length for scaling in _scalings(model.config)]
+    if trained and min(MAX_LONG, limit) >= max(trained) + 8 > len(rows[0]):
+        rows.append(row("long", max(trained) + 8))
+    return rows
+
+
+def _scalings(design: ModelConfig) -> Iterator[Any]:
+    for _, layer in design.expand():
+        scaling = getattr(getattr(layer.mixer, "position", None), "scaling", None)
+        if getattr(scaling, "original_length", None):
+            yield scaling
+
+
+@torch.no_grad()
+def goldens_of(model: Decoder) -> Goldens:
+    """Run the rows one by one, and record what each layer gives."""
+    found = Goldens(rows_of(model), [], [], [], {name: [] for name in ROUTER_NOISE})
+    for row in found.rows:
+        hidden: list[Tensor] = []
+        experts: dict[int, Tensor] = {}
+        clear = dict.fromkeys(ROUTER_NOISE, len(row))
+        with _recorded(model, hidden, experts, clear):
+            found.logits.append(logits_of(model, row))
+        found.hidden.append(hidden)
+        found.experts.append(experts)
+        for name, tokens in clear.items():
+            found.clear[name].append(tokens)
+    return found
+
+
+@torch.no_grad()
+def logits_of(model: Decoder, row: Sequence[int], layout: Layout | None = None) -> Tensor:
+    """Logits [T, vocab] of one row."""
+    logits: Tensor = model.head(model(torch.tensor([list(row)]), layout)[0])[0]
+    return logits
+
+
+@contextmanager
+def _recorded(
+    model: Decoder, hidden: list[Tensor], experts: dict[int, Tensor], clear: dict[str, int]
+) -> Iterator[None]:
+    """Append each layer's stream and experts; lower `clear` to the first token that rounding may route otherwise."""
+    handles = []
+
+    def keep_stream(module: nn.Module, arguments: Any, output: Any) -> None:
+        if isinstance(output[0], Tensor) and output[0].dim() == 3:
+            hidden.append(output[0][0])
+
+    def keep_choice(index: int, mixture: MoE) -> Any:
+        def keep(module: nn.Module, arguments: Any, logits: Tensor) -> None:
+            bias, rule = mixture.router.expert_bias, mixture.routing_config
+            chosen = route(logits, bias, rule).expert_indices[0].sort(-1).values
+            experts[index] = chosen
+            for name, noise in ROUTER_NOISE.items():
+                for draw in range(8):
+                    numbers = RandomStream.of("noise", draw).normal(0, logits.numel()).view(logits.shape)
+                    other = route(logits + noise * numbers, bias, rule).expert_indices[0].sort(-1).values
+                    turned = (other != chosen).any(-1).nonzero()
+                    if len(turned):
+                        clear[name] = min(clear[name], int(turned[0]))
+
+        return keep
+
+    for index, layer in enumerate(model.layers):
+        handles.append(layer.register_forward_hook(keep_stream))
+        for module in layer.modules():
+            if isinstance(module, MoE):
+                handles.append(module.router.register_forward_hook(keep_choice(index, module)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Reordered(TorchDispatchMode):
+    """Products whose terms are summed in another order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Permute the summed dimension of both factors."""
+        names = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}
+        positions = names.get(func._schema.name)
+        if positions is not None:
+            first, second = (args[position] for position in positions)
+            order = torch.randperm(first.shape[-1], generator=self.generator)
+            args = list(args)
+            args[positions[0]], args[positions[1]] = first[..., order], second[..., order, :]
+        return func(*args, **(kwargs or {}))
+
+
+def tolerance(folder: Path, goldens: Goldens, name: str) -> float:
+    """SAFETY times the largest error of the logits of REORDERINGS runs in a dtype."""
+    model, largest = load(folder, dtype=DTYPES[name]).model, 0.0
+    for seed in range(REORDERINGS):
+        last = 1 if seed >= REORDERINGS_OF_ALL else len(goldens.rows)
+        rows = list(zip(goldens.rows, goldens.logits, goldens.clear[name], strict=True))[:last]
+        with Reordered(seed):
+            for row, want, clear in rows:
+                errors = (logits_of(model, row).double() - want)[:clear].abs()
+                largest = max(largest, float(errors.max()) if clear else 0.0)
+    return float(f"{SAFETY * largest:.3g}")
+
+
+def _cases(model: Decoder, goldens: Goldens) -> Iterator[dict[str, Any]]:
+    """Ways to feed the rows; docs/conformance.md says what each means."""
+    for index in range(len(goldens.rows)):
+        what = "long positions" if index > len(ROW_LENGTHS) else "logits"
+        yield {"property": what, "way": "whole", "rows": [index]}
+    for side in ("left", "right"):
+        yield {"property": "padding", "way": "padded", "side": side, "rows": [0, 1, 2]}
+    yield {"property": "packing", "way": "packed", "rows": [1, 0, 2]}
+    if not model.causal:
+        return
+    length = len(goldens.rows[0])
+    for cuts in CUTS:
+        yield {"property": "cuts", "way": "cut", "rows": [0], "cuts": [cut for cut in cuts if cut < length]}
+    yield {"property": "rollback", "way": "rollback", "rows": [0, 3], "read": ROLLBACK_FROM, "keep": ROLLBACK_TO}
+    yield {"property": "batch change", "way": "dropped", "rows": [1, 0], "read": len(goldens.rows[1]) - 4}
+    yield {"property": "greedy text", "way": "greedy", "rows": [1], "tokens": _greedy(model, goldens.rows[1])}
+
+
+def _greedy(model: Decoder, row: Sequence[int]) -> list[int]:
+    """The greedy text after a row, up to the first token whose lead is small."""
+    text = list(row)
+    while len(text) < len(row) + GREEDY and len(text) < (model.position_limit or MAX_LONG):
+        best = logits_of(model, text)[-1].topk(2)
+        if float(best.values[0] - best.values[1]) < MIN_LEAD:
+            break
+        text.append(int(best.indices[0]))
+    return text[len(row) :]
+
+
+def _tensors(goldens: Goldens, bugs: Sequence[Bug]) -> dict[str, Tensor]:
+    tensors = {}
+    for index, logits in enumerate(goldens.logits):
+        tensors[f"rows.{index}.logits"] = logits
+        for layer, hidden in enumerate(goldens.hidden[index]):
+            tensors[f"rows.{index}.hidden.{layer}"] = hidden
+        for layer, experts in goldens.experts[index].items():
+            tensors[f"rows.{index}.experts.{layer}"] = experts
+    for index, bug in enumerate(bugs):
+        tensors[f"bugs.{index}.logits"] = bug.logits.float()
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}

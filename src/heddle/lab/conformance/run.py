@@ -1,0 +1,479 @@
+"""Run an engine on a conformance kit: each case, how far its logits are from the golden ones, and the bug they show."""
+
+import importlib
+import json
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from xml.etree import ElementTree
+
+import torch
+from torch import Tensor
+
+from heddle.errors import CheckpointError, ConfigError, HeddleError
+from heddle.exchange.load import load
+from heddle.lab.conformance.build import CASES_FILE, DTYPES, GOLDENS_FILE, KIT_FILE
+from heddle.model.decoder import Decoder
+from heddle.parts.layout import Layout
+from heddle.progress import progress_bar
+from heddle.storage.tensor_file import read_tensor_file
+
+RIGHT, WRONG, NOT_SEEN = "right", "wrong", "not seen"
+PROPERTIES = (
+    "logits", "long positions", "padding", "packing", "cuts", "rollback", "batch change", "greedy text",
+)  # fmt: skip
+# What an engine that fails raises.
+FAILURES = (HeddleError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class NotSeenError(Exception):
+    """The engine cannot be fed in this way."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Logits [n, vocab] of the tokens of a row from `start` on."""
+
+    row: int
+    start: int
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one case showed. distance: the largest difference of a logit. layer: the first whose output is wrong."""
+
+    family: str
+    variant: str
+    property: str
+    way: str
+    status: str
+    distance: float = 0.0
+    tolerance: float = 0.0
+    layer: int | None = None
+    bug: str | None = None
+    reason: str = ""
+
+
+class Model(Protocol):
+    """A model that an engine has opened."""
+
+    def answer(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
+        """Feed the rows as the case says. Raises NotSeenError if the engine cannot."""
+
+    def hidden(self, row: Sequence[int]) -> list[Tensor]:
+        """The stream after each layer, [T, width]; [] if the engine does not show it."""
+
+    def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
+        """The greedy text after a row. Raises NotSeenError if the engine cannot."""
+
+
+Engine = Callable[[Path], AbstractContextManager[Model]]
+
+
+def run_kit(kit: Path, engine: Engine, dtype: str = "float32", families: Sequence[str] = ()) -> Iterator[Finding]:
+    """Every case of a kit, with an engine that computes in this dtype."""
+    try:
+        entries = json.loads((kit / KIT_FILE).read_text(encoding="utf-8"))["models"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{kit}: is no conformance kit; build one with heddle conformance build") from error
+    unknown = sorted(set(families) - {entry["family"] for entry in entries})
+    if unknown:
+        raise ConfigError(f"--family {unknown[0]}: is not in {kit}; build the kit with it")
+    chosen = [entry for entry in entries if not families or entry["family"] in families]
+    with progress_bar("running", len(chosen), "models") as bar:
+        for entry in chosen:
+            yield from _run_model(kit / entry["family"] / entry["variant"], engine, dtype)
+            bar.advance(1, entry["family"])
+
+
+def _run_model(folder: Path, engine: Engine, dtype: str) -> Iterator[Finding]:
+    document = json.loads((folder / CASES_FILE).read_text(encoding="utf-8"))
+    goldens = dict(read_tensor_file(folder / GOLDENS_FILE))
+    tolerance, clear = document["tolerances"][dtype], document["clear"][dtype]
+    rows, name = document["rows"], (document["family"], folder.name)
+    with engine(folder) as model:
+        for case in document["cases"]:
+            head = (*name, case["property"], case["way"])
+            try:
+                if case["way"] == "greedy":
+                    row = case["rows"][0]
+                    written = model.greedy(rows[row], len(case["tokens"])) if clear[row] == len(rows[row]) else None
+                    right = written is None or written[: len(case["tokens"])] == case["tokens"]
+                    yield Finding(*head, RIGHT if right else WRONG, reason="" if right else f"wrote {written}")
+                    continue
+                answers = model.answer(case, rows)
+            except NotSeenError as error:
+                yield Finding(*head, NOT_SEEN, reason=str(error))
+                continue
+            except FAILURES as error:
+                yield Finding(*head, WRONG, float("inf"), tolerance, reason=str(error).partition("\n")[0][:200])
+                continue
+            worst, wrong = 0.0, None
+            for answer in answers:
+                distance = _distance(answer, goldens[f"rows.{answer.row}.logits"], clear[answer.row])
+                if distance > max(worst, tolerance):
+                    wrong = answer
+                worst = max(worst, distance)
+            if wrong is None:
+                yield Finding(*head, RIGHT, worst, tolerance)
+            else:
+                bug = _named(wrong, case["property"], document["bugs"], goldens, clear[wrong.row], tolerance)
+                layer = _first_wrong_layer(model, rows[0], goldens) if case["way"] == "whole" else None
+                yield Finding(*head, WRONG, worst, tolerance, layer, bug)
+
+
+def _distance(answer: Answer, golden: Tensor, clear: int) -> float:
+    """The largest difference of the answer's clear tokens; infinite where it is not a number."""
+    want = golden[answer.start : answer.start + len(answer.logits)]
+    if answer.logits.shape != want.shape:
+        return float("inf")
+    errors = (answer.logits.double() - want.double())[: max(0, clear - answer.start)].abs()
+    return float(errors.nan_to_num(nan=torch.inf).max()) if errors.numel() else 0.0
+
+
+def _named(
+    answer: Answer,
+    what: str,
+    bugs: Sequence[Mapping[str, Any]],
+    goldens: Mapping[str, Tensor],
+    clear: int,
+    tolerance: float,
+) -> str | None:
+    """The planted bug whose logits these are, the nearest of those within the tolerance."""
+    distances = {
+        bug["name"]: _distance(answer, goldens[f"bugs.{index}.logits"], clear)
+        for index, bug in enumerate(bugs)
+        if bug["row"] == answer.row and bug["property"] in (what, "logits")
+    }
+    nearest = min(distances, key=distances.__getitem__, default=None)
+    return nearest if nearest is not None and distances[nearest] <= tolerance else None
+
+
+def _first_wrong_layer(model: Model, row: Sequence[int], goldens: Mapping[str, Tensor]) -> int | None:
+    """The first layer whose output is off by more than a thousandth of its size."""
+    for index, hidden in enumerate(model.hidden(row)):
+        golden = goldens.get(f"rows.0.hidden.{index}")
+        if golden is None or hidden.shape != golden.shape:
+            continue
+        if float((hidden.double() - golden).abs().max()) > 1e-3 * float(golden.abs().max()):
+            return index
+    return None
+
+
+# Engines.
+
+
+def engine_of(name: str, dtype: str) -> Engine:
+    """The engine of a name. Raises ConfigError for an unknown one.
+
+    heddle; transformers, or transformers:eager, transformers:sdpa and so on, by the attention; module:function of
+    Python; or a command that holds {model}, as `reader.py` of the kit describes.
+    """
+    if "{model}" in name:
+        return lambda folder: _command(name, folder)
+    kind, _, rest = name.partition(":")
+    if name == "heddle":
+        return lambda folder: _opened(HeddleModel(folder, DTYPES[dtype]))
+    if kind == "transformers":
+        return lambda folder: _opened(TransformersModel(folder, DTYPES[dtype], rest or "sdpa"))
+    if rest.isidentifier():
+        try:
+            function = getattr(importlib.import_module(kind), rest)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"--engine {name}: {error}; name a module that can be imported, and its function"
+            ) from None
+        return lambda folder: _opened(OneText(function(folder)))
+    raise ConfigError(
+        f"--engine {name}: unknown; give heddle, transformers, transformers:eager, module:function, or a command "
+        "with {model}"
+    )
+
+
+@contextmanager
+def _opened(model: Model) -> Iterator[Model]:
+    yield model
+
+
+@contextmanager
+def _command(command: str, folder: Path) -> Iterator[Model]:
+    arguments = [part.replace("{model}", str(folder)) for part in shlex.split(command)]
+    try:
+        process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise ConfigError(f"--engine {command}: does not start ({error.strerror}); give a command that does") from None
+
+    def read(tokens: list[int], keep: int) -> list[list[float]]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"tokens": tokens, "keep": keep}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended"}
+        except BrokenPipeError:
+            answer = {"error": "it ended"}
+        except ValueError:
+            raise ConfigError(f"--engine {command}: answered with a line that is not JSON") from None
+        if "error" in answer:
+            raise NotSeenError(str(answer["error"]))
+        logits: list[list[float]] = answer["logits"]
+        return logits
+
+    with process:
+        try:
+            yield OneText(read)
+        finally:
+            process.kill()
+
+
+class OneText:
+    """An engine that reads one text at a time. read: tokens and how many of the text so far they follow -> logits."""
+
+    def __init__(self, read: Callable[[list[int], int], Any]) -> None:
+        self.read = read
+
+    def _logits(self, tokens: Sequence[int], keep: int) -> Tensor:
+        return torch.as_tensor(self.read(list(tokens), keep))
+
+    def answer(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
+        """Whole rows, cuts and rollbacks; one text at a time has no batches."""
+        first, *others = case["rows"]
+        if case["way"] == "whole":
+            return [Answer(first, 0, self._logits(rows[first], 0))]
+        if case["way"] == "cut":
+            ends = [*case["cuts"], len(rows[first])]
+            pieces = zip([0, *case["cuts"]], ends, strict=True)
+            return [Answer(first, start, self._logits(rows[first][start:stop], start)) for start, stop in pieces]
+        if case["way"] == "rollback":
+            (then,) = others
+            read = Answer(first, 0, self._logits(rows[first][: case["read"]], 0))
+            return [read, Answer(then, case["keep"], self._logits(rows[then][case["keep"] :], case["keep"]))]
+        raise NotSeenError("it reads one text at a time")
+
+    def hidden(self, row: Sequence[int]) -> list[Tensor]:
+        """Not shown."""
+        return []
+
+    def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
+        """One token after the other."""
+        text, logits = list(row), self._logits(row, 0)
+        while len(text) < len(row) + tokens:
+            text.append(int(logits[-1].argmax()))
+            logits = self._logits(text[-1:], len(text) - 1)
+        return text[len(row) :]
+
+
+class HeddleModel:
+    """heddle itself."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.model: Decoder = load(folder, dtype=dtype).model
+
+    @torch.no_grad()
+    def _run(self, tokens: Tensor, layout: Layout | None, state: Any = None) -> tuple[Tensor, Any]:
+        hidden, state = self.model(tokens, layout, state)
+        return self.model.head(hidden), state
+
+    def answer(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
+        """Every way."""
+        way, chosen = case["way"], case["rows"]
+        if way in ("whole", "packed"):
+            texts = [rows[index] for index in chosen]
+            layout = Layout.packed([[len(text) for text in texts]])
+            logits, _ = self._run(torch.tensor([[token for text in texts for token in text]]), layout)
+            pieces = logits[0].split([len(text) for text in texts])
+            return [Answer(index, 0, piece) for index, piece in zip(chosen, pieces, strict=True)]
+        if way == "padded":
+            lengths = [len(rows[index]) for index in chosen]
+            layout = Layout.padded(lengths, side=case["side"])
+            logits, _ = self._run(padded(rows, chosen, case["side"])[0], layout)
+            return [
+                Answer(index, 0, row[positions >= 0])
+                for index, row, positions in zip(chosen, logits, layout.positions, strict=True)
+            ]
+        if way == "dropped":
+            read, second = case["read"], rows[chosen[1]]
+            state = self.model.init_state(2, cache_length=len(second))
+            logits, state = self._run(torch.tensor([rows[index][:read] for index in chosen]), None, state)
+            after, _ = self._run(torch.tensor([second[read:]]), None, state.select([1]))
+            return [Answer(chosen[1], 0, logits[1]), Answer(chosen[1], read, after[0])]
+        first = rows[chosen[0]]
+        try:
+            kept = case["read"] - case["keep"] if way == "rollback" else 0
+            state = self.model.init_state(1, cache_length=len(first), rollback=kept)
+            if way == "cut":
+                found = []
+                for start, stop in zip([0, *case["cuts"]], [*case["cuts"], len(first)], strict=True):
+                    logits, state = self._run(torch.tensor([first[start:stop]]), None, state)
+                    found.append(Answer(chosen[0], start, logits[0]))
+                return found
+            then = rows[chosen[1]]
+            logits, state = self._run(torch.tensor([first[: case["read"]]]), None, state)
+            after, _ = self._run(torch.tensor([then[case["keep"] :]]), None, state.rollback(kept))
+            return [Answer(chosen[0], 0, logits[0]), Answer(chosen[1], case["keep"], after[0])]
+        except HeddleError as error:
+            raise NotSeenError(str(error)) from None
+
+    def hidden(self, row: Sequence[int]) -> list[Tensor]:
+        """Not needed: heddle's streams are the golden ones."""
+        return []
+
+    def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
+        """By `heddle.generate`."""
+        from heddle.generation.generate import generate
+
+        return generate(self.model, [list(row)], max_new_tokens=tokens)[0]
+
+
+def padded(rows: Sequence[Sequence[int]], chosen: Sequence[int], side: str) -> tuple[Tensor, Tensor]:
+    """Token ids [B, T] with zeros at padding, and the mask [B, T], 1 at tokens."""
+    texts = [list(rows[index]) for index in chosen]
+    width = max(map(len, texts))
+    fill = [[0] * (width - len(text)) for text in texts]
+    tokens = [[*pad, *text] if side == "left" else [*text, *pad] for pad, text in zip(fill, texts, strict=True)]
+    masks = [
+        [0] * len(pad) + [1] * len(text) if side == "left" else [1] * len(text) + [0] * len(pad)
+        for pad, text in zip(fill, texts, strict=True)
+    ]
+    return torch.tensor(tokens), torch.tensor(masks)
+
+
+class TransformersModel:
+    """transformers, with one of its attentions."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, attention: str) -> None:
+        import transformers
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        cls = getattr(transformers, name, None)
+        self.problem = f"transformers {transformers.__version__} has no {name}" if cls is None else ""
+        if cls is None:
+            return
+        options = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": "eager"}
+        try:
+            self.model = cls.from_pretrained(folder, **options).eval()
+        except (ValueError, ImportError) as error:
+            self.problem = str(error).splitlines()[0][:200]
+        self.causal = not name.endswith("ForMaskedLM")
+
+    @torch.no_grad()
+    def _run(self, tokens: Sequence[int], cache: Any = None, **inputs: Any) -> Any:
+        return self.model(torch.tensor([list(tokens)]), past_key_values=cache, **inputs)
+
+    def answer(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
+        """Every way; packing only in classes that tell documents apart by positions."""
+        if self.problem:
+            raise NotSeenError(self.problem)
+        way, chosen = case["way"], case["rows"]
+        first = rows[chosen[0]]
+        plain = {"use_cache": False} if self.causal else {}
+        if way == "whole":
+            return [Answer(chosen[0], 0, self._run(first, **plain).logits[0])]
+        if way == "padded":
+            tokens, mask = padded(rows, chosen, case["side"])
+            positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if self.causal else {}
+            with torch.no_grad():
+                logits = self.model(tokens, attention_mask=mask, **positions, **plain).logits
+            return [Answer(index, 0, row[real.bool()]) for index, row, real in zip(chosen, logits, mask, strict=True)]
+        if way == "packed":
+            raise NotSeenError("its classes differ in what they take for packed rows")
+        if way == "cut":
+            found, cache = [], None
+            for start, stop in zip([0, *case["cuts"]], [*case["cuts"], len(first)], strict=True):
+                result = self._run(first[start:stop], cache, use_cache=True)
+                cache = self._cache(result)
+                found.append(Answer(chosen[0], start, result.logits[0]))
+            return found
+        if way == "rollback":
+            result = self._run(first[: case["read"]], use_cache=True)
+            cache = self._cache(result)
+            try:
+                cache.crop(case["keep"] - case["read"])
+            except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+                raise NotSeenError(f"its cache cannot be cropped ({str(error)[:80]})") from None
+            after = self._run(rows[chosen[1]][case["keep"] :], cache, use_cache=True)
+            return [Answer(chosen[0], 0, result.logits[0]), Answer(chosen[1], case["keep"], after.logits[0])]
+        return self._dropped(case, rows)
+
+    def _dropped(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
+        """Two rows are read together, then only the second goes on."""
+        _, second = case["rows"]
+        read = case["read"]
+        with torch.no_grad():
+            result = self.model(torch.tensor([list(rows[index][:read]) for index in case["rows"]]), use_cache=True)
+        cache = self._cache(result)
+        try:
+            cache.batch_select_indices(torch.tensor([1]))
+        except (AttributeError, NotImplementedError) as error:
+            raise NotSeenError(f"its cache has no rows to select ({str(error)[:80]})") from None
+        after = self._run(rows[second][read:], cache, use_cache=True)
+        return [Answer(second, 0, result.logits[1]), Answer(second, read, after.logits[0])]
+
+    def _cache(self, result: Any) -> Any:
+        for name in ("past_key_values", "cache_params"):
+            if getattr(result, name, None) is not None:
+                return getattr(result, name)
+        raise NotSeenError("it returns no cache")
+
+    def hidden(self, row: Sequence[int]) -> list[Tensor]:
+        """Its hidden states but for the last, which is normed."""
+        states = self._run(row, output_hidden_states=True).hidden_states
+        return [] if states is None else [state[0] for state in states[1:-1]]
+
+    def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
+        """By its `generate`."""
+        if self.problem:
+            raise NotSeenError(self.problem)
+        written = self.model.generate(
+            torch.tensor([list(row)]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, num_beams=1
+        )
+        return [int(token) for token in written[0, len(row) :]]
+
+
+# Results.
+
+
+def table(findings: Sequence[Finding]) -> list[str]:
+    """A line for each model: how each property is, and below it what is wrong."""
+    lines = []
+    for key in dict.fromkeys((each.family, each.variant) for each in findings):
+        own = [each for each in findings if (each.family, each.variant) == key]
+        cells = []
+        for name in PROPERTIES:
+            statuses = {each.status for each in own if each.property == name}
+            if statuses:
+                worst = next(status for status in (WRONG, NOT_SEEN, RIGHT) if status in statuses)
+                cells.append(f"{name} {worst.upper() if worst == WRONG else worst}")
+        lines.append(f"{'/'.join(key)}: {', '.join(cells)}")
+        for each in own:
+            if each.status == WRONG:
+                layer = "" if each.layer is None else f", first in layer {each.layer}"
+                bug = f": {each.bug}" if each.bug else f" {each.reason}".rstrip()
+                lines.append(f"    {each.property}, {each.way}: off by {each.distance:.3g}{layer}{bug}")
+    return lines
+
+
+def junit(findings: Sequence[Finding], name: str) -> str:
+    """The findings as JUnit XML."""
+    suite = ElementTree.Element("testsuite", name=name, tests=str(len(findings)))
+    suite.set("failures", str(sum(each.status == WRONG for each in findings)))
+    suite.set("skipped", str(sum(each.status == NOT_SEEN for each in findings)))
+    for number, each in enumerate(findings):
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=f"{each.family}.{each.variant}", name=f"{each.property} {each.way} {number}"
+        )
+        if each.status == WRONG:
+            text = f"off by {each.distance:.3g}, tolerance {each.tolerance:.3g}"
+            ElementTree.SubElement(case, "failure", message=f"{text}{f': {each.bug}' if each.bug else ''}")
+        if each.status == NOT_SEEN:
+            ElementTree.SubElement(case, "skipped", message=each.reason)
+    return ElementTree.tostring(suite, encoding="unicode") + "\n"
