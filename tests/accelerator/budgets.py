@@ -220,12 +220,13 @@ class Table:
             PAGE.write_text(self.in_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
     def markdown(self) -> str:
-        """The table as it stands in docs/gpu/budgets.md."""
+        """The rows with a budget, as they stand in docs/gpu/budgets.md."""
         lines = ["| path | now | budget |", "| --- | ---: | ---: |"]
         for name, row in ROWS.items():
+            if row.budget is None:
+                continue
             now = _number(self.now.get(name))
-            sign = "≥" if row.unit == "% MFU" else "≤"
-            budget = "" if row.budget is None else f"{sign} {row.budget:,}"
+            budget = f"{'≥' if row.unit == '% MFU' else '≤'} {row.budget:,}"
             met = row.met(self.now[name]) if name in self.now else None
             note = " (open)" if met is False else ""
             unit = "" if row.unit == "launches" else f" {row.unit}"
