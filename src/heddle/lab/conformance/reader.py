@@ -25,7 +25,7 @@ def tensors(path: Path) -> dict[str, tuple[list[int], "array.array[Any]"]]:
     """The tensors of a safetensors file: name -> (shape, numbers in row-major order)."""
     data = Path(path).read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
-    found: dict[str, tuple[list[int], "array.array[Any]"]] = {}
+    found: dict[str, tuple[list[int], array.array[Any]]] = {}
     for name, entry in json.loads(data[8 : 8 + size]).items():
         if name != "__metadata__":
             start, stop = entry["data_offsets"]
@@ -57,7 +57,9 @@ def requests(case: dict[str, Any], rows: list[list[int]]) -> Iterator[tuple[list
         yield rows[then][case["keep"] :], case["keep"], then
 
 
-def largest_error(answer: list[list[float]], golden: tuple[list[int], "array.array[Any]"], keep: int, clear: int) -> float:
+def largest_error(
+    answer: list[list[float]], golden: tuple[list[int], "array.array[Any]"], keep: int, clear: int
+) -> float:
     """The largest difference of the logits of tokens `keep`, keep + 1, … that are clear, from the golden ones."""
     (_, vocabulary), numbers = golden
     errors = [0.0]

@@ -1,6 +1,7 @@
 """Run an engine on a conformance kit: each case, how far its logits are from the golden ones, and the bug they show."""
 
 import importlib
+import inspect
 import json
 import shlex
 import subprocess
@@ -366,8 +367,11 @@ class TransformersModel:
         self.causal = not name.endswith("ForMaskedLM")
 
     @torch.no_grad()
-    def _run(self, tokens: Sequence[int], cache: Any = None, **inputs: Any) -> Any:
-        return self.model(torch.tensor([list(tokens)]), past_key_values=cache, **inputs)
+    def _run(self, tokens: Sequence[int], start: int = 0, **inputs: Any) -> Any:
+        """One row of tokens from position `start` on. Some classes count positions wrongly by themselves."""
+        if self.causal and "position_ids" in inspect.signature(self.model.forward).parameters:
+            inputs["position_ids"] = torch.arange(start, start + len(tokens))[None]
+        return self.model(torch.tensor([list(tokens)]), **inputs)
 
     def answer(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
         """Every way; packing only in classes that tell documents apart by positions."""
@@ -375,10 +379,12 @@ class TransformersModel:
             raise NotSeenError(self.problem)
         way, chosen = case["way"], case["rows"]
         first = rows[chosen[0]]
-        plain = {"use_cache": False} if self.causal else {}
+        plain: dict[str, Any] = {"use_cache": False} if self.causal else {}
         if way == "whole":
             return [Answer(chosen[0], 0, self._run(first, **plain).logits[0])]
         if way == "padded":
+            if not self.causal and case["side"] == "left":
+                raise NotSeenError("encoders of transformers count positions from the start of a padded row")
             tokens, mask = padded(rows, chosen, case["side"])
             positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if self.causal else {}
             with torch.no_grad():
@@ -387,9 +393,10 @@ class TransformersModel:
         if way == "packed":
             raise NotSeenError("its classes differ in what they take for packed rows")
         if way == "cut":
-            found, cache = [], None
+            found: list[Answer] = []
+            cache: dict[str, Any] = {}
             for start, stop in zip([0, *case["cuts"]], [*case["cuts"], len(first)], strict=True):
-                result = self._run(first[start:stop], cache, use_cache=True)
+                result = self._run(first[start:stop], start, use_cache=True, **cache)
                 cache = self._cache(result)
                 found.append(Answer(chosen[0], start, result.logits[0]))
             return found
@@ -397,10 +404,10 @@ class TransformersModel:
             result = self._run(first[: case["read"]], use_cache=True)
             cache = self._cache(result)
             try:
-                cache.crop(case["keep"] - case["read"])
+                next(iter(cache.values())).crop(case["keep"] - case["read"])
             except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
                 raise NotSeenError(f"its cache cannot be cropped ({str(error)[:80]})") from None
-            after = self._run(rows[chosen[1]][case["keep"] :], cache, use_cache=True)
+            after = self._run(rows[chosen[1]][case["keep"] :], case["keep"], use_cache=True, **cache)
             return [Answer(chosen[0], 0, result.logits[0]), Answer(chosen[1], case["keep"], after.logits[0])]
         return self._dropped(case, rows)
 
@@ -412,16 +419,17 @@ class TransformersModel:
             result = self.model(torch.tensor([list(rows[index][:read]) for index in case["rows"]]), use_cache=True)
         cache = self._cache(result)
         try:
-            cache.batch_select_indices(torch.tensor([1]))
+            next(iter(cache.values())).batch_select_indices(torch.tensor([1]))
         except (AttributeError, NotImplementedError) as error:
             raise NotSeenError(f"its cache has no rows to select ({str(error)[:80]})") from None
-        after = self._run(rows[second][read:], cache, use_cache=True)
+        after = self._run(rows[second][read:], read, use_cache=True, **cache)
         return [Answer(second, 0, result.logits[1]), Answer(second, read, after.logits[0])]
 
-    def _cache(self, result: Any) -> Any:
+    def _cache(self, result: Any) -> dict[str, Any]:
+        """The cache of a result, by the name that the next call takes it by."""
         for name in ("past_key_values", "cache_params"):
             if getattr(result, name, None) is not None:
-                return getattr(result, name)
+                return {name: getattr(result, name)}
         raise NotSeenError("it returns no cache")
 
     def hidden(self, row: Sequence[int]) -> list[Tensor]:
