@@ -149,8 +149,8 @@ def away_from_ties(mixer: LatentAttention, x: Tensor) -> bool:
     mixer(x, Layout.causal(*x.shape[:2]))
     handle.remove()
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-    ranked = found[0].masked_fill(hidden, float("-inf")).sort(-1, descending=True).values
-    gaps = ranked[..., mixer.indexer.top_k - 1] - ranked[..., mixer.indexer.top_k]
+    ranked = found[0][:, 0].masked_fill(hidden, float("-inf")).sort(-1, descending=True).values
+    gaps = ranked[..., mixer.indexer.selector.choice.top_k - 1] - ranked[..., mixer.indexer.selector.choice.top_k]
     return bool((gaps.nan_to_num(nan=float("inf")) > GAP).all())  # a query that sees too few keys has -inf twice
 
 
