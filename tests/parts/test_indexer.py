@@ -617,7 +617,7 @@ def test_the_explorer_does_not_show_them() -> None:
 )
 def test_the_loop_sees_other_blocks(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    assert max(max(largest_errors(seed, True)) for seed in range(24)) > 1e-3
+    assert max(max(largest_errors(seed, True)) for seed in range(12, 36)) > 1e-3
 
 
 def test_the_loop_sees_scores_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from heddle.conversion.fit import Chunk, FitError
 from heddle.conversion.mixer_replacement import FittedMixers, softmax_obstacle
 from heddle.conversion.weights import CalibrationText, Weights
 from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
 from heddle.numerics.attention.indexer import BlockScore
 from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.mixers.attention import Attention, AttentionConfig
@@ -86,7 +87,9 @@ class SparseIndex(FittedMixers):
                     f"reads the selection of an earlier layer, which {self.name} may change; convert another design"
                 )
                 raise DesignError(f"layers.{index}.mixer.shared_index", reason)
-        return super().apply(source, text)
+        weights = super().apply(source, text)
+        build(weights.design, device="meta")  # refuses a width that does not fit, before anything is fitted
+        return weights
 
     def obstacle(self, mixer: MixerConfig | None) -> str | None:
         """Anything but attention over all tokens, with its own keys and values, that has no indexer."""
