@@ -94,7 +94,7 @@ def test_without_parameters_nothing_is_fitted() -> None:
     assert {name: value.tolist() for name, value in weights.layer(0).items()} == {
         name: value.tolist() for name, value in ModelWeights(source).layer(0).items()
     }
-    assert fit_results(weights) == {0: None}
+    assert fit_results(weights) == {}
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ class NewMixers(ConvertedWeights):
     ) -> None:  # fmt: skip
         super().__init__(source, design, text)
         self.rewrite, self.changed = rewrite, changed
-        self.results: dict[int, FitResult | None] = {}
+        self.results: dict[int, FitResult] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="heddle-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -210,11 +210,12 @@ class NewMixers(ConvertedWeights):
     def new_parameters(self, index: int) -> dict[str, Tensor]:
         """The parameters of a layer's new mixer, fitted to the outputs of the old one."""
         path = self._folder / f"{index}.safetensors"
-        if index not in self.results:
+        if not path.is_file():
             mixer, result = self._fit(index)
             write_tensor_file(path, {name: parameter.detach() for name, parameter in mixer.named_parameters()})
             mixer.to("meta")
-            self.results[index] = result
+            if result is not None:
+                self.results[index] = result
         return dict(read_tensor_file(path))
 
     def _fit(self, index: int) -> tuple[Mixer, FitResult | None]:

@@ -31,10 +31,9 @@ norm and no weight (Gemma 3n, 2025), before `value_residual` mixes them.
 
 `short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
 
-With `indexer` each query attends only to the `top_k` visible keys, or blocks of keys, that an indexer selects (DeepSeek
-Sparse Attention, 2025; MoBA, 2025; MiniMax M3, 2026; see `IndexerConfig`). The selection has no gradient; the indexer
-learns from its own loss. All pairs are still computed and then masked, so no time is saved; FLOPs count only the pairs
-that are attended to, with blocks at most `top_k` full ones for each query.
+With `indexer` each query attends only to the `top_k` visible keys or blocks that an indexer selects (DeepSeek Sparse
+Attention, 2025; MoBA, 2025; MiniMax M3, 2026; see `IndexerConfig`). All pairs are still computed and then masked, so no
+time is saved; FLOPs count only the pairs that are attended to, `top_k` full blocks at most.
 """
 
 from collections.abc import Mapping

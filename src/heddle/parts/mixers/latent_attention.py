@@ -6,11 +6,10 @@
 The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token. R rotates only rope_dim dims: if c were
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 
-With `indexer` each query attends to `top_k` keys, or blocks of keys, which an indexer selects (DeepSeek Sparse
-Attention, DeepSeek-V3.2 2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from its own
-loss. All pairs are still computed and then masked, so no time is saved; FLOPs count only the pairs that are attended
-to, with blocks at most `top_k` full ones for each query. With `shared_index` a layer has no indexer, and attends to the
-keys that the last earlier layer with one for all its heads selected (GLM-5.2, 2026).
+With `indexer` each query attends to `top_k` keys or blocks, which an indexer selects (DeepSeek Sparse Attention, 2025;
+see `IndexerConfig`). All pairs are still computed and then masked, so no time is saved; FLOPs count only the pairs that
+are attended to, `top_k` full blocks at most. With `shared_index` a layer has no indexer, and attends to the keys that
+the last earlier layer with one for all its heads selected (GLM-5.2, 2026).
 """
 
 from functools import partial

@@ -6,18 +6,15 @@
 R rotates as many of the first dims as the `position` of the mixer does. In latent attention q is projected from the
 latent of queries, if there is one. The formula and ties: numerics/attention/indexer.py.
 
-With `block` whole blocks of keys are selected, `top_k` of them: those whose keys have the highest score, the highest
-of a block (MiniMax M3, 2026) or their mean (MoBA, Lu et al. 2025: q · mean(k)). Blocks count a document's own tokens.
-The `local` blocks up to the query's own are always among them. With `per_head` there are no weights and no relu: each
-head of the indexer selects by q_h · k for its share of the attention's heads, as MiniMax M3's does for each key head.
-Without `heads` and `head_dim` the indexer has no parameters and no state: each head of the attention selects by its own
-queries and keys (MoBA).
+With `block`, `top_k` blocks are selected, by the highest score of their visible keys (MiniMax M3, 2026) or the mean
+(MoBA, Lu et al. 2025: q · mean(k)), always with the `local` ones. Blocks count a document's own tokens. With `per_head`
+there are no weights and no relu: each head of the indexer selects by q_h · k for its share of the attention's heads
+(MiniMax M3: for a key head). Without `heads` each head of the attention selects by its own queries and keys (MoBA).
 
 The selection has no gradient. In training the indexer learns from its own loss, KL(p ‖ softmax(scores)) over all
-visible keys, or over the selected ones (DeepSeek's sparse stage), where p are the weights of the attention over the
-same keys, summed over heads and divided by their sum. With `per_head` it is the mean over the indexer's heads, whose
-scores are divided by sqrt(head_dim). The indexer reads x, the queries and the keys detached: it gets gradients from
-this loss only, and passes none on.
+visible keys, or the selected ones (DeepSeek's sparse stage), where p are the attention's weights over these keys,
+summed over heads and divided by their sum; with `per_head` it is the mean over heads, with scores / sqrt(head_dim). The
+indexer reads x, the queries and the keys detached: it gets gradients from this loss only, and passes none on.
 """
 
 from collections.abc import Callable
@@ -47,12 +44,12 @@ class IndexerConfig(Config):
 
     later_fields = ("block", "block_score", "local", "per_head", "loss_keys")
 
-    top_k: Width  # keys, or blocks of keys, that each query attends to
+    top_k: Width  # keys, or blocks, that each query attends to
     heads: Width | None = None  # default: no projections, the attention's own queries and keys
-    head_dim: Width | None = None  # given with heads
+    head_dim: Width | None = None  # with heads
     block: Width = 1  # positions of a document that are selected together
     block_score: BlockScore = "highest"  # of a block's visible keys: the highest score, or the mean
-    local: Annotated[int, Field(ge=0, le=2**20)] = 0  # blocks up to the query's own, and after it, always selected
+    local: Annotated[int, Field(ge=0, le=2**20)] = 0  # blocks up to the query's own, always selected
     per_head: bool = False  # each head selects for its share of the attention's heads
     rope_layout: Literal["half", "interleaved"] | None = None  # of rotated pairs; default: half, as in DeepSeek-V3.2
     loss: PositiveFloat = 1.0  # coefficient of its loss in training
