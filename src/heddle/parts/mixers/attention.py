@@ -23,7 +23,7 @@ Gemma 3n, 2025). Only q, out and what belongs to queries are its own.
 With `value_residual` (ResFormer, Zhou et al. 2024, arXiv 2410.17897) a layer attends with the values λ₁ v + λ₂ v₁. v₁
 are the values of the first layer with attention, for the same tokens. λ₁ and λ₂ are given, or learned, starting at 0.5.
 A layer without the option keeps its own values (the paper's sparse form), as the first one always does. The cache holds
-the mixed values, so the state has the same size as without the option.
+the mixed values.
 
 With `k_eq_v` there is no projection to v: values are the projected keys, before any convolution, norm and rotation of
 the keys (Gemma 4, 2026). `value_norm` makes the values of each head `v / sqrt(mean(v²) + ε)`, with the ε of the model's

@@ -4,12 +4,12 @@
     score(i, j) = Σ_h w_h(i) · relu(q_h(i) · k(j));   the `top_k` visible keys of the highest score are attended to
 
 R rotates as many of the first dims as the `position` of the mixer does. In latent attention q is projected from the
-latent of queries, if there is one. The formula and ties: numerics/attention/indexer.py.
+latent of queries, if there is one.
 
 With `block`, `top_k` blocks are selected, by the highest score of their visible keys (MiniMax M3, 2026) or the mean
-(MoBA, Lu et al. 2025: q · mean(k)), always with the `local` ones. Blocks count a document's own tokens. With `per_head`
-there are no weights and no relu: each head of the indexer selects by q_h · k for its share of the attention's heads
-(MiniMax M3: for a key head). Without `heads` each head of the attention selects by its own queries and keys (MoBA).
+(MoBA, Lu et al. 2025: q · mean(k)). Blocks count a document's own tokens. With `per_head` each head of the indexer
+selects by q_h · k for its share of the attention's heads (MiniMax M3: for a key head). Without `heads` each head of the
+attention selects by its own queries and keys (MoBA).
 
 The selection has no gradient. In training the indexer learns from its own loss, KL(p ‖ softmax(scores)) over all
 visible keys, or the selected ones (DeepSeek's sparse stage), where p are the attention's weights over these keys,
@@ -45,10 +45,10 @@ class IndexerConfig(Config):
     later_fields = ("block", "block_score", "local", "per_head", "loss_keys")
 
     top_k: Width  # keys, or blocks, that each query attends to
-    heads: Width | None = None  # default: no projections, the attention's own queries and keys
+    heads: Width | None = None  # default: the attention's own queries and keys
     head_dim: Width | None = None  # with heads
     block: Width = 1  # positions of a document that are selected together
-    block_score: BlockScore = "highest"  # of a block's visible keys: the highest score, or the mean
+    block_score: BlockScore = "highest"  # of its visible keys' scores
     local: Annotated[int, Field(ge=0, le=2**20)] = 0  # blocks up to the query's own, always selected
     per_head: bool = False  # each head selects for its share of the attention's heads
     rope_layout: Literal["half", "interleaved"] | None = None  # of rotated pairs; default: half, as in DeepSeek-V3.2
