@@ -41,6 +41,9 @@ def indexer(top_k: int = 3, heads: int = 2, head_dim: int = 8, **fields: Any) ->
     return {"top_k": top_k, "heads": heads, "head_dim": head_dim, **fields}
 
 
+MOBA: Data = {"top_k": 2, "block": 3, "block_score": "mean", "local": 1}  # the attention's own queries and keys
+
+
 def cross(heads: int = 4, **fields: Any) -> Data:
     """A cross-attention mixer."""
     return {"kind": "cross_attention", "heads": heads, **fields}
@@ -188,6 +191,16 @@ CASES: dict[str, Data] = {
     "attention-indexer-bias": design(
         layer(attention(position=ALIBI, indexer=indexer(top_k=2, heads=1))), layer(attention(position=None), None)
     ),
+    "attention-indexer-blocks": alone(kv_heads=2, indexer=MOBA),
+    "attention-indexer-blocks-window": alone(
+        kv_heads=2,
+        window=5,
+        sink=True,
+        indexer=indexer(top_k=2, block=2, local=1, per_head=True, loss_keys="selected"),
+    ),
+    "attention-indexer-blocks-bidirectional": alone(
+        kv_heads=1, causal=False, position=None, indexer=indexer(top_k=2, block=3, block_score="mean")
+    ),
     "attention-chunked": alone(kv_heads=2, window=4, chunked=True),
     "attention-chunked-sink-bias": alone(heads=6, kv_heads=3, window=3, chunked=True, sink=True, position=BUCKETS),
     "attention-chunked-bidirectional": alone(
@@ -220,6 +233,12 @@ CASES: dict[str, Data] = {
     "latent-indexer-full-query": design(
         layer(latent(YARN, indexer=indexer(top_k=2, heads=3, loss=2.0))),
         layer(latent(None, indexer=indexer(top_k=4, head_dim=5)), None),
+    ),
+    "latent-indexer-blocks": design(
+        layer(latent(query_rank=9, indexer=indexer(top_k=2, block=2, local=1))), layer(latent(shared_index=True), None)
+    ),
+    "latent-indexer-blocks-per-head": design(
+        layer(latent(indexer=indexer(top_k=2, heads=3, block=2, per_head=True))), layer(latent(indexer=MOBA), None)
     ),
     "latent-interleaved": design(layer(latent({"kind": "rope", "layout": "interleaved"}, heads=4), repeat=2)),
     "latent-query-bias": design(

@@ -17,6 +17,7 @@ from heddle.conversion.rewrites.experts import Experts
 from heddle.conversion.rewrites.fold_norms import FoldNorms
 from heddle.conversion.rewrites.kv_heads import KVHeads
 from heddle.conversion.rewrites.rope_layout import RopeLayout
+from heddle.conversion.rewrites.sparse_index import SparseIndex
 from heddle.conversion.rewrites.tied import Tied
 from heddle.conversion.rewrites.vocab_size import VocabSize
 from heddle.conversion.rewrites.width import StreamWidth
@@ -70,6 +71,7 @@ EXACT: dict[str, Rewrites] = ATTENTION | {
     "width": lambda config: [StreamWidth(width=config.width + 20)],
     "vocab_size": lambda config: [VocabSize(vocab_size=64)],
     "window": lambda config: [Window(window=64, longest_text=64)],
+    "sparse_index": lambda config: [SparseIndex(top_k=8, block=8, longest_text=64)],
 }
 
 

@@ -19,7 +19,7 @@ import heddle
 from heddle.exchange.family import families
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
-from heddle.numerics.attention.indexer import index_scores, select_keys
+from heddle.numerics.attention.indexer import Choice, index_scores, select_keys
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.experts import mixture
 from heddle.parts.feedforwards import moe
@@ -257,12 +257,13 @@ def choices() -> Iterator[list[Tensor]]:
         logits.append(torch.minimum(clear, margin(scores, rule.top_k)))
         return mixture.route(numbers, balance, rule)
 
-    def watched_keys(q: Tensor, k: Tensor, weights: Tensor, mask: AttentionMask, top_k: int) -> AttentionMask:
-        scores = index_scores(q, k, weights).masked_fill(~mask.materialize(), -math.inf)
+    def watched_keys(q: Tensor, k: Tensor, weights: Tensor, mask: AttentionMask, choice: Choice) -> AttentionMask:
+        top_k = choice.top_k
+        scores = index_scores(q, k, weights)[:, 0].masked_fill(~mask.materialize(), -math.inf)
         gap, best = margin(scores, top_k).nan_to_num(nan=math.inf), scores.topk(top_k).values
         last = best[..., -1].abs().clamp(1e-9, 1e9)  # ours compares its 16 first bits; both round the largest
         logits.append(torch.minimum(gap / last, 50 * gap / best[..., 0].abs().clamp(min=1e-9)))
-        return select_keys(q, k, weights, mask, top_k)
+        return select_keys(q, k, weights, mask, choice)
 
     with patch.object(moe, "route", watched), patch.object(indexer, "select_keys", watched_keys):
         yield logits

@@ -20,7 +20,7 @@ from heddle.model.multi_token import MultiTokenModule, _tokens_ahead, prediction
 from heddle.model.size import measure_size
 from heddle.model.state import State
 from heddle.numerics.activations import swiglu_clamped
-from heddle.numerics.attention.indexer import _selected, select_keys
+from heddle.numerics.attention.indexer import _block_scores, _selected, blocks_of, select_keys
 from heddle.numerics.attention.latent import (
     _absorbed,
     _absorbed_queries,
@@ -326,15 +326,17 @@ BUGS = [
         assigned(Decoder._empty_state, "states", lambda states: [states[0] for _ in states])),
     # Keys that an indexer selects
     Bug("an index that ranks later tokens", "causality", "attention-indexer",
-        calls(_selected, "masked_fill", lambda scores, *_: scores)),
+        calls(_block_scores, "masked_fill", lambda scores, *_: scores, nth=0)),
     Bug("a selection in the place of the mask", "selected_keys", "attention-indexer-window",
         calls(select_keys, "selecting", lambda mask, selected, _: replace(mask, window=None, selected=~selected))),
     Bug("one selected key too many", "selected_keys", "latent-indexer",
-        wrapped(select_keys, lambda select, q, k, weights, mask, top_k: select(q, k, weights, mask, top_k + 1))),
+        wrapped(select_keys, lambda select, q, k, weights, mask, choice:
+                select(q, k, weights, mask, choice._replace(top_k=choice.top_k + 1)))),
     Bug("all of equal scores selected", "selected_keys", "attention-indexer-bidirectional-window",
         operator(_selected, ast.LtE, ast.GtE)),
     Bug("a short text of which not all is seen", "selected_keys", "attention-indexer",
-        wrapped(select_keys, lambda select, q, k, weights, mask, top_k: select(q, k, weights, mask, top_k - 1))),
+        wrapped(select_keys, lambda select, q, k, weights, mask, choice:
+                select(q, k, weights, mask, choice._replace(top_k=choice.top_k - 1)))),
     Bug("keys of the index that a state does not hold", "chunked_decoding", "attention-indexer",
         calls(Indexer.extend, "_replace", lambda index, k: index._replace(k=torch.cat(
             (0.0 * k[:, :, : k.shape[2] - index.k.shape[2]], k[:, :, k.shape[2] - index.k.shape[2] :]), dim=2)))),
@@ -342,12 +344,21 @@ BUGS = [
         wrapped(Indexer.forward, lambda forward, indexer, x, queries, layout:
                 forward(indexer, x, queries, Layout.causal(*x.shape[:2])))),
     Bug("equal scores by slot and not by position", "state_rollback", "attention-indexer-window",
-        calls(select_keys, "argsort", lambda positions, **_: torch.arange(positions.shape[1]).expand_as(positions))),
+        calls(blocks_of, "argsort", lambda positions, **_: torch.arange(positions.shape[1]).expand_as(positions),
+              nth=0)),
+    Bug("a part of a block", "selected_keys", "attention-indexer-blocks",
+        calls(_selected, "gather", lambda taken, dim, of_key: taken.gather(dim, of_key).index_fill(
+            3, torch.tensor([1]), value=False))),
+    Bug("a local block that is not seen", "selected_keys", "attention-indexer-blocks-window",
+        operator(_selected, ast.Lt, ast.Gt)),
+    Bug("blocks of slots", "padding_invariance", "latent-indexer-blocks",
+        wrapped(blocks_of, lambda make, mask, block: make(
+            replace(mask, k_positions=torch.arange(mask.k_positions.shape[1]).expand_as(mask.k_positions)), block))),
     Bug("index keys of another order of rows", "batch_position_invariance", "attention-indexer",
         wrapped(Indexer.forward, lambda forward, *inputs: (lambda index: index._replace(k=index.k.flip(0)))(
             forward(*inputs)))),
     Bug("an index loss averaged over rows", "gradient_accumulation", "attention-indexer-bidirectional",
-        calls(Indexer._loss, "index_loss", lambda loss, index, *rest: loss(index, *rest) / len(index.q))),
+        calls(Indexer.select, "index_loss", lambda loss, index, *rest: loss(index, *rest) / len(index.q))),
     Bug("an index loss recorded twice", "activation_checkpointing", "attention-indexer",
         condition(record_index_loss, "closed", True)),
     # Windows, ring buffers and states

@@ -1,8 +1,9 @@
-"""Latent attention with an indexer against DeepSeek-V3.2 and GLM-5 in transformers: random layers in float64."""
+"""Indexers against DeepSeek-V3.2, GLM-5 and MiniMax M3 in transformers: random layers in float64."""
 
 import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import parse_config
-from heddle.numerics.attention.indexer import index_scores
+from heddle.numerics.attention.indexer import Choice, index_scores, select_keys
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
@@ -24,6 +25,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
     from transformers.models.deepseek_v32 import configuration_deepseek_v32, modeling_deepseek_v32
     from transformers.models.glm_moe_dsa import configuration_glm_moe_dsa, modeling_glm_moe_dsa
+    from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
 
 FAMILIES: dict[str, tuple[Any, type, type, str]] = {
     "deepseek_v32": (
@@ -149,8 +151,8 @@ def away_from_ties(mixer: LatentAttention, x: Tensor) -> bool:
     mixer(x, Layout.causal(*x.shape[:2]))
     handle.remove()
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-    ranked = found[0].masked_fill(hidden, float("-inf")).sort(-1, descending=True).values
-    gaps = ranked[..., mixer.indexer.top_k - 1] - ranked[..., mixer.indexer.top_k]
+    ranked = found[0][:, 0].masked_fill(hidden, float("-inf")).sort(-1, descending=True).values
+    gaps = ranked[..., mixer.indexer.selector.choice.top_k - 1] - ranked[..., mixer.indexer.selector.choice.top_k]
     return bool((gaps.nan_to_num(nan=float("inf")) > GAP).all())  # a query that sees too few keys has -inf twice
 
 
@@ -188,6 +190,46 @@ def test_attention_is_theirs(family: str, seed: int, monkeypatch: pytest.MonkeyP
     output_error, gradient_error = compare(family, seed, monkeypatch)
     assert output_error < 1e-10
     assert gradient_error < 1e-9
+
+
+def blocks_of_both(seed: int, patch: pytest.MonkeyPatch, local: int | None = None) -> tuple[Tensor, Tensor]:
+    """Which keys the attention's heads see with MiniMax M3's indexer: ours, theirs, bool [B, H, T, T]."""
+    compute_in_float64(patch, modeling_minimax_m3_vl)
+    draw, dim = random.Random(seed), 8
+    heads = draw.choice((1, 2, 3))
+    sizes = SimpleNamespace(
+        hidden_size=12, rms_norm_eps=1e-6, index_head_dim=dim, index_n_heads=heads, num_attention_heads=2 * heads,
+        index_block_size=draw.randint(2, 5), index_topk_blocks=draw.randint(2, 4),
+        index_local_blocks=draw.choice((0, 1)),
+    )  # fmt: skip
+    theirs = modeling_minimax_m3_vl.MiniMaxM3VLIndexer(sizes, 0).double()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    length, found = draw.randint(9, 25), list[Tensor]()
+    for norm in (theirs.q_norm, theirs.k_norm):
+        norm.register_forward_hook(lambda *call: found.append(call[2].transpose(1, 2)))
+    x = torch.randn(2, length, 12, generator=generator, dtype=torch.float64)
+    unturned = torch.ones(2, length, dim, dtype=torch.float64), torch.zeros(2, length, dim, dtype=torch.float64)
+    positions = torch.arange(length).expand(2, -1)
+    chosen = theirs(x, unturned, None, positions)
+    bias = theirs.build_block_mask(chosen, None, length, torch.float64, x.device, positions)
+    choice = Choice(
+        sizes.index_topk_blocks, sizes.index_block_size, local=sizes.index_local_blocks if local is None else local
+    )
+    q, k = found
+    ours = select_keys(q, k, None, Layout.causal(2, length).attention_mask(None, True), choice)
+    return ours.visible(2 * heads).expand(bias.shape), bias == 0
+
+
+@pytest.mark.parametrize("seed", by_day(16, 48))
+def test_blocks_are_those_of_minimax_m3(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = blocks_of_both(seed, monkeypatch)
+    assert torch.equal(ours, theirs)
+
+
+def test_another_number_of_local_blocks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not all(torch.equal(*blocks_of_both(seed, monkeypatch, local=2)) for seed in range(4))
 
 
 FAULTS: dict[str, Callable[[], Any]] = {

@@ -1,7 +1,9 @@
 """Sparse attention by an indexer: a plain loop, its loss, ties, states, sizes, and what is refused."""
 
+import ast
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,15 @@ from heddle.lab.explore.choices import explorer_design
 from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
 from heddle.laws.shrink import shrink
 from heddle.model.config import ModelConfig, describe
-from heddle.numerics.attention.indexer import _selected, index_loss, index_scores, select_keys
+from heddle.numerics.attention.indexer import (
+    Choice,
+    _block_scores,
+    _selected,
+    blocks_of,
+    index_loss,
+    index_scores,
+    select_keys,
+)
 from heddle.numerics.attention.mask import AttentionMask, visible_pairs
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
@@ -32,9 +42,9 @@ from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 from heddle.training.step import accumulate_gradients
-from tests.cases import Data, alone, attention, by_day, case, design, indexer, latent, layer
+from tests.cases import MOBA, Data, alone, attention, by_day, case, design, indexer, latent, layer
 from tests.conversion.exactness import converted_model, difference, source_model
-from tests.laws.planting import calls
+from tests.laws.planting import calls, operator, reads
 
 WIDTH = 12
 INDEXED = alone(kv_heads=2, indexer=indexer())
@@ -59,30 +69,50 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
     return centered / (centered.square().mean() + 1e-6).sqrt() * gain + bias
 
 
-def selected_by_loop(config: Any, get: Any, x: Tensor, position: list[int], seen: list[list[int]]) -> list[Any]:
-    """For each query (scores of the keys in `seen`, the keys that are selected), a head and a key at a time."""
-    inner, result = config.indexer, []
+def scores_by_loop(
+    config: Any, get: Any, x: Tensor, position: list[int], attended: tuple[list[list[Tensor]], list[list[Tensor]]]
+) -> list[list[list[Tensor]]]:
+    """The score of each selection, query and key, a head and a key at a time. attended: q and k of the attention."""
+    inner, tokens = config.indexer, range(len(x))
     heads, d = inner.heads, inner.head_dim
+    if heads is None:
+        q, k = attended
+        return [
+            [[q[t][h] @ k[s][h * config.kv_heads // config.heads] for s in tokens] for t in tokens]
+            for h in range(config.heads)
+        ]
     dims = 0 if config.position is None else config.position.rotary_dim or config.head_dim
     interleaved = inner.rope_layout == "interleaved"
     keys = []
-    for s, token in enumerate(x):
-        key = layer_norm(get("indexer.k") @ token, get("indexer.k_norm"), get("indexer.k_norm", "bias"))
+    for s in tokens:
+        key = layer_norm(get("indexer.k") @ x[s], get("indexer.k_norm"), get("indexer.k_norm", "bias"))
         keys.append(rotated(key, position[s], dims, interleaved))
-    for t, token in enumerate(x):
-        scores = []
-        for s in seen[t]:
-            score = x.new_zeros(())
-            for h in range(heads):
-                query = rotated(get("indexer.q")[h * d : (h + 1) * d] @ token, position[t], dims, interleaved)
-                weight = get("indexer.weights")[h] @ token
-                score = score + weight * (query @ keys[s]).clamp(min=0) / math.sqrt(heads * d)
-            scores.append(score)
-        ranked = sorted(
-            range(len(seen[t])), key=lambda i: (-float(scores[i].detach()), i)
-        )  # `seen` is in order of positions
-        result.append((scores, sorted(seen[t][i] for i in ranked[: inner.top_k])))
-    return result
+    selections = [[[x.new_zeros(()) for _ in tokens] for _ in tokens] for _ in range(heads if inner.per_head else 1)]
+    for h in range(heads):
+        for t in tokens:
+            query = rotated(get("indexer.q")[h * d : (h + 1) * d] @ x[t], position[t], dims, interleaved)
+            for s in tokens:
+                if inner.per_head:
+                    selections[h][t][s] = query @ keys[s] / math.sqrt(d)
+                    continue
+                weight = get("indexer.weights")[h] @ x[t]
+                score = weight * (query @ keys[s]).clamp(min=0) / math.sqrt(heads * d)
+                selections[0][t][s] = selections[0][t][s] + score
+    return selections
+
+
+def chosen_by_loop(inner: Any, scores: list[Tensor], own: int, position: list[int], seen: list[int]) -> list[int]:
+    """The keys of `seen` that are in the selected blocks. own: the position of the query."""
+    blocks: dict[int, list[int]] = {}
+    for s in seen:  # in order of positions
+        blocks.setdefault(position[s] // inner.block, []).append(s)
+
+    def rank(number: int) -> tuple[bool, float, int]:
+        inside = [float(scores[s].detach()) for s in blocks[number]]
+        score = max(inside) if inner.block_score == "highest" else sum(inside) / len(inside)
+        return abs(own // inner.block - number) >= inner.local, -score, number
+
+    return sorted(s for number in sorted(blocks, key=rank)[: inner.top_k] for s in blocks[number])
 
 
 def loop(mixer: Any, config: Any, x: Tensor, position: list[int], seen: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -103,21 +133,27 @@ def loop(mixer: Any, config: Any, x: Tensor, position: list[int], seen: list[lis
 
     q, k = heads("q", config.heads, d, True), heads("k", config.kv_heads, d, True)
     v, outputs, loss = heads("v", config.kv_heads, d_v, False), [], x.new_zeros(())
-    for t, (scores, chosen) in enumerate(selected_by_loop(config, get, x.detach(), position, seen)):
-        parts, dense = [], x.new_zeros(len(seen[t]))
-        for h in range(config.heads):
-            logits = torch.stack([q[t][h] @ k[s][h // size] for s in seen[t]]) / math.sqrt(d)
-            dense = dense + logits.detach().softmax(0) / config.heads
-            kept = torch.tensor([i for i, s in enumerate(seen[t]) if s in chosen])
-            weights = logits[kept].softmax(0)
-            parts.append(sum((w * v[s][h // size] for w, s in zip(weights, chosen, strict=True)), x.new_zeros(d_v)))
+    selections = scores_by_loop(config, get, x.detach(), position, (q, k))
+    share = config.heads // len(selections)
+    for t in range(len(x)):
+        parts = []
+        for number, scores in enumerate(selections):
+            chosen = chosen_by_loop(config.indexer, scores[t], position[t], position, seen[t])
+            taught = seen[t] if config.indexer.loss_keys == "all" else chosen
+            dense = x.new_zeros(len(taught))
+            for h in range(number * share, (number + 1) * share):
+                logits = {s: q[t][h] @ k[s][h // size] / math.sqrt(d) for s in seen[t]}
+                dense = dense + torch.stack([logits[s] for s in taught]).detach().softmax(0) / share
+                weights = torch.stack([logits[s] for s in chosen]).softmax(0)
+                parts.append(sum((w * v[s][h // size] for w, s in zip(weights, chosen, strict=True)), x.new_zeros(d_v)))
+            index = torch.stack([scores[t][s] for s in taught]).log_softmax(0)
+            loss = loss + (dense * (dense.log() - index)).sum() / len(selections)
         outputs.append(get("out") @ torch.cat(parts))
-        loss = loss + (dense * (dense.log() - torch.stack(scores).log_softmax(0))).sum()
     return torch.stack(outputs), config.indexer.loss * loss
 
 
-def random_mixer(seed: int) -> tuple[Any, Any, Layout, list[int], list[list[int]]]:
-    """A mixer, its config, a layout, and positions and visible keys of its tokens."""
+def random_mixer(seed: int, blocks: bool = False) -> tuple[Any, Any, Layout, list[int], list[list[int]]]:
+    """A mixer, its config, a layout, and positions and visible keys of its tokens. blocks: selects blocks."""
     draw = random.Random(seed)
     kv_heads, dim = draw.choice((1, 2)), draw.choice((2, 4, 6))
     position: Any = draw.choice((None, {"kind": "rope"}, {"kind": "rope", "rotary_dim": 2}))
@@ -126,16 +162,26 @@ def random_mixer(seed: int) -> tuple[Any, Any, Layout, list[int], list[list[int]
     inner["loss"] = draw.choice((1.0, 0.25))
     if position is not None:
         inner["rope_layout"] = draw.choice((None, "half", "interleaved"))
+    heads = kv_heads * draw.choice((1, 2, 3))
     data: Data = {
-        "kind": "attention", "heads": kv_heads * draw.choice((1, 2, 3)), "kv_heads": kv_heads, "head_dim": dim,
+        "kind": "attention", "heads": heads, "kv_heads": kv_heads, "head_dim": dim,
         "value_dim": draw.randint(2, 5), "position": position, "causal": causal, "window": window, "indexer": inner,
     }  # fmt: skip
+    if blocks:
+        data["window"] = window = draw.choice((None, None, 7))
+        inner |= {"block": draw.randint(2, 4), "block_score": draw.choice(("highest", "mean")), "top_k": 2}
+        inner |= {"local": draw.choice((0, 1)), "loss_keys": draw.choice(("all", "selected"))}
+        if draw.random() < 0.4:
+            inner |= {"per_head": True, "heads": draw.choice([n for n in (2, 3, 4, 6, 1) if heads % n == 0][:2])}
+        if draw.random() < 0.3:
+            inner = {name: inner[name] for name in ("top_k", "block", "block_score", "local")}
+            data["indexer"] = inner
     config: Any = parse_config(MixerConfig, data)  # type: ignore[type-abstract]
     mixer = config.build(BuildContext(WIDTH, RMSConfig())).double()
     generator = torch.Generator().manual_seed(seed)
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
-    lengths = [draw.randint(2, 8) for _ in range(draw.randint(1, 3))]
+    lengths = [draw.randint(2, 9 if blocks else 8) for _ in range(draw.randint(1, 3))]
     layout = Layout.packed([lengths])
     positions = [p for length in lengths for p in range(length)]
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
@@ -149,19 +195,23 @@ def random_mixer(seed: int) -> tuple[Any, Any, Layout, list[int], list[list[int]
     return mixer.train(), config.resolved(BuildContext(WIDTH, RMSConfig())), layout, positions, seen
 
 
-def largest_errors(seed: int) -> tuple[float, float, float]:
+def largest_errors(seed: int, blocks: bool = False) -> tuple[float, float, float]:
     """The largest differences of outputs, of the loss, and of all gradients, from those of the loop."""
-    mixer, config, layout, positions, seen = random_mixer(seed)
+    mixer, config, layout, positions, seen = random_mixer(seed, blocks)
     x = torch.randn(len(positions), WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     x.requires_grad_()
     with record_router_statistics() as recorded:
         y = mixer(x[None], layout)[0][0]
-    (loss,) = recorded.losses
-    assert int(recorded.index_losses[0].tokens) == len(positions)
+    assert all(int(entry.tokens) == len(positions) for entry in recorded.index_losses)
+    assert len(recorded.losses) == (config.indexer.heads is not None)
     want_y, want_loss = loop(mixer, config, x, positions, seen)
+    loss = recorded.losses[0] if recorded.losses else want_loss
     probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     inputs = [x, *mixer.parameters()]
-    got, want = (torch.autograd.grad((out * probe).sum() + kl, inputs) for out, kl in ((y, loss), (want_y, want_loss)))
+    got, want = (
+        torch.autograd.grad((out * probe).sum() + (kl if recorded.losses else 0.0), inputs)
+        for out, kl in ((y, loss), (want_y, want_loss))
+    )
     return (
         float((y - want_y).detach().abs().max()),
         abs(float((loss - want_loss).detach())),
@@ -169,9 +219,10 @@ def largest_errors(seed: int) -> tuple[float, float, float]:
     )
 
 
+@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("seed", by_day(12, 48))
-def test_attention_and_loss_are_those_of_a_plain_loop(seed: int) -> None:
-    y, loss, gradient = largest_errors(seed)
+def test_attention_and_loss_are_those_of_a_plain_loop(seed: int, blocks: bool) -> None:
+    y, loss, gradient = largest_errors(seed, blocks)
     assert y < 1e-10
     assert loss < 1e-10
     assert gradient < 1e-9
@@ -241,8 +292,9 @@ def test_of_equal_scores_the_lowest_positions_win() -> None:
         mask = mask_of(positions)
         permuted = scores[..., order]
         for top_k, expected in ((1, {1}), (2, {1, 4}), (3, {0, 1, 4}), (4, {0, 1, 2, 4}), (5, {0, 1, 2, 3, 4})):
-            taken = _selected(permuted, mask.materialize(), positions.argsort(1), top_k)
-            assert set(positions[taken[:, 0]].tolist()) == expected
+            q_positions = mask.q_positions
+            taken = _selected(permuted[:, None], mask.materialize(), q_positions, blocks_of(mask, 1), Choice(top_k))
+            assert set(positions[taken[:, 0, 0]].tolist()) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -268,7 +320,62 @@ def test_long_calls_are_scored_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
 
 
+def test_blocks_count_a_documents_own_tokens() -> None:
+    """Padding on the left moves no block, nor do other documents in the row; a block of slots sees others."""
+    data = alone(kv_heads=2, indexer=MOBA)
+    model = model_under_test(parse_config(ModelConfig, data))
+    tokens = random_tokens(model.config, 1, 11)
+    with torch.no_grad():
+        want = model(tokens)[0]
+        padded = torch.cat((torch.zeros(1, 4, dtype=torch.int64), tokens), dim=1)
+        left = model(padded, Layout.padded([11], 15, side="left"))[0][:, 4:]
+        packed = model(torch.cat((tokens[:, :4], tokens), dim=1), Layout.packed([[4, 11]]))[0][:, 4:]
+        slots = model(tokens, Layout.causal(1, 11, start=4))[0]  # rotations depend on differences alone
+    torch.testing.assert_close(left, want, rtol=0, atol=1e-10)
+    torch.testing.assert_close(packed, want, rtol=0, atol=1e-10)
+    assert float((slots - want).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("score", ["highest", "mean"])
+def test_of_equal_blocks_the_lowest_win_whole_or_cut(score: str) -> None:
+    """A text of equal tokens without positions: every score is equal, and the first and the own block are seen."""
+    inner = {"top_k": 2, "block": 3, "block_score": score, "local": 1}
+    model = model_under_test(parse_config(ModelConfig, design(layer(attention(position=None, indexer=inner), None))))
+    tokens = torch.full((1, 12), 3)
+    weights = heddle.attention_weights(model, tokens)[0]
+    assert weights is not None
+    for t in range(12):
+        assert {s // 3 for s in range(12) if weights[0, 0, t, s] > 0} == {0, t // 3}
+    with torch.no_grad():
+        whole, (cut, _) = model(tokens)[0], forward_in_chunks(model, tokens, [5, 1, 6], 12)
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-10)
+
+
 # States, sizes and names
+
+
+def test_the_attentions_own_keys_need_no_state_and_no_parameters() -> None:
+    dense, own = (
+        heddle.build(parse_config(ModelConfig, alone(kv_heads=2, **each))) for each in ({}, {"indexer": MOBA})
+    )
+    assert own.init_state(2, 20).bytes == dense.init_state(2, 20).bytes
+    sizes = [heddle.size(each.config, 20) for each in (own, dense)]
+    assert sizes[0].parameters == sizes[1].parameters
+    pairs = 20 * 21 // 2
+    score, attended = 2 * 4 * 6 * pairs / 20, 2 * 4 * 12 * (visible_pairs(20, 20, None, True, 6) - pairs) / 20
+    assert sizes[0].flops_per_token - sizes[1].flops_per_token == pytest.approx(2 * (score + attended))
+
+
+def test_heads_of_the_index_without_weights_cost_none() -> None:
+    inner = indexer(heads=2, head_dim=8, block=2, per_head=True)
+    dense, indexed = (heddle.size(heddle.build(parse_config(ModelConfig, alone(kv_heads=2, **each))).config, 20)
+                      for each in ({}, {"indexer": inner}))  # fmt: skip
+    assert indexed.parameters - dense.parameters == 2 * (24 * (2 * 8 + 8) + 2 * 8)
+    assert indexed.state_bytes - dense.state_bytes == 2 * 20 * 8 * 4
+    pairs = 20 * 21 // 2
+    score, attended = 2 * 2 * 8 * pairs / 20, 2 * 4 * 12 * (visible_pairs(20, 20, None, True, 6) - pairs) / 20
+    projections = 2 * 24 * (2 * 8 + 8)
+    assert indexed.flops_per_token - dense.flops_per_token == pytest.approx(2 * (projections + score + attended))
 
 
 def test_the_state_has_the_keys_of_the_index() -> None:
@@ -388,6 +495,18 @@ def test_designs_without_an_indexer_keep_their_names() -> None:
         ),
         (attention(indexer=indexer(head_dim=4)), r"layers\[0\].mixer.indexer.head_dim"),
         (attention(indexer=indexer(loss=0.0)), r"layers\[0\].mixer.indexer.loss"),
+        (attention(indexer={"top_k": 2, "heads": 2}), r"layers\[0\].mixer.indexer.head_dim: is missing"),
+        (attention(indexer={"top_k": 2, "head_dim": 2}), r"layers\[0\].mixer.indexer.heads: is missing"),
+        (attention(indexer={"top_k": 2, "loss_keys": "selected"}), r"layers\[0\].mixer.indexer.loss_keys: is about"),
+        (attention(indexer=MOBA | {"block": 1}), r"layers\[0\].mixer.indexer.block_score: does nothing for single"),
+        (attention(indexer=MOBA | {"local": 2}), r"layers\[0\].mixer.indexer.local: 2 leaves none of the 2"),
+        (
+            attention(causal=False, indexer=MOBA | {"top_k": 3, "local": 2}),
+            r"layers\[0\].mixer.indexer.local: 2 leaves",
+        ),
+        (attention(indexer=indexer(heads=3, per_head=True)), r"layers\[0\].mixer.indexer.heads: 3 does not divide"),
+        (attention(window=4, indexer=MOBA), r"layers\[0\].mixer.indexer.top_k: 2 selects all of the 2 blocks"),
+        (latent(indexer=MOBA | {"local": 2}), r"layers\[0\].mixer.indexer.local: 2 leaves none"),
     ],
 )
 def test_what_does_not_fit_is_refused(mixer: Data, message: str) -> None:
@@ -431,6 +550,10 @@ def test_a_shared_index_is_that_of_the_last_indexer(is_handed_over: bool) -> Non
     [
         ([latent(shared_index=True)], r"layers\[0\].mixer.shared_index: no earlier layer has an indexer"),
         ([latent(), latent(shared_index=True)], r"layers\[1\].mixer.shared_index: no earlier layer has an indexer"),
+        (
+            [latent(indexer=indexer(heads=3, per_head=True)), latent(shared_index=True)],
+            r"layers\[1\].mixer.shared_index: no earlier layer has an indexer for all heads",
+        ),
         ([latent(shared_index=True, indexer=indexer())], r"layers\[0\].mixer.shared_index: .* keep one"),
     ],
 )
@@ -481,6 +604,22 @@ def test_the_explorer_does_not_show_them() -> None:
 # Faults that the checks above see
 
 
+@pytest.mark.parametrize(
+    "plant",
+    [
+        calls(_block_scores, "scatter_reduce", lambda empty, dim, of_key, shown, _: empty.scatter(dim, of_key, shown)),
+        operator(_block_scores, ast.Div, ast.Mult),
+        operator(_selected, ast.Lt, ast.LtE),
+        reads(Indexer.select, "shown", lambda mask: replace(mask, selected=None)),
+        calls(AttentionMask.visible, "repeat_interleave", lambda x, times, dim: torch.cat([x] * times, dim)),
+    ],
+    ids=["the last key's score", "a sum", "one local block more", "a loss over all keys", "heads in another order"],
+)
+def test_the_loop_sees_other_blocks(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert max(max(largest_errors(seed, True)) for seed in range(12, 36)) > 1e-3
+
+
 def test_the_loop_sees_scores_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls(index_scores, "relu", lambda scores: scores)(monkeypatch)
     assert max(largest_errors(seed)[1] for seed in range(4)) > 1e-3
@@ -507,4 +646,4 @@ def test_few_keys_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of at most top_k tokens has the mask itself, and so the kernels of dense attention."""
     mask = Layout.causal(1, 3).attention_mask(None, True)
     x = torch.randn(1, 2, 3, 4)
-    assert select_keys(x, x[:, :1], x[..., 0], mask, 3) is mask
+    assert select_keys(x, x[:, :1], x[..., 0], mask, Choice(3)) is mask

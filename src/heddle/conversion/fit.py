@@ -2,12 +2,14 @@
 
     minimize Σ ‖new(x) − old(x)‖² / Σ ‖old(x)‖²   over the parameters of the new mixer, by AdamW
 
+or another error of a mixer (`FitError`), over the parameters that it is about.
+
 x is what the original model's mixer reads, so the layers are fitted independently of each other: the second stage of
 MOHAWK (Bick et al. 2024), and the attention transfer of LoLCATs (Zhang et al. 2024) with every parameter free.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +35,7 @@ MAX_GRADIENT_NORM = 1.0
 
 @dataclass(frozen=True)
 class FitResult:
-    """The relative squared error of a mixer's output on held-out rows of the text, before and after the fit.
+    """The error of a mixer on held-out rows of the text, before and after the fit: relative and squared, or a KL.
 
     steps: how many were taken. error_after is never above error_before.
     """
@@ -56,6 +58,14 @@ class Chunk(NamedTuple):
         return without_padding_rows(self.outputs, self.layout)
 
 
+class FitError(NamedTuple):
+    """What a fit lowers: `error(mixer, chunk)`, a scalar with gradients, by `size(chunk)`, both summed over chunks."""
+
+    name: str
+    error: Callable[[Mixer, Chunk], Tensor]
+    size: Callable[[Chunk], float]
+
+
 def check_fit_text(text: CalibrationText, width: int) -> None:
     """Raises DesignError, which says how much is needed, for a text too short to fit a mixer of this width on."""
     rows, tokens, needed = sum(len(batch) for batch in text.batches), text.tokens, TOKENS_PER_DIM * width
@@ -67,18 +77,39 @@ def check_fit_text(text: CalibrationText, width: int) -> None:
         )
 
 
-def fit_mixer(mixer: Mixer, activations: LayerActivations, settings: Settings) -> FitResult:
-    """Fit a mixer, in place, to the outputs of the mixer of a layer. Equal arguments give equal weights.
+def without_padding_rows(x: Tensor, layout: Layout) -> Tensor:
+    """x [rows, T, width] with zeros at padding."""
+    return x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0.0)
 
-    settings: steps, learning_rate, schedule and seed are used. The mixer gets the weights that had the lowest error on
-    the held-out rows, possibly its initial ones.
+
+def _squared_error(mixer: Mixer, chunk: Chunk) -> Tensor:
+    dtype = next(mixer.parameters()).dtype
+    output = mixer(chunk.inputs.to(dtype), chunk.layout)[0]
+    return without_padding_rows(output - chunk.outputs.to(dtype), chunk.layout).square().sum()
+
+
+def _squared_outputs(chunk: Chunk) -> float:
+    return float(chunk.token_outputs.double().square().sum())
+
+
+OUTPUT_ERROR = FitError("relative error", _squared_error, _squared_outputs)
+
+
+def fit_mixer(
+    mixer: Mixer, activations: LayerActivations, settings: Settings, lowered: FitError = OUTPUT_ERROR
+) -> FitResult:
+    """Fit a mixer, in place, to the outputs of the mixer of a layer, or by another error.
+
+    Equal arguments give equal weights. settings: steps, learning_rate, schedule and seed are used. The mixer gets the
+    weights that had the lowest error on the held-out rows, possibly its initial ones.
     """
     fitted, held_out = fit_chunks(activations)
     order = _chunk_order(len(fitted), settings)
     parameters = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
     optimizer = EagerAdamw(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
-    scale = 1.0 / (_mean_square(fitted) or 1.0)  # outputs may all be zero
-    error_before = lowest = relative_error(mixer, held_out)
+    size = sum(map(lowered.size, fitted)) / sum(chunk.outputs.numel() for chunk in fitted)
+    scale = 1.0 / (size or 1.0)  # outputs may all be zero
+    error_before = lowest = relative_error(mixer, held_out, lowered)
     best = _copied(mixer)
     interval = max(MIN_INTERVAL, settings.steps // EVALUATION_COUNT)
     stale = step = shown = 0
@@ -87,12 +118,12 @@ def fit_mixer(mixer: Mixer, activations: LayerActivations, settings: Settings) -
             for group in optimizer.param_groups:
                 group["lr"] = scheduled_learning_rate(settings, step - 1)
             chunk = fitted[order[step - 1]]
-            _squared_error(mixer, chunk).mul(scale / chunk.outputs.numel()).backward()
+            lowered.error(mixer, chunk).mul(scale / chunk.outputs.numel()).backward()
             torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if step % interval == 0 or step == settings.steps:
-                error = relative_error(mixer, held_out)
+                error = relative_error(mixer, held_out, lowered)
                 if error < lowest:
                     lowest, best, stale = error, _copied(mixer), 0
                 else:
@@ -126,28 +157,12 @@ def rows_of(layout: Layout, start: int, stop: int) -> Layout:
 
 
 @torch.no_grad()
-def relative_error(mixer: Mixer, chunks: Sequence[Chunk]) -> float:
-    """Σ ‖new − old‖² / Σ ‖old‖² over the tokens of some chunks; infinite if it is not a number."""
-    error = sum(float(_squared_error(mixer, chunk)) for chunk in chunks)
-    total = sum(float(chunk.token_outputs.double().square().sum()) for chunk in chunks)
+def relative_error(mixer: Mixer, chunks: Sequence[Chunk], measured: FitError = OUTPUT_ERROR) -> float:
+    """Σ ‖new − old‖² / Σ ‖old‖² over the tokens of some chunks, or another error; infinite if it is not a number."""
+    error = sum(float(measured.error(mixer, chunk)) for chunk in chunks)
+    total = sum(map(measured.size, chunks))
     ratio = error / (total or 1.0)
     return ratio if math.isfinite(ratio) else math.inf
-
-
-def without_padding_rows(x: Tensor, layout: Layout) -> Tensor:
-    """x [rows, T, width] with zeros at padding."""
-    return x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0.0)
-
-
-def _squared_error(mixer: Mixer, chunk: Chunk) -> Tensor:
-    dtype = next(mixer.parameters()).dtype
-    output = mixer(chunk.inputs.to(dtype), chunk.layout)[0]
-    return without_padding_rows(output - chunk.outputs.to(dtype), chunk.layout).square().sum()
-
-
-def _mean_square(chunks: Sequence[Chunk]) -> float:
-    total = sum(float(chunk.token_outputs.double().square().sum()) for chunk in chunks)
-    return total / sum(chunk.outputs.numel() for chunk in chunks)
 
 
 def _chunk_order(chunks: int, settings: Settings) -> list[int]:

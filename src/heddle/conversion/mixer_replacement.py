@@ -1,4 +1,4 @@
-"""Shared by the rewrites of attention to a recurrence: the choice of layers, the initial weights, and the fit."""
+"""Shared by the rewrites that fit new mixers: the choice of layers, the initial weights, and the fit."""
 
 import copy
 import math
@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt
 from heddle.conversion.branches import layer_modules
-from heddle.conversion.fit import FitResult, check_fit_text, fit_mixer
+from heddle.conversion.fit import OUTPUT_ERROR, FitError, FitResult, check_fit_text, fit_mixer
 from heddle.conversion.heads.parameters import repeat_key_heads
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, replacement_losses, top_layers
@@ -34,19 +34,87 @@ from heddle.training.settings import Settings
 FEATURES = ("bias", "qk_norm", "sink", "gate", "softcap", "temperature_beta", "exclusive", "qkv_clip", "value_scale")
 
 
-class MixerReplacement(Rewrite, ABC):
-    """Attention becomes another mixer, whose weights start from attention's and are fitted to its outputs.
+class FittedMixers(Rewrite, ABC):
+    """Mixers get new configs, whose weights start from the old ones' and are fitted on a text.
 
-    keep: how many layers stay as they are, or their share (1/4): those whose replacement alone raises the loss on the
-    text the most. None: every layer is converted. drop: drop features that the new mixer lacks.
-    fit_steps, fit_learning_rate, seed: of the fit.
+    keep: how many layers stay as they are, or their share (1/4): those whose conversion alone raises the loss on the
+    text the most. None: every layer is converted. fit_steps, fit_learning_rate, seed: of the fit. lowered: the error
+    that the fit lowers. convertible: what a layer must have.
     """
 
+    lowered: ClassVar[FitError] = OUTPUT_ERROR
+    convertible: ClassVar[str]
     keep: LayerCount | None = None
-    drop: bool = False
     fit_steps: PositiveInt = 500
     fit_learning_rate: PositiveFloat | None = None  # default: 0.1 / sqrt(width)
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+
+    @abstractmethod
+    def obstacle(self, mixer: MixerConfig | None) -> str | None:
+        """Why a layer with this mixer cannot be converted, None if it can. Layers that are not named are left out."""
+
+    @abstractmethod
+    def converted(self, mixer: Any, path: str) -> MixerConfig:
+        """The config that replaces a resolved one. Raises DesignError with the path if it would lose a feature."""
+
+    @abstractmethod
+    def start(self, source: Weights, index: int, mixer: Mixer) -> dict[str, Tensor]:
+        """The parameters that a layer's new mixer starts from, by name; others are initialized as in a new model."""
+
+    def is_fitted(self, name: str) -> bool:
+        """Whether the fit changes this parameter of the new mixers."""
+        return True
+
+    @property
+    def needs_text(self) -> bool:
+        """Always: the new mixers are fitted on it."""
+        return True
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Never."""
+        return False
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError if no layer can be converted, for a feature that would be lost, or a text too short."""
+        design = source.design
+        changed = self._changed_layers(design)
+        keep = None if self.keep is None else count_layers("keep", self.keep, len(changed))
+        if text is not None:
+            check_fit_text(text, design.width)
+        replaced = NewMixers(source, replace_layers(design, changed), text, self, frozenset(changed))
+        if keep is None:
+            return replaced
+        assert text is not None
+        increases = replacement_losses(source, text, lambda activations: replaced.new_mixer(activations.index))
+        full = top_layers(increases, keep)
+        shown = ", ".join(f"layer {index} {value:.4g}" for index, value in increases.items())
+        print_status(f"{self.name}: loss increase of each layer alone: {shown}; unchanged: {list(full)}")
+        chosen = {index: layer for index, layer in changed.items() if index not in full}
+        return ChosenLayers(source, replace_layers(design, chosen), replaced, frozenset(chosen))
+
+    def _changed_layers(self, design: ModelConfig) -> dict[int, LayerConfig]:
+        changed: dict[int, LayerConfig] = {}
+        obstacles = set[str]()
+        for index in self.selected_layers(design):
+            layer, path = design.layers[index], f"layers.{index}.mixer"
+            obstacle = self.obstacle(layer.mixer)
+            if obstacle is not None and self.layers is not None:
+                raise DesignError(path, f"{obstacle}; name layers of {self.convertible}")
+            if obstacle is None:
+                changed[index] = layer.replace(mixer=self.converted(layer.mixer, path))
+            else:
+                obstacles.add(obstacle)
+        if not changed:
+            reason = f"{self.name} can convert no layer, because each {' or '.join(sorted(obstacles))}"
+            raise DesignError("layers", f"{reason}; choose a design with {self.convertible}")
+        return changed
+
+
+class MixerReplacement(FittedMixers, ABC):
+    """Attention becomes another mixer, fitted to its outputs. drop: drop features that the new mixer lacks."""
+
+    convertible: ClassVar[str] = "full causal attention"
+    drop: bool = False
 
     @abstractmethod
     def new_config(self, mixer: AttentionConfig) -> MixerConfig:
@@ -60,61 +128,39 @@ class MixerReplacement(Rewrite, ABC):
         """Initial parameters, by name, that neither attention nor a new model's initialization gives."""
         return {}
 
-    @property
-    def needs_text(self) -> bool:
-        """Always: the new mixers are fitted on it."""
-        return True
+    def obstacle(self, mixer: MixerConfig | None) -> str | None:
+        """Anything but causal attention without a window."""
+        if isinstance(mixer, AttentionConfig) and not mixer.causal:
+            return "is not causal"
+        return softmax_obstacle(mixer, AttentionConfig)
 
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Never."""
-        return False
+    def converted(self, mixer: AttentionConfig, path: str) -> MixerConfig:
+        """As in `FittedMixers`."""
+        lost = self.missing_features(mixer)
+        if lost and not self.drop:
+            reason = f"{self.name} has no {' and no '.join(lost)}; add drop=true to convert without"
+            raise DesignError(path, reason)
+        return self.new_config(mixer)
 
-    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
-        """Raises DesignError if no layer can be converted, for a feature that would be lost, or a text too short."""
-        assert text is not None
-        design = source.design
-        changed = self._changed_layers(design)
-        check_fit_text(text, design.width)
-        keep = None if self.keep is None else count_layers("keep", self.keep, len(changed))
-        replaced = NewMixers(source, replace_layers(design, changed), text, self, frozenset(changed))
-        if keep is None:
-            return replaced
-        increases = replacement_losses(source, text, lambda activations: replaced.new_mixer(activations.index))
-        full = top_layers(increases, keep)
-        shown = ", ".join(f"layer {index} {value:.4g}" for index, value in increases.items())
-        print_status(f"{self.name}: loss increase of each layer alone: {shown}; unchanged: {list(full)}")
-        chosen = {index: layer for index, layer in changed.items() if index not in full}
-        return ChosenLayers(source, replace_layers(design, chosen), replaced, frozenset(chosen))
-
-    def _changed_layers(self, design: ModelConfig) -> dict[int, LayerConfig]:
-        changed: dict[int, LayerConfig] = {}
-        for index in self.selected_layers(design):
-            layer = design.layers[index]
-            obstacle = _obstacle(layer.mixer)
-            if obstacle is not None and self.layers is not None:
-                raise DesignError(f"layers.{index}.mixer", f"{obstacle}; name layers of full causal attention")
-            if isinstance(layer.mixer, AttentionConfig) and obstacle is None:
-                lost = self.missing_features(layer.mixer)
-                if lost and not self.drop:
-                    reason = f"{self.name} has no {' and no '.join(lost)}; add drop=true to convert without"
-                    raise DesignError(f"layers.{index}.mixer", reason)
-                changed[index] = layer.replace(mixer=self.new_config(layer.mixer))
-        if not changed:
-            obstacles = {_obstacle(design.layers[index].mixer) for index in self.selected_layers(design)}
-            reason = f"no layer can become {self.name}, because each {' or '.join(sorted(filter(None, obstacles)))}"
-            raise DesignError("layers", f"{reason}; choose a design with full causal attention")
-        return changed
+    def start(self, source: Weights, index: int, mixer: Mixer) -> dict[str, Tensor]:
+        """The parameters copied from attention, with key and value heads repeated for the queries."""
+        config = source.design.layers[index].mixer
+        assert isinstance(config, AttentionConfig)
+        assert config.kv_heads is not None
+        layer = repeat_key_heads(source.layer(index), config, config.heads // config.kv_heads)
+        old = {name.removeprefix("mixer."): value for name, value in layer.items()}
+        shapes = {name: parameter.shape for name, parameter in mixer.named_parameters()}
+        same = {name: value for name, value in old.items() if shapes.get(name) == value.shape}
+        return same | self.first_values(mixer)
 
 
-def _obstacle(mixer: MixerConfig | None) -> str | None:
-    """Why a mixer cannot be replaced, None if it can."""
+def softmax_obstacle(mixer: MixerConfig | None, *kinds: type[MixerConfig]) -> str | None:
+    """Why a mixer is not attention of one of these kinds over all tokens, None if it is."""
     if mixer is None:
         return "has no mixer"
-    if not isinstance(mixer, AttentionConfig):
+    if not isinstance(mixer, kinds):
         return f"has a mixer of kind {mixer.kind}"
-    if not mixer.causal:
-        return "is not causal"
-    return None if mixer.window is None else "has a window already"
+    return "has a window already" if mixer.windows else None
 
 
 def features(mixer: AttentionConfig) -> list[str]:
@@ -130,7 +176,7 @@ class NewMixers(ConvertedWeights):
     """
 
     def __init__(
-        self, source: Weights, design: ModelConfig, text: CalibrationText, rewrite: MixerReplacement,
+        self, source: Weights, design: ModelConfig, text: CalibrationText | None, rewrite: FittedMixers,
         changed: frozenset[int],
     ) -> None:  # fmt: skip
         super().__init__(source, design, text)
@@ -159,53 +205,45 @@ class NewMixers(ConvertedWeights):
         mixer = copy.deepcopy(self._empty_mixer(index))
         mixer.load_state_dict(self.new_parameters(index), assign=True)
         assert self.text is not None
-        return mixer.to(self.text.batches[0].device, self.source.dtype)
+        return mixer.to(self.text.device, self.source.dtype)
 
     def new_parameters(self, index: int) -> dict[str, Tensor]:
         """The parameters of a layer's new mixer, fitted to the outputs of the old one."""
         path = self._folder / f"{index}.safetensors"
-        if index not in self.results:
+        if not path.is_file():
             mixer, result = self._fit(index)
             write_tensor_file(path, {name: parameter.detach() for name, parameter in mixer.named_parameters()})
             mixer.to("meta")
-            self.results[index] = result
+            if result is not None:
+                self.results[index] = result
         return dict(read_tensor_file(path))
 
-    def _fit(self, index: int) -> tuple[Mixer, FitResult]:
-        rewrite, activations = self.rewrite, self.activations(index)
-        mixer = self._empty_mixer(index)
+    def _fit(self, index: int) -> tuple[Mixer, FitResult | None]:
+        """The mixer of a layer, and how its fit went; None without a text, or without parameters to fit."""
+        rewrite, mixer = self.rewrite, self._empty_mixer(index)
         mixer.to_empty(device="cpu")
         own = {id(module) for module in mixer.modules()}
         initialize(self._meta_model, rewrite.seed, lambda module: id(module) in own)
-        mixer.to(activations.mixer_inputs[0].device, torch.promote_types(self.source.dtype, torch.float32))
-        mixer.load_state_dict(self._start(index), strict=False)
+        mixer.to(dtype=torch.promote_types(self.source.dtype, torch.float32))
+        mixer.load_state_dict(rewrite.start(self.source, index, mixer), strict=False)
+        fitted = [parameter.requires_grad_(rewrite.is_fitted(name)) for name, parameter in mixer.named_parameters()]
+        if self.text is None or not any(parameter.requires_grad for parameter in fitted):
+            return mixer, None
         settings = Settings(
             steps=rewrite.fit_steps,
             learning_rate=rewrite.fit_learning_rate or 0.1 / math.sqrt(self.design.width),
             seed=rewrite.seed,
             schedule="linear",
         )
-        result = fit_mixer(mixer, activations, settings)
+        result = fit_mixer(mixer.to(self.text.device), self.activations(index), settings, rewrite.lowered)
         errors = f"{result.error_before:.3f} -> {result.error_after:.3f}"
-        print_status(f"layer {index}: {rewrite.name} fitted, relative error {errors} in {result.steps} steps")
+        print_status(f"layer {index}: {rewrite.name} fitted, {rewrite.lowered.name} {errors} in {result.steps} steps")
         return mixer, result
 
     def _empty_mixer(self, index: int) -> Mixer:
         mixer = layer_modules(self._meta_model, index).mixer
         assert mixer is not None
         return mixer
-
-    def _start(self, index: int) -> dict[str, Tensor]:
-        """The parameters copied from attention, with key and value heads repeated for the queries."""
-        config = self.source.design.layers[index].mixer
-        assert isinstance(config, AttentionConfig)
-        assert config.kv_heads is not None
-        layer = repeat_key_heads(self.source.layer(index), config, config.heads // config.kv_heads)
-        old = {name.removeprefix("mixer."): value for name, value in layer.items()}
-        mixer = self._empty_mixer(index)
-        shapes = {name: parameter.shape for name, parameter in mixer.named_parameters()}
-        same = {name: value for name, value in old.items() if shapes.get(name) == value.shape}
-        return same | self.rewrite.first_values(mixer)
 
 
 class ChosenLayers(ConvertedWeights):

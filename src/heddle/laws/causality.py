@@ -101,9 +101,10 @@ def receptive_field(config: ModelConfig) -> None:
 
 
 def selected_keys(config: ModelConfig) -> None:
-    """With an indexer, a token attends to `top_k` of the tokens that its mask shows, or to all if there are fewer.
+    """With an indexer, a token attends to `top_k` of the tokens, or blocks, that its mask shows, or to all of fewer.
 
-    A sequence of at most `top_k` tokens has the bits of the design without the indexer.
+    Of a block it attends to every visible token. The `local` blocks are among them. Heads that share a selection attend
+    to the same tokens. A sequence of at most `top_k` tokens has the bits of the design without the indexer.
     """
     model = model_under_test(config)
     indexed: list[Any] = [module for module in model.layers.modules() if getattr(module, "indexer", None) is not None]
@@ -115,12 +116,26 @@ def selected_keys(config: ModelConfig) -> None:
         if not running:
             return
         mixer = running[-1]
-        visible = layout.attention_mask(mixer.window, mixer.causal, mixer.chunked).materialize()
-        attended = (observation.weights > 0).any(1)
+        chunked = getattr(mixer, "chunked", False)
+        visible = layout.attention_mask(mixer.window, mixer.causal, chunked).materialize()[:, None]
+        shares, choice = mixer.indexer.selections or mixer.heads, mixer.indexer.selector.choice
+        attended = (observation.weights > 0).unflatten(1, (shares, -1)).any(2)
         if bool((attended & ~visible).any()):
             raise LawViolation("a token attends to a masked token")
-        if not torch.equal(attended.sum(-1), visible.sum(-1).clamp(max=mixer.indexer.top_k)):
-            raise LawViolation("the number of tokens that a token attends to is not top_k")
+        number = layout.positions // choice.block
+        same_block = (number[:, :, None] == number[:, None]).double()  # other documents are not visible
+        counts = [shown.double() @ same_block[:, None] for shown in (attended, visible.expand_as(attended))]
+        if bool((attended & (counts[0] != counts[1])).any()):
+            raise LawViolation("a token attends to a part of a block")
+        share_of_block = torch.where(counts[1] > 0, 1 / counts[1].clamp(min=1), 0.0)
+        attended_blocks, visible_blocks = (
+            ((shown * share_of_block).sum(-1)).round() for shown in (attended, visible.expand_as(attended))
+        )
+        if not torch.equal(attended_blocks, visible_blocks.clamp(max=choice.top_k)):
+            raise LawViolation("the number of tokens, or of blocks, that a token attends to is not top_k")
+        near = (number[:, :, None] - number[:, None]).abs() < choice.local
+        if bool((near[:, None] & visible & ~attended).any()):
+            raise LawViolation("a token does not attend to a local block")
 
     handles = [mixer.register_forward_pre_hook(lambda mixer, _: running.append(mixer)) for mixer in indexed]
     handles += [mixer.register_forward_hook(lambda *_: running.clear()) for mixer in indexed]
@@ -130,7 +145,7 @@ def selected_keys(config: ModelConfig) -> None:
     finally:
         for handle in handles:
             handle.remove()
-    tokens = random_tokens(config, 2, min(mixer.indexer.top_k for mixer in indexed))
+    tokens = random_tokens(config, 2, min(mixer.indexer.selector.choice.top_k for mixer in indexed))
     dense = model_under_test(_without_indexers(config))
     dense.load_state_dict({name: value for name, value in model.state_dict().items() if ".indexer." not in name})
     assert_bitwise_equal(

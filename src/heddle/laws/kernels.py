@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,11 +30,12 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
+from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.dispatch import Kernel, KernelCall, record_calls, record_choices
 from heddle.numerics.kernels import OPERATIONS, kernels
 from heddle.parts.layout import Layout
-from heddle.parts.modules.indexer import Indexer, IndexQueries
+from heddle.parts.modules.indexer import KeySelector
 from heddle.parts.positions import Rotation
 from heddle.torch_private import tree_leaves, tree_map
 
@@ -161,25 +163,19 @@ def _has_float32_angles(model: Decoder) -> bool:
 
 
 def _choosers(model: Decoder) -> list[nn.Module]:
-    """Routers and indexers."""
+    """Routers, and what selects keys."""
     routers = [part.expert_info.router for part in feedforwards(model) if part.expert_info is not None]
-    return [*routers, *(module for module in model.modules() if isinstance(module, Indexer))]
+    return [*routers, *(module for module in model.modules() if isinstance(module, KeySelector))]
 
 
 @contextmanager
 def _record_choices(model: Decoder) -> Iterator[dict[int, Any]]:
-    """Collect the output of each router and indexer within the block, in one call.
-
-    Indexers return numbers that bfloat16 can represent, so that scores are the same in every dtype.
-    """
+    """Collect the output of each router, and each selection of keys, within the block, in one call."""
     outputs: dict[int, Any] = {}
     choosers = _choosers(model)
 
-    def keep(chooser: nn.Module, _: object, own: Any) -> Any:
-        if isinstance(own, IndexQueries):
-            own = IndexQueries(*(x.to(torch.bfloat16).to(x) for x in own))
+    def keep(chooser: nn.Module, _: object, own: Any) -> None:
         outputs[choosers.index(chooser)] = own
-        return own
 
     handles = [chooser.register_forward_hook(keep) for chooser in choosers]
     yield outputs
@@ -189,16 +185,14 @@ def _record_choices(model: Decoder) -> Iterator[dict[int, Any]]:
 
 @contextmanager
 def _replay_choices(model: Decoder, outputs: dict[int, Any]) -> Iterator[None]:
-    """Within the block, routers and indexers return the recorded outputs, for any chunks of the same tokens."""
+    """Within the block, the recorded choices are made again, for any chunks of the same tokens in one document."""
     choosers, consumed = _choosers(model), [0] * len(outputs)
 
     def repeat(chooser: nn.Module, _: object, own: Any) -> Any:
         index = choosers.index(chooser)
+        if isinstance(own, AttentionMask):
+            return _reselected(own, outputs[index])
         start = consumed[index]
-        if isinstance(own, IndexQueries):
-            consumed[index] += own.k.shape[2]
-            parts = zip(outputs[index], own, strict=True)
-            return IndexQueries(*(old[:, :, start : consumed[index]].to(new) for old, new in parts))
         consumed[index] += own.shape[1]
         return outputs[index][:, start : consumed[index]].to(own)
 
@@ -206,6 +200,15 @@ def _replay_choices(model: Decoder, outputs: dict[int, Any]) -> Iterator[None]:
     yield
     for handle in handles:
         handle.remove()
+
+
+def _reselected(own: AttentionMask, recorded: AttentionMask) -> AttentionMask:
+    """A mask of some of the queries and keys of a recorded one, with its selection."""
+    if own.selected is None or recorded.selected is None:
+        return own
+    first = recorded.k_positions.amin()
+    rows, keys = own.q_positions[0] - first, (own.k_positions[0] - first).clamp(min=0)
+    return replace(own, selected=recorded.selected[:, :, rows][..., keys])
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from itertools import groupby
-from math import lcm
+from math import gcd, lcm
 from typing import Any, TypeVar
 
 from heddle.config import Part
@@ -32,6 +32,7 @@ SMALL_WINDOW = 7
 SMALL_TEXT = 128  # tokens, longer than any law's sequence
 GROUP_FIELDS = ("kv_heads", "key_heads", "groups")
 HEAD_WIDTH = 8
+SMALL_BLOCK = 2  # positions
 SMALL_TOP_K = 3  # keys that an indexer selects, fewer than any law's sequence has
 MOST = {  # an odd number stays odd
     "kv_rank": 10, "query_rank": 8, "gate_rank": 8, "decay_rank": 8, "rate_rank": 6, "value_rank": 4, "state_size": 8,
@@ -146,10 +147,8 @@ def shrink_part(part: Any, context: ShrinkContext) -> Any:
     if "encoder_width" in fields:
         changes["encoder_width"] = context.small_encoder_width or at_most(fields["encoder_width"], 10)
     indexer = getattr(part, "indexer", None)
-    if isinstance(indexer, IndexerConfig):  # at least as wide as the rotated part of the mixer's heads
-        sizes = {"top_k": min(indexer.top_k, SMALL_TOP_K), "heads": small_count(indexer.heads)}
-        head_dim = max(at_most(indexer.head_dim, HEAD_WIDTH), context.dims[1])
-        changes["indexer"] = indexer.replace(**sizes, head_dim=head_dim)
+    if isinstance(indexer, IndexerConfig):
+        changes["indexer"] = _small_indexer(indexer, changes["heads"], context.dims[1])
     if isinstance(decay := getattr(part, "decay", None), tuple):
         changes["decay"] = subsample(decay, changes["heads"])
     changes |= {
@@ -160,6 +159,20 @@ def shrink_part(part: Any, context: ShrinkContext) -> Any:
     changes |= _small_convolution(part)
     rotates = "rotary_dim" in type(part).model_fields and isinstance(part, MixerPositionConfig)
     return part.replace(**changes, **(_small_rotation(part, context.dims) if rotates else {}))
+
+
+def _small_indexer(indexer: IndexerConfig, attention_heads: int, rotated: int) -> IndexerConfig:
+    """Fewer keys, small blocks, and heads at least as wide as the rotated part of the mixer's.
+
+    With `per_head`, as many heads as the attention, or one.
+    """
+    local = min(indexer.local, 1)
+    small: dict[str, Any] = {"top_k": min(indexer.top_k, SMALL_TOP_K), "block": min(indexer.block, SMALL_BLOCK)}
+    if indexer.heads is not None and indexer.head_dim is not None:
+        heads = small_count(indexer.heads)
+        small["heads"] = gcd(heads, attention_heads) if indexer.per_head else heads
+        small["head_dim"] = max(at_most(indexer.head_dim, HEAD_WIDTH), rotated)
+    return indexer.replace(**small, local=local)
 
 
 def _small_heads(fields: dict[str, int], context: ShrinkContext, changes: dict[str, Any]) -> dict[str, Any]:

@@ -342,6 +342,10 @@ MISTAKES = (
         "Later tokens that are hidden after an indexer's selection take places in it.", "selected_keys",
     ),
     Mistake(
+        "mixers", ("attention", "latent_attention"), "Blocks of slots",
+        "Blocks of keys that count slots of the cache move with the padding on the left.", "padding_invariance",
+    ),
+    Mistake(
         "mixers", (*ATTENTION, "cross_attention"), "A softmax over padding",
         "Padding gets weight, so outputs depend on the length of the batch's other sequences.", "padding_invariance",
     ),

@@ -33,7 +33,7 @@ class _OnlineSoftmax:
         self.weight_sum, self.value_sum = q.new_zeros(()), q.new_zeros(())
 
     def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> None:
-        """Add keys k [B, G, s, d], values v [B, G, s, d_v]. hidden: bool [B, 1, T, s], None if all are visible."""
+        """Add keys k [B, G, s, d], values v [B, G, s, d_v]. hidden: bool [B, 1 or H, T, s], None if all are visible."""
         (batch, heads, queries, width), groups, keys = self.q.shape, k.shape[1], k.shape[2]
         rows = heads // groups * queries  # the heads of a group are folded into the queries
         scores = _matmul(self.q.reshape(batch, groups, rows, width), k.mT).view(batch, heads, queries, keys)
@@ -83,7 +83,7 @@ def online_attention(
                 continue
             first_query_sees = keys - queries + query_range.start + 1  # keys, if they are in order
             all_visible = mask.all_visible or (in_order and key_range.stop <= first_query_sees)
-            hidden = None if all_visible else ~mask.materialize(query_range, key_range)[:, None]
+            hidden = None if all_visible else ~mask.visible(q.shape[1], query_range, key_range)
             with without_autocast(q):
                 online_softmax.add(k, v, hidden)
     return torch.cat([online_softmax.result() for online_softmax in softmaxes], dim=2)
@@ -205,7 +205,7 @@ def _absorbed_untiled(
         if mask.all_visible:
             weights = scores.softmax(-1)
         else:
-            hidden = ~mask.materialize()[:, None]
+            hidden = ~mask.visible(heads)
             # a query without a visible key gets NaN, which the second mask turns into zeros
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
         y = _wide_product(weights.flatten(1, 2), c[..., :rank]).view(batch, heads, queries, rank)

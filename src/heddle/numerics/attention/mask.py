@@ -26,8 +26,8 @@ class AttentionMask:
     all_visible: every query sees every key.
     doc_lengths: packed rows, T = S: the document lengths of each row. Each document is contiguous and sees only itself.
     may_have_padding: some key slots may be padding or unused. Their contents must not reach any result.
-    selected: bool [B, T, S], the keys that an indexer selected for each query, at most `most_selected` of the visible
-    ones. None: all visible keys.
+    selected: bool [B, N, T, S], the keys that an indexer selected for each query, at most `most_selected` of the
+    visible ones; entry n is for the n-th of N equal shares of the heads. None: all visible keys.
     chunk: the width of the chunks that the segment ids tell apart. None: they are of documents alone.
     """
 
@@ -56,13 +56,15 @@ class AttentionMask:
 
     def for_queries(self, queries: slice) -> "AttentionMask":
         """The mask of some of the queries, without the static facts."""
-        segment_ids, selected = (None if x is None else x[:, queries] for x in (self.q_segment_ids, self.selected))
+        segment_ids = None if self.q_segment_ids is None else self.q_segment_ids[:, queries]
         positions = self.q_positions[:, queries]
         mask = AttentionMask(positions, self.k_positions, segment_ids, self.k_segment_ids, self.window, self.causal)
-        return mask if selected is None else replace(mask, selected=selected, most_selected=self.most_selected)
+        if self.selected is None:
+            return mask
+        return replace(mask, selected=self.selected[:, :, queries], most_selected=self.most_selected)
 
     def selecting(self, selected: Tensor, most: int) -> "AttentionMask":
-        """The mask restricted to `selected`, bool [B, T, S], at most `most` of the keys visible to each query."""
+        """The mask restricted to `selected`, bool [B, N, T, S], at most `most` of the keys visible to each query."""
         facts: dict[str, Any] = {"contiguous": False, "all_visible": False, "doc_lengths": None}
         return replace(self, selected=selected, most_selected=most, **facts)
 
@@ -111,7 +113,7 @@ class AttentionMask:
         return mask.q_positions[:, :, None] - mask.k_positions[:, None, :]
 
     def materialize(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """The mask of some queries and keys as a tensor: bool [B, queries, keys], True where the key is visible."""
+        """Which keys are visible to which queries, before any selection: bool [B, queries, keys]."""
         i = self.q_positions[:, queries, None]
         j = self.k_positions[:, None, keys]
         visible = (j >= 0) & (i >= 0)
@@ -123,7 +125,16 @@ class AttentionMask:
             visible = visible & ((i - j).abs() <= self.window)
         if self.q_segment_ids is not None and self.k_segment_ids is not None:
             visible = visible & (self.q_segment_ids[:, queries, None] == self.k_segment_ids[:, None, keys])
-        return visible if self.selected is None else visible & self.selected[:, queries, keys]
+        return visible
+
+    def visible(self, heads: int, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """Which keys the heads attend to: bool [B, heads, queries, keys], or [B, 1, queries, keys] for all heads."""
+        visible = self.materialize(queries, keys)[:, None]
+        if self.selected is None:
+            return visible
+        selected = self.selected[:, :, queries, keys]
+        shares = selected.shape[1]
+        return visible & (selected if shares == 1 else selected.repeat_interleave(heads // shares, dim=1))
 
 
 def zero_unused_slots(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:

@@ -328,7 +328,7 @@ def masked_products(
             scores = scores + bias
         empty = None
         if not mask.all_visible:
-            hidden, empty = mask.cached("hidden", lambda: hidden_keys(mask))
+            hidden, empty = mask.cached("hidden", lambda: hidden_keys(mask, q.shape[1]))
             scores = scores.masked_fill(hidden, float("-inf"))  # also the NaN of a slot without a token
         sink = modifiers.sink_per_query(q)
         if sink is not None:
@@ -341,12 +341,12 @@ def masked_products(
         return y if empty is None else y.masked_fill(empty, 0.0)
 
 
-def hidden_keys(mask: AttentionMask) -> tuple[Tensor, Tensor]:
-    """The keys that a query does not see, bool [B, 1, T, S], and the queries that see none, bool [B, 1, T, 1].
+def hidden_keys(mask: AttentionMask, heads: int) -> tuple[Tensor, Tensor]:
+    """The keys that a query does not see, and the queries that see none, as in `AttentionMask.visible`.
 
     For such a query no key is hidden: its softmax would be NaN.
     """
-    hidden = ~mask.materialize()[:, None]
+    hidden = ~mask.visible(heads)
     empty = hidden.all(-1, keepdim=True)
     return hidden & ~empty, empty
 
@@ -402,14 +402,14 @@ def softmax_weights(
     bias = modifiers.bias(mask)
     if bias is not None:
         scores = scores + bias.unflatten(1, (k.shape[1], -1))
-    visible = mask.materialize()[:, None, None]
+    visible = mask.visible(q.shape[1])
     # The softmax of a row without visible keys would be NaN, so the row sees every key and is then set to zero.
     empty = ~visible.any(-1, keepdim=True)
-    scores = scores.masked_fill(~(visible | empty), float("-inf")).flatten(1, 2)
+    scores = scores.flatten(1, 2).masked_fill(~(visible | empty), float("-inf"))
     sink = modifiers.sink_per_query(q)
     if sink is not None:
         scores = torch.cat((scores, sink.to(scores.dtype)), dim=-1)
-    return scores.softmax(-1)[..., : k.shape[2]].masked_fill(empty[:, 0], 0.0)
+    return scores.softmax(-1)[..., : k.shape[2]].masked_fill(empty, 0.0)
 
 
 def _unmasked(
@@ -525,11 +525,11 @@ def _tiles(
         if mask.all_visible:  # padding queries included, though rows may differ in them
             out.append(sdpa(tile_q, k, v, scale, bias, sink=modifiers.sink_per_query(tile_q)))
             continue
-        visible = distinct_rows.materialize(query_range)[:, None]
+        visible = distinct_rows.visible(q.shape[1], query_range)
         # torch's kernels give zeros or NaN for rows without visible keys: such a row sees every key, then becomes zero.
         empty = ~visible.any(-1, keepdim=True)
         attn_mask = visible | empty if bias is None else bias.masked_fill(~(visible | empty), float("-inf"))
-        attend = _fold_heads if q.shape[2] == 1 else sdpa  # a token's heads see the same keys, which are read once
+        attend = _fold_heads if q.shape[2] == 1 else sdpa  # the keys of a group are read once
         y = attend(tile_q, k, v, scale, attn_mask, sink=modifiers.sink_per_query(tile_q))
         out.append(y.masked_fill(empty, 0.0))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)

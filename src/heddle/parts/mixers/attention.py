@@ -23,7 +23,7 @@ Gemma 3n, 2025). Only q, out and what belongs to queries are its own.
 With `value_residual` (ResFormer, Zhou et al. 2024, arXiv 2410.17897) a layer attends with the values λ₁ v + λ₂ v₁. v₁
 are the values of the first layer with attention, for the same tokens. λ₁ and λ₂ are given, or learned, starting at 0.5.
 A layer without the option keeps its own values (the paper's sparse form), as the first one always does. The cache holds
-the mixed values, so the state has the same size as without the option.
+the mixed values.
 
 With `k_eq_v` there is no projection to v: values are the projected keys, before any convolution, norm and rotation of
 the keys (Gemma 4, 2026). `value_norm` makes the values of each head `v / sqrt(mean(v²) + ε)`, with the ε of the model's
@@ -31,9 +31,9 @@ norm and no weight (Gemma 3n, 2025), before `value_residual` mixes them.
 
 `short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
 
-With `indexer` each query attends only to the `top_k` visible keys that an indexer selects (DeepSeek Sparse Attention,
-2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from its own loss. All pairs are still
-computed and then masked, so no time is saved; FLOPs count only the pairs that are attended to.
+With `indexer` each query attends only to the `top_k` visible keys or blocks that an indexer selects (DeepSeek Sparse
+Attention, 2025; MoBA, 2025; MiniMax M3, 2026; see `IndexerConfig`). All pairs are still computed and then masked, so no
+time is saved; FLOPs count only the pairs that are attended to, `top_k` full blocks at most.
 """
 
 from collections.abc import Mapping
@@ -283,7 +283,7 @@ class AttentionConfig(MixerConfig):
         if self.exclusive and value_dim == 1:
             raise DesignError("exclusive", "leaves nothing of outputs of one dim; give a larger value_dim")
         if self.indexer is not None:
-            build_under("indexer", self.indexer.check_window, self.window, self.causal)
+            build_under("indexer", self.indexer.check_attention, self.heads, self.window, self.causal)
         return Attention(self, context)
 
 
@@ -339,6 +339,7 @@ class Attention(SelfInitialized, Mixer):
         self.temperature_beta, self.temperature_length = config.temperature_beta, config.temperature_length
         self.temperature_growth, self.exclusive = config.temperature_growth, config.exclusive
         self.absolute_positions = config.temperature_beta is not None or config.norm_after_rotation or config.chunked
+        self.absolute_positions |= config.indexer is not None and config.indexer.block > 1
         self.indexer = build_indexer(config.indexer, context.width, context.width, config.position, self.head_dim)
         self.dropout = Dropout(config.dropout)
         self._build_convolutions(
@@ -398,7 +399,7 @@ class Attention(SelfInitialized, Mixer):
             max_cached = None if self.window is None else self.window + spec.rollback
             cache = KVCache.empty(shape, max_cached, spec)
             if self.indexer is not None:
-                cache = IndexedCache(cache, self.indexer.init_cache(max_cached, spec))
+                cache = self.indexer.with_cache(cache, max_cached, spec)
         return cache if self.convolutions is None else self.convolutions.init_state(spec, cache)
 
     def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
@@ -466,10 +467,8 @@ class Attention(SelfInitialized, Mixer):
         dropout = self.dropout if self.dropout.active else None
         score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
-        if index is not None:
-            assert self.indexer is not None
-            self.indexer.record_loss(index, lambda: (q, k), mask, self.scale, modifiers)
-            mask = self.indexer.select(index, mask)
+        if self.indexer is not None:
+            mask = self.indexer.select(index, lambda: (q, k), mask, self.scale, modifiers)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
         return attend(q, k, v, mask, self.scale, dropout, modifiers), values, state
 

@@ -6,10 +6,10 @@
 The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token. R rotates only rope_dim dims: if c were
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 
-With `indexer` each query attends to `top_k` keys, which an indexer selects (DeepSeek Sparse Attention, DeepSeek-V3.2
-2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from its own loss. All pairs are still
-computed and then masked, so no time is saved; FLOPs count only the pairs that are attended to. With `shared_index`
-a layer has no indexer, and attends to the keys that the last earlier layer with one selected (GLM-5.2, 2026).
+With `indexer` each query attends to `top_k` keys or blocks, which an indexer selects (DeepSeek Sparse Attention, 2025;
+see `IndexerConfig`). All pairs are still computed and then masked, so no time is saved; FLOPs count only the pairs that
+are attended to, `top_k` full blocks at most. With `shared_index` a layer has no indexer, and attends to the keys that
+the last earlier layer with one for all its heads selected (GLM-5.2, 2026).
 """
 
 from functools import partial
@@ -90,13 +90,14 @@ class LatentAttentionConfig(MixerConfig):
 
     @property
     def kv_kind(self) -> Any:
-        """The kind, of layers that have an indexer or read a selection."""
-        return self.kind if self.shared_index or self.indexer is not None else None
+        """The kind, of layers that have an indexer for all heads or read a selection."""
+        has_one = self.indexer is not None and self.indexer.heads is not None and not self.indexer.per_head
+        return self.kind if self.shared_index or has_one else None
 
     @property
     def kv_read(self) -> tuple[str, str]:
         """The selection of keys."""
-        return "shared_index", "an indexer"
+        return "shared_index", "an indexer for all heads"
 
     def head_shape(self, width: int) -> tuple[int, int]:
         """Heads, and the width of their values."""
@@ -117,6 +118,8 @@ class LatentAttentionConfig(MixerConfig):
         for name, rank in (("kv_rank", self.kv_rank), ("query_rank", self.query_rank)):
             if rank is not None and rank > context.width:
                 raise DesignError(name, f"{rank} is larger than width = {context.width}; lower it")
+        if self.indexer is not None:
+            build_under("indexer", self.indexer.check_attention, self.heads)
         return LatentAttention(self, context.width)
 
 
@@ -129,6 +132,7 @@ class LatentAttention(Mixer):
     def __init__(self, config: LatentAttentionConfig, width: int) -> None:
         super().__init__()
         self.window, self.causal = None, True
+        self.absolute_positions = config.indexer is not None and config.indexer.block > 1
         self.heads, self.nope_dim, self.rope_dim = config.heads, config.nope_dim, config.rope_dim or 0
         head_dim, value_dim = self.nope_dim + self.rope_dim, config.value_dim or self.nope_dim
         bias, rank, query_rank = config.bias, config.kv_rank, config.query_rank
@@ -155,7 +159,7 @@ class LatentAttention(Mixer):
         """A cache of latents as keys. Values are the first dims of the latents, so their width in the cache is 0."""
         shape = (spec.batch, 1, self.kv_down.weight.shape[0] + self.rope_dim, 0)
         cache = KVCache.empty(shape, None, spec)
-        return cache if self.indexer is None else IndexedCache(cache, self.indexer.init_cache(None, spec))
+        return cache if self.indexer is None else self.indexer.with_cache(cache, None, spec)
 
     def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
         """x [B, T, width] -> ([B, T, width], new state)."""
@@ -203,11 +207,8 @@ class LatentAttention(Mixer):
         else:
             latents, _, mask, state = state.extend(latents, latents[..., :0], layout, None)
         up = weight_matrix(self.k_up), weight_matrix(self.v_up)
-        if index is not None:
-            assert self.indexer is not None
-            attended = partial(_attended, queries, latents, up)
-            self.indexer.record_loss(index, attended, mask, self.scale)
-            mask = self.indexer.select(index, mask)
+        if self.indexer is not None:
+            mask = self.indexer.select(index, partial(_attended, queries, latents, up), mask, self.scale)
             if self.kv_target is not None and layout.handed_over is not None:
                 layout.handed_over.by_layer[self.kv_target] = mask
         elif self.kv_source is not None:
