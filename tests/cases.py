@@ -314,6 +314,7 @@ CASES: dict[str, Data] = {
     "delta-key-heads": design(delta(heads=6, key_heads=2, head_dim=5, value_dim=3)),
     "delta-convolution-1": design(delta(heads=3, conv_kernel=1, value_dim=10)),
     "delta-convolution-2": design(delta(heads=2, key_heads=1, head_dim=7, conv_kernel=2), norm={"kind": "layer"}),
+    "delta-sigmoid-gate": design(delta(heads=3, gate="sigmoid")),
     "delta-norm": design(delta(heads=3, norm={"kind": "rms", "eps": 1e-6}), norm={"kind": "rms", "offset": 1.0}),
     "delta-negative-eigenvalues": design(delta(heads=4, key_heads=2, head_dim=5, negative_eigenvalues=True)),
     "delta-steps": design(
