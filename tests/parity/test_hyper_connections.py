@@ -77,7 +77,7 @@ def their_maps(family: str, config: Any, ours: Any, is_last: bool = False) -> nn
     module, prefix = FAMILIES[family]
     if isinstance(ours, GateMaps):
         theirs: Any = getattr(module, f"{prefix}GatedResidual")(config, use_combine=not is_last)
-        assign(theirs.hc_norm, weight=ours.norm.weight.flatten())
+        assign(theirs.hc_norm, weight=ours.norm.get_parameter("weight").flatten())
         theirs.input_mix_weight_down, theirs.input_mix_weight_up = ours.down, ours.up
         theirs.block_inject_weight = ours.write
         return theirs
