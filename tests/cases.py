@@ -333,6 +333,7 @@ CASES: dict[str, Data] = {
     "delta-key-heads": design(delta(heads=6, key_heads=2, head_dim=5, value_dim=3)),
     "delta-convolution-1": design(delta(heads=3, conv_kernel=1, value_dim=10)),
     "delta-convolution-2": design(delta(heads=2, key_heads=1, head_dim=7, conv_kernel=2), norm={"kind": "layer"}),
+    "delta-sigmoid-gate": design(delta(heads=3, gate="sigmoid")),
     "delta-norm": design(delta(heads=3, norm={"kind": "rms", "eps": 1e-6}), norm={"kind": "rms", "offset": 1.0}),
     "delta-negative-eigenvalues": design(delta(heads=4, key_heads=2, head_dim=5, negative_eigenvalues=True)),
     "delta-steps": design(
@@ -689,6 +690,18 @@ CASES |= {
     "residual-dual-apart": wired("residual_dual", *APART, norm={"kind": "rms"}, drop_path=0.3),
     "residual-hyper": wired("hyper_connections", streams=3, iterations=9, drop_path=0.4, dropout=0.2),
     "residual-hyper-apart": wired("hyper_connections", *APART, norm={"kind": "rms"}, streams=2, iterations=4),
+    "residual-hyper-weighted": wired(
+        "hyper_connections", streams=3, iterations=3, norm_weight=False, eps=1e-3, collapse="weighted", drop_path=0.3
+    ),
+    "residual-hyper-not-mixed": wired(
+        "hyper_connections", *APART, streams=2, mixing=False, magnitude=0.7, eps=1e-3, drop_path=0.3
+    ),
+    "residual-hyper-gates": wired(
+        "hyper_connections", streams=2, mixing=False, gate_rank=5, collapse="weighted", drop_path=0.3
+    ),
+    "residual-hyper-gates-apart": wired(
+        "hyper_connections", *APART, norm={"kind": "rms", "offset": 1.0}, streams=3, mixing=False, gate_rank=3
+    ),
     "residual-attention": wired("attention_residuals", drop_path=0.4, dropout=0.2),
     "residual-attention-apart": wired(
         "attention_residuals", *APART, norm={"kind": "rms"}, value_norm=True, eps=1e-3, drop_path=0.3

@@ -135,6 +135,7 @@ from heddle.parts.positions.axial_rope import AxialRope
 from heddle.parts.positions.rope import Rope
 from heddle.parts.positions.sinusoidal import Sinusoidal
 from heddle.parts.residuals.attention_residuals import AttentionResiduals, SourceMix
+from heddle.parts.residuals.hyper_connections import GateMaps
 from heddle.parts.residuals.parallel import Parallel
 from heddle.parts.residuals.post_norm import PostNorm
 from heddle.parts.residuals.pre_norm import PreNorm
@@ -906,6 +907,8 @@ BUGS = [
         wrapped(sinkhorn, lambda sinkhorn, logits, iterations: sinkhorn(logits, 0))),
     Bug("streams mixed by rows that do not sum to 1", "drop_path_scaling", "residual-hyper",
         calls(sinkhorn, "logsumexp", lambda logs, dim, keepdim: 0.0, nth=1)),
+    Bug("gates that read the next token's streams", "causality", "residual-hyper-gates",
+        calls(GateMaps.forward, "norm", lambda maps, stream: maps.norm(stream.roll(-1, 1)))),
     Bug("one dropout module for both branches", "drop_path_rates", "residual-pre-norm-drop-path",
         calls(PreNorm.forward, "drops", lambda drop, y, *, self: self.drops["mixer"](y))),
     Bug("the same dropout in all layers", "drop_path_rates", "residual-hyper",

@@ -112,7 +112,7 @@ def loop_delta_rule(fields: Data, mixer: Any, x: Tensor) -> Tensor:
         gates = sigmoid(projected(mixer, "gate_up", projected(mixer, "gate_down", x)))
     else:
         decays, gates = projected(mixer, "a", x)[:, :, None], projected(mixer, "gate", x)
-        gates = gates * sigmoid(gates)
+        gates = sigmoid(gates) * (1 if fields.get("gate") == "sigmoid" else gates)
     rows = []
     for head in range(heads):
         group = head // (heads // key_heads)

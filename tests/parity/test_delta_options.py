@@ -12,6 +12,7 @@ from torch import Tensor
 from heddle.config import kind_class, parse_config
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
+from heddle.parts.mixers.gated_delta import GatedDelta
 from heddle.parts.modules.recurrent import BoundedDecay, DeltaRuleMixer, in_steps
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, by_day
@@ -35,6 +36,8 @@ with warnings.catch_warnings():
     from transformers.models.bailing_hybrid import modeling_bailing_hybrid
     from transformers.models.glm5_next import modeling_glm5_next
     from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+    from transformers.models.qwen4_exp import modeling_qwen4_exp
+    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 
 DESIGNS = 48
 TOLERANCE = 1e-9
@@ -67,7 +70,8 @@ def random_fields(draw: random.Random) -> Data:
     if fields["kind"] == "kda":
         return fields | {"gate_rank": draw.randint(1, 5), "decay_bound": draw.choice([None, 0.3, 1.0, 5.0])}
     key_heads = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
-    return fields | {"key_heads": key_heads, "steps": draw.randint(1, 3)}
+    fields |= {"key_heads": key_heads, "steps": draw.randint(1, 3)}
+    return fields | {"gate": draw.choice(["silu", "sigmoid"])}
 
 
 def random_rows(draw: random.Random) -> tuple[Layout, list[list[slice]]]:
@@ -129,6 +133,7 @@ BUGS: dict[str, Plant] = {
     "heads and steps exchanged": calls(
         in_steps, "unflatten", lambda x, dim, sizes: x.unflatten(dim, sizes[::-1]).transpose(1, 2)
     ),
+    "a gate that is always SiLU": condition(GatedDelta.__init__, "gate", True),
     "a bounded decay of the other sign": result(BoundedDecay.forward, lambda pair: (-pair[0], pair[1])),
 }
 
@@ -180,6 +185,33 @@ def test_negative_eigenvalues_equal_those_of_olmo_hybrid(sharpness: float, monke
     with torch.no_grad():
         x = inputs(2)
         assert float((mixer(x, Layout.causal(*x.shape[:2]))[0] - olmo(mixer, negative=False)(x)).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
+def test_a_gate_of_the_norm_equals_that_of_qwen4(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `Qwen4ExpTextRMSNormGated`, within its linear layer."""
+    compute_in_float64(monkeypatch, modeling_qwen4_exp)
+    mixer = ours(OLMO | {"negative_eigenvalues": False, "gate": gate})
+    config = Qwen4ExpTextConfig(
+        hidden_size=WIDTH,
+        linear_num_key_heads=mixer.key_heads,
+        linear_num_value_heads=mixer.heads,
+        linear_key_head_dim=mixer.head_dim,
+        linear_value_head_dim=mixer.value_dim,
+        linear_conv_kernel_dim=mixer.conv_kernel,
+        output_gate_type=gate,
+        num_hidden_layers=4,
+        rms_norm_eps=EPS,
+    )
+    own = mixer.state_dict()
+    names = {"a": "in_proj_a", "beta": "in_proj_b", "gate": "in_proj_z", "norm": "norm", "out": "out_proj"}
+    weights = {f"{theirs}.weight": own[f"{name}.weight"] for name, theirs in names.items()}
+    weights |= {"in_proj_qkv.weight": torch.cat([own[f"{name}.weight"] for name in "qkv"])}
+    weights |= {"conv1d.weight": own["convolution.weight"][:, None]}
+    weights |= {"A_log": own["decay.rate"], "dt_bias": own["decay.bias"]}
+    module = modeling_qwen4_exp.Qwen4ExpTextGatedDeltaNet(config, 0)
+    module.double().eval().load_state_dict(weights)
+    compare_with_module(mixer, module, config)
 
 
 KDA_NAMES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "beta": "b_proj", "norm": "o_norm", "out": "o_proj"}

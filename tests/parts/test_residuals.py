@@ -329,7 +329,7 @@ BUGS: dict[str, tuple[str, Plant]] = {
     ),
     "streams mixed backwards": (
         "hyper_connections",
-        calls(HyperConnections.forward, "_mix_streams", lambda mix, maps, stream: mix(maps.mT, stream), nth=1),
+        calls(HyperConnections.forward, "_mix_streams", lambda mix, maps, stream: mix(maps.mT, stream)),
     ),
     "keys that are not normed": (
         "attention_residuals",

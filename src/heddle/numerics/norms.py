@@ -173,14 +173,26 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 # Sinkhorn normalization (Sinkhorn & Knopp 1967): divide the columns and rows of a matrix by their sums in turn.
 
 
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+def sinkhorn(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
     """Normalize exp(logits) [..., n, n] by columns, then rows, `iterations` times. At least float32, same shape.
 
     Rows sum to 1 up to rounding, columns approximately. It works on logarithms, so that all finite logits have a finite
-    result and gradient.
+    result and gradient. `eps` is added to the elements after the first columns, and to every sum after that, as in
+    DeepSeek V4: rows then sum to a little less than 1.
     """
     logs = at_least_float32(logits)
+    if eps:
+        return _sinkhorn_with_eps(logs, iterations, eps)
     for _ in range(iterations):
         logs = logs - logs.logsumexp(-2, keepdim=True)
         logs = logs - logs.logsumexp(-1, keepdim=True)
     return logs.exp()
+
+
+def _sinkhorn_with_eps(logs: Tensor, iterations: int, eps: float) -> Tensor:
+    matrix = logs.softmax(-2) + eps
+    for step in range(iterations):
+        if step:
+            matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+    return matrix

@@ -640,11 +640,37 @@ def parallel(n: Quantities) -> Costs:
 
 @costs_of("residuals", "hyper_connections")
 def hyper_connections(n: Quantities) -> Costs:
-    """For each branch a norm and three maps, which read all streams; mixing reads and writes them."""
-    streams, mixed = n.streams * n.width, n.streams * (n.streams + 2)
-    maps = projection(n, streams, mixed, 1) + Costs(parameters=3 + n.norm(streams))
-    mixing = Costs(flops=2 * n.tokens * streams * (1 + n.streams))
-    return residual(n) + (maps + mixing).scaled(n.branches)
+    """For each branch a norm and its maps, which read all streams; mixing reads and writes them."""
+    gated, mixed, streams = n.has("gate_rank"), 1 - n.is_false("mixing"), n.streams * n.width
+    n.refuse(gated * mixed, gate_rank=4)
+    n.refuse(gated * n.eps, gate_rank=4, mixing=False, eps=0.1)
+    n.refuse((1 - mixed) * (n.above(n.iterations, 20) + n.above(20, n.iterations)), mixing=False, iterations=4)
+    each = n.streams * (2 + n.streams * mixed)
+    maps = projection(n, streams, each, 1) + Costs(parameters=2 + mixed) + _norm_of_streams(n)
+    mixing = Costs(flops=2 * n.tokens * streams * (1 + n.streams * mixed))
+    gates = _gates(n) + projection(n, streams, n.streams)
+    return (residual(n) + (maps + mixing).scaled(n.branches)).scaled(1 - gated) + gates.scaled(n.branches * gated)
+
+
+def _norm_of_streams(n: Quantities) -> Costs:
+    """A norm of all streams together, unless it has no weight."""
+    return Costs(parameters=(1 - n.is_false("norm_weight")) * n.norm(n.streams * n.width))
+
+
+def _gates(n: Quantities) -> Costs:
+    """A norm of each stream, and two projections."""
+    streams = n.streams * n.width
+    gates = projection(n, streams, n.gate_rank) + projection(n, n.gate_rank, streams)
+    return gates + Costs(parameters=(1 - n.is_false("norm_weight")) * n.norm(n.width, n.streams))
+
+
+@costs_of("final", "hyper_connections")
+def collapse(n: Quantities) -> Costs:
+    """A norm; weights of the streams, or gates in the place of both."""
+    weighted, gated, streams = n.equals("collapse", "weighted"), n.has("gate_rank"), n.streams * n.width
+    weights = projection(n, streams, n.streams, 1) + Costs(parameters=1, flops=2 * n.tokens * streams)
+    weights = final_norm(n) + (weights + _norm_of_streams(n)).scaled(weighted)
+    return weights.scaled(1 - weighted * gated) + _gates(n).scaled(weighted * gated)
 
 
 @costs_of("residuals", "attention_residuals")

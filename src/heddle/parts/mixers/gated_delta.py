@@ -1,18 +1,17 @@
 """Gated DeltaNet (Yang et al. 2024), the linear layers of Qwen3-Next: a state that decays and corrects itself.
 
-    S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ,   o_t = S_t q_t,   y = W_out (N(o) ⊙ SiLU(z))
+    S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ,   o_t = S_t q_t,   y = W_out (N(o) ⊙ f(z))
     α = exp(−exp(A) · softplus(a + b)),   β = sigmoid(·),   q = q̂ / (|q̂| sqrt(d_k)),   k = k̂ / |k̂|
 
 q̂, k̂ and v̂ are projections of x after a causal depthwise convolution and SiLU; a, z and the argument of β are plain
-projections of x. Value head h reads key head h // (heads / key_heads). The state S has d_k · d_v elements per head,
-whatever the sequence length. With `negative_eigenvalues` β is 2 · sigmoid(·): the eigenvalue 1 − β of I − β k kᵀ is
+projections of x; f is SiLU or the sigmoid (Qwen4). Value head h reads key head h // (heads / key_heads). The state S
+has d_k · d_v elements per head. With `negative_eigenvalues` β is 2 · sigmoid(·): the eigenvalue 1 − β of I − β k kᵀ is
 then between −1 and 1, and a negative one reflects what is stored along k, which allows tracking states such as a parity
 (Grazzi et al. 2024). With `steps` n a token corrects the state n times, each with its own k, v and β, after one decay
-and before one output (Gated DeltaProduct, Siems et al. 2025): its transition is a product of n such matrices, such as a
-rotation.
+and before one output (Gated DeltaProduct, Siems et al. 2025): its transition is a product of such matrices.
 """
 
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -34,7 +33,7 @@ class GatedDeltaConfig(MixerConfig):
     """Fields of `gated_delta`. None: the default named in the comment."""
 
     aliases = ("gated_deltanet", "gdn")
-    later_fields = ("negative_eigenvalues", "steps")
+    later_fields = ("negative_eigenvalues", "steps", "gate")
 
     heads: Width  # of values, states and outputs
     key_heads: Width | None = None  # of queries and keys; default: heads
@@ -44,6 +43,7 @@ class GatedDeltaConfig(MixerConfig):
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
     negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
     steps: Width = 1  # corrections of the state per token, each with its own k, v and β (DeltaProduct)
+    gate: Literal["silu", "sigmoid"] = "silu"  # f
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -83,6 +83,7 @@ class GatedDelta(DeltaRuleMixer):
             steps=config.steps,
         )
         value_width = self.heads * self.value_dim
+        self.gate_function = functional.silu if config.gate == "silu" else torch.sigmoid
         self.gate = Linear(context.width, value_width)
         self.a = Linear(context.width, self.heads)
         self.beta = Linear(context.width, self.steps * self.heads)
@@ -100,5 +101,5 @@ class GatedDelta(DeltaRuleMixer):
         qkv, (log_decay, _) = torch.cat((q, k, v), dim=-1), self.decay(a)
         y, state = self._delta_rule(qkv, log_decay, beta, layout, state)
         y = self.norm(y.transpose(1, 2).to(qkv.dtype))
-        gate = functional.silu(gate.unflatten(-1, (self.heads, -1)))
+        gate = self.gate_function(gate.unflatten(-1, (self.heads, -1)))
         return self.out((y * gate).flatten(2)), state

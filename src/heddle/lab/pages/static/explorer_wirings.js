@@ -94,15 +94,15 @@ function parallelPicture(part) {
 }
 
 function streamsPicture(part) {
-  const n = part.streams ?? 4, shown = Math.min(n, 8), y = index => 100 + index * Math.min(16, 80 / shown), last = y(shown - 1);
+  const n = part.streams ?? 4, mixed = part.mixing !== false, gated = Boolean(part.gate_rank), shown = Math.min(n, 8), y = index => 100 + index * Math.min(16, 80 / shown), last = y(shown - 1);
   const body = [];
   for (const [at, name] of [[20, "mixer"], [240, "feed-forward"]]) {
     body.push(times(shown, s => line(at, y(s), at + 220, y(s), color(s), html`stroke-width="2"`)));
-    body.push(wire(`M${at + 30} ${last}V42H${at + 44}`), box(at + 20, 62, 20, 22, "R", SERIES[1]), box(at + 44, 27, 24, 30, "N", SERIES[1]), wire(`M${at + 68} 42h10`), box(at + 78, 24, 94, 36, name, SERIES[0]), wire(`M${at + 172} 42H${at + 196}V${last}`), box(at + 184, 62, 24, 22, "W", SERIES[1]));
-    body.push(box(at + 94, y(0) - 8, 44, last - y(0) + 16, "M", SERIES[2]));
+    body.push(wire(`M${at + 30} ${last}V42H${at + 44}`), box(at + 20, 62, 20, 22, "R", SERIES[1]), gated ? wire(`M${at + 44} 42h24`) : box(at + 44, 27, 24, 30, "N", SERIES[1]), wire(`M${at + 68} 42h10`), box(at + 78, 24, 94, 36, name, SERIES[0]), wire(`M${at + 172} 42H${at + 196}V${last}`), box(at + 184, 62, 24, 22, "W", SERIES[1]));
+    if (mixed) body.push(box(at + 94, y(0) - 8, 44, last - y(0) + 16, "M", SERIES[2]));
     body.push(times(shown, s => html`<circle cx="${at + 196}" cy="${round(y(s))}" r="4.5" fill="var(--card)" stroke="var(--ink)" stroke-width="1.4"/>`));
   }
-  return figure(svg(480, last + 26, "The wiring of hyper-connections", html`<g class="wiring">${body}</g>`), `${n} streams. R reads them as one, W writes the branch’s output to each, M mixes them (rows and columns sum to 1). All three are computed from the token.`);
+  return figure(svg(480, last + 26, "The wiring of hyper-connections", html`<g class="wiring">${body}</g>`), `${n} streams. R ${gated ? "gates their norms, whose mean the branch reads" : "reads them as one"}, W writes the branch’s output to each${mixed ? ", M mixes them (rows and columns sum to 1)" : ""}. All are computed from the token.`);
 }
 
 function sourcesPicture(part) {
