@@ -71,8 +71,10 @@ from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import RUN_FILE
 from heddle.training.distillation import Distillation, LossWeights
+from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.init_checkpoint import model_rows
 from heddle.training.job import TrainingJob
+from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
 CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: every healing has the same length
 DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
@@ -283,6 +285,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                     adapts_rate,
                     environment,
                     partial(plan.decide, count=left, begun=begun),
+                    EvaluationBudget(final_tokens=min(settings.report_tokens, FINAL_EVALUATION_TOKENS) or None),
                 )
                 if healed is not None and not (is_comparison or settings.json):
                     loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
