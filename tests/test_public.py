@@ -68,6 +68,7 @@ def test_designs_come_from_anywhere(source: str) -> None:
 def test_every_public_name_is_there_and_no_other() -> None:
     for name in heddle.__all__:
         assert getattr(heddle, name) is not None
+    assert set(heddle.__all__) <= set(dir(heddle))  # what a prompt completes
     with pytest.raises(AttributeError, match="no attribute 'weave'"):
         heddle.weave  # noqa: B018
     assert heddle.__version__.count(".") == 2

@@ -22,8 +22,10 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.storage.file_io import read_json_file
 from heddle.storage.model import load, save
+from heddle.training import loop
+from heddle.training.evaluation.scores import Scores
 from heddle.training.job import TrainingJob
-from heddle.training.loop import TrainingResult
+from heddle.training.loop import TrainingResult, evaluate
 from tests import small
 from tests.training.test_resume import dying
 
@@ -87,6 +89,21 @@ def test_one_conversion_is_measured_before_and_after_healing(
     assert model.config.resolved().layers[0].mixer.dump()["kv_heads"] == 2  # type: ignore[union-attr]
     assert run_command(command(workspace, out, *target)) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_a_healing_is_evaluated_on_as_much_text_as_the_report(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def watch(model: Decoder, job: TrainingJob, tokens: int, *others: Any) -> Scores:
+        asked.append(tokens)
+        return evaluate(model, job, tokens, *others)
+
+    monkeypatch.setattr(loop, "evaluate", watch)
+    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", "128"]
+    assert run_command(command(workspace, tmp_path / "fewer", *options)) == 0
+    assert asked == [128]
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(256, 4), (2048, 32)])

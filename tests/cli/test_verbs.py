@@ -124,6 +124,23 @@ def test_show_of_presets_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> 
         assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
+def test_show_prints_a_repeated_group_once(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = call(
+        capsys, "show", "preset:hybrid-1b", "--batch-size", "16", "--context-length", "512", "--device", "cpu"
+    )
+    table = out.partition("cost of")[0]
+    assert [line.split()[:3] for line in table.splitlines() if " × " in line or " times" in line] == [
+        ["4", "times"],
+        ["3", "×", "gated_delta"],
+        ["1", "×", "attention"],
+    ]
+    assert "state of 16 at 512" in table
+    out, _ = call(
+        capsys, "show", "preset:hybrid-1b", "layers.0.layers.0.repeat=2", "layers.0.repeat=1", "--device", "cpu"
+    )
+    assert " times" not in out.partition("cost of")[0]
+
+
 def test_show_as_json(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = f"{workspace}/a design.yaml"
     facts = json.loads(

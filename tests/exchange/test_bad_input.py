@@ -238,6 +238,8 @@ def test_what_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert "is a file, not a folder" in refusal(tmp_path / "file")
     assert "has no config.json" in refusal(tmp_path)
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    assert refusal(tmp_path).endswith(f"name the GGUF itself, {tmp_path / 'model-Q4_K_M.gguf'}")
 
 
 def test_pickles_beside_safetensors_are_left_alone(folder: Path) -> None:

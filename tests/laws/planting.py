@@ -213,6 +213,8 @@ def _changed(
         nodes = sorted(find(root), key=_evaluation)
         assert nodes, f"{function.__qualname__} has no such place"
         assert every or nth is not None or len(nodes) == 1, f"{function.__qualname__}: {list(map(ast.unparse, nodes))}"
+        found = f"{function.__qualname__} has {len(nodes)} such places, counted from 0: {list(map(ast.unparse, nodes))}"
+        assert nth is None or nth < len(nodes), found
         chosen = nodes if every or nth is None else [nodes[nth]]
         name = _add_global(patch, function, hook)
         _Replacement({id(node): make(node, name) for node in chosen}).visit(root)

@@ -169,6 +169,19 @@ def test_wrong_values_are_refused_by_name(fields: dict[str, Any], status: int, n
 
 
 @pytest.mark.parametrize(
+    ("path", "name", "value", "home"),
+    [
+        ("completions", "response_format", {"type": "json_object"}, "/v1/chat/completions"),
+        ("completions", "messages", [], "/v1/chat/completions"),
+        ("chat/completions", "echo", True, "/v1/completions"),
+    ],
+)
+def test_a_field_of_the_other_address_names_it(path: str, name: str, value: Any, home: str, server: Running) -> None:
+    error = server.client.post(f"/v1/{path}", json={"model": NAME, name: value}).json()["error"]
+    assert error["message"] == f"{name}: is read at {home} only; ask there, or leave it out"
+
+
+@pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[1]", b"\xff", b"[" * 9000, b'{"seed": NaN}', b'{"seed": ' + b"9" * 5000 + b"}"],
     ids=["empty", "cut", "list", "latin", "nested", "nan", "digits"],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from heddle import progress
 from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader
 from heddle.errors import CheckpointError, ConfigError
@@ -91,6 +92,22 @@ def test_weights_texts_and_tokenizer_go_along(texts: Corpus, first: Path, tmp_pa
 def ending(out: Path) -> tuple[str, list[dict[str, Any]]]:
     lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
     return tensors_sha256(checkpoint_folder(out, STEPS)), lines
+
+
+def test_a_run_that_saved_nothing_yet_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
+        find_model_folder(tmp_path)
+
+
+def test_a_long_evaluation_shows_its_progress(
+    texts: Corpus, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    windows = evaluate(load(first)[0], job(texts, tmp_path / "run", first))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("evaluating: ")]
+    assert len(windows) > len(lines) > 1
+    assert "(100%)" in lines[-1]
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(2)])

@@ -91,16 +91,29 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("layers", justify="right")
     table.add_column("mixer and feed-forward", overflow="fold")
-    for name in ("parameters of each", f"state at {facts['contexts'][0]['context_length']:,}"):
+    length, rows = facts["contexts"][0]["context_length"], facts["batch_size"]
+    for name in ("parameters of each", f"state{f' of {rows}' * (rows > 1)} at {length:,}"):
         table.add_column(name, justify="right")
     for stack in ("encoder", "layers", "multi_token"):
-        for layer in facts[stack]:
+        block, times = _repeated(facts[stack])
+        if times > 1:
+            table.add_row(f"{times} times", "", "", "")
+        for layer in block:
             parts = escape(terminal_safe(f"{layer['mixer']}\n{layer['feedforward']}"))
             state = "encoder" if stack == "encoder" else format_amount(layer["state_bytes"], "bytes")
             if stack == "multi_token":
                 parts, state = f"multi-token {parts}", f"{state} in drafts"
             table.add_row(f"{visits_of(layer['count'], layer['weights'])} ×", parts, f"{layer['parameters']:,}", state)
     console.print(table)
+
+
+def _repeated(layers: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The shortest block of entries of which `layers` is made, and how often it is repeated."""
+    for length in range(1, len(layers) + 1):
+        times, rest = divmod(len(layers), length)
+        if not rest and layers[:length] * times == layers:
+            return layers[:length], times
+    return layers, 1
 
 
 def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
 from heddle.storage.tensor_file import DTYPES
 from heddle.training.distillation import Distillation
-from heddle.training.evaluation.scores import bits_and_bytes
+from heddle.training.evaluation.scores import EvaluationBudget, bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import TrainingResult, train
@@ -150,6 +150,7 @@ def healing_job(
     out: Path,
     device: str = "cpu",
     environment: Mapping[str, Any] | None = None,
+    evaluation: EvaluationBudget | None = None,
 ) -> TrainingJob:
     """Describe the healing of a converted model's folder as a training run in the folder `out`, for `train`.
 
@@ -172,6 +173,7 @@ def healing_job(
         device=device,
         label="healing",
         environment=dict(environment or {}),
+        evaluation=evaluation or EvaluationBudget(),
         init_checkpoint=start,
         distillation=distillation,
     )
@@ -213,11 +215,13 @@ def convert_and_heal(
     adapt_rate: bool = True,
     environment: Mapping[str, Any] | None = None,
     plan_steps: Callable[[TrainingJob], int] | None = None,
+    evaluation: EvaluationBudget | None = None,
 ) -> TrainingResult | None:
     """Convert a model, heal it, and write the result as a model folder, atomically.
 
     environment: versions and machine, for the healing's run.json. plan_steps: called before the first step; returns how
     many steps to train, in place of the settings'; for 0, the model is not healed, and None is returned.
+    evaluation: how much held-out text is read once it is healed.
     adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added. The converted model
     and the run lie in the folder `out`.work beside it, so the same call continues after an interruption, with rows that
     begin as they did. Raises CheckpointError if `out` exists or the work folder holds another conversion, and what
@@ -237,7 +241,7 @@ def convert_and_heal(
     if adapt_rate:
         rate = _adapted_rate(conversion.source, converted, corpus, settings, work / RATE_FILE)
         settings = replace(settings, learning_rate=rate)
-    job = healing_job(converted, distillation, corpus, settings, work / HEAL_FOLDER, device, environment)
+    job = healing_job(converted, distillation, corpus, settings, work / HEAL_FOLDER, device, environment, evaluation)
     if plan_steps is not None and not (job.out / RUN_FILE).is_file():
         steps = plan_steps(job)
         if not steps:

@@ -117,9 +117,9 @@ class SafetensorsFolder:
             remedy = "merge it into its model with peft's `merge_and_unload`, save that, and import it"
             raise CheckpointError(f"{folder}: is an adapter{base}, not a model; {remedy}")
         if not (folder / CONFIG_FILE).is_file():
-            raise CheckpointError(
-                f"{folder}: has no {CONFIG_FILE}, so it is not a transformers model; name the folder of one"
-            )
+            gguf = min(folder.glob("*.gguf"), default=None)
+            remedy = "name the folder of one" if gguf is None else f"name the GGUF itself, {gguf}"
+            raise CheckpointError(f"{folder}: has no {CONFIG_FILE}, so it is not a transformers model; {remedy}")
         self.records: Mapping[str, FileRecord] = {}
         self.verified_texts: Mapping[str, str] = {}
         if os.path.lexists(folder / MANIFEST_FILE):

@@ -287,4 +287,4 @@ def _report(wrong: Tensor, queries: list[int], message: str) -> None:
     """Raise LawViolation where any (query, key) is wrong."""
     if bool(wrong.any()):
         row, key = wrong.nonzero()[0].tolist()
-        raise LawViolation(f"{message.format(queries[row], key)}, contrary to what its mixers declare")
+        raise LawViolation(f"{message.format(queries[row], key)}, contrary to the `window` that its mixers declare")

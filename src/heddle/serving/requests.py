@@ -35,6 +35,7 @@ _FIELDS = {
     "chat": _SHARED_FIELDS
     | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "response_format"},
 }
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # Fields of the OpenAI API with the values, besides null, at which they have no effect: clients send them unasked.
 _ANY = object()  # any value is accepted and ignored
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -196,10 +197,13 @@ class RequestReader:
         fields = parse_object(body)
         fields = {name: value for name, value in fields.items() if value is not None}
         for name in sorted(set(fields) - _FIELDS[kind]):
+            if _is_neutral(fields[name], _NEUTRAL.get(name, ())):
+                continue
+            if home := next((_PATHS[other] for other in _FIELDS if name in _FIELDS[other]), None):
+                raise RequestError(f"{name}: is read at {home} only; ask there, or leave it out", name)
             if name not in _NEUTRAL:
                 raise RequestError(f"{shorten_value(name)}: is not a field that this server knows; leave it out", name)
-            if not _is_neutral(fields[name], _NEUTRAL[name]):
-                raise RequestError(f"{name}: this server does not support this value; leave it out", name)
+            raise RequestError(f"{name}: this server does not support this value; leave it out", name)
         if fields.get("model") != self.name:
             status = 404 if isinstance(fields.get("model"), str) else 400
             raise RequestError(f"model: must be '{self.name}', the only one of this server", "model", status)

@@ -29,6 +29,7 @@ from heddle.storage.checkpoints import CHECKPOINTS_FOLDER, latest_checkpoint
 from heddle.storage.folder import FolderContents, read_folder, write_folder
 from heddle.storage.manifest import parse_json_object
 from heddle.storage.rank_folder import write_rank_folder
+from heddle.storage.run_log import RUN_FILE
 from heddle.tokenization.tokenizer import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
@@ -75,7 +76,8 @@ def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
     """
     if describe_path(folder) not in ("is a folder", "does not exist"):
         raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name a folder that heddle saved")
-    if (folder / CHECKPOINTS_FOLDER).is_dir() and not (folder / CONFIG_FILE).is_file():
+    is_run = (folder / CHECKPOINTS_FOLDER).is_dir() or (folder / RUN_FILE).is_file()
+    if is_run and not (folder / CONFIG_FILE).is_file():
         newest = latest_checkpoint(folder, ranks=ranks)
         nothing_intact = newest.path is None and newest.damaged
         for damage in newest.damaged[1:] if nothing_intact else newest.damaged:

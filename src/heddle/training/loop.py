@@ -320,9 +320,11 @@ def evaluate(
     Every rank calls it, evaluates a part of the batches, and returns all scores, equal to those of one process.
     observer: receives the token losses of text. Raises Interrupted, between batches, when a stop is requested.
     """
-    batches = _until_stopped(job.training_data.validation_batches(job.settings, tokens), stop_request, job.ranks)
+    held_out = list(job.training_data.validation_batches(job.settings, tokens))
+    batches = _until_stopped(held_out, stop_request, job.ranks)
     if job.ranks.count == 1:
-        return job.training_data.evaluate(model, batches, job.autocast, observer)
+        with display.progress_bar("evaluating", sum(batch.targets.size for batch in held_out), "tokens") as bar:
+            return job.training_data.evaluate(model, _counted(batches, bar), job.autocast, observer)
 
     def evaluate_part(part: Sequence[Batch], own_observer: TokenObserver | None) -> Scores:
         return job.training_data.evaluate(model, part, job.autocast, own_observer)
@@ -336,6 +338,12 @@ def _until_stopped(batches: Iterable[Batch], stop_request: StopRequest | None, r
         if signal_number:
             raise Interrupted(signal_number, "every step is done and saved; the same command evaluates it")
         yield batch
+
+
+def _counted(batches: Iterable[Batch], bar: display.ProgressBar) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        bar.advance(batch.targets.size)
 
 
 @dataclass

@@ -176,6 +176,7 @@ def test_what_cannot_fit_is_refused_before_the_text_is_read(
     assert compare(folder, tmp_path / "out", *options) == 2
     *_, sentence = capsys.readouterr().err.splitlines()
     assert sentence.startswith("heddle: --budget")
+    assert " s/step, take about " in sentence  # a busy machine shows
     assert not (tmp_path / "out").exists()
     assert machine.trained == []
     # the time it names is enough

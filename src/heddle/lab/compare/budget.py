@@ -279,16 +279,22 @@ def fit_plan(
         rest = spent + others - text + recall + _seconds(replace(comparison, plan=fewest), times, steps) / TRAINED_SHARE
         length = f"{_least_steps(plan, chooses_tokens)} steps of {plan.batch_size * plan.sequence_length:,} tokens"
         whole = format_seconds(least_budget(rest))
+        timed = _range(sorted(each.step for each in times.values()))
         raise ConfigError(
             f"--budget {format_seconds(budget.seconds)}: is too short to distinguish the designs: "
-            f"{len(fewest.seeds)} seeds of {len(plan.entries)} designs, {length} each, take about {whole}; give at "
-            "least that, or compare fewer or smaller designs"
+            f"{len(fewest.seeds)} seeds of {len(plan.entries)} designs, {length} each at "
+            f"{timed} s/step, take about {whole}; give at least that, or compare fewer or smaller designs"
         )
     if chooses_tokens:
         notes.insert(0, ("tokens", f"each run trains on {int(chosen.budget_value):,} tokens"))
     if len(chosen.seeds) < len(plan.seeds):
         notes.insert(0, ("seeds", f"{len(chosen.seeds)} seeds of each design are trained, not {len(plan.seeds)}"))
     return replace(chosen, budget_notes=tuple(notes))
+
+
+def _range(steps: Sequence[float]) -> str:
+    """Seconds of training steps: 0.36 to 0.45."""
+    return " to ".join(dict.fromkeys(f"{seconds:.2g}" for seconds in (steps[0], steps[-1])))
 
 
 def _choose(
@@ -355,7 +361,7 @@ def describe_plan(
         runs += f", {done} of {count} runs finished"
     if estimate is None:
         return [f"plan: {runs}{at_once}"]
-    step = " to ".join(dict.fromkeys(f"{seconds:.2g}" for seconds in estimate.step))
+    step = _range(estimate.step)
     parts = {
         "tuning": estimate.tuning,
         "training": estimate.training,

@@ -71,8 +71,10 @@ from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import RUN_FILE
 from heddle.training.distillation import Distillation, LossWeights
+from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.init_checkpoint import model_rows
 from heddle.training.job import TrainingJob
+from heddle.training.loop import FINAL_EVALUATION_TOKENS
 from heddle.training.settings import Settings
 
 CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: every healing has the same length
@@ -425,6 +427,7 @@ class _ConversionJob:
             self.settings.heal_lr is None,
             {"runtime": self.runtime.describe(), "versions": versions()},
             partial(plan.decide, count=left, begun=begun),
+            EvaluationBudget(final_tokens=min(self.settings.report_tokens, FINAL_EVALUATION_TOKENS) or None),
         )
         if healed is not None and not (self.is_comparison or self.settings.json):
             loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
