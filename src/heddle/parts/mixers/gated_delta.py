@@ -9,7 +9,8 @@ whatever the sequence length. With `negative_eigenvalues` β is 2 · sigmoid(·)
 then between −1 and 1, and a negative one reflects what is stored along k, which allows tracking states such as a parity
 (Grazzi et al. 2024). With `steps` n a token corrects the state n times, each with its own k, v and β, after one decay
 and before one output (Gated DeltaProduct, Siems et al. 2025): its transition is a product of n such matrices, such as a
-rotation.
+rotation. `preconditioned` writes with k̃ = k ⊙ M, S_t = α_t S_{t−1} (I − β_t k_t k̃_tᵀ) + β_t v_t k̃_tᵀ, where M is larger
+for channels that past keys used less (Preconditioned DeltaNet, Tumma et al. 2026).
 """
 
 from typing import Self
@@ -19,12 +20,12 @@ from pydantic import model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.config import Width, build_under
+from heddle.config import Width, build_under, refuse
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, check_head_groups, check_norm_width
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay
+from heddle.parts.modules.recurrent import CURVATURE_PROJECTIONS, DeltaRuleMixer, GatedDecay, check_preconditioned
 from heddle.parts.modules.short_convolution import ShortConvolution
 from heddle.parts.norms import NormConfig
 from heddle.parts.states import ConvRecurrentState
@@ -34,7 +35,7 @@ class GatedDeltaConfig(MixerConfig):
     """Fields of `gated_delta`. None: the default named in the comment."""
 
     aliases = ("gated_deltanet", "gdn")
-    later_fields = ("negative_eigenvalues", "steps")
+    later_fields = ("negative_eigenvalues", "steps", "preconditioned")
 
     heads: Width  # of values, states and outputs
     key_heads: Width | None = None  # of queries and keys; default: heads
@@ -44,10 +45,14 @@ class GatedDeltaConfig(MixerConfig):
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
     negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
     steps: Width = 1  # corrections of the state per token, each with its own k, v and β (DeltaProduct)
+    preconditioned: bool = False  # scaled keys write (Preconditioned DeltaNet)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_head_groups("key_heads", self.key_heads, self.heads)
+        check_preconditioned(self.preconditioned, self.negative_eigenvalues)
+        if self.preconditioned and self.steps > 1:
+            refuse("steps", f"{self.steps} has no definition with preconditioned; leave one of the two out")
         return self
 
     def resolved(self, context: BuildContext) -> Self:
@@ -68,7 +73,7 @@ class GatedDeltaConfig(MixerConfig):
 class GatedDelta(DeltaRuleMixer):
     """The module. Its state is a `ConvRecurrentState`."""
 
-    input_projections = ("q", "k", "v", "a", "beta", "gate")
+    input_projections = ("q", "k", "v", "a", "beta", "gate", *CURVATURE_PROJECTIONS)
 
     def __init__(self, config: GatedDeltaConfig, context: BuildContext) -> None:
         head_dim = context.head_dim(config.heads, config.head_dim)
@@ -81,6 +86,7 @@ class GatedDelta(DeltaRuleMixer):
             conv_kernel=config.conv_kernel,
             negative_eigenvalues=config.negative_eigenvalues,
             steps=config.steps,
+            preconditioned=config.preconditioned,
         )
         value_width = self.heads * self.value_dim
         self.gate = Linear(context.width, value_width)
@@ -96,9 +102,10 @@ class GatedDelta(DeltaRuleMixer):
         self, x: Tensor, layout: Layout, state: ConvRecurrentState | None = None
     ) -> tuple[Tensor, ConvRecurrentState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        q, k, v, a, beta, gate = fused_projections(x, self.q, self.k, self.v, self.a, self.beta, self.gate)
+        projections = (self.q, self.k, self.v, self.a, self.beta, self.gate, *self.curvature_projections)
+        q, k, v, a, beta, gate, *curvature = fused_projections(x, *projections)
         qkv, (log_decay, _) = torch.cat((q, k, v), dim=-1), self.decay(a)
-        y, state = self._delta_rule(qkv, log_decay, beta, layout, state)
+        y, state = self._delta_rule(qkv, log_decay, beta, layout, state, curvature)
         y = self.norm(y.transpose(1, 2).to(qkv.dtype))
         gate = functional.silu(gate.unflatten(-1, (self.heads, -1)))
         return self.out((y * gate).flatten(2)), state

@@ -7,9 +7,8 @@ The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token.
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 
 With `indexer` each query attends to `top_k` keys, which an indexer selects (DeepSeek Sparse Attention, DeepSeek-V3.2
-2025; see `IndexerConfig`). The selection has no gradient; the indexer learns from its own loss. All pairs are still
-computed and then masked, so no time is saved; FLOPs count only the pairs that are attended to. With `shared_index`
-a layer has no indexer, and attends to the keys that the last earlier layer with one selected (GLM-5.2, 2026).
+2025; see `IndexerConfig`). With `shared_index` a layer has no indexer, and attends to the keys
+that the last earlier layer with one selected (GLM-5.2, 2026).
 """
 
 from functools import partial

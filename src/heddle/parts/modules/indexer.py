@@ -6,8 +6,9 @@
 R rotates as many of the first dims as the `position` of the mixer does. In latent attention q is projected from the
 latent of queries, if there is one. The formula and ties: numerics/attention/indexer.py.
 
-The selection has no gradient. In training the indexer learns from its own loss, KL(p ‖ softmax(scores)) over all
-visible keys, where p are the weights of the attention without a selection, summed over heads and divided by their sum.
+All pairs are computed and then masked: no time is saved, but FLOPs count only the pairs that are attended to. The
+selection has no gradient. In training the indexer learns from its own loss, KL(p ‖ softmax(scores)) over all visible
+keys, where p are the weights of the attention without a selection, summed over heads and divided by their sum.
 The indexer reads x, the queries and the keys detached: it gets gradients from this loss only, and passes none on.
 """
 
