@@ -530,6 +530,8 @@ CASES |= {
     ),
 }
 
+SHIFT = convolution("input", conv_kernel=2, residual=False, token_shift=True)
+
 CASES |= {
     "rwkv7": design(layer(rwkv7(), repeat=2), norm={"kind": "layer"}),
     "rwkv7-own-widths": design(
@@ -606,6 +608,14 @@ CASES |= {
                 "second": {"kind": "linear_attention", "heads": 4},
                 "short_convolution": convolution("input", conv_kernel=2),
             },
+        ),
+        norm={"kind": "layer"},
+    ),
+    "token-shift": design(
+        layer(rwkv7(), {"kind": "mlp", "hidden": 17, "activation": "relu2", "short_convolution": SHIFT}),
+        layer(
+            attention(kv_heads=2, short_convolution=SHIFT | {"of": ["k", "v"]}),
+            {"kind": "gated", "hidden": 11, "short_convolution": SHIFT | {"of": ["input", "hidden"]}},
         ),
         norm={"kind": "layer"},
     ),

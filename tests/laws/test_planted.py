@@ -787,6 +787,8 @@ BUGS = [
         replaced(Attention._beyond_window, lambda self, convolutions: 0)),
     Bug("hidden channels convolved by a feed-forward without a window", "token_permutation", "short-convolution",
         assigned(Feedforward.convolve_hidden, "window", lambda window: 1)),
+    Bug("a token shift that does not read its weights", "options_have_effect", "token-shift",
+        calls(ShortConvolution._convolve, "stack", lambda torch, weights, dim: torch.ones(len(weights[0]), 2))),
     Bug("an activation that nothing reads", "options_have_effect", "short-convolution-window",
         condition(ShortConvolution.forward, "silu", False)),
     # Short convolution
