@@ -339,6 +339,9 @@ CASES: dict[str, Data] = {
     "delta-steps": design(
         delta(heads=4, key_heads=2, head_dim=5, value_dim=3, steps=3, negative_eigenvalues=True), norm={"kind": "layer"}
     ),
+    "delta-preconditioned": design(
+        delta(heads=4, key_heads=2, head_dim=5, value_dim=3, preconditioned=True), norm={"kind": "layer"}
+    ),
     "delta-hybrid": design(
         layer({"kind": "gated_delta", "heads": 4, "key_heads": 2, "head_dim": 6, "value_dim": 8}, None, repeat=3),
         layer(attention(kv_heads=2)),
@@ -547,6 +550,8 @@ CASES |= {
     ),
 }
 
+SHIFT = convolution("input", conv_kernel=2, residual=False, token_shift=True)
+
 CASES |= {
     "rwkv7": design(layer(rwkv7(), repeat=2), norm={"kind": "layer"}),
     "rwkv7-own-widths": design(
@@ -569,6 +574,12 @@ CASES |= {
         layer({"kind": "kda", "heads": 3, "value_dim": 5, "negative_eigenvalues": True}, repeat=2)
     ),
     "kda-decay-bound": design(layer({"kind": "kda", "heads": 2, "head_dim": 5, "decay_bound": 1.5}, repeat=2)),
+    "kda-channel-gates": design(
+        layer({"kind": "kda", "heads": 3, "channel_gates": True, "negative_eigenvalues": True}, repeat=2)
+    ),
+    "kda-preconditioned": design(
+        layer({"kind": "kda", "heads": 2, "head_dim": 5, "preconditioned": True, "channel_gates": True}, repeat=2)
+    ),
     "mamba2": design(layer({"kind": "mamba2", "heads": 6, "state_size": 5}, repeat=2), norm={"kind": "layer"}),
     "mamba2-groups": design(
         layer(
@@ -617,6 +628,14 @@ CASES |= {
                 "second": {"kind": "linear_attention", "heads": 4},
                 "short_convolution": convolution("input", conv_kernel=2),
             },
+        ),
+        norm={"kind": "layer"},
+    ),
+    "token-shift": design(
+        layer(rwkv7(), {"kind": "mlp", "hidden": 17, "activation": "relu2", "short_convolution": SHIFT}),
+        layer(
+            attention(kv_heads=2, short_convolution=SHIFT | {"of": ["k", "v"]}),
+            {"kind": "gated", "hidden": 11, "short_convolution": SHIFT | {"of": ["input", "hidden"]}},
         ),
         norm={"kind": "layer"},
     ),

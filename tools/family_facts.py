@@ -58,7 +58,7 @@ def about(family: Family) -> str:
 
 def _equal(name: str) -> str:
     """In which dtypes the tests demand equal bits."""
-    if name == HEDDLE or not CASES[name].exact:
+    if name not in CASES or not CASES[name].exact:
         return ""
     exceptions = "".join(f" (except `{variant}`)" for variant in sorted(CASES[name].inexact))
     return f", bit for bit in float32{exceptions}{' and bfloat16' if CASES[name].narrow else ''}"

@@ -167,6 +167,9 @@ DELTA_OPTIONS = [
     ("qwen3_5_text", "gated_delta", {"steps": 2}),
     ("kimi_linear", "kda", {"negative_eigenvalues": True}),
     ("kimi_linear", "kda", {"decay_bound": 5.0}),
+    ("kimi_linear", "kda", {"channel_gates": True}),
+    ("kimi_linear", "kda", {"preconditioned": True}),
+    ("qwen3_next", "gated_delta", {"preconditioned": True}),
 ]
 
 

@@ -131,6 +131,7 @@ LINEAR = {
     "retention-learned-decays": (retention, "causal_sums"),
     "delta-key-heads": (recurrent, "gated_delta_rule"),
     "kda-own-widths": (recurrent, "gated_delta_rule"),
+    "kda-preconditioned": (recurrent, "gated_delta_rule"),
     "mamba2-groups": (mamba2, "state_space_duality"),
     "rwkv7-own-widths": (rwkv7, "general_delta_rule"),
 }

@@ -116,6 +116,7 @@ def loop_delta_rule(fields: Data, mixer: Any, x: Tensor) -> Tensor:
     rows = []
     for head in range(heads):
         group = head // (heads // key_heads)
+        curvature = torch.zeros(d_k, dtype=x.dtype)
         keys, values = slice(group * d_k, (group + 1) * d_k), slice(head * d_v, (head + 1) * d_v)
         state, bias = torch.zeros(d_k, d_v, dtype=x.dtype), mixer.decay.bias.unflatten(0, (heads, -1))[head]
         outputs = []
@@ -128,12 +129,31 @@ def loop_delta_rule(fields: Data, mixer: Any, x: Tensor) -> Tensor:
                 k = ks[t].view(steps, key_heads, d_k)[step, group]
                 v = vs[t].view(steps, heads, d_v)[step, head]
                 k = k / (k @ k + 1e-6).sqrt()
-                state = state + betas[t].view(steps, heads)[step, head] * torch.outer(k, v - k @ state)
+                written = k
+                if fields.get("preconditioned"):
+                    scale, curvature = loop_preconditioner(mixer, x[t], k, group, curvature)
+                    written = scale * k
+                if fields.get("channel_gates"):
+                    erase, write = betas[t, keys], betas[t, heads * d_k :][values] / factor
+                    state = state + torch.outer(written, write * v - (erase * k) @ state)
+                else:
+                    beta = betas[t].view(steps, heads)[step, head]
+                    state = state + beta * torch.outer(written, v - k @ state)
             q = qs[t, keys]
             o = q / (q @ q + 1e-6).sqrt() / d_k**0.5 @ state
             outputs.append(mixer.norm.weight * o / (o.pow(2).mean() + EPS).sqrt() * gates[t, values])
         rows.append(torch.stack(outputs))
     return projected(mixer, "out", torch.cat(rows, dim=1))
+
+
+def loop_preconditioner(mixer: Any, x: Tensor, k: Tensor, head: int, before: Tensor) -> tuple[Tensor, Tensor]:
+    """M, and the curvature after a token x [WIDTH] with the normalized key k [d_k] of a head."""
+    module = mixer.preconditioner
+    step = torch.log1p(torch.exp(module.a.weight[head] @ x + module.decay.bias[head]))
+    decay = torch.exp(-torch.exp(module.decay.rate[head]) * step)
+    curvature = decay * before + sigmoid(module.beta.weight[head] @ x) * k**2
+    distance = torch.log(curvature + 1e-6) - module.center[head]
+    return torch.exp(-torch.log(torch.tensor(1.5, dtype=x.dtype)) * distance / (1 + distance.abs())), curvature
 
 
 def sigmoid(x: Tensor) -> Tensor:

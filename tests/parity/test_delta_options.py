@@ -13,7 +13,7 @@ from heddle.config import kind_class, parse_config
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers.gated_delta import GatedDelta
-from heddle.parts.modules.recurrent import BoundedDecay, DeltaRuleMixer, in_steps
+from heddle.parts.modules.recurrent import BoundedDecay, DeltaRuleMixer, Preconditioner, in_steps
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, by_day
 from tests.laws.planting import Plant, calls, condition, result
@@ -39,8 +39,9 @@ with warnings.catch_warnings():
     from transformers.models.qwen4_exp import modeling_qwen4_exp
     from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 
-DESIGNS = 48
+DESIGNS = 96
 TOLERANCE = 1e-9
+PLANTED = 8  # designs that show every planted bug
 OLMO: Data = {
     "kind": "gated_delta", "heads": 4, "key_heads": 2, "head_dim": 5, "value_dim": 7, "negative_eigenvalues": True,
 }  # fmt: skip
@@ -67,10 +68,14 @@ def random_fields(draw: random.Random) -> Data:
         "conv_kernel": draw.randint(1, 4),
         "negative_eigenvalues": draw.random() < 0.7,
     }
+    preconditioned = draw.random() < 0.4
+    if preconditioned:
+        fields |= {"preconditioned": True, "negative_eigenvalues": False}
     if fields["kind"] == "kda":
-        return fields | {"gate_rank": draw.randint(1, 5), "decay_bound": draw.choice([None, 0.3, 1.0, 5.0])}
+        fields |= {"gate_rank": draw.randint(1, 5), "decay_bound": draw.choice([None, 0.3, 1.0, 5.0])}
+        return fields | {"channel_gates": draw.random() < 0.6}
     key_heads = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
-    fields |= {"key_heads": key_heads, "steps": draw.randint(1, 3)}
+    fields |= {"key_heads": key_heads, "steps": 1 if preconditioned else draw.randint(1, 3)}
     return fields | {"gate": draw.choice(["silu", "sigmoid"])}
 
 
@@ -110,7 +115,7 @@ def test_values_and_gradients_equal_a_loop_of_the_papers(number: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("number", range(0, DESIGNS, 4))
+@pytest.mark.parametrize("number", range(0, DESIGNS, 8))
 def test_decoding_equals_a_loop_of_the_papers(number: int) -> None:
     draw = random.Random(number)
     fields = random_fields(draw)
@@ -134,6 +139,18 @@ BUGS: dict[str, Plant] = {
         in_steps, "unflatten", lambda x, dim, sizes: x.unflatten(dim, sizes[::-1]).transpose(1, 2)
     ),
     "a gate that is always SiLU": condition(GatedDelta.__init__, "gate", True),
+    "writing gates of double size": calls(
+        DeltaRuleMixer._delta_rule, "split_heads", lambda split, x, heads: 2 * split(x, heads), nth=3
+    ),
+    "a preconditioner that scales by its inverse": calls(
+        Preconditioner.forward, "softsign", lambda functional, x: -functional.softsign(x)
+    ),
+    "a preconditioner without its center": calls(
+        Preconditioner.forward, "at_least_float32", lambda wide, x: 0 * wide(x), nth=1
+    ),
+    "keys scaled where they read, too": calls(
+        DeltaRuleMixer._delta_rule, "DeltaInputs", lambda make, *fields: make(*fields[:-1], None)
+    ),
     "a bounded decay of the other sign": result(BoundedDecay.forward, lambda pair: (-pair[0], pair[1])),
 }
 
@@ -141,7 +158,7 @@ BUGS: dict[str, Plant] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught_by_the_loop(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
-    assert max(largest_difference(number) for number in range(6)) > 1e-3
+    assert max(largest_difference(number) for number in range(PLANTED)) > 1e-3
 
 
 # transformers

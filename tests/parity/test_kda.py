@@ -167,6 +167,10 @@ def test_the_state_has_a_fixed_size() -> None:
     [
         ({"heads": 5}, r"heads: 5.*24"),
         ({"gate_rank": 0}, "gate_rank:"),
+        (
+            {"preconditioned": True, "negative_eigenvalues": True},
+            "preconditioned: does not bound the state with negative_eigenvalues; leave one of the two out",
+        ),
         ({"decay_bound": -5.0}, "decay_bound: .*greater than 0"),
         ({"decay_bound": float("inf")}, "decay_bound: .*finite"),
     ],

@@ -95,6 +95,7 @@ def test_decays_are_initialized_as_in_the_authors_code() -> None:
         ({"heads": 5}, r"heads: 5.*24.*head_dim"),
         ({"conv_kernel": 0}, r"conv_kernel:.*0"),
         ({"steps": 0}, r"steps:.*0"),
+        ({"steps": 2, "preconditioned": True}, "steps: 2 has no definition with preconditioned"),
         ({"conv_kernel": None}, r"conv_kernel:.*integer"),
     ],
 )

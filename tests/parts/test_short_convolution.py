@@ -28,7 +28,7 @@ from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.modules import short_convolution
 from heddle.parts.modules.short_convolution import RESIDUAL_SCALE
 from heddle.parts.norms.rms import RMSConfig
-from tests.cases import Data, attention, by_day, case, convolution, design, layer
+from tests.cases import SHIFT, Data, attention, by_day, case, convolution, design, layer
 from tests.conversion.exactness import converted_model, source_model
 from tests.parity.test_residual_layers import ExactRMS
 
@@ -49,6 +49,10 @@ def convolved(inputs: list[Tensor], weight: Tensor, config: Any) -> list[Tensor]
     outputs = []
     for t, x in enumerate(inputs):
         y = torch.zeros_like(x)
+        if config.token_shift:
+            before = inputs[t - 1] if t else y
+            outputs.append(x + weight * (before - x))
+            continue
         for back in range(min(t, config.conv_kernel - 1) + 1):
             y = y + weight[:, config.conv_kernel - 1 - back] * inputs[t - back]
         y = y / (1 + torch.exp(-y)) if config.activation == "silu" else y
@@ -119,7 +123,8 @@ class Loop:
         for t in range(len(inputs)):
             up = hidden["up"][t]
             gate = None if part.kind == "mlp" else hidden["gate"][t]
-            y = up.clamp(min=0) if gate is None else gate / (1 + torch.exp(-gate)) * up
+            power = 2 if part.activation == "relu2" else 1
+            y = up.clamp(min=0) ** power if gate is None else gate / (1 + torch.exp(-gate)) * up
             outputs.append(self.get("feedforward.down.weight") @ y)
         return outputs
 
@@ -134,7 +139,8 @@ def random_design(seed: int) -> Data:
             "conv_kernel": draw.choice((1, 2, 3, 4, 4, 9)), "residual": draw.random() < 0.7,
             "activation": draw.choice((None, "silu")),
         }  # fmt: skip
-        return {"short_convolution": convolution(*of, **fields)} if of else {}
+        fields = draw.choice((fields, fields, fields, SHIFT))
+        return {"short_convolution": convolution(*of) | fields | {"of": of}} if of else {}
 
     layers = []
     for _ in range(draw.randint(1, 3)):
@@ -143,7 +149,8 @@ def random_design(seed: int) -> Data:
             groups * draw.choice((1, 2)), position=None, kv_heads=groups, head_dim=draw.choice((2, 3)),
             value_dim=draw.choice((2, 5)), window=draw.choice((None, 2, 4)), **some("input", "q", "k", "v"),
         )  # fmt: skip
-        kind = draw.choice(({"kind": "mlp", "activation": "relu"}, {"kind": "gated"}))
+        relu = {"kind": "mlp", "activation": draw.choice(("relu", "relu2"))}
+        kind = draw.choice((relu, {"kind": "gated"}))
         forward = {**kind, "hidden": draw.randint(2, 6), **some("input", "hidden")}
         layers.append(layer(*draw.choice(((mixer, forward), (mixer, forward), (mixer, None), (None, forward)))))
     return design(*layers, width=WIDTH)
@@ -431,6 +438,11 @@ def test_recomputed_layers_have_the_same_gradients() -> None:
             attention(shared_kv=True, short_convolution=convolution("v")),
             None,
             r"mixer.short_convolution.of: k and v come from another layer \(shared_kv\)",
+        ),
+        (
+            None,
+            {"kind": "mlp", "hidden": 3, "short_convolution": SHIFT | {"conv_kernel": 3}},
+            "feedforward.short_convolution.token_shift: needs conv_kernel: 2, residual: false and no activation",
         ),
     ],
 )

@@ -65,6 +65,13 @@ DEPTHWISE_CONV = TensorTransform(
 )
 
 
+def reshaped(*shape: int) -> TensorTransform:
+    """One parameter in another shape, of which one size may be −1."""
+    return TensorTransform(
+        lambda parameters: parameters[0].reshape(shape), lambda tensor, shapes: [tensor.reshape(shapes[0])]
+    )
+
+
 def interleaved_by_group(groups: int) -> TensorTransform:
     """Concatenated group by group: the outputs of every parameter for group 0, then those for group 1, …"""
 

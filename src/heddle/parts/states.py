@@ -143,11 +143,12 @@ class ConvRecurrentState(MixerState):
     """The state of a recurrence after a short convolution.
 
     recurrent_state [B, heads, d_k, d_v], in at least float32. conv_state [B, conv_kernel − 1, channels]: the last
-    inputs of the convolution.
+    inputs of the convolution. curvature [B, key_heads, 1, d_k] of a preconditioned delta rule, as recurrent_state.
     """
 
     recurrent_state: Tensor
     conv_state: Tensor
+    curvature: Tensor | None = None
 
     @staticmethod
     def empty(spec: StateSpec, shape: tuple[int, int, int], conv_shape: tuple[int, int]) -> "ConvRecurrentState":

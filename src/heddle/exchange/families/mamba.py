@@ -7,7 +7,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
-from heddle.exchange.family import DEPTHWISE_CONV, Family, TensorTransform, WeightMap
+from heddle.exchange.family import DEPTHWISE_CONV, Family, WeightMap, reshaped
 from heddle.exchange.rope import read_rope
 from heddle.exchange.safetensors_folder import INFINITY
 from heddle.model.config import ModelConfig
@@ -101,10 +101,7 @@ def first_mamba(design: ModelConfig) -> Mamba2Config:
     return design_parts.first_mixer(design, Mamba2Config(heads=1, head_dim=design.width))
 
 
-# The weights of a norm of several groups, stored one after the other.
-NORM_BY_GROUP = TensorTransform(
-    lambda parameters: parameters[0].flatten(), lambda tensor, shapes: [tensor.view(shapes[0])]
-)
+NORM_BY_GROUP = reshaped(-1)  # the weights of a norm of several groups are stored one after the other
 LAYER = {"conv1d.bias": "convolution.bias", "A_log": "decay.rate", "dt_bias": "decay.bias", "D": "skip"}
 
 

@@ -219,6 +219,13 @@ def delta_rule_costs(n: Quantities, dim: Number, value_dim: Number, steps: Numbe
     return Costs(flops=flops, recurrent=n.heads * dim * value_dim)
 
 
+def preconditioner_costs(n: Quantities, heads: Number, dim: Number) -> Costs:
+    """A preconditioner of these heads of keys: two projections, the sums of squares, and three numbers per head."""
+    n.refuse(n.preconditioned * n.negative_eigenvalues, preconditioned=True, negative_eigenvalues=True)
+    sums = Costs(3 * heads, flops=causal_sums_flops(n.tokens, 1, heads, (1, dim)), recurrent=heads * dim)
+    return (projection(n, n.width, 2 * heads) + sums).scaled(n.preconditioned)
+
+
 # Mixers
 
 
@@ -381,6 +388,8 @@ def gated_delta(n: Quantities) -> Costs:
     check_norm(n, value_dim)
     own = Costs(parameters=2 * n.heads + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim, n.steps)
     read = projection(n, n.width, keys + (1 + n.steps) * (values + n.heads))
+    n.refuse(n.preconditioned * n.above(n.steps, 1), preconditioned=True, steps=2)
+    read += preconditioner_costs(n, key_heads, dim)
     return read + convolution_costs(n, keys + n.steps * values) + own + projection(n, values, n.width)
 
 
@@ -392,7 +401,8 @@ def kda(n: Quantities) -> Costs:
     values, keys = n.heads * value_dim, 2 * n.heads * dim
     check_norm(n, value_dim)
     own = Costs(parameters=n.heads * (1 + dim) + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim)
-    read = projection(n, n.width, keys + values + n.heads + 2 * rank)
+    gates = n.channel_gates * n.heads * (dim + value_dim) + (1 - n.channel_gates) * n.heads
+    read = projection(n, n.width, keys + values + gates + 2 * rank) + preconditioner_costs(n, n.heads, dim)
     read += projection(n, rank, n.heads * dim + values)
     return read + convolution_costs(n, keys + values) + own + projection(n, values, n.width)
 

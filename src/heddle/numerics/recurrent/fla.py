@@ -73,6 +73,8 @@ def fla_unsupported(facts: "RecurrenceFacts") -> str | None:
         return f"it computes in half precision, but the projections are in {facts.dtype}"
     if facts.key_width > MAX_KEY_WIDTH:
         return f"keys are {facts.key_width} wide, more than {MAX_KEY_WIDTH}"
+    if facts.separate_read:
+        return "it reads and writes the state with one key"
     if facts.has_documents and (facts.has_state or not facts.has_cu_seqlens):
         return "it does not combine packed documents with a state or padding"
     if facts.gradients and facts.decay_per_token and gradients_miscompiled():

@@ -1,12 +1,12 @@
 """The gated delta rule, with one state matrix per head.
 
-    S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t,   S [d_k, d_v]
+    S_t = (I − β_t k_t r_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t,   S [d_k, d_v]
 
-α_t is one number per head ("Gated Delta Networks", Yang et al. 2024) or one per channel of the key (Kimi Delta
-Attention, Kimi Team 2025). Chunked (the authors' WY representation), with D_ij = α_{j+1} ⋯ α_i and d_i the decay from
-the chunk's start to token i:
+The key r_t that reads the state is k_t, which writes it, unless it is given. α_t is one number per head ("Gated Delta
+Networks", Yang et al. 2024) or one per channel of the key (Kimi Delta Attention, Kimi Team 2025). Chunked (the authors'
+WY representation), with D_ij = α_{j+1} ⋯ α_i and d_i the decay from the chunk's start to token i:
 
-    [U ; W] = (I + tril(β K Kᵀ ⊙ D, −1))⁻¹ β [V ; d ⊙ K],   N = U − W S,   K̃ = K ⊙ D_last
+    [U ; W] = (I + tril(β R Kᵀ ⊙ D, −1))⁻¹ β [V ; d ⊙ R],   N = U − W S,   K̃ = K ⊙ D_last
     O = (d ⊙ Q) S + (Q Kᵀ ⊙ D) N,   S' = d_last S + K̃ᵀ N
 
 Q Kᵀ ⊙ D stands for Σ_c q_ic k_jc D_ijc where α is per channel. Only N and S' are computed chunk by chunk; the rest is
@@ -45,6 +45,7 @@ class DeltaInputs(NamedTuple):
     h // (H/G). A token with beta and log_decay of 0 leaves the state unchanged.
     call_segment_ids: int64 [B, T], each token's document; 0 continues the state's document. None: all are 0.
     cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). dtype: of the projections (None: v's).
+    read: the key that reads the state, as k (None: k).
     """
 
     q: Tensor
@@ -55,6 +56,12 @@ class DeltaInputs(NamedTuple):
     call_segment_ids: Tensor | None = None
     cu_seqlens: fla.CuSeqlens | None = None
     dtype: torch.dtype | None = None
+    read: Tensor | None = None
+
+    @property
+    def reading_key(self) -> Tensor:
+        """`read`, or k without it."""
+        return self.k if self.read is None else self.read
 
 
 def delta_rule_flops(tokens: int, heads: int, d_k: int, d_v: int) -> int:
@@ -70,15 +77,16 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 def reference(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Token by token: state S [B, H, d_k, d_v] -> (o [B, H, T, d_v], the state after the last token)."""
-    q, k = (x.repeat_interleave(inputs.v.shape[1] // x.shape[1], dim=1) for x in (inputs.q, inputs.k))
-    tokens = (x.unsqueeze(3).unbind(2) for x in (q, k, inputs.v, inputs.log_decay.exp(), inputs.beta[..., None]))
+    repeats = inputs.v.shape[1] // inputs.k.shape[1]
+    keys = (x.repeat_interleave(repeats, dim=1) for x in (inputs.q, inputs.reading_key, inputs.k))
+    tokens = (x.unsqueeze(3).unbind(2) for x in (*keys, inputs.v, inputs.log_decay.exp(), inputs.beta[..., None]))
     out, segment_ids = [inputs.v[:, :, :0]], inputs.v.new_zeros(inputs.v.shape[0], dtype=torch.int64)
-    for t, (query, key, value, decay, beta) in enumerate(zip(*tokens, strict=True)):
+    for t, (query, read, key, value, decay, beta) in enumerate(zip(*tokens, strict=True)):
         if inputs.call_segment_ids is not None:
             state = state.masked_fill((inputs.call_segment_ids[:, t] != segment_ids)[:, None, None, None], 0.0)
             segment_ids = inputs.call_segment_ids[:, t]
         state = state * decay.mT
-        state = state + key.mT @ ((value - key @ state) * beta)
+        state = state + key.mT @ ((value - read @ state) * beta)
         out.append(query @ state)
     return torch.cat(out, dim=2), state
 
@@ -86,12 +94,13 @@ def reference(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 def _step(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token without gradients. The state is updated in place."""
     batch, heads, d_k, d_v = state.shape
-    q, k = (x.expand(batch, x.shape[1], heads // x.shape[1], d_k).reshape(-1, 1, d_k) for x in (inputs.q, inputs.k))
+    keys = (inputs.q, inputs.reading_key, inputs.k)
+    q, read, k = (x.expand(batch, x.shape[1], heads // x.shape[1], d_k).reshape(-1, 1, d_k) for x in keys)
     decay = inputs.log_decay.exp().mT
     if inputs.call_segment_ids is not None:  # a new document starts from a zero state
         decay = decay.masked_fill(inputs.call_segment_ids[:, None, :, None] > 0, 0.0)
     flat_state = state.mul_(decay).view(-1, d_k, d_v)
-    written = torch.baddbmm(inputs.v.flatten(0, 1), k, flat_state, alpha=-1).mul_(inputs.beta.reshape(-1, 1, 1))
+    written = torch.baddbmm(inputs.v.flatten(0, 1), read, flat_state, alpha=-1).mul_(inputs.beta.reshape(-1, 1, 1))
     flat_state.baddbmm_(k.mT, written)
     return torch.bmm(q, flat_state).view(batch, heads, 1, d_v), state
 
@@ -102,8 +111,9 @@ def _chunked(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     chunks = -(-length // CHUNK_TOKENS)
     q, k, v = (split_chunks(x, groups, chunks) for x in (inputs.q, inputs.k, inputs.v))
     log_decay, beta = (split_chunks(x, groups, chunks) for x in (inputs.log_decay, inputs.beta[..., None]))
-    query_pairs, key_pairs, decay = _decayed_pairs(q, k, log_decay, inputs.call_segment_ids)
-    right_hand_side = torch.cat((v * beta, k * (decay.from_start * beta)), dim=-1)
+    read = k if inputs.read is None else split_chunks(inputs.read, groups, chunks)
+    query_pairs, key_pairs, decay = _decayed_pairs((q, read), k, log_decay, inputs.call_segment_ids)
+    right_hand_side = torch.cat((v * beta, read * (decay.from_start * beta)), dim=-1)
     solution: Tensor = TriangularSolve.apply(key_pairs * beta, right_hand_side, inverse_by_blocks)
     written, states = [], [state.flatten(0, 1)]
     per_chunk = (solution[..., :d_v], solution[..., d_v:], (k * decay.to_end).mT, decay.whole_chunk)
@@ -121,14 +131,19 @@ def _batched(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     groups, length, d_v = inputs.k.shape[1], *inputs.v.shape[2:]
     tensors = (inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta[..., None])
     q, k, v, log_decay, beta = (to_chunks(x, groups, min(batched_chunks.CHUNK_TOKENS, length)) for x in tensors)
-    rows = torch.stack((q, k))
+    read = k if inputs.read is None else to_chunks(inputs.read, groups, min(batched_chunks.CHUNK_TOKENS, length))
+    rows = torch.stack((q, read))
     if log_decay.shape[-1] == 1:
         pair_decay, decay = head_decays(log_decay, inputs.call_segment_ids)
         pairs = (rows @ k.mT) * pair_decay
-    else:
+    elif inputs.read is None:
         pairs, decay = batched_chunks.channel_pairs(rows, k, log_decay, inputs.call_segment_ids)
-    (query_pairs, key_pairs), (q, decayed_k) = pairs.unbind(), (rows * decay.from_start).unbind()
-    right_hand_side = torch.cat((v, decayed_k.neg()), dim=-1) * beta
+    else:
+        stacked = torch.stack((q, read, k))
+        pairs, decay = batched_chunks.channel_pairs(stacked, stacked[2:, None], log_decay, inputs.call_segment_ids)
+        pairs = pairs[0]
+    (query_pairs, key_pairs), (q, decayed_read) = pairs.unbind(), (rows * decay.from_start).unbind()
+    right_hand_side = torch.cat((v, decayed_read.neg()), dim=-1) * beta
     invert = batched_chunks.unit_triangular_inverse
     solution: Tensor = TriangularSolve.apply(key_pairs * beta, right_hand_side, invert)
     widths = (d_v, k.shape[-1])
@@ -143,13 +158,14 @@ def _batched(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decayed_pairs(
-    q: Tensor, k: Tensor, log_decay: Tensor, call_segment_ids: Tensor | None
+    rows: tuple[Tensor, Tensor], k: Tensor, log_decay: Tensor, call_segment_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, ChunkDecays]:
-    """Q Kᵀ ⊙ D and K Kᵀ ⊙ D of each chunk [..., C, C], and its other decays."""
+    """Q Kᵀ ⊙ D and R Kᵀ ⊙ D of each chunk [..., C, C], and its other decays. rows: Q and R."""
     if log_decay.shape[-1] == 1:
         pair_decay, decay = head_decays(log_decay, call_segment_ids)
-        return (q @ k.mT) * pair_decay, (k @ k.mT) * pair_decay, decay
-    (query_pairs, key_pairs), decay = channel_decays(torch.stack((q, k)), k, log_decay, call_segment_ids)
+        q, read = rows
+        return (q @ k.mT) * pair_decay, (read @ k.mT) * pair_decay, decay
+    (query_pairs, key_pairs), decay = channel_decays(torch.stack(rows), k, log_decay, call_segment_ids)
     return query_pairs, key_pairs, decay
 
 

@@ -22,6 +22,7 @@ class RecurrenceFacts(NamedTuple):
     gradients: whether they are required. dtype: of the projections that computed the inputs. key_width: d_k.
     has_documents: whether a row may hold several. has_cu_seqlens: whether their ends are known to the host.
     decay_per_token: whether the decay is one number per token and head, not one per head or per channel.
+    separate_read: whether another key reads the state than the one that writes it.
     """
 
     tokens: int
@@ -33,6 +34,7 @@ class RecurrenceFacts(NamedTuple):
     has_documents: bool = False
     has_cu_seqlens: bool = False
     decay_per_token: bool = False
+    separate_read: bool = False
 
 
 class RecurrenceInputs(Protocol):
@@ -130,6 +132,7 @@ def run_recurrence(
         inputs.call_segment_ids is not None,
         inputs.cu_seqlens is not None,
         inputs.log_decay.shape[3] == 1,
+        getattr(inputs, "read", None) is not None,
     )
     kernel = operation.choose(facts)
     if state is None:

@@ -2,7 +2,7 @@
 
     softmax(Q Kᵀ / sqrt(d_k) + mask) V,   query head h reads key and value head h // (heads / kv_heads)
 
-kv_heads = heads is MHA, kv_heads = 1 is MQA. Keys and values have kv_heads heads, also in the cache.
+Keys and values have kv_heads heads, also in the cache.
 With `window` w a query sees w keys, itself included (causal), or w to each side (bidirectional); the state is then a
 ring buffer of w tokens. With `chunked` the query at position i sees only its own chunk of w positions, keys at j with
 ⌊j / w⌋ = ⌊i / w⌋ (Llama 4, 2025). `qkv_clip` c bounds the elements of q, k and v by ±c as they are projected (MPT,
@@ -13,17 +13,15 @@ bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies t
 1 + β ln(1 + ⌊p / n⌋) (Ministral 3, 2025), or by `temperature_growth`: `stepwise_from_one` 1 + β ln(1 + ⌊(p + 1) / n⌋)
 (Llama 4, 2025), `smooth` 1 + β ln(max(1, (p + 1) / n)) (Inkling, 2026). `exclusive` removes from the output y of each
 head its component along the token's own value v, before any gate:
-y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078). |v| is at least 1e-12 there, as in the published
-code, so that a value of zero removes nothing.
+y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078). |v| is at least 1e-12 there.
 
 With `shared_kv` a layer has no k, no v and no state: it reads the keys (normalized and rotated) and the values of the
 last earlier layer that has its own and the same window and direction (YOCO, Sun et al. 2024; CLA, Brandon et al. 2024;
-Gemma 3n, 2025). Only q, out and what belongs to queries are its own.
+Gemma 3n, 2025).
 
 With `value_residual` (ResFormer, Zhou et al. 2024, arXiv 2410.17897) a layer attends with the values λ₁ v + λ₂ v₁. v₁
 are the values of the first layer with attention, for the same tokens. λ₁ and λ₂ are given, or learned, starting at 0.5.
-A layer without the option keeps its own values (the paper's sparse form), as the first one always does. The cache holds
-the mixed values.
+A layer without the option keeps its own values. The cache holds the mixed values.
 
 With `k_eq_v` there is no projection to v: values are the projected keys, before any convolution, norm and rotation of
 the keys (Gemma 4, 2026). `value_norm` makes the values of each head `v / sqrt(mean(v²) + ε)`, with the ε of the model's
@@ -32,8 +30,7 @@ norm and no weight (Gemma 3n, 2025), before `value_residual` mixes them.
 `short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
 
 With `indexer` each query attends only to the `top_k` visible keys or blocks that an indexer selects (DeepSeek Sparse
-Attention, 2025; MoBA, 2025; MiniMax M3, 2026; see `IndexerConfig`). All pairs are still computed and then masked, so no
-time is saved; FLOPs count only the pairs that are attended to, `top_k` full blocks at most.
+Attention, 2025; MoBA, 2025; MiniMax M3, 2026; see `IndexerConfig`).
 """
 
 from collections.abc import Mapping

@@ -8,7 +8,9 @@ projections of x; f is SiLU or the sigmoid (Qwen4). Value head h reads key head 
 has d_k · d_v elements per head. With `negative_eigenvalues` β is 2 · sigmoid(·): the eigenvalue 1 − β of I − β k kᵀ is
 then between −1 and 1, and a negative one reflects what is stored along k, which allows tracking states such as a parity
 (Grazzi et al. 2024). With `steps` n a token corrects the state n times, each with its own k, v and β, after one decay
-and before one output (Gated DeltaProduct, Siems et al. 2025): its transition is a product of such matrices.
+and before one output (Gated DeltaProduct, Siems et al. 2025): its transition is a product of n such matrices, such as a
+rotation. `preconditioned` writes with k̃ = k ⊙ M, S_t = α_t S_{t−1} (I − β_t k_t k̃_tᵀ) + β_t v_t k̃_tᵀ, where M is larger
+for channels that past keys used less (Preconditioned DeltaNet, Tumma et al. 2026).
 """
 
 from typing import Literal, Self
@@ -18,12 +20,12 @@ from pydantic import model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.config import Width, build_under
+from heddle.config import Width, build_under, refuse
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, check_head_groups, check_norm_width
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay
+from heddle.parts.modules.recurrent import CURVATURE_PROJECTIONS, DeltaRuleMixer, GatedDecay, check_preconditioned
 from heddle.parts.modules.short_convolution import ShortConvolution
 from heddle.parts.norms import NormConfig
 from heddle.parts.states import ConvRecurrentState
@@ -33,7 +35,7 @@ class GatedDeltaConfig(MixerConfig):
     """Fields of `gated_delta`. None: the default named in the comment."""
 
     aliases = ("gated_deltanet", "gdn")
-    later_fields = ("negative_eigenvalues", "steps", "gate")
+    later_fields = ("negative_eigenvalues", "steps", "gate", "preconditioned")
 
     heads: Width  # of values, states and outputs
     key_heads: Width | None = None  # of queries and keys; default: heads
@@ -44,10 +46,14 @@ class GatedDeltaConfig(MixerConfig):
     negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
     steps: Width = 1  # corrections of the state per token, each with its own k, v and β (DeltaProduct)
     gate: Literal["silu", "sigmoid"] = "silu"  # f
+    preconditioned: bool = False  # scaled keys write (Preconditioned DeltaNet)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_head_groups("key_heads", self.key_heads, self.heads)
+        check_preconditioned(self.preconditioned, self.negative_eigenvalues)
+        if self.preconditioned and self.steps > 1:
+            refuse("steps", f"{self.steps} has no definition with preconditioned; leave one of the two out")
         return self
 
     def resolved(self, context: BuildContext) -> Self:
@@ -68,7 +74,7 @@ class GatedDeltaConfig(MixerConfig):
 class GatedDelta(DeltaRuleMixer):
     """The module. Its state is a `ConvRecurrentState`."""
 
-    input_projections = ("q", "k", "v", "a", "beta", "gate")
+    input_projections = ("q", "k", "v", "a", "beta", "gate", *CURVATURE_PROJECTIONS)
 
     def __init__(self, config: GatedDeltaConfig, context: BuildContext) -> None:
         head_dim = context.head_dim(config.heads, config.head_dim)
@@ -81,6 +87,7 @@ class GatedDelta(DeltaRuleMixer):
             conv_kernel=config.conv_kernel,
             negative_eigenvalues=config.negative_eigenvalues,
             steps=config.steps,
+            preconditioned=config.preconditioned,
         )
         value_width = self.heads * self.value_dim
         self.gate_function = functional.silu if config.gate == "silu" else torch.sigmoid
@@ -97,9 +104,10 @@ class GatedDelta(DeltaRuleMixer):
         self, x: Tensor, layout: Layout, state: ConvRecurrentState | None = None
     ) -> tuple[Tensor, ConvRecurrentState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        q, k, v, a, beta, gate = fused_projections(x, self.q, self.k, self.v, self.a, self.beta, self.gate)
+        projections = (self.q, self.k, self.v, self.a, self.beta, self.gate, *self.curvature_projections)
+        q, k, v, a, beta, gate, *curvature = fused_projections(x, *projections)
         qkv, (log_decay, _) = torch.cat((q, k, v), dim=-1), self.decay(a)
-        y, state = self._delta_rule(qkv, log_decay, beta, layout, state)
+        y, state = self._delta_rule(qkv, log_decay, beta, layout, state, curvature)
         y = self.norm(y.transpose(1, 2).to(qkv.dtype))
         gate = self.gate_function(gate.unflatten(-1, (self.heads, -1)))
         return self.out((y * gate).flatten(2)), state

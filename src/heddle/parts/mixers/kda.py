@@ -3,16 +3,19 @@
     S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t,   y = W_out (N(o) ⊙ σ(W_↑ W_↓ x))
     α = exp(−exp(A) · softplus(W_↑ W_↓ x + b)) in (0, 1)^d_k,   β = σ(·),   q = q̂ / (|q̂| sqrt(d_k)),   k = k̂ / |k̂|
 
-q̂, k̂ and v̂ are projections of x after a causal depthwise convolution and SiLU; the argument of β is a plain projection.
-The decay and the output gate have their own low-rank projections; A is one number per head. The state S has d_k · d_v
-elements per head, whatever the sequence length. With `negative_eigenvalues` β is 2 σ(·), as in `gated_delta`. With
-`decay_bound` c, α = exp(−c · σ(exp(A) · (W_↑ W_↓ x + b))) is above exp(−c): with c = 5, as in GLM-5 Next and Bailing's
-hybrids (2026), float32 can represent the decay over 16 tokens.
+q̂, k̂, v̂, the state, `negative_eigenvalues` and `preconditioned` are those of `gated_delta`. The decay and the output
+gate have their own low-rank projections; A is one number per head. With `decay_bound` c,
+α = exp(−c · σ(exp(A) · (W_↑ W_↓ x + b))) is above exp(−c): with c = 5, as in GLM-5 Next and Bailing's hybrids (2026),
+float32 can represent the decay over 16 tokens. With `channel_gates` each channel of the key and of the value has
+a gate in β's place, b = σ(·), which `negative_eigenvalues` doubles, and w = σ(·) (Gated DeltaNet-2, arXiv 2605.22791):
+
+    S_t = (I − k_t (b_t ⊙ k_t)ᵀ) Diag(α_t) S_{t−1} + k_t (w_t ⊙ v_t)ᵀ
 """
 
 from typing import Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import PositiveFloat, Width, build_under
@@ -20,7 +23,13 @@ from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, check_norm_width
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.recurrent import BoundedDecay, DeltaRuleMixer, GatedDecay
+from heddle.parts.modules.recurrent import (
+    CURVATURE_PROJECTIONS,
+    BoundedDecay,
+    DeltaRuleMixer,
+    GatedDecay,
+    check_preconditioned,
+)
 from heddle.parts.modules.short_convolution import ShortConvolution
 from heddle.parts.norms import NormConfig
 from heddle.parts.states import ConvRecurrentState
@@ -29,7 +38,7 @@ from heddle.parts.states import ConvRecurrentState
 class KDAConfig(MixerConfig):
     """Fields of `kda`. None: the default named in the comment."""
 
-    later_fields = ("negative_eigenvalues", "decay_bound")
+    later_fields = ("negative_eigenvalues", "decay_bound", "channel_gates", "preconditioned")
 
     heads: Width
     head_dim: Width | None = None  # of queries and keys; default: width / heads
@@ -37,8 +46,15 @@ class KDAConfig(MixerConfig):
     gate_rank: Width | None = None  # of the projections of decay and output gate; default: head_dim
     conv_kernel: Width = 4  # tokens that the convolution reads, itself included
     norm: NormConfig | None = None  # of each head's output; default: the model's norm
-    negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2 (Grazzi et al. 2024; OLMo Hybrid 2026)
+    negative_eigenvalues: bool = False  # β = 2 σ(·), up to 2
     decay_bound: PositiveFloat | None = None  # upper bound of −log α; None: −log α = exp(A) · softplus(·), unbounded
+    channel_gates: bool = False  # each channel has gates in the place of β (Gated DeltaNet-2)
+    preconditioned: bool = False  # scaled keys write (Preconditioned DeltaNet)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_preconditioned(self.preconditioned, self.negative_eigenvalues)
+        return self
 
     def resolved(self, context: BuildContext) -> Self:
         """Widths, rank and norm written out."""
@@ -58,7 +74,7 @@ class KDAConfig(MixerConfig):
 class KDA(DeltaRuleMixer):
     """The module. Its state is a `ConvRecurrentState`."""
 
-    input_projections = ("q", "k", "v", "beta", "decay_down", "gate_down")
+    input_projections = ("q", "k", "v", "beta", "decay_down", "gate_down", *CURVATURE_PROJECTIONS)
 
     def __init__(self, config: KDAConfig, context: BuildContext) -> None:
         head_dim = context.head_dim(config.heads, config.head_dim)
@@ -70,10 +86,13 @@ class KDA(DeltaRuleMixer):
             value_dim=config.value_dim or head_dim,
             conv_kernel=config.conv_kernel,
             negative_eigenvalues=config.negative_eigenvalues,
+            channel_gates=config.channel_gates,
+            preconditioned=config.preconditioned,
         )
         rank = config.gate_rank or self.head_dim
         value_width = self.heads * self.value_dim
-        self.beta = Linear(context.width, self.heads)
+        gates = self.heads * self.head_dim + value_width if self.channel_gates else self.heads
+        self.beta = Linear(context.width, gates)  # of β, or of b and w
         self.decay_down = Linear(context.width, rank)
         self.decay_up = Linear(rank, self.heads * self.head_dim)
         self.gate_down = Linear(context.width, rank)
@@ -89,10 +108,10 @@ class KDA(DeltaRuleMixer):
         self, x: Tensor, layout: Layout, state: ConvRecurrentState | None = None
     ) -> tuple[Tensor, ConvRecurrentState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        projections = (self.q, self.k, self.v, self.beta, self.decay_down, self.gate_down)
-        q, k, v, beta, decay, gate = fused_projections(x, *projections)
+        projections = (self.q, self.k, self.v, self.beta, self.decay_down, self.gate_down, *self.curvature_projections)
+        q, k, v, beta, decay, gate, *curvature = fused_projections(x, *projections)
         qkv, (log_decay, _) = torch.cat((q, k, v), dim=-1), self.decay(self.decay_up(decay))
-        o, state = self._delta_rule(qkv, log_decay, beta, layout, state)
+        o, state = self._delta_rule(qkv, log_decay, beta, layout, state, curvature)
         o = self.norm(o.transpose(1, 2).to(qkv.dtype))
         gate = self.gate_up(gate).unflatten(-1, (self.heads, -1)).sigmoid()
         return self.out((o * gate).flatten(2)), state

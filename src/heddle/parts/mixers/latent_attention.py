@@ -7,9 +7,8 @@ The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token.
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 
 With `indexer` each query attends to `top_k` keys or blocks, which an indexer selects (DeepSeek Sparse Attention, 2025;
-see `IndexerConfig`). All pairs are still computed and then masked, so no time is saved; FLOPs count only the pairs that
-are attended to, `top_k` full blocks at most. With `shared_index` a layer has no indexer, and attends to the keys that
-the last earlier layer with one for all its heads selected (GLM-5.2, 2026).
+see `IndexerConfig`). With `shared_index` a layer has no indexer, and attends to the keys that the last earlier layer
+with one for all its heads selected (GLM-5.2, 2026).
 """
 
 from functools import partial

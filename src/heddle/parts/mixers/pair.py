@@ -1,8 +1,7 @@
 """Two mixers side by side in one layer: `y = first(x) + second(x)`, as in hybrid-head models (Hymba, Dong et al. 2024).
 
-With multipliers it is `o₁ · first(i₁ · x) + o₂ · second(i₂ · x)`, with constant numbers (Falcon-H1, 2025). No weight of
-the sum is learned: a factor or a gate per channel could be folded into the projections `out`. A second mixer whose
-`out` is zero leaves the first exactly as it was, so a second mixer can be added to a trained model.
+With multipliers it is `o₁ · first(i₁ · x) + o₂ · second(i₂ · x)`, with constant numbers (Falcon-H1, 2025). A second
+mixer whose `out` is zero leaves the first exactly as it was, so a second mixer can be added to a trained model.
 """
 
 from collections.abc import Callable

@@ -12,8 +12,7 @@ weights. The modules q, k and v are W_r, W_k and W_v.
 
 With `value_residual` v is v + σ(v₀ + x_v C₁ C₂) ⊙ (v₁ − v), where v₁ are the values of the first layer with this mixer.
 In the paper's models every layer but the first has it, and norms are `{kind: layer, eps: 64e-5}`, where ε is 1e-5 times
-the head dimension. The other half of the paper's layer, channel mixing, is a feed-forward with token shift and a state.
-It is not part of this mixer, which works with any feed-forward.
+the head dimension. The paper's channel mixing is an `mlp` with `relu2` and a `token_shift` by `short_convolution`.
 
 The state is the matrix S [d_k, d_v] of each head and the last token, whatever the sequence length.
 """

@@ -11,10 +11,12 @@ With `block`, `top_k` blocks are selected, by the highest score of their visible
 selects by q_h · k for its share of the attention's heads (MiniMax M3: for a key head). Without `heads` each head of the
 attention selects by its own queries and keys (MoBA).
 
-The selection has no gradient. In training the indexer learns from its own loss, KL(p ‖ softmax(scores)) over all
-visible keys, or the selected ones (DeepSeek's sparse stage), where p are the attention's weights over these keys,
-summed over heads and divided by their sum; with `per_head` it is the mean over heads, with scores / sqrt(head_dim). The
-indexer reads x, the queries and the keys detached: it gets gradients from this loss only, and passes none on.
+All pairs are computed and then masked: no time is saved, but FLOPs count only the pairs that are attended to, `top_k`
+full blocks at most. The selection has no gradient. In training the indexer learns from its own loss,
+KL(p ‖ softmax(scores)) over all visible keys, or the selected ones (DeepSeek's sparse stage), where p are the
+attention's weights over these keys, summed over heads and divided by their sum; with `per_head` it is the mean over
+heads, with scores / sqrt(head_dim). The indexer reads x, the queries and the keys detached: it gets gradients from this
+loss only, and passes none on.
 """
 
 from collections.abc import Callable

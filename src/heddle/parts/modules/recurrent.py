@@ -3,23 +3,28 @@
 import math
 from abc import ABC
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+from heddle.config import refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
 from heddle.numerics.recurrent.convolution import next_conv_state
-from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule, l2_normalize
+from heddle.numerics.recurrent.gated_delta import EPS, DeltaInputs, gated_delta_rule, l2_normalize
+from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import RecurrentMixer, split_heads
 from heddle.parts.modules.eager import eager_on_cpu, layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized
 from heddle.parts.modules.short_convolution import ShortConvolution, cached_taps
 from heddle.parts.states import ConvRecurrentState, StateSpec, call_cu_seqlens, without_padding
+
+SQUASH = 1.5  # a preconditioner is between its inverse and itself
 
 # The decay that recurrent mixers compute from each token, as Mamba-2 does (Dao & Gu 2024).
 #
@@ -73,6 +78,48 @@ class BoundedDecay(GatedDecay):
         return -self.bound * share, share
 
 
+class Preconditioner(SelfInitialized):
+    """The keys that write, k̃ = k ⊙ M: dims along which few keys were seen are written more (arXiv 2604.21100).
+
+        A_t = γ_t A_{t−1} + b_t k_t ⊙ k_t,   M = 1.5^{−s},   s = r / (1 + |r|),   r = log(A + 1e-6) − c
+
+    The curvature A has an element per channel of the key. γ is a decay as α, b = σ(·); both and c, which begins at
+    −0.2, are one number per head of keys. M is between 2/3 and 3/2.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.a, self.beta = Linear(width, heads), Linear(width, heads)
+        self.decay = GatedDecay(heads)
+        self.center = nn.Parameter(torch.empty(heads))  # c
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """c as in the authors' code; the projections and the decay initialize themselves."""
+        nn.init.constant_(self.center, -0.2)
+
+    def forward(
+        self, k: Tensor, projected: Sequence[Tensor], layout: Layout, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """k [B, heads, T, d_k] -> k̃, and the curvature [B, heads, 1, d_k]. projected: the arguments of γ and b."""
+        log_decay, _ = self.decay(projected[0])
+        inputs = SSDInputs(
+            torch.ones_like(k[..., :1]),
+            at_least_float32(projected[1]).sigmoid().transpose(1, 2)[..., None],
+            k.square(),
+            without_padding(log_decay, layout),
+            torch.ones_like(k[..., :1]),
+            k.new_zeros(k.shape[1]),
+            layout.call_segment_ids,
+        )
+        curvature, state = self._sums(inputs, state)
+        center = at_least_float32(self.center)[:, None, None]
+        return k * SQUASH ** -functional.softsign((curvature + EPS).log() - center), state
+
+    @layout_dependent
+    def _sums(self, inputs: SSDInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return state_space_duality(inputs, state)
+
+
 def _softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)). torch's compiler expects other strides of its gradient than torch's kernel returns."""
     return torch.logaddexp(x, torch.zeros_like(x)) if is_compiling() else functional.softplus(x)
@@ -87,6 +134,7 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
     A subclass adds the other projections and the convolution, over the channels of q, k and v in this order.
     negative_eigenvalues: β is 2 σ(·) and not σ(·), so that I − β k kᵀ may reflect k, not only erase along it.
     steps: corrections of the state per token, each with its own k, v and β; the state decays once, before them.
+    channel_gates: whether gates for each channel erase and write in the place of β. preconditioned: whether k̃ writes.
     """
 
     convolution: ShortConvolution
@@ -102,13 +150,16 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
         conv_kernel: int,
         negative_eigenvalues: bool,
         steps: int = 1,
+        channel_gates: bool = False,
+        preconditioned: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.key_heads = heads, key_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.conv_kernel = conv_kernel
         self.negative_eigenvalues = negative_eigenvalues
-        self.steps = steps
+        self.steps, self.channel_gates = steps, channel_gates
+        self.preconditioner = Preconditioner(width, key_heads) if preconditioned else None
         self.conv_widths = [(1 + steps) * key_heads * head_dim, steps * heads * value_dim]
         self.q = Linear(width, key_heads * head_dim)
         self.k = Linear(width, steps * key_heads * head_dim)
@@ -117,32 +168,58 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
     def init_state(self, spec: StateSpec) -> ConvRecurrentState:
         """Zeros; the size does not depend on the cache length."""
         shape = (self.heads, self.head_dim, self.value_dim)
-        return ConvRecurrentState.empty(spec, shape, (self.conv_kernel - 1, sum(self.conv_widths)))
+        state = ConvRecurrentState.empty(spec, shape, (self.conv_kernel - 1, sum(self.conv_widths)))
+        if self.preconditioner is None:
+            return state
+        return replace(state, curvature=state.recurrent_state.new_zeros(spec.batch, self.key_heads, 1, self.head_dim))
+
+    @property
+    def curvature_projections(self) -> tuple[Linear, ...]:
+        """The projections of x that a preconditioner reads; none without it."""
+        return () if self.preconditioner is None else (self.preconditioner.a, self.preconditioner.beta)
 
     @eager_on_cpu
     def _delta_rule(
-        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, layout: Layout, state: ConvRecurrentState | None
+        self,
+        qkv: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        layout: Layout,
+        state: ConvRecurrentState | None,
+        curvature: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ConvRecurrentState | None]:
         """Output o [B, heads, T, d_v], and the new state.
 
-        qkv [B, T, channels], log α [B, heads, T, 1] or [B, heads, T, d_k], beta [B, T, steps · heads].
+        qkv [B, T, channels], log α [B, heads, T, 1] or [B, heads, T, d_k], beta [B, T, steps · heads], or with
+        `channel_gates` [B, T, heads · (d_k + d_v)]. curvature: the outputs of `curvature_projections`.
         """
         convolved = self.convolution(qkv, layout, None if state is None else state.conv_state)
         qk, v = convolved.split(self.conv_widths, dim=-1)
         qk = l2_normalize(split_heads(qk, (1 + self.steps) * self.key_heads))
         q, k = qk.split([self.key_heads, self.steps * self.key_heads], dim=1)
-        beta = at_least_float32(beta).sigmoid()
+        beta, write = at_least_float32(beta).sigmoid(), None
+        if self.channel_gates:
+            beta, write = beta.split([self.heads * self.head_dim, self.heads * self.value_dim], dim=-1)
         if self.negative_eigenvalues:
             beta = 2.0 * beta
+        beta, v, read = beta.transpose(1, 2), split_heads(v, self.steps * self.heads), None
+        if write is not None:
+            read, v = k * split_heads(beta.mT, self.heads), v * split_heads(write, self.heads)
+            beta = torch.ones_like(v[..., 0])
+        curvature_state = None
+        if self.preconditioner is not None:
+            read = k if read is None else read
+            k, curvature_state = self.preconditioner(k, curvature, layout, None if state is None else state.curvature)
         inputs = DeltaInputs(
             q * self.head_dim**-0.5,
             k,
-            split_heads(v, self.steps * self.heads),
+            v,
             without_padding(log_decay, layout),  # padding, whose keys and values are zero, does not decay the state
-            beta.transpose(1, 2),
+            beta,
             layout.call_segment_ids,
             self._cu_seqlens(layout),
             qkv.dtype,
+            read,
         )
         if self.steps > 1:
             inputs = in_steps(inputs, self.steps)
@@ -153,7 +230,8 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
         if state is None:
             return self._recurrence(inputs, None)[0], None
         o, recurrent_state = self._recurrence(inputs, state.recurrent_state)
-        return o, ConvRecurrentState(recurrent_state, self.convolution.next_state(qkv, layout, state.conv_state))
+        conv_state = self.convolution.next_state(qkv, layout, state.conv_state)
+        return o, ConvRecurrentState(recurrent_state, conv_state, curvature_state)
 
     @layout_dependent
     def _cu_seqlens(self, layout: Layout) -> tuple[Tensor, Tensor] | None:
@@ -170,6 +248,15 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
         for step in range(1, self.steps):
             o, after = gated_delta_rule(one_step(inputs, step), after)
         return o, after
+
+
+CURVATURE_PROJECTIONS = ("preconditioner.a", "preconditioner.beta")
+
+
+def check_preconditioned(preconditioned: bool, negative_eigenvalues: bool) -> None:
+    """Refuse keys that would write up to three times what they read, from within a validator."""
+    if preconditioned and negative_eigenvalues:
+        refuse("preconditioned", "does not bound the state with negative_eigenvalues; leave one of the two out")
 
 
 def in_steps(inputs: DeltaInputs, steps: int) -> DeltaInputs:

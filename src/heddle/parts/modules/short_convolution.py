@@ -40,21 +40,27 @@ class ShortConvolutionConfig(Config):
     These are the Canon layers of Allen-Zhu ("Physics of Language Models: Part 4.1", arXiv 2512.17351). A is the
     `input` of a mixer, after the norm; B its `q`, `k` and `v`, here of `attention`; C the `input` of a feed-forward;
     D its `hidden` channels before the activation, here of `mlp` and `gated`. Inkling (2026) convolves k and v.
-    `activation` applies to conv(x). With `residual: false` x is not added.
+    `activation` applies to conv(x). With `residual: false` x is not added. With `token_shift` conv(x) is
+    μ ⊙ x_{t−1} + (1 − μ) ⊙ x_t, with one weight μ per channel (RWKV-7's channel mixing).
 
     The state holds the last conv_kernel − 1 tokens of each x; a feed-forward has a state only for this. It cannot roll
     back.
     """
 
+    later_fields = ("token_shift",)
+
     of: tuple[Convolved, ...]
     conv_kernel: Width = 4  # tokens that the convolution reads, itself included
     residual: bool = True  # x + conv(x), or conv(x) alone
     activation: Literal["silu"] | None = None
+    token_shift: bool = False  # μ for the token before, 1 − μ for the token itself (RWKV)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.of or len(set(self.of)) < len(self.of):
             refuse("of", f"{list(self.of)} should name each convolution once; name at least one")
+        if self.token_shift and (self.conv_kernel, self.residual, self.activation) != (2, False, None):
+            refuse("token_shift", "needs conv_kernel: 2, residual: false and no activation; give these")
         return self
 
 
@@ -68,19 +74,35 @@ def check_convolved(config: ShortConvolutionConfig | None, allowed: Sequence[str
 class ShortConvolution(SelfInitialized):
     """weight [channels, kernel]; the last weight is for the token itself. bias [channels] or None.
 
-    silu: whether SiLU follows. scale: of the initial weights. Its state is the last kernel − 1 inputs of each row,
-    [B, kernel − 1, channels].
+    silu: whether SiLU follows. scale: of the initial weights. token_shift: weight is μ [channels], see the config. Its
+    state is the last kernel − 1 inputs of each row, [B, kernel − 1, channels].
     """
 
-    def __init__(self, channels: int, kernel: int, bias: bool = False, silu: bool = True, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        channels: int,
+        kernel: int,
+        bias: bool = False,
+        silu: bool = True,
+        scale: float = 1.0,
+        token_shift: bool = False,
+    ) -> None:
         super().__init__()
-        self.silu, self.scale = silu, scale
-        self.weight = nn.Parameter(torch.empty(channels, kernel))
+        self.silu, self.scale, self.kernel, self.token_shift = silu, scale, kernel, token_shift
+        self.weight = nn.Parameter(torch.empty(channels) if token_shift else torch.empty(channels, kernel))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Normal weights with standard deviation scale/sqrt(kernel): 1 keeps the variance of the input. Zero bias."""
-        fill_normal(self.weight, self.scale * self.weight.shape[1] ** -0.5, draws("weight"))
+        """Normal weights with standard deviation scale/sqrt(kernel): 1 keeps the variance of the input. Zero bias.
+
+        μ is normal around a line from 1 to 0 over the channels, as in the authors' first layer.
+        """
+        if self.token_shift:
+            channels = len(self.weight)
+            line = 1.0 - torch.arange(channels, dtype=torch.float32, device="cpu") / channels
+            fill_normal(self.weight, std, draws("weight"), line)
+        else:
+            fill_normal(self.weight, self.scale * self.kernel**-0.5, draws("weight"))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -101,11 +123,15 @@ class ShortConvolution(SelfInitialized):
 
     @layout_dependent  # no compiler traces a library's kernel
     def _convolve(self, x: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
-        return causal_conv1d(x, self.weight, conv_state, taps)
+        weight: Tensor = self.weight
+        if self.token_shift:
+            weight = at_least_float32(weight)
+            weight = torch.stack((weight, 1.0 - weight), dim=-1)
+        return causal_conv1d(x, weight, conv_state, taps)
 
     @layout_dependent
     def _taps(self, layout: Layout) -> Taps | None:
-        return cached_taps(layout, self.weight.shape[1])
+        return cached_taps(layout, self.kernel)
 
 
 def cached_taps(layout: Layout, kernel: int) -> Taps | None:
@@ -142,7 +168,10 @@ class ShortConvolutions(nn.ModuleDict):
         scale, silu = RESIDUAL_SCALE if config.residual else 1.0, config.activation == "silu"
         kernel = config.conv_kernel
         super().__init__(
-            {name: ShortConvolution(width, kernel, silu=silu, scale=scale) for name, width in channels.items()}
+            {
+                name: ShortConvolution(width, kernel, silu=silu, scale=scale, token_shift=config.token_shift)
+                for name, width in channels.items()
+            }
         )
         self.kernel, self.residual, self.widths = kernel, config.residual, list(channels.values())
 
