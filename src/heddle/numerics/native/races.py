@@ -5,16 +5,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from heddle.numerics.norms import rms_norm
+from heddle.numerics.activations import activation
+from heddle.numerics.attention import softmax
+from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.cross_entropy import OutputHead, loss_sum
+from heddle.numerics.linear import linear
+from heddle.numerics.norms import euclidean_norms, rms_norm
+from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_table
 
-ROWS, WIDTH = 1024, 256
+ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 4, 128, 128, 352, 4, 2, 2048
+Step = Callable[[], None]
 
 
 def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").requires_grad_()
 
 
-def _train(outputs: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], None]:
+def _train(outputs: Callable[[], Tensor], *inputs: Tensor) -> Step:
     def run() -> None:
         with torch.enable_grad():
             y = outputs()
@@ -23,9 +30,60 @@ def _train(outputs: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], None]
     return run
 
 
-def _rms_norm() -> Callable[[], None]:
-    x, weight = _random(ROWS, WIDTH), _random(WIDTH)
+def _rms_norm() -> Step:
+    x, weight = _random(ROWS, LENGTH, WIDTH), _random(WIDTH)
     return _train(lambda: rms_norm(x, weight, 1e-6), x, weight)
 
 
-RACES: dict[str, Callable[[], Callable[[], None]]] = {"rms_norm": _rms_norm}  # operator: makes what is timed
+def _norms() -> Step:
+    tensors = [_random(WIDTH, WIDTH).detach() for _ in range(64)]
+
+    def run() -> None:
+        euclidean_norms(tensors)
+
+    return run
+
+
+def _swiglu() -> Step:
+    gate, up, swiglu = _random(ROWS, LENGTH, HIDDEN), _random(ROWS, LENGTH, HIDDEN), activation("silu")
+    return _train(lambda: swiglu(up, gate), up, gate)
+
+
+def _rotary() -> Step:
+    x, dim = _random(ROWS, LENGTH, HEADS, WIDTH // HEADS), WIDTH // HEADS
+    table = rotary_table(torch.arange(LENGTH)[None], inverse_frequencies(dim, 10000.0), torch.float32)
+    return _train(lambda: apply_rotary(x.transpose(1, 2), *table, "half"), x)
+
+
+def _causal_attention() -> Step:
+    dim = WIDTH // HEADS
+    q, k, v = (
+        _random(ROWS, HEADS, LENGTH, dim),
+        _random(ROWS, KV_HEADS, LENGTH, dim),
+        _random(ROWS, KV_HEADS, LENGTH, dim),
+    )
+    positions = torch.arange(LENGTH, dtype=torch.int32)[None].expand(ROWS, -1)
+    mask = AttentionMask(positions, positions, contiguous=True)
+    return _train(lambda: softmax.attention(q, k, v, mask, dim**-0.5), q, k, v)
+
+
+def _cross_entropy() -> Step:
+    hidden, weight = _random(ROWS * LENGTH, WIDTH), _random(VOCABULARY, WIDTH)
+    targets = torch.arange(ROWS * LENGTH)
+    return _train(lambda: loss_sum(hidden, OutputHead(weight), targets), hidden, weight)
+
+
+def _linear() -> Step:
+    x, weight = _random(ROWS, LENGTH, WIDTH), _random(HIDDEN, WIDTH)
+    return _train(lambda: linear(x, weight), x, weight)
+
+
+RACES: dict[str, Callable[[], Step]] = {  # operator: makes what is timed
+    "causal_attention": _causal_attention,
+    "cross_entropy": _cross_entropy,
+    "linear": _linear,
+    "norms": _norms,
+    "rms_norm": _rms_norm,
+    "rotary": _rotary,
+    "swiglu": _swiglu,
+}
