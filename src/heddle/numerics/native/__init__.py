@@ -14,8 +14,17 @@ from torch.compiler import is_compiling
 
 from heddle.torch_private import in_dispatch_mode
 
-# operator: the file that holds it, without .cpp
-OPERATORS = {"delta": "recurrent", "rms_norm": "elementwise", "ssd": "recurrent"}
+OPERATORS = {  # operator: the file that holds it, without .cpp
+    "causal_attention": "products",
+    "cross_entropy": "elementwise",
+    "delta": "recurrent",
+    "linear": "products",
+    "norms": "elementwise",
+    "rms_norm": "elementwise",
+    "rotary": "elementwise",
+    "ssd": "recurrent",
+    "swiglu": "elementwise",
+}
 NOT_IN_USE = "its C++ operator is not in use for these tensors"  # why a native kernel rejects a call
 
 in_use: frozenset[str] = frozenset()  # the operators that `heddle.extensions.install` has loaded
