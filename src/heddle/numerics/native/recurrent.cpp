@@ -14,7 +14,6 @@
 // before every KEPT-th chunk; the backward pass computes the other states again, transposed.
 #include "common.h"
 
-#include <ATen/ops/exp.h>
 #include <vector>
 
 namespace heddle {
@@ -28,11 +27,9 @@ constexpr int BYTES = 32, WIDEST = 2;
 constexpr int C = 16;    // tokens of a chunk
 constexpr int KEPT = 4;  // chunks from one kept state to the next
 
-template <typename T> struct Vectors {
-    typedef T type __attribute__((vector_size(BYTES)));
-    static constexpr int lanes = BYTES / sizeof(T);
-};
+template <typename T> struct Vectors { typedef T type __attribute__((vector_size(BYTES))); };
 template <typename T> using Vector = typename Vectors<T>::type;
+template <typename T> constexpr int LANES = BYTES / sizeof(T);
 template <typename T> inline Vector<T>& at(T* x) { return *reinterpret_cast<Vector<T>*>(x); }
 template <typename T> inline const Vector<T>& at(const T* x) { return *reinterpret_cast<const Vector<T>*>(x); }
 
@@ -40,7 +37,7 @@ inline int padded(int64_t width) { return int((width + 15) / 16 * 16); }
 
 template <typename T> inline T sum_lanes(Vector<T> x) {
     T total = 0;
-    for (int lane = 0; lane < Vectors<T>::lanes; lane++) total += x[lane];
+    for (int lane = 0; lane < LANES<T>; lane++) total += x[lane];
     return total;
 }
 
@@ -53,7 +50,7 @@ template <typename T> struct Matrix {
 // M rows and N vectors of y = a b, or of y += a b, for each M of the rows.
 template <typename T, int M, int N>
 inline void product_columns(int rows, int depth, Matrix<T> a, const T* b, int64_t width, T* y, int64_t y_width, bool adds) {
-    constexpr int L = Vectors<T>::lanes;
+    constexpr int L = LANES<T>;
     for (int first = 0; first < rows; first += M, y += M * y_width) {
         const T* factors = a.data + first * a.row;
         Vector<T> sums[M][N] = {};
@@ -76,7 +73,7 @@ inline void product_columns(int rows, int depth, Matrix<T> a, const T* b, int64_
 // y [rows, columns] = a [rows, depth] b [depth, columns], or y += a b. Rows of b and y are contiguous; sizes are `padded`.
 template <typename T>
 void product(int rows, int columns, int depth, Matrix<T> a, const T* b, int64_t width, T* y, int64_t y_width, bool adds) {
-    constexpr int L = Vectors<T>::lanes;
+    constexpr int L = LANES<T>;
     int n = 0;
     for (; n + WIDEST * L <= columns; n += WIDEST * L)
         product_columns<T, 4, WIDEST>(rows, depth, a, b + n, width, y + n, y_width, adds);
@@ -85,7 +82,7 @@ void product(int rows, int columns, int depth, Matrix<T> a, const T* b, int64_t 
 
 // y [columns, rows] = x [rows, columns] transposed; both sizes are `padded`.
 template <typename T> void transpose(int rows, int columns, const T* x, int64_t width, T* y, int64_t y_width) {
-    constexpr int L = Vectors<T>::lanes;
+    constexpr int L = LANES<T>;
     using Lane = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
     typedef Lane Lanes __attribute__((vector_size(BYTES)));
     for (int i = 0; i < rows; i += L)
@@ -133,14 +130,12 @@ template <typename T> struct Rows {
 
 // The tensors of a call: q, k [B, G, T, d_k], v [B, H, T, d_v], decay [B, H, T, 1|d_k], beta [B, H, T, 1] or undefined.
 // kept [B, H, n, K V] and values (X, or v) [B, H, T, d_v] are for the backward pass.
-struct Call {
-    Tensor q, k, v, decay, beta, kept, values;
-};
+struct Call { Tensor q, k, v, decay, beta, kept, values; };
 
 // One head of a call, and what both passes compute of one of its chunks.
 template <typename T> class Head {
   public:
-    static constexpr int L = Vectors<T>::lanes;
+    static constexpr int L = LANES<T>;
     const int64_t length;
     const int d_k, K, V;  // K, V: d_k and d_v padded
     const bool is_delta, per_channel;
@@ -170,7 +165,7 @@ template <typename T> class Head {
         return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.back().data()) + BYTES - 1) / BYTES * BYTES);
     }
 
-    // Keys and decays of a chunk; after the last token keys are 0 and decays 1. And `values` of its tokens, into x.
+    // Keys and decays of a chunk (after the last token 0 and 1), `values` of its tokens into x, and beta x into written.
     void read(int64_t number, const Rows<T>& values) {
         begin = number * C;
         tokens = int(std::min<int64_t>(C, length - begin));
@@ -181,6 +176,7 @@ template <typename T> class Head {
             std::fill(row, row + K, i < tokens && !per_channel ? *decays[begin + i] : T(1));
             if (i < tokens && per_channel) std::memcpy(row, decays[begin + i], d_k * sizeof(T));
             beta[i] = i < tokens && is_delta ? *betas[begin + i] : T(1);
+            for (int n = 0; n < V; n += L) at(written + i * V + n) = at(x + i * V + n) * beta[i];
         }
         for (int d = 0; d < K; d += L) {
             Vector<T> product = at(decay + d), one = Vector<T>{} + T(1);
@@ -249,7 +245,7 @@ template <typename T> class Head {
 };
 
 template <typename T> void forward_head(const Call& call, const Tensor& out, const Tensor& after, int64_t b, int64_t h) {
-    constexpr int L = Vectors<T>::lanes;
+    constexpr int L = LANES<T>;
     Head<T> head(call, b, h);
     const int K = head.K, V = head.V;
     const Rows<T> v(call.v, b, h), y(out, b, h), state(after, b, h);
@@ -278,9 +274,7 @@ template <typename T> void forward_head(const Call& call, const Tensor& out, con
 }
 
 // The gradients of a call by head: q and k [B, H, T, d_k]. state: first that of the state after the last token.
-struct Gradients {
-    Tensor q, k, v, decay, beta, state;
-};
+struct Gradients { Tensor q, k, v, decay, beta, state; };
 
 template <typename T> class BackwardHead : Head<T> {
     using Base = Head<T>;
@@ -311,7 +305,7 @@ template <typename T> class BackwardHead : Head<T> {
             const int64_t first = group * KEPT, last = std::min(chunks, first + KEPT) - 1;
             transpose(K, V, kept[group], V, states, K);
             for (int64_t number = first; number < last; number++) {
-                read(number, values);
+                this->read(number, values);
                 T *before = states + (number - first) * K * V, *after = before + K * V;
                 for (int n = 0; n < V; n++)
                     for (int d = 0; d < K; d += L)
@@ -319,7 +313,7 @@ template <typename T> class BackwardHead : Head<T> {
                 product<T>(V, K, C, {written, 1, V}, late_keys, K, after, K, true);
             }
             for (int64_t number = last; number >= first; number--) {
-                read(number, values);
+                this->read(number, values);
                 this->pair();
                 o.read(begin, tokens, up, C, V);
                 step(states + (number - first) * K * V);
@@ -334,12 +328,6 @@ template <typename T> class BackwardHead : Head<T> {
     }
 
   private:
-    void read(int64_t number, const Rows<T>& values) {
-        Base::read(number, values);
-        for (int i = 0; i < C; i++)
-            for (int n = 0; n < V; n += L) at(written + i * V + n) = at(x + i * V + n) * beta[i];
-    }
-
     // The gradients of one chunk, from the transposed state before it.
     void step(const T* S) {
         transpose(K, V, state_up, V, state_up_turned, K);
@@ -443,10 +431,9 @@ template <typename T> class BackwardHead : Head<T> {
 
 template <typename F> void for_heads(const Tensor& v, const F& f) {
     at::parallel_for(0, v.size(0) * v.size(1), 1, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
+        for (int64_t row = begin; row < end; row++)
             if (v.scalar_type() == at::kDouble) f(double(), row / v.size(1), row % v.size(1));
             else f(float(), row / v.size(1), row % v.size(1));
-        }
     });
 }
 
@@ -485,9 +472,8 @@ struct Recurrence : torch::autograd::Function<Recurrence> {
         Gradients to{rows(d_k), rows(d_k), rows(d_v), rows(call.decay.size(3)), call.beta.defined() ? rows(1) : Tensor()};
         to.state = up[1].defined() ? up[1].clone(at::MemoryFormat::Contiguous) : at::zeros({batch, heads, d_k, d_v}, v.options());
         const Tensor out_up = up[0].defined() ? with_rows(up[0]) : at::zeros(v.sizes(), v.options());
-        for_heads(v, [&](auto zero, int64_t b, int64_t h) {
-            BackwardHead<decltype(zero)>(call, b, h).run(call, out_up, to, b, h);
-        });
+        const auto run = [&](auto zero, int64_t b, int64_t h) { BackwardHead<decltype(zero)>(call, b, h).run(call, out_up, to, b, h); };
+        for_heads(v, run);
         for (Tensor* x : {&to.q, &to.k})
             if (groups != heads) *x = x->unflatten(1, {groups, heads / groups}).sum(2);
         to.decay = to.decay.sum_to_size(ctx->saved_data["decay"].toIntVector());
