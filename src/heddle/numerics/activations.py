@@ -1,4 +1,4 @@
-"""Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss (2025)."""
+"""Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
