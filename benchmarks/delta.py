@@ -1,11 +1,12 @@
 """How much faster is the chunked gated delta rule, and does the time of a decoding step depend on the context length?
 
-8 heads of width 64, float32. Compared with the recurrent definition (token by token), with what transformers runs for
-Qwen3-Next without extra kernels, and with torch's grouped convolution.
+8 heads of width 64, float32; in Kimi Delta Attention (KDA) each channel of a key has its own decay. Compared with the
+recurrent definition (token by token), with what transformers runs for Qwen3-Next and Kimi Linear without extra kernels,
+and with torch's grouped convolution.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,19 +38,20 @@ DESIGN: dict[str, Any] = DEFAULTS | {"vocab_size": 512, "width": 512, "layers": 
 Call = Callable[[], Any]
 
 
-def delta_inputs(length: int, dtype: torch.dtype = torch.float32) -> tuple[DeltaInputs, Tensor]:
-    """Inputs of `length` tokens that need gradients, and a recurrent state."""
+def delta_inputs(length: int, dtype: torch.dtype = torch.float32, decays: int = 1) -> tuple[DeltaInputs, Tensor]:
+    """Inputs of `length` tokens that need gradients, with `decays` numbers a token and head, and a recurrent state."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator).to(dtype) for _ in range(3))
-    log_decay, beta = (torch.rand(1, HEADS, length, generator=generator).to(dtype) for _ in range(2))
-    tensors = (l2_normalize(q), l2_normalize(k), v, -log_decay[..., None], beta)
+    log_decay = torch.rand(1, HEADS, length, decays, generator=generator).to(dtype)
+    beta = torch.rand(1, HEADS, length, generator=generator).to(dtype)
+    tensors = (l2_normalize(q), l2_normalize(k), v, -log_decay, beta)
     q, k, v, log_decay, beta = (x.requires_grad_() for x in tensors)
     return DeltaInputs(q, k, v, log_decay, beta), torch.zeros(1, HEADS, WIDTH, WIDTH, dtype=dtype)
 
 
 def rule_loop(rule: Callable[[DeltaInputs], Tensor], arguments: dict[str, Any]) -> Measured:
     """Forward and backward of a rule from inputs to outputs [1, heads, length, width]."""
-    inputs, _ = delta_inputs(arguments["length"], DTYPES[arguments["precision"]])
+    inputs, _ = delta_inputs(arguments["length"], DTYPES[arguments["precision"]], arguments["decays"])
     return gradients_loop(lambda: rule(inputs), inputs[:5])
 
 
@@ -61,20 +63,21 @@ def gradients_loop(forward: Call, inputs: Sequence[Tensor]) -> Measured:
     return Measured(lambda: timed(lambda: torch.autograd.grad(forward(), inputs, output_gradient)), lambda: values)
 
 
-def heddle_rule(kernel: str, arguments: dict[str, Any]) -> Measured:
-    """One of heddle's kernels."""
+def heddle_rule(choices: Mapping[str, str], arguments: dict[str, Any]) -> Measured:
+    """The kernel that heddle chooses on this machine, or one of `choices`."""
     set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
 
     def rule(inputs: DeltaInputs) -> Tensor:
         scaled = inputs._replace(q=inputs.q * WIDTH**-0.5)  # as transformers' rule does by itself
-        with kernels(delta=kernel):
+        with kernels(**choices):
             return gated_delta_rule(scaled, torch.zeros(1, HEADS, WIDTH, WIDTH, dtype=inputs.v.dtype))[0]
 
     return rule_loop(rule, arguments)
 
 
 def transformers_rule(arguments: dict[str, Any]) -> Measured:
-    """transformers' chunked rule, in a process with the settings of heddle."""
+    """transformers' chunked rule, of Qwen3-Next or Kimi Linear, in a process with the settings of heddle."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     set_up_runtime("cpu", THREADS, choices=measured_choices(THREADS))
@@ -82,8 +85,10 @@ def transformers_rule(arguments: dict[str, Any]) -> Measured:
         float32_is_float64()
 
     def rule(inputs: DeltaInputs) -> Tensor:
-        per_head = inputs._replace(log_decay=inputs.log_decay[..., 0])
-        y: Tensor = torch_chunk_gated_delta_rule(*(x.transpose(1, 2) for x in per_head[:5]))[0].transpose(1, 2)
+        peer = chunk_kimi_delta_attention
+        if inputs.log_decay.shape[3] == 1:
+            peer, inputs = torch_chunk_gated_delta_rule, inputs._replace(log_decay=inputs.log_decay[..., 0])
+        y: Tensor = peer(*(x.transpose(1, 2) for x in inputs[:5]))[0].transpose(1, 2)
         return y
 
     return rule_loop(rule, arguments)
@@ -144,9 +149,9 @@ def growth_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def case(name: str, sides: tuple[str, str], goal: float, figure: str = "") -> Case:
+def case(name: str, sides: tuple[str, str], goal: float, figure: str = "", decays: int = 1) -> Case:
     """One comparison at LENGTH tokens."""
-    arguments = {"length": LENGTH, "precision": "fp32"}
+    arguments = {"length": LENGTH, "precision": "fp32", "decays": decays}
     return Case(name, arguments, goal, ROUNDS, sides, figure=figure)
 
 
@@ -155,8 +160,8 @@ if __name__ == "__main__":
         "benchmarks.delta",
         QUESTION,
         {
-            "heddle": partial(heddle_rule, "chunked"),
-            "recurrent": partial(heddle_rule, "reference"),
+            "heddle": partial(heddle_rule, {}),
+            "recurrent": partial(heddle_rule, {"delta": "reference"}),
             "transformers": transformers_rule,
             "convolution": partial(convolution, False),
             "grouped convolution": partial(convolution, True),
@@ -164,6 +169,7 @@ if __name__ == "__main__":
         [
             case("training, recurrent form", ("heddle", "recurrent"), 20.0),
             case("training, transformers", ("heddle", "transformers"), 3.0, "delta training"),
+            case("training KDA, transformers", ("heddle", "transformers"), 10.0, decays=WIDTH),
             case("convolution, torch", ("convolution", "grouped convolution"), 2.0),
         ],
         growth_rows,

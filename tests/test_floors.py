@@ -27,8 +27,23 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "progress"},
     "settings": {"errors"},
     "session": {"config", "data", "errors", "machine", "numerics", "progress", "runtime", "settings"},  # for programs
-    "runtime": {"errors", "numerics"},  # settings of the whole process: for programs that own it, decision 2
-    "machine": {"data", "errors", "numerics", "progress", "runtime", "session", "storage", "torch_private"},
+    "extensions": {"data", "errors", "numerics", "progress", "storage"},  # builds numerics.native, decision 147
+    "runtime": {
+        "errors",
+        "extensions",
+        "numerics",
+    },  # settings of the whole process: for programs that own it, decision 2
+    "machine": {
+        "data",
+        "errors",
+        "extensions",
+        "numerics",
+        "progress",
+        "runtime",
+        "session",
+        "storage",
+        "torch_private",
+    },
     "numerics": {"errors", "torch_private"},
     "parts": FLOOR_2,
     "model": FLOOR_3 | {"notebook"},
@@ -80,6 +95,7 @@ READS_ENVIRONMENT = {
     "heddle.lab.workers",
     "heddle.data.cache",
     "heddle.distributed.started",
+    "heddle.extensions",
     "heddle.machine",
     "heddle.progress",
     "heddle.session",

@@ -13,6 +13,7 @@ from heddle import machine
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
 from heddle.machine import fastest, measured_choices, measured_facts, recorded_choices
+from heddle.numerics import native
 from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.dispatch import record_choices
@@ -27,6 +28,7 @@ FACTS: dict[str, Any] = {
     "products": {"matmul": "medium", "speedups": {}, "fp32_flops_per_second": 3e9, "bf16_flops_per_second": 1e9},
     "packing": {name: {"way": way, "speedups": {}} for name, way in PLAIN.items()},
     "attention": {"triangle_lengths": [256], "speedups": {}},
+    "native": {"faster": [], "speedups": {}},
 }
 MEASURED = Choices("medium", PLAIN, (256,))
 
@@ -66,13 +68,13 @@ def test_only_what_is_needed_is_measured_and_only_once(measures: list[str]) -> N
     assert measured_choices(1, ("products",)) == Choices("medium")
     assert measures == ["products"]
     assert measured_choices(1) == MEASURED
-    assert measures == ["products", "packing", "attention"]
+    assert measures == ["products", "packing", "attention", "native"]
     assert measured_choices(1) == MEASURED
-    assert len(measures) == 3
-    measured_choices(2, ("products",))  # another number of threads is another machine
     assert len(measures) == 4
-    measured_facts(1, ("attention",), anew=True)
+    measured_choices(2, ("products",))  # another number of threads is another machine
     assert len(measures) == 5
+    measured_facts(1, ("attention",), anew=True)
+    assert len(measures) == 6
     assert torch.get_num_threads() == 1
 
 
@@ -106,11 +108,11 @@ def test_a_busy_machine_ends_a_measurement_in_time_and_keeps_the_others(
     assert measured_choices(1) == Choices("medium", triangle_lengths=(256,))
     assert now[0] <= machine.LIMIT_SECONDS + 7.0
     printed = capsys.readouterr().err
-    assert "about 12 seconds, at most 90 where other programs run" in printed
+    assert "about 16 seconds, at most 120 where other programs run" in printed
     assert "packing: not measured within 30 seconds, because the machine is busy" in printed
     sections["packing"] = lambda: FACTS["packing"]
     assert measured_choices(1) == MEASURED  # it is measured the next time
-    assert measures == ["products", "attention"]
+    assert measures == ["products", "attention", "native"]
 
 
 def test_without_a_home_the_defaults_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_a_file_of_choices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     path.write_text(json.dumps(MEASURED.dump()))
     assert measured_choices(1) == MEASURED
     wrong: list[tuple[Any, str]] = [
-        ([], "expected a table of matmul, packing, triangle_lengths"),
+        ([], "expected a table of matmul, packing, triangle_lengths, native"),
         ({"threads": 2}, "expected a table"),
         ({"matmul": "fast"}, "matmul fast: must be one of highest, medium"),
         ({"packing": {"float32 huge 1": "plain"}}, "packing float32 huge 1: unknown class"),
@@ -134,6 +136,7 @@ def test_a_file_of_choices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         ({"packing": []}, "packing: expected a table"),
         ({"triangle_lengths": [3]}, r"triangle_lengths \[3\]: must be a list"),
         ({"triangle_lengths": 256}, "triangle_lengths 256: must be a list"),
+        ({"native": ["norm"]}, r"native \['norm'\]: must be a list of some of causal_attention,"),
     ]
     for values, reason in wrong:
         path.write_text(json.dumps(values))
@@ -150,6 +153,7 @@ def test_the_measurements_choose_what_there_is(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(machine, "READ_BYTES", 1)
     monkeypatch.setattr(machine, "SECONDS", 0.0)
     monkeypatch.setattr(softmax, "LENGTHS", (128, 256))
+    monkeypatch.setattr(native, "OPERATORS", {})  # nothing is built
     facts = {section: measure() for section, measure in machine.MEASURES.items()}
     choices = Choices.read(machine.choices_from(facts).dump())
     assert choices.packing.keys() == PLAIN.keys()

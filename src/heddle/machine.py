@@ -26,10 +26,13 @@ from torch.nn import functional
 
 from heddle.data.cache import DataCache
 from heddle.errors import CheckpointError, ConfigError, MachineError
+from heddle.extensions import install, unusable
+from heddle.numerics import native
 from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import DEFAULT_WAYS, LARGE_ELEMENTS, WayKey, pack_maps, packed_linear, way_name
+from heddle.numerics.native.races import RACES
 from heddle.progress import print_status
 from heddle.runtime import DEFAULT_CHOICES, EARLIER_CHOICES, Choices, Runtime, hardware, medium_is_exact
 from heddle.session import ALL_NEEDS
@@ -89,11 +92,12 @@ def _choices_of_file(path: Path) -> Choices:
 
 def choices_from(facts: Mapping[str, Any]) -> Choices:
     """The choices that follow from the measurements; sections that were not measured keep their defaults."""
-    products, packing, attention = (facts.get(section, {}) for section in ALL_NEEDS)
+    products, packing, attention, native_speed = (facts.get(section, {}) for section in ALL_NEEDS)
     return Choices(
         matmul=products.get("matmul", DEFAULT_CHOICES.matmul),
         packing={name: row["way"] for name, row in packing.items()},
         triangle_lengths=tuple(attention.get("triangle_lengths", DEFAULT_CHOICES.triangle_lengths)),
+        native=tuple(name for name in native_speed.get("faster", ()) if name in native.OPERATORS),
     )
 
 
@@ -324,7 +328,43 @@ def _attention_step(kernel: str, length: int) -> Callable[[], None]:
     return run
 
 
-MEASURES: Mapping[str, Callable[[], Facts]] = {"products": _products, "packing": _packing, "attention": _attention}
+def _native() -> Facts:
+    """The C++ operators that are faster than the plain way.
+
+    speedups: of each operator over the plain way. unusable: why none can be built here.
+    """
+    reason, before = unusable(), native.in_use
+    if reason is not None:
+        return {"faster": [], "speedups": {}, "unusable": reason}
+
+    def on(operators: frozenset[str], run: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            native.in_use = operators
+            run()
+
+        return call
+
+    speedups, faster = {}, []
+    try:
+        built = install(native.OPERATORS)
+        _end.set(time.perf_counter() + LIMIT_SECONDS)  # building is no measurement
+        for name in built:
+            run = RACES[name]()
+            seconds = race({"plain": on(before - {name}, run), "native": on(before | {name}, run)}, ROUNDS, SECONDS / 2)
+            speedups[name] = seconds["plain"] / seconds["native"]
+            if fastest(seconds, "plain") == "native":
+                faster.append(name)
+    finally:
+        native.in_use = before
+    return {"faster": faster, "speedups": speedups}
+
+
+MEASURES: Mapping[str, Callable[[], Facts]] = {
+    "products": _products,
+    "packing": _packing,
+    "attention": _attention,
+    "native": _native,
+}
 
 
 # A run, comparison or ladder that has started keeps its recorded choices, whatever the cache says later.

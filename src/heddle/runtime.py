@@ -25,22 +25,26 @@ class Choices:
 
     matmul: torch's float32 matmul precision, "highest" or "medium" (oneDNN). packing: how products of few rows use
     packed weights, in the form of `heddle.numerics.linear.choose_ways`. triangle_lengths: classes of sequence lengths,
-    each named by its longest, whose causal attention trains with plain products.
+    each named by its longest, whose causal attention trains with plain products. native: the C++ operators in use, of
+    `heddle.numerics.native.OPERATORS`.
     """
 
     matmul: str = "highest"
     packing: Mapping[str, str] = field(default_factory=dict)
     triangle_lengths: tuple[int, ...] = (128, 256, 512, 1024)
+    native: tuple[str, ...] = ()
 
     def dump(self) -> dict[str, Any]:
         """As plain data."""
-        return {"matmul": self.matmul, "packing": dict(self.packing), "triangle_lengths": list(self.triangle_lengths)}
+        lists = {"triangle_lengths": list(self.triangle_lengths), "native": list(self.native)}
+        return {"matmul": self.matmul, "packing": dict(self.packing), **lists}
 
     @classmethod
     def read(cls, values: Any, source: str = "choices") -> Self:
         """Read plain data; missing fields keep their defaults. Raises ConfigError that names the source."""
         from heddle.numerics.attention.softmax import LENGTHS
         from heddle.numerics.linear import check_ways
+        from heddle.numerics.native import OPERATORS
 
         names = [each.name for each in fields(cls)]
         if not isinstance(values, dict) or not set(values) <= set(names):
@@ -54,7 +58,9 @@ class Choices:
         if not isinstance(choices.packing, dict):
             raise ConfigError(f"{source}: packing: expected a table")
         check_ways(choices.packing)
-        return replace(choices, triangle_lengths=tuple(lengths))
+        if not isinstance(choices.native, list | tuple) or not all(name in OPERATORS for name in choices.native):
+            raise ConfigError(f"{source}: native {choices.native}: must be a list of some of {', '.join(OPERATORS)}")
+        return replace(choices, triangle_lengths=tuple(lengths), native=tuple(choices.native))
 
 
 DEFAULT_CHOICES = Choices()
@@ -191,11 +197,13 @@ def install(choices: Choices) -> str:
     """Apply these choices to this process's CPU kernels; return the float32 matmul precision in use."""
     import torch
 
+    from heddle.extensions import install as install_operators
     from heddle.numerics.attention import softmax
     from heddle.numerics.linear import choose_ways
 
     choose_ways(choices.packing)
     softmax.triangle_lengths = choices.triangle_lengths
+    install_operators(choices.native)
     matmul = choices.matmul if choices.matmul != "medium" or medium_is_exact() else "highest"
     torch.set_float32_matmul_precision(matmul)
     return matmul

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 # What `heddle.machine` measures, by what needs it.
-TRAINING_NEEDS, GENERATION_NEEDS = ("products", "attention"), ("products", "packing")
-ALL_NEEDS = ("products", "packing", "attention")
+TRAINING_NEEDS, GENERATION_NEEDS = ("products", "attention", "native"), ("products", "packing", "native")
+ALL_NEEDS = ("products", "packing", "attention", "native")
 
 
 def open_session(

@@ -75,6 +75,11 @@ def is_mutable(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
+def in_dispatch_mode() -> bool:
+    """Whether a dispatch mode of this thread sees each operator."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def in_backward_pass() -> bool:
     """Whether this thread runs autograd's backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -214,6 +214,12 @@ def _choice_lines(choices: dict[str, Any], measured: dict[str, Any]) -> list[tup
     ]
     for name, row in measured.get("packing", {}).items():
         lines.append(f"{name} rows: {row['way']}{_in_brackets(ratios(row['speedups']))}")
+    own = measured.get("native", {})
+    if "unusable" in own:
+        lines.append(f"C++ operators: none, because {own['unusable']}")
+    else:
+        names = ", ".join(choices["native"]) or "none"
+        lines.append(f"C++ operators: {names}{_in_brackets(ratios(own.get('speedups', {})))}")
     if not measured:
         lines.append("nothing was measured here: these are the defaults, or the choices of $HEDDLE_MACHINE")
     return [("choices" if number == 0 else "", line) for number, line in enumerate(lines)]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from heddle.numerics import native
 from heddle.numerics.dispatch import Kernel, Operation, device_type
+from heddle.torch_private import foreach_norm
 
 
 class LayerNormFacts(NamedTuple):
@@ -23,7 +25,10 @@ class LayerNormFacts(NamedTuple):
 
 
 class RMSNormFacts(NamedTuple):
-    """What decides the kernel of RMSNorm. cast: as in `reference`; the weight as in `LayerNormFacts`."""
+    """What decides the kernel of RMSNorm. cast: as in `reference`; the weight as in `LayerNormFacts`.
+
+    native: whether its C++ operator serves these tensors.
+    """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -31,6 +36,7 @@ class RMSNormFacts(NamedTuple):
     device: str
     offset: float
     cast: str
+    native: bool = False
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -65,6 +71,17 @@ def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0,
         return (weight + offset if offset else weight).to(x.dtype) * y.to(x.dtype)
     gamma = weight.to(wide.dtype) + offset
     return (gamma * y).to(x.dtype)
+
+
+def _native(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
+    y: Tensor = torch.ops.heddle.rms_norm(x, weight, eps, offset, cast == "before")
+    return y
+
+
+def _native_unsupported(facts: RMSNormFacts) -> str | None:
+    if not facts.native:
+        return native.NOT_IN_USE
+    return "each head has its own weight" if facts.weight_dims > 1 else native.unsupported_dtype(facts.dtype)
 
 
 def _fused(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
@@ -112,6 +129,7 @@ def _steps_unsupported(facts: RMSNormFacts | LayerNormFacts) -> str | None:
 RMS_NORM: Operation[RMSNormFacts] = Operation(
     "rms_norm",
     (
+        Kernel("native", _native, _native_unsupported, traceable=False),
         Kernel("fused", _fused, _fused_unsupported),
         Kernel("steps", reference, _steps_unsupported),
         Kernel("normalized", _normalized, lambda facts: None),
@@ -122,7 +140,8 @@ RMS_NORM: Operation[RMSNormFacts] = Operation(
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
     """RMSNorm over the last dimension. The arguments are described in `reference`."""
-    facts = RMSNormFacts(x.dtype, *_weight_facts(x, weight), device_type(x), offset, cast)
+    serves = native.serves("rms_norm", x, weight)
+    facts = RMSNormFacts(x.dtype, *_weight_facts(x, weight), device_type(x), offset, cast, serves)
     y: Tensor = RMS_NORM.choose(facts).run(x, weight, eps, offset, cast)
     return y
 
@@ -168,6 +187,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     kernel = LAYER_NORM.choose(LayerNormFacts(x.dtype, *_weight_facts(x, weight), device_type(x)))
     y: Tensor = kernel.run(x, weight, bias, eps)
     return y
+
+
+def euclidean_norms(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norm of each of n tensors of one dtype, [n]; in at least float32 by the C++ operator."""
+    if native.serves("norms", *tensors):
+        each: Tensor = torch.ops.heddle.norms(tensors)
+        return each
+    return torch.stack(list(foreach_norm(tensors)))
 
 
 # Sinkhorn normalization (Sinkhorn & Knopp 1967): divide the columns and rows of a matrix by their sums in turn.

@@ -32,7 +32,7 @@ from heddle.numerics.recurrent.batched_chunks import (
     split_chunks,
     to_chunks,
 )
-from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_recurrence
+from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_operator, run_recurrence
 
 CHUNK_TOKENS = 32  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence
 EPS = 1e-6  # added inside the square root when keys and queries are normalized, as in Qwen3-Next and the authors' code
@@ -213,7 +213,13 @@ def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-DELTA_RULE = recurrence_operation("delta", RecurrenceKernels(_step, _chunked, fla.fla_delta_rule, _batched, reference))
+def _native(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    return run_operator("delta", inputs[:4], inputs.beta, inputs.call_segment_ids, state)
+
+
+DELTA_RULE = recurrence_operation(
+    "delta", RecurrenceKernels(_step, _chunked, fla.fla_delta_rule, _batched, reference, _native)
+)
 
 
 def gated_delta_rule(inputs: DeltaInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:

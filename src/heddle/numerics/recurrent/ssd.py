@@ -20,7 +20,7 @@ from heddle.numerics.norms import without_autocast
 from heddle.numerics.recurrent import fla
 from heddle.numerics.recurrent.batched_chunks import batched_sums, head_decays, split_chunks
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
-from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_recurrence
+from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_operator, run_recurrence
 
 CHUNK_TOKENS = 64  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence
 
@@ -95,7 +95,12 @@ def _batched(inputs: SSDInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return batched_sums(inputs.q, inputs.k, weighted, inputs.log_decay, inputs.call_segment_ids, state)
 
 
-SSD = recurrence_operation("ssd", RecurrenceKernels(_step, _chunked, fla.fla_ssd, _batched, reference))
+def _native(inputs: SSDInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    tensors = (inputs.q, inputs.k, inputs.v * inputs.time_step, inputs.log_decay)
+    return run_operator("ssd", tensors, None, inputs.call_segment_ids, state)
+
+
+SSD = recurrence_operation("ssd", RecurrenceKernels(_step, _chunked, fla.fla_ssd, _batched, reference, _native))
 
 
 def state_space_duality(inputs: SSDInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:

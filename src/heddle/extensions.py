@@ -1,0 +1,132 @@
+"""Build the C++ operators of `heddle.numerics.native` by torch's extension tools, keep them in the cache, load them."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from heddle.data.cache import CACHE_REMEDY, DataCache
+from heddle.errors import CheckpointError, ConfigError, MachineError
+from heddle.numerics import native
+from heddle.progress import print_status, print_warning
+from heddle.storage.file_io import read_json_file, write_file, write_json_file
+from heddle.storage.lock import wait_for_lock
+
+FOLDER = Path(native.__file__).parent
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+VERSION = 1  # raise it when the way of building changes
+_loaded: set[str] = set()  # files
+
+
+def install(operators: Collection[str]) -> tuple[str, ...]:
+    """Use these operators, and no others; return those in use. Those that cannot be built are named in a warning."""
+    names = set(operators)
+    for group in sorted({native.OPERATORS[name] for name in names}):
+        try:
+            _load(group)
+        except (CheckpointError, ConfigError, MachineError) as error:
+            lost = {name for name in names if native.OPERATORS[name] == group}
+            print_warning(f"C++ operators {', '.join(sorted(lost))}: the plain ways are used, because {error}")
+            names -= lost
+    native.in_use = frozenset(names)
+    return tuple(sorted(names))
+
+
+def unusable() -> str | None:
+    """Why no operator can be built here, or None."""
+    if sys.platform != "linux":
+        return "C++ operators are built on Linux only"
+    if _compiler() is None:
+        return "no C++ compiler was found; install g++, or set CXX to one"
+    return None if shutil.which("ninja") else "ninja was not found; install it (pip install ninja)"
+
+
+def _load(group: str) -> None:
+    """Load the operators of a file, which is built if the cache does not hold it.
+
+    Raises CheckpointError, ConfigError or MachineError, saying why, if it cannot be built here.
+    """
+    if group in _loaded:
+        return
+    path = DataCache(None).path("so", "native", VERSION, *_key(group))
+
+    def is_built() -> bool:
+        return _is_whole(path)
+
+    with wait_for_lock(path, is_built):  # two processes that build at once would take twice as long
+        if not is_built():
+            _build(group, path)
+    if group not in _loaded:  # building loads it
+        torch.ops.load_library(path)
+        _loaded.add(group)
+
+
+def _build(group: str, path: Path) -> None:
+    reason = unusable()
+    if reason is not None:
+        raise MachineError(reason)
+    from torch.utils.cpp_extension import load  # slow to import
+
+    print_status(f"building C++ operators, once: {group}, about 15 seconds")
+    with TemporaryDirectory() as folder:  # torch's own locks outlive a killed process
+        try:
+            load(
+                f"heddle_{group}",
+                [str(FOLDER / f"{group}.cpp")],
+                extra_cflags=list(FLAGS),
+                extra_ldflags=["-fopenmp"],
+                build_directory=folder,
+                is_python_module=False,
+            )
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            lines = [line.strip() for line in str(error).splitlines() if "error" in line]
+            raise MachineError(f"{group}.cpp could not be built: {(lines or [type(error).__name__])[0]}") from error
+        _loaded.add(group)
+        code = (Path(folder) / f"heddle_{group}.so").read_bytes()
+    write_file(path, code, CACHE_REMEDY)
+    write_json_file(_record_of(path), {"code": hashlib.sha256(code).hexdigest()}, CACHE_REMEDY)
+
+
+def _record_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the cache holds a built file as it was written."""
+    try:
+        return bool(read_json_file(_record_of(path))["code"] == hashlib.sha256(path.read_bytes()).hexdigest())
+    except (CheckpointError, KeyError, OSError):
+        return False
+
+
+def _key(group: str) -> list[str]:
+    """What a built file depends on."""
+    sources = [FOLDER / f"{group}.cpp", *sorted(FOLDER.glob("*.h"))]
+    code = [path.read_text(encoding="utf-8") for path in sources]
+    return [*code, torch.__version__, *FLAGS, _cpu_flags(), _compiler_version()]
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+@cache
+def _compiler_version() -> str:
+    compiler = _compiler()
+    if compiler is None:
+        return ""
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+@cache
+def _cpu_flags() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

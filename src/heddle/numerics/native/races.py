@@ -1,0 +1,114 @@
+"""What each C++ operator is timed on, against the plain way: float32 training at sizes of small designs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from heddle.numerics.activations import activation
+from heddle.numerics.attention import softmax
+from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.cross_entropy import OutputHead, loss_sum
+from heddle.numerics.linear import linear
+from heddle.numerics.norms import euclidean_norms, rms_norm
+from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
+from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
+from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_table
+
+ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 4, 128, 128, 352, 4, 2, 2048
+RECURRENT_LENGTH, RECURRENT_WIDTH = 512, 64  # of one row of the recurrences
+Step = Callable[[], None]
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").requires_grad_()
+
+
+def _train(outputs: Callable[[], Tensor], *inputs: Tensor) -> Step:
+    def run() -> None:
+        with torch.enable_grad():
+            y = outputs()
+        torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+    return run
+
+
+def _rms_norm() -> Step:
+    x, weight = _random(ROWS, LENGTH, WIDTH), _random(WIDTH)
+    return _train(lambda: rms_norm(x, weight, 1e-6), x, weight)
+
+
+def _norms() -> Step:
+    tensors = [_random(WIDTH, WIDTH).detach() for _ in range(64)]
+
+    def run() -> None:
+        euclidean_norms(tensors)
+
+    return run
+
+
+def _swiglu() -> Step:
+    gate, up, swiglu = _random(ROWS, LENGTH, HIDDEN), _random(ROWS, LENGTH, HIDDEN), activation("silu")
+    return _train(lambda: swiglu(up, gate), up, gate)
+
+
+def _rotary() -> Step:
+    x, dim = _random(ROWS, LENGTH, HEADS, WIDTH // HEADS), WIDTH // HEADS
+    table = rotary_table(torch.arange(LENGTH)[None], inverse_frequencies(dim, 10000.0), torch.float32)
+    return _train(lambda: apply_rotary(x.transpose(1, 2), *table, "half"), x)
+
+
+def _causal_attention() -> Step:
+    dim = WIDTH // HEADS
+    q, k, v = (
+        _random(ROWS, HEADS, LENGTH, dim),
+        _random(ROWS, KV_HEADS, LENGTH, dim),
+        _random(ROWS, KV_HEADS, LENGTH, dim),
+    )
+    positions = torch.arange(LENGTH, dtype=torch.int32)[None].expand(ROWS, -1)
+    mask = AttentionMask(positions, positions, contiguous=True)
+    return _train(lambda: softmax.attention(q, k, v, mask, dim**-0.5), q, k, v)
+
+
+def _cross_entropy() -> Step:
+    hidden, weight = _random(ROWS * LENGTH, WIDTH), _random(VOCABULARY, WIDTH)
+    targets = torch.arange(ROWS * LENGTH)
+    return _train(lambda: loss_sum(hidden, OutputHead(weight), targets), hidden, weight)
+
+
+def _linear() -> Step:
+    x, weight = _random(ROWS, LENGTH, WIDTH), _random(HIDDEN, WIDTH)
+    return _train(lambda: linear(x, weight), x, weight)
+
+
+def _recurrent() -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [1, heads, T, d] of unit length, logarithms of decays and β in (0, 1), both [1, heads, T]."""
+    rows = functional.normalize(_random(1, HEADS, RECURRENT_LENGTH, RECURRENT_WIDTH).detach(), dim=-1).requires_grad_()
+    gates = [_random(1, HEADS, RECURRENT_LENGTH).detach().sigmoid() for _ in range(2)]
+    return rows, gates[0].neg().requires_grad_(), gates[1].requires_grad_()
+
+
+def _delta() -> Step:
+    x, log_decay, beta = _recurrent()
+    inputs = DeltaInputs(x, x, x, log_decay[..., None], beta)
+    return _train(lambda: gated_delta_rule(inputs, None)[0], x, log_decay, beta)
+
+
+def _ssd() -> Step:
+    x, log_decay, step = _recurrent()
+    inputs = SSDInputs(x, x, x, log_decay[..., None], step[..., None], torch.ones(HEADS, device="cpu"))
+    return _train(lambda: state_space_duality(inputs, None)[0], x, log_decay, step)
+
+
+RACES: dict[str, Callable[[], Step]] = {  # operator: makes what is timed
+    "causal_attention": _causal_attention,
+    "cross_entropy": _cross_entropy,
+    "delta": _delta,
+    "linear": _linear,
+    "norms": _norms,
+    "rms_norm": _rms_norm,
+    "rotary": _rotary,
+    "ssd": _ssd,
+    "swiglu": _swiglu,
+}
