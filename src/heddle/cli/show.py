@@ -69,7 +69,12 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
 
 
 def print_kernels(phases: dict[str, list[dict[str, Any]]], with_reasons: bool = True) -> None:
-    """Print the kernel of each operation in each phase, and why better ones were rejected."""
+    """Print the kernel of each operation in each phase, and why better ones were rejected.
+
+    That a C++ operator is not in use is left out: `heddle doctor` lists those that are.
+    """
+    from heddle.numerics.native import NOT_IN_USE
+
     for phase, choices in phases.items():
         print(f"\nkernels in {phase}")
         for choice in choices:
@@ -77,7 +82,8 @@ def print_kernels(phases: dict[str, list[dict[str, Any]]], with_reasons: bool = 
             print(f"  {choice['operation']} = {choice['kernel']}, {calls}")
             by_reason: dict[str, list[str]] = {}
             for kernel, reason in choice["rejected"] if with_reasons else ():
-                by_reason.setdefault(reason, []).append(kernel)
+                if reason != NOT_IN_USE:
+                    by_reason.setdefault(reason, []).append(kernel)
             for reason, kernels in by_reason.items():
                 print(terminal_safe(f"      not {', '.join(kernels)}: {reason}"))
 
