@@ -14,7 +14,11 @@ from torch.compiler import is_compiling
 
 from heddle.torch_private import in_dispatch_mode
 
-OPERATORS = {"rms_norm": "elementwise"}  # operator: the file that holds it, without .cpp
+OPERATORS = {  # operator: the file that holds it, without .cpp
+    "experts_decode": "experts",
+    "latent_decode": "latent",
+    "rms_norm": "elementwise",
+}
 NOT_IN_USE = "its C++ operator is not in use for these tensors"  # why a native kernel rejects a call
 
 in_use: frozenset[str] = frozenset()  # the operators that `heddle.extensions.install` has loaded
