@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "progress"},
     "settings": {"errors"},
     "session": {"config", "data", "errors", "machine", "numerics", "progress", "runtime", "settings"},  # for programs
-    "extensions": {"data", "errors", "numerics", "progress", "storage"},  # builds numerics.native, decision 138
+    "extensions": {"data", "errors", "numerics", "progress", "storage"},  # builds numerics.native, decision 147
     "runtime": {
         "errors",
         "extensions",

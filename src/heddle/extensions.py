@@ -20,7 +20,7 @@ from heddle.storage.file_io import read_json_file, write_file, write_json_file
 from heddle.storage.lock import wait_for_lock
 
 FOLDER = Path(native.__file__).parent
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 VERSION = 1  # raise it when the way of building changes
 _loaded: set[str] = set()  # files
 

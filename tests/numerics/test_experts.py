@@ -395,7 +395,7 @@ def test_flops_are_those_of_the_selected_experts() -> None:
 # The operators in C++.
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def _operators() -> Iterator[None]:
     assert extensions.install(["experts_decode"]) == ("experts_decode",)
     yield

@@ -235,7 +235,7 @@ def test_a_chunk_after_a_long_state_never_expands_all_of_it(monkeypatch: pytest.
 # The operator in C++.
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def _operator() -> Iterator[None]:
     assert extensions.install(["latent_decode"]) == ("latent_decode",)
     yield

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from heddle.numerics import native
+from heddle.numerics.dispatch import Kernel, Operation
+
 PlainFunction = Callable[[Tensor], Tensor]
 
 
@@ -79,6 +82,31 @@ def silu(x: Tensor) -> Tensor:
     return functional.silu(x)
 
 
+class SwigluFacts(NamedTuple):
+    """What decides the kernel of `silu(gate) * up`. native: whether its C++ operator serves these tensors."""
+
+    dtype: torch.dtype
+    native: bool
+
+
+def _native_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    y: Tensor = torch.ops.heddle.swiglu(gate, up)
+    return y
+
+
+def _native_swiglu_unsupported(facts: SwigluFacts) -> str | None:
+    return native.unsupported_dtype(facts.dtype) if facts.native else native.NOT_IN_USE
+
+
+SWIGLU: Operation[SwigluFacts] = Operation(
+    "swiglu",
+    (
+        Kernel("native", _native_swiglu, _native_swiglu_unsupported, traceable=False),
+        Kernel("reference", lambda gate, up: silu(gate) * up, lambda facts: None),
+    ),
+)
+
+
 LEARNED = ("xielu",)  # names of functions with parameters of their own, which the feed-forward holds
 
 
@@ -114,7 +142,13 @@ def glu(function: PlainFunction) -> Activation:
 
 # Partial calls of the module's functions, not closures, so that a model can be pickled.
 def _glu(function: PlainFunction, up: Tensor, gate: Tensor | None = None, /) -> Tensor:
-    return function(up) if gate is None else function(gate) * up
+    if gate is None:
+        return function(up)
+    if function is silu:
+        facts = SwigluFacts(gate.dtype, native.serves("swiglu", gate, up) and gate.dtype == up.dtype)
+        y: Tensor = SWIGLU.choose(facts).run(gate, up)
+        return y
+    return function(gate) * up
 
 
 def _with_gate(function: Callable[[Tensor, Tensor], Tensor], up: Tensor, gate: Tensor | None = None, /) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+from heddle.numerics import native
 from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, add_flops, device_type, has_triton
 from heddle.numerics.linear import linear_flops
 from heddle.numerics.norms import at_least_float32
@@ -184,9 +185,14 @@ class Objective(NamedTuple):
 
 
 class LossFacts(NamedTuple):
-    """What decides the kernel of the loss."""
+    """What decides the kernel of the loss. native: whether its C++ operator serves these tensors.
+
+    plain: neither a bias, a softcap nor a teacher.
+    """
 
     device: str
+    native: bool = False
+    plain: bool = False
 
 
 class DistillationSums(NamedTuple):
@@ -241,7 +247,9 @@ def _count_flops(hidden: Tensor, head: OutputHead) -> None:
 
 
 def _sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
-    kernel = LINEAR_CROSS_ENTROPY.choose(LossFacts(device_type(hidden)))
+    serves = native.serves("cross_entropy", hidden, head.weight)
+    plain = head.bias is None and head.softcap is None and objective.teacher is None
+    kernel = LINEAR_CROSS_ENTROPY.choose(LossFacts(device_type(hidden), serves, plain))
     sums: tuple[Tensor, ...] = kernel.run(hidden, head, targets, objective)
     return sums
 
@@ -259,6 +267,25 @@ def reference_sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective:
     q = teacher_logits.detach().softmax(-1)
     divergence = functional.kl_div(logits.log_softmax(-1), q, reduction="sum")
     return text_weight * total + logits_weight * divergence, total.detach(), divergence.detach()
+
+
+def _native_step(
+    raw: Tensor, bias: None, target: Tensor, log_q: None, options: ChunkOptions, sums: list[Tensor]
+) -> tuple[Tensor | None, None]:
+    """As `step_in_place`, in one pass over each row."""
+    needs_gradient = options.gradients[0]
+    sums[0] += torch.ops.heddle.cross_entropy_(raw, target, options.scale, options.text_weight, needs_gradient)
+    return (raw if needs_gradient else None), None
+
+
+def _native(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
+    return _weighted_sum(_native_step, hidden, head, targets, objective)
+
+
+def _native_unsupported(facts: LossFacts) -> str | None:
+    if not facts.native:
+        return native.NOT_IN_USE
+    return None if facts.plain else "there is a bias, a softcap or a teacher"
 
 
 def _chunked(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
@@ -369,6 +396,7 @@ def _chunked_unsupported(facts: LossFacts) -> str | None:
 LINEAR_CROSS_ENTROPY = Operation(
     "linear_cross_entropy",
     (
+        Kernel("native", _native, _native_unsupported, traceable=False),
         Kernel("chunked", _chunked, _chunked_unsupported, traceable=False),
         Kernel("fused", _fused, lambda facts: None),
         Kernel("reference", reference_sums, lambda facts: None),

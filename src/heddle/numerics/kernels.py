@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+from heddle.numerics.activations import SWIGLU
 from heddle.numerics.attention.latent import LATENT
 from heddle.numerics.attention.softmax import ATTENTION
 from heddle.numerics.cross_entropy import LINEAR_CROSS_ENTROPY
@@ -18,6 +19,7 @@ from heddle.numerics.recurrent.gated_delta import DELTA_RULE
 from heddle.numerics.recurrent.general_delta import GENERAL_DELTA
 from heddle.numerics.recurrent.linear_attention import DOCUMENT_SUMS
 from heddle.numerics.recurrent.ssd import SSD
+from heddle.numerics.rotary import ROTARY
 
 _ALL: tuple[Operation[Any], ...] = (
     ATTENTION,
@@ -35,7 +37,9 @@ _ALL: tuple[Operation[Any], ...] = (
     LINEAR_CROSS_ENTROPY,
     QUANTIZED_LINEAR,
     RMS_NORM,
+    ROTARY,
     SSD,
+    SWIGLU,
 )
 OPERATIONS: dict[str, Operation[Any]] = {operation.name: operation for operation in _ALL}
 

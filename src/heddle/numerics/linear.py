@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter, functional
 
 from heddle.errors import ConfigError
+from heddle.numerics import native
 from heddle.numerics.dispatch import Kernel, Operation, add_flops, device_type
 from heddle.torch_private import can_pack_weights, onednn_product, pack_weight, version_counters
 
@@ -187,7 +188,10 @@ def packing_enabled() -> bool:
 
 
 class LinearFacts(NamedTuple):
-    """What decides the kernel: rows of x, whether gradients or packing are required, weight elements, device, dtype."""
+    """What decides the kernel: rows of x, whether gradients or packing are required, weight elements, device, dtype.
+
+    native: whether its C++ operator serves these tensors: no bias, one dtype.
+    """
 
     rows: int
     gradients: bool
@@ -195,6 +199,7 @@ class LinearFacts(NamedTuple):
     weight_elements: int
     device: str
     dtype: torch.dtype
+    native: bool = False
 
 
 def linear_flops(rows: int, inputs: int, outputs: int) -> int:
@@ -258,10 +263,27 @@ def _packed_unsupported(facts: LinearFacts) -> str | None:
     return None
 
 
+MIN_NATIVE_ROWS, MAX_NATIVE_ELEMENTS = 64, 2**17  # of x and of a weight: oneDNN is as fast at larger products
+
+
+def _native(x: Tensor, weight: Tensor, bias: None) -> Tensor:
+    y: Tensor = torch.ops.heddle.linear(x, weight)
+    return y
+
+
+def _native_unsupported(facts: LinearFacts) -> str | None:
+    if not facts.native:
+        return native.NOT_IN_USE
+    if facts.rows < MIN_NATIVE_ROWS or facts.weight_elements > MAX_NATIVE_ELEMENTS:
+        return f"it pays off from {MIN_NATIVE_ROWS} rows on, and up to {MAX_NATIVE_ELEMENTS} weights"
+    return None if facts.dtype in (torch.float32, torch.float64) else f"its C++ operator does not read {facts.dtype}"
+
+
 LINEAR = Operation(
     "linear",
     (
         Kernel("packed", _packed, _packed_unsupported),
+        Kernel("native", _native, _native_unsupported, traceable=False),
         Kernel("matrix", functional.linear, lambda facts: None),
         Kernel("reference", reference, lambda facts: None),
     ),
@@ -313,4 +335,7 @@ def _facts(x: Tensor, linear_maps: Sequence[LinearMap]) -> LinearFacts:
     packing = packing_enabled() and x.dtype == weight.dtype and not torch.is_autocast_enabled(device)
     packing = packing and all(type(w) in (Parameter, Tensor) for w, _ in linear_maps)
     elements = sum([weight.numel() for weight, _ in linear_maps])
-    return LinearFacts(x.numel() // max(x.shape[-1], 1), gradients, packing, elements, device, x.dtype)
+    serves = gradients and native.serves("linear", x, *(w for w, _ in linear_maps))
+    serves = serves and x.dtype == weight.dtype and all(bias is None for _, bias in linear_maps)
+    serves = serves and not torch.is_autocast_enabled(device)
+    return LinearFacts(x.numel() // max(x.shape[-1], 1), gradients, packing, elements, device, x.dtype, serves)

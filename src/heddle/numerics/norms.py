@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from heddle.numerics import native
 from heddle.numerics.dispatch import Kernel, Operation, device_type
+from heddle.torch_private import foreach_norm
 
 
 class LayerNormFacts(NamedTuple):
@@ -186,6 +187,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     kernel = LAYER_NORM.choose(LayerNormFacts(x.dtype, *_weight_facts(x, weight), device_type(x)))
     y: Tensor = kernel.run(x, weight, bias, eps)
     return y
+
+
+def euclidean_norms(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norm of each of n tensors of one dtype, [n]; in at least float32 by the C++ operator."""
+    if native.serves("norms", *tensors):
+        each: Tensor = torch.ops.heddle.norms(tensors)
+        return each
+    return torch.stack(list(foreach_norm(tensors)))
 
 
 # Sinkhorn normalization (Sinkhorn & Knopp 1967): divide the columns and rows of a matrix by their sums in turn.

@@ -5,9 +5,13 @@
 model's bfloat16.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from heddle.numerics import native
+from heddle.numerics.dispatch import Kernel, Operation
 from heddle.numerics.transfer import Constants, tensor_of
 
 
@@ -50,11 +54,41 @@ def rotary_table(
     return (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)
 
 
+class RotaryFacts(NamedTuple):
+    """What decides the kernel of a rotation. native: whether its C++ operator serves these tensors."""
+
+    dtype: torch.dtype
+    shared: bool  # one table for all heads, without gradients, in the dtype of x
+    native: bool
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Rotate the first 2·pairs dimensions of heads x [B, H, T, d] by a table. The other dimensions are unchanged.
 
     `layout` is "half" or "interleaved", and must be the one the weights were trained with.
     """
+    serves = native.serves("rotary", x, cos, sin)
+    shared = serves and x.dim() == cos.dim() == 4 and cos.dtype == x.dtype and not cos.requires_grad
+    shared = shared and cos.shape[0] in (1, x.shape[0]) and cos.shape[1:3] == (1, x.shape[2])
+    y: Tensor = ROTARY.choose(RotaryFacts(x.dtype, shared, serves)).run(x, cos, sin, layout)
+    return y
+
+
+def _native(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    y: Tensor = torch.ops.heddle.rotary(x, cos, sin, layout == "half")
+    return y
+
+
+def _native_unsupported(facts: RotaryFacts) -> str | None:
+    if not facts.native:
+        return native.NOT_IN_USE
+    if not facts.shared:
+        return "heads have tables of their own, or the table differs in dtype"
+    return native.unsupported_dtype(facts.dtype)
+
+
+def reference(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """The rotation, elementwise. The arguments are described in `apply_rotary`."""
     rotary_dim = 2 * cos.shape[-1]
     rotated_dims, unrotated = (x, None) if rotary_dim == x.shape[-1] else (x[..., :rotary_dim], x[..., rotary_dim:])
     if layout == "half":
@@ -64,6 +98,15 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         first, second = rotated_dims[..., 0::2], rotated_dims[..., 1::2]
         y = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     return y if unrotated is None else torch.cat((y, unrotated), dim=-1)
+
+
+ROTARY: Operation[RotaryFacts] = Operation(
+    "rotary",
+    (
+        Kernel("native", _native, _native_unsupported, traceable=False),
+        Kernel("reference", reference, lambda facts: None),
+    ),
+)
 
 
 def sinusoidal_embedding(positions: Tensor, dim: int, dtype: torch.dtype, constants: Constants | None = None) -> Tensor:

@@ -18,14 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heddle.distributed.ranks import as_sharded, held_rows, local_part
+from heddle.distributed.ranks import as_sharded, held_rows, local_part, whole
 from heddle.distributed.sharding import compute_on_owners, owner_count
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
+from heddle.numerics import native
 from heddle.numerics.dispatch import DeviceSize
+from heddle.numerics.norms import euclidean_norms
 from heddle.numerics.random import RandomStream, stochastic_round
 from heddle.parts.modules.linear import SelfInitialized
-from heddle.torch_private import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
+from heddle.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
 # Optimizers that start without torch's compiler.
 #
@@ -299,6 +301,13 @@ class ParameterScale(NamedTuple):
 _GroupOptions = tuple[tuple[str, float], ...]  # what the tensors of a parameter group share
 
 
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norm [] of all elements of some tensors; of whole ones if they are sharded."""
+    if tensors and native.serves("norms", *tensors):
+        return euclidean_norms(tensors).norm()
+    return whole(nn.utils.get_total_norm(tensors))
+
+
 class Optimizer:
     """One or two torch optimizers over the trainable parameters.
 
@@ -372,8 +381,7 @@ class Optimizer:
         for tensor in (*map(local_part, self.trainable.values()), *self._moments()):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         with torch.no_grad():
-            norms = [norm.float() for tensors in by_dtype.values() for norm in foreach_norm(tensors)]
-            return torch.stack(norms).isfinite().all()
+            return torch.cat([euclidean_norms(tensors).float() for tensors in by_dtype.values()]).isfinite().all()
 
     def _moments(self) -> list[Tensor]:
         """Tensors that hold all moments and float32 copies of this rank."""

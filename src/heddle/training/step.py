@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heddle.data.samples import Batch
-from heddle.distributed.ranks import ONE_PROCESS, Ranks, local_part, reduce_with_next_backward, whole
+from heddle.distributed.ranks import ONE_PROCESS, Ranks, local_part, reduce_with_next_backward
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.dispatch import device_type
@@ -28,7 +28,7 @@ from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.modules.router_statistics import IndexLoss, RouterStatistics, record_router_statistics
 from heddle.torch_private import TorchDispatchMode, in_backward_pass, is_mutable, tree_leaves
 from heddle.training.distillation import Teacher
-from heddle.training.optimizer import Optimizer
+from heddle.training.optimizer import Optimizer, total_norm
 
 # Metrics of mixtures of experts in a training step: expert load, router entropy, dropped choices, auxiliary loss.
 
@@ -408,7 +408,7 @@ def apply_gradients(
     norm is global, over all trainable parameters. On an accelerator the host reads nothing; later kernels read a flag.
     """
     updated = optimizer.take_gradients()
-    norm = whole(nn.utils.get_total_norm([weight.grad for weight in updated if weight.grad is not None]))
+    norm = total_norm([weight.grad for weight in updated if weight.grad is not None])
     bad_ranks = batch.ranks.sum((~optimizer.is_finite()).float())
     result = StepResult(batch, norm, bad_ranks == 0)
     on_host = device_type(norm) == "cpu" or not optimizer.skips_on_device

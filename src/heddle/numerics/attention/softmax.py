@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from heddle.numerics import native
 from heddle.numerics.attention.flex import flex_attention
 from heddle.numerics.attention.mask import (
     NO_MODIFIERS,
@@ -69,7 +70,7 @@ class AttentionFacts(NamedTuple):
     """What decides the kernel: sizes and the static facts of the mask.
 
     dtype: of the computation. width: the larger of d_k and d_v. fixed_shape: whether later calls with gradients have
-    the same lengths.
+    the same lengths. native: whether the C++ operator serves these tensors.
     """
 
     queries: int
@@ -93,6 +94,7 @@ class AttentionFacts(NamedTuple):
     score_bias: bool = False
     linear_bias: bool = False
     selected: bool = False
+    native: bool = False
 
 
 def attention_facts(
@@ -121,6 +123,7 @@ def attention_facts(
         score_bias=modifiers.score_bias is not None,
         linear_bias=isinstance(modifiers.score_bias, LinearBias),
         selected=mask.selected is not None,
+        native=native.serves("causal_attention", q, k, v),
     )
 
 
@@ -179,6 +182,20 @@ def causal_unsupported(facts: AttentionFacts) -> str | None:
 
 def _trains_with_products(keys: int) -> bool:
     return next((length for length in LENGTHS if keys <= length), None) in triangle_lengths
+
+
+MAX_NATIVE_KEYS = 512  # torch's batched products are as fast at longer rows
+
+
+def native_unsupported(facts: AttentionFacts) -> str | None:
+    """Why the C++ operator of causal attention cannot run, or None."""
+    if not facts.native:
+        return native.NOT_IN_USE
+    if not facts.gradients or facts.queries == 1 or facts.keys > MAX_NATIVE_KEYS:
+        return f"it serves training on rows of up to {MAX_NATIVE_KEYS} keys"
+    if facts.softcap or facts.sink or facts.score_bias:
+        return "it has no softcap, sink or score bias"
+    return causal_unsupported(facts) or native.unsupported_dtype(facts.dtype)
 
 
 def triangle_unsupported(facts: AttentionFacts) -> str | None:
@@ -445,6 +462,13 @@ def _causal(
     return sdpa(q, k, v, scale, causal=True, sink=modifiers.sink_per_query(q))
 
 
+def _native(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
+) -> Tensor:
+    y: Tensor = torch.ops.heddle.causal_attention(q, k, v, scale)
+    return y
+
+
 def _triangle(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
 ) -> Tensor:
@@ -552,6 +576,7 @@ ATTENTION = Operation(
         Kernel("flash", _flash, without_dropout(flash_unsupported)),
         Kernel("products", _products, without_dropout(products_unsupported)),
         Kernel("varlen", _varlen, without_dropout(varlen_unsupported), traceable=False),
+        Kernel("native", _native, without_dropout(native_unsupported), traceable=False),
         Kernel("triangle", _triangle, without_dropout(triangle_unsupported), traceable=False),
         Kernel("causal", _causal, without_dropout(causal_unsupported)),
         Kernel("flex", _flex, without_dropout(flex_unsupported), nondeterministic=flex_nondeterministic),

@@ -15,9 +15,15 @@ from torch.compiler import is_compiling
 from heddle.torch_private import in_dispatch_mode
 
 OPERATORS = {  # operator: the file that holds it, without .cpp
+    "causal_attention": "products",
+    "cross_entropy": "elementwise",
     "experts_decode": "experts",
     "latent_decode": "latent",
+    "linear": "products",
+    "norms": "elementwise",
     "rms_norm": "elementwise",
+    "rotary": "elementwise",
+    "swiglu": "elementwise",
 }
 NOT_IN_USE = "its C++ operator is not in use for these tensors"  # why a native kernel rejects a call
 

@@ -42,6 +42,20 @@ template <> inline at::BFloat16 narrow<at::BFloat16>(float x) {
     return at::BFloat16(uint16_t(x != x ? 0x7fc0 : rounded), at::BFloat16::from_bits());
 }
 
+// exp within 2 units in the last place, also of infinities and NaN, written so that loops of it become vector instructions.
+inline float fast_exp(float x) {
+    const float t = x * 1.44269504f + 12582912.0f, n = t - 12582912.0f;  // rounded to an integer
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.98412698e-4f;
+    for (float c : {1.38888889e-3f, 8.33333333e-3f, 4.16666667e-2f, 1.66666667e-1f, 0.5f, 1.0f, 1.0f}) p = p * r + c;
+    const int32_t k = int32_t(x < -104.0f ? -150.0f : x > 89.0f ? 129.0f : x != x ? 0.0f : n), half = k >> 1;
+    const int32_t bits[2] = {(half + 127) << 23, (k - half + 127) << 23};
+    float scale[2];
+    std::memcpy(scale, bits, 8);
+    return x < -104.0f ? 0.0f : x > 89.0f ? INFINITY : p * scale[0] * scale[1];
+}
+inline double fast_exp(double x) { return std::exp(x); }
+
 // Call f<T>() with the storage type of a tensor.
 #define HEDDLE_DISPATCH(tensor, T, ...)                                               \
     switch ((tensor).scalar_type()) {                                                 \

@@ -114,8 +114,204 @@ Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, dou
     return RMSNorm::apply(x, weight, eps, offset, before);
 }
 
+// SwiGLU: y = g sigmoid(g) u, and its gradients.
+
+template <typename T> void swiglu_forward(const T* gate, const T* up, T* y, int64_t n) {
+    at::parallel_for(0, n, GRAIN, [=](int64_t begin, int64_t end) {
+#pragma omp simd
+        for (int64_t i = begin; i < end; i++) {
+            const Wide<T> g = wide(gate[i]);
+            y[i] = narrow<T>(g / (1 + fast_exp(-g)) * wide(up[i]));
+        }
+    });
+}
+
+template <typename T> void swiglu_backward(const T* gate, const T* up, const T* dy, T* dgate, T* dup, int64_t n) {
+    at::parallel_for(0, n, GRAIN, [=](int64_t begin, int64_t end) {
+#pragma omp simd
+        for (int64_t i = begin; i < end; i++) {
+            const Wide<T> g = wide(gate[i]), d = wide(dy[i]), s = 1 / (1 + fast_exp(-g));
+            dgate[i] = narrow<T>(d * wide(up[i]) * s * (1 + g * (1 - s)));
+            dup[i] = narrow<T>(d * g * s);
+        }
+    });
+}
+
+struct Swiglu : torch::autograd::Function<Swiglu> {
+    static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
+        const Tensor g = gate.contiguous(), u = up.contiguous();
+        Tensor y = at::empty_like(g);
+        HEDDLE_DISPATCH(g, T, swiglu_forward<T>(g.const_data_ptr<T>(), u.const_data_ptr<T>(), y.data_ptr<T>(), g.numel()))
+        ctx->save_for_backward({g, u});
+        return y;
+    }
+
+    static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+        refuse_second_derivatives("swiglu");
+        const auto saved = ctx->get_saved_variables();
+        const Tensor &g = saved[0], &u = saved[1], dy = gradients[0].contiguous();
+        Tensor dg = at::empty_like(g), du = at::empty_like(u);
+        HEDDLE_DISPATCH(g, T, swiglu_backward<T>(g.const_data_ptr<T>(), u.const_data_ptr<T>(), dy.const_data_ptr<T>(),
+            dg.data_ptr<T>(), du.data_ptr<T>(), g.numel()))
+        return {dg, du};
+    }
+};
+
+Tensor swiglu(const Tensor& gate, const Tensor& up) { return Swiglu::apply(gate, up); }
+
+// Rotation of pairs of heads x [B, H, T, d] by a table [1 or B, 1, T, pairs]; dims above 2 pairs are copied. turn: 1, or
+// -1 for the inverse rotation, which is the gradient.
+
+template <typename T>
+void rotate_rows(const Tensor& x, const Tensor& cosines, const Tensor& sines, Tensor& y, bool half, Wide<T> turn) {
+    const int64_t heads = x.size(1), length = x.size(2), dim = x.size(3), pairs = cosines.size(3);
+    const int64_t per_row = cosines.size(0) > 1 ? length * pairs : 0;
+    const T *in = x.const_data_ptr<T>(), *c = cosines.const_data_ptr<T>(), *s = sines.const_data_ptr<T>();
+    T* out = y.data_ptr<T>();
+    const int64_t xb = x.stride(0), xh = x.stride(1), xt = x.stride(2), yb = y.stride(0), yh = y.stride(1), yt = y.stride(2);
+    for_rows(x.size(0) * length, heads * dim, [=](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++) {
+            const int64_t b = token / length, t = token % length;
+            const T *co = c + b * per_row + t * pairs, *si = s + b * per_row + t * pairs;
+            for (int64_t h = 0; h < heads; h++) {
+                const T* from = in + b * xb + h * xh + t * xt;
+                T* to = out + b * yb + h * yh + t * yt;
+                if (half) {
+#pragma omp simd
+                    for (int64_t i = 0; i < pairs; i++) {
+                        const Wide<T> first = wide(from[i]), second = wide(from[i + pairs]);
+                        const Wide<T> cosine = wide(co[i]), sine = turn * wide(si[i]);
+                        to[i] = narrow<T>(first * cosine - second * sine);
+                        to[i + pairs] = narrow<T>(second * cosine + first * sine);
+                    }
+                } else {
+#pragma omp simd
+                    for (int64_t i = 0; i < pairs; i++) {
+                        const Wide<T> first = wide(from[2 * i]), second = wide(from[2 * i + 1]);
+                        const Wide<T> cosine = wide(co[i]), sine = turn * wide(si[i]);
+                        to[2 * i] = narrow<T>(first * cosine - second * sine);
+                        to[2 * i + 1] = narrow<T>(second * cosine + first * sine);
+                    }
+                }
+                for (int64_t i = 2 * pairs; i < dim; i++) to[i] = from[i];
+            }
+        }
+    });
+}
+
+// The result has the memory layout [B, T, H, d], in which projections write heads and read them.
+Tensor rotated(const Tensor& input, const Tensor& cosines, const Tensor& sines, bool half, double turn) {
+    const Tensor x = input.stride(3) == 1 ? input : input.contiguous();
+    Tensor y = at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
+    HEDDLE_DISPATCH(x, T, rotate_rows<T>(x, cosines, sines, y, half, Wide<T>(turn)))
+    return y;
+}
+
+struct Rotary : torch::autograd::Function<Rotary> {
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cosines, const Tensor& sines, bool half) {
+        const Tensor c = cosines.contiguous(), s = sines.contiguous();
+        ctx->save_for_backward({c, s});
+        ctx->saved_data["half"] = half;
+        return rotated(x, c, s, half, 1);
+    }
+
+    static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+        refuse_second_derivatives("rotary");
+        const auto saved = ctx->get_saved_variables();
+        return {rotated(gradients[0], saved[0], saved[1], ctx->saved_data["half"].toBool(), -1), Tensor(), Tensor(), Tensor()};
+    }
+};
+
+Tensor rotary(const Tensor& x, const Tensor& cosines, const Tensor& sines, bool half) {
+    return Rotary::apply(x, cosines, sines, half);
+}
+
+// Cross-entropy of scaled logits [n, vocab] with targets int64 [n]: returns the sum of the losses, in the wide type. With
+// gradients, weight times the gradient of the sum overwrites the logits.
+
+template <typename T>
+void cross_entropy_rows(T* logits, const int64_t* targets, Wide<T>* losses, int64_t rows, int64_t vocab, Wide<T> scale, Wide<T> weight, bool gradients) {
+    using W = Wide<T>;
+    for_rows(rows, vocab, [=](int64_t begin, int64_t end) {
+        std::vector<W> buffer(vocab);
+        W* e = buffer.data();
+        for (int64_t row = begin; row < end; row++) {
+            T* z = logits + row * vocab;
+            W largest = -INFINITY, total = 0;
+#pragma omp simd reduction(max : largest)
+            for (int64_t i = 0; i < vocab; i++) {
+                e[i] = scale * wide(z[i]);
+                largest = std::max(largest, e[i]);
+            }
+            const W target = e[targets[row]];
+#pragma omp simd reduction(+ : total)
+            for (int64_t i = 0; i < vocab; i++) {
+                e[i] = fast_exp(e[i] - largest);
+                total += e[i];
+            }
+            losses[row] = std::log(total) + largest - target;
+            if (!gradients) continue;
+            const W factor = scale * weight / total;
+            const W at_target = e[targets[row]] * factor - scale * weight;
+#pragma omp simd
+            for (int64_t i = 0; i < vocab; i++) z[i] = narrow<T>(factor * e[i]);
+            z[targets[row]] = narrow<T>(at_target);
+        }
+    });
+}
+
+Tensor cross_entropy_(Tensor logits, const Tensor& targets, double scale, double weight, bool gradients) {
+    TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous(), "cross_entropy_: logits must be contiguous");
+    Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(wide_type(logits)));
+    HEDDLE_DISPATCH(logits, T, cross_entropy_rows<T>(logits.data_ptr<T>(), targets.const_data_ptr<int64_t>(),
+        losses.data_ptr<Wide<T>>(), logits.size(0), logits.size(1), Wide<T>(scale), Wide<T>(weight), gradients))
+    return losses.sum();
+}
+
+// The Euclidean norm of each tensor, [n], in the wide type of the first one; double inside.
+
+template <typename T> double square_sum(const T* x, int64_t n) {
+    double total = 0;
+    for (int64_t start = 0; start < n; start += 4096) {
+        Wide<T> part = 0;
+        const int64_t stop = std::min(n, start + 4096);
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = start; i < stop; i++) part += wide(x[i]) * wide(x[i]);
+        total += double(part);
+    }
+    return total;
+}
+
+Tensor norms(at::TensorList tensors) {
+    constexpr int64_t PART = 1 << 15;
+    std::vector<std::pair<int64_t, int64_t>> parts;  // tensor, first element
+    std::vector<Tensor> xs;
+    for (const Tensor& x : tensors) {
+        for (int64_t first = 0; first < x.numel(); first += PART) parts.emplace_back(int64_t(xs.size()), first);
+        xs.push_back(x.contiguous());
+    }
+    std::vector<double> sums(parts.size()), totals(xs.size(), 0.0);
+    at::parallel_for(0, int64_t(parts.size()), 2, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            const Tensor& x = xs[parts[i].first];
+            const int64_t first = parts[i].second, n = std::min(PART, x.numel() - first);
+            HEDDLE_DISPATCH(x, T, sums[i] = square_sum<T>(x.const_data_ptr<T>() + first, n))
+        }
+    });
+    for (size_t i = 0; i < parts.size(); i++) totals[parts[i].first] += sums[i];
+    Tensor result = at::empty({int64_t(xs.size())}, xs[0].options().dtype(wide_type(xs[0])));
+    for (size_t i = 0; i < xs.size(); i++)
+        if (result.scalar_type() == at::kDouble) result.data_ptr<double>()[i] = std::sqrt(totals[i]);
+        else result.data_ptr<float>()[i] = float(std::sqrt(totals[i]));
+    return result;
+}
+
 TORCH_LIBRARY_FRAGMENT(heddle, m) {
     m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset, bool before) -> Tensor", &rms_norm);
+    m.def("swiglu(Tensor gate, Tensor up) -> Tensor", &swiglu);
+    m.def("rotary(Tensor x, Tensor cosines, Tensor sines, bool half) -> Tensor", &rotary);
+    m.def("cross_entropy_(Tensor(a!) logits, Tensor targets, float scale, float weight, bool gradients) -> Tensor", &cross_entropy_);
+    m.def("norms(Tensor[] tensors) -> Tensor", &norms);
 }
 
 }  // namespace heddle

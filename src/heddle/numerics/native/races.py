@@ -6,23 +6,27 @@ import torch
 from torch import Tensor
 
 from heddle.numerics.activations import activation
+from heddle.numerics.attention import softmax
 from heddle.numerics.attention.latent import latent_attention
 from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.cross_entropy import OutputHead, loss_sum
 from heddle.numerics.experts.mixture import run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
-from heddle.numerics.linear import PackedWeightCache, packed_weights
-from heddle.numerics.norms import rms_norm
+from heddle.numerics.linear import PackedWeightCache, linear, packed_weights
+from heddle.numerics.norms import euclidean_norms, rms_norm
+from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_table
 
-ROWS, WIDTH = 1024, 256
+ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 4, 128, 128, 352, 4, 2, 2048
 LATENT = (12, 8192, 256, 64, 32)  # of latent attention: heads, keys, rank, and dims without and with a rotation
-EXPERTS = (32, 512, 704)  # experts, width, hidden: more than a CPU's caches hold
+EXPERTS = (16, 512, 704)  # experts, width, hidden: more than most CPUs' caches hold
+Step = Callable[[], None]
 
 
 def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").requires_grad_()
 
 
-def _train(outputs: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], None]:
+def _train(outputs: Callable[[], Tensor], *inputs: Tensor) -> Step:
     def run() -> None:
         with torch.enable_grad():
             y = outputs()
@@ -31,12 +35,55 @@ def _train(outputs: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], None]
     return run
 
 
-def _rms_norm() -> Callable[[], None]:
-    x, weight = _random(ROWS, WIDTH), _random(WIDTH)
+def _rms_norm() -> Step:
+    x, weight = _random(ROWS, LENGTH, WIDTH), _random(WIDTH)
     return _train(lambda: rms_norm(x, weight, 1e-6), x, weight)
 
 
-def _latent_decode() -> Callable[[], None]:
+def _norms() -> Step:
+    tensors = [_random(WIDTH, WIDTH).detach() for _ in range(64)]
+
+    def run() -> None:
+        euclidean_norms(tensors)
+
+    return run
+
+
+def _swiglu() -> Step:
+    gate, up, swiglu = _random(ROWS, LENGTH, HIDDEN), _random(ROWS, LENGTH, HIDDEN), activation("silu")
+    return _train(lambda: swiglu(up, gate), up, gate)
+
+
+def _rotary() -> Step:
+    x, dim = _random(ROWS, LENGTH, HEADS, WIDTH // HEADS), WIDTH // HEADS
+    table = rotary_table(torch.arange(LENGTH)[None], inverse_frequencies(dim, 10000.0), torch.float32)
+    return _train(lambda: apply_rotary(x.transpose(1, 2), *table, "half"), x)
+
+
+def _causal_attention() -> Step:
+    dim = WIDTH // HEADS
+    q, k, v = (
+        _random(ROWS, HEADS, LENGTH, dim),
+        _random(ROWS, KV_HEADS, LENGTH, dim),
+        _random(ROWS, KV_HEADS, LENGTH, dim),
+    )
+    positions = torch.arange(LENGTH, dtype=torch.int32)[None].expand(ROWS, -1)
+    mask = AttentionMask(positions, positions, contiguous=True)
+    return _train(lambda: softmax.attention(q, k, v, mask, dim**-0.5), q, k, v)
+
+
+def _cross_entropy() -> Step:
+    hidden, weight = _random(ROWS * LENGTH, WIDTH), _random(VOCABULARY, WIDTH)
+    targets = torch.arange(ROWS * LENGTH)
+    return _train(lambda: loss_sum(hidden, OutputHead(weight), targets), hidden, weight)
+
+
+def _linear() -> Step:
+    x, weight = _random(ROWS, LENGTH, WIDTH), _random(HIDDEN, WIDTH)
+    return _train(lambda: linear(x, weight), x, weight)
+
+
+def _latent_decode() -> Step:
     heads, keys, rank, nope, rope = LATENT
     mask = AttentionMask(torch.tensor([[keys - 1]]), torch.arange(keys)[None], all_visible=True)
     latents, up = _random(1, 1, keys, rank + rope), _random(heads * nope, rank)
@@ -44,14 +91,11 @@ def _latent_decode() -> Callable[[], None]:
     return torch.no_grad()(lambda: latent_attention(q_nope, q_rope, latents, up, up, mask, 0.1))
 
 
-def _experts_decode() -> Callable[[], None]:
+def _experts_decode() -> Step:
     experts, width, hidden = EXPERTS
-    up, down, x = _random(experts, hidden, width), _random(experts, width, hidden), _random(1, width)
-    weights, gates, silu = (
-        ExpertWeights(up, down, _random(experts, hidden, width)),
-        torch.full((1, 2), 0.5),
-        activation("silu"),
-    )
+    up, gate, down = (_random(experts, *shape) for shape in ((hidden, width), (hidden, width), (width, hidden)))
+    x, weights, gates = _random(1, width), ExpertWeights(up, down, gate), torch.full((1, 2), 0.5)
+    silu = activation("silu")
     pairs = [ExpertAssignment(pair, gates, none_dropped=True) for pair in torch.arange(experts).view(-1, 1, 2)]
 
     def run() -> None:
@@ -63,8 +107,14 @@ def _experts_decode() -> Callable[[], None]:
     return run
 
 
-RACES: dict[str, Callable[[], Callable[[], None]]] = {  # operator: makes what is timed
+RACES: dict[str, Callable[[], Step]] = {  # operator: makes what is timed
+    "causal_attention": _causal_attention,
+    "cross_entropy": _cross_entropy,
     "experts_decode": _experts_decode,
     "latent_decode": _latent_decode,
+    "linear": _linear,
+    "norms": _norms,
     "rms_norm": _rms_norm,
+    "rotary": _rotary,
+    "swiglu": _swiglu,
 }

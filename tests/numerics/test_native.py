@@ -1,0 +1,246 @@
+"""C++ operators equal the plain way in float64, values and gradients; what cannot be built is named, and not used."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from heddle import extensions
+from heddle.data.samples import Batch
+from heddle.laws.harness import LawViolation
+from heddle.laws.kernels import kernel_equivalence
+from heddle.model.decoder import build
+from heddle.model.load_config import load_config
+from heddle.numerics import native, norms
+from heddle.numerics.activations import activation
+from heddle.numerics.attention import softmax
+from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.cross_entropy import OutputHead, loss_sum
+from heddle.numerics.dispatch import Kernel, Operation, record_choices
+from heddle.numerics.kernels import kernels
+from heddle.numerics.linear import linear
+from heddle.numerics.native.races import RACES
+from heddle.numerics.norms import euclidean_norms, rms_norm
+from heddle.numerics.rotary import apply_rotary
+from heddle.torch_private import LightDispatchMode
+from heddle.training.optimizer import build_optimizer
+from heddle.training.step import accumulate_gradients, apply_gradients
+
+Case = tuple[str, Callable[..., Tensor], list[Tensor]]  # operation, function of the inputs, the inputs
+DESIGN = ["vocab_size=64", "width=32", "layers=2"]
+
+
+@pytest.fixture
+def operators() -> None:
+    """All operators, built once for all tests of this process."""
+    assert extensions.install(native.OPERATORS) == tuple(sorted(native.OPERATORS))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    positions = torch.arange(q.shape[2], dtype=torch.int32)[None].expand(q.shape[0], -1)
+    return softmax.attention(q, k.transpose(1, 2), v, AttentionMask(positions, positions, contiguous=True), 0.3)
+
+
+def _cases() -> Iterator[Case]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+    for shape in ((3, 5, 7), (2, 1, 128), (4, 33), (130, 65)):
+        for offset in (0.0, 1.0):
+            for cast in ("before", "after"):
+                norm = partial(rms_norm, eps=1e-6, offset=offset, cast=cast)
+                yield "rms_norm", norm, [random(*shape), random(shape[-1])]
+        yield "rms_norm", lambda x: rms_norm(x.transpose(0, 1), None, 1e-3), [random(*shape)]
+        yield "swiglu", activation("silu"), [random(*shape), random(*shape)]
+    for layout in ("half", "interleaved"):
+        for batch in (1, 2):
+            table = random(batch, 1, 7, 5).detach(), random(batch, 1, 7, 5).detach()
+            yield "rotary", lambda x, t=table, n=layout: apply_rotary(x.transpose(1, 2), *t, n), [random(2, 7, 3, 13)]
+    for batch, heads, groups, length, dim, values in ((1, 1, 1, 2, 3, 5), (2, 4, 2, 97, 24, 70), (1, 6, 2, 200, 65, 8)):
+        inputs = (
+            random(batch, heads, length, dim),
+            random(batch, length, groups, dim),
+            random(batch, groups, length, values),
+        )
+        yield "attention", _attention, list(inputs)
+    targets = torch.randint(101, (37,))
+    for scale in (1.0, 1.7):
+        head = partial(OutputHead, scale=scale)
+        yield (
+            "linear_cross_entropy",
+            lambda h, w, head=head: loss_sum(h, head(w), targets),
+            [random(37, 9), random(101, 9)],
+        )
+    for rows, inputs_, outputs in ((64, 1, 1), (65, 3, 5), (100, 300, 70), (130, 31, 200), (77, 64, 64)):
+        yield "linear", lambda x, w: linear(x.T, w), [random(inputs_, rows), random(outputs, inputs_)]
+
+
+def _results(run: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    y = run(*inputs)
+    gradient = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, inputs, gradient)]
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.usefixtures("operators")
+def test_operators_equal_the_reference_in_values_and_gradients() -> None:
+    torch.set_num_threads(2)
+    for operation, run, inputs in _cases():
+        with record_choices("cpu") as choices:
+            got = _results(run, inputs)
+        assert (operation, "native") in [choice[:2] for choice in choices]
+        with kernels(**{operation: "reference"}):
+            want = _results(run, inputs)
+        for number, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert _error(a, b) < 1e-12, (operation, [x.shape for x in inputs], number)
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_storage_in_fewer_bits_is_as_exact_as_the_plain_way(dtype: torch.dtype) -> None:
+    for operation, run, inputs in _cases():
+        if operation == "rotary" or (operation == "linear" and dtype == torch.bfloat16):
+            continue  # the table has its dtype; bfloat16 products are oneDNN's
+        rounded = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        with kernels(**{operation: "reference"}):
+            exact = _results(run, [x.detach().double().requires_grad_() for x in rounded])
+            plain = _results(run, rounded)
+        with kernels(**{operation: "native"}):
+            got = _results(run, rounded)
+        for a, b, c in zip(got, plain, exact, strict=True):
+            assert a.dtype == b.dtype
+            assert _error(a, c) < 2 * _error(b, c) + torch.finfo(dtype).eps, (operation, [x.shape for x in inputs])
+
+
+@pytest.mark.usefixtures("operators")
+def test_infinities_and_nan_are_as_in_the_plain_way() -> None:
+    x = torch.tensor([float("nan"), float("inf"), -1e4, -90.0, -88.0, 0.0, 88.0, 89.5, 1e4])
+    with kernels(swiglu="reference"):
+        want = activation("silu")(torch.ones_like(x), x)
+    got = activation("silu")(torch.ones_like(x), x)
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-6, atol=1e-37)
+
+
+@pytest.mark.usefixtures("operators")
+def test_the_law_of_kernels_covers_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("preset:gqa-tiny", DESIGN)
+    kernel_equivalence(config)
+
+    def biased(*arguments: object) -> Tensor:
+        y: Tensor = norms.RMS_NORM.kernels[-1].run(*arguments)
+        return y * (1 + 1e-6)
+
+    first, *others = norms.RMS_NORM.kernels
+    planted = Kernel("native", biased, first.unsupported, traceable=False)
+    monkeypatch.setattr(norms, "RMS_NORM", Operation("rms_norm", (planted, *others)))
+    with pytest.raises(LawViolation, match="chosen kernels"):
+        kernel_equivalence(config)
+
+
+def _trained(operators: frozenset[str]) -> dict[str, Tensor]:
+    native.in_use = operators
+    torch.manual_seed(0)
+    model = build(load_config("preset:gqa-tiny", DESIGN)).double().train()
+    optimizer = build_optimizer(model, 0.1)
+    for seed in range(3):
+        tokens = np.random.default_rng(seed).integers(1, 64, (4, 65))
+        result = accumulate_gradients(model, Batch(tokens, ((64,),) * 4, np.arange(4)), (0, 0))
+        apply_gradients(model, optimizer, result, 1e-3, 0.1)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.usefixtures("operators")
+def test_training_steps_give_the_same_weights() -> None:
+    got, want = _trained(frozenset(native.OPERATORS)), _trained(frozenset())
+    for name, weight in want.items():
+        assert _error(got[name], weight) < 1e-10, name
+
+
+@pytest.mark.usefixtures("operators")
+def test_norms_of_many_tensors() -> None:
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((1,), (3, 70001), (7, 5))]
+    tensors.append(torch.randn(9, 4, dtype=torch.float64).T)
+    want = torch.stack([x.norm() for x in tensors])
+    assert _error(euclidean_norms(tensors), want) < 1e-14
+    assert not euclidean_norms([torch.tensor([1.0, float("nan")])]).isfinite().any()
+
+
+@pytest.mark.usefixtures("operators")
+def test_second_derivatives_are_refused() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(rms_norm(x, None, 1e-6).sum(), x)
+    assert not gradient.requires_grad
+    with pytest.raises(RuntimeError, match="rms_norm: its C\\+\\+ operator has no second derivatives"):
+        torch.autograd.grad(rms_norm(x, None, 1e-6).sum(), x, create_graph=True)
+
+
+@pytest.mark.usefixtures("operators")
+def test_only_plain_tensors_with_values_are_served() -> None:
+    x = torch.randn(3)
+    assert native.serves("rms_norm", x, None)
+    assert not native.serves("rms_norm", torch.empty(3, device="meta"))
+    assert not native.serves("rms_norm", x.as_subclass(_OwnTensor))
+    with LightDispatchMode():
+        assert not native.serves("rms_norm", x)
+    extensions.install(())
+    assert not native.serves("rms_norm", x)
+
+
+class _OwnTensor(Tensor):
+    """A tensor of another library."""
+
+
+def test_every_operator_is_timed() -> None:
+    assert RACES.keys() == native.OPERATORS.keys()
+    for prepare in RACES.values():
+        prepare()()
+
+
+def test_what_cannot_be_built_is_named_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEDDLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(extensions, "_loaded", set())
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert extensions.install(["rms_norm"]) == ()
+    assert not native.in_use
+    want = "C++ operators rms_norm: the plain ways are used, because no C++ compiler was found; install g++, or set CXX"
+    assert want in capsys.readouterr().err
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'error: out of order' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    extensions._compiler_version.cache_clear()
+    assert extensions.install(["rms_norm"]) == ()
+    assert "elementwise.cpp could not be built: error: out of order" in capsys.readouterr().err
+    extensions._compiler_version.cache_clear()
+
+
+def test_a_damaged_build_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEDDLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(extensions, "_loaded", set())
+    built: list[Path] = []
+
+    def build_file(group: str, path: Path) -> None:
+        built.append(path)
+        path.write_bytes(b"code")
+        extensions.write_json_file(
+            extensions._record_of(path), {"code": extensions.hashlib.sha256(b"code").hexdigest()}
+        )
+
+    monkeypatch.setattr(extensions, "_build", build_file)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    for damage in (b"code", b"cod", b""):
+        extensions._loaded.clear()
+        extensions.install(["rms_norm"])
+        built[-1].write_bytes(damage)
+    extensions._loaded.clear()
+    extensions.install(["rms_norm"])
+    assert len(built) == 3  # the first, and after each damage
