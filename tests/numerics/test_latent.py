@@ -258,7 +258,7 @@ def long_case(queries: int, keys: int, dtype: torch.dtype) -> tuple[list[Tensor]
 
 @pytest.mark.usefixtures("_operator")
 @pytest.mark.parametrize("queries", [1, 2, 8])
-@pytest.mark.parametrize("keys", [9, 97, 700])
+@pytest.mark.parametrize("keys", [40, 97, 700])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_reading_equals_the_reference(queries: int, keys: int, dtype: torch.dtype, threads: int) -> None:
@@ -277,10 +277,11 @@ def test_one_reading_equals_the_reference(queries: int, keys: int, dtype: torch.
             last = latent.latent_attention(*one, visible, SCALE)
     finally:
         torch.set_num_threads(before)
-    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
     whole = KERNELS["reference"](*(x.double() for x in one), visible, SCALE)
-    torch.testing.assert_close(last.double(), whole, rtol=0, atol=bound)
+    bound = {torch.float64: 1e-25, torch.float32: 1e-11, torch.bfloat16: 1e-5}[dtype]
+    for got, want in ((actual, expected), (last, whole)):
+        assert got.dtype == dtype
+        assert float((got.double() - want).square().mean() / want.square().mean()) <= bound
 
 
 @pytest.mark.usefixtures("_operator")
