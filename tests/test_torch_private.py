@@ -106,6 +106,13 @@ def test_the_backward_pass_is_known() -> None:
     assert (seen, torch_private.in_backward_pass()) == ([True], False)
 
 
+def test_a_dispatch_mode_is_known() -> None:
+    """Operators in C++ run within modes, which see nothing of what they compute."""
+    with Operators():
+        assert torch_private.in_dispatch_mode()
+    assert not torch_private.in_dispatch_mode()
+
+
 def test_the_compiler_calls_a_function_that_is_constant() -> None:
     """Compiled models trace the import of optional libraries, and fail."""
     calls = []

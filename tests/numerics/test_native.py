@@ -31,7 +31,7 @@ from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 
 Case = tuple[str, Callable[..., Tensor], list[Tensor]]  # operation, function of the inputs, the inputs
-DESIGN = ["vocab_size=64", "width=32", "layers=2"]
+DESIGN = ["vocab_size=64", "width=32", "layers.0.repeat=2"]
 
 
 @pytest.fixture
@@ -214,7 +214,9 @@ def test_what_cannot_be_built_is_named_and_not_used(
     want = "C++ operators rms_norm: the plain ways are used, because no C++ compiler was found; install g++, or set CXX"
     assert want in capsys.readouterr().err
     compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\necho 'error: out of order' >&2\nexit 1\n")
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *" -c "*) echo error: out of order >&2; exit 1;; *) exec c++ "$@";; esac\n'
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     extensions._compiler_version.cache_clear()

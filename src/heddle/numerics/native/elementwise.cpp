@@ -7,7 +7,8 @@ namespace heddle {
 // rounds: y is rounded to the storage type before it is multiplied by g.
 
 template <typename T>
-void rms_norm_rows(const T* x, const Wide<T>* g, T* y, Wide<T>* scales, int64_t rows, int64_t width, double eps, bool rounds) {
+void rms_norm_rows(const T* x, const Wide<T>* g, T* y, Wide<T>* scales, int64_t rows, int64_t width, double eps,
+                   bool rounds) {
     using W = Wide<T>;
     for_rows(rows, width, [=](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
@@ -34,7 +35,8 @@ void rms_norm_rows(const T* x, const Wide<T>* g, T* y, Wide<T>* scales, int64_t 
 
 // dx = s (g dy - x s^2 mean(g dy x)), dg = sum over rows of dy x s, summed per thread and then over threads.
 template <typename T>
-void rms_norm_backward_rows(const T* x, const Wide<T>* g, const Wide<T>* scales, const T* dy, T* dx, Wide<T>* dg, int64_t rows, int64_t width) {
+void rms_norm_backward_rows(const T* x, const Wide<T>* g, const Wide<T>* scales, const T* dy, T* dx, Wide<T>* dg,
+                            int64_t rows, int64_t width) {
     using W = Wide<T>;
     const int64_t parts = std::min<int64_t>(at::get_num_threads(), std::max<int64_t>(1, rows * width / GRAIN));
     std::vector<W> sums(dg ? parts * width : 0, W(0));
@@ -57,7 +59,8 @@ void rms_norm_backward_rows(const T* x, const Wide<T>* g, const Wide<T>* scales,
                 const W c = dot * scale * scale / W(width);
                 if (g) {
 #pragma omp simd
-                    for (int64_t i = 0; i < width; i++) out[i] = narrow<T>(scale * (g[i] * wide(up[i]) - c * wide(in[i])));
+                    for (int64_t i = 0; i < width; i++)
+                        out[i] = narrow<T>(scale * (g[i] * wide(up[i]) - c * wide(in[i])));
                 } else {
 #pragma omp simd
                     for (int64_t i = 0; i < width; i++) out[i] = narrow<T>(scale * (wide(up[i]) - c * wide(in[i])));
@@ -73,23 +76,25 @@ void rms_norm_backward_rows(const T* x, const Wide<T>* g, const Wide<T>* scales,
         for (int64_t i = 0; i < width; i++) dg[i] += all[part * width + i];
 }
 
-inline at::ScalarType wide_type(const Tensor& x) {
-    return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
+inline at::ScalarType wide_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 struct RMSNorm : torch::autograd::Function<RMSNorm> {
-    static Tensor forward(AutogradContext* ctx, const Tensor& input, const optional<Tensor>& weight, double eps, double offset, bool before) {
+    static Tensor forward(AutogradContext* ctx, const Tensor& input, const optional<Tensor>& weight, double eps,
+                          double offset, bool before) {
         const Tensor x = input.contiguous();
         const int64_t width = x.size(-1), rows = width ? x.numel() / width : 0;
         Tensor g, y = at::empty_like(x), scales = at::empty({rows}, x.options().dtype(wide_type(x)));
         if (weight) {
             g = *weight;
-            if (before) g = (offset ? at::add(g, offset) : g).to(x.scalar_type()).to(scales.scalar_type());
-            else g = offset ? at::add(g.to(scales.scalar_type()), offset) : g.to(scales.scalar_type());
+            if (before)
+                g = (offset ? at::add(g, offset) : g).to(x.scalar_type()).to(scales.scalar_type());
+            else
+                g = offset ? at::add(g.to(scales.scalar_type()), offset) : g.to(scales.scalar_type());
             g = g.contiguous();
         }
-        HEDDLE_DISPATCH(x, T, rms_norm_rows<T>(x.const_data_ptr<T>(), g.defined() ? g.const_data_ptr<Wide<T>>() : nullptr,
-            y.data_ptr<T>(), scales.data_ptr<Wide<T>>(), rows, width, eps, before))
+        HEDDLE_DISPATCH(x, T,
+                        rms_norm_rows<T>(x.const_data_ptr<T>(), g.defined() ? g.const_data_ptr<Wide<T>>() : nullptr,
+                                         y.data_ptr<T>(), scales.data_ptr<Wide<T>>(), rows, width, eps, before))
         ctx->save_for_backward({x, g, scales});
         ctx->saved_data["weight"] = weight ? int64_t(weight->scalar_type()) : int64_t(-1);
         ctx->saved_data["trains"] = weight && weight->requires_grad();
@@ -102,9 +107,11 @@ struct RMSNorm : torch::autograd::Function<RMSNorm> {
         const Tensor &x = saved[0], &g = saved[1], &scales = saved[2], dy = gradients[0].contiguous();
         Tensor dx = at::empty_like(x), dg;
         if (ctx->saved_data["trains"].toBool()) dg = at::zeros({x.size(-1)}, scales.options());
-        HEDDLE_DISPATCH(x, T, rms_norm_backward_rows<T>(x.const_data_ptr<T>(), g.defined() ? g.const_data_ptr<Wide<T>>() : nullptr,
-            scales.const_data_ptr<Wide<T>>(), dy.const_data_ptr<T>(), dx.data_ptr<T>(), dg.defined() ? dg.data_ptr<Wide<T>>() : nullptr,
-            scales.numel(), x.size(-1)))
+        HEDDLE_DISPATCH(
+            x, T,
+            rms_norm_backward_rows<T>(x.const_data_ptr<T>(), g.defined() ? g.const_data_ptr<Wide<T>>() : nullptr,
+                                      scales.const_data_ptr<Wide<T>>(), dy.const_data_ptr<T>(), dx.data_ptr<T>(),
+                                      dg.defined() ? dg.data_ptr<Wide<T>>() : nullptr, scales.numel(), x.size(-1)))
         if (dg.defined()) dg = dg.to(at::ScalarType(ctx->saved_data["weight"].toInt()));
         return {dx, dg, Tensor(), Tensor(), Tensor()};
     }
@@ -116,7 +123,8 @@ Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, dou
 
 // SwiGLU: y = g sigmoid(g) u, and its gradients.
 
-template <typename T> void swiglu_forward(const T* gate, const T* up, T* y, int64_t n) {
+template <typename T>
+void swiglu_forward(const T* gate, const T* up, T* y, int64_t n) {
     at::parallel_for(0, n, GRAIN, [=](int64_t begin, int64_t end) {
 #pragma omp simd
         for (int64_t i = begin; i < end; i++) {
@@ -126,7 +134,8 @@ template <typename T> void swiglu_forward(const T* gate, const T* up, T* y, int6
     });
 }
 
-template <typename T> void swiglu_backward(const T* gate, const T* up, const T* dy, T* dgate, T* dup, int64_t n) {
+template <typename T>
+void swiglu_backward(const T* gate, const T* up, const T* dy, T* dgate, T* dup, int64_t n) {
     at::parallel_for(0, n, GRAIN, [=](int64_t begin, int64_t end) {
 #pragma omp simd
         for (int64_t i = begin; i < end; i++) {
@@ -141,7 +150,8 @@ struct Swiglu : torch::autograd::Function<Swiglu> {
     static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
         const Tensor g = gate.contiguous(), u = up.contiguous();
         Tensor y = at::empty_like(g);
-        HEDDLE_DISPATCH(g, T, swiglu_forward<T>(g.const_data_ptr<T>(), u.const_data_ptr<T>(), y.data_ptr<T>(), g.numel()))
+        HEDDLE_DISPATCH(g, T,
+                        swiglu_forward<T>(g.const_data_ptr<T>(), u.const_data_ptr<T>(), y.data_ptr<T>(), g.numel()))
         ctx->save_for_backward({g, u});
         return y;
     }
@@ -151,16 +161,17 @@ struct Swiglu : torch::autograd::Function<Swiglu> {
         const auto saved = ctx->get_saved_variables();
         const Tensor &g = saved[0], &u = saved[1], dy = gradients[0].contiguous();
         Tensor dg = at::empty_like(g), du = at::empty_like(u);
-        HEDDLE_DISPATCH(g, T, swiglu_backward<T>(g.const_data_ptr<T>(), u.const_data_ptr<T>(), dy.const_data_ptr<T>(),
-            dg.data_ptr<T>(), du.data_ptr<T>(), g.numel()))
+        HEDDLE_DISPATCH(g, T,
+                        swiglu_backward<T>(g.const_data_ptr<T>(), u.const_data_ptr<T>(), dy.const_data_ptr<T>(),
+                                           dg.data_ptr<T>(), du.data_ptr<T>(), g.numel()))
         return {dg, du};
     }
 };
 
 Tensor swiglu(const Tensor& gate, const Tensor& up) { return Swiglu::apply(gate, up); }
 
-// Rotation of pairs of heads x [B, H, T, d] by a table [1 or B, 1, T, pairs]; dims above 2 pairs are copied. turn: 1, or
-// -1 for the inverse rotation, which is the gradient.
+// Rotation of pairs of heads x [B, H, T, d] by a table [1 or B, 1, T, pairs]; dims above 2 pairs are copied. turn: 1,
+// or -1 for the inverse rotation, which is the gradient.
 
 template <typename T>
 void rotate_rows(const Tensor& x, const Tensor& cosines, const Tensor& sines, Tensor& y, bool half, Wide<T> turn) {
@@ -168,7 +179,8 @@ void rotate_rows(const Tensor& x, const Tensor& cosines, const Tensor& sines, Te
     const int64_t per_row = cosines.size(0) > 1 ? length * pairs : 0;
     const T *in = x.const_data_ptr<T>(), *c = cosines.const_data_ptr<T>(), *s = sines.const_data_ptr<T>();
     T* out = y.data_ptr<T>();
-    const int64_t xb = x.stride(0), xh = x.stride(1), xt = x.stride(2), yb = y.stride(0), yh = y.stride(1), yt = y.stride(2);
+    const int64_t xb = x.stride(0), xh = x.stride(1), xt = x.stride(2), yb = y.stride(0), yh = y.stride(1),
+                  yt = y.stride(2);
     for_rows(x.size(0) * length, heads * dim, [=](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; token++) {
             const int64_t b = token / length, t = token % length;
@@ -208,7 +220,8 @@ Tensor rotated(const Tensor& input, const Tensor& cosines, const Tensor& sines, 
 }
 
 struct Rotary : torch::autograd::Function<Rotary> {
-    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cosines, const Tensor& sines, bool half) {
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cosines, const Tensor& sines,
+                          bool half) {
         const Tensor c = cosines.contiguous(), s = sines.contiguous();
         ctx->save_for_backward({c, s});
         ctx->saved_data["half"] = half;
@@ -218,7 +231,8 @@ struct Rotary : torch::autograd::Function<Rotary> {
     static variable_list backward(AutogradContext* ctx, variable_list gradients) {
         refuse_second_derivatives("rotary");
         const auto saved = ctx->get_saved_variables();
-        return {rotated(gradients[0], saved[0], saved[1], ctx->saved_data["half"].toBool(), -1), Tensor(), Tensor(), Tensor()};
+        return {rotated(gradients[0], saved[0], saved[1], ctx->saved_data["half"].toBool(), -1), Tensor(), Tensor(),
+                Tensor()};
     }
 };
 
@@ -226,11 +240,12 @@ Tensor rotary(const Tensor& x, const Tensor& cosines, const Tensor& sines, bool 
     return Rotary::apply(x, cosines, sines, half);
 }
 
-// Cross-entropy of scaled logits [n, vocab] with targets int64 [n]: returns the sum of the losses, in the wide type. With
-// gradients, weight times the gradient of the sum overwrites the logits.
+// Cross-entropy of scaled logits [n, vocab] with targets int64 [n]: returns the sum of the losses, in the wide type.
+// With gradients, weight times the gradient of the sum overwrites the logits.
 
 template <typename T>
-void cross_entropy_rows(T* logits, const int64_t* targets, Wide<T>* losses, int64_t rows, int64_t vocab, Wide<T> scale, Wide<T> weight, bool gradients) {
+void cross_entropy_rows(T* logits, const int64_t* targets, Wide<T>* losses, int64_t rows, int64_t vocab, Wide<T> scale,
+                        Wide<T> weight, bool gradients) {
     using W = Wide<T>;
     for_rows(rows, vocab, [=](int64_t begin, int64_t end) {
         std::vector<W> buffer(vocab);
@@ -263,14 +278,17 @@ void cross_entropy_rows(T* logits, const int64_t* targets, Wide<T>* losses, int6
 Tensor cross_entropy_(Tensor logits, const Tensor& targets, double scale, double weight, bool gradients) {
     TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous(), "cross_entropy_: logits must be contiguous");
     Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(wide_type(logits)));
-    HEDDLE_DISPATCH(logits, T, cross_entropy_rows<T>(logits.data_ptr<T>(), targets.const_data_ptr<int64_t>(),
-        losses.data_ptr<Wide<T>>(), logits.size(0), logits.size(1), Wide<T>(scale), Wide<T>(weight), gradients))
+    HEDDLE_DISPATCH(
+        logits, T,
+        cross_entropy_rows<T>(logits.data_ptr<T>(), targets.const_data_ptr<int64_t>(), losses.data_ptr<Wide<T>>(),
+                              logits.size(0), logits.size(1), Wide<T>(scale), Wide<T>(weight), gradients))
     return losses.sum();
 }
 
 // The Euclidean norm of each tensor, [n], in the wide type of the first one; double inside.
 
-template <typename T> double square_sum(const T* x, int64_t n) {
+template <typename T>
+double square_sum(const T* x, int64_t n) {
     double total = 0;
     for (int64_t start = 0; start < n; start += 4096) {
         Wide<T> part = 0;
@@ -301,8 +319,10 @@ Tensor norms(at::TensorList tensors) {
     for (size_t i = 0; i < parts.size(); i++) totals[parts[i].first] += sums[i];
     Tensor result = at::empty({int64_t(xs.size())}, xs[0].options().dtype(wide_type(xs[0])));
     for (size_t i = 0; i < xs.size(); i++)
-        if (result.scalar_type() == at::kDouble) result.data_ptr<double>()[i] = std::sqrt(totals[i]);
-        else result.data_ptr<float>()[i] = float(std::sqrt(totals[i]));
+        if (result.scalar_type() == at::kDouble)
+            result.data_ptr<double>()[i] = std::sqrt(totals[i]);
+        else
+            result.data_ptr<float>()[i] = float(std::sqrt(totals[i]));
     return result;
 }
 
@@ -310,7 +330,8 @@ TORCH_LIBRARY_FRAGMENT(heddle, m) {
     m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset, bool before) -> Tensor", &rms_norm);
     m.def("swiglu(Tensor gate, Tensor up) -> Tensor", &swiglu);
     m.def("rotary(Tensor x, Tensor cosines, Tensor sines, bool half) -> Tensor", &rotary);
-    m.def("cross_entropy_(Tensor(a!) logits, Tensor targets, float scale, float weight, bool gradients) -> Tensor", &cross_entropy_);
+    m.def("cross_entropy_(Tensor(a!) logits, Tensor targets, float scale, float weight, bool gradients) -> Tensor",
+          &cross_entropy_);
     m.def("norms(Tensor[] tensors) -> Tensor", &norms);
 }
 

@@ -1,7 +1,7 @@
 // Products of small matrices, and causal attention of short rows by such products.
 //
-// C [M, N] = A [M, K] B [K, N]: B is packed into panels of `PANEL` columns, which lie in cache while tiles of six rows of
-// A pass over them. A tile of C stays in registers (Goto & van de Geijn 2008).
+// C [M, N] = A [M, K] B [K, N]: B is packed into panels of `PANEL` columns, which lie in cache while tiles of six rows
+// of A pass over them. A tile of C stays in registers (Goto & van de Geijn 2008).
 #include "common.h"
 
 namespace heddle {
@@ -13,19 +13,26 @@ constexpr int BYTES = 32, VECTORS = 2;
 #endif
 constexpr int ROWS = 6, DEPTH = 256;  // of a tile, and of the part of K that is added at a time
 
-template <typename W> constexpr int LANES = BYTES / int(sizeof(W));
-template <typename W> constexpr int PANEL = VECTORS * LANES<W>;
-template <typename W> int64_t panels(int64_t columns) { return (columns + PANEL<W> - 1) / PANEL<W>; }
+template <typename W>
+constexpr int LANES = BYTES / int(sizeof(W));
+template <typename W>
+constexpr int PANEL = VECTORS * LANES<W>;
+template <typename W>
+int64_t panels(int64_t columns) {
+    return (columns + PANEL<W> - 1) / PANEL<W>;
+}
 
 // A matrix in memory: element (i, j) is at[i * row + j * column].
-template <typename W> struct Matrix {
+template <typename W>
+struct Matrix {
     W* at;
     int64_t row, column;
 };
 
 // R rows of V vectors: c (+)= a b, b [depth, PANEL]. The last vectors may hold fewer than `columns` elements.
 template <typename W, int R, int V>
-void tile(int64_t depth, const W* a, int64_t row, int64_t column, const W* b, W* c, int64_t ldc, int64_t columns, bool add) {
+void tile(int64_t depth, const W* a, int64_t row, int64_t column, const W* b, W* c, int64_t ldc, int64_t columns,
+          bool add) {
     typedef W Vector __attribute__((vector_size(BYTES)));
     typedef W Unaligned __attribute__((vector_size(BYTES), aligned(sizeof(W))));
     Vector sum[R][V] = {};
@@ -57,12 +64,17 @@ void tile(int64_t depth, const W* a, int64_t row, int64_t column, const W* b, W*
 }
 
 template <typename W, int R>
-void tile_of(int64_t depth, const W* a, int64_t row, int64_t column, const W* b, W* c, int64_t ldc, int64_t columns, bool add) {
+void tile_of(int64_t depth, const W* a, int64_t row, int64_t column, const W* b, W* c, int64_t ldc, int64_t columns,
+             bool add) {
     const int64_t vectors = (columns + LANES<W> - 1) / LANES<W>;
-    if (vectors >= VECTORS) tile<W, R, VECTORS>(depth, a, row, column, b, c, ldc, columns, add);
-    else if (vectors == 3) tile<W, R, 3>(depth, a, row, column, b, c, ldc, columns, add);
-    else if (vectors == 2) tile<W, R, 2>(depth, a, row, column, b, c, ldc, columns, add);
-    else tile<W, R, 1>(depth, a, row, column, b, c, ldc, columns, add);
+    if (vectors >= VECTORS)
+        tile<W, R, VECTORS>(depth, a, row, column, b, c, ldc, columns, add);
+    else if (vectors == 3)
+        tile<W, R, 3>(depth, a, row, column, b, c, ldc, columns, add);
+    else if (vectors == 2)
+        tile<W, R, 2>(depth, a, row, column, b, c, ldc, columns, add);
+    else
+        tile<W, R, 1>(depth, a, row, column, b, c, ldc, columns, add);
 }
 
 // Pack panels first … last of B [depth, columns] into [panels, depth, PANEL], with zeros after the last column.
@@ -92,7 +104,8 @@ void pack(Matrix<const W> b, int64_t depth, int64_t columns, W* packed, int64_t 
 
 // Rows first … last of C (+)= A B, with B packed.
 template <typename W>
-void multiply_rows(int64_t first, int64_t last, int64_t columns, int64_t depth, Matrix<const W> a, const W* packed, W* c, int64_t ldc, bool add) {
+void multiply_rows(int64_t first, int64_t last, int64_t columns, int64_t depth, Matrix<const W> a, const W* packed,
+                   W* c, int64_t ldc, bool add) {
     constexpr int64_t P = PANEL<W>;
     for (int64_t k = 0; k < depth; k += DEPTH) {
         const int64_t count = std::min<int64_t>(DEPTH, depth - k);
@@ -103,32 +116,51 @@ void multiply_rows(int64_t first, int64_t last, int64_t columns, int64_t depth, 
                 const W* from = a.at + i * a.row + k * a.column;
                 W* to = c + i * ldc + panel * P;
                 switch (std::min<int64_t>(ROWS, last - i)) {
-                    case 6: tile_of<W, 6>(count, from, a.row, a.column, b, to, ldc, n, add || k); break;
-                    case 5: tile_of<W, 5>(count, from, a.row, a.column, b, to, ldc, n, add || k); break;
-                    case 4: tile_of<W, 4>(count, from, a.row, a.column, b, to, ldc, n, add || k); break;
-                    case 3: tile_of<W, 3>(count, from, a.row, a.column, b, to, ldc, n, add || k); break;
-                    case 2: tile_of<W, 2>(count, from, a.row, a.column, b, to, ldc, n, add || k); break;
-                    default: tile_of<W, 1>(count, from, a.row, a.column, b, to, ldc, n, add || k);
+                    case 6:
+                        tile_of<W, 6>(count, from, a.row, a.column, b, to, ldc, n, add || k);
+                        break;
+                    case 5:
+                        tile_of<W, 5>(count, from, a.row, a.column, b, to, ldc, n, add || k);
+                        break;
+                    case 4:
+                        tile_of<W, 4>(count, from, a.row, a.column, b, to, ldc, n, add || k);
+                        break;
+                    case 3:
+                        tile_of<W, 3>(count, from, a.row, a.column, b, to, ldc, n, add || k);
+                        break;
+                    case 2:
+                        tile_of<W, 2>(count, from, a.row, a.column, b, to, ldc, n, add || k);
+                        break;
+                    default:
+                        tile_of<W, 1>(count, from, a.row, a.column, b, to, ldc, n, add || k);
                 }
             }
         }
     }
 }
 
-template <typename W> void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<const W> a, Matrix<const W> b, W* c) {
+template <typename W>
+void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<const W> a, Matrix<const W> b, W* c) {
     const int64_t count = panels<W>(columns), blocks = (rows + ROWS - 1) / ROWS;
     std::unique_ptr<W[]> packed(new W[count * depth * PANEL<W>]);
     W* p = packed.get();
     const bool is_small = rows * columns * depth < (1 << 18);
-    at::parallel_for(0, count, is_small ? count : 1, [=](int64_t first, int64_t last) { pack<W>(b, depth, columns, p, first, last); });
+    at::parallel_for(0, count, is_small ? count : 1,
+                     [=](int64_t first, int64_t last) { pack<W>(b, depth, columns, p, first, last); });
     at::parallel_for(0, blocks, is_small ? blocks : 4, [=](int64_t first, int64_t last) {
         multiply_rows<W>(first * ROWS, std::min(rows, last * ROWS), columns, depth, a, p, c, columns, false);
     });
 }
 
-#define HEDDLE_WIDE(tensor, W, ...)                                                   \
-    if ((tensor).scalar_type() == at::kDouble) { using W = double; __VA_ARGS__; }     \
-    else { TORCH_CHECK((tensor).scalar_type() == at::kFloat, "float32 or float64"); using W = float; __VA_ARGS__; }
+#define HEDDLE_WIDE(tensor, W, ...)                                              \
+    if ((tensor).scalar_type() == at::kDouble) {                                 \
+        using W = double;                                                        \
+        __VA_ARGS__;                                                             \
+    } else {                                                                     \
+        TORCH_CHECK((tensor).scalar_type() == at::kFloat, "float32 or float64"); \
+        using W = float;                                                         \
+        __VA_ARGS__;                                                             \
+    }
 
 // y = x W^T of x [..., in] and W [out, in], and its gradients dx = dy W, dW = dy^T x.
 struct Linear : torch::autograd::Function<Linear> {
@@ -138,7 +170,9 @@ struct Linear : torch::autograd::Function<Linear> {
         auto sizes = x.sizes().vec();
         sizes.back() = out;
         Tensor y = at::empty(sizes, x.options());
-        HEDDLE_WIDE(x, W, multiply<W>(rows, out, in, {x.const_data_ptr<W>(), in, 1}, {w.const_data_ptr<W>(), 1, in}, y.data_ptr<W>()))
+        HEDDLE_WIDE(
+            x, W,
+            multiply<W>(rows, out, in, {x.const_data_ptr<W>(), in, 1}, {w.const_data_ptr<W>(), 1, in}, y.data_ptr<W>()))
         ctx->save_for_backward({x, w});
         ctx->saved_data["needs"] = int64_t(input.requires_grad()) + 2 * int64_t(weight.requires_grad());
         return y;
@@ -148,15 +182,20 @@ struct Linear : torch::autograd::Function<Linear> {
         refuse_second_derivatives("linear");
         const auto saved = ctx->get_saved_variables();
         const Tensor &x = saved[0], &w = saved[1], dy = gradients[0].contiguous();
-        const int64_t in = w.size(1), out = w.size(0), rows = in ? x.numel() / in : 0, needs = ctx->saved_data["needs"].toInt();
+        const int64_t in = w.size(1), out = w.size(0), rows = in ? x.numel() / in : 0,
+                      needs = ctx->saved_data["needs"].toInt();
         Tensor dx, dw;
         if (needs & 1) {
             dx = at::empty_like(x);
-            HEDDLE_WIDE(x, W, multiply<W>(rows, in, out, {dy.const_data_ptr<W>(), out, 1}, {w.const_data_ptr<W>(), in, 1}, dx.data_ptr<W>()))
+            HEDDLE_WIDE(x, W,
+                        multiply<W>(rows, in, out, {dy.const_data_ptr<W>(), out, 1}, {w.const_data_ptr<W>(), in, 1},
+                                    dx.data_ptr<W>()))
         }
         if (needs & 2) {
             dw = at::empty_like(w);
-            HEDDLE_WIDE(x, W, multiply<W>(out, in, rows, {dy.const_data_ptr<W>(), 1, out}, {x.const_data_ptr<W>(), in, 1}, dw.data_ptr<W>()))
+            HEDDLE_WIDE(x, W,
+                        multiply<W>(out, in, rows, {dy.const_data_ptr<W>(), 1, out}, {x.const_data_ptr<W>(), in, 1},
+                                    dw.data_ptr<W>()))
         }
         return {dx, dw};
     }
@@ -164,12 +203,13 @@ struct Linear : torch::autograd::Function<Linear> {
 
 Tensor linear(const Tensor& x, const Tensor& weight) { return Linear::apply(x, weight); }
 
-// Causal attention: q [B, H, T, d], k [B, G, S, d], v [B, G, S, e] -> [B, H, T, e]; the queries are the last T positions.
-// A thread takes one row and one group of heads. Only the logarithms of the sums of exponentials are kept.
+// Causal attention: q [B, H, T, d], k [B, G, S, d], v [B, G, S, e] -> [B, H, T, e]; the queries are the last T
+// positions. A thread takes one row and one group of heads. Only the logarithms of the sums of exponentials are kept.
 
 constexpr int64_t QUERIES = 48;  // of a tile, a multiple of ROWS
 
-template <typename W> struct Heads {
+template <typename W>
+struct Heads {
     W* at;
     int64_t batch, head, token;  // strides; the last one is 1
 
@@ -181,20 +221,32 @@ struct Sizes {
     int64_t batch, heads, groups, queries, keys, dim, values;
 
     Sizes(const Tensor& q, const Tensor& k, const Tensor& v)
-        : batch(q.size(0)), heads(q.size(1)), groups(k.size(1)), queries(q.size(2)), keys(k.size(2)), dim(q.size(3)), values(v.size(3)) {}
+        : batch(q.size(0)),
+          heads(q.size(1)),
+          groups(k.size(1)),
+          queries(q.size(2)),
+          keys(k.size(2)),
+          dim(q.size(3)),
+          values(v.size(3)) {}
 };
 
-template <typename W> using Buffer = std::unique_ptr<W[]>;
-template <typename W> Buffer<W> packed_buffer(int64_t depth, int64_t columns) { return Buffer<W>(new W[panels<W>(columns) * depth * PANEL<W>]); }
+template <typename W>
+using Buffer = std::unique_ptr<W[]>;
+template <typename W>
+Buffer<W> packed_buffer(int64_t depth, int64_t columns) {
+    return Buffer<W>(new W[panels<W>(columns) * depth * PANEL<W>]);
+}
 
-template <typename W> Buffer<W> pack_all(Matrix<const W> b, int64_t depth, int64_t columns) {
+template <typename W>
+Buffer<W> pack_all(Matrix<const W> b, int64_t depth, int64_t columns) {
     Buffer<W> packed = packed_buffer<W>(depth, columns);
     pack<W>(b, depth, columns, packed.get(), 0, panels<W>(columns));
     return packed;
 }
 
 template <typename W>
-void attention_forward(const Sizes z, const Tensor& q_, const Tensor& k_, const Tensor& v_, Tensor& y_, Tensor& sums_, W scale) {
+void attention_forward(const Sizes z, const Tensor& q_, const Tensor& k_, const Tensor& v_, Tensor& y_, Tensor& sums_,
+                       W scale) {
     const Heads<W> q(q_), k(k_), v(v_), y(y_);
     W* sums = sums_.data_ptr<W>();
     const int64_t per_group = z.heads / z.groups;
@@ -207,8 +259,10 @@ void attention_forward(const Sizes z, const Tensor& q_, const Tensor& k_, const 
             const Buffer<W> values = pack_all<W>({v.of(b, g), v.token, 1}, z.keys, z.values);
             for (int64_t h = g * per_group; h < (g + 1) * per_group; h++)
                 for (int64_t start = 0; start < z.queries; start += QUERIES) {
-                    const int64_t count = std::min(QUERIES, z.queries - start), visible = z.keys - z.queries + start + count;
-                    multiply_rows<W>(0, count, visible, z.dim, {q.of(b, h, start), q.token, 1}, keys.get(), scores.get(), width, false);
+                    const int64_t count = std::min(QUERIES, z.queries - start),
+                                  visible = z.keys - z.queries + start + count;
+                    multiply_rows<W>(0, count, visible, z.dim, {q.of(b, h, start), q.token, 1}, keys.get(),
+                                     scores.get(), width, false);
                     for (int64_t i = 0; i < count; i++) {
                         W* row = scores.get() + i * width;
                         const int64_t n = visible - count + i + 1;
@@ -227,16 +281,17 @@ void attention_forward(const Sizes z, const Tensor& q_, const Tensor& k_, const 
                     }
                     // the values are packed for all keys, so later keys are left out by depth, panel by panel
                     for (int64_t panel = 0; panel < panels<W>(z.values); panel++)
-                        multiply_rows<W>(0, count, std::min<int64_t>(PANEL<W>, z.values - panel * PANEL<W>), visible, {scores.get(), width, 1},
-                            values.get() + panel * z.keys * PANEL<W>, y.of(b, h, start) + panel * PANEL<W>, y.token, false);
+                        multiply_rows<W>(0, count, std::min<int64_t>(PANEL<W>, z.values - panel * PANEL<W>), visible,
+                                         {scores.get(), width, 1}, values.get() + panel * z.keys * PANEL<W>,
+                                         y.of(b, h, start) + panel * PANEL<W>, y.token, false);
                 }
         }
     });
 }
 
 template <typename W>
-void attention_backward(const Sizes z, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& y_, const Tensor& sums_,
-                        const Tensor& dy_, Tensor& dq_, Tensor& dk_, Tensor& dv_, W scale) {
+void attention_backward(const Sizes z, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& y_,
+                        const Tensor& sums_, const Tensor& dy_, Tensor& dq_, Tensor& dk_, Tensor& dv_, W scale) {
     const Heads<W> q(q_), k(k_), v(v_), y(y_), dy(dy_), dq(dq_), dk(dk_), dv(dv_);
     const W* sums = sums_.data_ptr<W>();
     const int64_t per_group = z.heads / z.groups;
@@ -255,9 +310,12 @@ void attention_backward(const Sizes z, const Tensor& q_, const Tensor& k_, const
             }
             for (int64_t h = g * per_group; h < (g + 1) * per_group; h++)
                 for (int64_t start = 0; start < z.queries; start += QUERIES) {
-                    const int64_t count = std::min(QUERIES, z.queries - start), visible = z.keys - z.queries + start + count;
-                    multiply_rows<W>(0, count, visible, z.dim, {q.of(b, h, start), q.token, 1}, keys.get(), weights.get(), width, false);
-                    multiply_rows<W>(0, count, visible, z.values, {dy.of(b, h, start), dy.token, 1}, values.get(), slopes.get(), width, false);
+                    const int64_t count = std::min(QUERIES, z.queries - start),
+                                  visible = z.keys - z.queries + start + count;
+                    multiply_rows<W>(0, count, visible, z.dim, {q.of(b, h, start), q.token, 1}, keys.get(),
+                                     weights.get(), width, false);
+                    multiply_rows<W>(0, count, visible, z.values, {dy.of(b, h, start), dy.token, 1}, values.get(),
+                                     slopes.get(), width, false);
                     for (int64_t i = 0; i < count; i++) {
                         W *p = weights.get() + i * width, *ds = slopes.get() + i * width;
                         const W *out = y.of(b, h, start + i), *up = dy.of(b, h, start + i);
@@ -274,12 +332,15 @@ void attention_backward(const Sizes z, const Tensor& q_, const Tensor& k_, const
                         for (int64_t j = n; j < visible; j++) p[j] = ds[j] = 0;
                     }
                     for (int64_t panel = 0; panel < panels<W>(z.dim); panel++)
-                        multiply_rows<W>(0, count, std::min<int64_t>(PANEL<W>, z.dim - panel * PANEL<W>), visible, {slopes.get(), width, 1},
-                            rows.get() + panel * z.keys * PANEL<W>, dq.of(b, h, start) + panel * PANEL<W>, dq.token, false);
+                        multiply_rows<W>(0, count, std::min<int64_t>(PANEL<W>, z.dim - panel * PANEL<W>), visible,
+                                         {slopes.get(), width, 1}, rows.get() + panel * z.keys * PANEL<W>,
+                                         dq.of(b, h, start) + panel * PANEL<W>, dq.token, false);
                     pack<W>({q.of(b, h, start), q.token, 1}, count, z.dim, tile_q.get(), 0, panels<W>(z.dim));
                     pack<W>({dy.of(b, h, start), dy.token, 1}, count, z.values, tile_dy.get(), 0, panels<W>(z.values));
-                    multiply_rows<W>(0, visible, z.dim, count, {slopes.get(), 1, width}, tile_q.get(), dk.of(b, g), dk.token, true);
-                    multiply_rows<W>(0, visible, z.values, count, {weights.get(), 1, width}, tile_dy.get(), dv.of(b, g), dv.token, true);
+                    multiply_rows<W>(0, visible, z.dim, count, {slopes.get(), 1, width}, tile_q.get(), dk.of(b, g),
+                                     dk.token, true);
+                    multiply_rows<W>(0, visible, z.values, count, {weights.get(), 1, width}, tile_dy.get(), dv.of(b, g),
+                                     dv.token, true);
                 }
         }
     });
