@@ -256,6 +256,12 @@ def long_case(queries: int, keys: int, dtype: torch.dtype) -> tuple[list[Tensor]
     return inputs, mask
 
 
+def by_the_operator(inputs: list[Tensor], mask: AttentionMask) -> Tensor:
+    q_nope, q_rope, latents, k_up, v_up = inputs
+    with kernels(latent="native"), torch.no_grad():
+        return latent.latent_attention(q_nope, q_rope, latents, k_up, v_up, mask, SCALE)
+
+
 @pytest.mark.usefixtures("_operator")
 @pytest.mark.parametrize("queries", [1, 2, 8])
 @pytest.mark.parametrize("keys", [40, 97, 700])
@@ -268,13 +274,12 @@ def test_one_reading_equals_the_reference(queries: int, keys: int, dtype: torch.
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with kernels(latent="native"), torch.no_grad():
-            actual = latent.latent_attention(*inputs, mask, SCALE)
-            columns = [torch.stack((x, x), dim=-1)[..., 0] for x in inputs]  # none is contiguous
-            assert torch.equal(latent.latent_attention(*columns, mask, SCALE), actual)
-            visible = AttentionMask(mask.q_positions[:1, -1:], mask.k_positions[:1], all_visible=True)
-            one = [x[:1, :, -1:] for x in inputs[:2]] + [inputs[2][:1, :, :keys], *inputs[3:]]
-            last = latent.latent_attention(*one, visible, SCALE)
+        actual = by_the_operator(inputs, mask)
+        columns = [torch.stack((x, x), dim=-1)[..., 0] for x in inputs]  # none is contiguous
+        assert torch.equal(by_the_operator(columns, mask), actual)
+        visible = AttentionMask(mask.q_positions[:1, -1:], mask.k_positions[:1], all_visible=True)
+        one = [x[:1, :, -1:] for x in inputs[:2]] + [inputs[2][:1, :, :keys], *inputs[3:]]
+        last = by_the_operator(one, visible)
     finally:
         torch.set_num_threads(before)
     whole = KERNELS["reference"](*(x.double() for x in one), visible, SCALE)
@@ -286,16 +291,16 @@ def test_one_reading_equals_the_reference(queries: int, keys: int, dtype: torch.
 
 @pytest.mark.usefixtures("_operator")
 def test_what_the_operator_does_not_serve() -> None:
-    inputs, mask = long_case(2, 97, torch.float32)
+    inputs, _ = long_case(2, 97, torch.float32)
 
-    def rejected(inputs: list[Tensor], mask: AttentionMask) -> str | None:
-        return LATENT.kernels[0].unsupported(latent_attention_facts(*inputs, mask.most_selected))
+    def rejected(inputs: list[Tensor]) -> str | None:
+        return LATENT.kernels[0].unsupported(facts_of(inputs))
 
-    assert rejected(inputs, mask) is None
-    assert rejected([inputs[0].requires_grad_(), *inputs[1:]], mask) == native.NOT_IN_USE
-    assert rejected([*inputs[:2], inputs[2].bfloat16(), *inputs[3:]], mask) == native.NOT_IN_USE
-    assert rejected(*long_case(9, 97, torch.float32)) == "it takes up to 8 queries, not 9"
-    assert "no more FLOPs" in str(rejected(*long_case(2, 2, torch.float32)))
+    assert rejected(inputs) is None
+    assert rejected([inputs[0].requires_grad_(), *inputs[1:]]) == native.NOT_IN_USE
+    assert rejected([*inputs[:2], inputs[2].bfloat16(), *inputs[3:]]) == native.NOT_IN_USE
+    assert rejected(long_case(9, 97, torch.float32)[0]) == "it takes up to 8 queries, not 9"
+    assert "no more FLOPs" in str(rejected(long_case(2, 2, torch.float32)[0]))
 
 
 @pytest.mark.usefixtures("_operator")

@@ -88,7 +88,12 @@ def _latent_decode() -> Step:
     mask = AttentionMask(torch.tensor([[keys - 1]]), torch.arange(keys)[None], all_visible=True)
     latents, up = _random(1, 1, keys, rank + rope), _random(heads * nope, rank)
     q_nope, q_rope = _random(1, heads, 1, nope), _random(1, heads, 1, rope)
-    return torch.no_grad()(lambda: latent_attention(q_nope, q_rope, latents, up, up, mask, 0.1))
+
+    def run() -> None:
+        with torch.no_grad():
+            latent_attention(q_nope, q_rope, latents, up, up, mask, 0.1)
+
+    return run
 
 
 def _experts_decode() -> Step:
