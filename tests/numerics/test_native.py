@@ -1,5 +1,6 @@
 """C++ operators equal the plain way in float64, values and gradients; what cannot be built is named, and not used."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from heddle.numerics.linear import linear
 from heddle.numerics.native.races import RACES
 from heddle.numerics.norms import euclidean_norms, rms_norm
 from heddle.numerics.rotary import apply_rotary
+from heddle.storage.file_io import write_json_file
 from heddle.torch_private import LightDispatchMode
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
@@ -45,6 +47,15 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax.attention(q, k.transpose(1, 2), v, AttentionMask(positions, positions, contiguous=True), 0.3)
 
 
+def _loss(targets: Tensor, scale: float, hidden: Tensor, weight: Tensor) -> Tensor:
+    return loss_sum(hidden, OutputHead(weight, scale=scale), targets)
+
+
+def _rotate(table: tuple[Tensor, Tensor], layout: str, x: Tensor) -> Tensor:
+    cosines, sines = table
+    return apply_rotary(x.transpose(1, 2), cosines, sines, layout)
+
+
 def _cases() -> Iterator[Case]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64).requires_grad_()
@@ -59,22 +70,13 @@ def _cases() -> Iterator[Case]:
     for layout in ("half", "interleaved"):
         for batch in (1, 2):
             table = random(batch, 1, 7, 5).detach(), random(batch, 1, 7, 5).detach()
-            yield "rotary", lambda x, t=table, n=layout: apply_rotary(x.transpose(1, 2), *t, n), [random(2, 7, 3, 13)]
+            yield "rotary", partial(_rotate, table, layout), [random(2, 7, 3, 13)]
     for batch, heads, groups, length, dim, values in ((1, 1, 1, 2, 3, 5), (2, 4, 2, 97, 24, 70), (1, 6, 2, 200, 65, 8)):
-        inputs = (
-            random(batch, heads, length, dim),
-            random(batch, length, groups, dim),
-            random(batch, groups, length, values),
-        )
-        yield "attention", _attention, list(inputs)
+        q, k = random(batch, heads, length, dim), random(batch, length, groups, dim)
+        yield "attention", _attention, [q, k, random(batch, groups, length, values)]
     targets = torch.randint(101, (37,))
     for scale in (1.0, 1.7):
-        head = partial(OutputHead, scale=scale)
-        yield (
-            "linear_cross_entropy",
-            lambda h, w, head=head: loss_sum(h, head(w), targets),
-            [random(37, 9), random(101, 9)],
-        )
+        yield "linear_cross_entropy", partial(_loss, targets, scale), [random(37, 9), random(101, 9)]
     for rows, inputs_, outputs in ((64, 1, 1), (65, 3, 5), (100, 300, 70), (130, 31, 200), (77, 64, 64)):
         yield "linear", lambda x, w: linear(x.T, w), [random(inputs_, rows), random(outputs, inputs_)]
 
@@ -233,9 +235,7 @@ def test_a_damaged_build_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path
     def build_file(group: str, path: Path) -> None:
         built.append(path)
         path.write_bytes(b"code")
-        extensions.write_json_file(
-            extensions._record_of(path), {"code": extensions.hashlib.sha256(b"code").hexdigest()}
-        )
+        write_json_file(extensions._record_of(path), {"code": hashlib.sha256(b"code").hexdigest()})
 
     monkeypatch.setattr(extensions, "_build", build_file)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)

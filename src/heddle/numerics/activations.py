@@ -1,8 +1,4 @@
-"""Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss (2025).
-
-To add a function, define it in this file: with `@plain` for an f, with `@gated` for a function of both inputs. The
-configs of feed-forwards then accept its name. Functions in `LEARNED` have parameters; only `mlp` takes them.
-"""
+"""Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,6 +27,9 @@ class GatedFunction(NamedTuple):
     function: Callable[..., Tensor]
     settings: Mapping[str, float]
 
+
+# To add a function, define it in this file: with `@plain` for an f, with `@gated` for a function of both inputs. The
+# configs of feed-forwards then accept its name. Functions in `LEARNED` have parameters; only `mlp` takes them.
 
 PLAIN: dict[str, PlainFunction] = {}
 GATED: dict[str, GatedFunction] = {}

@@ -2,9 +2,7 @@
 
     loss = Σ_n [ logsumexp_v(z_nv) − z_{n, target_n} ],   z_nv = cap · tanh(scale · (h_n · W_v + b_v) / cap)
 
-The gradient is computed in the forward pass, while a chunk's logits exist, so that each logit is computed once. Each
-chunk adds to the gradient of the weight, so an accelerator computes few, large ones: 2^29 logits take 1 GB in bfloat16,
-and as much for their gradient. Where elementwise steps are not compiled, float32 logits take 2 GB more.
+The gradient is computed in the forward pass, while a chunk's logits exist, so that each logit is computed once.
 
 Distillation adds the divergence from a teacher's distribution q (Hinton et al. 2015, temperature 1):
 
@@ -146,6 +144,8 @@ def results_of_compiled_step(
     )
 
 
+# Each chunk adds to the gradient of the weight, so an accelerator computes few, large ones: 2^29 logits take 1 GB in
+# bfloat16, and as much for their gradient. Where elementwise steps are not compiled, float32 logits take 2 GB more.
 CHUNK_ELEMENTS = DeviceSize(2**24, 2**29)  # logits that exist at one time: 64 MB in float32 on a CPU
 CHUNK_MULTIPLE = DeviceSize(1, 128)  # tokens: accelerators multiply tiles of this many rows
 

@@ -1,8 +1,7 @@
 """Rotary position embedding (Su et al. 2021): pair i at position m is rotated by `m·θ_i`, `θ_i = base^(-2i/d)`.
 
 θ is called inv_freq here, as in transformers. The two layouts differ by a permutation of the dimensions: `half` pairs
-(i, i + d/2), `interleaved` pairs (2i, 2i + 1). Angles are computed in float32 (float64 for float64 inputs), never in a
-model's bfloat16.
+(i, i + d/2), `interleaved` pairs (2i, 2i + 1). Angles are computed in float32 (float64 for float64 inputs).
 """
 
 from typing import NamedTuple

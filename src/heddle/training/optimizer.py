@@ -304,7 +304,8 @@ _GroupOptions = tuple[tuple[str, float], ...]  # what the tensors of a parameter
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norm [] of all elements of some tensors; of whole ones if they are sharded."""
     if tensors and native.serves("norms", *tensors):
-        return euclidean_norms(tensors).norm()
+        norm: Tensor = euclidean_norms(tensors).norm()
+        return norm
     return whole(nn.utils.get_total_norm(tensors))
 
 

@@ -3,8 +3,7 @@
 q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]. Query head h reads group h // (H/G). Keys and
 values are never repeated in memory. A query that sees no key yields zeros, with zero gradients.
 
-`heddle.numerics.attention.mask` describes the options: a softcap on the scores, a score bias per head that
-depends on the offset of query and key, and an attention sink per head.
+`heddle.numerics.attention.mask` describes the options: softcap, score bias by offset, and sinks.
 """
 
 from collections.abc import Callable, Iterator
