@@ -59,7 +59,7 @@ class SingleFeedforward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [1, T, width] -> the same shape."""
-        y: Tensor = self.part(x, Layout.causal(1, x.shape[1]))
+        y: Tensor = self.part(x, Layout.causal(1, x.shape[1]))[0]
         return y
 
 

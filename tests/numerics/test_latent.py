@@ -1,5 +1,6 @@
 """Latent attention: every kernel against plain loops, with tiles, caches, padding and packing; its cost."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,15 +10,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from heddle import extensions
+from heddle.laws.harness import LawViolation
+from heddle.laws.kernels import kernel_equivalence
+from heddle.model.load_config import load_config
+from heddle.numerics import native
 from heddle.numerics.attention import latent
 from heddle.numerics.attention.latent import LATENT, LatentAttentionFacts, latent_attention_facts
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.dispatch import DeviceSize, count_flops, record_choices
 from heddle.numerics.kernels import kernels
 from heddle.parts.layout import Layout
+from tests.cases import CASES as DESIGNS
 from tests.numerics.oracle import contiguous_positions, loop_attention
 
-KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels}
+KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels if kernel.name != "native"}  # which has its own tests
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 7, 4, 6, 5
 SCALE = 0.3
 
@@ -223,3 +230,92 @@ def test_a_chunk_after_a_long_state_never_expands_all_of_it(monkeypatch: pytest.
     with LargestTensor() as largest:
         KERNELS["expanded"](*inputs, mask, SCALE)
     assert largest.elements >= 4096 * 3 * 12
+
+
+# The operator in C++.
+
+
+@pytest.fixture
+def _operator() -> Iterator[None]:
+    assert extensions.install(["latent_decode"]) == ("latent_decode",)
+    yield
+    extensions.install([])
+
+
+def long_case(queries: int, keys: int, dtype: torch.dtype) -> tuple[list[Tensor], AttentionMask]:
+    """Three rows of which two have unused slots, which hold NaN, and a window; sizes that no vector divides."""
+    k_positions = torch.arange(keys).repeat(3, 1)
+    k_positions[1, : keys // 3] = -1
+    k_positions[2] = -1
+    q_positions = torch.arange(keys - queries, keys).repeat(3, 1)
+    mask = AttentionMask(q_positions, k_positions, window=max(queries, keys // 2), may_have_padding=True)
+    generator = torch.Generator().manual_seed(keys)
+    shapes = [(3, 5, queries, 6), (3, 5, queries, 3), (3, 1, keys, 20 + 3), (5 * 6, 20), (5 * 7, 20)]
+    inputs = [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+    inputs[2] = inputs[2].masked_fill((k_positions < 0)[:, None, :, None], float("nan"))
+    return inputs, mask
+
+
+def by_the_operator(inputs: list[Tensor], mask: AttentionMask) -> Tensor:
+    q_nope, q_rope, latents, k_up, v_up = inputs
+    with kernels(latent="native"), torch.no_grad():
+        return latent.latent_attention(q_nope, q_rope, latents, k_up, v_up, mask, SCALE)
+
+
+@pytest.mark.usefixtures("_operator")
+@pytest.mark.parametrize("queries", [1, 2, 8])
+@pytest.mark.parametrize("keys", [40, 97, 700])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_reading_equals_the_reference(queries: int, keys: int, dtype: torch.dtype, threads: int) -> None:
+    inputs, mask = long_case(queries, keys, dtype)
+    wide = [x.double() for x in inputs]
+    expected = KERNELS["reference"](*wide, mask, SCALE)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        actual = by_the_operator(inputs, mask)
+        columns = [torch.stack((x, x), dim=-1)[..., 0] for x in inputs]  # none is contiguous
+        assert torch.equal(by_the_operator(columns, mask), actual)
+        visible = AttentionMask(mask.q_positions[:1, -1:], mask.k_positions[:1], all_visible=True)
+        one = [x[:1, :, -1:] for x in inputs[:2]] + [inputs[2][:1, :, :keys], *inputs[3:]]
+        last = by_the_operator(one, visible)
+    finally:
+        torch.set_num_threads(before)
+    whole = KERNELS["reference"](*(x.double() for x in one), visible, SCALE)
+    bound = {torch.float64: 1e-25, torch.float32: 1e-11, torch.bfloat16: 1e-5}[dtype]
+    for got, want in ((actual, expected), (last, whole)):
+        assert got.dtype == dtype
+        assert float((got.double() - want).square().mean() / want.square().mean()) <= bound
+
+
+@pytest.mark.usefixtures("_operator")
+def test_what_the_operator_does_not_serve() -> None:
+    inputs, _ = long_case(2, 97, torch.float32)
+
+    def rejected(inputs: list[Tensor]) -> str | None:
+        return LATENT.kernels[0].unsupported(facts_of(inputs))
+
+    assert rejected(inputs) is None
+    assert rejected([inputs[0].requires_grad_(), *inputs[1:]]) == native.NOT_IN_USE
+    assert rejected([*inputs[:2], inputs[2].bfloat16(), *inputs[3:]]) == native.NOT_IN_USE
+    assert rejected(long_case(9, 97, torch.float32)[0]) == "it takes up to 8 queries, not 9"
+    assert "no more FLOPs" in str(rejected(long_case(2, 2, torch.float32)[0]))
+
+
+@pytest.mark.usefixtures("_operator")
+def test_the_law_of_kernels_sees_an_operator_that_forgets_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(DESIGNS["latent-low-rank-query"])
+    kernel_equivalence(config)
+    right = torch.ops.heddle.latent_decode
+
+    def forgets_a_key(*arguments: Any) -> Tensor:
+        *tensors, visible, scale = arguments
+        tensors[2] = tensors[2].clone()
+        tensors[2][:, :, -1] = 0
+        wrong: Tensor = right(*tensors, visible, scale)
+        return wrong
+
+    monkeypatch.setattr(torch.ops.heddle, "latent_decode", forgets_a_key)
+    with pytest.raises(LawViolation, match="chunks with a state"):
+        kernel_equivalence(config)

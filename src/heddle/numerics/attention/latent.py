@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heddle.numerics import native
 from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask, visible_pairs
 from heddle.numerics.attention.softmax import attention
@@ -94,12 +95,16 @@ MAX_TILE_ELEMENTS = DeviceSize(2**20, 2**28)
 MAX_EXPANDED_ELEMENTS = DeviceSize(2**22, 2**30)  # largest untiled expansion of a state's latents
 MAX_SCORES = 2**28  # 1 GB in float32; more scores than this are computed in tiles
 MIN_TILE = 64  # least number of queries and of keys in a tile
+MAX_NATIVE_QUERIES = 8  # with more, products of many rows are faster
 
 UpProjections = tuple[Tensor, Tensor]
 
 
 class LatentAttentionFacts(NamedTuple):
-    """What decides the kernel: lengths, widths per head, and numbers of elements of all heads and rows."""
+    """What decides the kernel: lengths, widths per head, and numbers of elements of all heads and rows.
+
+    native: whether the C++ operator serves these tensors, without gradients.
+    """
 
     queries: int
     keys: int
@@ -112,6 +117,7 @@ class LatentAttentionFacts(NamedTuple):
     scores: int
     device: str
     most_selected: int | None = None
+    native: bool = False
 
 
 def expanded_flops(queries: int, keys: int, facts: LatentAttentionFacts) -> int:
@@ -212,6 +218,16 @@ def _absorbed_untiled(
     return _projected_values(y, v_up, q_nope)
 
 
+def _native(
+    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
+) -> Tensor:
+    """One reading of the latents, for few queries."""
+    _count_absorbed_flops(q_nope, q_rope, latents, k_up, v_up, mask)
+    visible = None if mask.all_visible else mask.materialize()
+    y: Tensor = torch.ops.heddle.latent_decode(q_nope, q_rope, latents, k_up, v_up, visible, scale)
+    return y
+
+
 def _factor(y: Tensor) -> Tensor:
     """y in at least float32; on a GPU without gradients y itself, as its products accumulate in float32 anyway."""
     narrow = y.device.type == "cuda" and not torch.is_grad_enabled()
@@ -236,12 +252,18 @@ def _absorbed_queries(
     Rounded here, they would have up to twice the error of expanded keys.
     """
     batch, heads, queries, _ = q_nope.shape
-    if counts_flops():
-        facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask.most_selected)
-        add_flops(batch * heads * absorbed_flops(queries, latents.shape[2], facts))
+    _count_absorbed_flops(q_nope, q_rope, latents, k_up, v_up, mask)
     with without_autocast(latents):
         q = _wide_product(q_nope.transpose(0, 1).flatten(1, 2), _factor(k_up).unflatten(0, (heads, -1)))
     return torch.cat((q.unflatten(1, (batch, queries)).transpose(0, 1), q_rope), dim=-1)  # promoted to the wider
+
+
+def _count_absorbed_flops(
+    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask
+) -> None:
+    if counts_flops():
+        facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask.most_selected)
+        add_flops(q_nope.shape[0] * q_nope.shape[1] * absorbed_flops(facts.queries, facts.keys, facts))
 
 
 def _projected_values(y: Tensor, v_up: Tensor, like: Tensor) -> Tensor:
@@ -268,6 +290,14 @@ def _should_absorb(facts: LatentAttentionFacts) -> str | None:
     return None
 
 
+def _native_unsupported(facts: LatentAttentionFacts) -> str | None:
+    if not facts.native:
+        return native.NOT_IN_USE
+    if facts.queries > MAX_NATIVE_QUERIES:
+        return f"it takes up to {MAX_NATIVE_QUERIES} queries, not {facts.queries}"
+    return None if _should_absorb(facts) else "expanding the keys costs no more FLOPs than absorbing"
+
+
 def _expanded_unsupported(facts: LatentAttentionFacts) -> str | None:
     if facts.queries < facts.keys and facts.expanded_elements > facts.max_expanded_elements:
         return f"expanding the whole state at once would take more than {facts.max_expanded_elements} elements"
@@ -282,6 +312,7 @@ def _absorbed_unsupported(facts: LatentAttentionFacts) -> str | None:
 LATENT = Operation(
     "latent",
     (
+        Kernel("native", _native, _native_unsupported, traceable=False),
         Kernel("expanded", _expanded, _expanded_unsupported),
         Kernel("tiled", _expanded_tiles, _should_absorb),
         Kernel("absorbed", _absorbed, _absorbed_unsupported),
@@ -314,7 +345,16 @@ def latent_attention_facts(
         scores=batch * heads * queries * keys,
         device=device_type(latents),
         most_selected=most_selected,
+        native=_native_serves(q_nope, q_rope, latents, k_up, v_up),
     )
+
+
+def _native_serves(*tensors: Tensor) -> bool:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    dtype = tensors[0].dtype
+    one_dtype = all(tensor.dtype == dtype for tensor in tensors) and native.unsupported_dtype(dtype) is None
+    return one_dtype and native.serves("latent_decode", *tensors)
 
 
 def latent_attention(

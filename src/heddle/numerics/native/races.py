@@ -1,4 +1,4 @@
-"""What each C++ operator is timed on, against the plain way: float32 training at sizes of small designs."""
+"""What each C++ operator is timed on, against the plain way, in float32: training of small designs, or one token."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,12 @@ from torch.nn import functional
 
 from heddle.numerics.activations import activation
 from heddle.numerics.attention import softmax
+from heddle.numerics.attention.latent import latent_attention
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.cross_entropy import OutputHead, loss_sum
-from heddle.numerics.linear import linear
+from heddle.numerics.experts.mixture import run_experts
+from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
+from heddle.numerics.linear import PackedWeightCache, linear, packed_weights
 from heddle.numerics.norms import euclidean_norms, rms_norm
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
@@ -18,6 +21,8 @@ from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_tab
 
 ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 4, 128, 128, 352, 4, 2, 2048
 RECURRENT_LENGTH, RECURRENT_WIDTH = 512, 64  # of one row of the recurrences
+LATENT = (12, 8192, 256, 64, 32)  # of latent attention: heads, keys, rank, and dims without and with a rotation
+EXPERTS = (16, 512, 704)  # experts, width, hidden: more than most CPUs' caches hold
 Step = Callable[[], None]
 
 
@@ -101,10 +106,41 @@ def _ssd() -> Step:
     return _train(lambda: state_space_duality(inputs, None)[0], x, log_decay, step)
 
 
+def _latent_decode() -> Step:
+    heads, keys, rank, nope, rope = LATENT
+    mask = AttentionMask(torch.tensor([[keys - 1]]), torch.arange(keys)[None], all_visible=True)
+    latents, up = _random(1, 1, keys, rank + rope), _random(heads * nope, rank)
+    q_nope, q_rope = _random(1, heads, 1, nope), _random(1, heads, 1, rope)
+
+    def run() -> None:
+        with torch.no_grad():
+            latent_attention(q_nope, q_rope, latents, up, up, mask, 0.1)
+
+    return run
+
+
+def _experts_decode() -> Step:
+    experts, width, hidden = EXPERTS
+    up, gate, down = (_random(experts, *shape) for shape in ((hidden, width), (hidden, width), (width, hidden)))
+    x, weights, gates = _random(1, width), ExpertWeights(up, down, gate), torch.full((1, 2), 0.5)
+    silu = activation("silu")
+    pairs = [ExpertAssignment(pair, gates, none_dropped=True) for pair in torch.arange(experts).view(-1, 1, 2)]
+
+    def run() -> None:
+        with torch.no_grad(), packed_weights(packed):
+            for pair in pairs:
+                run_experts(x, pair, weights, silu)
+
+    packed: PackedWeightCache = {}
+    return run
+
+
 RACES: dict[str, Callable[[], Step]] = {  # operator: makes what is timed
     "causal_attention": _causal_attention,
     "cross_entropy": _cross_entropy,
     "delta": _delta,
+    "experts_decode": _experts_decode,
+    "latent_decode": _latent_decode,
     "linear": _linear,
     "norms": _norms,
     "rms_norm": _rms_norm,
