@@ -1,4 +1,4 @@
-"""Shared by the rewrites of attention to a recurrence: the choice of layers, the initial weights, and the fit."""
+"""Shared by the rewrites whose mixers are fitted: the choice of layers, the initial weights, and the fit."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ from heddle.conversion.fit import FitResult, check_fit_text, fit_mixer
 from heddle.conversion.heads.parameters import repeat_key_heads
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, replacement_losses, top_layers
-from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import initialize
@@ -34,7 +34,29 @@ from heddle.training.settings import Settings
 FEATURES = ("bias", "qk_norm", "sink", "gate", "softcap", "temperature_beta", "exclusive", "qkv_clip", "value_scale")
 
 
-class MixerReplacement(Rewrite, ABC):
+class FittedRewrite(Rewrite, ABC):
+    """Mixers become others, each fitted to the outputs of the one that it replaces.
+
+    keep: how many layers stay as they are, or their share (1/4): those whose replacement alone raises the loss on the
+    text the most. fit_steps, fit_learning_rate, seed: of the fit.
+    """
+
+    keep: LayerCount | None = None
+    fit_steps: PositiveInt = 500
+    fit_learning_rate: PositiveFloat | None = None  # default: 0.1 / sqrt(width)
+    seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+
+    @property
+    def needs_text(self) -> bool:
+        """Always: the new mixers are fitted on it."""
+        return True
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Never."""
+        return False
+
+
+class MixerReplacement(FittedRewrite, ABC):
     """Attention becomes another mixer, whose weights start from attention's and are fitted to its outputs.
 
     keep: how many layers stay as they are, or their share (1/4): those whose replacement alone raises the loss on the
@@ -42,11 +64,7 @@ class MixerReplacement(Rewrite, ABC):
     fit_steps, fit_learning_rate, seed: of the fit.
     """
 
-    keep: LayerCount | None = None
     drop: bool = False
-    fit_steps: PositiveInt = 500
-    fit_learning_rate: PositiveFloat | None = None  # default: 0.1 / sqrt(width)
-    seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
 
     @abstractmethod
     def new_config(self, mixer: AttentionConfig) -> MixerConfig:
@@ -59,15 +77,6 @@ class MixerReplacement(Rewrite, ABC):
     def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
         """Initial parameters, by name, that neither attention nor a new model's initialization gives."""
         return {}
-
-    @property
-    def needs_text(self) -> bool:
-        """Always: the new mixers are fitted on it."""
-        return True
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Never."""
-        return False
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer can be converted, for a feature that would be lost, or a text too short."""
@@ -130,7 +139,7 @@ class NewMixers(ConvertedWeights):
     """
 
     def __init__(
-        self, source: Weights, design: ModelConfig, text: CalibrationText, rewrite: MixerReplacement,
+        self, source: Weights, design: ModelConfig, text: CalibrationText, rewrite: FittedRewrite,
         changed: frozenset[int],
     ) -> None:  # fmt: skip
         super().__init__(source, design, text)
@@ -171,14 +180,18 @@ class NewMixers(ConvertedWeights):
             self.results[index] = result
         return dict(read_tensor_file(path))
 
-    def _fit(self, index: int) -> tuple[Mixer, FitResult]:
-        rewrite, activations = self.rewrite, self.activations(index)
-        mixer = self._empty_mixer(index)
+    def initial_mixer(self, index: int) -> tuple[Mixer, LayerActivations]:
+        """The mixer of a layer before its fit, and the activations that it is fitted on."""
+        activations, mixer = self.activations(index), self._empty_mixer(index)
         mixer.to_empty(device="cpu")
         own = {id(module) for module in mixer.modules()}
-        initialize(self._meta_model, rewrite.seed, lambda module: id(module) in own)
+        initialize(self._meta_model, self.rewrite.seed, lambda module: id(module) in own)
         mixer.to(activations.mixer_inputs[0].device, torch.promote_types(self.source.dtype, torch.float32))
         mixer.load_state_dict(self._start(index), strict=False)
+        return mixer, activations
+
+    def _fit(self, index: int) -> tuple[Mixer, FitResult]:
+        rewrite, (mixer, activations) = self.rewrite, self.initial_mixer(index)
         settings = Settings(
             steps=rewrite.fit_steps,
             learning_rate=rewrite.fit_learning_rate or 0.1 / math.sqrt(self.design.width),
@@ -205,6 +218,7 @@ class NewMixers(ConvertedWeights):
         mixer = self._empty_mixer(index)
         shapes = {name: parameter.shape for name, parameter in mixer.named_parameters()}
         same = {name: value for name, value in old.items() if shapes.get(name) == value.shape}
+        assert isinstance(self.rewrite, MixerReplacement)
         return same | self.rewrite.first_values(mixer)
 
 
