@@ -36,12 +36,15 @@ IDENTITY_BIAS = 4.0  # on the diagonal of M; four streams then start with 95 % o
 class HyperConnectionsConfig(ResidualConfig):
     """`streams` is n; `iterations` of Sinkhorn–Knopp."""
 
-    has_one_stream = False
-
     aliases = ("mhc",)
 
     streams: Annotated[int, Field(ge=2, le=64)] = 4
     iterations: Annotated[int, Field(ge=1, le=1000)] = 20
+
+    @property
+    def has_one_stream(self) -> bool:
+        """False."""
+        return False
 
     def expand(self, x: Tensor) -> Tensor:
         """[B, T, width] -> [B, T, streams, width], all equal."""
