@@ -39,7 +39,7 @@ def _value(draw: random.Random, field: Field, depth: int) -> Any:
         return {"false": False, "true": True}.get(word := draw.choice(field.choices), word)
     if field.type == "integer":
         return draw.choice(INTEGERS.get(field.name, (1, 2, 4, 8)))
-    return 0.5 if field.name in {"dropout", "offset", "rotated_share"} else 4.0
+    return 0.5 if field.name in {"dropout", "offset", "rotated_share", "sparsity"} else 4.0
 
 
 def random_repeat(draw: random.Random) -> dict[str, Any]:
