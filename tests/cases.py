@@ -410,6 +410,7 @@ CASES: dict[str, Data] = {
     "gated-relu2": forward("gated", activation="relu2"),
     "gated-gelu-tanh": forward("gated", activation="gelu_tanh"),
     "gated-gelu-bias": forward("gated", activation="gelu", bias=True),
+    "gated-sparse": forward("gated", activation="gelu_tanh", sparsity=0.6),
     "gated-clamped": forward("gated", activation="swiglu_clamped", limit=0.8, alpha=2.3, bias=True, dropout=0.2),
     "cross-grouped": design(layer(attention(kv_heads=2), None), layer(cross(6, kv_heads=2)), layer(cross(scale=0.7))),
     "cross-own-widths": design(
@@ -692,6 +693,10 @@ CASES |= {
     ),
     "residual-sandwich": wired("sandwich", drop_path=0.5, dropout=0.1),
     "residual-sandwich-apart": wired("sandwich", *APART, norm={"kind": "rms", "offset": 1.0}),
+    "residual-laurel": wired("sandwich", *APART, laurel_rank=4, drop_path=0.4, dropout=0.1),
+    "residual-altup": wired("sandwich", *APART, altup_streams=3, drop_path=0.4, dropout=0.1),
+    "residual-altup-laurel": wired("sandwich", altup_streams=2, laurel_rank=3, final_norm=False)
+    | {"embedding": {"per_layer": {"dim": 4, "vocab_size": 40}}},
     "residual-layer-scalar": wired("sandwich", layer_scalar=True, drop_path=0.3),
     "residual-layer-scalar-apart": wired("parallel", *APART, norms=2, layer_scalar=True, dropout=0.2),
     "residual-reordered": wired("reordered", drop_path=0.5, dropout=0.2),

@@ -89,8 +89,10 @@ def residual_costs(config: ModelConfig) -> tuple[int, int]:
     context = ResidualContext(("mixer", "feedforward"), config.width, config.norm, 0.0)
     with torch.device("meta"):
         block = config.residual.build(context)
+        expand = config.residual.build_expansion(config.width) or config.residual.expand
+        stream = expand(torch.zeros(1, SHORT, config.width))
     branches = {name: nn.Identity() for name in context.branches}
-    cost = flops_per_token(SHORT, lambda x, _: block(config.residual.expand(x), branches), config.width)
+    cost = flops_per_token(SHORT, lambda _, layout: block(stream, branches), config.width)
     return sum(parameter.numel() for parameter in block.parameters()), cost
 
 

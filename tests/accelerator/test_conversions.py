@@ -25,6 +25,7 @@ TARGETS = [
     "window=6,keep=1,by=attention",
     "gated_delta,drop=true,keep=1,fit_steps=2",
     "linear_attention,drop=true,fit_steps=2",
+    "shared_kv,state_budget=50%,fit_steps=2",
 ]
 
 

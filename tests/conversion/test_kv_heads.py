@@ -373,7 +373,7 @@ def test_the_refit_lowers_the_error_on_the_text() -> None:
     for merge in merges:
         merged = MergedHeads(layer, mixer, context, statistics, merge).merge_groups([[0, 1], [2, 3]])
         config = mixer.replace(kv_heads=2)
-        refitted = fit_output(merged, config, context, activations)
+        refitted = fit_output(merged, build_mixer(config, context, merged), activations)
         errors[merge] = tuple(output_error(config, context, each, activations) for each in (merged, refitted))
     assert all(refitted < error for error, refitted in errors.values())
     assert errors["least-squares"][0] < errors["aligned"][0] < errors["mean"][0]

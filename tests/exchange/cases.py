@@ -168,6 +168,12 @@ GEMMA4: Fields = {
         {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 3000.0, "factor": 2.0}, 70.0
     ),
 }  # fmt: skip
+GEMMA3N: Fields = {
+    "num_hidden_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL], "sliding_window": 6, "head_dim": 4,
+    "hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 97, "laurel_rank": 5, "altup_num_inputs": 3,
+    "num_kv_shared_layers": 1, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "final_logit_softcapping": 1.5,
+    "rope_parameters": by_type({"rope_type": "default", "rope_theta": 3000.0}, 70.0),
+}  # fmt: skip
 GEMMA4_UNIFIED: Fields = {name: GEMMA4[name] for name in GEMMA4 if not name.endswith("per_layer_input")}
 OF_GEMMA4_EXPERTS = frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"})
 
@@ -493,6 +499,17 @@ CASES: dict[str, Case] = {
         fixed=frozenset({"enable_moe_block"})
         | {f"{variant}:vocab_size_per_layer_input" for variant in ("plain", "untied-biases-all-keys-shared")},
         exact=True,
+    ),
+    "gemma3n_text": Case(
+        {
+            "plain": GEMMA3N,
+            "wide-shared-biases": GEMMA3N
+            | {"intermediate_size": [52, 40, 52, 36], "activation_sparsity_pattern": [0.4, 0.3, 0.5, 0.0]}
+            | {"attention_bias": True, "num_kv_shared_layers": 2, "altup_num_inputs": 2, "tie_word_embeddings": False}
+            | {"vocab_size_per_layer_input": 60, "hidden_activation": "silu"},
+        },
+        inert=frozenset({"altup_coef_clip"}),
+        fixed=frozenset({"altup_active_idx", "altup_correct_scale"}),
     ),
     "gemma4_unified_text": Case(
         {

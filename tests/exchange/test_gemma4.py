@@ -1,7 +1,8 @@
-"""Gemma 4's text models against transformers in float64, published files, and what is refused."""
+"""Gemma 3n's and Gemma 4's text models against transformers in float64, published files, and what is refused."""
 
 import json
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from heddle.exchange.family_match import design_from_config
 from heddle.exchange.load import load
 from heddle.numerics import norms
 from heddle.numerics.rotary import pos_freqs
+from heddle.parts.feedforwards import gated
 from heddle.parts.scalings import ScaledFrequencies
 from heddle.parts.scalings.proportional import ProportionalConfig
 from tests.exchange.cases import CASES
@@ -36,7 +38,13 @@ VARIANTS = [
     ("gemma4" if family == "gemma4_text" else "gemma4_unified", family, variant)
     for family in ("gemma4_text", "gemma4_unified_text")
     for variant in CASES[family].variants
-]
+] + [("gemma3n", "gemma3n_text", variant) for variant in CASES["gemma3n_text"].variants]
+
+
+@pytest.fixture(autouse=True)
+def quantile_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quantile that both take in float32, as `in_float64` has it."""
+    monkeypatch.setattr(gated, "normal_quantile", NormalDist().inv_cdf)
 
 
 def error(module: str, family: str, variant: str) -> float:
@@ -48,6 +56,34 @@ def error(module: str, family: str, variant: str) -> float:
         want = their_logits(theirs, tokens, mask)
     got = our_logits(load(folder, dtype=torch.float64).model, tokens, layout)
     return float((got - want)[mask.bool()].abs().max())
+
+
+@pytest.mark.parametrize("variant", CASES["gemma3n_text"].variants)
+def test_gradients_of_gemma3n_in_float64(variant: str) -> None:
+    """Theirs are not numbers at padding, and leave out the first row of the embeddings, their padding."""
+    folder, tokens = saved("gemma3n_text", variant)[1], batch()[0].clamp(min=1)
+    with in_float64("gemma3n"):
+        theirs = auto_class("gemma3n_text").from_pretrained(folder, dtype=torch.float64, **plain("gemma3n_text")).eval()
+        theirs(input_ids=tokens).logits.sin().sum().backward()
+    ours = load(folder, dtype=torch.float64).model
+    ours.head(ours(tokens)[0]).sin().sum().backward()
+    pairs = {
+        "embed.weight": "model.embed_tokens.weight",
+        "embed.per_layer.weight": "model.embed_tokens_per_layer.weight",
+        "expansion.projections.0.weight": "model.altup_projections.0.weight",
+        "final_norm.projections.0.weight": "model.altup_unembed_projections.0.weight",
+        "layers.0.residual.altup.prediction.weight": "model.layers.0.altup.prediction_coefs.weight",
+        "layers.1.residual.altup.embedding_scale": "model.layers.1.altup.correct_output_scale",
+        "layers.1.residual.laurel.down.weight": "model.layers.1.laurel.linear_left.weight",
+        "layers.1.feedforward.gate.weight": "model.layers.1.mlp.gate_proj.weight",
+        "layers.1.mixer.v.weight": "model.layers.1.self_attn.v_proj.weight",
+    }
+    for own, other in pairs.items():
+        got, want = ours.get_parameter(own).grad, theirs.get_parameter(other).grad
+        assert got is not None
+        if own == "embed.per_layer.weight":
+            got, want = got[1:], want[1:]
+        assert float((got - want).abs().max()) < 1e-9 * max(1.0, float(want.abs().max())), own
 
 
 @pytest.mark.parametrize(("module", "family", "variant"), VARIANTS)

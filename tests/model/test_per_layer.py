@@ -76,6 +76,19 @@ def largest_errors() -> tuple[float, float]:
     )
 
 
+def test_tokens_beyond_the_table_read_its_first_row() -> None:
+    few = mlp_design() | {"embedding": {"per_layer": {"dim": DIM, "vocab_size": 30}}}
+    model = model_under_test(parse_config(ModelConfig, few))
+    assert model.get_parameter("embed.per_layer.weight").shape == (30, 3 * DIM)
+    tokens, x = torch.tensor([[29, 30, 0, 60]]), torch.randn(1, 4, WIDTH, dtype=torch.float64)
+    assert model.embed.per_layer is not None
+    read, first = (
+        model.embed.per_layer(each, x, heddle.Layout.causal(1, 4)) for each in (tokens, tokens * (tokens < 30))
+    )
+    assert torch.equal(read, first)
+    assert not torch.equal(read[0, 0], model.embed.per_layer(0 * tokens, x, heddle.Layout.causal(1, 4))[0, 0])
+
+
 def test_hidden_states_and_gradients_are_those_by_hand() -> None:
     errors = largest_errors()
     assert errors[0] < 1e-10

@@ -1,15 +1,18 @@
 """Feed-forwards: each activation and each kind against its formula."""
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch.nn import functional
+from transformers import Gemma3nTextConfig
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
 from heddle.config import DesignError, parse_config
-from heddle.numerics.activations import GATED, LEARNED, PLAIN, xielu
+from heddle.numerics.activations import GATED, LEARNED, PLAIN, above_quantile, normal_quantile, xielu
 from heddle.numerics.activations import activation as registered_activation
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
@@ -18,7 +21,7 @@ from heddle.parts.feedforwards.gated import Gated, GatedConfig
 from heddle.parts.feedforwards.mlp import XIELU, MLPConfig
 from heddle.parts.layout import Layout
 from heddle.parts.norms.rms import RMSConfig
-from tests.laws.planting import operand_dropped
+from tests.laws.planting import calls, operand_dropped
 
 FORMULAS: dict[str, Callable[[float], float]] = {
     "relu": lambda x: max(x, 0.0),
@@ -111,9 +114,56 @@ def test_multipliers(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None
             assert float((part(x, Layout.causal(2, 3))[0] - want).abs().max()) > 0.01
 
 
+@pytest.mark.parametrize("number", range(40))
+def test_sparse_gates_are_those_of_gemma3n(number: int) -> None:
+    """Values and gradients against transformers, on random designs."""
+    draw = random.Random(number)
+    width, hidden, sparsity = draw.randint(2, 9), draw.randint(2, 40), round(draw.uniform(0.05, 0.95), 3)
+    settings = {"hidden_size": width, "intermediate_size": hidden, "hidden_activation": "gelu_pytorch_tanh"}
+    pattern = {"num_hidden_layers": 1, "activation_sparsity_pattern": [sparsity], "num_attention_heads": 1}
+    theirs = Gemma3nTextMLP(Gemma3nTextConfig(**settings, **pattern)).double()
+    part = sparse(width, hidden, sparsity)
+    with torch.no_grad():
+        for name in ("gate", "up", "down"):
+            theirs.get_parameter(f"{name}_proj.weight").copy_(part.get_parameter(f"{name}.weight"))
+    x = torch.randn(2, 3, width, dtype=torch.float64, requires_grad=True)
+    values = part(x, Layout.causal(2, 3))[0], theirs(x)
+    torch.testing.assert_close(*values, rtol=0, atol=1e-9)
+    gradients = (torch.autograd.grad(value.sin().sum(), x)[0] for value in values)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
+
+
+def sparse(width: int, hidden: int, sparsity: float) -> Any:
+    data = {"kind": "gated", "hidden": hidden, "activation": "gelu_tanh", "sparsity": sparsity}
+    part = parse_config(FeedforwardConfig, data).build(BuildContext(width, RMSConfig())).double()  # type: ignore[type-abstract]
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.normal_()
+    return part
+
+
+def test_the_share_of_zeros_is_the_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(64, 4096)
+    for sparsity in (0.3, 0.95):
+        kept = above_quantile(x, normal_quantile(sparsity))
+        assert float((kept == 0).double().mean()) == pytest.approx(sparsity, abs=0.005)
+    part, inputs = sparse(5, 30, 0.8), torch.randn(2, 3, 5, dtype=torch.float64)
+    want = part(inputs, Layout.causal(2, 3))[0]
+    calls(Gated.forward, "above_quantile", lambda above, gate, quantile: gate.relu(), 0)(monkeypatch)
+    assert float((part(inputs, Layout.causal(2, 3))[0] - want).detach().abs().max()) > 0.01
+
+
+def test_equal_gates_have_finite_gradients() -> None:
+    x = torch.zeros(2, 5, requires_grad=True)
+    above_quantile(x, 1.0).sum().backward()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        ({"kind": "gated", "hidden": 1, "sparsity": 0.5}, r"sparsity: leaves nothing of one"),
         ({"kind": "gated", "limit": 7.0}, r"limit: 7.*swiglu_clamped"),
         ({"kind": "moe", "experts": 2, "top_k": 1, "alpha": 2.0}, r"alpha: 2.*swiglu_clamped"),
         ({"kind": "moe", "experts": 2, "top_k": 1, "expert": "mlp", "activation": "swiglu_clamped"}, "needs a gate"),

@@ -25,7 +25,7 @@ from heddle.parts.residuals.post_norm import PostNorm, PostNormConfig
 from heddle.parts.residuals.pre_norm import PreNorm
 from heddle.parts.residuals.reordered import Reordered
 from heddle.parts.residuals.residual_dual import DualFinalNorm, ResidualDual, ResidualDualConfig
-from heddle.parts.residuals.sandwich import Sandwich
+from heddle.parts.residuals.sandwich import AltUp, LowRankResidual, Sandwich, StreamExpansion
 from tests.cases import attention, design, latent, layer
 from tests.laws.planting import Plant, calls, condition, reads, replaced, result
 
@@ -46,6 +46,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "deep_norm, all factors": {"kind": "deep_norm", **FACTORS},
     "deep_norm, two factors": {"kind": "deep_norm", "alpha": 1.4, "multiplier": 0.7},
     "sandwich": {},
+    "sandwich, laurel": {"kind": "sandwich", "laurel_rank": 2},
+    "sandwich, altup": {"kind": "sandwich", "altup_streams": 3},
+    "sandwich, altup and laurel": {"kind": "sandwich", "altup_streams": 2, "laurel_rank": 2},
     "reordered": {},
     "reordered, norms first": {"kind": "reordered", "norms_first": ["second"]},
     "parallel, one norm": {"kind": "parallel"},
@@ -77,6 +80,7 @@ class Stack(torch.nn.Module):
             for i in range(depth)
         ]
         self.layers = torch.nn.ModuleList(map(self.config.build, contexts))
+        self.expansion = self.config.build_expansion(WIDTH)
         self.final_norm = self.config.build_final_norm(WIDTH, NORM)
         self.double()
         with torch.no_grad():
@@ -84,7 +88,7 @@ class Stack(torch.nn.Module):
                 parameter.normal_(1.0 if parameter.dim() < 2 else 0.0, 0.5)
 
     def forward(self, x: Tensor, branches: dict[str, Callable[[Tensor], Tensor]]) -> Tensor:
-        stream = self.config.expand(x)
+        stream = self.config.expand(x) if self.expansion is None else self.expansion(x)
         for block in self.layers:
             stream = block(stream, {name: branches[name] for name in branches})
         hidden: Tensor = self.final_norm(stream)
@@ -136,10 +140,21 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
             elif name.startswith("reordered"):
                 x = x + norm(f(x), gain)
             else:
-                x = x + norm(f(norm(x, gain)), weights[f"layers.{index}.after.{branch}.weight"])
+                after = norm(f(norm(x, gain)), weights[f"layers.{index}.after.{branch}.weight"])
+                if "laurel" in name and branch == names[0]:
+                    x = laurel(x, norm(x, gain), after, weights, f"layers.{index}.laurel.")
+                else:
+                    x = x + after
         if name.endswith("outer sum"):
             x = entered + x
     return x if name.startswith(("post_norm", "deep_norm")) else norm(x, weights["final_norm.norm.weight"])
+
+
+def laurel(x: Array, u: Array, after: Array, weights: Weights, prefix: str) -> Array:
+    """LAuReL of low rank as in Gemma 3n: the mixer's sum with a learned residual of its input."""
+    low = u @ weights[prefix + "down.weight"].T @ weights[prefix + "up.weight"].T
+    total: Array = (x + after + u + norm(low, weights[prefix + "norm.weight"])) / 2**0.5
+    return total
 
 
 def parallel(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
@@ -149,6 +164,56 @@ def parallel(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> 
             gain = shared if shared is not None else weights[f"layers.{index}.norms.{branch}.weight"]
             x = x + PLAIN[branch](norm(inputs, gain))
     return norm(x, weights["final_norm.norm.weight"])
+
+
+def altup(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
+    """Alternating updates as in Gemma 3n, token by token; each layer is a sandwich of the first stream."""
+    n = KINDS[name]["altup_streams"]
+
+    def sized(y: Array, other: Array) -> Array:
+        result: Array = y * np.sqrt((other**2).mean() / max((y**2).mean(), 1e-5))
+        return result
+
+    streams = np.zeros((*x.shape[:2], n, WIDTH))
+    for row, token in np.ndindex(x.shape[:2]):
+        own = x[row, token]
+        others = [sized(weights[f"expansion.projections.{i}.weight"] @ own, own) for i in range(n - 1)]
+        streams[row, token] = [own, *others]
+    for index in range(depth):
+        prefix = f"layers.{index}.altup."
+        gain, router = weights[prefix + "norm.weight"], weights[prefix + "router.weight"]
+        predicted = np.zeros_like(streams)
+        for row, token in np.ndindex(x.shape[:2]):
+            shares = np.tanh(router @ norm(streams[row, token, 0], gain) / WIDTH)
+            mixing = (weights[prefix + "prediction.weight"] @ shares).reshape(n, n)
+            for i in range(n):
+                predicted[row, token, i] = streams[row, token, i] + sum(
+                    mixing[i, j] * streams[row, token, j] for j in range(n)
+                )
+        layer_weights = {key.replace(f"layers.{index}.", "layers.0."): value for key, value in weights.items()}
+        block = "sandwich, laurel" if "laurel" in name else "sandwich"
+        y = sandwich(block, predicted[:, :, 0], layer_weights, names)
+        for row, token in np.ndindex(x.shape[:2]):
+            shares = np.tanh(router @ norm(y[row, token], gain) / WIDTH)
+            factors = 1 + weights[prefix + "correction.weight"] @ shares
+            new = y[row, token] - predicted[row, token, 0]
+            streams[row, token] = [predicted[row, token, i] + factors[i] * new for i in range(n)]
+    merged = np.zeros_like(x)
+    for row, token in np.ndindex(x.shape[:2]):
+        first, *rest = streams[row, token]
+        projected = [weights[f"final_norm.projections.{i}.weight"] @ each for i, each in enumerate(rest)]
+        merged[row, token] = sum([first, *(sized(each, first) for each in projected)]) / n
+    return norm(merged, weights["final_norm.norm.weight"])
+
+
+def sandwich(name: str, x: Array, weights: Weights, names: tuple[str, ...]) -> Array:
+    """One layer, without the final norm."""
+    for branch in names:
+        u = norm(x, weights[f"layers.0.norms.{branch}.weight"])
+        after = norm(PLAIN[branch](u), weights[f"layers.0.after.{branch}.weight"])
+        is_first = "laurel" in name and branch == names[0]
+        x = laurel(x, u, after, weights, "layers.0.laurel.") if is_first else x + after
+    return x
 
 
 def residual_dual(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
@@ -232,6 +297,8 @@ def oracle(name: str, x: Array, weights: Weights, names: tuple[str, ...] = NAMES
     oracles = {"residual_dual": residual_dual, "hyper_connections": hyper}
     if name in oracles:
         return oracles[name](x, weights, names, depth)
+    if "altup" in name:
+        return altup(name, x, weights, names, depth)
     if name.startswith("attention_residuals"):
         return attention_residuals(name, x, weights, names, depth)
     if name.startswith("parallel"):
@@ -279,6 +346,22 @@ BUGS: dict[str, tuple[str, Plant]] = {
         "post_norm",
         replaced(PostNormConfig.build_final_norm, lambda config, width, norm: FinalNorm(width, norm)),
     ),
+    "a learned residual without its input": (
+        "sandwich, laurel",
+        replaced(LowRankResidual.forward, lambda module, u: module.norm(module.up(module.down(u)))),
+    ),
+    "predictions that mix along the other axis": (
+        "sandwich, altup",
+        calls(AltUp.predict, "unflatten", lambda x, dim, shape: x.unflatten(dim, shape).mT, 0),
+    ),
+    "corrections of the size of the prediction": (
+        "sandwich, altup",
+        replaced(AltUp.correct, lambda module, predicted, y: predicted + (y - predicted[:, :, 0])[:, :, None]),
+    ),
+    "streams of another size than the embedding": (
+        "sandwich, altup",
+        calls(StreamExpansion.forward, "with_size_of", lambda size, y, x: y, 0),
+    ),
     "no final norm": ("reordered", replaced(FinalNorm.forward, lambda final, stream: stream)),
     "norms after the branches of every layer": ("reordered, norms first", replaced(Reordered.forward, norms_after)),
     "a norm around ResiDual's sum": (
@@ -318,7 +401,7 @@ BUGS: dict[str, tuple[str, Plant]] = {
         "post_norm",
         calls(PostNorm.forward, "branch", lambda branch, stream, *, self, name: branch(self.norms[name](stream))),
     ),
-    "a sandwich without its second norm": ("sandwich", calls(Sandwich.forward, "after", lambda norm, y: y)),
+    "a sandwich without its second norm": ("sandwich", calls(Sandwich._process, "after", lambda norm, y: y)),
     "parallel branches in turn": (
         "parallel, two norms",
         calls(Parallel.forward, "norms", lambda norm, stream, *, total: norm(total), nth=1),

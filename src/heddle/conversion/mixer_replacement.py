@@ -1,4 +1,4 @@
-"""Shared by the rewrites that fit new mixers: the choice of layers, the initial weights, and the fit."""
+"""Shared by the rewrites whose mixers are fitted: the choice of layers, the initial weights, and the fit."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ from heddle.conversion.fit import OUTPUT_ERROR, FitError, FitResult, check_fit_t
 from heddle.conversion.heads.parameters import repeat_key_heads
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, replacement_losses, top_layers
-from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import initialize
@@ -34,20 +34,36 @@ from heddle.training.settings import Settings
 FEATURES = ("bias", "qk_norm", "sink", "gate", "softcap", "temperature_beta", "exclusive", "qkv_clip", "value_scale")
 
 
-class FittedMixers(Rewrite, ABC):
-    """Mixers get new configs, whose weights start from the old ones' and are fitted on a text.
+class FittedRewrite(Rewrite, ABC):
+    """Mixers become others, each fitted on a text.
 
     keep: how many layers stay as they are, or their share (1/4): those whose conversion alone raises the loss on the
-    text the most. None: every layer is converted. fit_steps, fit_learning_rate, seed: of the fit. lowered: the error
-    that the fit lowers. convertible: what a layer must have.
+    text the most. fit_steps, fit_learning_rate, seed: of the fit. lowered: the error that the fit lowers.
     """
 
     lowered: ClassVar[FitError] = OUTPUT_ERROR
-    convertible: ClassVar[str]
     keep: LayerCount | None = None
     fit_steps: PositiveInt = 500
     fit_learning_rate: PositiveFloat | None = None  # default: 0.1 / sqrt(width)
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+
+    @property
+    def needs_text(self) -> bool:
+        """Always: the new mixers are fitted on it."""
+        return True
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Never."""
+        return False
+
+
+class FittedMixers(FittedRewrite, ABC):
+    """Mixers get new configs, whose weights start from the old ones'.
+
+    keep: None: every layer is converted. convertible: what a layer must have.
+    """
+
+    convertible: ClassVar[str]
 
     @abstractmethod
     def obstacle(self, mixer: MixerConfig | None) -> str | None:
@@ -64,15 +80,6 @@ class FittedMixers(Rewrite, ABC):
     def is_fitted(self, name: str) -> bool:
         """Whether the fit changes this parameter of the new mixers."""
         return True
-
-    @property
-    def needs_text(self) -> bool:
-        """Always: the new mixers are fitted on it."""
-        return True
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Never."""
-        return False
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer can be converted, for a feature that would be lost, or a text too short."""
@@ -176,7 +183,7 @@ class NewMixers(ConvertedWeights):
     """
 
     def __init__(
-        self, source: Weights, design: ModelConfig, text: CalibrationText | None, rewrite: FittedMixers,
+        self, source: Weights, design: ModelConfig, text: CalibrationText | None, rewrite: FittedRewrite,
         changed: frozenset[int],
     ) -> None:  # fmt: skip
         super().__init__(source, design, text)
@@ -218,9 +225,10 @@ class NewMixers(ConvertedWeights):
                 self.results[index] = result
         return dict(read_tensor_file(path))
 
-    def _fit(self, index: int) -> tuple[Mixer, FitResult | None]:
-        """The mixer of a layer, and how its fit went; None without a text, or without parameters to fit."""
+    def initial_mixer(self, index: int) -> tuple[Mixer, LayerActivations | None]:
+        """The mixer of a layer before its fit, and what it is fitted on; None without a text or parameters to fit."""
         rewrite, mixer = self.rewrite, self._empty_mixer(index)
+        assert isinstance(rewrite, FittedMixers)
         mixer.to_empty(device="cpu")
         own = {id(module) for module in mixer.modules()}
         initialize(self._meta_model, rewrite.seed, lambda module: id(module) in own)
@@ -229,13 +237,19 @@ class NewMixers(ConvertedWeights):
         fitted = [parameter.requires_grad_(rewrite.is_fitted(name)) for name, parameter in mixer.named_parameters()]
         if self.text is None or not any(parameter.requires_grad for parameter in fitted):
             return mixer, None
+        return mixer.to(self.text.device), self.activations(index)
+
+    def _fit(self, index: int) -> tuple[Mixer, FitResult | None]:
+        rewrite, (mixer, activations) = self.rewrite, self.initial_mixer(index)
+        if activations is None:
+            return mixer, None
         settings = Settings(
             steps=rewrite.fit_steps,
             learning_rate=rewrite.fit_learning_rate or 0.1 / math.sqrt(self.design.width),
             seed=rewrite.seed,
             schedule="linear",
         )
-        result = fit_mixer(mixer.to(self.text.device), self.activations(index), settings, rewrite.lowered)
+        result = fit_mixer(mixer, activations, settings, rewrite.lowered)
         errors = f"{result.error_before:.3f} -> {result.error_after:.3f}"
         print_status(f"layer {index}: {rewrite.name} fitted, {rewrite.lowered.name} {errors} in {result.steps} steps")
         return mixer, result

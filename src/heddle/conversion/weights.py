@@ -67,8 +67,10 @@ class LayerActivations:
 def initial_streams(model: Decoder, weights: "Weights", text: CalibrationText) -> list[Any]:
     """The stream that enters the first layer, for each batch. The embedding's weights are freed afterwards."""
     fill_parameters(model.embed, "embed.", weights, text.device)
+    if model.expansion is not None:
+        fill_parameters(model.expansion, "expansion.", weights, text.device)
     streams = [
-        model.config.residual.expand(model.embed(batch, layout))
+        model.expand_stream(model.embed(batch, layout))
         for batch, layout in zip(text.batches, text.layouts, strict=True)
     ]
     model.embed.to("meta")

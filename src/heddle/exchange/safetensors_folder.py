@@ -29,6 +29,7 @@ TEXT_MODELS = {
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
     "mistral3": ("ministral3", "mistral"),
+    "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
 }

@@ -45,7 +45,7 @@ def residual_identity(config: ModelConfig) -> None:
                     hooks.enter_context(module.register_forward_hook(lambda _module, _inputs, y: torch.zeros_like(y)))
             got = forward_no_grad(stack, tokens)
             layout = replace(layout, handed_over=HandedOver())
-            stream = stack.config.residual.expand(stack.embedded(tokens, layout))
+            stream = stack.expand_stream(stack.embedded(tokens, layout))
             for layer, block in zip(stack.layers, _blocks(stack), strict=True):
                 assert isinstance(layer, Layer)
                 stream = layer.after_branches(block.identity_output(stream), layout)
@@ -131,7 +131,7 @@ def _with_rate(config: ModelConfig) -> ModelConfig:
 def _streams(stack: Decoder, samples: int) -> Iterator[tuple[Residual, float, Stream]]:
     """Each layer's residual block, its drop rate, and the stream that enters it: one token per sample."""
     start = normal_tensor((1, 1, stack.config.width), torch.Generator().manual_seed(5))
-    stream = stack.config.residual.expand(start.expand(samples, -1, -1))
+    stream = stack.expand_stream(start.expand(samples, -1, -1))
     first = stack.config.residual.drop_path_first
     for index, block in enumerate(_blocks(stack)):
         yield block, first + (RATE - first) * index / max(1, stack.config.depth - 1), stream

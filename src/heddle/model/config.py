@@ -61,11 +61,16 @@ def refuse_overflow() -> Iterator[None]:
 class PerLayerConfig(Config):
     """A second embedding of each token for every layer, `dim` wide (Gemma 3n, 2025).
 
+    vocab_size: rows of its table; tokens beyond them read the first row. None: as many as the model's.
+
     Layer l adds `N(W_out (f(W_gate s) ⊙ p_l))` to its stream s, after its branches. With the embedding's output x and
     a table E, `p_l = (N(P_l x / sqrt(width)) + sqrt(dim) · E_l[token]) / sqrt(2)`.
     """
 
+    later_fields = ("vocab_size",)
+
     dim: PositiveInt
+    vocab_size: PositiveInt | None = None
     activation: Activation = "gelu_tanh"  # of the gate by which a layer reads its embedding
 
 
@@ -278,7 +283,7 @@ class ModelConfig(Config):
         layers = [layer.config for layer in self.distinct_layers]
         most_branches = max((layer.mixer is not None) + (layer.feedforward is not None) for layer in layers)
         mixers = {"" if layer.mixer is None else layer.mixer.kind for layer in layers}
-        if self.embedding.per_layer is not None and not self.residual.has_one_stream:
+        if self.embedding.per_layer is not None and not self.residual.takes_embeddings:
             refuse("embedding.per_layer", f"is added to one stream, and {self.residual.kind} has several; leave it out")
         try:
             self.residual.check_layers(self.depth, most_branches, mixers)

@@ -120,6 +120,7 @@ class Layer(nn.Module):
             model.depth,
             layer_index,
             mixer="" if config.mixer is None else config.mixer.kind,
+            per_layer=model.embedding.per_layer is not None,
         )
         self.residual = build_under("residual", model.residual.build, residual_context)
         per_layer, self.layer_index = model.embedding.per_layer, layer_index
@@ -164,8 +165,10 @@ class Layer(nn.Module):
 
     def after_branches(self, stream: Stream, layout: Layout) -> Stream:
         """The stream with the layer's own embedding added, times its scalar; unchanged without both."""
-        if self.per_layer is not None:
-            stream = stream + self.per_layer(stream, self._own_embedding(layout))
+        per_layer = self.per_layer
+        if per_layer is not None:
+            own = self._own_embedding(layout)
+            stream = self.residual.add_embedding(stream, lambda x: per_layer(x, own))
         return stream if self.scalar is None else self.scalar(stream)
 
     @layout_dependent
@@ -227,6 +230,7 @@ class Decoder(nn.Module):
         self._link_layers([(path, index) for path, _, index, _ in layers])
         self._check_shared_weights([path for path, *_ in layers])
         self.encoder = self._build_encoder(config, distinct_layers_only)
+        self.expansion = config.residual.build_expansion(config.width)
         self.final_norm = config.residual.build_final_norm(config.width, config.norm)
         weight = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
         self.head = Head(weight, config.head, config.norm)
@@ -510,7 +514,7 @@ class Decoder(nn.Module):
     def _run(self, tokens: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
         if self.config.hands_over:
             layout = replace(layout, handed_over=HandedOver())  # of this call, and of its backward pass
-        stream = self.config.residual.expand(self.embedded(tokens, layout))
+        stream = self.expand_stream(self.embedded(tokens, layout))
         new_states = []
         for layer, state in zip(self.layers, states, strict=True):
             stream, new_state = self._call_layer(layer, stream, layout, state)
@@ -524,6 +528,10 @@ class Decoder(nn.Module):
             assert layout.handed_over is not None
             layout.handed_over.per_layer = self.embed.per_layer(tokens, x, layout)
         return x
+
+    def expand_stream(self, x: Tensor) -> Stream:
+        """The embedding's output [B, T, width] -> the stream that enters the first layer."""
+        return self.config.residual.expand(x) if self.expansion is None else self.expansion(x)
 
     def _call_layer(self, layer: nn.Module, stream: Stream, layout: Layout, state: Any) -> tuple[Stream, Any]:
         if self.checkpointing and torch.is_grad_enabled():

@@ -41,7 +41,7 @@ class MultiTokenModule(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: nn.Module) -> None:
         super().__init__()
-        self.expand = config.residual.expand
+        self.expand = config.residual.build_expansion(config.width) or config.residual.expand
         self.embedding_norm, self.hidden_norm = config.norm.build(config.width), config.norm.build(config.width)
         self.projection = Linear(2 * config.width, config.width)
         self.layer = layer

@@ -3,7 +3,8 @@
     p_l = (N(P_l x / sqrt(width)) + sqrt(dim) · E_l[token]) / sqrt(2)      of layer l, from the embedding's output x
     s  ← s + N(W_out (f(W_gate s) ⊙ p_l))                                  after the branches of layer l
 
-E is one table, a row for each token and `dim` columns for each layer. All layers share the norm over P_l x.
+E is one table, a row for each token and `dim` columns for each layer; with
+`vocab_size` tokens beyond it read row 0. All layers share the norm over P_l x.
 """
 
 import math
@@ -27,7 +28,9 @@ class PerLayerEmbedding(SelfInitialized):
 
     def __init__(self, config: PerLayerConfig, vocab_size: int, width: int, layers: int, norm: NormConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, layers * config.dim))
+        self.rows = vocab_size if config.vocab_size is None else config.vocab_size
+        self.is_smaller = self.rows < vocab_size
+        self.weight = nn.Parameter(torch.empty(self.rows, layers * config.dim))
         self.scale = rounded_to_dtypes(math.sqrt(config.dim))
         self.dim, self.projection_scale = config.dim, width**-0.5
         self.projection = Linear(width, layers * config.dim)
@@ -42,6 +45,8 @@ class PerLayerEmbedding(SelfInitialized):
         if tokens.is_floating_point():
             raise ConfigError("tokens: are vectors, but embedding.per_layer looks up the ids of tokens; give ids")
         of_text = self.norm((self.projection(x) * self.projection_scale).unflatten(-1, (-1, self.dim)))
+        if self.is_smaller:
+            tokens = tokens.masked_fill(tokens >= self.rows, 0)
         of_token = (functional.embedding(tokens, self.weight) * self.scale[x.dtype]).unflatten(-1, (-1, self.dim))
         inputs: Tensor = (of_text + of_token) * 2.0**-0.5
         return inputs if layout.padding is None else inputs.masked_fill(layout.padding[..., None, None], 0.0)

@@ -1,5 +1,6 @@
 """Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from heddle.numerics import native
 from heddle.numerics.dispatch import Kernel, Operation
+from heddle.numerics.norms import at_least_float32
 
 PlainFunction = Callable[[Tensor], Tensor]
 
@@ -153,3 +155,16 @@ def _glu(function: PlainFunction, up: Tensor, gate: Tensor | None = None, /) -> 
 def _with_gate(function: Callable[[Tensor, Tensor], Tensor], up: Tensor, gate: Tensor | None = None, /) -> Tensor:
     assert gate is not None
     return function(up, gate)
+
+
+def normal_quantile(share: float) -> float:
+    """The number below which a share of a standard normal distribution lies, computed in float32."""
+    return float(torch.erfinv(2 * torch.tensor(share, dtype=torch.float32, device="cpu") - 1) * math.sqrt(2))
+
+
+def above_quantile(x: Tensor, quantile: float) -> Tensor:
+    """relu(x − mean x − quantile · std x) over the last dim, in at least float32; equal numbers have no gradient."""
+    wide = at_least_float32(x)
+    centered = wide - wide.mean(-1, keepdim=True)
+    variance = centered.square().mean(-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
+    return (centered - quantile * variance.sqrt()).relu().to(x.dtype)

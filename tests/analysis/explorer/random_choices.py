@@ -12,7 +12,7 @@ INTEGERS = {
     "kv_rank": (16, 24), "query_rank": (8, 40), "nope_dim": (8, 12), "rope_dim": (4, 6, 8), "experts": (4, 8, 12),
     "top_k": (1, 2, 3), "groups": (1, 2, 4), "top_groups": (1, 2), "hidden": (24, 40), "shared": (1, 2),
     "norms": (1, 2), "buckets": (3, 8, 32), "max_distance": (9, 128), "length": (600, 900), "streams": (2, 4),
-    "state_size": (8, 16), "block_size": (1, 2, 3),
+    "state_size": (8, 16), "block_size": (1, 2, 3), "altup_streams": (2, 4),
 }  # fmt: skip
 TEXT = 96  # tokens
 
@@ -39,7 +39,7 @@ def _value(draw: random.Random, field: Field, depth: int) -> Any:
         return {"false": False, "true": True}.get(word := draw.choice(field.choices), word)
     if field.type == "integer":
         return draw.choice(INTEGERS.get(field.name, (1, 2, 4, 8)))
-    return 0.5 if field.name in {"dropout", "offset", "rotated_share", "eps"} else 4.0
+    return 0.5 if field.name in {"dropout", "offset", "rotated_share", "eps", "sparsity"} else 4.0
 
 
 def random_repeat(draw: random.Random) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Experts(Rewrite):
 
 def _check_multipliers(feedforward: GatedConfig, path: str) -> None:
     """Raises DesignError for numbers that experts have no fields for."""
-    for name in ("gate_multiplier", "multiplier"):
+    for name in ("gate_multiplier", "multiplier", "sparsity"):
         if getattr(feedforward, name) is not None:
             raise DesignError(f"{path}.{name}", "is not supported in experts; leave this layer out")
 

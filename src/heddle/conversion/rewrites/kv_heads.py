@@ -31,7 +31,7 @@ from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerAc
 from heddle.model.config import ModelConfig
 from heddle.parts.build import BuildContext
 from heddle.parts.mixers import Mixer
-from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.mixers.attention import Attention, AttentionConfig
 from heddle.parts.positions import ScoreBiasConfig
 from heddle.parts.positions.relative_bias import RelativeBiasConfig
 
@@ -42,15 +42,12 @@ RIDGE = 1e-3  # of the mean squared input of the projection
 
 
 @torch.no_grad()
-def fit_output(
-    layer: Parameters, config: AttentionConfig, context: BuildContext, activations: LayerActivations
-) -> dict[str, Tensor]:
+def fit_output(layer: Parameters, mixer: Attention, activations: LayerActivations) -> dict[str, Tensor]:
     """Refit W_o (and its bias) to minimize Σ |y − W_o z − b|² + λ |ΔW_o|² over the text.
 
-    z: the input of the projection in this layer. y: the output of the mixer in `activations`. λ = RIDGE · tokens ·
-    mean(z²). ΔW_o: the change, so a layer without error stays as it is.
+    z: the input of the projection in `mixer`, which has the parameters of `layer` in float64. y: the output of the
+    mixer in `activations`. λ = RIDGE · tokens · mean(z²). ΔW_o: the change, so a layer without error stays as it is.
     """
-    mixer = build_mixer(config, context, layer)
     weight, bias = layer["mixer.out.weight"].double(), layer.get("mixer.out.bias")
     inputs = weight.shape[1] + (bias is not None)
     square, cross = weight.new_zeros(inputs, inputs), weight.new_zeros(inputs, len(weight))
@@ -119,7 +116,8 @@ class HeadConversion:
         merger = MergedHeads(layer, config, context, self._statistics(layer, config, context, activations), self.merge)
         result = merger.merge_groups(self._groups(merger, kv_heads, activations))
         if self.merge == "least-squares":
-            return fit_output(result, config.replace(kv_heads=kv_heads), context, activations())
+            mixer = build_mixer(config.replace(kv_heads=kv_heads), context, result)
+            return fit_output(result, mixer, activations())
         return result
 
     def _statistics(

@@ -61,6 +61,9 @@ class StreamWidth(Rewrite):
         if design.residual.stream_grows:
             reason = f"kind {design.residual.kind} weighs outputs by a norm over the width, which zeros change"
             raise DesignError("residual", f"{reason}; leave the width alone")
+        if not design.residual.has_one_stream and design.residual.build_expansion(design.width) is not None:
+            reason = f"kind {design.residual.kind} compares the sizes of its streams, which zeros change"
+            raise DesignError("residual", f"{reason}; leave the width alone")
         position = design.embedding.position
         if position is not None and not isinstance(position, LearnedConfig):
             reason = f"kind {position.kind} adds width-dependent values to every dim, so new dims would not be zero"

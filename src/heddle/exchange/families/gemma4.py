@@ -1,4 +1,4 @@
-"""Gemma 4's text models: Gemma 3 with normalized values, unscaled scores and, in most, an embedding for each layer."""
+"""Gemma 3n's and Gemma 4's text models: normalized values, unscaled scores, and in most an embedding for each layer."""
 
 from typing import Any
 
@@ -6,7 +6,14 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, gemma
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import FULL, SLIDING, read_rope_table, write_rope_table
+from heddle.exchange.rope import (
+    FULL,
+    SLIDING,
+    read_rope_table,
+    read_ropes_by_layer_type,
+    write_rope_table,
+    write_ropes_by_layer_type,
+)
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions.rope import RopeConfig
@@ -201,5 +208,133 @@ def write_unified(design: ModelConfig) -> dict[str, Any]:
 
 GEMMA4_UNIFIED = Family(
     "gemma4_unified_text", "Gemma4UnifiedForCausalLM", read_unified, write_unified, map_gemma4,
+    ignored_tensors=GEMMA4.ignored_tensors,
+)  # fmt: skip
+
+
+# Gemma 3n.
+SHARED_LAYERS, SPARSITY = 15, 0.95  # if the fields are absent
+ALTUP = {"altup_projections": "expansion.projections", "altup_unembed_projections": "final_norm.projections"}
+OF_3N_LAYERS = {
+    "laurel.linear_left": "residual.laurel.down", "laurel.linear_right": "residual.laurel.up",
+    "laurel.post_laurel_norm": "residual.laurel.norm", "altup.router_norm": "residual.altup.norm",
+    "altup.modality_router": "residual.altup.router", "altup.prediction_coefs": "residual.altup.prediction",
+    "altup.correction_coefs": "residual.altup.correction",
+}  # fmt: skip
+
+
+def read_gemma3n(config: ConfigReader) -> dict[str, Any]:
+    """Gemma 3n's text model (Gemma Team 2025): Gemma 3 with an embedding for each layer, AltUp and LAuReL.
+
+    Values are normalized and scores unscaled; the last layers read keys and values of earlier ones, and the first
+    layers' feed-forwards are sparse.
+    """
+    config.expect("altup_active_idx", 0)
+    config.expect("altup_correct_scale", True)
+    # Bounds of AltUp's weights and their learning rate, in training alone; and a field that transformers ignores.
+    config.unread -= {"altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"}
+    _common.check_width(config)
+    types = _layer_types.read_types(config, _layer_types.full_every(5, config))
+    windows = _layer_types.layer_windows(config, types, config.get("sliding_window", 512))
+    mixer: dict[str, Any] = {
+        "kind": "attention",
+        "heads": config.require_count("num_attention_heads"),
+        "kv_heads": config.get("num_key_value_heads", 2),
+        "head_dim": config.get("head_dim", 256),
+        "bias": config.get("attention_bias", False),
+        "dropout": config.get("attention_dropout", 0.0),
+        "scale": 1.0,
+        "qk_norm": "head",
+        "value_norm": True,
+    }
+    thetas = config.get("rope_theta", 1e6), config.get("rope_local_base_freq", 1e4)
+    ropes = read_ropes_by_layer_type(config, mixer["head_dim"], *thetas)
+    own = len(types) - config.get("num_kv_shared_layers", SHARED_LAYERS)
+    mixers = [
+        mixer
+        | {"window": window, "position": ropes[kind]}
+        | ({} if index < own else {"shared_kv": True, "value_norm": False})
+        for index, (kind, window) in enumerate(zip(types, windows, strict=True))
+    ]
+    sparse = 10 if len(types) > 10 else 0
+    widths = _of_each_layer(config, "intermediate_size", [16384] * len(types))
+    shares = _of_each_layer(config, "activation_sparsity_pattern", [SPARSITY] * sparse + [0.0] * (len(types) - sparse))
+    activation = _common.read_activation(config, ACTIVATION, DEFAULT_ACTIVATION)
+    feedforwards = [
+        {"kind": "gated", "hidden": hidden, "activation": activation, "sparsity": share or None}
+        for hidden, share in zip(widths, shares, strict=True)
+    ]
+    rows, dim = config.get("vocab_size_per_layer_input", 262144), config.get("hidden_size_per_layer_input", 256)
+    residual = {
+        "kind": "sandwich",
+        "laurel_rank": config.get("laurel_rank", 64),
+        "altup_streams": config.get("altup_num_inputs", 4),
+    }
+    return _common.design_fields(
+        config,
+        {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6), "cast": "after"},
+        _layer_types.layers_of(mixers, feedforwards),
+        embedding={"scale": True, "per_layer": {"dim": dim, "activation": activation, "vocab_size": rows}},
+        residual=residual,
+        head={
+            "tied": config.get("tie_word_embeddings", True),
+            "softcap": config.get_nullable("final_logit_softcapping", 30.0),
+        },
+    )
+
+
+def _of_each_layer(config: ConfigReader, name: str, default: list[Any]) -> list[Any]:
+    """A field that is one number, or a list with one for each layer. Raises ConfigError for another length."""
+    value = config.data.get(name)
+    config.unread.discard(name)
+    values = default if value is None else value if isinstance(value, list) else [value] * len(default)
+    if len(values) != len(default):
+        raise config.invalid(name, f"num_hidden_layers needs {len(default)} entries")
+    return values
+
+
+def write_gemma3n(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_gemma3n` reads."""
+    mixer, per_layer = design_parts.first_attention(design), design.embedding.per_layer
+    full, sliding = _layer_types.ropes_by_layer_type(design)
+    feedforwards = [layer.feedforward for layer in design_parts.layers(design)]
+    residual = design.residual
+    return _common.write_common(design) | {
+        "num_attention_heads": mixer.heads,
+        "num_key_value_heads": mixer.kv_heads,
+        "head_dim": mixer.head_dim,
+        "attention_bias": mixer.bias is True,
+        "attention_dropout": mixer.dropout,
+        ACTIVATION: _common.write_gated(design, ACTIVATION)[ACTIVATION],
+        "intermediate_size": [getattr(each, "hidden", 1) for each in feedforwards],
+        "activation_sparsity_pattern": [getattr(each, "sparsity", None) or 0.0 for each in feedforwards],
+        **_layer_types.write_windows(design, 512),
+        **write_ropes_by_layer_type(full, sliding, mixer.head_dim or design.width),
+        "rope_local_base_freq": sliding.base,
+        "num_kv_shared_layers": sum(each.shared_kv for each in _attentions(design)),
+        "hidden_size_per_layer_input": 1 if per_layer is None else per_layer.dim,
+        "vocab_size_per_layer_input": design.vocab_size if per_layer is None else per_layer.vocab_size,
+        "laurel_rank": getattr(residual, "laurel_rank", None) or 1,
+        "altup_num_inputs": getattr(residual, "altup_streams", None) or 2,
+        "altup_active_idx": 0,
+        "altup_correct_scale": True,
+        "final_logit_softcapping": design.head.softcap,
+        "rms_norm_eps": design_parts.norm_eps(design),
+    }
+
+
+def map_gemma3n(design: ModelConfig, weights: WeightMap) -> None:
+    """Gemma 4's tensor names, and those of AltUp and LAuReL."""
+    map_gemma4(design, weights)
+    for index in range((getattr(design.residual, "altup_streams", None) or 1) - 1):
+        for hf, heddle in ALTUP.items():
+            weights.add_module(f"model.{hf}.{index}", f"{heddle}.{index}")
+    for hf, heddle, _ in _common.named_layers(design):
+        weights.add_modules(hf, heddle, OF_3N_LAYERS)
+        weights.add_tensor(f"{hf}.altup.correct_output_scale", f"{heddle}.residual.altup.embedding_scale")
+
+
+GEMMA3N = Family(
+    "gemma3n_text", "Gemma3nForCausalLM", read_gemma3n, write_gemma3n, map_gemma3n,
     ignored_tensors=GEMMA4.ignored_tensors,
 )  # fmt: skip

@@ -483,6 +483,7 @@ def mlp(n: Quantities) -> Costs:
 def gated(n: Quantities) -> Costs:
     """Three projections."""
     check_activation(n)
+    n.refuse(n.has("sparsity") * n.above(2, n.hidden), sparsity=0.5, hidden=1)
     return projection(n, n.width, 2 * n.hidden, n.bias) + projection(n, n.hidden, n.width, n.bias)
 
 
@@ -637,8 +638,13 @@ def residual(n: Quantities) -> Costs:
 
 @costs_of("residuals", "sandwich")
 def sandwich(n: Quantities) -> Costs:
-    """Two norms for each branch."""
-    return residual(n).scaled(2)
+    """Two norms for each branch; the learned residual of the first, two projections and a norm; the maps of AltUp."""
+    rank = n.laurel_rank
+    laurel = projection(n, n.width, rank) + projection(n, rank, n.width) + Costs(parameters=n.norm(n.width))
+    streams = n.altup_streams
+    maps = projection(n, n.width, streams) + projection(n, streams, streams**2) + projection(n, streams, streams)
+    maps += Costs(parameters=n.norm(n.width), flops=2 * n.tokens * n.width * streams * (1 + streams))
+    return residual(n).scaled(2) + laurel.scaled(n.has("laurel_rank")) + maps.scaled(n.has("altup_streams"))
 
 
 @costs_of("residuals", "parallel")
@@ -723,7 +729,14 @@ def final_norm(n: Quantities) -> Costs:
     return Costs(parameters=n.norm(n.width))
 
 
-@costs_of("final", "sandwich", "reordered", "parallel")
+@costs_of("final", "sandwich")
+def sandwich_final(n: Quantities) -> Costs:
+    """A norm, unless it is left out, and AltUp's projections of all streams but one, at both ends."""
+    projections = projection(n, n.width, n.width).scaled(2 * (n.altup_streams - 1))
+    return optional_final_norm(n) + projections.scaled(n.has("altup_streams"))
+
+
+@costs_of("final", "reordered", "parallel")
 def optional_final_norm(n: Quantities) -> Costs:
     """A norm, unless it is left out."""
     return Costs(parameters=(1 - n.is_false("final_norm")) * n.norm(n.width))

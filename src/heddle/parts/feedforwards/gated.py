@@ -3,16 +3,20 @@
 `swiglu_clamped` is gpt-oss's (2025): `down((clamp(up(x), ±limit) + 1) ⊙ g σ(alpha g))`, g = min(gate(x), limit).
 With multipliers it is `m · down(f(g · gate(x)) ⊙ up(x))` (Falcon-H1, 2025). `short_convolution` of `hidden` convolves
 gate(x) and up(x).
+
+With `sparsity` s the activation reads relu(g − mean g − Φ⁻¹(s) std g) in place of the gate g, over the hidden channels
+of a token: of normally distributed ones the share s becomes 0 (Gemma 3n, 2025). Φ⁻¹ is that of float32, as published.
+All channels are still computed, so no time is saved.
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from heddle.config import PositiveFloat, PositiveInt, Probability, with_implied
-from heddle.numerics.activations import activation
+from heddle.config import PositiveFloat, PositiveInt, Probability, refuse, with_implied
+from heddle.numerics.activations import above_quantile, activation, normal_quantile
 from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, activation_settings
 from heddle.parts.layout import Layout
@@ -27,6 +31,7 @@ class GatedConfig(FeedforwardConfig):
 
     aliases = ("swiglu", "geglu", "reglu")
     convolved = ("input", "hidden")
+    later_fields = ("sparsity",)
 
     hidden: PositiveInt
     activation: GatedActivation = "silu"
@@ -36,10 +41,13 @@ class GatedConfig(FeedforwardConfig):
     dropout: Probability = 0.0
     gate_multiplier: PositiveFloat | None = None  # of the gate, before its activation
     multiplier: PositiveFloat | None = None  # of the output
+    sparsity: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # share of a token's hidden channels set to zero
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         activation_settings(self.activation, self.limit, self.alpha)
+        if self.sparsity is not None and self.hidden == 1:
+            refuse("sparsity", "leaves nothing of one hidden channel; give more, or leave it out")
         return self
 
     @classmethod
@@ -74,6 +82,7 @@ class Gated(Feedforward):
         self.activation = activation(config.activation, settings)
         self.dropout = Dropout(config.dropout)
         self.gate_multiplier, self.multiplier = config.gate_multiplier, config.multiplier
+        self.quantile = None if config.sparsity is None else normal_quantile(config.sparsity)
         self.convolve_hidden(config.short_convolution, {"gate": config.hidden, "up": config.hidden})
 
     def forward(
@@ -84,5 +93,7 @@ class Gated(Feedforward):
         (gate, up), state = convolve(self.convolutions, {"gate": gate, "up": up}, layout, state)
         if self.gate_multiplier is not None:
             gate = gate * self.gate_multiplier
+        if self.quantile is not None:
+            gate = above_quantile(gate, self.quantile)
         y: Tensor = self.down(self.dropout(self.activation(up, gate)))
         return y if self.multiplier is None else y * self.multiplier, state

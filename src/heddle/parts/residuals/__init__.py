@@ -34,16 +34,12 @@ class ResidualConfig(Part, ABC):
     (Vaswani et al. 2017, §5.4).
     layer_scalar: whether the stream after each layer, with what `embedding.per_layer` adds, is multiplied by a learned
     number, at first 1 (Gemma 4, 2026).
-    keeps_stream: whether a layer whose branches add zero leaves every stream unchanged, whatever its other weights.
     stream_grows: whether the stream grows from layer to layer, so that no two layers cost the same.
-    has_one_stream: whether the stream is one tensor [B, T, width].
     """
 
     slot: ClassVar[str] = "residuals"
     later_fields: ClassVar[tuple[str, ...]] = ("drop_path_first", "layer_scalar")
-    keeps_stream: ClassVar[bool] = False
     stream_grows: ClassVar[bool] = False
-    has_one_stream: ClassVar[bool] = True
 
     drop_path: Probability = 0.0  # stochastic depth of the last layer (Huang et al. 2016); linear in between
     drop_path_first: Probability = 0.0  # stochastic depth of the first layer
@@ -71,13 +67,32 @@ class ResidualConfig(Part, ABC):
         return self.drop_path_first + (self.drop_path - self.drop_path_first) * layer_index / max(1, depth - 1)
 
     @property
+    def has_one_stream(self) -> bool:
+        """Whether the stream is one tensor [B, T, width]."""
+        return True
+
+    @property
+    def takes_embeddings(self) -> bool:
+        """Whether `embedding.per_layer` can be added after a layer."""
+        return self.has_one_stream
+
+    @property
+    def keeps_stream(self) -> bool:
+        """Whether a layer whose branches add zero leaves every stream unchanged, whatever its other weights."""
+        return False
+
+    @property
     def first_layer_differs(self) -> bool:
         """Whether the block of the first layer has other weights than the blocks of equal layers after it."""
         return False
 
     def expand(self, x: Tensor) -> Stream:
-        """The stream that enters the first layer, made from the embedding x [B, T, width]."""
+        """The stream that enters the first layer, made from the embedding x [B, T, width], without weights."""
         return x
+
+    def build_expansion(self, width: int) -> nn.Module | None:
+        """Build the module that makes the stream from the embedding in place of `expand`; None: no weights do."""
+        return None
 
     def initial_scales(self, depth: int) -> InitialScales:
         """The factors for `depth` layers, which give the sum of all branches the same initial scale at any depth."""
@@ -110,6 +125,11 @@ class FinalNormConfig(ResidualConfig, ABC):
 
     final_norm: bool = True  # a norm after the last layer
 
+    @property
+    def keeps_stream(self) -> bool:
+        """True: branches are added to the stream."""
+        return True
+
     def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
         """Build the final norm, or an identity."""
         return FinalNorm(width, norm) if self.final_norm else nn.Identity()
@@ -134,6 +154,10 @@ class Residual(nn.Module, ABC):
         It is unchanged, unless the block normalizes the stream itself.
         """
         return stream
+
+    def add_embedding(self, stream: Stream, branch: Callable[[Tensor], Tensor]) -> Stream:
+        """The stream after the layer with the branch of `embedding.per_layer` added."""
+        return stream + branch(stream)
 
     def dropped_output(self, stream: Stream) -> Stream:
         """The stream after this layer if stochastic depth drops every branch here."""

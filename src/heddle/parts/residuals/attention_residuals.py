@@ -43,7 +43,6 @@ class AttentionResidualsConfig(ResidualConfig):
     leaves the softmax.
     """
 
-    has_one_stream = False
     aliases = ("attnres",)
     stream_grows: ClassVar[bool] = True
 
@@ -67,6 +66,11 @@ class AttentionResidualsConfig(ResidualConfig):
             )
         if self.block_size == 1 and most_branches == 1:
             raise DesignError("block_size", "1 holds only one branch, because every layer has one; leave it out")
+
+    @property
+    def has_one_stream(self) -> bool:
+        """False."""
+        return False
 
     def expand(self, x: Tensor) -> Sources:
         """The embedding x [B, T, width] is the only source."""

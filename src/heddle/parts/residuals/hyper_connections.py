@@ -51,7 +51,6 @@ class HyperConnectionsConfig(ResidualConfig):
     weighted` the end has an R, before its norm; with `gate_rank` no norm follows.
     """
 
-    has_one_stream = False
     later_fields = (
         *ResidualConfig.later_fields, "mixing", "magnitude", "eps", "norm_weight", "gate_rank", "collapse",
     )  # fmt: skip
@@ -76,6 +75,11 @@ class HyperConnectionsConfig(ResidualConfig):
         if self.gate_rank is not None and self.eps:
             refuse("eps", "is added to n weights, but gate_rank has gates in their place; leave it out")
         return self
+
+    @property
+    def has_one_stream(self) -> bool:
+        """False."""
+        return False
 
     def expand(self, x: Tensor) -> Tensor:
         """[B, T, width] -> [B, T, streams, width], all equal."""

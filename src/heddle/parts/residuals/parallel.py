@@ -20,8 +20,6 @@ from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 class ParallelConfig(FinalNormConfig):
     """`norms`: 1 is one norm shared by the branches, 2 is one norm for each."""
 
-    keeps_stream = True
-
     norms: Annotated[int, Field(ge=1, le=2)] = 1
 
     def check_layers(self, depth: int, most_branches: int, mixers: Set[str]) -> None:

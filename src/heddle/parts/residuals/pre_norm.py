@@ -18,7 +18,6 @@ class PreNormConfig(FinalNormConfig):
     """`multiplier` scales every branch's output (Granite's residual_multiplier)."""
 
     aliases = ("prenorm",)
-    keeps_stream = True
 
     multiplier: PositiveFloat | None = None
     first_norm: bool = True  # whether the first branch of the first layer has a norm

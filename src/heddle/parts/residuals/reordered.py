@@ -19,7 +19,6 @@ class ReorderedConfig(FinalNormConfig):
     """`norms_first`: the kinds of mixers whose layers have norms before their branches, not after."""
 
     later_fields = (*FinalNormConfig.later_fields, "norms_first")
-    keeps_stream = True
 
     norms_first: tuple[str, ...] | None = None  # kinds of mixers whose layers have norms before their branches
 

@@ -17,9 +17,12 @@ from heddle.parts.residuals import Branches, Residual, ResidualConfig
 class ResidualDualConfig(ResidualConfig):
     """No fields of its own. Elements dropped from a branch output are dropped in both streams."""
 
-    has_one_stream = False
-
     aliases = ("resi_dual",)
+
+    @property
+    def has_one_stream(self) -> bool:
+        """False."""
+        return False
 
     def expand(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both streams start as the embedding."""
