@@ -73,7 +73,7 @@ def delta_inputs(channels: int, documents: bool) -> DeltaInputs:
 
 
 def ssd_inputs(documents: bool) -> SSDInputs:
-    q, k, v, log_decay, beta, ids, bounds, dtype = delta_inputs(1, documents)
+    q, k, v, log_decay, beta, ids, bounds, dtype, _ = delta_inputs(1, documents)
     time_step = torch.full_like(beta, 0.5)[..., None]
     return SSDInputs(q, k, v, log_decay, time_step, torch.randn(HEADS), ids, bounds, dtype)
 
