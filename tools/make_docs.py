@@ -11,7 +11,7 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -290,16 +290,26 @@ def kind_blocks(slot: str, kind: str) -> Iterator[str]:
     yield fields(cls, [name for name in cls.model_fields if name not in shared_fields(slot)])
     covering = [name for name in CASES if (slot, kind) in parts_of(case(name))]
     names = parameters(slot, kind, covering)
-    yield f"Parameters: {', '.join(f'`{name}`' for name in names)}." if names else "No parameters."
+    yield f"Parameters: {', '.join(short_names(names))}." if names else "No parameters."
     if slot in COSTED:
         yield COSTED[slot](kind, covering)
     yield bugs(slot, kind)
 
 
+def short_names(names: Sequence[str]) -> Iterator[str]:
+    """The names in code marks; those that end alike below one module stand together: `q.weight|bias`."""
+    ends: dict[str, list[str]] = {}
+    for name in names:
+        module, _, end = name.rpartition(".")
+        ends.setdefault(module, []).append(end)
+    for module, own in ends.items():
+        yield f"`{module}.{'|'.join(own)}`" if module else ", ".join(f"`{end}`" for end in own)
+
+
 def bugs(slot: str, kind: str) -> str:
     """How many bugs are planted in a kind's code, and by how many laws they are caught."""
     caught = {bug.description: bug.law for bug in bugs_of(slot, kind)}
-    return f"Bugs planted in its code: {len(caught)}, caught by {len(set(caught.values()))} laws." if caught else ""
+    return f"Planted bugs: {len(caught)}, by {len(set(caught.values()))} laws." if caught else ""
 
 
 def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:
