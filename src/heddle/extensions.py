@@ -45,7 +45,12 @@ def unusable() -> str | None:
         return "C++ operators are built on Linux only"
     if _compiler() is None:
         return "no C++ compiler was found; install g++, or set CXX to one"
-    return None if shutil.which("ninja") else "ninja was not found; install it (pip install ninja)"
+    return None if shutil.which("ninja", path=_search_path()) else "ninja was not found; install it (pip install ninja)"
+
+
+def _search_path() -> str:
+    """PATH, and the folder of Python, where `pip install ninja` puts it."""
+    return os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
 
 
 def _load(group: str) -> None:
@@ -75,6 +80,7 @@ def _build(group: str, path: Path) -> None:
     from torch.utils.cpp_extension import load  # slow to import
 
     print_status(f"building C++ operators, once: {group}, about 15 seconds")
+    os.environ["PATH"] = _search_path()
     with TemporaryDirectory() as folder:  # torch's own locks outlive a killed process
         try:
             load(

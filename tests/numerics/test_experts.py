@@ -1,19 +1,13 @@
 """Experts: every kernel against a loop over single assignments; gradients, errors and FLOPs."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle import extensions
 from heddle.errors import ConfigError
-from heddle.laws.harness import LawViolation
-from heddle.laws.kernels import kernel_equivalence
-from heddle.model.load_config import load_config
 from heddle.numerics import activations
 from heddle.numerics.activations import Activation, glu
 from heddle.numerics.dispatch import count_flops, record_choices
@@ -22,11 +16,10 @@ from heddle.numerics.experts.mixture import EXPERTS, experts_flops, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import PackedWeightCache, packed_weights
-from tests.cases import CASES as DESIGNS
 from tests.laws.planting import Plant, calls, constant, operand_dropped
 
 EXPERTS_, WIDTH, HIDDEN = 5, 16, 8
-KERNELS = [kernel.name for kernel in EXPERTS.kernels if kernel.name != "native"]  # which has its own tests
+KERNELS = [kernel.name for kernel in EXPERTS.kernels]
 
 
 TANH = glu(torch.tanh)
@@ -390,67 +383,3 @@ def test_flops_are_those_of_the_selected_experts() -> None:
         run_experts(x, make_assignment(6, 3), make_weights(False, False), TANH)
     assert flops[0] == experts_flops(12, WIDTH, HIDDEN, True) + experts_flops(18, WIDTH, HIDDEN, False)
     assert flops[0] == 12 * 2 * 3 * WIDTH * HIDDEN + 18 * 2 * 2 * WIDTH * HIDDEN
-
-
-# The operators in C++.
-
-
-@pytest.fixture
-def _operators() -> Iterator[None]:
-    assert extensions.install(["experts_decode"]) == ("experts_decode",)
-    yield
-    extensions.install([])
-
-
-@pytest.mark.usefixtures("_operators")
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (1, 5), (4, 2)])
-@pytest.mark.parametrize("sizes", [(16, 8), (67, 33), (3, 1)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_two_calls_for_few_tokens_equal_the_loop(
-    gated: bool, tokens: int, top_k: int, sizes: tuple[int, int], dtype: torch.dtype
-) -> None:
-    (width, hidden), generator = sizes, torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return (0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-
-    down = draw(EXPERTS_, width, hidden)
-    weights = ExpertWeights(draw(EXPERTS_, hidden, width), down, draw(EXPERTS_, hidden, width) if gated else None)
-    weights = weights._replace(up=weights.up.mT.contiguous().mT)  # not contiguous
-    x, assignment = draw(tokens, width), make_assignment(tokens, top_k, drop_some=tokens > 1)
-    wide = weights.map(lambda weight: weight.double())
-    expected = plain(x.double(), assignment, wide, TANH)
-    with kernels(experts="native"), torch.no_grad():
-        actual = run_experts(x, assignment, weights, TANH)
-    assert actual.dtype == dtype
-    assert_close(actual.double(), expected, {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype])
-
-
-@pytest.mark.usefixtures("_operators")
-def test_calls_that_the_operators_do_not_serve() -> None:
-    x, weights = torch.randn(1, WIDTH, dtype=torch.float64), make_weights(gated=True, bias=False)
-    biased, dropout = make_weights(gated=True, bias=True), make_assignment(1, 2, with_dropout=True)
-    two, ten = make_assignment(1, 2), make_assignment(5, 2)
-    for rows, assignment, chosen, reason in (
-        (x, two, biased, "not in use"),
-        (x, dropout, weights, "not in use"),
-        (x.requires_grad_(), two, weights, "gradients are required"),
-        (x.detach().expand(5, -1), ten, weights, "takes 1 to 8 assignments, not 10"),
-    ):
-        with kernels(experts="native"), pytest.raises(ConfigError, match=reason):
-            run_experts(rows, assignment, chosen, TANH)
-
-
-@pytest.mark.usefixtures("_operators")
-def test_the_law_of_kernels_sees_operators_that_forget_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(DESIGNS["moe"])
-    kernel_equivalence(config)
-    right = torch.ops.heddle.experts_outputs
-
-    def without_gates(hidden: Tensor, experts: Tensor, gates: Tensor, down: Tensor) -> Any:
-        return right(hidden, experts, torch.ones_like(gates), down)
-
-    monkeypatch.setattr(torch.ops.heddle, "experts_outputs", without_gates)
-    with pytest.raises(LawViolation, match="chunks with a state"):
-        kernel_equivalence(config)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from heddle.numerics import native
 from heddle.numerics.activations import Activation
 from heddle.numerics.dispatch import Kernel, Operation, add_flops, device_type
 from heddle.numerics.experts.grouped import blockwise, grouped
@@ -31,21 +30,13 @@ from heddle.numerics.norms import at_least_float32, without_autocast
 
 
 class ExpertsFacts(NamedTuple):
-    """What decides the kernel.
-
-    aligned: the rows of all weights start at multiples of 16 bytes. native: whether the C++ operators serve these
-    tensors: one dtype, no biases and no dropout.
-    """
+    """What decides the kernel. aligned: the rows of all weights start at multiples of 16 bytes."""
 
     assignments: int
     gradients: bool
     device: str
     dtype: torch.dtype
     aligned: bool
-    native: bool = False
-
-
-MAX_NATIVE_ASSIGNMENTS = 8  # with more, tokens share experts, whose weights are then read once for all of them
 
 
 def experts_flops(num_assignments: int, width: int, hidden: int, gated: bool) -> int:
@@ -119,32 +110,6 @@ def _expert_runner(x: Tensor, weights: ExpertWeights) -> Callable[[Tensor, int, 
     return run_packed
 
 
-def _native(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights, activation: Activation) -> Tensor:
-    """Two calls read the weights of the chosen experts, each once for every token that has chosen it."""
-    experts, maps = assignment.expert_indices, [weight for weight, _ in weights.input_maps]
-    up, *gate = torch.ops.heddle.experts_inputs(x, experts, maps)
-    hidden = activation(up, gate[0] if gate else None)
-    y: Tensor = torch.ops.heddle.experts_outputs(hidden, experts, assignment.gates.to(x.dtype), weights.down)
-    return y
-
-
-def _native_unsupported(facts: ExpertsFacts) -> str | None:
-    if not facts.native:
-        return native.NOT_IN_USE
-    if facts.gradients:
-        return "gradients are required"
-    few = 1 <= facts.assignments <= MAX_NATIVE_ASSIGNMENTS
-    return None if few else f"it takes 1 to {MAX_NATIVE_ASSIGNMENTS} assignments, not {facts.assignments}"
-
-
-def _native_serves(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights) -> bool:
-    biases = (weights.up_bias, weights.down_bias, weights.gate_bias, assignment.dropout_mask)
-    maps = (weights.up, weights.down, weights.gate)
-    one_dtype = all(weight is None or weight.dtype == x.dtype for weight in maps)
-    plain = one_dtype and all(tensor is None for tensor in biases) and native.unsupported_dtype(x.dtype) is None
-    return plain and native.serves("experts_decode", x, assignment.gates, *maps)
-
-
 def _sorted(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights, activation: Activation) -> Tensor:
     y: Tensor = SortedExperts.apply(activation, x, assignment, assignment.gates, *weights)
     return y
@@ -179,7 +144,6 @@ def _grouped_unsupported(facts: ExpertsFacts) -> str | None:
 EXPERTS = Operation(
     "experts",
     (
-        Kernel("native", _native, _native_unsupported, traceable=False),
         Kernel("per_expert", _per_expert, _per_expert_unsupported, traceable=False),
         Kernel("sorted", _sorted, _sorted_unsupported, traceable=False),
         Kernel("grouped", grouped, _grouped_unsupported),
@@ -208,7 +172,6 @@ def run_experts(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights,
         device=device_type(x),
         dtype=x.dtype,
         aligned=width * x.element_size() % 16 == 0 and hidden * x.element_size() % 16 == 0,
-        native=_native_serves(x, assignment, weights),
     )
     kernel = EXPERTS.choose(facts)
     if x.is_meta:  # the number of rows per expert is unknown

@@ -18,7 +18,6 @@ OPERATORS = {  # operator: the file that holds it, without .cpp
     "causal_attention": "products",
     "cross_entropy": "elementwise",
     "delta": "recurrent",
-    "experts_decode": "experts",
     "latent_decode": "latent",
     "linear": "products",
     "norms": "elementwise",

@@ -11,9 +11,7 @@ from heddle.numerics.attention import softmax
 from heddle.numerics.attention.latent import latent_attention
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.cross_entropy import OutputHead, loss_sum
-from heddle.numerics.experts.mixture import run_experts
-from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
-from heddle.numerics.linear import PackedWeightCache, linear, packed_weights
+from heddle.numerics.linear import linear
 from heddle.numerics.norms import euclidean_norms, rms_norm
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
@@ -22,7 +20,6 @@ from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_tab
 ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 4, 128, 128, 352, 4, 2, 2048
 RECURRENT_LENGTH, RECURRENT_WIDTH = 512, 64  # of one row of the recurrences
 LATENT = (12, 8192, 256, 64, 32)  # of latent attention: heads, keys, rank, and dims without and with a rotation
-EXPERTS = (16, 512, 704)  # experts, width, hidden: more than most CPUs' caches hold
 Step = Callable[[], None]
 
 
@@ -119,27 +116,10 @@ def _latent_decode() -> Step:
     return run
 
 
-def _experts_decode() -> Step:
-    experts, width, hidden = EXPERTS
-    up, gate, down = (_random(experts, *shape) for shape in ((hidden, width), (hidden, width), (width, hidden)))
-    x, weights, gates = _random(1, width), ExpertWeights(up, down, gate), torch.full((1, 2), 0.5)
-    silu = activation("silu")
-    pairs = [ExpertAssignment(pair, gates, none_dropped=True) for pair in torch.arange(experts).view(-1, 1, 2)]
-
-    def run() -> None:
-        with torch.no_grad(), packed_weights(packed):
-            for pair in pairs:
-                run_experts(x, pair, weights, silu)
-
-    packed: PackedWeightCache = {}
-    return run
-
-
 RACES: dict[str, Callable[[], Step]] = {  # operator: makes what is timed
     "causal_attention": _causal_attention,
     "cross_entropy": _cross_entropy,
     "delta": _delta,
-    "experts_decode": _experts_decode,
     "latent_decode": _latent_decode,
     "linear": _linear,
     "norms": _norms,
