@@ -16,12 +16,12 @@ from heddle.cli import export as cli_export
 from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.families._common import DEFAULT_MAX_POSITIONS
 from heddle.exchange.family_match import differences
+from heddle.exchange.gguf import export as quantize_module
 from heddle.exchange.gguf import export_gguf, load_gguf
-from heddle.exchange.gguf import quantize as quantize_module
 from heddle.exchange.gguf.architectures import _separate_rope_rows
 from heddle.exchange.gguf.config_from_keys import _common_fields
+from heddle.exchange.gguf.export import K_QUANTS, _library_of_a_binding
 from heddle.exchange.gguf.file import check_seal
-from heddle.exchange.gguf.quantize import K_QUANTS, _library_of_a_binding
 from heddle.exchange.load import load
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config

@@ -1,28 +1,43 @@
-"""Training: dropout is off in eval mode and keyed by sample, and gradients do not depend on how they are computed."""
+"""Training, multi-token modules, and building: dropout, gradients, and what defines a model."""
 
+import json
 from itertools import pairwise
 from typing import Any, TypeVar, get_type_hints
 
 import torch
+import yaml
+from torch import Tensor
 
-from heddle.config import Config, Part, Probability
+from heddle.config import Config, DesignError, Part, Probability, parse_config
 from heddle.laws.harness import (
+    ENCODER_LENGTH,
+    EXPERT_TOLERANCE,
     Gradients,
     LawViolation,
     add_gradients,
     assert_bitwise_equal,
+    assert_close,
     assert_gradients_close,
+    encoder_output_for,
+    feedforwards,
     forward,
     forward_no_grad,
     gradients,
+    layout_for,
     model_under_test,
+    new_state,
     normal_tensor,
     probe_loss,
     random_tokens,
 )
-from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder
+from heddle.model.config import ModelConfig, MultiTokenConfig
+from heddle.model.decoder import Decoder, build
+from heddle.model.initialization import initialize, materialize
+from heddle.model.load_config import parse_yaml
+from heddle.model.multi_token import Prediction
+from heddle.model.size import size
 from heddle.numerics.random import RandomKey, use_random_key
+from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import record_router_statistics
 
 C = TypeVar("C", bound=Config)
@@ -131,3 +146,219 @@ def _slope(model: Decoder, tokens: torch.Tensor, parameter: torch.Tensor, step: 
         losses.append(float(probe_loss(forward(model, tokens))))
     parameter.copy_(before)
     return (losses[0] - losses[1]) / 2
+
+
+# Multi-token modules: a design computes the same with and without them, and no module sees what it predicts.
+
+
+DEPTH = 2
+DOCUMENTS = ((5, 1, 4), (3, 7), (2, 6))  # the last row has padding
+LENGTH = 10
+CHUNKS = (1, 3, 2, 3)  # of the pairs that a state reads
+
+
+def multi_token_prediction(config: ModelConfig) -> None:
+    """A design with multi-token modules has the same hidden states, and a module reads nothing that it predicts.
+
+    At depth d, token t is predicted from states up to t and tokens up to t + d of its document, however rows are
+    packed, padded or split into calls. Where a mixer sees later tokens, or the last layer reads keys or values of
+    another, the design is refused.
+    """
+    depth = DEPTH if config.multi_token is None else config.multi_token.depth
+    changed = {"multi_token": MultiTokenConfig(depth=depth)}
+    try:
+        with_modules = config.replace(**changed)
+        build(with_modules, device="meta")
+    except DesignError as error:
+        bare = build(config, device="meta")
+        mixer = config.last_layer.mixer
+        reads_others = mixer is not None and (mixer.reads_kv or mixer.adds_first_values)
+        if not error.path.startswith("multi_token") or not (reads_others or not bare.causal):
+            raise LawViolation(f"with multi_token: refused: {error}") from None
+        return
+    model = model_under_test(with_modules)
+    if config.multi_token is None:
+        _check_main_states(config, model)
+    _check_documents(model, depth)
+    _check_later_tokens(model, depth)
+    _check_state(model)
+
+
+def _check_main_states(config: ModelConfig, model: Decoder) -> None:
+    device = torch.get_default_device()
+    plain = build(config, device=device)
+    drawn = dict(build(model.config, device=device).named_parameters())
+    for name, value in plain.named_parameters():
+        if not torch.equal(value, drawn[name]):
+            raise LawViolation(f"{name}: has different initial values in a design with multi_token")
+    plain = plain.double().eval()
+    weights = model.state_dict()
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    tokens = random_tokens(config, 2, LENGTH)
+    layout = layout_for(plain, 2, LENGTH)
+    with torch.no_grad():
+        assert_bitwise_equal(model(tokens, layout)[0], plain(tokens, layout)[0], "hidden states with modules")
+
+
+@torch.no_grad()
+def _predict(model: Decoder, tokens: Tensor, layout: Layout | None = None) -> list[Prediction]:
+    layout = layout_for(model, tokens.shape[0], tokens.shape[1], layout)
+    return model.predict_ahead(model(tokens, layout)[0], tokens, layout)
+
+
+def _tolerance(model: Decoder, values: Tensor) -> float:
+    has_experts = any(part.expert_info is not None for part in feedforwards(model))
+    return EXPERT_TOLERANCE * max(1.0, float(values.abs().max())) if has_experts else 0.0
+
+
+def _check_documents(model: Decoder, depth: int) -> None:
+    """Packed and padded documents are predicted as each one alone."""
+    tokens = random_tokens(model.config, len(DOCUMENTS), LENGTH)
+    packed = _predict(model, tokens, Layout.packed(DOCUMENTS, LENGTH))
+    if len(packed) != min(depth, LENGTH - 1):
+        raise LawViolation(f"{len(packed)} depths are predicted instead of {depth}")
+    for row, lengths in enumerate(DOCUMENTS):
+        start = 0
+        for length in lengths:
+            alone = _predict(model, tokens[row : row + 1, start : start + length])
+            for ahead, (hidden, layout) in enumerate(packed, start=1):
+                place = slice(start, min(start + length, LENGTH - ahead))
+                count = int((layout.positions[row, place] >= 0).sum())
+                if count != max(0, length - ahead):
+                    raise LawViolation(f"depth {ahead}: {count} tokens of a document of {length} are predicted")
+                if count:
+                    own, what = slice(start, start + count), f"depth {ahead}, a packed document of {length} tokens"
+                    assert_close(hidden[row : row + 1, own], alone[ahead - 1].hidden, what)
+            start += length
+
+
+def _check_later_tokens(model: Decoder, depth: int) -> None:
+    """Changing a token changes the predictions that read it, from `depth` before it on, and no earlier one."""
+    tokens, at = random_tokens(model.config, 1, LENGTH), LENGTH - 3
+    other = tokens.clone()
+    other[0, at] = tokens[0, at] % (model.embed.weight.shape[0] - 1) + 1  # a different token, and not padding
+    for ahead, (before, after) in enumerate(zip(_predict(model, tokens), _predict(model, other), strict=True), start=1):
+        first = at - ahead  # which reads token first + ahead = at
+        if first < 0:
+            break
+        unaffected, tolerance = slice(0, first), _tolerance(model, before.hidden)
+        what = f"depth {ahead}, token {at} was changed"
+        assert_close(after.hidden[:, unaffected], before.hidden[:, unaffected], what, tolerance)
+        if not bool((after.hidden[:, first] - before.hidden[:, first]).abs().max() > 0.0):
+            raise LawViolation(f"depth {ahead}: token {at} does not affect the prediction at token {first}")
+
+
+@torch.no_grad()
+def _check_state(model: Decoder) -> None:
+    """The first module with a state, in calls of any length, predicts what it does in one call."""
+    tokens = random_tokens(model.config, 2, sum(CHUNKS) + 1)
+    layout = layout_for(model, *tokens.shape)
+    hidden, _ = model(tokens, layout)
+    wanted = model.predict_ahead(hidden, tokens, layout)[0].hidden
+    embedding, module = model.embed(tokens, layout), model.multi_token[0]
+    state = model.init_draft_state(2, sum(CHUNKS) + 1, encoder_output_for(model, 2))
+    got, start = [], 0
+    for count in CHUNKS:
+        part = slice(start, start + count)
+        ahead = embedding[:, start + 1 : start + 1 + count]
+        states, state = module(hidden[:, part], ahead, state.table.next_layout(count), state)
+        got.append(states)
+        start += count
+    assert_close(torch.cat(got, dim=1), wanted, f"a module's state in calls of {CHUNKS} tokens")
+
+
+# Building, writing and sizing: a config and a state dict define a model completely.
+
+
+def complete_initialization(config: ModelConfig) -> None:
+    """A model whose parameters are allocated and then initialized holds no uninitialized value."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    materialize(model, torch.float32, "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    initialize(model, seed=0)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise LawViolation(f"{name}: is on the meta device after the model was allocated")
+        if not bool(tensor.isfinite().all()):
+            raise LawViolation(f"{name}: is uninitialized")
+
+
+def seeded_initialization(config: ModelConfig) -> None:
+    """Initial weights depend on the seed alone, apart from rounding to the dtype; another seed gives different ones."""
+    torch.rand(3)  # whatever was drawn before must not matter
+    first = dict(build(config, seed=3).named_parameters())
+    again = dict(build(config, seed=3).named_parameters())
+    other_seed = dict(build(config, seed=4).named_parameters())
+    wide = dict(build(config, dtype=torch.float64, seed=3).named_parameters())
+    narrow = dict(build(config, dtype=torch.bfloat16, seed=3).named_parameters())
+    for name, value in first.items():
+        if not torch.equal(value, again[name]):
+            raise LawViolation(f"{name}: differs between two builds with the same seed")
+        if not torch.equal(wide[name].float(), value) or not torch.equal(value.to(narrow[name].dtype), narrow[name]):
+            raise LawViolation(f"{name}: has different initial values in another dtype")
+        spread = value.numel() > 1 and float(value.detach().std()) > 0  # constants are the same for every seed
+        if spread and torch.equal(value, other_seed[name]):
+            raise LawViolation(f"{name}: is the same for two seeds")
+    by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
+    for name, value in first.items():
+        for earlier, same in by_shape.setdefault(tuple(value.shape), []):
+            if value.numel() > 1 and float(value.detach().std()) > 0 and torch.equal(value, same):
+                raise LawViolation(f"{name}: has the same initial values as {earlier}")
+        by_shape[tuple(value.shape)].append((name, value))
+
+
+def tied_head(config: ModelConfig) -> None:
+    """A tied head shares the embedding's weight, also after a change of dtype; an untied one does not."""
+    for model in (build(config), build(config).to(torch.bfloat16)):
+        tied = model.head.weight is model.embed.weight
+        if tied != config.head.tied:
+            raise LawViolation(
+                f"the head {'shares' if tied else 'does not share'} the embedding's weight, "
+                f"though tied is {config.head.tied}"
+            )
+
+
+def config_round_trip(config: ModelConfig) -> None:
+    """A design written as JSON or YAML and read back is equal."""
+    plain = config.dump()
+    for name, data in (
+        ("plain data", plain),
+        ("JSON", json.loads(json.dumps(plain))),
+        ("YAML", parse_yaml(yaml.safe_dump(plain), "the design")),
+    ):
+        again = parse_config(ModelConfig, data)
+        if again != config:
+            raise LawViolation(f"{name}: reads back as {again.dump()} instead of {plain}")
+
+
+def state_dict_completeness(config: ModelConfig) -> None:
+    """A state dict loaded into a model with another seed gives the same bits."""
+    model = model_under_test(config)
+    other = build(config, dtype=torch.float64, device=torch.get_default_device(), seed=5).eval()
+    other.load_state_dict(model.state_dict())
+    tokens = random_tokens(config, 2, 7)
+    assert_close(
+        forward_no_grad(other, tokens),
+        forward_no_grad(model, tokens),
+        "the same weights in another model",
+        tolerance=0.0,
+    )
+
+
+def size_matches_model(config: ModelConfig) -> None:
+    """The parameters and state bytes that `size` reports are those of the model that is built."""
+    reported = size(config, context_length=21, batch=2, encoder_length=ENCODER_LENGTH)
+    model = build(config, device=torch.get_default_device())
+    parameters = sum({id(value): value.numel() for value in model.parameters()}.values())
+    if reported.parameters != parameters:
+        raise LawViolation(f"{reported.parameters} parameters are reported, {parameters} are built")
+    if sum(layer.count for layer in reported.layers) != config.depth:
+        raise LawViolation(f"the number of reported layers is not {config.depth}")
+    if sum(layer.count for layer in reported.encoder) != (0 if config.encoder is None else config.encoder.depth):
+        raise LawViolation("the reported layers of the encoder are not those of its design")
+    allocated = new_state(model, 2, 21).bytes if model.causal else 0
+    if reported.state_bytes != allocated:
+        raise LawViolation(f"{reported.state_bytes} bytes of state are reported, {allocated} are allocated")

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt, Width, refuse
 from heddle.conversion.latent.factors import attention_factors, head_dims, supported_attention
-from heddle.conversion.latent.layer import full_rank_factors, latent_parameters, low_rank_factors
-from heddle.conversion.latent.plan import (
+from heddle.conversion.latent.layer import (
     LatentPlan,
     check_sizes,
+    full_rank_factors,
+    latent_parameters,
+    low_rank_factors,
     measure_layer,
     measure_losses,
     plain_position,
