@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_setup import Call, Comparison, Setup
 from benchmarks.harness import EQUAL, EQUAL_IN_FLOAT32, largest_difference
 from benchmarks.plain_gqa import PlainDecoder, PlainModel
-from heddle.exchange.export import transformers_model
+from heddle.exchange.transformers.peer import transformers_model
 from heddle.generation.decode import DECODING, DecodingFacts
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
 from heddle.generation.sampling import Sampler

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.harness import Measured
 from benchmarks.machine import THREADS
-from heddle.exchange.export import transformers_model
+from heddle.exchange.transformers.peer import transformers_model
 from heddle.machine import measured_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build

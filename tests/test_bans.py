@@ -114,8 +114,17 @@ def keyword_fault(node: ast.keyword) -> str:
     return node.arg if node.arg in {"shell", "allow_pickle"} and not off else ""
 
 
+# What compiles this package's own sources: decision 147.
+ALLOWED = {("heddle.extensions", "torch.utils.cpp_extension.load")}
+
+
 def test_the_package_contains_no_banned_call() -> None:
-    banned = [f"{source.name}, {fault}" for source in package_sources() for fault in faults(source.text)]
+    banned = [
+        f"{source.name}, {fault}"
+        for source in package_sources()
+        for fault in faults(source.text)
+        if (source.name, fault.partition(": ")[2]) not in ALLOWED
+    ]
     assert banned == []
 
 

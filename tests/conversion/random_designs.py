@@ -59,6 +59,7 @@ ATTENTION: dict[str, Rewrites] = {
     "rope_layout": other_layout,
     "kv_heads": repeated,
     "latent_attention": lambda config: [rewrites()["latent_attention"]()],
+    "sparse_index": lambda config: [SparseIndex(top_k=8, block=8, longest_text=64)],
 }
 EXACT: dict[str, Rewrites] = ATTENTION | {
     "tied": lambda config: [*untied(config), *([Tied(tied=True)] if config.head.tied else [])],
@@ -71,7 +72,6 @@ EXACT: dict[str, Rewrites] = ATTENTION | {
     "width": lambda config: [StreamWidth(width=config.width + 20)],
     "vocab_size": lambda config: [VocabSize(vocab_size=64)],
     "window": lambda config: [Window(window=64, longest_text=64)],
-    "sparse_index": lambda config: [SparseIndex(top_k=8, block=8, longest_text=64)],
 }
 
 

@@ -101,7 +101,7 @@ def test_refused_pairs_equal_the_golden_file() -> None:
 
 def test_a_planted_bug_is_caught_in_a_covering_design(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = next(
-        pair for pair in covering().designs if {"attention with a window", "parallel"} <= set(pair[1].labels.values())
+        pair for pair in covering().designs if {"attention with a window", "sandwich"} <= set(pair[1].labels.values())
     )
     assert violations_of(config, ["causality"]) == []
     result(Band.keys_after, lambda keys: keys + 1)(monkeypatch)

@@ -103,6 +103,7 @@ from heddle.numerics.recurrent.ssd import _chunked as ssd_chunked
 from heddle.numerics.recurrent.ssd import _step as ssd_step
 from heddle.numerics.recurrent.ssd import reference as ssd_reference
 from heddle.numerics.rotary import apply_rotary, rotary_table
+from heddle.numerics.rotary import reference as rotate
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.feedforwards.moe import MoE, Router, balance_loss, compute_router_statistics
 from heddle.parts.layout import EncoderOutput, Layout
@@ -583,7 +584,7 @@ BUGS = [
     Bug("the last dims of a head rotated instead of the first", "rotary_invariants", "rope-partial",
         wrapped(apply_rotary, lambda rotate, x, cos, *rest: rotate(x.roll(2 * cos.shape[-1], -1), cos, *rest))),
     Bug("a wrong sign in the interleaved rotation", "rotary_invariants", "rope-interleaved",
-        operator(apply_rotary, ast.Sub, ast.Add, nth=1)),
+        operator(rotate, ast.Sub, ast.Add, nth=1)),
     Bug("float64 heads rotated by a float32 table", "rotary_invariants", "rope-cast-after",
         calls(Rope.forward, "promote_types", lambda torch, *_: torch.float32)),
     Bug("queries left unrotated", "position_shift_invariance", "attention-gqa",
@@ -913,7 +914,7 @@ BUGS = [
     Bug("ResiDual without its second stream", "residual_identity", "residual-dual",
         result(ResidualDual.forward, lambda streams: (streams[0], streams[0]))),
     Bug("streams mixed by a matrix that is not doubly stochastic", "residual_identity", "residual-hyper-apart",
-        wrapped(sinkhorn, lambda sinkhorn, logits, iterations: sinkhorn(logits, 0))),
+        wrapped(sinkhorn, lambda sinkhorn, logits, iterations, *rest: sinkhorn(logits, 0, *rest))),
     Bug("streams mixed by rows that do not sum to 1", "drop_path_scaling", "residual-hyper",
         calls(sinkhorn, "logsumexp", lambda logs, dim, keepdim: 0.0, nth=1)),
     Bug("gates that read the next token's streams", "causality", "residual-hyper-gates",

@@ -40,6 +40,8 @@ def wrong_values(info: FieldInfo) -> list[Any]:
     """Values that a field must refuse."""
     allowed, bounds = unpacked(info.annotation)
     values = list(WRONG.get(allowed[0], [3, 1.5, "no such value"])) if len(allowed) == 1 else [3, 1.5, "no", [], {}]
+    if any(getattr(bound, "ge", None) == 0 for bound in [*info.metadata, *bounds]):
+        values = [value for value in values if value != 0]
     for bound in [*info.metadata, *bounds]:
         for limit in (getattr(bound, "gt", None), getattr(bound, "lt", None)):
             values += [] if limit is None else [limit]

@@ -64,7 +64,8 @@ CASES: dict[str, Callable[[], AttentionMask]] = {
     "one query of padded rows": lambda: padded().for_queries(slice(8, 9)),
 }
 CUDA_KERNELS = {"flash", "flex", "products", "varlen"}  # see tests/accelerator
-KERNELS = [kernel.name for kernel in ATTENTION.kernels if kernel.name not in CUDA_KERNELS]
+NATIVE = {"native"}  # see test_native.py
+KERNELS = [kernel.name for kernel in ATTENTION.kernels if kernel.name not in CUDA_KERNELS | NATIVE]
 OPTIONS = {
     "plain": (None, False, False),
     "softcap": (0.4, False, False),

@@ -191,14 +191,14 @@ TABLES = {
     "Embedding", "PerLayerEmbedding", "TokenTypes", "Head", "Learned", "ShortConvolution", "LayerNorm", "RMSNorm",
     "RelativeBias",
 }  # fmt: skip
-OUTSIDE = ("head.", "final_norm.", "embed.per_layer.")
+OUTSIDE = ("head.", "final_norm.", "embed.per_layer.", "expansion.")
 
 
 def test_muon_takes_every_matrix_of_a_layer_and_nothing_else() -> None:
     """A new kind of module with parameters of two dims must list its matrices in `matrix_parameters`.
 
     The head is not a layer, nor are the transform of a masked language model's head, the last mix of sources and what
-    projects the embedding for all layers.
+    projects the embedding for all layers or for further streams.
     """
     rows = list(itertools.chain.from_iterable(leaves(name) for name in CASES))
     assert {dims for muon, _, _, dims in rows if muon} == {2, 3}

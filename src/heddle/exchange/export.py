@@ -1,6 +1,5 @@
 """Write a model as a folder that transformers reads: as a family that matches the design exactly, or heddle's own."""
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import build_weight_map
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SINGLE_FILE, to_json
 from heddle.exchange.tokenizer_files import write_tokenizer_files
-from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder, build
+from heddle.model.decoder import Decoder
 from heddle.model.lora import merge_lora
 from heddle.storage.folder import write_folder
 from heddle.storage.tensor_file import MAX_SHARD_BYTES
@@ -118,18 +116,3 @@ def _full_config(match: FamilyMatch, model: Decoder, preserved: dict[str, Any]) 
     design = {"design": model.config.dump()}
     stored = design if "design" in match.config else {DESIGN_KEY: design}
     return dict(sorted((header | {"dtype": dtype, "torch_dtype": dtype} | match.config | preserved | stored).items()))
-
-
-def transformers_model(config: ModelConfig) -> Any:
-    """A design as the model of transformers that computes it, with the weights of `heddle.build`: float32 on the CPU.
-
-    The design must fit a family.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="heddle-") as folder:
-        export(build(config), Path(folder, "model"))
-        return AutoModelForCausalLM.from_pretrained(Path(folder, "model"))

@@ -72,7 +72,7 @@ class Side:
         if self.name == HEDDLE:
             self.prepared = prepare_heddle(self.config, workload, self.precision, self.device)
         else:
-            from heddle.exchange.export import transformers_model
+            from heddle.exchange.transformers.peer import transformers_model
 
             model = transformers_model(self.config).to(self.device)
             self.prepared = prepare_transformers(model, self.config, workload, self.precision)

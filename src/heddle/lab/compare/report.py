@@ -464,7 +464,7 @@ class Results:
 
 
 STATE_CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1k … 128k
-SHARED_OPERATIONS = ("linear", "rms_norm")  # in every layer, not only in its mixer
+SHARED_OPERATIONS = ("linear", "rms_norm", "rotary", "swiglu")  # in every layer, not only in its mixer
 
 
 def comparison_report(comparison: Comparison, results: Results) -> Report:

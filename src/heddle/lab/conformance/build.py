@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from heddle import __version__
 from heddle.config import Part
@@ -37,6 +36,7 @@ from heddle.parts.layout import Layout
 from heddle.progress import progress_bar
 from heddle.storage.file_io import write_file
 from heddle.storage.tensor_file import write_tensor_file
+from heddle.torch_private import LightDispatchMode
 
 FORMAT = 1
 CASES_FILE, GOLDENS_FILE, KIT_FILE, READER_FILE = "cases.json", "goldens.safetensors", "kit.json", "reader.py"
@@ -248,7 +248,7 @@ def _recorded(
             handle.remove()
 
 
-class Reordered(TorchDispatchMode):
+class Reordered(LightDispatchMode):
     """Products whose terms are summed in another order."""
 
     def __init__(self, seed: int) -> None:

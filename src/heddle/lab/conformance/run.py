@@ -349,22 +349,15 @@ class TransformersModel:
     """transformers, with one of its attentions."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, attention: str) -> None:
-        import transformers
-        from transformers.utils import logging
+        from heddle.exchange.transformers.peer import opened
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-        cls = getattr(transformers, name, None)
-        self.problem = f"transformers {transformers.__version__} has no {name}" if cls is None else ""
-        if cls is None:
-            return
-        options = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": "eager"}
+        self.problem = ""
         try:
-            self.model = cls.from_pretrained(folder, **options).eval()
-        except (ValueError, ImportError) as error:
-            self.problem = str(error).splitlines()[0][:200]
-        self.causal = not name.endswith("ForMaskedLM")
+            self.model = opened(folder, dtype, attention)
+        except ConfigError as error:
+            self.problem = str(error)
+            return
+        self.causal = not type(self.model).__name__.endswith("ForMaskedLM")
 
     @torch.no_grad()
     def _run(self, tokens: Sequence[int], start: int = 0, **inputs: Any) -> Any:
@@ -405,7 +398,7 @@ class TransformersModel:
             cache = self._cache(result)
             try:
                 next(iter(cache.values())).crop(case["keep"] - case["read"])
-            except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+            except (AttributeError, RuntimeError, ValueError) as error:
                 raise NotSeenError(f"its cache cannot be cropped ({str(error)[:80]})") from None
             after = self._run(rows[chosen[1]][case["keep"] :], case["keep"], use_cache=True, **cache)
             return [Answer(chosen[0], 0, result.logits[0]), Answer(chosen[1], case["keep"], after.logits[0])]
@@ -420,7 +413,7 @@ class TransformersModel:
         cache = self._cache(result)
         try:
             next(iter(cache.values())).batch_select_indices(torch.tensor([1]))
-        except (AttributeError, NotImplementedError) as error:
+        except (AttributeError, RuntimeError) as error:
             raise NotSeenError(f"its cache has no rows to select ({str(error)[:80]})") from None
         after = self._run(rows[second][read:], read, use_cache=True, **cache)
         return [Answer(second, 0, result.logits[1]), Answer(second, read, after.logits[0])]

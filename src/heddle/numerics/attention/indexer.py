@@ -150,7 +150,7 @@ def _selected(scores: Tensor, visible: Tensor, q_positions: Tensor, blocks: Bloc
     of_key = blocks.of_key[:, None, None].expand_as(scores)
     of_block = _block_scores(scores, visible, of_key, blocks, choice)
     hidden = of_block == float("-inf")
-    ranked = _compared(of_block).masked_fill(hidden, float("-inf"))
+    ranked = _compared(of_block.masked_fill(hidden, 0.0)).masked_fill(hidden, float("-inf"))
     if choice.local:
         own = q_positions.div(choice.block, rounding_mode="floor")[:, None, :, None]
         distance = (own - blocks.numbers[:, None, None]).abs()
