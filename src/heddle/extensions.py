@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,13 +29,15 @@ _loaded: set[str] = set()  # files
 def install(operators: Collection[str]) -> tuple[str, ...]:
     """Use these operators, and no others; return those in use. Those that cannot be built are named in a warning."""
     names = set(operators)
-    for group in sorted({native.OPERATORS[name] for name in names}):
-        try:
-            _load(group)
-        except (CheckpointError, ConfigError, MachineError) as error:
-            lost = {name for name in names if native.OPERATORS[name] == group}
-            print_warning(f"C++ operators {', '.join(sorted(lost))}: the plain ways are used, because {error}")
-            names -= lost
+    missing = sorted({native.OPERATORS[name] for name in names} - _loaded)
+    if missing:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilers are processes of their own
+            failures = dict(zip(missing, pool.map(_failure, missing), strict=True))
+        for group, error in failures.items():
+            if error is not None:
+                lost = {name for name in names if native.OPERATORS[name] == group}
+                print_warning(f"C++ operators {', '.join(sorted(lost))}: the plain ways are used, because {error}")
+                names -= lost
     native.in_use = frozenset(names)
     return tuple(sorted(names))
 
@@ -50,7 +53,17 @@ def unusable() -> str | None:
 
 def _search_path() -> str:
     """PATH, and the folder of Python, where `pip install ninja` puts it."""
-    return os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
+    path, own = os.environ.get("PATH", ""), str(Path(sys.executable).parent)
+    return path if own in path.split(os.pathsep) else os.pathsep.join((path, own))
+
+
+def _failure(group: str) -> Exception | None:
+    """Load the operators of a file; return why they could not be."""
+    try:
+        _load(group)
+    except (CheckpointError, ConfigError, MachineError) as error:
+        return error
+    return None
 
 
 def _load(group: str) -> None:
@@ -80,7 +93,7 @@ def _build(group: str, path: Path) -> None:
     from torch.utils.cpp_extension import load  # slow to import
 
     print_status(f"building C++ operators, once: {group}, about 15 seconds")
-    os.environ["PATH"] = _search_path()
+    os.environ["PATH"] = _search_path()  # torch looks for ninja there
     with TemporaryDirectory() as folder:  # torch's own locks outlive a killed process
         try:
             load(
