@@ -24,6 +24,8 @@ class Gpu:
 
 
 GPUS = {
+    "rtx4090": Gpu(tflops=165, memory=23.5, bandwidth=1008, link=32, network=25),  # PCIe 4.0
+    "l40s": Gpu(tflops=362, memory=44.4, bandwidth=864, link=32, network=25),
     "a100-40gb": Gpu(tflops=312, memory=39.4, bandwidth=1555, link=300, network=25),
     "a100": Gpu(tflops=312, memory=79.2, bandwidth=2039, link=300, network=25),
     "h100": Gpu(tflops=989, memory=79.2, bandwidth=3350, link=450, network=50),

@@ -37,7 +37,7 @@ class PlanSettings(VerbSettings):
     overrides: Overrides = ()
     cpu: Annotated[bool, Option("", "Plan for this machine's CPU; times a step.")] = False
     gpus: Annotated[int, Option("N", "Number of GPUs.")] = 8
-    gpu: Annotated[str, Option("NAME", "a100-40gb, a100, h100, h800, h200 or b200.")] = "h100"
+    gpu: Annotated[str, Option("NAME", "rtx4090, l40s, a100-40gb, a100, h100, h800, h200 or b200.")] = "h100"
     sequence_length: Annotated[int | None, Option("N", "Tokens per sequence. [4096, or fewer learned positions]")] = (
         None
     )
