@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 
 import torch
 
@@ -24,6 +25,7 @@ FOLDER = Path(native.__file__).parent
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 VERSION = 1  # raise it when the way of building changes
 _loaded: set[str] = set()  # files
+_printing = Lock()  # files are built by threads
 
 
 def install(operators: Collection[str]) -> tuple[str, ...]:
@@ -92,7 +94,8 @@ def _build(group: str, path: Path) -> None:
         raise MachineError(reason)
     from torch.utils.cpp_extension import load  # slow to import
 
-    print_status(f"building C++ operators, once: {group}, about 15 seconds")
+    with _printing:
+        print_status(f"building C++ operators, once: {group}, about 15 seconds")
     os.environ["PATH"] = _search_path()  # torch looks for ninja there
     with TemporaryDirectory() as folder:  # torch's own locks outlive a killed process
         try:
