@@ -12,6 +12,7 @@ import torch
 from heddle import machine
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
+from heddle.extensions import sources_hash
 from heddle.machine import fastest, measured_choices, measured_facts, recorded_choices
 from heddle.numerics import native
 from heddle.numerics.attention import softmax
@@ -28,7 +29,7 @@ FACTS: dict[str, Any] = {
     "products": {"matmul": "medium", "speedups": {}, "fp32_flops_per_second": 3e9, "bf16_flops_per_second": 1e9},
     "packing": {name: {"way": way, "speedups": {}} for name, way in PLAIN.items()},
     "attention": {"triangle_lengths": [256], "speedups": {}},
-    "native": {"faster": [], "speedups": {}},
+    "native": {"faster": [], "speedups": {}, "sources": sources_hash()},
 }
 MEASURED = Choices("medium", PLAIN, (256,))
 
@@ -76,6 +77,13 @@ def test_only_what_is_needed_is_measured_and_only_once(measures: list[str]) -> N
     measured_facts(1, ("attention",), anew=True)
     assert len(measures) == 6
     assert torch.get_num_threads() == 1
+
+
+def test_operators_with_other_sources_are_measured_again(measures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_choices(1)
+    monkeypatch.setattr(machine, "sources_hash", lambda: "other")
+    measured_choices(1)
+    assert measures == ["products", "packing", "attention", "native", "native"]
 
 
 def test_a_stand_in_of_another_machine_is_another_machine(measures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from heddle.data.cache import DataCache
 from heddle.errors import CheckpointError, ConfigError, MachineError
-from heddle.extensions import install, unusable
+from heddle.extensions import install, sources_hash, unusable
 from heddle.numerics import native
 from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask
@@ -139,8 +139,12 @@ def _facts_file(threads: int) -> Path:
 
 
 def _known(path: Path) -> Facts:
+    """The measurements of a file, without those of C++ operators with other sources."""
     with suppress(CheckpointError):
-        return read_json_file(path)
+        facts = read_json_file(path)
+        if facts.get("native", {}).get("sources") != sources_hash():
+            facts.pop("native", None)
+        return facts
     return {}
 
 
@@ -331,11 +335,11 @@ def _attention_step(kernel: str, length: int) -> Callable[[], None]:
 def _native() -> Facts:
     """The C++ operators that are faster than the plain way.
 
-    speedups: of each operator over the plain way. unusable: why none can be built here.
+    speedups: of each operator over the plain way. unusable: why none can be built here. sources: their hash.
     """
     reason, before = unusable(), native.in_use
     if reason is not None:
-        return {"faster": [], "speedups": {}, "unusable": reason}
+        return {"faster": [], "speedups": {}, "unusable": reason, "sources": sources_hash()}
 
     def on(operators: frozenset[str], run: Callable[[], None]) -> Callable[[], None]:
         def call() -> None:
@@ -356,7 +360,7 @@ def _native() -> Facts:
                 faster.append(name)
     finally:
         native.in_use = before
-    return {"faster": faster, "speedups": speedups}
+    return {"faster": faster, "speedups": speedups, "sources": sources_hash()}
 
 
 MEASURES: Mapping[str, Callable[[], Facts]] = {
