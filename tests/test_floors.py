@@ -254,7 +254,7 @@ def faults_of(name: str, text: str) -> list[str]:
         ("heddle.training.loop", "from heddle.cli.main import main"),
         ("heddle.training.loop", "from heddle.laws import mixers"),
         ("heddle.training.loop", "from heddle.lab import workers"),
-        ("heddle.serving.app", "from heddle.lab.pages import chat"),
+        ("heddle.serving.app", "from heddle.lab.pages import render"),
         ("heddle.generation.loop", "from heddle.runtime import Runtime"),
         ("heddle.nowhere", "from heddle.errors import HeddleError"),
         ("heddle.cli.show", "from transformers import AutoModel"),

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +57,6 @@ def serve(settings: ServeSettings) -> None:
 
 def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:
     """Return the HTML chat page for these models; the first is served at the root, the others at /models/N."""
-    from heddle.lab.pages.chat import ServedModel, chat_page
-
     served = [
         ServedModel(
             name=reader.name,
@@ -70,6 +69,36 @@ def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:
         for index, (engine, reader) in enumerate(models)
     ]
     return chat_page(served, models[0][0].limits.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that a server answers for.
+
+    address: the prefix of its URLs, "" for the server's own. is_chat: whether it has a chat template.
+    has_scores: whether answers come with the probabilities of their tokens.
+    """
+
+    name: str
+    address: str
+    parameters: int
+    is_chat: bool
+    has_scores: bool
+    vocab_size: int
+
+
+def chat_page(models: Sequence[ServedModel], most_tokens: int) -> str:
+    """The chat page as one HTML document. most_tokens: the limit of an answer."""
+    from heddle.lab.pages.render import render
+
+    return render(
+        "chat.html",
+        title=f"heddle chat: {' and '.join(model.name for model in models)}",
+        models=models,
+        most_tokens=most_tokens,
+        smallest_vocabulary=min(model.vocab_size for model in models),
+        data=[asdict(model) for model in models],
+    )
 
 
 def load_any(folder: Path, dtype: "torch.dtype", device: "torch.device | str") -> "tuple[Decoder, Tokenizer]":

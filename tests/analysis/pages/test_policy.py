@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from heddle.cli.serve import ServedModel, chat_page
 from heddle.lab.explore.page import explorer_page
-from heddle.lab.pages.chat import ServedModel, chat_page
 from heddle.lab.pages.conversion import conversion_page
 from heddle.lab.pages.render import FOLDER, environment, script_sources
 from heddle.lab.pages.runs import runs_page, watch_page
