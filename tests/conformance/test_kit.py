@@ -177,6 +177,15 @@ def test_the_reader_needs_no_heddle_and_finds_a_wrong_scale(kit: Path, tmp_path:
     assert "head.scale is 2.0 instead of 1.0" in result.stdout
 
 
+def test_a_command_is_an_engine(kit: Path, tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text(ENGINE.replace("FACTOR", "1"))
+    engine = engine_of(f"{sys.executable} {tmp_path / 'engine.py'} {{model}}", "float32")
+    findings = list(run_kit(kit, engine, families=["mistral"]))
+    statuses = {each.property: each.status for each in findings}
+    right = ("logits", "cuts", "rollback", "greedy text")
+    assert statuses == dict.fromkeys(right, RIGHT) | dict.fromkeys(("padding", "packing", "batch change"), "not seen")
+
+
 def test_the_reader_reads_what_was_written(kit: Path) -> None:
     for folder, document in reader.models(kit):
         tensors = reader.tensors(folder / GOLDENS_FILE)

@@ -69,13 +69,12 @@ def read_gemma4(config: ConfigReader, window: int = 512, per_layer: int = 256) -
     )
 
 
-def _read_mixers(config: ConfigReader, types: _layer_types.LayerTypes) -> dict[str, dict[str, Any]]:
-    """The attention of full and of sliding layers, without their windows."""
-    heads, k_eq_v = config.require_count("num_attention_heads"), config.get("attention_k_eq_v", False)
-    mixer: dict[str, Any] = {
+def _attention(config: ConfigReader, kv_heads: int) -> dict[str, Any]:
+    """The fields that all layers share. kv_heads: the family's default."""
+    return {
         "kind": "attention",
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads", 4),
+        "heads": config.require_count("num_attention_heads"),
+        "kv_heads": config.get("num_key_value_heads", kv_heads),
         "head_dim": config.get("head_dim", 256),
         "bias": config.get("attention_bias", False),
         "dropout": config.get("attention_dropout", 0.0),
@@ -83,6 +82,11 @@ def _read_mixers(config: ConfigReader, types: _layer_types.LayerTypes) -> dict[s
         "qk_norm": "head",
         "value_norm": True,
     }
+
+
+def _read_mixers(config: ConfigReader, types: _layer_types.LayerTypes) -> dict[str, dict[str, Any]]:
+    """The attention of full and of sliding layers, without their windows."""
+    mixer, k_eq_v = _attention(config, kv_heads=4), config.get("attention_k_eq_v", False)
     full = mixer | {"head_dim": config.get("global_head_dim", 512), "k_eq_v": k_eq_v}
     if (groups := config.optional("num_global_key_value_heads")) and k_eq_v:
         full["kv_heads"] = groups
@@ -236,17 +240,7 @@ def read_gemma3n(config: ConfigReader) -> dict[str, Any]:
     _common.check_width(config)
     types = _layer_types.read_types(config, _layer_types.full_every(5, config))
     windows = _layer_types.layer_windows(config, types, config.get("sliding_window", 512))
-    mixer: dict[str, Any] = {
-        "kind": "attention",
-        "heads": config.require_count("num_attention_heads"),
-        "kv_heads": config.get("num_key_value_heads", 2),
-        "head_dim": config.get("head_dim", 256),
-        "bias": config.get("attention_bias", False),
-        "dropout": config.get("attention_dropout", 0.0),
-        "scale": 1.0,
-        "qk_norm": "head",
-        "value_norm": True,
-    }
+    mixer = _attention(config, kv_heads=2)
     thetas = config.get("rope_theta", 1e6), config.get("rope_local_base_freq", 1e4)
     ropes = read_ropes_by_layer_type(config, mixer["head_dim"], *thetas)
     own = len(types) - config.get("num_kv_shared_layers", SHARED_LAYERS)

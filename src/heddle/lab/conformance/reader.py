@@ -14,7 +14,7 @@ import shlex
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def models(kit: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield folder, json.loads((folder / "cases.json").read_text(encoding="utf-8"))
 
 
-def requests(case: dict[str, Any], rows: list[list[int]]) -> Iterator[tuple[list[int], int, int]]:
+def requests(case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> Iterator[tuple[Sequence[int], int, int]]:
     """The requests of a case for an engine that reads one text at a time: (tokens, keep, row)."""
     if case["way"] == "whole":
         yield rows[case["rows"][0]], 0, case["rows"][0]

@@ -18,6 +18,7 @@ from torch import Tensor
 from heddle.errors import CheckpointError, ConfigError, HeddleError
 from heddle.exchange.load import load
 from heddle.lab.conformance.build import CASES_FILE, DTYPES, GOLDENS_FILE, KIT_FILE
+from heddle.lab.conformance.reader import requests
 from heddle.model.decoder import Decoder
 from heddle.parts.layout import Layout
 from heddle.progress import progress_bar
@@ -244,17 +245,9 @@ class OneText:
 
     def answer(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
         """Whole rows, cuts and rollbacks; one text at a time has no batches."""
-        first, *others = case["rows"]
-        if case["way"] == "whole":
-            return [Answer(first, 0, self._logits(rows[first], 0))]
-        if case["way"] == "cut":
-            ends = [*case["cuts"], len(rows[first])]
-            pieces = zip([0, *case["cuts"]], ends, strict=True)
-            return [Answer(first, start, self._logits(rows[first][start:stop], start)) for start, stop in pieces]
-        if case["way"] == "rollback":
-            (then,) = others
-            read = Answer(first, 0, self._logits(rows[first][: case["read"]], 0))
-            return [read, Answer(then, case["keep"], self._logits(rows[then][case["keep"] :], case["keep"]))]
+        found = [Answer(row, keep, self._logits(tokens, keep)) for tokens, keep, row in requests(case, rows)]
+        if found:
+            return found
         raise NotSeenError("it reads one text at a time")
 
     def hidden(self, row: Sequence[int]) -> list[Tensor]:
