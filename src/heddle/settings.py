@@ -5,6 +5,7 @@ Each verb has a frozen dataclass derived from `VerbSettings`, with fields such a
 """
 
 import inspect
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -218,6 +219,13 @@ def parse_tokens(text: str) -> int:
     return int(value)
 
 
+def parse_length(text: str) -> int:
+    """Parse a length in tokens, such as 4096 or 32k: k is 1,024, as in the names of context lengths. ValueError."""
+    if not (match := re.fullmatch(r"(-?[0-9]+)(k?)", text.strip().lower())):
+        raise ValueError("must be a whole number, such as 4096 or 4k (k is 1,024)")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
 def shorten(value: object) -> str:
     """A value, cut to fit an error message."""
     text = str(value)
@@ -250,6 +258,7 @@ Tf32 = Annotated[bool, Option("", "On CUDA: float32 matmuls in TF32, faster and 
 Deterministic = Annotated[bool, Option("", "Bitwise reproducible on CUDA, too: slower; refuses what cannot be.")]
 Kernel = Annotated[tuple[str, ...], Option("OPERATION=KERNEL", "Force a kernel: attention=reference; repeatable.")]
 PartFile = Annotated[tuple[Path, ...], Option("FILE", "A .py file that defines your own part; repeatable.")]
+SpeedContexts = Annotated[tuple[int, ...], Option("N", "Context length for the speed test; repeatable.", parse_length)]
 Quiet = Annotated[bool, Option("", "Print no progress on stderr.", short="q")]
 Json = Annotated[bool, Option("", "Print JSON.")]
 

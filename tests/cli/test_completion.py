@@ -9,7 +9,7 @@ from heddle.cli.main import run_command
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("heddle w", ["watch"]), ("heddle runs --pr", ["--prune"]), ("heddle compare l", ["ladder"]), ("heddle xyz", [])],
+    [("heddle w", ["watch"]), ("heddle runs --pr", ["--prune"]), ("heddle compare la", ["ladder"]), ("heddle xyz", [])],
 )
 def test_words_are_completed(
     words: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

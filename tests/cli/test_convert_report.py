@@ -103,7 +103,22 @@ def test_a_healing_is_evaluated_on_as_much_text_as_the_report(
     monkeypatch.setattr(loop, "evaluate", watch)
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", "128"]
     assert run_command(command(workspace, tmp_path / "fewer", *options)) == 0
-    assert asked == [128]
+    assert run_command(command(workspace, tmp_path / "least", *options, "--report-tokens", "0")) == 0
+    assert asked == [128, 4 * 16]
+
+
+def test_a_budget_counts_what_is_read_after_healing(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a report, too: four rows take as long as 1.3 steps of one row."""
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [60.0])
+    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "1", "--heal", "6400"]
+    words, fits = [*options, "--report-tokens", "0", "--budget", "30m"], []
+    for name in ("counted", "not counted"):
+        assert run_command(command(workspace, tmp_path / name, *words)) == 1
+        fits.append(int(capsys.readouterr().err.partition("give --heal ")[2].partition(" ")[0]) // 16)
+        monkeypatch.setattr(convert_module, "_evaluation_tokens", lambda settings: 0)
+    assert fits[1] - fits[0] in (1, 2)
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(256, 4), (2048, 32)])

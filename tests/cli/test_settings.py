@@ -181,3 +181,14 @@ def test_every_option_of_a_verb_is_read(verb: str) -> None:
     assert isinstance(command, VerbCommand)
     cls = command.settings
     assert {field.name for field in dataclasses.fields(cls)} - SESSION - read_fields(cls) == set()
+
+
+@pytest.mark.parametrize(("text", "length"), [("4096", 4096), ("32k", 32768), ("32K", 32768), ("-1", -1)])
+def test_a_length_in_thousands_is_that_of_context_lengths(text: str, length: int) -> None:
+    assert TrainSettings.read({"sequence_length": text}).sequence_length == length
+
+
+@pytest.mark.parametrize("text", ["32kb", "1.5k", "k", "", "²"])
+def test_a_length_that_is_not_one_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="--sequence-length"):
+        TrainSettings.read({"sequence_length": text})

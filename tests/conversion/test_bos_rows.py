@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from heddle.cli import loss as loss_verb
 from heddle.cli.main import run_command
 from heddle.conversion import heal as heal_module
 from heddle.conversion.convert import (
@@ -130,6 +131,28 @@ def command(model: Path, texts: Path, out: Path, *options: str) -> list[str]:
 
 def results_of(out: Path) -> ConversionResults:
     return parse_results(read_json_file(out / "convert.json"))
+
+
+def test_compare_loss_is_a_plain_loop_that_begins_with_bos(
+    model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder of transformers and of its import, in float64; the second is compared with the first by sequence."""
+    assert run_command(["import", str(model), str(tmp_path / "imported"), "--quiet"]) == 0
+    monkeypatch.setattr(loss_verb, "dtype_of", lambda precision: torch.float64)
+    words = ["compare", "loss", str(model), str(tmp_path / "imported"), "--data", str(texts), "--held-out", "--json"]
+    capsys.readouterr()
+    assert run_command([*words, "--sequence-length", str(LENGTH), "--device", "cpu", "--quiet"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    corpus = corpus_of(open_source(model), texts)
+    expected = plain_loss(our_logits(model), corpus)
+    assert first["bits_per_byte"] == pytest.approx(expected, rel=1e-10)
+    assert plain_loss(their_logits(model), corpus) == pytest.approx(expected, rel=1e-7)  # float32 angles inside
+    assert abs(plain_loss(their_logits(model), corpus, with_bos=False) - expected) > 1e-4
+    bits = first["nats_per_token"] / math.log(2) * first["tokens"]
+    assert bits / first["bytes"] == pytest.approx(expected, rel=1e-10)
+    assert first["perplexity"] == pytest.approx(math.exp(first["nats_per_token"]))
+    assert (second["added"], second["added_half_width"]) == pytest.approx((0, 0), abs=1e-10)
+    assert "BOS" in first["rows"]
 
 
 def test_the_report_is_a_plain_loop_that_begins_with_bos(model: Path, texts: Path, tmp_path: Path) -> None:

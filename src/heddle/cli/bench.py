@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from heddle.errors import ConfigError, MachineError
 from heddle.progress import format_amount, print_status, print_text, terminal_safe
 from heddle.session import ALL_NEEDS, open_session
-from heddle.settings import Argument, Json, Option, SessionSettings, TrainingPrecision
+from heddle.settings import Argument, Json, Option, SessionSettings, TrainingPrecision, parse_length
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -31,9 +31,11 @@ class BenchSettings(SessionSettings):
         str | None, Option("NAME", "transformers: also measure its model of each design, with its defaults and tuned.")
     ] = None
     batch_size: Annotated[int, Option("N", "Sequences per training step.")] = 4
-    sequence_length: Annotated[int | None, Option("N", "Tokens per sequence. [512, or fewer learned positions]")] = None
+    sequence_length: Annotated[
+        int | None, Option("N", "Tokens per sequence. [512, or fewer learned positions]", parse_length)
+    ] = None
     context_length: Annotated[
-        tuple[int, ...], Option("N", "Tokens before the decoded one; repeatable. [128 2048]")
+        tuple[int, ...], Option("N", "Tokens before the decoded one; repeatable. [128 2048]", parse_length)
     ] = ()
     rounds: Annotated[int, Option("N", "Measurements of each workload.")] = 9
     precision: TrainingPrecision = "fp32"

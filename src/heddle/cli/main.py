@@ -234,6 +234,7 @@ SUBCOMMANDS = {
     "compare": {
         "ladder": "Train designs at several sizes; predict larger.",
         "bench": "Measure the speed of designs on this machine.",
+        "loss": "Measure trained models on a text.",
     },
     "export": {"conformance": "Check an engine with small models of each family."},
 }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from heddle.settings import Argument, Json, Option, SessionSettings, parse_tokens
+from heddle.settings import Argument, Json, Option, SessionSettings, SpeedContexts, parse_length, parse_tokens
 from heddle.training.settings import Data, LossWeightsText
 
 
@@ -33,8 +33,10 @@ class ConvertSettings(SessionSettings):
     list_: Annotated[bool, Option("", "List the rewrites and their options.")] = False
     dry_run: Annotated[bool, Option("", "Print sizes and costs before and after; write nothing.")] = False
     data: Data = ()
-    calibration_tokens: Annotated[int | None, Option("N", "Tokens of the text to calibrate on. [65536]")] = None
-    sequence_length: Annotated[int, Option("N", "Tokens per sequence of the text.")] = 256
+    calibration_tokens: Annotated[
+        int | None, Option("N", "Tokens of the text to calibrate on. [65536]", parse_tokens)
+    ] = None
+    sequence_length: Annotated[int, Option("N", "Tokens per sequence of the text.", parse_length)] = 256
     heal: Annotated[
         int | None, Option("TOKENS", "Then train the result for TOKENS tokens to match MODEL.", parse_tokens)
     ] = None
@@ -62,5 +64,5 @@ class ConvertSettings(SessionSettings):
         int,
         Option("N", "Held-out tokens of the report's losses; recall reads up to as many again; 0: none.", parse_tokens),
     ] = 2**16
-    speed_context_length: Annotated[tuple[int, ...], Option("N", "Context length for the speed test; repeatable.")] = ()
+    speed_context_length: SpeedContexts = ()
     json: Json = False

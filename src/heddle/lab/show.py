@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from heddle.errors import ConfigError
 from heddle.notebook import html_table
 from heddle.session import dtype_of, load_parts, parse_kernels
-from heddle.settings import Argument, Deterministic, Device, Json, Kernel, Option, PartFile, Precision, VerbSettings
+from heddle.settings import (
+    Argument,
+    Deterministic,
+    Device,
+    Json,
+    Kernel,
+    Option,
+    PartFile,
+    Precision,
+    VerbSettings,
+    parse_length,
+)
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.training.settings import Overrides
 
@@ -29,9 +40,13 @@ class ShowSettings(VerbSettings):
 
     design: Annotated[Any, Argument("DESIGN", "A file, preset:NAME or a folder.")] = None
     overrides: Overrides = ()
-    context_length: Annotated[tuple[int, ...], Option("N", "Tokens in the context; repeatable. [2048 8192 …]")] = ()
+    context_length: Annotated[
+        tuple[int, ...], Option("N", "Tokens in the context; repeatable. [2048 8192 …]", parse_length)
+    ] = ()
     batch_size: Annotated[int, Option("N", "Sequences in the batch.")] = 1
-    encoder_length: Annotated[int | None, Option("N", "Tokens that cross-attention reads. [the context length]")] = None
+    encoder_length: Annotated[
+        int | None, Option("N", "Tokens that cross-attention reads. [the context length]", parse_length)
+    ] = None
     schema: Annotated[bool, Option("", "Print the JSON Schema of designs, for editors.")] = False
     profile: Annotated[bool, Option("", "Measure where the time of a step goes on this CPU.")] = False
     device: Device = "auto"

@@ -17,6 +17,7 @@ from heddle.settings import (
     SessionSettings,
     Tf32,
     TrainingPrecision,
+    parse_length,
     parse_tokens,
 )
 
@@ -222,7 +223,9 @@ class TrainSettings(SessionSettings):
     steps: Annotated[int | None, Option("N", "Optimizer steps. [500]")] = None
     tokens: Annotated[int | None, Option("N", "Training tokens, such as 2M, instead of --steps.", parse_tokens)] = None
     batch_size: BatchSize = Settings.batch_size
-    sequence_length: Annotated[int | None, Option("N", "Tokens per sequence. [256; a recall task has its own]")] = None
+    sequence_length: Annotated[
+        int | None, Option("N", "Tokens per sequence. [256; a recall task has its own]", parse_length)
+    ] = None
     gradient_accumulation_steps: Annotated[int, Option("N", "Micro-batches per step; same result.")] = 1
     lr: LearningRate = Settings.learning_rate
     lr_scale: LrScale = ()

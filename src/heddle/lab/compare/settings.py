@@ -12,8 +12,10 @@ from heddle.settings import (
     Json,
     Option,
     SessionSettings,
+    SpeedContexts,
     Tf32,
     TrainingPrecision,
+    parse_length,
     parse_tokens,
 )
 from heddle.training.settings import (
@@ -36,8 +38,7 @@ DEFAULT_TUNING_BUDGET = "1"  # as much training as the comparison itself
 Designs = Annotated[
     tuple[str, ...], Argument("DESIGN|FIELD=VALUE", "The first is the baseline; overrides apply to all.")
 ]
-SequenceLength = Annotated[int, Option("N", "Tokens per sequence.")]
-SpeedContexts = Annotated[tuple[int, ...], Option("N", "Context length for the speed test; repeatable.")]
+SequenceLength = Annotated[int, Option("N", "Tokens per sequence.", parse_length)]
 
 
 @dataclass(frozen=True, kw_only=True)

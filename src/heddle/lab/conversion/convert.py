@@ -250,8 +250,10 @@ class HealingPlan:
         converting = (count - 1) * (time.monotonic() - begun)
         seconds = median(time_training_steps(job))
         # Reading a token costs a third of training on it: the forward pass alone.
-        read = self.rows * self.settings.sequence_length / tokens * seconds / 3
-        report = self.models * (read + SPEED_SECONDS) if self.rows else 0.0
+        read = seconds / 3 / tokens
+        report = count * _evaluation_tokens(self.settings) * read
+        if self.rows:
+            report += self.models * (self.rows * self.settings.sequence_length * read + SPEED_SECONDS)
         left = 0.0 if self.budget is None else max(0.0, self.budget.remaining - report - converting)
         fitting = int(left / (seconds * count))
         if self.steps is None:
@@ -427,12 +429,17 @@ class _ConversionJob:
             self.settings.heal_lr is None,
             {"runtime": self.runtime.describe(), "versions": versions()},
             partial(plan.decide, count=left, begun=begun),
-            EvaluationBudget(final_tokens=min(self.settings.report_tokens, FINAL_EVALUATION_TOKENS) or None),
+            EvaluationBudget(final_tokens=_evaluation_tokens(self.settings)),
         )
-        if healed is not None and not (self.is_comparison or self.settings.json):
+        if healed is not None and self.settings.report_tokens and not (self.is_comparison or self.settings.json):
             loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
             others = ", on other sequences than the report's" if plan.rows else ""
             print_text(f"{loss} ({self.corpus.rows}{others})")
+
+
+def _evaluation_tokens(settings: ConvertSettings) -> int:
+    """Held-out tokens that are read after a healing; without a report a few, which show that the loss is finite."""
+    return min(settings.report_tokens, FINAL_EVALUATION_TOKENS) or MIN_WINDOWS * settings.sequence_length
 
 
 def _check(settings: ConvertSettings) -> None:

@@ -13,7 +13,7 @@ from heddle.lab.plan.gpus import GIB, find_gpu
 from heddle.lab.show import plain_design
 from heddle.progress import format_amount
 from heddle.session import load_parts
-from heddle.settings import Json, Option, PartFile, VerbSettings, parse_count
+from heddle.settings import Json, Option, PartFile, VerbSettings, parse_count, parse_length
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.training.settings import Design, Overrides, Settings
 
@@ -38,9 +38,9 @@ class PlanSettings(VerbSettings):
     cpu: Annotated[bool, Option("", "Plan for this machine's CPU; times a step.")] = False
     gpus: Annotated[int, Option("N", "Number of GPUs.")] = 8
     gpu: Annotated[str, Option("NAME", "rtx4090, l40s, a100-40gb, a100, h100, h800, h200 or b200.")] = "h100"
-    sequence_length: Annotated[int | None, Option("N", "Tokens per sequence. [4096, or fewer learned positions]")] = (
-        None
-    )
+    sequence_length: Annotated[
+        int | None, Option("N", "Tokens per sequence. [4096, or fewer learned positions]", parse_length)
+    ] = None
     batch_size: Annotated[int | None, Option("N", "Sequences per step on all GPUs. [one micro-batch on each]")] = None
     tokens: Annotated[
         float | None,
