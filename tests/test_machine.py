@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from heddle import machine
+from heddle import runtime as runtime_module
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
 from heddle.extensions import sources_hash
 from heddle.machine import fastest, measured_choices, measured_facts, recorded_choices
+from heddle.model.decoder import build
 from heddle.numerics import native
 from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask
@@ -22,6 +24,8 @@ from heddle.numerics.linear import DEFAULT_WAYS, linear, packed_weights, way_nam
 from heddle.runtime import DEFAULT_CHOICES, EARLIER_CHOICES, Choices, set_up_runtime
 from heddle.session import ALL_NEEDS
 from heddle.storage.file_io import write_json_file
+from heddle.storage.model import save
+from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 
 PLAIN = {way_name(key): "plain" for key in DEFAULT_WAYS}
@@ -199,6 +203,9 @@ def test_lengths_choose_the_kernel_of_attention() -> None:
 def test_a_run_continues_with_the_choices_that_it_began_with(
     measures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        runtime_module, "medium_is_exact", lambda: True
+    )  # not so where oneDNN multiplies in bfloat16 (AMX)
     texts, design = small.folder(tmp_path / "text"), small.design_file(tmp_path / "design.yaml")
     options = ["--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--threads", "1", "--quiet"]
     line = ["train", str(design), "--data", str(texts), "--out", str(tmp_path / "run"), *options]
@@ -233,3 +240,35 @@ def test_emulated_bfloat16_is_said(measures: list[str], monkeypatch: pytest.Monk
     monkeypatch.setitem(FACTS, "products", FACTS["products"] | {"bf16_flops_per_second": 6e9})
     measured_facts(1, ("products",), anew=True)
     assert machine.slow_precision(1) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("train preset:nope", "preset:nope"),
+        ("train preset:gqa-tiny --data nothere --out new", "nothere"),
+        ("train preset:gqa-tiny --from nothere --out new", "nothere"),
+        ("compare preset:gqa-tiny preset:mha-tiny --data nothere --out new", "nothere"),
+        ("ladder preset:gqa-tiny --data nothere --out new", "nothere"),
+        ("bench preset:nope", "preset:nope"),
+        ("generate nothere --prompt x", "nothere"),
+        ("chat nothere", "nothere"),
+        ("serve nothere", "nothere"),
+        ("compare loss run nothere", "nothere"),
+        ("compare loss run --data nothere", "nothere"),
+        ("convert nothere new --to kv_heads=1", "nothere"),
+        ("convert run new --to nope=1", "nope"),
+        ("convert run new --to kv_heads=1 --data nothere", "nothere"),
+        ("convert run taken --to kv_heads=1", "taken"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_machine_is_measured(
+    words: str, named: str, measures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Building operators and measuring kernels take up to minutes, once per machine."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    save(build(small.config()), tmp_path / "run", tokenizer=Tokenizer.train([small.text(2000)], small.VOCABULARY))
+    assert run_command([*words.split(), "--device", "cpu"]) != 0
+    assert named in capsys.readouterr().err
+    assert measures == []

@@ -132,6 +132,12 @@ def set_up_runtime(
     return Runtime(resolved, torch.get_num_threads(), matmul, keeps_memory, deterministic, choices)
 
 
+def with_choices(runtime: Runtime, choices: Choices) -> Runtime:
+    """Apply other choices to this process's CPU kernels."""
+    matmul = install(choices)
+    return replace(runtime, matmul=matmul, choices=replace(choices, matmul=matmul))
+
+
 def _set_up_cuda(device: str, tf32: bool) -> str:
     """Make a GPU current, and set the precision of float32 matmuls and convolutions; return torch's name of it."""
     import torch

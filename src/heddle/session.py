@@ -26,18 +26,16 @@ def open_session(
     kernels: Iterable[str] = (),
     tf32: bool = False,
     deterministic: bool = False,
-    needs: Collection[str] = (),
     choices: "Choices | None" = None,
 ) -> "Runtime":
     """Set up the process for a verb; closing `stack` undoes it. device: overrides the settings' device.
 
-    needs: the `heddle.machine` measurements that the verb needs on a CPU. choices: known choices, used instead of
-    measuring. Deterministic runs use the defaults.
+    choices: for a CPU's kernels, else the defaults (see `with_measured_choices`).
     """
     from heddle import progress
     from heddle.data.cache import use_own_compile_cache
     from heddle.numerics.kernels import kernels as force_kernels
-    from heddle.runtime import DEFAULT_CHOICES, device_name, set_up_runtime
+    from heddle.runtime import DEFAULT_CHOICES, set_up_runtime
 
     if settings.quiet:
         stack.enter_context(progress.quiet())
@@ -47,15 +45,25 @@ def open_session(
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # read when the compiler is imported
     use_own_compile_cache()
     name = device or settings.device
-    if choices is None and needs and not deterministic and device_name(name) == "cpu":
-        from heddle.machine import measured_choices
-
-        choices = measured_choices(settings.threads, needs)
     runtime = set_up_runtime(name, settings.threads, tf32, deterministic, choices or DEFAULT_CHOICES)
     if tf32:
         progress.print_status(f"{runtime.device}: float32 matmuls in TF32, with 10 mantissa bits instead of 23")
     stack.enter_context(force_kernels(**parse_kernels(kernels)))
     return runtime
+
+
+def with_measured_choices(runtime: "Runtime", threads: int | None, needs: Collection[str]) -> "Runtime":
+    """Use the fastest kernels of this CPU, measured now unless they are known: up to minutes, once per machine.
+
+    Called when a verb has checked its input. needs: the measurements of `heddle.machine` that it needs. GPUs and
+    deterministic runs keep the defaults.
+    """
+    if runtime.device != "cpu" or runtime.deterministic:
+        return runtime
+    from heddle.machine import measured_choices
+    from heddle.runtime import with_choices
+
+    return with_choices(runtime, measured_choices(threads, needs))
 
 
 def load_parts(files: Iterable[Path]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from heddle.errors import ConfigError, MachineError
 from heddle.progress import format_amount, print_status, print_text, terminal_safe
-from heddle.session import ALL_NEEDS, open_session
+from heddle.session import ALL_NEEDS, open_session, with_measured_choices
 from heddle.settings import Argument, Json, Option, SessionSettings, TrainingPrecision, parse_length
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
@@ -57,7 +57,7 @@ def bench(settings: BenchSettings) -> None:
             if not 1 <= value <= most:
                 raise ConfigError(f"{option} {value}: must be from 1 to {most:,}")
     with ExitStack() as stack:
-        runtime = open_session(stack, settings, needs=ALL_NEEDS)
+        runtime = open_session(stack, settings)
         from heddle.lab.bench.run import (
             PEER_PROCESSES,
             PREFILL,
@@ -83,6 +83,7 @@ def bench(settings: BenchSettings) -> None:
         contexts = sorted(set(settings.context_length) or usual)
         training = Workload(TRAINING, settings.batch_size, length)
         decoding = [Workload(kind, 1, context) for context in contexts for kind in (PREFILL, TOKEN)]
+        runtime = with_measured_choices(runtime, settings.threads, ALL_NEEDS)
         asked = Bench(
             designs=configs,
             measured=[training, *decoding],

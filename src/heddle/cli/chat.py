@@ -13,7 +13,7 @@ from heddle.cli.serve import check_installed, load_any
 from heddle.errors import ConfigError, DataError
 from heddle.progress import print_status, print_text, print_warning
 from heddle.serving.limits import ChatSettings
-from heddle.session import GENERATION_NEEDS, dtype_of, open_session
+from heddle.session import GENERATION_NEEDS, dtype_of, open_session, with_measured_choices
 from heddle.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -59,15 +59,16 @@ def chat(settings: ChatSettings) -> None:
     if settings.page:
         check_installed()
     with ExitStack() as stack:
-        runtime = open_session(stack, settings, kernels=settings.kernel, needs=GENERATION_NEEDS)
+        runtime = open_session(stack, settings, kernels=settings.kernel)
         from heddle.serving.engine import Engine
         from heddle.serving.limits import ServerLimits
         from heddle.serving.requests import RequestReader
 
         limits, pairs = ServerLimits(max_seconds=3600), []
         names = [folder.resolve().name for folder in models]
-        for folder, name in zip(models, names, strict=True):
-            decoder, tokenizer = load_any(folder, dtype_of(settings.precision), runtime.device)
+        loaded = [load_any(folder, dtype_of(settings.precision), runtime.device) for folder in models]
+        with_measured_choices(runtime, settings.threads, GENERATION_NEEDS)
+        for folder, name, (decoder, tokenizer) in zip(models, names, loaded, strict=True):
             reader = RequestReader(tokenizer, str(folder) if names.count(name) > 1 else name, limits)
             pairs.append((stack.enter_context(Engine(decoder, tokenizer, limits)), reader))
         if settings.page:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from heddle.cli.serve import require_causal
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.progress import print_status, print_text
-from heddle.session import GENERATION_NEEDS, dtype_of, open_session
+from heddle.session import GENERATION_NEEDS, dtype_of, open_session, with_measured_choices
 from heddle.settings import Argument, Deterministic, Json, Kernel, Option, Precision, SessionSettings, Tf32, shared
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ def generate(settings: GenerateSettings) -> None:
             kernels=settings.kernel,
             tf32=settings.tf32,
             deterministic=settings.deterministic,
-            needs=() if settings.batch_invariant else GENERATION_NEEDS,
         )
         from heddle.generation.generate import generate as generate_texts
         from heddle.storage.model import load
@@ -79,8 +78,6 @@ def generate(settings: GenerateSettings) -> None:
         if settings.draft_model is not None:
             draft, draft_tokenizer = load(settings.draft_model, dtype=dtype, device=runtime.device)
             _check_same_tokenizer(settings.draft_model, draft_tokenizer, run, tokenizer)
-        if bits is not None:
-            model = _quantized(model, bits)
         rounds: list[SpeculativeRound] = []
         prompts = [_read_prompt(text) for text in settings.prompt or (() if settings.prompts else ("",))]
         streams, has_draft = settings.streams, draft is not None or settings.multi_token_draft
@@ -89,6 +86,10 @@ def generate(settings: GenerateSettings) -> None:
             takes_turns = settings.batch_invariant or settings.num_beams > 1 or has_draft
             streams = (None if takes_turns else DEFAULT_STREAMS) if streams is None else streams
         streaming = len(prompts) == 1 and not settings.json
+        if not settings.batch_invariant:
+            with_measured_choices(runtime, settings.threads, GENERATION_NEEDS)
+        if bits is not None:
+            model = _quantized(model, bits)
         options = shared(settings, generate_texts) | {
             "streams": streams,
             "draft_model": draft,

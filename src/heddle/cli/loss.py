@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.progress import print_text, print_warning, progress_bar
-from heddle.session import dtype_of, open_session
+from heddle.session import dtype_of, open_session, with_measured_choices
 from heddle.settings import Argument, Json, Option, Precision, SessionSettings, parse_length, parse_tokens
 from heddle.training.settings import Data
 
@@ -71,8 +72,10 @@ def loss(settings: LossSettings) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: must be at least 1")
     with ExitStack() as stack:
-        runtime = open_session(stack, settings, needs=("products", "native"))
-        losses = text_losses(settings, runtime.device)
+        runtime = open_session(stack, settings)
+        sources = _open(settings)
+        with_measured_choices(runtime, settings.threads, ("products", "native"))
+        losses = _text_losses([_read(source, settings, runtime.device) for source in sources])
     if settings.json:
         print_text(json.dumps([asdict(each) for each in losses], indent=2))
         return
@@ -80,12 +83,13 @@ def loss(settings: LossSettings) -> None:
         print_text(_sentence(each, losses[0].model))
 
 
-def text_losses(settings: LossSettings, device: str) -> list[TextLoss]:
-    """Measure each model. Raises CheckpointError, ConfigError and DataError; models are checked before one is read."""
+def _open(settings: LossSettings) -> list["ConversionSource"]:
+    """Open the models. Raises CheckpointError, ConfigError and DataError; only headers are read."""
     from heddle.conversion.convert import open_source
-    from heddle.lab.compare.statistics import text_half_width
+    from heddle.data.sources import check_sources
     from heddle.model.decoder import build
 
+    check_sources(settings.data)
     sources = [open_source(folder) for folder in settings.models]
     for source in sources:
         if source.tokenizer is None:
@@ -93,16 +97,21 @@ def text_losses(settings: LossSettings, device: str) -> list[TextLoss]:
         model = build(source.weights.design, device="meta")
         if not model.causal or model.encoder_width is not None:
             raise ConfigError(f"{source.folder}: is not a causal language model, so it has no loss on a text")
-    read = [_read(source, settings, device) for source in sources]
+    return sources
+
+
+def _text_losses(read: Sequence["_ReadText"]) -> list[TextLoss]:
+    from heddle.lab.compare.statistics import text_half_width
+
     losses = []
-    for source, own in zip(sources, read, strict=True):
+    for own in read:
         paired = None
         if own.text == read[0].text:
             paired = text_half_width(own.bits - read[0].bits, own.sizes)
         first = own is read[0]
         losses.append(
             TextLoss(
-                model=str(source.folder),
+                model=own.model,
                 bits_per_byte=own.bits_per_byte,
                 half_width=text_half_width(own.bits, own.sizes),
                 nats_per_token=(nats := float(own.bits.sum()) * math.log(2) / own.tokens),
@@ -130,6 +139,7 @@ class _Text(NamedTuple):
 class _ReadText(NamedTuple):
     """bits, sizes: float64 [sequences]; sizes are bytes. tokens: how many are scored."""
 
+    model: str
     text: _Text
     bits: "np.ndarray"
     sizes: "np.ndarray"
@@ -172,7 +182,7 @@ def _read(source: "ConversionSource", settings: LossSettings, device: str) -> _R
     if not tokens:
         raise DataError(f"--data {' '.join(data)}: holds fewer than two tokens to score; give more text")
     text = _Text(tokenizer.hash, corpus.hash, length, rows)
-    return _ReadText(text, np.array(bits), np.array(sizes, dtype=np.float64), tokens)
+    return _ReadText(str(source.folder), text, np.array(bits), np.array(sizes, dtype=np.float64), tokens)
 
 
 def _warn_of_training_text(folder: Path, corpus: "Corpus") -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from heddle.errors import CheckpointError, ConfigError, pip_install
 from heddle.progress import print_status, print_text
 from heddle.serving.limits import ServeSettings
-from heddle.session import GENERATION_NEEDS, dtype_of, open_session
+from heddle.session import GENERATION_NEEDS, dtype_of, open_session, with_measured_choices
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,7 @@ def serve(settings: ServeSettings) -> None:
     token = _read_token(settings.token_file)
     check_installed()
     with ExitStack() as stack:
-        needs = () if settings.batch_invariant else GENERATION_NEEDS
-        runtime = open_session(stack, settings, kernels=settings.kernel, needs=needs)
+        runtime = open_session(stack, settings, kernels=settings.kernel)
         from heddle.serving.app import Access, Application
         from heddle.serving.chat_page import add_chat_page
         from heddle.serving.engine import Engine
@@ -44,6 +43,8 @@ def serve(settings: ServeSettings) -> None:
         listener = stack.enter_context(listen(host, settings.port))
         used_port = listener.getsockname()[1]
         decoder, tokenizer = load_any(settings.model, dtype_of(settings.precision), runtime.device)
+        if not settings.batch_invariant:
+            with_measured_choices(runtime, settings.threads, GENERATION_NEEDS)
         reader = RequestReader(tokenizer, settings.name or settings.model.resolve().name, settings)
         access = Access(host_names(host, used_port) if is_loopback else None, token)
         engine = stack.enter_context(Engine(decoder, tokenizer, settings, settings.batch_invariant))

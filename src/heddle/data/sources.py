@@ -172,6 +172,35 @@ class FileSource:
         )
 
 
+def check_sources(arguments: Collection[str]) -> None:
+    """Raise DataError for a file or folder that does not exist; nothing is read."""
+    for argument in arguments:
+        name, _ = _split_weight(argument)
+        if name and ":" not in name and "\0" not in name and name != "stdlib":
+            _existing(name)
+
+
+def _existing(argument: str) -> Path:
+    """The path of a file or folder. Raises DataError where there is none."""
+    path = Path(argument)
+    what = describe_path(path)
+    if what not in ("is a file", "is a folder"):
+        raise DataError(f"data {printable(argument)} {what}: give a file, a folder or stdlib.")
+    return path
+
+
+def _split_weight(argument: str) -> tuple[str, float]:
+    """The name and the weight of `name@weight`. Raises DataError for a weight that is not one."""
+    match = _WEIGHT.fullmatch(argument)
+    if match is None or os.path.lexists(argument.removeprefix(hub.HF_PREFIX)):
+        return argument, 1.0
+    name, weight = match["path"], float(match["weight"])
+    if not 0 < weight < math.inf or round(weight, 3) != weight:
+        text = f"{printable(name)}@{match['weight']}"
+        raise DataError(f"the weight of data {text} must be above 0, with at most three decimals.")
+    return name, weight
+
+
 def parse_source(argument: str, cache: DataCache | None = None) -> tuple[FileSource, float]:
     """Parse a data argument into its source and its weight (1 if none is given).
 
@@ -181,15 +210,7 @@ def parse_source(argument: str, cache: DataCache | None = None) -> tuple[FileSou
     end in `@WEIGHT`, such as `books@3`: a positive number with at most three decimals. An existing file or folder with
     such a name is not split. Write `./stdlib` for a folder of that name. Raises DataError.
     """
-    weight = 1.0
-    match = _WEIGHT.fullmatch(argument)
-    if match is not None and not os.path.lexists(argument.removeprefix(hub.HF_PREFIX)):
-        argument, weight_text = match["path"], match["weight"]
-        weight = float(weight_text)
-        if not 0 < weight < math.inf or round(weight, 3) != weight:
-            raise DataError(
-                f"the weight of data {printable(argument)}@{weight_text} must be above 0, with at most three decimals."
-            )
+    argument, weight = _split_weight(argument)
     if argument == "stdlib":
         return _standard_library_source(), weight
     if hub.is_hf_argument(argument):
@@ -203,11 +224,7 @@ def parse_source(argument: str, cache: DataCache | None = None) -> tuple[FileSou
         )
     if not argument or "\0" in argument:
         raise DataError("data must name a file, a folder or stdlib, but the name is empty or invalid.")
-    path = Path(argument)
-    display_name = printable(argument)
-    what = describe_path(path)
-    if what not in ("is a file", "is a folder"):
-        raise DataError(f"data {display_name} {what}: give a file, a folder or stdlib.")
+    path, display_name = _existing(argument), printable(argument)
     name = printable(path.name or path.resolve().name or argument)
     if path.is_dir():
         return _folder_source(path, name, TEXT_SUFFIXES), weight

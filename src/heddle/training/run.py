@@ -24,7 +24,7 @@ from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config, with_vocab_size
 from heddle.notebook import html_table
 from heddle.progress import print_status, print_text
-from heddle.runtime import Choices, Runtime, device_name, versions
+from heddle.runtime import Choices, Runtime, device_name, versions, with_choices
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import shared
 from heddle.storage.file_io import read_json_file
@@ -118,7 +118,6 @@ def _train(settings: TrainSettings) -> TrainedRun:
             kernels=settings.kernel,
             tf32=settings.tf32,
             deterministic=settings.deterministic,
-            choices=_choices(settings, device, ranks),
         )
         warn_of_precision(runtime, settings.precision)
         degrees = ParallelDegrees(**shared(settings, ParallelDegrees))
@@ -141,6 +140,8 @@ def _train(settings: TrainSettings) -> TrainedRun:
         else:
             source, source_vocab_size = task, task.vocab_size
             task.check_vocab_size(config.vocab_size)
+        if (choices := _choices(settings, device, ranks)) is not None:
+            runtime = with_choices(runtime, choices)
         job = TrainingJob(
             config=with_vocab_size(config, source_vocab_size),
             source=source,

@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from heddle.data.sources import check_sources
 from heddle.errors import ConfigError
 from heddle.lab.compare.abilities import left_out_sentences
 from heddle.lab.compare.budget import (
@@ -208,6 +209,7 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         share = parse_process_share(settings.share, os.environ)
         device = devices[0] if devices else settings.device
         runtime = open_session(stack, settings, device=device, tf32=settings.tf32, deterministic=settings.deterministic)
+        check_sources(settings.data)
         plan = comparison_plan(settings, runtime)
         workers = choose_workers(
             plan, runtime, count=settings.workers, devices=devices, share=share, ranks=settings.nproc

@@ -15,9 +15,11 @@ from pydantic.fields import FieldInfo
 
 from heddle.config import DesignError, literal_values
 from heddle.conversion.convert import (
+    CONVERSION_FILE,
     Conversion,
     ConversionSource,
     open_source,
+    refuse_existing,
 )
 from heddle.conversion.convert import convert as convert_model
 from heddle.conversion.heal import (
@@ -38,6 +40,7 @@ from heddle.conversion.targets import ConversionVariant, conversion_variants
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
+from heddle.data.sources import check_sources
 from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.family_match import match_report
 from heddle.lab.compare.budget import END_SHARE, TimeBudget, format_seconds, parse_duration
@@ -67,7 +70,7 @@ from heddle.model.size import size
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.progress import format_duration, print_status, print_text, print_warning, quiet
 from heddle.runtime import Choices, Runtime, versions
-from heddle.session import TRAINING_NEEDS, open_session
+from heddle.session import TRAINING_NEEDS, open_session, with_measured_choices
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import RUN_FILE
 from heddle.training.distillation import Distillation, LossWeights
@@ -190,14 +193,15 @@ def _affordable_calibration(
 def _convert(settings: ConvertSettings) -> ConvertedModel:
     started = time.monotonic()
     with ExitStack() as stack:
-        needs = () if settings.list_ else TRAINING_NEEDS
         interrupted = _interrupted_healing(settings.out)
         choices = _report_choices(settings.out) if interrupted is None else recorded_choices(interrupted)
-        runtime = open_session(stack, settings, needs=needs, choices=choices)
+        runtime = open_session(stack, settings, choices=choices)
         if settings.list_:
             print_rewrites()
             return ConvertedModel(None)
         job = _ConversionJob(settings, runtime, started)
+        if choices is None:
+            job.runtime = with_measured_choices(runtime, settings.threads, TRAINING_NEEDS)
         job.prepare()
         if settings.dry_run:
             costs = job.costs()
@@ -304,10 +308,17 @@ class _ConversionJob:
         out = settings.out
         if out is None and not settings.dry_run:
             raise ConfigError("OUT: is missing; name the folder to write")
+        check_sources(settings.data)
+        if out is not None and not self.is_comparison and not (out / CONVERSION_FILE).is_file():
+            refuse_existing(out)
         self.source = open_source(settings.model)
         for rewrite in self.rewrites:
             self.source.check_tokenizers(rewrite)
         self.design = self.source.weights.design
+        for variant in self.variants:
+            for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
+                with naming_layers(self.design):
+                    rewrite.check_layers(self.design)
         self.rows = None if out is None else interrupted_report_rows(out)
         self.choice = None if out is None else partial_folder(out) / CHOICE_FILE
         self.chosen = {} if self.choice is None else _chosen(self.choice)
@@ -339,11 +350,7 @@ class _ConversionJob:
         return replace(healing, steps=steps) if settings.heal is None and steps else healing
 
     def prepare(self) -> None:
-        """Check the rewrites against the design, and read the text to calibrate on where one needs it."""
-        for variant in self.variants:
-            for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
-                with naming_layers(self.design):
-                    rewrite.check_layers(self.design)
+        """Read the text to calibrate on where a rewrite needs it."""
         if self.chooses_healing and all(rewrite.is_exact(self.design) for rewrite in self.rewrites):
             print_status("an exact conversion needs no healing, so the budget is ignored")
             self.healing = None

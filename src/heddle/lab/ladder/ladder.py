@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from heddle.data.sources import check_sources
 from heddle.errors import ConfigError, DataError
 from heddle.lab.compare.budget import (
     MIN_SEEDS,
@@ -234,6 +235,7 @@ def _ladder(settings: LadderSettings) -> TrainedLadder:
     started = time.monotonic()
     with ExitStack() as stack:
         runtime = open_session(stack, settings)
+        check_sources(settings.data)
         plan = _plan(settings, runtime)
         threads = plan.threads or default_workers(runtime.device, runtime.threads).threads or runtime.threads
         runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, {threads: TRAINING_NEEDS})
