@@ -201,6 +201,25 @@ CASES: dict[str, Data] = {
     "attention-indexer-blocks-bidirectional": alone(
         kv_heads=1, causal=False, position=None, indexer=indexer(top_k=2, block=3, block_score="mean")
     ),
+    "attention-forget": alone(kv_heads=2, forget=True),
+    "attention-forget-window": alone(heads=6, kv_heads=3, window=3, sink=True, position=None, forget=True),
+    "attention-forget-mixed": design(
+        layer(attention(kv_heads=1, forget=True, indexer=indexer(top_k=2), short_convolution=convolution("q", "k"))),
+        layer(attention(window=3, chunked=True, softcap=1.5, dropout=0.2, forget=True)),
+        layer(attention(kv_heads=2, value_dim=5, forget=True, relative_dim=3, relative_extent=4)),
+        layer(attention(kv_heads=2, value_dim=5, shared_kv=True, relative_dim=2, relative_extent=3)),
+    ),
+    "attention-relative": alone(kv_heads=2, position=None, relative_dim=3, relative_extent=4),
+    "attention-relative-window": alone(
+        kv_heads=1,
+        window=5,
+        position=ALIBI,
+        sink=True,
+        relative_dim=2,
+        relative_extent=9,
+        temperature_beta=0.6,
+        temperature_length=3,
+    ),
     "attention-chunked": alone(kv_heads=2, window=4, chunked=True),
     "attention-chunked-sink-bias": alone(heads=6, kv_heads=3, window=3, chunked=True, sink=True, position=BUCKETS),
     "attention-chunked-bidirectional": alone(

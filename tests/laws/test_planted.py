@@ -28,7 +28,7 @@ from heddle.numerics.attention.latent import (
     _latent_tile,
     expand_latents,
 )
-from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, zero_unused_slots
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, TokenBias, zero_unused_slots
 from heddle.numerics.attention.sdpa import _torch_sdpa, sdpa, with_sink
 from heddle.numerics.attention.sliding_window import Band, _edge
 from heddle.numerics.attention.softmax import _causal, _fold_heads, _per_document, softmax_weights, unmasked_attention
@@ -297,6 +297,17 @@ BUGS = [
         condition(Attention.forward, "qkv_clip", False)),
     Bug("a factor of the values that nothing reads", "options_have_effect", "attention-value-scale",
         condition(Attention.forward, "value_multiplier", True)),
+    # Biases by tokens: forget gates and relative logits
+    Bug("gates of other documents", "document_isolation", "attention-forget",
+        calls(TokenBias.__call__, "materialize", lambda mask: mask.k_positions[:, None] >= 0)),
+    Bug("gates in the order of a ring buffer's slots", "chunked_ragged_batch", "attention-forget-window",
+        reads(TokenBias.__call__, "ordered", lambda _: True)),
+    Bug("gates that a state does not keep", "chunked_decoding", "attention-forget",
+        calls(Attention._attend, "extend", lambda cache, logs, *rest: cache.extend(0.0 * logs, *rest), nth=0)),
+    Bug("logits by the distance from the call's first token", "chunked_decoding", "attention-relative",
+        calls(TokenBias.__call__, "offsets", lambda mask: mask.offsets() - mask.q_positions[:, :1, None])),
+    Bug("relative logits of earlier queries", "padding_invariance", "attention-relative-window",
+        calls(Attention._token_bias, "relative_logits", lambda mixer, r: mixer.relative_logits(r).roll(1, 2))),
     # Exclusive self-attention
     Bug("the value of the call's first token in the place of a token's own", "chunked_decoding", "attention-exclusive",
         calls(Attention.forward, "without_own_values", lambda change, y, v: change(y, v[:, :, :1].expand_as(v)))),

@@ -250,6 +250,13 @@ def attention(n: Quantities) -> Costs:
     n.refuse(n.norm_after_rotation * (1 - rotates), norm_after_rotation=True)
     bias, values = n.has("bias"), n.heads * value_dim
     has_keys = 1 - n.shared_kv
+    relative, extent = n.has("relative_dim"), n.has("relative_extent")
+    n.refuse(relative * (1 - extent), relative_dim=8)
+    n.refuse(extent * (1 - relative), relative_extent=8)
+    single = n.has("window") * (1 - n.above(n.least(n.window, 2), 1))
+    for is_there, fields in ((n.forget, {"forget": True}), (relative, {"relative_dim": 8, "relative_extent": 8})):
+        n.refuse(is_there * (1 - n.causal), causal=False, **fields)
+        n.refuse(is_there * single, window=1, **fields)
     key_norm, query_norm = has_keys * n.norm(groups * dim), n.norm(n.heads * dim)
     norms = n.equals("qk_norm", "head") * (1 + has_keys) * n.norm(dim)
     norms += (n.equals("qk_norm", "projection") + n.equals("qk_norm", "per_head")) * (key_norm + query_norm)
@@ -263,9 +270,14 @@ def attention(n: Quantities) -> Costs:
         cached=has_keys * cached_tokens(n) * groups * (dim + value_dim),
     )
     n.refuse(n.value_norm * n.above(2, value_dim), value_norm=True, value_dim=1)
+    logits = Costs(
+        n.relative_dim * n.relative_extent, flops=linear_flops(n.tokens * n.heads, n.relative_dim, n.relative_extent)
+    )
+    by_tokens = (projection(n, n.width, n.heads * n.relative_dim) + logits).scaled(relative)
+    by_tokens += (projection(n, n.width, n.heads, 1) + Costs(recurrent=cached_tokens(n) * n.heads)).scaled(n.forget)
     projected = groups * (dim + (1 - n.k_eq_v) * value_dim)
     read = projection(n, n.width, n.heads * dim + has_keys * projected, bias)
-    return read + gate + own + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
+    return read + gate + own + by_tokens + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
 
 
 @costs_of("mixers", "differential_attention")
