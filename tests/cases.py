@@ -701,6 +701,7 @@ CASES |= {
         "pre_norm", layer(attention(), repeat=3), norm={"kind": "rms"}, first_norm=False, drop_path=0.3
     )
     | {"embedding": {"norm": True}, "head": {"tied": False, "transform": "silu"}},
+    "residual-pre-norm-gated": wired("pre_norm", gate_rank=3, drop_path=0.4, dropout=0.1),
     "residual-pre-norm-multiplier": wired("pre_norm", multiplier=0.6, drop_path=0.4),
     "residual-parallel-dropout": wired("parallel", *APART, norms=2, dropout=0.2, drop_path=0.3),
     "residual-post-norm": wired("post_norm", drop_path=0.4, dropout=0.2),

@@ -648,6 +648,14 @@ def residual(n: Quantities) -> Costs:
     return Costs(parameters=n.branches * n.norm(n.width))
 
 
+@costs_of("residuals", "pre_norm")
+def pre_norm(n: Quantities) -> Costs:
+    """A norm for each branch, and its gate."""
+    n.refuse(n.has("gate_rank") * n.is_false("first_norm"), gate_rank=4, first_norm=False)
+    gate = projection(n, n.width, n.gate_rank) + projection(n, n.gate_rank, n.width)
+    return residual(n) + gate.scaled(n.branches * n.has("gate_rank"))
+
+
 @costs_of("residuals", "sandwich")
 def sandwich(n: Quantities) -> Costs:
     """Two norms for each branch; the learned residual of the first, two projections and a norm; the maps of AltUp."""
