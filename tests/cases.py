@@ -502,6 +502,12 @@ def moe(experts: int = 5, top_k: int = 2, hidden: int = 9, **fields: Any) -> Dat
 
 CASES |= {
     "moe": moe(),
+    "moe-router-layers": moe(router_rank=4, bias_update=0.1, aux_loss=0.1),
+    "moe-router-layers-groups": design(
+        layer(attention(3), {"kind": "moe", "experts": 6, "top_k": 2, "hidden": 7, "routing": "softmax_group_max",
+                             "groups": 3, "top_groups": 2, "router_rank": 3, "router_bias": True}),
+        norm={"kind": "rms"},
+    ),
     "moe-mlp-bias": moe(expert="mlp", bias=True, activation="relu2", renormalize=False, scale=1.7),
     "moe-topk-softmax": moe(6, 3, routing="topk_softmax", router_bias=True, bias=True),
     "moe-sigmoid-groups": moe(

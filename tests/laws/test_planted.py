@@ -105,7 +105,7 @@ from heddle.numerics.recurrent.ssd import reference as ssd_reference
 from heddle.numerics.rotary import apply_rotary, rotary_table
 from heddle.numerics.rotary import reference as rotate
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.feedforwards.moe import MoE, Router, balance_loss, compute_router_statistics
+from heddle.parts.feedforwards.moe import MoE, Router, RouterTrunk, balance_loss, compute_router_statistics
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers.attention import Attention, query_temperature
 from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
@@ -1009,6 +1009,9 @@ BUGS = [
         calls(MoE.update_expert_bias, "sign", lambda torch, excess: -torch.sign(excess))),
     Bug("a balancing bias trained by gradients", "load_balancing", "moe-mlp-shared",
         constant(Router.__init__, False, True)),
+    Bug("layers before the router in the model's dtype", "router_precision", "moe-router-layers",
+        calls(RouterTrunk.forward, "router_logits",
+              lambda _, x, weight, bias: x.to(weight.dtype) @ weight.T + bias, nth=0)),
     Bug("router logits in bfloat16", "router_precision", "moe",
         calls(router_logits, "at_least_float32", lambda widen, x: x, every=True)),
     Bug("router logits under autocast", "router_precision", "moe-sigmoid",

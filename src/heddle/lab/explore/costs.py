@@ -511,7 +511,10 @@ def moe(n: Quantities) -> Costs:
         inactive=(n.experts - n.top_k) * expert,
         flops=2 * n.tokens * n.top_k * n.width * n.hidden * (2 + gated),
     )
-    router = projection(n, n.width, n.experts, n.router_bias + n.has("bias_update"))
+    layered, rank, biases = n.has("router_rank"), n.router_rank, n.router_bias + n.has("bias_update")
+    trunk = projection(n, n.width + 2 * rank, rank) + projection(n, rank, n.experts, biases)
+    trunk += Costs(parameters=3 * rank + n.norm(rank))
+    router = projection(n, n.width, n.experts, biases).scaled(1 - layered) + trunk.scaled(layered)
     shared = projection(n, n.width, (1 + gated) * shared_hidden, n.has("bias"))
     shared += projection(n, shared_hidden, n.width, n.has("bias"))
     return router + experts + shared.scaled(n.has("shared")) + projection(n, n.width, 1).scaled(n.shared_gate)
@@ -529,6 +532,7 @@ def _check_mixture(n: Quantities) -> None:
     n.refuse((1 - shared) * (1 - n.has("shared_hidden")) * n.shared_gate, shared=None, shared_gate=True)
     n.refuse(n.has("shared_hidden") * n.above(n.shared, 1), shared=3, shared_hidden=40)
     n.refuse((1 - shared) * n.equals("bias", "shared"), shared=None, bias="shared")
+    n.refuse(n.has("router_rank") * n.above(2, n.router_rank), router_rank=1)
     without_gate = n.equals("expert", "mlp") * n.equals("activation", "swiglu_clamped")
     n.refuse(without_gate, expert="mlp", activation="swiglu_clamped")
     check_activation(n)
