@@ -50,6 +50,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "head-gate-partial": ATTENTION | {"gate": "head", "bias": True, "position": ROPE | {"rotary_dim": 4}},
     "channel-gate": ATTENTION | {"gate": "channel", "bias": True, "value_dim": 5},
     "exclusive": ATTENTION | {"exclusive": True, "value_dim": 5},
+    "forget-relative": ATTENTION | {"forget": True, "relative_dim": 3, "relative_extent": 5},
     "exclusive-channel-gate": ATTENTION | {"exclusive": True, "gate": "channel"},
     "head-norm": ATTENTION | {"qk_norm": "head", "bias": "qkv", "position": ROPE | {"rotary_dim": 4}},
     "per-head-norm": ATTENTION | {"qk_norm": "per_head", "bias": True},
@@ -116,6 +117,8 @@ def split(model: Decoder, kv_heads: int, rotations: str | None, seed: int = 0) -
                 add(blocks, old, "q_norm", query, d, None)
                 add(blocks, old, "sink", query, 1, None)
                 add(blocks, old, "score_bias", query, 1, None)
+                add(blocks, old, "forget", query, 1, None)
+                add(blocks, old, "relative", query, mixer.relative_dim or 0, None)
                 out = old["out.weight"][:, query * d_v : (query + 1) * d_v]
                 blocks.setdefault("out.weight", []).append((out @ turn_v.T).T)
             add(blocks, old, "k", source_head, d, turn_k)
