@@ -24,8 +24,10 @@ from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import CalibrationText, ModelWeights, layer_activations
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
+from heddle.model.load_config import load_config
 from heddle.parts.build import BuildContext
 from heddle.parts.mixers.attention import AttentionConfig
+from tests import cases
 from tests.conversion.exactness import (
     calibration_text,
     converted_model,
@@ -479,6 +481,24 @@ def test_a_text_is_asked_for_only_if_heads_are_merged() -> None:
     with pytest.raises(ConfigError, match="kv_heads:"):
         KVHeads(kv_heads=2).apply(weights, None)
     KVHeads(kv_heads=8).apply(weights, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("value_residual", "learned"), ("indexer", {"top_k": 3, "heads": 2, "head_dim": 6})]
+)
+def test_heads_with_a_place_are_not_merged(field: str, value: Any) -> None:
+    fields = {name: each for name, each in ATTENTION.items() if name not in ("kind", "position")}
+    source = source_model(
+        load_config(
+            cases.design(
+                cases.layer(cases.attention(**fields)), cases.layer(cases.attention(**fields | {field: value}))
+            )
+        )
+    )
+    with pytest.raises(ConfigError, match=rf"layers\.1\.mixer\.{field}: .* heads cannot be merged"):
+        converted_model(source, KVHeads(kv_heads=2), text=text())
+    repeated = converted_model(source, KVHeads(kv_heads=8), text=text())
+    assert difference(source, repeated) < 1e-10
 
 
 def test_heads_with_a_score_bias_of_their_own_are_merged_in_place() -> None:
