@@ -201,6 +201,25 @@ CASES: dict[str, Data] = {
     "attention-indexer-blocks-bidirectional": alone(
         kv_heads=1, causal=False, position=None, indexer=indexer(top_k=2, block=3, block_score="mean")
     ),
+    "attention-forget": alone(kv_heads=2, forget=True),
+    "attention-forget-window": alone(heads=6, kv_heads=3, window=3, sink=True, position=None, forget=True),
+    "attention-forget-mixed": design(
+        layer(attention(kv_heads=1, forget=True, indexer=indexer(top_k=2), short_convolution=convolution("q", "k"))),
+        layer(attention(window=3, chunked=True, softcap=1.5, dropout=0.2, forget=True)),
+        layer(attention(kv_heads=2, value_dim=5, forget=True, relative_dim=3, relative_extent=4)),
+        layer(attention(kv_heads=2, value_dim=5, shared_kv=True, relative_dim=2, relative_extent=3)),
+    ),
+    "attention-relative": alone(kv_heads=2, position=None, relative_dim=3, relative_extent=4),
+    "attention-relative-window": alone(
+        kv_heads=1,
+        window=5,
+        position=ALIBI,
+        sink=True,
+        relative_dim=2,
+        relative_extent=9,
+        temperature_beta=0.6,
+        temperature_length=3,
+    ),
     "attention-chunked": alone(kv_heads=2, window=4, chunked=True),
     "attention-chunked-sink-bias": alone(heads=6, kv_heads=3, window=3, chunked=True, sink=True, position=BUCKETS),
     "attention-chunked-bidirectional": alone(
@@ -483,6 +502,12 @@ def moe(experts: int = 5, top_k: int = 2, hidden: int = 9, **fields: Any) -> Dat
 
 CASES |= {
     "moe": moe(),
+    "moe-router-layers": moe(router_rank=4, bias_update=0.1, aux_loss=0.1),
+    "moe-router-layers-groups": design(
+        layer(attention(3), {"kind": "moe", "experts": 6, "top_k": 2, "hidden": 7, "routing": "softmax_group_max",
+                             "groups": 3, "top_groups": 2, "router_rank": 3, "router_bias": True}),
+        norm={"kind": "rms"},
+    ),
     "moe-mlp-bias": moe(expert="mlp", bias=True, activation="relu2", renormalize=False, scale=1.7),
     "moe-topk-softmax": moe(6, 3, routing="topk_softmax", router_bias=True, bias=True),
     "moe-sigmoid-groups": moe(
@@ -682,6 +707,7 @@ CASES |= {
         "pre_norm", layer(attention(), repeat=3), norm={"kind": "rms"}, first_norm=False, drop_path=0.3
     )
     | {"embedding": {"norm": True}, "head": {"tied": False, "transform": "silu"}},
+    "residual-pre-norm-gated": wired("pre_norm", gate_rank=3, drop_path=0.4, dropout=0.1),
     "residual-pre-norm-multiplier": wired("pre_norm", multiplier=0.6, drop_path=0.4),
     "residual-parallel-dropout": wired("parallel", *APART, norms=2, dropout=0.2, drop_path=0.3),
     "residual-post-norm": wired("post_norm", drop_path=0.4, dropout=0.2),

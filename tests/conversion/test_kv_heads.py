@@ -24,8 +24,10 @@ from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import CalibrationText, ModelWeights, layer_activations
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
+from heddle.model.load_config import load_config
 from heddle.parts.build import BuildContext
 from heddle.parts.mixers.attention import AttentionConfig
+from tests import cases
 from tests.conversion.exactness import (
     calibration_text,
     converted_model,
@@ -50,6 +52,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "head-gate-partial": ATTENTION | {"gate": "head", "bias": True, "position": ROPE | {"rotary_dim": 4}},
     "channel-gate": ATTENTION | {"gate": "channel", "bias": True, "value_dim": 5},
     "exclusive": ATTENTION | {"exclusive": True, "value_dim": 5},
+    "forget-relative": ATTENTION | {"forget": True, "relative_dim": 3, "relative_extent": 5},
     "exclusive-channel-gate": ATTENTION | {"exclusive": True, "gate": "channel"},
     "head-norm": ATTENTION | {"qk_norm": "head", "bias": "qkv", "position": ROPE | {"rotary_dim": 4}},
     "per-head-norm": ATTENTION | {"qk_norm": "per_head", "bias": True},
@@ -116,6 +119,8 @@ def split(model: Decoder, kv_heads: int, rotations: str | None, seed: int = 0) -
                 add(blocks, old, "q_norm", query, d, None)
                 add(blocks, old, "sink", query, 1, None)
                 add(blocks, old, "score_bias", query, 1, None)
+                add(blocks, old, "forget", query, 1, None)
+                add(blocks, old, "relative", query, mixer.relative_dim or 0, None)
                 out = old["out.weight"][:, query * d_v : (query + 1) * d_v]
                 blocks.setdefault("out.weight", []).append((out @ turn_v.T).T)
             add(blocks, old, "k", source_head, d, turn_k)
@@ -476,6 +481,24 @@ def test_a_text_is_asked_for_only_if_heads_are_merged() -> None:
     with pytest.raises(ConfigError, match="kv_heads:"):
         KVHeads(kv_heads=2).apply(weights, None)
     KVHeads(kv_heads=8).apply(weights, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("value_residual", "learned"), ("indexer", {"top_k": 3, "heads": 2, "head_dim": 6})]
+)
+def test_heads_with_a_place_are_not_merged(field: str, value: Any) -> None:
+    fields = {name: each for name, each in ATTENTION.items() if name not in ("kind", "position")}
+    source = source_model(
+        load_config(
+            cases.design(
+                cases.layer(cases.attention(**fields)), cases.layer(cases.attention(**fields | {field: value}))
+            )
+        )
+    )
+    with pytest.raises(ConfigError, match=rf"layers\.1\.mixer\.{field}: .* heads cannot be merged"):
+        converted_model(source, KVHeads(kv_heads=2), text=text())
+    repeated = converted_model(source, KVHeads(kv_heads=8), text=text())
+    assert difference(source, repeated) < 1e-10
 
 
 def test_heads_with_a_score_bias_of_their_own_are_merged_in_place() -> None:

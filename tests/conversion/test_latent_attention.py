@@ -311,6 +311,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "has scaling ntk, which",
     ),
     "exclusive": ({"exclusive": True}, {}, "has exclusive, which"),
+    "forget": ({"forget": True}, {}, "has forget, which"),
+    "relative-logits": ({"relative_dim": 2, "relative_extent": 3}, {}, "has relative_dim, which"),
     "norms-of-rotated": ({"qk_norm": "head", "norm_after_rotation": True}, {}, "has norm_after_rotation, which"),
     "norms-exactly": ({"qk_norm": "head"}, {}, "has query-key norms, which no latent holds exactly"),
     "rank": ({}, {"kv_rank": 17, "rope_dim": 2}, "kv_rank: 17 is more than the 16 dims"),

@@ -28,7 +28,7 @@ from heddle.numerics.attention.latent import (
     _latent_tile,
     expand_latents,
 )
-from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, zero_unused_slots
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, TokenBias, zero_unused_slots
 from heddle.numerics.attention.sdpa import _torch_sdpa, sdpa, with_sink
 from heddle.numerics.attention.sliding_window import Band, _edge
 from heddle.numerics.attention.softmax import _causal, _fold_heads, _per_document, softmax_weights, unmasked_attention
@@ -105,7 +105,7 @@ from heddle.numerics.recurrent.ssd import reference as ssd_reference
 from heddle.numerics.rotary import apply_rotary, rotary_table
 from heddle.numerics.rotary import reference as rotate
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.feedforwards.moe import MoE, Router, balance_loss, compute_router_statistics
+from heddle.parts.feedforwards.moe import MoE, Router, RouterTrunk, balance_loss, compute_router_statistics
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers.attention import Attention, query_temperature
 from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
@@ -297,6 +297,17 @@ BUGS = [
         condition(Attention.forward, "qkv_clip", False)),
     Bug("a factor of the values that nothing reads", "options_have_effect", "attention-value-scale",
         condition(Attention.forward, "value_multiplier", True)),
+    # Biases by tokens: forget gates and relative logits
+    Bug("gates of other documents", "document_isolation", "attention-forget",
+        calls(TokenBias.__call__, "materialize", lambda mask: mask.k_positions[:, None] >= 0)),
+    Bug("gates in the order of a ring buffer's slots", "chunked_ragged_batch", "attention-forget-window",
+        reads(TokenBias.__call__, "ordered", lambda _: True)),
+    Bug("gates that a state does not keep", "chunked_decoding", "attention-forget",
+        calls(Attention._attend, "extend", lambda cache, logs, *rest: cache.extend(0.0 * logs, *rest), nth=0)),
+    Bug("logits by the distance from the call's first token", "chunked_decoding", "attention-relative",
+        calls(TokenBias.__call__, "offsets", lambda mask: mask.offsets() - mask.q_positions[:, :1, None])),
+    Bug("relative logits of earlier queries", "padding_invariance", "attention-relative-window",
+        calls(Attention._token_bias, "relative_logits", lambda mixer, r: mixer.relative_logits(r).roll(1, 2))),
     # Exclusive self-attention
     Bug("the value of the call's first token in the place of a token's own", "chunked_decoding", "attention-exclusive",
         calls(Attention.forward, "without_own_values", lambda change, y, v: change(y, v[:, :, :1].expand_as(v)))),
@@ -998,6 +1009,9 @@ BUGS = [
         calls(MoE.update_expert_bias, "sign", lambda torch, excess: -torch.sign(excess))),
     Bug("a balancing bias trained by gradients", "load_balancing", "moe-mlp-shared",
         constant(Router.__init__, False, True)),
+    Bug("layers before the router in the model's dtype", "router_precision", "moe-router-layers",
+        calls(RouterTrunk.forward, "router_logits",
+              lambda _, x, weight, bias: x.to(weight.dtype) @ weight.T + bias, nth=0)),
     Bug("router logits in bfloat16", "router_precision", "moe",
         calls(router_logits, "at_least_float32", lambda widen, x: x, every=True)),
     Bug("router logits under autocast", "router_precision", "moe-sigmoid",

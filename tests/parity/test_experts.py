@@ -1,8 +1,10 @@
 """Blocks of experts of transformers with random weights in float64: the same answers, gradients and balancing loss."""
 
 import importlib
+import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ from heddle.config import parse_config
 from heddle.numerics.experts.mixture import route
 from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig
+from heddle.parts.feedforwards.moe import RouterTrunk
 from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
+from tests.laws.planting import calls
+from tests.parity.test_residual_layers import ExactRMS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -37,6 +42,7 @@ with warnings.catch_warnings():
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
     from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+    from transformers.models.zaya.modeling_zaya import ZayaRouter
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 20, 12, 8, 3
 BALANCING = ("e_score_correction_bias", "expert_bias")  # names of their biases that only choose
@@ -215,6 +221,64 @@ def test_the_router_of_gpt_oss() -> None:
         routed = route(part.router(x), None, part.routing_config)
     assert torch.equal(routed.expert_indices, chosen)
     torch.testing.assert_close(routed.gates, want, rtol=0, atol=1e-12)
+
+
+def zaya_errors(seed: int) -> tuple[float, float]:
+    """The largest difference of gates and logits, and of their gradients, from the router of ZAYA1's first layer.
+
+    Their expert without a feed-forward is here one more expert, which the bias keeps from being chosen.
+    """
+    draw = random.Random(seed)
+    width, rank, experts, eps = draw.randint(2, 9), draw.randint(2, 6), draw.randint(2, 6), draw.choice((1e-5, 0.1))
+    top_k = draw.randint(1, experts)
+    sizes = {"hidden_size": width, "router_hidden_size": rank, "num_experts": experts, "num_experts_per_tok": top_k}
+    module: Any = ZayaRouter(SimpleNamespace(**sizes, rms_norm_eps=eps), 0).double()
+    data = {
+        "kind": "moe",
+        "experts": experts + 1,
+        "top_k": top_k,
+        "hidden": 2,
+        "renormalize": False,
+        "bias_update": 0.0,
+    }
+    slot: Any = FeedforwardConfig
+    part: Any = parse_config(slot, data | {"router_rank": rank}).build(BuildContext(width, RMSConfig(eps=eps))).double()
+    router, trunk, layers = part.router, part.router.trunk, module.router_mlp
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (*router.parameters(),):
+            parameter.normal_(0.0, 0.9)
+        router.expert_bias.copy_(torch.rand(experts + 1))[-1] = -9.0
+        module.balancing_biases.copy_(router.expert_bias)
+    layers.norm = ExactRMS(trunk.norm, 0.0, eps)
+    for linear, weight, bias in (
+        (module.down_proj, trunk.weight, trunk.bias),
+        (layers.fc1, trunk.first, trunk.first_bias),
+        (layers.fc2, trunk.second, trunk.second_bias),
+        (layers.out_proj, router.weight, None),
+    ):
+        linear.weight, linear.bias = weight, bias
+    x = torch.randn(2, 5, width, dtype=torch.float64, requires_grad=True)
+    logits = router(x)
+    routed = route(logits, router.expert_bias, part.routing_config)
+    their_logits, gates, chosen, _ = module(x)
+    assert torch.equal(routed.expert_indices.flatten(0, 1), chosen)
+    results = [(logits.flatten(0, 1), routed.gates.flatten(0, 1)), (their_logits, gates)]
+    probes = [torch.randn_like(each) for each in results[0]]
+    inputs = [x, *(parameter for parameter in router.parameters() if parameter.requires_grad)]
+    slopes = [
+        torch.autograd.grad(sum((y * probe).sum() for y, probe in zip(pair, probes, strict=True)), inputs)
+        for pair in results
+    ]
+    errors = [[float((a - b).detach().abs().max()) for a, b in zip(*pair, strict=True)] for pair in (results, slopes)]
+    return max(errors[0]), max(errors[1])
+
+
+def test_layers_before_the_router_are_those_of_zaya(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(40):
+        assert max(zaya_errors(seed)) < 1e-9
+    calls(RouterTrunk.forward, "gelu", lambda module, x: module.gelu(x, approximate="tanh"))(monkeypatch)
+    assert max(zaya_errors(0)) > 1e-5
 
 
 def test_their_balancing_loss() -> None:

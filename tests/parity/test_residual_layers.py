@@ -1,7 +1,9 @@
 """One layer with each kind of residual against the decoder layer of a model that has it, random weights, float64."""
 
+import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,15 @@ from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer
 from heddle.model.load_config import DEFAULTS
+from heddle.parts.build import ResidualContext
+from heddle.parts.norms.rms import RMSConfig
+from heddle.parts.residuals.pre_norm import NormGate, PreNormConfig
+from tests.laws.planting import calls
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
     from transformers import Gemma2Config, GPTJConfig, GPTNeoXConfig, Olmo2Config
+    from transformers.models.axk2 import modeling_axk2 as axk2
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
     from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer
     from transformers.models.gptj.modeling_gptj import GPTJBlock
@@ -230,3 +237,41 @@ def test_another_wiring_of_the_same_weights_is_told_apart(name: str) -> None:
     x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
     got, _ = ours(design | {"residual": WRONG[name]}, weights)(x, heddle.Layout.causal(2, LENGTH))
     assert float((got - theirs(x)).detach().abs().max()) > 0.1
+
+
+def gated_norm_errors(seed: int) -> tuple[float, float]:
+    """The largest difference of a gated norm and of its gradients, of random widths and ranks, from A.X K2's."""
+    draw = random.Random(seed)
+    width, rank, eps = draw.randint(2, 12), draw.randint(1, 6), draw.choice((1e-6, 0.1))
+    norm = RMSConfig(eps=eps)
+    block: Any = PreNormConfig(gate_rank=rank).build(ResidualContext(("mixer",), width, norm)).double()
+    module = axk2.AXK2GatedRMSNorm(SimpleNamespace(hidden_size=width, gated_norm_rank=rank, rms_norm_eps=eps))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(1.0 if parameter.dim() < 2 else 0.0, 0.8)
+    gate, own = block.gates["mixer"], block.norms["mixer"]
+    module.norm, module.mlp.fc1.weight, module.mlp.fc2.weight = (
+        ExactRMS(own, 0.0, eps),
+        gate.down.weight,
+        gate.up.weight,
+    )
+    x = torch.randn(2, draw.randint(1, 5), width, dtype=torch.float64, requires_grad=True)
+    ours = block(x, {"mixer": lambda y: y}) - x
+    results, probe, inputs = (ours, module(x)), torch.randn_like(x), [x, *block.parameters()]
+    gradients = [torch.autograd.grad((y * probe).sum(), inputs) for y in results]
+    largest = max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+    return float((results[0] - results[1]).detach().abs().max()), largest
+
+
+def test_gated_norms_are_those_of_axk2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    for seed in range(40):
+        assert max(gated_norm_errors(seed)) < 1e-10
+    calls(NormGate.forward, "silu", lambda module, x: module.relu(x))(monkeypatch)
+    assert max(gated_norm_errors(0)) > 1e-3
+
+
+def test_a_gate_without_a_norm_is_refused() -> None:
+    with pytest.raises(heddle.errors.ConfigError, match="gate_rank: gates every norm"):
+        PreNormConfig(gate_rank=2, first_norm=False)

@@ -40,6 +40,7 @@ FACTORS = {"alpha": 1.7, "feedforward_alpha": 0.6, "multiplier": 0.8, "feedforwa
 KINDS: dict[str, dict[str, Any]] = {
     "pre_norm": {},
     "pre_norm, multiplied": {"kind": "pre_norm", "multiplier": 0.6},
+    "pre_norm, gated": {"kind": "pre_norm", "gate_rank": 2},
     "post_norm": {},
     "post_norm, outer sum": {"kind": "post_norm", "outer_sum": True},
     "deep_norm": {},
@@ -126,7 +127,11 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
         for branch in names:
             f, gain = PLAIN[branch], weights[f"layers.{index}.norms.{branch}.weight"]
             if name.startswith("pre_norm"):
-                x = x + KINDS[name].get("multiplier", 1.0) * f(norm(x, gain))
+                u = norm(x, gain)
+                if name.endswith("gated"):
+                    down, up = (weights[f"layers.{index}.gates.{branch}.{end}.weight"] for end in ("down", "up"))
+                    u = u * sigmoid((u @ down.T * sigmoid(u @ down.T)) @ up.T)
+                x = x + KINDS[name].get("multiplier", 1.0) * f(u)
             elif name.startswith("post_norm"):
                 x = norm(x + f(x), gain)
             elif name == "deep_norm":

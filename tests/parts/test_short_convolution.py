@@ -24,12 +24,13 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.recurrent.convolution import causal_conv1d
 from heddle.parts.build import BuildContext
-from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.mixers.attention import Attention, AttentionConfig
 from heddle.parts.modules import short_convolution
 from heddle.parts.modules.short_convolution import RESIDUAL_SCALE
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import SHIFT, Data, attention, by_day, case, convolution, design, layer
 from tests.conversion.exactness import converted_model, source_model
+from tests.laws.planting import calls
 from tests.parity.test_residual_layers import ExactRMS
 
 with warnings.catch_warnings():
@@ -223,26 +224,26 @@ def test_the_loop_sees_a_mistake(mistake: str, monkeypatch: pytest.MonkeyPatch) 
     assert largest_errors(model_under_test(parse_config(ModelConfig, data)), 0)[0] > 1e-3
 
 
-# Inkling's attention, whose keys and values pass through a short convolution
+# Inkling's attention: keys and values pass through a short convolution, and near keys have logits of their own
 
 
 def their_attention(ours: Any, width: int, kernel: int, temperature: tuple[int, float]) -> Any:
-    """Their module with our weights, without its relative positions."""
+    """Their module with our weights."""
     config: Any = SimpleNamespace(
         hidden_size=width, layer_types=["hybrid"], head_dim=ours.head_dim, num_attention_heads=ours.heads,
-        num_key_value_heads=ours.kv_heads, rel_extent=3, d_rel=2, sconv_kernel_size=kernel, rms_norm_eps=1e-5,
-        attention_dropout=0.0, log_scaling_n_floor=temperature[0], log_scaling_alpha=temperature[1],
-        _attn_implementation="eager",
+        num_key_value_heads=ours.kv_heads, rel_extent=len(ours.relative_logits.weight), d_rel=2,
+        sconv_kernel_size=kernel, rms_norm_eps=1e-5, attention_dropout=0.0, log_scaling_n_floor=temperature[0],
+        log_scaling_alpha=temperature[1], _attn_implementation="eager",
     )  # fmt: skip
     module = theirs.InklingAttention(config, 0).double()
     for name in "qkv":
         setattr(getattr(module, f"{name}_proj"), "weight", getattr(ours, name).weight)  # noqa: B010
-    module.o_proj.weight = ours.out.weight
+    module.o_proj.weight, module.r_proj.weight = ours.out.weight, ours.relative.weight
     for name in "kv":
         module.get_submodule(f"{name}_sconv").conv1d.weight = nn.Parameter(ours.convolutions[name].weight[:, None])
     module.q_norm, module.k_norm = (ExactRMS(norm, 0.0, 1e-5) for norm in (ours.q_norm, ours.k_norm))
-    with torch.no_grad():
-        module.rel_logits_proj.proj.zero_()
+    del module.rel_logits_proj.proj
+    module.rel_logits_proj.proj = ours.relative_logits.weight.T
     return module
 
 
@@ -262,7 +263,7 @@ def attention_errors(seed: int, convolve: bool = True) -> tuple[float, float]:
     heads, width, (floor, alpha) = groups * draw.randint(1, 2), draw.randint(2, 9), (draw.randint(1, 4), 0.7)
     config = AttentionConfig(
         heads=heads, kv_heads=groups, head_dim=head_dim, scale=1.0 / head_dim, qk_norm="head", temperature_beta=alpha,
-        temperature_length=floor, temperature_growth="smooth",
+        temperature_length=floor, temperature_growth="smooth", relative_dim=2, relative_extent=draw.randint(1, 9),
         short_convolution=parse_config(
             short_convolution.ShortConvolutionConfig, convolution("k", "v", conv_kernel=kernel)
         ),
@@ -296,7 +297,7 @@ def their_parameters(ours: Any, module: Any) -> list[Tensor]:
     return [swapped.get(id(parameter), parameter) for parameter in ours.parameters()]
 
 
-def test_convolutions_of_keys_and_values_equal_inkling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_of_keys_and_values_and_relative_logits_equal_inkling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     monkeypatch.setattr(theirs, "eager_attention_forward", exact_softmax)
     for seed in range(40):
@@ -304,6 +305,8 @@ def test_convolutions_of_keys_and_values_equal_inkling(monkeypatch: pytest.Monke
         assert errors[0] < 1e-10
         assert errors[1] < 1e-9
     assert attention_errors(3, convolve=False)[0] > 1e-3
+    calls(Attention._token_bias, "_temperatures", lambda *_: 1.0)(monkeypatch)
+    assert attention_errors(3)[0] > 1e-3
 
 
 # Sizes, first weights and states

@@ -31,7 +31,19 @@ from heddle.storage.tensor_file import read_tensor_file, write_tensor_file
 from heddle.training.settings import Settings
 
 # Fields of attention that change what it computes and that a recurrence has no field for, unless it says so.
-FEATURES = ("bias", "qk_norm", "sink", "gate", "softcap", "temperature_beta", "exclusive", "qkv_clip", "value_scale")
+FEATURES = (
+    "bias",
+    "qk_norm",
+    "sink",
+    "gate",
+    "softcap",
+    "temperature_beta",
+    "exclusive",
+    "qkv_clip",
+    "value_scale",
+    "forget",
+    "relative_dim",
+)
 
 
 class FittedRewrite(Rewrite, ABC):

@@ -78,7 +78,7 @@ def expert_permutation(config: ModelConfig) -> None:
         starts = torch.randperm(groups, generator=generator, device="cpu")[:, None] * inside.shape[1]
         order = (starts + inside).flatten().to(x.device)
         with torch.no_grad():
-            for parameter in (*mixture.router.parameters(), *mixture.weights):
+            for parameter in (*mixture.router.parameters(recurse=False), *mixture.weights):
                 parameter.copy_(parameter[order].clone())
         assert_close(_forward(part, x), before, "experts in another order")
 

@@ -37,9 +37,11 @@ SMALL_TOP_K = 3  # keys that an indexer selects, fewer than any law's sequence h
 MOST = {  # an odd number stays odd
     "kv_rank": 10, "query_rank": 8, "gate_rank": 8, "decay_rank": 8, "rate_rank": 6, "value_rank": 4, "state_size": 8,
     "nope_dim": 6, "rope_dim": 4, "hidden": 20, "buckets": 8,
+    "relative_dim": 4, "router_rank": 6,
 }  # fmt: skip
 MOST_EXACTLY = {
     "window": SMALL_WINDOW, "conv_kernel": SMALL_WINDOW, "temperature_length": SMALL_WINDOW, "max_distance": 6,
+    "relative_extent": 5,
 }  # fmt: skip
 WINDOWS = ("window", "conv_kernel")
 

@@ -132,7 +132,7 @@ def _heads_of(name: str, config: AttentionConfig) -> tuple[int | None, bool]:
     if name == "mixer.out.weight":
         return 1, False
     module = name.removeprefix("mixer.").partition(".")[0]
-    if not name.startswith("mixer.") or module == "out":
+    if not name.startswith("mixer.") or module in ("out", "relative_logits"):
         return None, False
     if module in ("q_norm", "k_norm"):
         return None if config.qk_norm == "head" else 0, module == "k_norm"

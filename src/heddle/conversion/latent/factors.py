@@ -65,6 +65,8 @@ def supported_attention(mixer: MixerConfig | None, path: str) -> AttentionConfig
         "softcap": mixer.softcap is not None,
         "temperature_beta": mixer.temperature_beta is not None,
         "exclusive": mixer.exclusive,
+        "forget": mixer.forget,
+        "relative_dim": mixer.relative_dim is not None,
         "qkv_clip": mixer.qkv_clip is not None,
         "value_scale": mixer.value_scale is not None,
         "dropout": mixer.dropout > 0,

@@ -149,6 +149,12 @@ TOKENS_PER_INPUT = 2  # tokens of text that a layer needs, for each input of its
 Mixers = Mapping[int, AttentionConfig]  # by the number of the layer
 
 
+TIED = {  # options of attention, and what ties a head to its place
+    "value_residual": "adds the same head of another layer",
+    "indexer": "selects keys for heads by their place",
+}
+
+
 class KVHeads(Rewrite):
     """Change the number of key/value heads of `attention`: more by repeating (exact), fewer by merging (lossy).
 
@@ -237,7 +243,11 @@ class KVHeads(Rewrite):
         return mixers
 
     def _check_reordering(self, index: int, mixer: AttentionConfig) -> None:
-        """Raises DesignError if heads may be reordered although their scores depend on their index."""
+        """Raises DesignError for an option that heads cannot leave, and if their scores depend on their index."""
+        for name, reason in TIED.items():
+            if getattr(mixer, name) is not None:
+                reason = f"{reason}, so heads cannot be merged"
+                raise DesignError(f"layers.{index}.mixer.{name}", f"{reason}; name other layers, or leave it out")
         position = mixer.position
         depends = isinstance(position, ScoreBiasConfig) and not isinstance(position, RelativeBiasConfig)
         if position is not None and depends and self.groups != "contiguous" and self.kv_heads != 1:

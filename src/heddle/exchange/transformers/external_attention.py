@@ -70,7 +70,7 @@ class ExternalAttention:
             if dropout is not None:
                 raise ConfigError("dropout: attn_implementation cannot drop attention weights by sample; set it to 0")
             if any(modifier is not None for modifier in modifiers):
-                raise ConfigError("attn_implementation: supports no softcap, sink or distance bias; leave it out")
+                raise ConfigError("attn_implementation: supports no softcap, sink or bias of the scores; leave it out")
             window = mask.window
             hf_mask = self._mask(module.config, window, q)
             y, *_ = function(module, q, k, v, hf_mask, scaling=scale, sliding_window=window, dropout=0.0, **self.kwargs)
@@ -116,7 +116,7 @@ def unsupported_reasons(decoder: Decoder) -> list[str]:
             "softcap": mixer.softcap,
             "position, a distance bias,": mixer.score_bias,
         }
-        fields["indexer"] = mixer.indexer
+        fields |= {"indexer": mixer.indexer, "forget": mixer.forget, "relative_dim": mixer.relative}
         reasons += [f"{path}.{name} is set" for name, value in fields.items() if value is not None]
         if mixer.chunked:
             reasons.append(f"{path}.chunked is true")

@@ -346,6 +346,11 @@ MISTAKES = (
         "Blocks of keys that count slots of the cache move with the padding on the left.", "padding_invariance",
     ),
     Mistake(
+        "mixers", ("attention",), "Forget gates summed in half precision",
+        "Sums over a long text are large, and rounded differences lose what near keys add.",
+        "tests/parts/test_forgetting_attention.py",
+    ),
+    Mistake(
         "mixers", (*ATTENTION, "cross_attention"), "A softmax over padding",
         "Padding gets weight, so outputs depend on the length of the batch's other sequences.", "padding_invariance",
     ),

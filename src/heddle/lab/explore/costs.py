@@ -250,6 +250,13 @@ def attention(n: Quantities) -> Costs:
     n.refuse(n.norm_after_rotation * (1 - rotates), norm_after_rotation=True)
     bias, values = n.has("bias"), n.heads * value_dim
     has_keys = 1 - n.shared_kv
+    relative, extent = n.has("relative_dim"), n.has("relative_extent")
+    n.refuse(relative * (1 - extent), relative_dim=8)
+    n.refuse(extent * (1 - relative), relative_extent=8)
+    single = n.has("window") * (1 - n.above(n.least(n.window, 2), 1))
+    for is_there, fields in ((n.forget, {"forget": True}), (relative, {"relative_dim": 8, "relative_extent": 8})):
+        n.refuse(is_there * (1 - n.causal), causal=False, **fields)
+        n.refuse(is_there * single, window=1, **fields)
     key_norm, query_norm = has_keys * n.norm(groups * dim), n.norm(n.heads * dim)
     norms = n.equals("qk_norm", "head") * (1 + has_keys) * n.norm(dim)
     norms += (n.equals("qk_norm", "projection") + n.equals("qk_norm", "per_head")) * (key_norm + query_norm)
@@ -263,9 +270,14 @@ def attention(n: Quantities) -> Costs:
         cached=has_keys * cached_tokens(n) * groups * (dim + value_dim),
     )
     n.refuse(n.value_norm * n.above(2, value_dim), value_norm=True, value_dim=1)
+    logits = Costs(
+        n.relative_dim * n.relative_extent, flops=linear_flops(n.tokens * n.heads, n.relative_dim, n.relative_extent)
+    )
+    by_tokens = (projection(n, n.width, n.heads * n.relative_dim) + logits).scaled(relative)
+    by_tokens += (projection(n, n.width, n.heads, 1) + Costs(recurrent=cached_tokens(n) * n.heads)).scaled(n.forget)
     projected = groups * (dim + (1 - n.k_eq_v) * value_dim)
     read = projection(n, n.width, n.heads * dim + has_keys * projected, bias)
-    return read + gate + own + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
+    return read + gate + own + by_tokens + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
 
 
 @costs_of("mixers", "differential_attention")
@@ -499,7 +511,10 @@ def moe(n: Quantities) -> Costs:
         inactive=(n.experts - n.top_k) * expert,
         flops=2 * n.tokens * n.top_k * n.width * n.hidden * (2 + gated),
     )
-    router = projection(n, n.width, n.experts, n.router_bias + n.has("bias_update"))
+    layered, rank, biases = n.has("router_rank"), n.router_rank, n.router_bias + n.has("bias_update")
+    trunk = projection(n, n.width + 2 * rank, rank) + projection(n, rank, n.experts, biases)
+    trunk += Costs(parameters=3 * rank + n.norm(rank))
+    router = projection(n, n.width, n.experts, biases).scaled(1 - layered) + trunk.scaled(layered)
     shared = projection(n, n.width, (1 + gated) * shared_hidden, n.has("bias"))
     shared += projection(n, shared_hidden, n.width, n.has("bias"))
     return router + experts + shared.scaled(n.has("shared")) + projection(n, n.width, 1).scaled(n.shared_gate)
@@ -517,6 +532,7 @@ def _check_mixture(n: Quantities) -> None:
     n.refuse((1 - shared) * (1 - n.has("shared_hidden")) * n.shared_gate, shared=None, shared_gate=True)
     n.refuse(n.has("shared_hidden") * n.above(n.shared, 1), shared=3, shared_hidden=40)
     n.refuse((1 - shared) * n.equals("bias", "shared"), shared=None, bias="shared")
+    n.refuse(n.has("router_rank") * n.above(2, n.router_rank), router_rank=1)
     without_gate = n.equals("expert", "mlp") * n.equals("activation", "swiglu_clamped")
     n.refuse(without_gate, expert="mlp", activation="swiglu_clamped")
     check_activation(n)
@@ -634,6 +650,14 @@ def longrope(n: Quantities) -> Costs:
 def residual(n: Quantities) -> Costs:
     """A norm for each branch."""
     return Costs(parameters=n.branches * n.norm(n.width))
+
+
+@costs_of("residuals", "pre_norm")
+def pre_norm(n: Quantities) -> Costs:
+    """A norm for each branch, and its gate."""
+    n.refuse(n.has("gate_rank") * n.is_false("first_norm"), gate_rank=4, first_norm=False)
+    gate = projection(n, n.width, n.gate_rank) + projection(n, n.gate_rank, n.width)
+    return residual(n) + gate.scaled(n.branches * n.has("gate_rank"))
 
 
 @costs_of("residuals", "sandwich")

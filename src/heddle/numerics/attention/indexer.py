@@ -212,7 +212,9 @@ def index_loss(
         scores = index_scores(q[:, :, tile], k, None if weights is None else weights[:, :, tile])
         visible = tile_mask.visible(scores.shape[1])
         with torch.no_grad(), without_autocast(q):
-            attention = softmax_weights(attended_q[:, :, tile], attended_k, tile_mask, scale, modifiers)
+            attention = softmax_weights(
+                attended_q[:, :, tile], attended_k, tile_mask, scale, modifiers.for_queries(tile)
+            )
             attention = attention.unflatten(1, (scores.shape[1], -1)).sum(2)
             target = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
         hidden = torch.finfo(scores.dtype).min  # not -inf: a query that sees no key would have NaN

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from heddle.numerics.norms import at_least_float32
 
@@ -169,9 +170,10 @@ def visible_pairs(queries: int, keys: int, window: int | None, causal: bool, mos
     return partial_queries * (2 * first_visible + partial_queries - 1) // 2 + (queries - partial_queries) * max_keys
 
 
-# Modifiers of attention scores: softcap (Gemma 2), a score bias (ALiBi, T5), attention sink (gpt-oss).
+# Modifiers of attention scores: softcap (Gemma 2), a score bias (ALiBi, T5), a bias by tokens (FoX, Inkling), attention
+# sink (gpt-oss).
 #
-#     score = cap · tanh(q k · scale / cap) + bias_h(i − j),   weights = softmax([scores ; sink_h])[:-1]
+#     score = cap · tanh(q k · scale / cap) + bias_h(i − j) + bias_h,i,j,   weights = softmax([scores ; sink_h])[:-1]
 #
 # Everything here is computed in at least float32.
 
@@ -197,20 +199,62 @@ class LinearBias(NamedTuple):
         return slopes * -offsets.abs().to(slopes.dtype)
 
 
+class TokenBias(NamedTuple):
+    """What the tokens themselves add to the score of query i and key j, in causal attention.
+
+    log_forget [B, H, S]: Σ_l log_forget_l over the tokens l after j up to i, those hidden from i left out. relative
+    [B, H, T, E]: element i − j of query i, and 0 from E on. ordered: whether later keys of a document have later slots.
+    """
+
+    log_forget: Tensor | None = None
+    relative: Tensor | None = None
+    ordered: bool = True
+
+    def for_queries(self, queries: slice) -> "TokenBias":
+        """The bias of some of the queries."""
+        return self if self.relative is None else self._replace(relative=self.relative[:, :, queries])
+
+    def __call__(self, mask: AttentionMask) -> Tensor:
+        """[B, H, T, S] in at least float32. Sums run over each query's own keys, so no other document changes a bit."""
+        biases = []
+        if self.relative is not None:
+            offsets, extent = mask.offsets().to(torch.int64)[:, None], self.relative.shape[3]
+            index = offsets.clamp(0, extent - 1).expand(*self.relative.shape[:2], -1, -1)
+            beyond = (offsets < 0) | (offsets >= extent)
+            biases.append(at_least_float32(self.relative).gather(3, index).masked_fill(beyond, 0.0))
+        if self.log_forget is not None:
+            logs, visible = self.log_forget[:, :, None], mask.materialize()[:, None]
+            order = None if self.ordered else mask.k_positions.argsort(1)[:, None, None]
+            if order is not None:
+                logs, visible = logs.gather(3, order.expand_as(logs)), visible.gather(3, order.expand_as(visible))
+            shown = at_least_float32(logs).masked_fill(~visible, 0.0)
+            later = functional.pad(shown[..., 1:], (0, 1)).flip(3).cumsum(3).flip(3)
+            biases.append(later if order is None else later.gather(3, order.argsort(3).expand_as(later)))
+        return biases[0] if len(biases) == 1 else biases[0] + biases[1]
+
+
 class ScoreModifiers(NamedTuple):
-    """`softcap` bounds the scores. `score_bias` is added to them. `sink` [H] is one logit per head without a value."""
+    """`softcap` bounds the scores. The biases are added to them. `sink` [H] is one logit per head without a value."""
 
     softcap: float | None = None
     sink: Tensor | None = None
     score_bias: ScoreBiasFunction | None = None
+    token_bias: TokenBias | None = None
+
+    def for_queries(self, queries: slice) -> "ScoreModifiers":
+        """The modifiers of some of the queries."""
+        return self if self.token_bias is None else self._replace(token_bias=self.token_bias.for_queries(queries))
 
     def sink_per_query(self, q: Tensor) -> Tensor | None:
         """The sink of every query of q [B, H, T, d]: [B, H, T, 1]."""
         return None if self.sink is None else at_least_float32(self.sink)[:, None, None].expand(*q.shape[:3], 1)
 
     def bias(self, mask: AttentionMask) -> Tensor | None:
-        """The score bias of every query and key, [B, H, T, S], or [1, H, T, S] if all rows are known to be equal."""
-        return None if self.score_bias is None else self.score_bias(mask.offsets()).transpose(0, 1)
+        """The bias of every query and key, [B, H, T, S], or [1, H, T, S] if all rows are known to have the same."""
+        bias = None if self.score_bias is None else self.score_bias(mask.offsets()).transpose(0, 1)
+        if self.token_bias is None:
+            return bias
+        return self.token_bias(mask) if bias is None else bias + self.token_bias(mask)
 
     def distance_table(self, keys: int, device: torch.device) -> Tensor | None:
         """The score bias at the offsets 0 … keys − 1, [H, keys]: all that causal attention needs."""

@@ -3,7 +3,7 @@
 q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]. Query head h reads group h // (H/G). Keys and
 values are never repeated in memory. A query that sees no key yields zeros, with zero gradients.
 
-`heddle.numerics.attention.mask` describes the options: softcap, score bias by offset, and sinks.
+`heddle.numerics.attention.mask` describes the options: softcap, score bias by offset or by tokens, and sinks.
 """
 
 from collections.abc import Callable, Iterator
@@ -92,6 +92,7 @@ class AttentionFacts(NamedTuple):
     sink: bool = False
     score_bias: bool = False
     linear_bias: bool = False
+    token_bias: bool = False
     selected: bool = False
     native: bool = False
 
@@ -121,12 +122,16 @@ def attention_facts(
         sink=modifiers.sink is not None,
         score_bias=modifiers.score_bias is not None,
         linear_bias=isinstance(modifiers.score_bias, LinearBias),
+        token_bias=modifiers.token_bias is not None,
         selected=mask.selected is not None,
         native=native.serves("causal_attention", q, k, v),
     )
 
 
-def without_dropout(unsupported: Callable[[AttentionFacts], str | None]) -> Callable[[AttentionFacts], str | None]:
+Check = Callable[[AttentionFacts], str | None]
+
+
+def without_dropout(unsupported: Check) -> Check:
     """Make a kernel's check also reject dropout of the weights."""
 
     def unsupported_with_dropout(facts: AttentionFacts) -> str | None:
@@ -135,6 +140,17 @@ def without_dropout(unsupported: Callable[[AttentionFacts], str | None]) -> Call
         return unsupported(facts)
 
     return unsupported_with_dropout
+
+
+def by_offsets(unsupported: Check) -> Check:
+    """Make a kernel's check also reject dropout, and a bias that depends on more than the offset of query and key."""
+
+    def unsupported_with_token_bias(facts: AttentionFacts) -> str | None:
+        if facts.token_bias:
+            return "it takes a bias by the offset of query and key, not one that the tokens determine"
+        return unsupported(facts)
+
+    return without_dropout(unsupported_with_token_bias)
 
 
 def unmasked_unsupported(facts: AttentionFacts) -> str | None:
@@ -537,14 +553,16 @@ def _tiles(
     """Materialize the mask for one tile of queries at a time."""
     k, v = zero_unused_slots(k, v, mask)
     distinct_rows, tile_size, out = mask.collapse_equal_rows(), MASK_TILE, []
-    if modifiers.score_bias is not None:
-        bias_per_query = len(distinct_rows.k_positions) * q.shape[1] * k.shape[2]
+    if modifiers.score_bias is not None or modifiers.token_bias is not None:
+        rows = len(distinct_rows.k_positions) if modifiers.token_bias is None else len(q)
+        bias_per_query = rows * q.shape[1] * k.shape[2]
         tile_size = max(MAX_UNMASKED_ROWS, min(MASK_TILE, MAX_BIAS_ELEMENTS.on(q) // max(1, bias_per_query)))
     for query_range in _query_ranges(q.shape[2], tile_size):
+        of_tile = modifiers.for_queries(query_range)
         if modifiers.softcap is not None:
-            out.append(reference(q[:, :, query_range], k, v, mask.for_queries(query_range), scale, modifiers=modifiers))
+            out.append(reference(q[:, :, query_range], k, v, mask.for_queries(query_range), scale, modifiers=of_tile))
             continue
-        bias, tile_q = modifiers.bias(distinct_rows.for_queries(query_range)), q[:, :, query_range]
+        bias, tile_q = of_tile.bias(distinct_rows.for_queries(query_range)), q[:, :, query_range]
         if mask.all_visible:  # padding queries included, though rows may differ in them
             out.append(sdpa(tile_q, k, v, scale, bias, sink=modifiers.sink_per_query(tile_q)))
             continue
@@ -571,16 +589,16 @@ ATTENTION = Operation(
     "attention",
     (
         Kernel("unmasked", _unmasked, without_dropout(unmasked_unsupported), traceable=False),
-        Kernel("folded", _folded, without_dropout(folded_unsupported), traceable=False),
-        Kernel("flash", _flash, without_dropout(flash_unsupported)),
+        Kernel("folded", _folded, by_offsets(folded_unsupported), traceable=False),
+        Kernel("flash", _flash, by_offsets(flash_unsupported)),
         Kernel("products", _products, without_dropout(products_unsupported)),
-        Kernel("varlen", _varlen, without_dropout(varlen_unsupported), traceable=False),
-        Kernel("native", _native, without_dropout(native_unsupported), traceable=False),
-        Kernel("triangle", _triangle, without_dropout(triangle_unsupported), traceable=False),
-        Kernel("causal", _causal, without_dropout(causal_unsupported)),
-        Kernel("flex", _flex, without_dropout(flex_unsupported), nondeterministic=flex_nondeterministic),
-        Kernel("per_document", _per_document, without_dropout(per_document_unsupported), traceable=False),
-        Kernel("blocks", _blocks, without_dropout(blocks_unsupported), traceable=False),
+        Kernel("varlen", _varlen, by_offsets(varlen_unsupported), traceable=False),
+        Kernel("native", _native, by_offsets(native_unsupported), traceable=False),
+        Kernel("triangle", _triangle, by_offsets(triangle_unsupported), traceable=False),
+        Kernel("causal", _causal, by_offsets(causal_unsupported)),
+        Kernel("flex", _flex, by_offsets(flex_unsupported), nondeterministic=flex_nondeterministic),
+        Kernel("per_document", _per_document, by_offsets(per_document_unsupported), traceable=False),
+        Kernel("blocks", _blocks, by_offsets(blocks_unsupported), traceable=False),
         Kernel("tiles", _tiles, without_dropout(lambda facts: None)),
         Kernel("reference", reference, lambda facts: None),
     ),

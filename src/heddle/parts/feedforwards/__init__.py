@@ -66,7 +66,7 @@ class ExpertInfo(NamedTuple):
     """The experts of a mixture of experts.
 
     router: the module that computes the logits [..., experts]. weights: the parameters of the experts, output
-    projection last. The first dimension of these, and of every router parameter, is the expert.
+    projection last. The first dimension of these, and of the router's own parameters, is the expert.
     groups: number of equal groups of adjacent experts that are selected together. capacity_factor: in training, an
     expert takes at most this times its even share of a row's choices; None: no limit.
     """

@@ -4,11 +4,13 @@ Experts are feed-forwards: `down f(up x)`, `down (f(gate x) ⊙ up x)`, or `gate
 numerics/experts/mixture.py.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.nn import functional
 
 from heddle.config import Part, PositiveFloat, PositiveInt, Probability, Width, refuse
 from heddle.errors import ConfigError
@@ -32,18 +34,50 @@ from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import eager_on_cpu, layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.modules.router_statistics import RouterStatistics, record
+from heddle.parts.norms import NormConfig
 
 # The parameters of a mixture of experts: the router, and one projection of every expert.
 
 
+class RouterTrunk(SelfInitialized):
+    """x -> f(W₂ f(W₁ N(D x + d) + b₁) + b₂) with f = gelu, in at least float32; D is `weight`, N the model's norm."""
+
+    matrix_parameters = ("weight", "first", "second")
+
+    def __init__(self, width: int, rank: int, norm: NormConfig) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(rank, width)), nn.Parameter(torch.empty(rank))
+        self.first, self.second = (nn.Parameter(torch.empty(rank, rank)) for _ in range(2))
+        self.first_bias, self.second_bias = (nn.Parameter(torch.empty(rank)) for _ in range(2))
+        self.norm = norm.build(rank)
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Normal weights, zero biases."""
+        for name in self.matrix_parameters:
+            fill_normal(getattr(self, name), std, draws(name))
+        for bias in (self.bias, self.first_bias, self.second_bias):
+            nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> [..., rank]."""
+        h: Tensor = self.norm(router_logits(x, self.weight, self.bias))
+        for weight, bias in ((self.first, self.first_bias), (self.second, self.second_bias)):
+            h = functional.gelu(router_logits(h, weight, bias))
+        return h
+
+
 class Router(SelfInitialized):
-    """The logits of the experts. `expert_bias` is added only where experts are selected and gets no gradient."""
+    """The logits of the experts. `expert_bias` is added only where experts are selected and gets no gradient.
+
+    With a trunk the logits are those of its output. The first dimension of the router's own parameters is the expert.
+    """
 
     matrix_parameters = ("weight",)
 
-    def __init__(self, experts: int, width: int, bias: bool, balanced: bool) -> None:
+    def __init__(self, experts: int, width: int, bias: bool, balanced: bool, trunk: RouterTrunk | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.trunk = trunk
+        self.weight = nn.Parameter(torch.empty(experts, width if trunk is None else len(trunk.bias)))
         self.bias = nn.Parameter(torch.empty(experts)) if bias else None
         self.expert_bias = nn.Parameter(torch.empty(experts), requires_grad=False) if balanced else None
 
@@ -56,7 +90,7 @@ class Router(SelfInitialized):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> [..., experts], in at least float32."""
-        return router_logits(x, self.weight, self.bias)
+        return router_logits(x if self.trunk is None else self.trunk(x), self.weight, self.bias)
 
 
 class ExpertLinear(SelfInitialized):
@@ -155,7 +189,9 @@ class MoEConfig(FeedforwardConfig):
     the chosen experts by their sum, plus `renormalize_eps` (LFM2: 1e-6); with `top_k: 1` and no eps the gate is then
     always 1, and the loss gives the router no gradient. `weighted: inputs` multiplies the input of an expert by its
     gate, not the output: `expert_i(gate_i · x)` (Llama 4). With `groups`, only experts of the best `top_groups` groups
-    are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates.
+    are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates. `router_rank` r makes the router
+    read f(W₂ f(W₁ N(D x + d) + b₁) + b₂), of r elements, in the place of x, with f = gelu and the model's norm N
+    (ZAYA1, 2025).
 
     Load balancing: `aux_loss` and `z_loss` are coefficients of losses that training adds. With `bias_update`, a bias
     that is added only for the selection moves by this much each step (0: it stays as loaded). With
@@ -165,7 +201,7 @@ class MoEConfig(FeedforwardConfig):
 
     aliases = ("mixture_of_experts",)
     data_dependent = ("capacity_factor",)
-    later_fields = ("weighted",)
+    later_fields = ("weighted", "router_rank")
 
     experts: Width
     top_k: Width
@@ -187,6 +223,7 @@ class MoEConfig(FeedforwardConfig):
     top_groups: Width | None = None
     scale: PositiveFloat = 1.0
     router_bias: bool = False
+    router_rank: Width | None = None  # of the layers before the router
     aux_loss: Coefficient | None = None
     z_loss: Coefficient | None = None
     bias_update: Coefficient | None = None
@@ -209,6 +246,8 @@ class MoEConfig(FeedforwardConfig):
             refuse("shared", f"{reason}, the width of the shared experts together; set it to 1, or drop shared_hidden")
         if self.shared is None and self.bias == "shared":
             refuse("bias", "'shared' is for shared experts, but there are none; give shared, or choose true or false")
+        if self.router_rank == 1:
+            refuse("router_rank", "1 leaves the router's norm one number, so at most its sign survives; give more")
         if self.expert == "mlp" and self.activation in GATED:
             refuse("activation", f"'{self.activation}' needs a gate; choose expert: gated, or another activation")
         activation_settings(self.activation, self.limit, self.alpha)
@@ -266,7 +305,7 @@ class MoEConfig(FeedforwardConfig):
 
     def build(self, context: BuildContext) -> "MoE":
         """Build the module."""
-        return MoE(self, context.width)
+        return MoE(self, context)
 
     @property
     def expert_activation(self) -> GatedActivation:
@@ -306,13 +345,16 @@ class SharedExpert(nn.Module):
 
 
 class MoE(Feedforward):
-    input_projections = ("router", "gate", "up", "shared.gate", "shared.up", "shared_gate")
+    input_projections: Sequence[str] = ("router", "gate", "up", "shared.gate", "shared.up", "shared_gate")
 
-    def __init__(self, config: MoEConfig, width: int) -> None:
+    def __init__(self, config: MoEConfig, context: BuildContext) -> None:
         super().__init__()
-        experts, hidden, bias = config.experts, config.hidden, config.bias is True
+        width, experts, hidden, bias = context.width, config.experts, config.hidden, config.bias is True
         self.config, self.routing_config = config, config.routing_config
-        self.router = Router(experts, width, config.router_bias, config.bias_update is not None)
+        trunk = None if config.router_rank is None else RouterTrunk(width, config.router_rank, context.norm)
+        self.router = Router(experts, width, config.router_bias, config.bias_update is not None, trunk)
+        if trunk is not None:
+            self.input_projections = ("router.trunk", *type(self).input_projections[1:])
         self.gate = ExpertLinear(experts, width, hidden, bias, False) if config.expert == "gated" else None
         self.up = ExpertLinear(experts, width, hidden, bias, False)
         self.down = ExpertLinear(experts, hidden, width, bias, output_projection=True)

@@ -29,12 +29,20 @@ norm and no weight (Gemma 3n, 2025), before `value_residual` mixes them.
 
 `short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
 
+With `forget` the score of query i and key j gets Σ_l log sigmoid(W_f x_l + b_f), the sum over the tokens l after j up
+to i, so that each head forgets by what it reads (forgetting attention, FoX, Lin et al. 2025, arXiv 2503.02130). The
+state has the log of the gate of each token and query head, in at least float32.
+
+With `relative_dim` and `relative_extent` e each query head adds to the score of the key d < e tokens back element d of
+W_e r, r = W_r x with `relative_dim` elements for each head; W_e is shared by the heads (Inkling, 2026). The temperature
+multiplies r as it multiplies the query.
+
 With `indexer` each query attends only to the `top_k` visible keys or blocks that an indexer selects (DeepSeek Sparse
 Attention, 2025; MoBA, 2025; MiniMax M3, 2026; see `IndexerConfig`).
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -53,7 +61,7 @@ from heddle.config import (
     refuse,
     with_implied,
 )
-from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, TokenBias
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.norms import at_least_float32, rms_norm
 from heddle.numerics.random import ParameterDraws
@@ -66,8 +74,9 @@ from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueri
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, ShortConvolutions, build_convolutions
 from heddle.parts.norms import NormConfig
+from heddle.parts.position_table import PositionTable
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
-from heddle.parts.states import ConvolvedState, KVCache, StateSpec
+from heddle.parts.states import ConvolvedState, KVCache, MixerState, StateSpec
 
 # Temperatures that fall with the position: queries far into a long sequence get sharper scores.
 #
@@ -131,7 +140,7 @@ class AttentionConfig(MixerConfig):
     convolved = ("input", "q", "k", "v")
     later_fields = (
         *("temperature_growth", "exclusive", "shared_kv", "k_eq_v", "value_norm", "value_residual", "indexer"),
-        *("chunked", "qk_norm_weight"),
+        *("chunked", "qk_norm_weight", "forget", "relative_dim", "relative_extent"),
     )
 
     heads: Width
@@ -161,6 +170,9 @@ class AttentionConfig(MixerConfig):
     shared_kv: bool = False  # reads the keys and values of the last earlier layer that has its own and this window
     k_eq_v: bool = False  # values are the projected keys
     value_norm: bool = False  # values are normalized
+    forget: bool = False  # scores fall with the forget gates of the tokens between key and query
+    relative_dim: Width | None = None  # of each query head's r, which gives a logit to each of the nearest keys
+    relative_extent: Width | None = None  # the number of these keys, the token itself included
     # Factors of the layer's own values (λ₁) and of the first attention layer's (λ₂): two numbers, or learned.
     value_residual: tuple[FiniteFloat, ...] | Literal["learned"] | None = None
     indexer: IndexerConfig | None = None  # selects the keys that each query attends to
@@ -175,6 +187,16 @@ class AttentionConfig(MixerConfig):
             refuse(missing, "is missing; give both temperature_beta and temperature_length, or neither")
         if self.temperature_growth != "stepwise" and self.temperature_beta is None:
             refuse("temperature_growth", "does nothing without temperature_beta and temperature_length; give both")
+        if (self.relative_dim is None) != (self.relative_extent is None):
+            missing = "relative_dim" if self.relative_dim is None else "relative_extent"
+            refuse(missing, "is missing; give both relative_dim and relative_extent, or neither")
+        for name, is_there in (("forget", self.forget), ("relative_dim", self.relative_dim is not None)):
+            if is_there and not self.causal:
+                refuse(name, "is about earlier tokens, but causal is false; leave it out")
+            if is_there and self.window == 1:
+                refuse(name, "changes nothing in a window of one token; give a wider window, or leave it out")
+        if self.forget and self.shared_kv:
+            refuse("forget", "keeps a gate of each token, but shared_kv leaves no state; keep one")
         if self.exclusive and self.causal and self.window == 1:
             refuse("exclusive", "leaves nothing of a window of one token, the token itself; give a wider window")
         if self.chunked and (self.window is None or self.window == 1):
@@ -293,13 +315,30 @@ class SharedKeys(NamedTuple):
     own_values: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class ForgettingCache(MixerState):
+    """The cache of the keys and values, and the logs of the forget gates [B, H, slots, 1] of the same tokens."""
+
+    kv: KVCache | IndexedCache
+    log_forget: KVCache
+
+    def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
+        """Whether the cache of the keys can."""
+        return self.kv.can_roll_back(tokens, table)
+
+    def rolled_back(self, table: PositionTable, freed: Callable[[int], Tensor]) -> "ForgettingCache":
+        """Both caches without the removed tokens."""
+        return ForgettingCache(self.kv.rolled_back(table, freed), self.log_forget.rolled_back(table, freed))
+
+
 class Attention(SelfInitialized, Mixer):
     """The module. Its state is a `KVCache` of kv_heads · (d_k + d_v) elements per token, or of `window` tokens.
 
-    With `indexer` it is an `IndexedCache`, which has the indexer's keys as well. With `shared_kv` it has none.
+    With `indexer` it is an `IndexedCache`, which has the indexer's keys as well; with `forget` either is within a
+    `ForgettingCache`. With `shared_kv` it has none.
     """
 
-    input_projections = ("q", "k", "v", "gate", "indexer.q", "indexer.k", "indexer.weights")
+    input_projections = ("q", "k", "v", "gate", "forget", "relative", "indexer.q", "indexer.k", "indexer.weights")
 
     def __init__(self, config: AttentionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -321,6 +360,10 @@ class Attention(SelfInitialized, Mixer):
         self.out = Linear(self.heads * self.value_dim, context.width, bias=config.bias is True, output_projection=True)
         gate_widths = {"head": self.heads, "channel": self.heads * self.value_dim}
         self.gate = None if config.gate is None else Linear(context.width, gate_widths[config.gate], bias=qkv_bias)
+        self.forget = Linear(context.width, self.heads, bias=True) if config.forget else None
+        dim, extent = config.relative_dim, config.relative_extent
+        self.relative = None if dim is None else Linear(context.width, self.heads * dim)
+        self.relative_logits = None if dim is None or extent is None else Linear(dim, extent)
         self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
         factors = config.value_residual
         self.value_factors = factors if isinstance(factors, tuple) else None  # λ₁ and λ₂
@@ -385,18 +428,21 @@ class Attention(SelfInitialized, Mixer):
         """The shape of the values."""
         return {"kv_heads": self.kv_heads, "value_dim": self.value_dim}
 
-    def init_state(self, spec: StateSpec) -> KVCache | IndexedCache | ConvolvedState | None:
+    def init_state(self, spec: StateSpec) -> KVCache | IndexedCache | ForgettingCache | ConvolvedState | None:
         """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more.
 
-        With an indexer also its keys, with short convolutions also their last inputs.
+        With an indexer also its keys, with `forget` the logs of the gates, with short convolutions their last inputs.
         """
-        cache: KVCache | IndexedCache | None = None
+        cache: KVCache | IndexedCache | ForgettingCache | None = None
         if not self.reads_kv:
             shape = (spec.batch, self.kv_heads, self.head_dim, self.value_dim)
             max_cached = None if self.window is None else self.window + spec.rollback
             cache = KVCache.empty(shape, max_cached, spec)
             if self.indexer is not None:
                 cache = self.indexer.with_cache(cache, max_cached, spec)
+            if self.forget is not None:
+                wide = replace(spec, dtype=torch.promote_types(spec.dtype, torch.float32))
+                cache = ForgettingCache(cache, KVCache.empty((spec.batch, self.heads, 1, 0), max_cached, wide))
         return cache if self.convolutions is None else self.convolutions.init_state(spec, cache)
 
     def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
@@ -421,7 +467,7 @@ class Attention(SelfInitialized, Mixer):
             own = k, v if self.value_multiplier is None else v * self.value_multiplier
         index = None if self.indexer is None else self.indexer(x, x, layout)
         cache: Any = state.own if isinstance(state, ConvolvedState) else state
-        y, v, cache = self._attend(q, own, index, layout, cache)
+        y, v, cache = self._attend(q, own, index, self._token_bias(x, layout), layout, cache)
         state = replace(state, own=cache) if isinstance(state, ConvolvedState) else cache
         y = merge_heads(without_own_values(y, v) if self.exclusive else y)
         if self.gate is not None:
@@ -429,17 +475,36 @@ class Attention(SelfInitialized, Mixer):
             y = (y.unflatten(-1, (self.heads, -1)) * gates).flatten(-2)
         return self.out(y), state
 
+    def _token_bias(self, x: Tensor, layout: Layout) -> TokenBias | None:
+        """What the tokens x [B, T, width] of the call determine of the scores."""
+        forget = relative = None
+        if self.forget is not None:
+            forget = functional.logsigmoid(at_least_float32(self.forget(x))).transpose(1, 2)
+        if self.relative is not None and self.relative_logits is not None:
+            r = split_heads(self.relative(x), self.heads)
+            relative = self.relative_logits(
+                r if self.temperature_beta is None else r * self._temperatures(layout, r.dtype)
+            )
+        return None if forget is None and relative is None else TokenBias(forget, relative)
+
     @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
     def _attend(
         self,
         q: Tensor,
         own: tuple[Tensor, Tensor] | None,
         index: IndexQueries | None,
+        bias: TokenBias | None,
         layout: Layout,
-        state: KVCache | IndexedCache | None,
-    ) -> tuple[Tensor, Tensor, KVCache | IndexedCache | None]:
+        state: KVCache | IndexedCache | ForgettingCache | None,
+    ) -> tuple[Tensor, Tensor, KVCache | IndexedCache | ForgettingCache | None]:
         """The output of each head, the values of the call's tokens, and the new state."""
-        handed_over = layout.handed_over
+        handed_over, log_forget = layout.handed_over, None
+        if isinstance(state, ForgettingCache):
+            assert bias is not None
+            assert bias.log_forget is not None
+            logs = bias.log_forget[..., None]
+            logs, _, _, log_forget = state.log_forget.extend(logs, logs[..., :0], layout, self.window)
+            bias, state = bias._replace(log_forget=logs[..., 0], ordered=not log_forget.ring), state.kv
         if own is None:
             assert handed_over is not None
             assert self.kv_source is not None
@@ -463,10 +528,13 @@ class Attention(SelfInitialized, Mixer):
                 handed_over.by_layer[self.kv_target] = SharedKeys(k, v, mask, values)
         dropout = self.dropout if self.dropout.active else None
         score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
-        modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
+        modifiers = ScoreModifiers(self.softcap, self.sink, score_bias, bias)
         if self.indexer is not None:
             mask = self.indexer.select(index, lambda: (q, k), mask, self.scale, modifiers)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
+        if log_forget is not None:
+            assert isinstance(state, KVCache | IndexedCache)
+            state = ForgettingCache(state, log_forget)
         return attend(q, k, v, mask, self.scale, dropout, modifiers), values, state
 
     def _mixed_values(self, v: Tensor, handed_over: HandedOver | None) -> Tensor:
