@@ -12,14 +12,26 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 
 from heddle.cli.main import run_command
 from heddle.exchange.family import families
 from heddle.exchange.load import load
 from heddle.lab.conformance import reader
-from heddle.lab.conformance.build import GOLDENS_FILE, build_kit, build_model, variants
+from heddle.lab.conformance.build import (
+    GOLDENS_FILE,
+    build_kit,
+    build_model,
+    build_quantized,
+    rounded,
+    tokenizer,
+    variants,
+)
 from heddle.lab.conformance.run import (
+    NOT_SEEN,
     RIGHT,
+    UNCLEAR,
     WRONG,
     Finding,
     HeddleModel,
@@ -33,6 +45,7 @@ from heddle.lab.conformance.run import (
 from heddle.model.decoder import Decoder
 from heddle.storage.tensor_file import read_tensor_file
 from tests.exchange.cases import CASES
+from tools.llama_cpp.runner import HERE, install
 
 FEW = ("mistral", "qwen3_moe")
 
@@ -62,7 +75,10 @@ def test_heddle_is_right_in_every_way(kit: Path) -> None:
 
 
 def test_bfloat16_is_right_within_its_own_tolerance(kit: Path) -> None:
-    assert {each.status for each in run_kit(kit, engine_of("heddle", "bfloat16"), "bfloat16")} == {RIGHT}
+    findings = list(run_kit(kit, engine_of("heddle", "bfloat16"), "bfloat16"))
+    assert {each.status for each in findings if each.way != "greedy" and each.family == "mistral"} == {RIGHT}
+    assert {each.status for each in findings} == {RIGHT, NOT_SEEN}
+    assert {each.reason for each in findings if each.status == NOT_SEEN} == {UNCLEAR}  # experts, and narrow leads
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -237,6 +253,9 @@ def test_junit_says_what_was_wrong_and_not_seen() -> None:
         (["build", "KIT"], "exists already"),
         (["build", "NEW", "--family", "lama"], "--family lama: unknown"),
         (["build", "NEW", "--engine", "heddle"], "is for run"),
+        (["build", "NEW", "--gguf", "q4_0"], "--gguf q4_0: unknown"),
+        (["run", "KIT", "--engine", "heddle", "--gguf", "q8_0"], "is for build"),
+        (["run", "KIT", "--engine", "heddle", "--precision", "q8_0"], "build the kit with --gguf q8_0"),
         (["run", "KIT"], "--engine: is missing"),
         (["run", "NEW", "--engine", "heddle"], "is no conformance kit"),
         (["run", "KIT", "--engine", "heddle", "--family", "bert"], "is not in"),
@@ -255,3 +274,49 @@ def test_wrong_arguments_are_one_sentence(
     error = capsys.readouterr().err.strip()
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kit of one Llama of one layer, whose weights are those of its GGUF in Q8_0."""
+    out = tmp_path_factory.mktemp("quantized")
+    fields = variants()["llama"]["plain"] | {"num_hidden_layers": 1}
+    entry = build_quantized(out / "llama/plain-q8_0", families()["llama"], fields)
+    assert entry is not None
+    (out / "kit.json").write_text(json.dumps({"models": [{"family": "llama", "variant": "plain-q8_0"} | entry]}))
+    return out
+
+
+def test_llama_cpp_is_right_in_q8_0(quantized: Path) -> None:
+    """Its engine is run as a command, on the GGUF."""
+    install()
+    findings = list(run_kit(quantized, engine_of(f"llama.cpp:{HERE}", "q8_0"), "q8_0"))
+    statuses = {each.property: each.status for each in findings}
+    unseen = ("padding", "packing", "batch change", "greedy text")
+    assert statuses == dict.fromkeys(("logits", "cuts", "rollback"), RIGHT) | dict.fromkeys(unseen, NOT_SEEN)
+    assert max(each.distance for each in findings) > 1e-3  # it rounds activations
+
+
+def test_a_wrong_answer_within_the_noise_of_q8_0_is_named(quantized: Path, tmp_path: Path) -> None:
+    shutil.copytree(quantized, tmp_path / "kit")
+    file = tmp_path / "kit/llama/plain-q8_0/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "relu"}))
+    file.with_name("manifest.json").unlink()
+    findings = list(run_kit(tmp_path / "kit", engine_of("heddle", "q8_0"), "q8_0"))
+    assert "layers.feedforward.activation is 'relu' instead of 'silu'" in {each.bug for each in findings}
+    assert WRONG not in {each.status for each in run_kit(quantized, engine_of("heddle", "q8_0"), "q8_0")}
+
+
+def test_activations_are_rounded_as_ggml_does() -> None:
+    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(0)) * torch.tensor([[10.0**n] for n in range(-3, 4)])
+    theirs = dequantize(quantize(x.numpy(), GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
+    assert torch.allclose(rounded(x), torch.from_numpy(theirs), rtol=1e-6, atol=0)
+    assert not torch.equal(rounded(x), x)
+
+
+def test_the_tokenizer_has_a_token_for_each_row(quantized: Path) -> None:
+    folder = quantized / "llama/plain-q8_0"
+    read = load(folder).tokenizer
+    assert read is not None
+    assert read.vocab_size == load(folder).model.config.vocab_size == 97
+    assert read.decode(tokenizer().encode("the { end }")) == "the { end }"
