@@ -35,6 +35,8 @@ from heddle.numerics.experts.mixture import route
 from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards.moe import MoE
 from heddle.parts.layout import Layout
+from heddle.parts.scalings.llama3 import Llama3Config
+from heddle.parts.scalings.yarn import YarnConfig
 from heddle.progress import progress_bar, quiet
 from heddle.storage.file_io import write_file
 from heddle.storage.tensor_file import write_tensor_file
@@ -44,7 +46,7 @@ from heddle.torch_private import LightDispatchMode
 FORMAT = 1
 CASES_FILE, GOLDENS_FILE, KIT_FILE = "cases.json", "goldens.safetensors", "kit.json"
 LLAMA_CPP_FILE = "llama_cpp.mjs"
-COPIED = ("reader.py", LLAMA_CPP_FILE)  # into a kit
+COPIED = ("reader.py", "reader.mjs", "reader.cpp", LLAMA_CPP_FILE)  # into a kit
 GGUF_FILE, GGUF_KINDS = "model.gguf", ("float32", "q8_0")
 Q8_0_BLOCK = 32
 # Rows that are whole blocks of Q8_0, by the end of a config's field; rows of other lengths are float16 in such a file.
@@ -66,6 +68,7 @@ ROLLBACK_FROM, ROLLBACK_TO = 20, 12
 MIN_LEAD = 2.0  # tolerances, of a greedy token's logit over the next
 SEEDS = 16  # drawn until a model has clear choices
 TRIES = 12  # values of an option that is a choice or a part
+FIXED = (YarnConfig, Llama3Config)  # scalings that are the same for each length, so that a cache stays valid
 VALUES = 3  # of an option, each a mistake of its own
 SAME = 1e-9  # less is no change
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -131,7 +134,7 @@ def build_kit(out: Path, names: Sequence[str], gguf: Sequence[str] = ()) -> dict
 
 def build_model(folder: Path, family: Family, fields: Mapping[str, Any], gguf: bool = False) -> dict[str, Any]:
     """Write one small model with its cases and goldens; returns its line of kit.json. gguf: if llama.cpp runs it."""
-    model = clearest_model(_design(family, fields))
+    model = clearest_model(design(family, fields))
     export(model, folder, family=family.model_type)
     entry = _write_cases(folder, family, model.causal, tuple(DTYPES))
     return entry | ({"gguf": "float32"} if gguf and _write_gguf(model, folder, family) else {})
@@ -143,7 +146,7 @@ def build_quantized(folder: Path, family: Family, fields: Mapping[str, Any]) -> 
 
     wide = {name: _wider(name, value) for name, value in fields.items()}
     try:
-        model = clearest_model(_design(family, wide), "q8_0").float()
+        model = clearest_model(design(family, wide), "q8_0").float()
     except (HeddleError, RuntimeError):
         return None
     folder.mkdir(parents=True)
@@ -167,7 +170,8 @@ def _wider(name: str, value: Any) -> Any:
     return width if isinstance(value, int) and width is not None else value
 
 
-def _design(family: Family, fields: Mapping[str, Any]) -> ModelConfig:
+def design(family: Family, fields: Mapping[str, Any]) -> ModelConfig:
+    """The design of a family's config."""
     config = {"model_type": family.model_type, "architectures": [family.architecture], **fields}
     return design_from_config(config, family)
 
@@ -215,7 +219,7 @@ def tokenizer() -> Tokenizer:
     backend = Backend(models.BPE({token: index for index, token in enumerate(tokens)}, [("t", "h")]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens([END_TOKEN])
-    return Tokenizer(backend, TOKENIZER_FILE, backend.to_str(), BoundaryTokens([], [0], {}))
+    return Tokenizer(backend, TOKENIZER_FILE, backend.to_str(), BoundaryTokens((), (0,), {}))
 
 
 def clearest_model(design: ModelConfig, dtype: str = "bfloat16") -> Decoder:
@@ -366,7 +370,8 @@ def rounded(x: Tensor) -> Tensor:
         return x.half().float()
     blocks = x.unflatten(-1, (-1, Q8_0_BLOCK))
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-    return ((blocks / scale).round() * scale.half().float()).flatten(-2)
+    numbers: Tensor = (blocks / scale).round() * scale.half().float()
+    return numbers.flatten(-2)
 
 
 def tolerance(folder: Path, goldens: Goldens, name: str) -> float:
@@ -396,6 +401,11 @@ def _cases(model: Decoder, goldens: Goldens, tolerances: Mapping[str, float]) ->
     length = len(goldens.rows[0])
     for cuts in CUTS:
         yield {"property": "cuts", "way": "cut", "rows": [0], "cuts": [cut for cut in cuts if cut < length]}
+    switches = [each.original_length for each in _scalings(model.config)]
+    fixed = all(isinstance(each, FIXED) for each in _scalings(model.config))
+    if switches and fixed and len(goldens.rows) > len(ROW_LENGTHS) + 1:
+        switch, long = max(switches), len(goldens.rows) - 1
+        yield {"property": "long positions", "way": "cut", "rows": [long], "cuts": [switch - 1, switch, switch + 1]}
     yield {"property": "rollback", "way": "rollback", "rows": [0, 3], "read": ROLLBACK_FROM, "keep": ROLLBACK_TO}
     yield {"property": "batch change", "way": "dropped", "rows": [1, 0], "read": len(goldens.rows[1]) - 4}
     tokens, leads = _greedy(model, goldens.rows[1], MIN_LEAD * min(tolerances.values()))

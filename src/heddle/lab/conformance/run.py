@@ -41,7 +41,6 @@ MODES = {"static": "sdpa", "assisted": "sdpa", "flex": "flex_attention"}
 STATIC_LENGTH = 768  # of a static cache
 SERVER_STARTS_IN = 300  # seconds, at most
 SCORES = 20  # tokens whose log probabilities are asked for at each place; OpenAI's own server tells 5
-SCORE_FIELDS = ("tokens", "token_logprobs", "top_logprobs")
 # What an engine that fails raises.
 FAILURES = (HeddleError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -370,8 +369,9 @@ class ServerModel:
             return [
                 (one[0].get("id"), {each["id"]: each["logprob"] for each in one if "id" in each}) for one in entries
             ]
-        found = []
-        for token, score, others in zip(*(told.get(name) or [] for name in SCORE_FIELDS), strict=True):
+        found, tokens = [], told.get("tokens") or []
+        scores, best = (told.get(name) or [None] * len(tokens) for name in ("token_logprobs", "top_logprobs"))
+        for token, score, others in zip(tokens, scores, best, strict=True):
             named = {token: score} | (others or {})
             by_id = {self._id(text): value for text, value in named.items() if value is not None}
             found.append((self._id(token), {index: value for index, value in by_id.items() if index is not None}))
@@ -613,20 +613,25 @@ class TransformersModel:
 # Results.
 
 
+def statuses(findings: Sequence[Finding]) -> dict[str, dict[str, str]]:
+    """For each model the worst status of each property, in the order of PROPERTIES."""
+    found: dict[str, dict[str, str]] = {}
+    for name in PROPERTIES:
+        for each in findings:
+            if each.property == name:
+                own = found.setdefault(f"{each.family}/{each.variant}", {})
+                own[name] = min(own.get(name, RIGHT), each.status, key=(WRONG, NOT_SEEN, RIGHT).index)
+    return found
+
+
 def table(findings: Sequence[Finding]) -> list[str]:
     """A line for each model: how each property is, and below it what is wrong."""
     lines = []
-    for key in dict.fromkeys((each.family, each.variant) for each in findings):
-        own = [each for each in findings if (each.family, each.variant) == key]
-        cells = []
-        for name in PROPERTIES:
-            statuses = {each.status for each in own if each.property == name}
-            if statuses:
-                worst = next(status for status in (WRONG, NOT_SEEN, RIGHT) if status in statuses)
-                cells.append(f"{name} {worst.upper() if worst == WRONG else worst}")
-        lines.append(f"{'/'.join(key)}: {', '.join(cells)}")
-        for each in own:
-            if each.status == WRONG:
+    for model, own in statuses(findings).items():
+        cells = [f"{name} {status.upper() if status == WRONG else status}" for name, status in own.items()]
+        lines.append(f"{model}: {', '.join(cells)}")
+        for each in findings:
+            if each.status == WRONG and f"{each.family}/{each.variant}" == model:
                 layer = "" if each.layer is None else f", first in layer {each.layer}"
                 bug = f": {each.bug}" if each.bug else f" {each.reason}".rstrip()
                 lines.append(f"    {each.property}, {each.way}: off by {each.distance:.3g}{layer}{bug}")
