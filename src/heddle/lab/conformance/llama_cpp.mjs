@@ -1,7 +1,7 @@
 // llama.cpp as an engine of a conformance kit: node llama_cpp.mjs FOLDER_OF_A_MODEL [FOLDER_WITH_NODE_MODULES]
 //
 // Needs the package node-llama-cpp, in node_modules of the second folder or of the working directory, or above. Reads
-// model.gguf and answers requests as reader.py describes them. The cache is in float32, as goldens are compared tightly.
+// model.gguf and answers requests as reader.py describes them. The cache is in float32: goldens are compared tightly.
 
 import fs from "node:fs";
 import path from "node:path";

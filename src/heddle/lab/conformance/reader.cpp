@@ -62,10 +62,7 @@ string contents(const string& path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-Json json(const string& text) {
-    const char* at = text.c_str();
-    return parse(at);
-}
+Json json(const string& text) { const char* at = text.c_str(); return parse(at); }
 
 struct Tensor { size_t columns; vector<double> numbers; };
 
@@ -80,10 +77,11 @@ map<string, Tensor> tensors(const string& path) {  // of a safetensors file, in 
         const size_t width = dtype == "F64" ? 8 : dtype == "F32" ? 4 : 0;
         if (width == 0) continue;  // metadata, and the experts that are chosen
         Tensor& tensor = found[name] = {size_t(entry["shape"].items.back().number), {}};
-        for (size_t at = size_t(entry["data_offsets"][0].number); at < size_t(entry["data_offsets"][1].number); at += width) {
+        const size_t start = size_t(entry["data_offsets"][0].number), stop = size_t(entry["data_offsets"][1].number);
+        for (const char* at = data.data() + 8 + size + start; at < data.data() + 8 + size + stop; at += width) {
             double wide;
             float narrow;
-            memcpy(width == 8 ? (void*)&wide : (void*)&narrow, data.data() + 8 + size + at, width);
+            memcpy(width == 8 ? (void*)&wide : (void*)&narrow, at, width);
             tensor.numbers.push_back(width == 8 ? wide : narrow);
         }
     }
@@ -94,7 +92,8 @@ double largest_error(const Json& logits, const Tensor& golden, size_t keep, size
     double worst = 0;
     for (size_t at = 0; at < logits.items.size() && keep + at < clear; ++at)
         for (size_t token = 0; token < golden.columns; ++token) {
-            const double error = std::fabs(logits[at][token].number - golden.numbers[(keep + at) * golden.columns + token]);
+            const double want = golden.numbers[(keep + at) * golden.columns + token];
+            const double error = std::fabs(logits[at][token].number - want);
             worst = error <= worst ? worst : std::isnan(error) ? INFINITY : error;
         }
     return worst;
@@ -112,7 +111,10 @@ vector<Request> requests(const Json& test, const Json& rows) {
     vector<Request> found;
     size_t start = 0;
     if (way == "cut") {
-        for (auto& cut : test["cuts"].items) found.push_back({first, start, size_t(cut.number)}), start = size_t(cut.number);
+        for (auto& cut : test["cuts"].items) {
+            found.push_back({first, start, size_t(cut.number)});
+            start = size_t(cut.number);
+        }
         found.push_back({first, start, length});
     }
     return found;
@@ -170,19 +172,20 @@ int main(int count, char** arguments) {
                     continue;
                 }
                 const size_t clear = size_t(document["clear"][dtype][request.row].number);
-                const Json& logits = answer["logits"];
-                const double error = largest_error(logits, golden["rows." + std::to_string(request.row) + ".logits"], request.start, clear);
+                auto error_from = [&](const string& name, size_t keep) {
+                    return largest_error(answer["logits"], golden[name + ".logits"], keep, clear);
+                };
+                const double error = error_from("rows." + std::to_string(request.row), request.start);
                 if (error <= tolerance) {
                     if (result.empty()) result = "right";
                     continue;
                 }
                 string bug;
-                for (size_t at = 0; request.row + request.start == 0 && bug.empty() && at < document["bugs"].items.size(); ++at) {
-                    const Json& known = document["bugs"][at];
-                    if (known["property"].text == "logits" && known["row"].number == 0 &&
-                        largest_error(logits, golden["bugs." + std::to_string(at) + ".logits"], 0, clear) <= tolerance)
-                        bug = ": " + known["name"].text;
-                }
+                const auto& bugs = document["bugs"].items;
+                for (size_t at = 0; request.row + request.start == 0 && bug.empty() && at < bugs.size(); ++at)
+                    if (bugs[at]["property"].text == "logits" && bugs[at]["row"].number == 0 &&
+                        error_from("bugs." + std::to_string(at), 0) <= tolerance)
+                        bug = ": " + bugs[at]["name"].text;
                 failed = true;
                 char words[40];
                 snprintf(words, sizeof words, "WRONG by %.3g", error);

@@ -53,7 +53,8 @@ function nameOf(answer, golden, bugs, clear, tolerance) {
 }
 
 async function checked(folder, document, command, dtype) {
-    const golden = tensors(path.join(folder, "goldens.safetensors")), tolerance = document.tolerances[dtype], seen = new Map();
+    const golden = tensors(path.join(folder, "goldens.safetensors"));
+    const tolerance = document.tolerances[dtype], seen = new Map();
     const engine = spawn(command.replaceAll("{model}", folder), {shell: true, stdio: ["pipe", "pipe", "inherit"]});
     engine.stdin.on("error", () => {}); // it ended; the next line says so
     const lines = readline.createInterface({input: engine.stdout})[Symbol.asyncIterator]();
@@ -70,7 +71,8 @@ async function checked(folder, document, command, dtype) {
             const clear = document.clear[dtype][row];
             const error = largestError(answer.logits, golden[`rows.${row}.logits`], keep, clear);
             if (error > tolerance) {
-                const bug = row + keep === 0 ? nameOf(answer.logits, golden, document.bugs, clear, tolerance) : undefined;
+                const named = row + keep === 0;
+                const bug = named ? nameOf(answer.logits, golden, document.bugs, clear, tolerance) : undefined;
                 if (bug != null || !before.startsWith("WRONG"))
                     seen.set(test.property, `WRONG by ${error.toPrecision(3)}${bug == null ? "" : `: ${bug}`}`);
             } else if (before === "") seen.set(test.property, "right");
