@@ -1,10 +1,11 @@
 """`heddle conformance`: small models that any engine can be checked with."""
 
 import json
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
@@ -13,7 +14,10 @@ from heddle.errors import ConfigError
 from heddle.progress import print_text
 from heddle.settings import Argument, Json, Option, Quiet, VerbSettings
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+if TYPE_CHECKING:
+    from heddle.lab.conformance.run import Finding
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "q8_0": "q8_0"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +27,17 @@ class ConformanceSettings(VerbSettings):
     action: Annotated[str, Argument("ACTION", "build a kit, or run an engine on one.")]
     kit: Annotated[Path, Argument("KIT", "The kit's folder.")]
     family: Annotated[tuple[str, ...], Option("NAME", "Model type; repeatable. [all]")] = ()
+    gguf: Annotated[str | None, Option("KINDS", "Build GGUF files, too: float32, q8_0, or both with a comma.")] = None
     engine: Annotated[
         str | None,
-        Option("ENGINE", "heddle, transformers, transformers:eager, module:function, or a command with {model}."),
+        Option(
+            "ENGINE",
+            "heddle, transformers, transformers:eager, llama.cpp, module:function, or a command with {model}.",
+        ),
     ] = None
-    precision: Annotated[str, Option("NAME", "What the engine computes in: fp32 or bf16.")] = "fp32"
+    precision: Annotated[str, Option("NAME", "What the engine computes in: fp32, bf16 or q8_0.")] = "fp32"
     junit: Annotated[Path | None, Option("FILE", "Write the results as JUnit XML.")] = None
+    page: Annotated[Path | None, Option("FILE", "Write the results as an HTML page.")] = None
     quiet: Quiet = False
     json: Json = False
 
@@ -43,7 +52,7 @@ def conformance(settings: ConformanceSettings) -> None:
     if settings.action not in ("build", "run"):
         raise ConfigError(f"ACTION {settings.action}: unknown; give build or run")
     if settings.precision not in DTYPES:
-        raise ConfigError(f"--precision {settings.precision}: unknown; give {' or '.join(DTYPES)}")
+        raise ConfigError(f"--precision {settings.precision}: unknown; give {', '.join(DTYPES)}")
     with progress.quiet() if settings.quiet else nullcontext():
         if settings.action == "build":
             _build(settings)
@@ -56,7 +65,7 @@ def _build(settings: ConformanceSettings) -> None:
         raise ConfigError(f"--engine {settings.engine}: is for run; leave it out")
     from heddle.lab.conformance.build import build_kit
 
-    summary = build_kit(settings.kit, settings.family)
+    summary = build_kit(settings.kit, settings.family, () if settings.gguf is None else settings.gguf.split(","))
     if settings.json:
         print(json.dumps(summary, indent=2))
         return
@@ -72,6 +81,8 @@ def _build(settings: ConformanceSettings) -> None:
 
 
 def _run(settings: ConformanceSettings) -> None:
+    if settings.gguf is not None:
+        raise ConfigError(f"--gguf {settings.gguf}: is for build; leave it out")
     if settings.engine is None:
         raise ConfigError("--engine: is missing; give heddle, transformers, module:function, or a command with {model}")
     from heddle.lab.conformance.run import WRONG, engine_of, junit, run_kit, table
@@ -81,6 +92,8 @@ def _run(settings: ConformanceSettings) -> None:
     findings = list(run_kit(settings.kit, engine_of(settings.engine, dtype), dtype, settings.family))
     if settings.junit is not None:
         write_file(settings.junit, junit(findings, settings.engine))
+    if settings.page is not None:
+        write_file(settings.page, _page(settings, findings), "free space")
     if settings.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -91,3 +104,20 @@ def _run(settings: ConformanceSettings) -> None:
         print_text(f"{len(findings)} cases: {', '.join(f'{count} {status}' for status, count in counts.items())}")
     if counts[WRONG]:
         raise click.exceptions.Exit(1)
+
+
+def _page(settings: ConformanceSettings, findings: "list[Finding]") -> str:
+    from heddle.lab.conformance.run import NOT_SEEN, PROPERTIES, WRONG, statuses
+    from heddle.lab.pages.render import render
+
+    return render(
+        "conformance.html",
+        title=f"Conformance of {settings.engine}",
+        engine=settings.engine,
+        precision=settings.precision,
+        cases=len(findings),
+        properties=[name for name in PROPERTIES if any(each.property == name for each in findings)],
+        models=statuses(findings),
+        wrong=[each for each in findings if each.status == WRONG],
+        reasons=Counter(each.reason for each in findings if each.status == NOT_SEEN),
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils import logging
 
 from heddle.errors import ConfigError
@@ -41,3 +41,10 @@ def opened(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         return cls.from_pretrained(folder, **options).eval()
     except (ValueError, ImportError) as error:
         raise ConfigError(str(error).partition("\n")[0][:200]) from error
+
+
+def static_cache(model: Any, length: int) -> Any:
+    """A cache of a fixed length. Raises ConfigError if the model's class does not say that it takes one."""
+    if not model._can_compile_fullgraph:
+        raise ConfigError(f"{type(model).__name__} does not say that it takes a static cache")
+    return StaticCache(config=model.config, max_cache_len=length)

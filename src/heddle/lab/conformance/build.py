@@ -7,7 +7,7 @@ must be the row's: so a kit stores one set of logits a row, and the engines diff
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from heddle import __version__
@@ -33,25 +35,40 @@ from heddle.numerics.experts.mixture import route
 from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards.moe import MoE
 from heddle.parts.layout import Layout
-from heddle.progress import progress_bar
+from heddle.parts.scalings.llama3 import Llama3Config
+from heddle.parts.scalings.yarn import YarnConfig
+from heddle.progress import progress_bar, quiet
 from heddle.storage.file_io import write_file
 from heddle.storage.tensor_file import write_tensor_file
+from heddle.tokenization.tokenizer import TOKENIZER_FILE, BoundaryTokens, Tokenizer
 from heddle.torch_private import LightDispatchMode
 
 FORMAT = 1
-CASES_FILE, GOLDENS_FILE, KIT_FILE, READER_FILE = "cases.json", "goldens.safetensors", "kit.json", "reader.py"
+CASES_FILE, GOLDENS_FILE, KIT_FILE = "cases.json", "goldens.safetensors", "kit.json"
+LLAMA_CPP_FILE = "llama_cpp.mjs"
+COPIED = ("reader.py", "reader.mjs", "reader.cpp", LLAMA_CPP_FILE)  # into a kit
+GGUF_FILE, GGUF_KINDS = "model.gguf", ("float32", "q8_0")
+Q8_0_BLOCK = 32
+# Rows that are whole blocks of Q8_0, by the end of a config's field; rows of other lengths are float16 in such a file.
+WIDER = {"intermediate_size": 64, "n_inner": 64, "ffn_hidden_size": 64, "hidden_size": 96, "n_embd": 96, "head_dim": 16}
+END_TOKEN = "<|end|>"
 ROW_LENGTHS = (48, 17, 5)  # of the rows that are padded and packed together
 CUTS = ((1,), (7, 8, 19), tuple(range(1, 48)))  # where rows are cut: after the first token, unevenly, everywhere
 GREEDY = 24  # tokens of a greedy text
 REORDERINGS = 20  # of the sums of each product, in the first row
 REORDERINGS_OF_ALL = 4  # in the others
 SAFETY = 4.0  # times the largest error of any reordering is the tolerance
-ROUTER_NOISE = {"float32": 1e-5, "bfloat16": 0.05}  # of router logits: what would choose otherwise is not compared
+ROUTER_NOISE = {
+    "float32": 1e-5,
+    "bfloat16": 0.05,
+    "q8_0": 0.1,
+}  # of router logits: what would choose otherwise is not compared
 MAX_LONG = 640  # tokens of the row that passes the original length of a RoPE scaling
 ROLLBACK_FROM, ROLLBACK_TO = 20, 12
-MIN_LEAD = 1e-2  # of a greedy token's logit over the next
+MIN_LEAD = 2.0  # tolerances, of a greedy token's logit over the next
 SEEDS = 16  # drawn until a model has clear choices
 TRIES = 12  # values of an option that is a choice or a part
+FIXED = (YarnConfig, Llama3Config)  # scalings that are the same for each length, so that a cache stays valid
 VALUES = 3  # of an option, each a mistake of its own
 SAME = 1e-9  # less is no change
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,11 +93,16 @@ class Goldens:
     clear: dict[str, list[int]]  # for each row, how many tokens have no choice that rounding could turn
 
 
-def build_kit(out: Path, names: Sequence[str]) -> dict[str, Any]:
+def build_kit(out: Path, names: Sequence[str], gguf: Sequence[str] = ()) -> dict[str, Any]:
     """Write a kit of these families (none: all) to a new folder; returns what kit.json says.
 
-    Raises ConfigError for an unknown family, CheckpointError if `out` exists.
+    gguf: kinds of GGUF_KINDS, written of the models that llama.cpp runs: float32 beside each, q8_0 as one more model of
+    each family, wider than the others. Raises ConfigError for an unknown family or kind, CheckpointError if `out`
+    exists.
     """
+    for kind in gguf:
+        if kind not in GGUF_KINDS:
+            raise ConfigError(f"--gguf {kind}: unknown; give {' or '.join(GGUF_KINDS)}, or both with a comma")
     known = variants()
     for name in names:
         if name not in known:
@@ -93,35 +115,80 @@ def build_kit(out: Path, names: Sequence[str]) -> dict[str, Any]:
     entries = []
     with progress_bar("building", sum(len(known[name]) for name in chosen), "models") as bar:
         for name in chosen:
+            quantized = "q8_0" not in gguf
             for variant, fields in known[name].items():
-                folder = work / name / variant
-                entries.append({"family": name, "variant": variant} | build_model(folder, families()[name], fields))
+                family, head = families()[name], {"family": name, "variant": variant}
+                entries.append(head | build_model(work / name / variant, family, fields, "float32" in gguf))
+                if not quantized and (entry := build_quantized(work / name / f"{variant}-q8_0", family, fields)):
+                    entries.append(head | {"variant": f"{variant}-q8_0"} | entry)
+                    quantized = True
                 bar.advance(1, name)
     summary = {"format": FORMAT, "heddle": __version__, "license": "Apache-2.0", "models": entries}
     write_file(work / KIT_FILE, json.dumps(summary, indent=1) + "\n", "free space")
-    reader = files("heddle.lab.conformance").joinpath(READER_FILE).read_text(encoding="utf-8")
-    write_file(work / READER_FILE, reader, "free space")
+    for file in COPIED:
+        text = files("heddle.lab.conformance").joinpath(file).read_text(encoding="utf-8")
+        write_file(work / file, text, "free space")
     work.rename(out)
     return summary
 
 
-def build_model(folder: Path, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Write one small model with its cases and goldens; returns its line of kit.json."""
-    config = {"model_type": family.model_type, "architectures": [family.architecture], **fields}
-    design = design_from_config(dict(config), family)
-    model = clearest_model(design)
+def build_model(folder: Path, family: Family, fields: Mapping[str, Any], gguf: bool = False) -> dict[str, Any]:
+    """Write one small model with its cases and goldens; returns its line of kit.json. gguf: if llama.cpp runs it."""
+    model = clearest_model(design(family, fields))
     export(model, folder, family=family.model_type)
+    entry = _write_cases(folder, family, model.causal, tuple(DTYPES))
+    return entry | ({"gguf": "float32"} if gguf and _write_gguf(model, folder, family) else {})
+
+
+def build_quantized(folder: Path, family: Family, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Write a wider model with the weights of its GGUF in Q8_0; returns its line of kit.json, None if there is none."""
+    from heddle.exchange.gguf import load_gguf
+
+    wide = {name: _wider(name, value) for name, value in fields.items()}
+    try:
+        model = clearest_model(design(family, wide), "q8_0").float()
+    except (HeddleError, RuntimeError):
+        return None
+    folder.mkdir(parents=True)
+    if not _write_gguf(model, folder, family, q8_0=True):
+        folder.rmdir()
+        return None
+    with quiet():
+        stored = dict(load_gguf(folder / GGUF_FILE, dequantize=torch.float32).model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(stored[name])
+    file = (folder / GGUF_FILE).rename(folder.with_suffix(".gguf"))
+    folder.rmdir()
+    export(model, folder, family=family.model_type)
+    file.rename(folder / GGUF_FILE)
+    return _write_cases(folder, family, model.causal, ("q8_0",)) | {"gguf": "q8_0"}
+
+
+def _wider(name: str, value: Any) -> Any:
+    width = next((width for end, width in WIDER.items() if name.endswith(end)), None)
+    return width if isinstance(value, int) and width is not None else value
+
+
+def design(family: Family, fields: Mapping[str, Any]) -> ModelConfig:
+    """The design of a family's config."""
+    config = {"model_type": family.model_type, "architectures": [family.architecture], **fields}
+    return design_from_config(config, family)
+
+
+def _write_cases(folder: Path, family: Family, causal: bool, dtypes: Sequence[str]) -> dict[str, Any]:
+    """The cases and goldens of an exported model."""
     wide = load(folder, dtype=torch.float64).model
     goldens = goldens_of(wide)
-    tolerances = {name: tolerance(folder, goldens, name) for name in DTYPES}
-    bugs, unseen = bugs_of(wide, goldens.rows, goldens.logits, tolerances["float32"])
-    cases = list(_cases(wide, goldens))
+    tolerances = {name: tolerance(folder, goldens, name) for name in dtypes}
+    bugs, unseen = bugs_of(wide, goldens.rows, goldens.logits, tolerances[dtypes[0]])
+    cases = list(_cases(wide, goldens, tolerances))
     document = {
         "format": FORMAT,
         "family": family.model_type,
-        "vocab_size": design.vocab_size,
-        "layers": design.depth,
-        "causal": wide.causal,
+        "vocab_size": wide.config.vocab_size,
+        "layers": wide.config.depth,
+        "causal": causal,
         "tolerances": tolerances,
         "rows": goldens.rows,
         "clear": goldens.clear,
@@ -131,19 +198,43 @@ def build_model(folder: Path, family: Family, fields: Mapping[str, Any]) -> dict
     }
     write_file(folder / CASES_FILE, json.dumps(document) + "\n", "free space")
     write_tensor_file(folder / GOLDENS_FILE, _tensors(goldens, bugs))
+    write_file(folder / TOKENIZER_FILE, tokenizer().to_json(), "free space")
     return {"cases": len(cases), "bugs": len(bugs), "unobservable": len(unseen), "tolerances": tolerances}
 
 
-def clearest_model(design: ModelConfig) -> Decoder:
-    """Drawn weights, representable in bfloat16, of the seed that leaves the fewest choices of experts to rounding."""
+def _write_gguf(model: Decoder, folder: Path, family: Family, q8_0: bool = False) -> bool:
+    """Whether llama.cpp runs the design. The file is then written."""
+    from heddle.exchange.gguf import export_gguf
+
+    model.imported_config = {"model_type": family.model_type}
+    with suppress(ConfigError):
+        export_gguf(model, folder / GGUF_FILE, tokenizer(), dtype=torch.float32, q8_0=q8_0)
+    return (folder / GGUF_FILE).exists()
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """97 tokens: the end token, then each printable character of ASCII from the space on, and one pair of them."""
+    tokens = [END_TOKEN, "\u0120", *map(chr, range(33, 127)), "th"]  # a space as byte-level BPE spells it
+    backend = Backend(models.BPE({token: index for index, token in enumerate(tokens)}, [("t", "h")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([END_TOKEN])
+    return Tokenizer(backend, TOKENIZER_FILE, backend.to_str(), BoundaryTokens((), (0,), {}))
+
+
+def clearest_model(design: ModelConfig, dtype: str = "bfloat16") -> Decoder:
+    """Drawn weights, representable in bfloat16, of the seed that leaves the fewest choices of experts to rounding.
+
+    dtype: the coarsest that the model is for.
+    """
     best, most = None, -1
     for seed in range(SEEDS):
         model = drawn_model(design, seed)
         found = goldens_of(model)
-        clear = sum(found.clear["float32"]) * 1000 + sum(found.clear["bfloat16"])
+        clear = sum(found.clear["float32"]) * 1000 + sum(found.clear[dtype])
         if clear > most:
             best, most = model, clear
-        if not found.experts[0] or found.clear["bfloat16"][0] >= len(found.rows[0]) / 2:
+        if not found.experts[0] or found.clear[dtype][0] >= len(found.rows[0]) / 2:
             break
     assert best is not None
     cast_parameters(best, torch.bfloat16)
@@ -249,11 +340,16 @@ def _recorded(
 
 
 class Reordered(LightDispatchMode):
-    """Products whose terms are summed in another order."""
+    """Products whose terms are summed in another order.
 
-    def __init__(self, seed: int) -> None:
+    quantized: as llama.cpp multiplies by weights of Q8_0, what they are multiplied by is rounded, to blocks of Q8_0 or,
+    in rows that are not whole blocks, to float16. exact: addresses of the weights that are not quantized.
+    """
+
+    def __init__(self, seed: int, quantized: bool = False, exact: Container[int] = ()) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
+        self.quantized, self.exact = quantized, exact
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Permute the summed dimension of both factors."""
@@ -262,25 +358,37 @@ class Reordered(LightDispatchMode):
         if positions is not None:
             first, second = (args[position] for position in positions)
             order = torch.randperm(first.shape[-1], generator=self.generator)
-            args = list(args)
-            args[positions[0]], args[positions[1]] = first[..., order], second[..., order, :]
+            quantized = self.quantized and func._schema.name != "aten::bmm" and second.data_ptr() not in self.exact
+            args, first = list(args), first[..., order]
+            args[positions[0]], args[positions[1]] = rounded(first) if quantized else first, second[..., order, :]
         return func(*args, **(kwargs or {}))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows as blocks of Q8_0: 32 signed bytes with one scale, float16; rows of other lengths as float16."""
+    if x.shape[-1] % Q8_0_BLOCK:
+        return x.half().float()
+    blocks = x.unflatten(-1, (-1, Q8_0_BLOCK))
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    numbers: Tensor = (blocks / scale).round() * scale.half().float()
+    return numbers.flatten(-2)
 
 
 def tolerance(folder: Path, goldens: Goldens, name: str) -> float:
     """SAFETY times the largest error of the logits of REORDERINGS runs in a dtype."""
-    model, largest = load(folder, dtype=DTYPES[name]).model, 0.0
+    model, largest = load(folder, dtype=DTYPES.get(name, torch.float32)).model, 0.0
+    exact = {each.data_ptr() for key, each in model.named_parameters() if ".router." in key}
     for seed in range(REORDERINGS):
         last = 1 if seed >= REORDERINGS_OF_ALL else len(goldens.rows)
         rows = list(zip(goldens.rows, goldens.logits, goldens.clear[name], strict=True))[:last]
-        with Reordered(seed):
+        with Reordered(seed, name == "q8_0", exact):
             for row, want, clear in rows:
                 errors = (logits_of(model, row).double() - want)[:clear].abs()
                 largest = max(largest, float(errors.max()) if clear else 0.0)
     return float(f"{SAFETY * largest:.3g}")
 
 
-def _cases(model: Decoder, goldens: Goldens) -> Iterator[dict[str, Any]]:
+def _cases(model: Decoder, goldens: Goldens, tolerances: Mapping[str, float]) -> Iterator[dict[str, Any]]:
     """Ways to feed the rows; docs/conformance.md says what each means."""
     for index in range(len(goldens.rows)):
         what = "long positions" if index > len(ROW_LENGTHS) else "logits"
@@ -293,20 +401,32 @@ def _cases(model: Decoder, goldens: Goldens) -> Iterator[dict[str, Any]]:
     length = len(goldens.rows[0])
     for cuts in CUTS:
         yield {"property": "cuts", "way": "cut", "rows": [0], "cuts": [cut for cut in cuts if cut < length]}
+    switches = [each.original_length for each in _scalings(model.config)]
+    fixed = all(isinstance(each, FIXED) for each in _scalings(model.config))
+    if switches and fixed and len(goldens.rows) > len(ROW_LENGTHS) + 1:
+        switch, long = max(switches), len(goldens.rows) - 1
+        yield {"property": "long positions", "way": "cut", "rows": [long], "cuts": [switch - 1, switch, switch + 1]}
     yield {"property": "rollback", "way": "rollback", "rows": [0, 3], "read": ROLLBACK_FROM, "keep": ROLLBACK_TO}
     yield {"property": "batch change", "way": "dropped", "rows": [1, 0], "read": len(goldens.rows[1]) - 4}
-    yield {"property": "greedy text", "way": "greedy", "rows": [1], "tokens": _greedy(model, goldens.rows[1])}
+    tokens, leads = _greedy(model, goldens.rows[1], MIN_LEAD * min(tolerances.values()))
+    sure = {
+        name: next((index for index, lead in enumerate(leads) if lead < MIN_LEAD * tolerance), len(leads))
+        for name, tolerance in tolerances.items()
+    }
+    yield {"property": "greedy text", "way": "greedy", "rows": [1], "tokens": tokens, "sure": sure}
 
 
-def _greedy(model: Decoder, row: Sequence[int]) -> list[int]:
-    """The greedy text after a row, up to the first token whose lead is small."""
-    text = list(row)
+def _greedy(model: Decoder, row: Sequence[int], min_lead: float) -> tuple[list[int], list[float]]:
+    """The greedy text after a row, up to the first token whose lead is small, and the leads of its tokens."""
+    text, leads = list(row), list[float]()
     while len(text) < len(row) + GREEDY and len(text) < (model.position_limit or MAX_LONG):
         best = logits_of(model, text)[-1].topk(2)
-        if float(best.values[0] - best.values[1]) < MIN_LEAD:
+        lead = float(best.values[0] - best.values[1])
+        if lead < min_lead:
             break
         text.append(int(best.indices[0]))
-    return text[len(row) :]
+        leads.append(lead)
+    return text[len(row) :], leads
 
 
 # Usual mistakes of engines, planted one at a time: what a model computes with each, so that an answer is named. Every

@@ -5,29 +5,42 @@ import inspect
 import json
 import shlex
 import subprocess
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 from xml.etree import ElementTree
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError, HeddleError
 from heddle.exchange.load import load
-from heddle.lab.conformance.build import CASES_FILE, DTYPES, GOLDENS_FILE, KIT_FILE
+from heddle.lab.conformance.build import CASES_FILE, DTYPES, GOLDENS_FILE, KIT_FILE, LLAMA_CPP_FILE
 from heddle.lab.conformance.reader import requests
 from heddle.model.decoder import Decoder
 from heddle.parts.layout import Layout
 from heddle.progress import progress_bar
 from heddle.storage.tensor_file import read_tensor_file
+from heddle.tokenization.tokenizer import TOKENIZER_FILE
 
 RIGHT, WRONG, NOT_SEEN = "right", "wrong", "not seen"
+UNCLEAR = "rounding may choose others"
 PROPERTIES = (
     "logits", "long positions", "padding", "packing", "cuts", "rollback", "batch change", "greedy text",
 )  # fmt: skip
+# Ways to run transformers besides its attentions, and the attention of each: a static cache; greedy text with a draft.
+MODES = {"static": "sdpa", "assisted": "sdpa", "flex": "flex_attention"}
+STATIC_LENGTH = 768  # of a static cache
+SERVER_STARTS_IN = 300  # seconds, at most
+SCORES = 20  # tokens whose log probabilities are asked for at each place; OpenAI's own server tells 5
 # What an engine that fails raises.
 FAILURES = (HeddleError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -38,11 +51,15 @@ class NotSeenError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Logits [n, vocab] of the tokens of a row from `start` on."""
+    """Logits [n, vocab] of the tokens of a row from `start` on.
+
+    scores: they are log probabilities, nan where the engine does not tell.
+    """
 
     row: int
     start: int
     logits: Tensor
+    scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,11 @@ def run_kit(kit: Path, engine: Engine, dtype: str = "float32", families: Sequenc
     unknown = sorted(set(families) - {entry["family"] for entry in entries})
     if unknown:
         raise ConfigError(f"--family {unknown[0]}: is not in {kit}; build the kit with it")
-    chosen = [entry for entry in entries if not families or entry["family"] in families]
+    chosen = [
+        entry for entry in entries if (not families or entry["family"] in families) and dtype in entry["tolerances"]
+    ]
+    if not chosen:
+        raise ConfigError(f"--precision {dtype}: no model of {kit} is for it; build the kit with --gguf q8_0")
     with progress_bar("running", len(chosen), "models") as bar:
         for entry in chosen:
             yield from _run_model(kit / entry["family"] / entry["variant"], engine, dtype)
@@ -103,12 +124,16 @@ def _run_model(folder: Path, engine: Engine, dtype: str) -> Iterator[Finding]:
             head = (*name, case["property"], case["way"])
             try:
                 if case["way"] == "greedy":
-                    row = case["rows"][0]
-                    written = model.greedy(rows[row], len(case["tokens"])) if clear[row] == len(rows[row]) else None
-                    right = written is None or written[: len(case["tokens"])] == case["tokens"]
+                    row, sure = case["rows"][0], case["sure"][dtype]
+                    if clear[row] < len(rows[row]) or not sure:
+                        raise NotSeenError(UNCLEAR)
+                    written = model.greedy(rows[row], sure)
+                    right = written[:sure] == case["tokens"][:sure]
                     yield Finding(*head, RIGHT if right else WRONG, reason="" if right else f"wrote {written}")
                     continue
                 answers = model.answer(case, rows)
+                if not any(_is_seen(answer, clear[answer.row]) for answer in answers):
+                    raise NotSeenError(UNCLEAR)
             except NotSeenError as error:
                 yield Finding(*head, NOT_SEEN, reason=str(error))
                 continue
@@ -129,12 +154,24 @@ def _run_model(folder: Path, engine: Engine, dtype: str) -> Iterator[Finding]:
                 yield Finding(*head, WRONG, worst, tolerance, layer, bug)
 
 
+def _is_seen(answer: Answer, clear: int) -> bool:
+    """Whether some number of it is compared."""
+    told = answer.logits[: max(0, clear - answer.start)]
+    return bool(told.numel()) and not (answer.scores and bool(told.isnan().all()))
+
+
 def _distance(answer: Answer, golden: Tensor, clear: int) -> float:
-    """The largest difference of the answer's clear tokens; infinite where it is not a number."""
-    want = golden[answer.start : answer.start + len(answer.logits)]
+    """The largest difference of the answer's clear tokens; infinite where it is not a number.
+
+    A log probability is off by at most twice as much as logits are, so that half of its difference counts.
+    """
+    want = golden[answer.start : answer.start + len(answer.logits)].double()
     if answer.logits.shape != want.shape:
         return float("inf")
-    errors = (answer.logits.double() - want.double())[: max(0, clear - answer.start)].abs()
+    errors = (answer.logits.double() - want)[: max(0, clear - answer.start)].abs()
+    if answer.scores:
+        errors = (answer.logits.double() - want.log_softmax(-1))[: max(0, clear - answer.start)].abs() / 2
+        errors = errors[~errors.isnan()]
     return float(errors.nan_to_num(nan=torch.inf).max()) if errors.numel() else 0.0
 
 
@@ -173,16 +210,25 @@ def _first_wrong_layer(model: Model, row: Sequence[int], goldens: Mapping[str, T
 def engine_of(name: str, dtype: str) -> Engine:
     """The engine of a name. Raises ConfigError for an unknown one.
 
-    heddle; transformers, or transformers:eager, transformers:sdpa and so on, by the attention; module:function of
-    Python; or a command that holds {model}, as `reader.py` of the kit describes.
+    heddle; transformers, or transformers:MODE (MODES, or another attention); llama.cpp, or llama.cpp:FOLDER, where
+    node_modules is; module:function of Python; or a command that holds {model}, as `reader.py` of the kit describes.
+    `URL COMMAND`, as `http://127.0.0.1:8000/v1 vllm serve {model} --port 8000`, starts an OpenAI-compatible server.
+    dtype: q8_0 is float32 where an engine reads the dequantized weights.
     """
+    if name.startswith("http://"):
+        if "{model}" not in name:
+            raise ConfigError(f"--engine {name}: lacks its command; give the URL, then the command with {{model}}")
+        return lambda folder: _server(name, folder)
     if "{model}" in name:
         return lambda folder: _command(name, folder)
     kind, _, rest = name.partition(":")
+    if kind == "llama.cpp":
+        script = files("heddle.lab.conformance").joinpath(LLAMA_CPP_FILE)
+        return lambda folder: _command(f"node {shlex.quote(str(script))} {{model}} {shlex.quote(rest or '.')}", folder)
     if name == "heddle":
-        return lambda folder: _opened(HeddleModel(folder, DTYPES[dtype]))
+        return lambda folder: _opened(HeddleModel(folder, DTYPES.get(dtype, torch.float32)))
     if kind == "transformers":
-        return lambda folder: _opened(TransformersModel(folder, DTYPES[dtype], rest or "sdpa"))
+        return lambda folder: _opened(TransformersModel(folder, DTYPES.get(dtype, torch.float32), rest or "sdpa"))
     if rest.isidentifier():
         try:
             function = getattr(importlib.import_module(kind), rest)
@@ -192,8 +238,8 @@ def engine_of(name: str, dtype: str) -> Engine:
             ) from None
         return lambda folder: _opened(OneText(function(folder)))
     raise ConfigError(
-        f"--engine {name}: unknown; give heddle, transformers, transformers:eager, module:function, or a command "
-        "with {model}"
+        f"--engine {name}: unknown; give heddle, transformers, transformers:eager, llama.cpp, module:function, or a "
+        "command with {model}"
     )
 
 
@@ -261,6 +307,123 @@ class OneText:
             text.append(int(logits[-1].argmax()))
             logits = self._logits(text[-1:], len(text) - 1)
         return text[len(row) :]
+
+
+@contextmanager
+def _server(name: str, folder: Path) -> Iterator[Model]:
+    """A server that is started for the model, and ended after it. name: its URL and its command."""
+    url, _, command = name.partition(" ")
+    arguments = [part.replace("{model}", str(folder)) for part in shlex.split(command)]
+    try:
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except OSError as error:
+        raise ConfigError(f"--engine {name}: does not start ({error.strerror}); give a command that does") from None
+    with process:
+        try:
+            yield _when_it_answers(url, folder, process, name)
+        finally:
+            process.terminate()
+
+
+def _when_it_answers(url: str, folder: Path, process: subprocess.Popen[bytes], name: str) -> Model:
+    for _ in range(SERVER_STARTS_IN):
+        with suppress(OSError):
+            return ServerModel(url, folder)
+        if process.poll() is not None:
+            break
+        time.sleep(1)
+    raise ConfigError(f"--engine {name}: does not answer at {url}; give the port that its command says")
+
+
+class ServerModel:
+    """An OpenAI-compatible server of one model. It tells log probabilities of some tokens: the others are not seen."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        """Raises OSError if nothing answers at the URL, such as http://127.0.0.1:8000/v1."""
+        self.url, self.echoes = url.rstrip("/"), True
+        with urllib.request.urlopen(f"{self.url}/models", timeout=10) as answer:
+            self.name = json.load(answer)["data"][0]["id"]
+        backend = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        self.ids = {
+            backend.decode([index], skip_special_tokens=False): index for index in range(backend.get_vocab_size())
+        }
+        self.vocab_size = len(self.ids)
+
+    def _ask(self, prompts: Sequence[Sequence[int]], tokens: int, **fields: Any) -> list[dict[str, Any]]:
+        body = {"model": self.name, "prompt": list(prompts), "max_tokens": tokens, "temperature": 0, "logprobs": SCORES}
+        request = urllib.request.Request(
+            f"{self.url}/completions", json.dumps(body | fields).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                choices: list[dict[str, Any]] = json.load(answer)["choices"]
+        except urllib.error.HTTPError as error:
+            raise NotSeenError(f"it answers {error.code}: {error.read(200).decode(errors='replace')}") from None
+        return sorted(choices, key=lambda choice: int(choice["index"]))
+
+    def _scores(self, choice: Mapping[str, Any]) -> list[tuple[int | None, dict[int, float]]]:
+        """The id of each token that it tells of, and the log probabilities there by id."""
+        told = choice.get("logprobs") or {}
+        if "content" in told:  # as in chats; llama.cpp's server
+            entries = [[each, *each["top_logprobs"]] for each in told["content"]]
+            return [
+                (one[0].get("id"), {each["id"]: each["logprob"] for each in one if "id" in each}) for one in entries
+            ]
+        found, tokens = [], told.get("tokens") or []
+        scores, best = (told.get(name) or [None] * len(tokens) for name in ("token_logprobs", "top_logprobs"))
+        for token, score, others in zip(tokens, scores, best, strict=True):
+            named = {token: score} | (others or {})
+            by_id = {self._id(text): value for text, value in named.items() if value is not None}
+            found.append((self._id(token), {index: value for index, value in by_id.items() if index is not None}))
+        return found
+
+    def _id(self, text: str) -> int | None:
+        """vLLM can name tokens by their ids."""
+        start, _, number = text.partition("token_id:")
+        return int(number) if not start and number.isdigit() else self.ids.get(text)
+
+    def _rows(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log probabilities [T, vocab] of rows that are asked for together."""
+        if self.echoes:
+            try:
+                told = [self._scores(choice) for choice in self._ask(rows, 1, echo=True)]
+                self.echoes = [len(one) for one in told] == [len(row) + 1 for row in rows]
+            except NotSeenError:
+                self.echoes = False
+        if not self.echoes:  # the token after each beginning of each row
+            starts = [row[:length] for row in rows for length in range(1, len(row) + 1)]
+            after = [self._scores(choice)[:1] or [(None, {})] for choice in self._ask(starts, 1)]
+            ends = [sum(map(len, rows[:index])) for index in range(len(rows) + 1)]
+            told = [[(None, {}), *(one[0] for one in after[a:b])] for a, b in pairwise(ends)]
+        found = []
+        for row in told:
+            scores = torch.full((len(row) - 1, self.vocab_size), torch.nan, dtype=torch.float64)
+            for position, (_, values) in enumerate(row[1:]):
+                for index, value in values.items():
+                    scores[position, index] = value
+            found.append(scores)
+        if all(bool(scores.isnan().all()) for scores in found):
+            raise NotSeenError("it tells no log probabilities")
+        return found
+
+    def answer(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
+        """Whole rows, alone or together."""
+        if case["way"] not in ("whole", "padded"):
+            raise NotSeenError("a server does not show how it feeds a text")
+        chosen = case["rows"]
+        found = self._rows([rows[index] for index in chosen])
+        return [Answer(index, 0, scores, scores=True) for index, scores in zip(chosen, found, strict=True)]
+
+    def hidden(self, row: Sequence[int]) -> list[Tensor]:
+        """Not shown."""
+        return []
+
+    def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
+        """The tokens whose log probabilities it tells."""
+        written = [token for token, _ in self._scores(self._ask([row], tokens)[0])]
+        if len(written) < tokens or None in written:
+            raise NotSeenError("it does not tell its tokens, or ends at one")
+        return [token for token in written if token is not None]
 
 
 class HeddleModel:
@@ -339,18 +502,27 @@ def padded(rows: Sequence[Sequence[int]], chosen: Sequence[int], side: str) -> t
 
 
 class TransformersModel:
-    """transformers, with one of its attentions."""
+    """transformers. mode: one of MODES, or the name of an attention."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, attention: str) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, mode: str) -> None:
         from heddle.exchange.transformers.peer import opened
 
-        self.problem = ""
+        self.problem, self.mode = "", mode
         try:
-            self.model = opened(folder, dtype, attention)
+            self.model = opened(folder, dtype, MODES.get(mode, mode))
         except ConfigError as error:
             self.problem = str(error)
             return
         self.causal = not type(self.model).__name__.endswith("ForMaskedLM")
+
+    def _start(self) -> dict[str, Any]:
+        """The cache that a text begins with, where it is not the model's own."""
+        from heddle.exchange.transformers.peer import static_cache
+
+        try:
+            return {"past_key_values": static_cache(self.model, STATIC_LENGTH)} if self.mode == "static" else {}
+        except ConfigError as error:
+            raise NotSeenError(str(error)) from None
 
     @torch.no_grad()
     def _run(self, tokens: Sequence[int], start: int = 0, **inputs: Any) -> Any:
@@ -363,9 +535,11 @@ class TransformersModel:
         """Every way; packing only in classes that tell documents apart by positions."""
         if self.problem:
             raise NotSeenError(self.problem)
+        if self.mode == "assisted":
+            raise NotSeenError("a draft shows in greedy text only")
         way, chosen = case["way"], case["rows"]
-        first = rows[chosen[0]]
-        plain: dict[str, Any] = {"use_cache": False} if self.causal else {}
+        first, start = rows[chosen[0]], self._start()
+        plain: dict[str, Any] = start or ({"use_cache": False} if self.causal else {})
         if way == "whole":
             return [Answer(chosen[0], 0, self._run(first, **plain).logits[0])]
         if way == "padded":
@@ -380,14 +554,14 @@ class TransformersModel:
             raise NotSeenError("its classes differ in what they take for packed rows")
         if way == "cut":
             found: list[Answer] = []
-            cache: dict[str, Any] = {}
-            for start, stop in zip([0, *case["cuts"]], [*case["cuts"], len(first)], strict=True):
-                result = self._run(first[start:stop], start, use_cache=True, **cache)
+            cache = start
+            for begin, stop in pairwise([0, *case["cuts"], len(first)]):
+                result = self._run(first[begin:stop], begin, use_cache=True, **cache)
                 cache = self._cache(result)
-                found.append(Answer(chosen[0], start, result.logits[0]))
+                found.append(Answer(chosen[0], begin, result.logits[0]))
             return found
         if way == "rollback":
-            result = self._run(first[: case["read"]], use_cache=True)
+            result = self._run(first[: case["read"]], use_cache=True, **start)
             cache = self._cache(result)
             try:
                 next(iter(cache.values())).crop(case["keep"] - case["read"])
@@ -395,14 +569,17 @@ class TransformersModel:
                 raise NotSeenError(f"its cache cannot be cropped ({str(error)[:80]})") from None
             after = self._run(rows[chosen[1]][case["keep"] :], case["keep"], use_cache=True, **cache)
             return [Answer(chosen[0], 0, result.logits[0]), Answer(chosen[1], case["keep"], after.logits[0])]
-        return self._dropped(case, rows)
+        return self._dropped(case, rows, start)
 
-    def _dropped(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
+    def _dropped(
+        self, case: Mapping[str, Any], rows: Sequence[Sequence[int]], start: Mapping[str, Any]
+    ) -> list[Answer]:
         """Two rows are read together, then only the second goes on."""
         _, second = case["rows"]
         read = case["read"]
         with torch.no_grad():
-            result = self.model(torch.tensor([list(rows[index][:read]) for index in case["rows"]]), use_cache=True)
+            together = torch.tensor([list(rows[index][:read]) for index in case["rows"]])
+            result = self.model(together, use_cache=True, **start)
         cache = self._cache(result)
         try:
             next(iter(cache.values())).batch_select_indices(torch.tensor([1]))
@@ -427,29 +604,34 @@ class TransformersModel:
         """By its `generate`."""
         if self.problem:
             raise NotSeenError(self.problem)
-        written = self.model.generate(
-            torch.tensor([list(row)]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, num_beams=1
-        )
+        mode = {"assistant_model": self.model} if self.mode == "assisted" else self._start()
+        lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        written = self.model.generate(torch.tensor([list(row)]), do_sample=False, num_beams=1, **lengths, **mode)
         return [int(token) for token in written[0, len(row) :]]
 
 
 # Results.
 
 
+def statuses(findings: Sequence[Finding]) -> dict[str, dict[str, str]]:
+    """For each model the worst status of each property, in the order of PROPERTIES."""
+    found: dict[str, dict[str, str]] = {}
+    for name in PROPERTIES:
+        for each in findings:
+            if each.property == name:
+                own = found.setdefault(f"{each.family}/{each.variant}", {})
+                own[name] = min(own.get(name, RIGHT), each.status, key=(WRONG, NOT_SEEN, RIGHT).index)
+    return found
+
+
 def table(findings: Sequence[Finding]) -> list[str]:
     """A line for each model: how each property is, and below it what is wrong."""
     lines = []
-    for key in dict.fromkeys((each.family, each.variant) for each in findings):
-        own = [each for each in findings if (each.family, each.variant) == key]
-        cells = []
-        for name in PROPERTIES:
-            statuses = {each.status for each in own if each.property == name}
-            if statuses:
-                worst = next(status for status in (WRONG, NOT_SEEN, RIGHT) if status in statuses)
-                cells.append(f"{name} {worst.upper() if worst == WRONG else worst}")
-        lines.append(f"{'/'.join(key)}: {', '.join(cells)}")
-        for each in own:
-            if each.status == WRONG:
+    for model, own in statuses(findings).items():
+        cells = [f"{name} {status.upper() if status == WRONG else status}" for name, status in own.items()]
+        lines.append(f"{model}: {', '.join(cells)}")
+        for each in findings:
+            if each.status == WRONG and f"{each.family}/{each.variant}" == model:
                 layer = "" if each.layer is None else f", first in layer {each.layer}"
                 bug = f": {each.bug}" if each.bug else f" {each.reason}".rstrip()
                 lines.append(f"    {each.property}, {each.way}: off by {each.distance:.3g}{layer}{bug}")
