@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from evidence.row import attention, stack
 from heddle.lab.judge.evidence import (
     MAX_PAIRS,
     MIN_CHANCE,
-    WORSE_LEVEL,
     Decision,
     log_evidence,
     needed_sum,
@@ -131,10 +130,10 @@ class Trials:
         streams = len(levels)
         self.sums, self.squares, self.evidence, self.peak = (np.zeros(streams) for _ in range(4))
         self.counts = np.zeros(streams, dtype=np.int64)
-        self.better, self.worse = np.zeros(streams, dtype=bool), np.zeros(streams, dtype=bool)
+        self.better = np.zeros(streams, dtype=bool)
 
     def submit(self, members: Ints, source: Source, max_pairs: int = MAX_PAIRS, min_chance: float = MIN_CHANCE) -> None:
-        """Buy pairs for these streams until each is decided, has no chance, or has `max_pairs` more."""
+        """Buy pairs for these streams until each is better, has `max_pairs` more, or no chance (as what is worse)."""
         final = self.counts + max_pairs
         while len(members):
             values = (source.pairs(len(members)) + self.effects[members]) / self.deviation[members]
@@ -145,7 +144,7 @@ class Trials:
                 self._weigh(members[self.counts[members] == count], int(count))
             self.peak[members] = np.maximum(self.peak[members], self.evidence[members])
             self.better[members] = self.evidence[members] * self.levels[members] >= 1
-            members = members[~self.better[members] & ~self.worse[members] & (self.counts[members] < final[members])]
+            members = members[~self.better[members] & (self.counts[members] < final[members])]
             needed = needed_sum(1, self.degrees[members], self.levels[members]) * np.sqrt(final[members])
             chances = predicted_chance(self.sums[members], self.counts[members], needed, final[members])
             members = members[chances >= min_chance]
@@ -157,7 +156,6 @@ class Trials:
         if count <= MAX_PAIRS:
             chances = planned_chance(sums, squares, count, degrees, self.levels[group], MAX_PAIRS)
             self.evidence[group] += chances / np.maximum(self.levels[group], 1e-300)
-        self.worse[group] = log_evidence(-sums, squares, count, degrees) >= -math.log(WORSE_LEVEL)
 
 
 @dataclass
@@ -192,7 +190,7 @@ def run_streams(source: Source, proposer: str, rule: str = "e-lond", streams: in
     """Judge streams. A proposer sees every verdict, and here all evidence and all true effects, too.
 
     null: nothing has an effect. mixed, harmful: `draw_effects`. greedy: mixed, and after what nearly won it resubmits,
-    or proposes a variation, which has the same effect in half of the cases. adversarial: two proposals of effect 3 must be
+    or proposes a variation, which has the same effect in half of the cases. adversarial: two proposals of effect 3 are
     called better first, which raises the levels; then nothing has an effect, and what nearly won is resubmitted.
     """
     rng, everyone = source.rng, np.arange(streams)
@@ -312,6 +310,28 @@ def quality(source: Source, outcome: Outcome, harmful: bool) -> dict[str, Any]:
     return result
 
 
+def misspecify(source: Callable[..., Source], streams: int) -> dict[str, Any]:
+    """Error rates of e-LOND where pairs are not what the calibration says."""
+    noises: Mapping[str, dict[str, float]] = {
+        "Student's t, 4 degrees": {"tails": 4},
+        "proposals' runs spread 1.5 times wider": {"spread": 1.5},
+        "deviation 1.5 times too small": {"scale": 1.5},
+        "deviation 1.5 times too large": {"scale": 1 / 1.5},
+    }
+    figures: dict[str, Any] = {}
+    for name, noise in noises.items():
+        for proposer in ("null", "adversarial"):
+            rates = error_rates(run_streams(source(**noise), proposer, streams=streams))
+            figures[f"{name}, {proposer}"] = rates
+            show(f"{name}, {proposer}", rates)
+    return figures
+
+
+def show(name: str, value: object) -> None:
+    """Print a figure."""
+    print(f"{name}: {json.dumps(value)}", flush=True)
+
+
 def simulate(streams: int, seed: int) -> dict[str, Any]:
     """All figures."""
     table = np.array(json.loads((RESULTS / "judge_noise.json").read_text(encoding="utf-8"))["bits_per_byte"])
@@ -322,10 +342,6 @@ def simulate(streams: int, seed: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"streams": streams, "proposals": PROPOSALS, "alpha": ALPHA, "seed": seed}
     figures["seed_deviation"] = round(source().seed_deviation, 4)
     figures["power_at_first_level"] = power(source())
-
-    def show(name: str, value: object) -> None:
-        print(f"{name}: {json.dumps(value)}", flush=True)
-
     show("power", figures["power_at_first_level"])
     figures["errors"], figures["quality"], figures["power_in_streams"] = {}, {}, {}
     for rule in ("e-lond", "e-lord", "e-saffron"):
@@ -340,18 +356,7 @@ def simulate(streams: int, seed: int) -> dict[str, Any]:
                 figures["quality"][name] = quality(one, outcome, proposer == "harmful")
                 show(f"{name} power", figures["power_in_streams"][name])
                 show(f"{name} quality", figures["quality"][name])
-    noises: Mapping[str, dict[str, float]] = {
-        "Student's t, 4 degrees": {"tails": 4},
-        "proposals' runs spread 1.5 times wider": {"spread": 1.5},
-        "deviation 1.5 times too small": {"scale": 1.5},
-        "deviation 1.5 times too large": {"scale": 1 / 1.5},
-    }
-    figures["misspecified"] = {}
-    for name, noise in noises.items():
-        for proposer in ("null", "adversarial"):
-            rates = error_rates(run_streams(source(**noise), proposer, streams=streams))
-            figures["misspecified"][f"{name}, {proposer}"] = rates
-            show(f"{name}, {proposer}", rates)
+    figures["misspecified"] = misspecify(source, streams)
     return figures
 
 

@@ -91,10 +91,11 @@ def pooled_noise(losses: npt.ArrayLike) -> Noise:
 def log_evidence(sums: npt.ArrayLike, squares: npt.ArrayLike, count: int, degrees: npt.ArrayLike) -> Floats:
     """log e of Σd and Σd² of `count` pairs, in deviations of the noise. Any shape, [...]; degrees too."""
     sums, squares, degrees = np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in (sums, squares, degrees)))
-    known = np.isinf(degrees)
-    finite = np.where(known, 1.0, degrees)
-    ratios = np.where(known, 0.0, sums / np.sqrt(finite + squares))[..., None] * EFFECTS
-    terms = np.where(known[..., None], sums[..., None] * EFFECTS, _log_moment(ratios, (finite + count)[..., None]))
+    terms, unknown = sums[..., None] * EFFECTS, ~np.isinf(degrees)
+    if unknown.any():
+        finite = degrees[unknown]
+        ratios = sums[unknown] / np.sqrt(finite + squares[unknown])
+        terms[unknown] = _log_moment(ratios[..., None] * EFFECTS, (finite + count)[..., None])
     terms = terms + np.log(WEIGHTS) - count * EFFECTS**2 / 2
     top = terms.max(-1)
     result: Floats = top + np.log(np.exp(terms - top[..., None]).sum(-1))
