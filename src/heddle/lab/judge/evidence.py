@@ -1,0 +1,365 @@
+"""Evidence that a proposal is better than the incumbent, and the level it needs in a stream of proposals.
+
+A pair is one run of the incumbent and one of the proposal, with one fresh seed, measured on one fresh block of held-out
+windows; its difference d is the incumbent's loss minus the proposal's. H0: the mean of d is at most 0. Under the model
+d ~ N(δ, σ²) with σ common to the stream, and g = δ/σ, n pairs have the likelihood ratio
+
+    L = Σ_g w_g · exp(−n g²/2) · I(g · Σd / √A) / I(0),    I(b) = ∫ u^(ν+n−1) exp(−u²/2 + b u) du over u > 0
+
+with A = ν s² + Σd², where s² estimates σ² with ν degrees of freedom from runs before the proposal was fixed (σ has its
+right Haar prior; Pérez-Ortiz et al. 2022, Wang and Ramdas 2023). With ν = ∞ it is Σ_g w_g exp(g Σd/s − n g²/2).
+Of a level and a number N of pairs fixed beforehand there is a second martingale, for more power: the test of half the
+level that asks at N pairs for Σd ≥ C = s √N t(ν; level/2). Given n pairs it rejects under δ = 0 with the probability
+
+    P = T(ν+n; (Σd − C) / √((N − n) A / (ν+n))), for Σd > 0, else 0,    and    e = P / level + L / 2
+
+P and L fall when all d fall by a constant, so δ = 0 is the worst case of H0, at any stopping time.
+
+What is assumed: Gaussian differences, and one σ. With finite ν the mean of e is at most 1 over the draw of s too, if
+proposals are chosen by what does not depend on the unit of the loss (verdicts, evidence), not given s itself. e-LOND,
+whose proof needs no more, is therefore the default. No pair may be read twice, and no pair may enter its own `Noise`.
+
+A proposal is `better` when e ≥ 1 / level. Later evidence of the same proposal, against the incumbent of its first
+submission and with the noise and level of that time, continues the product: an e-process may stop, and go on, at any
+time. The bound FDR = Σ E[1{t better} / better at the end] ≤ Σ E[e_t · level_t / (1 + better at submission)] does not
+ask when t became better, since no verdict of `better` is withdrawn.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from heddle.errors import ConfigError, DataError
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+EFFECTS = np.array([0.1, 0.2, 0.4, 0.8, 1.3, 2.0])  # of the mixture, in deviations of a pair
+WEIGHTS = np.array([0.03, 0.05, 0.07, 0.15, 0.5, 0.2])
+MAX_PAIRS = 8
+MIN_CHANCE = 0.11  # of being called better within MAX_PAIRS; below it no pair is bought
+WORSE_LEVEL = 0.05  # of one proposal: `worse` is not in the bound over the stream
+_NODES = 200  # of an integral
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The spread of pairs' differences, from runs that were finished before the proposal was fixed.
+
+    deviation: standard deviation of one pair's difference, in the unit of the losses. degrees: its degrees of freedom;
+    inf: it is known.
+    """
+
+    deviation: float
+    degrees: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.deviation < math.inf:
+            raise DataError(f"deviation {self.deviation}: must be a finite number above 0; measure runs of other seeds")
+        if not self.degrees >= 1:
+            raise DataError(f"degrees {self.degrees}: must be at least 1; measure two seeds or more")
+
+    def with_pairs(self, differences: Sequence[float]) -> "Noise":
+        """The noise for proposals after this one: each pair of a finished proposal but one adds a degree of freedom."""
+        extra = len(differences) - 1
+        if extra < 1 or math.isinf(self.degrees):
+            return self
+        squares = self.degrees * self.deviation**2 + extra * float(np.var(differences, ddof=1))
+        return Noise(math.sqrt(squares / (self.degrees + extra)), self.degrees + extra)
+
+
+def pooled_noise(losses: npt.ArrayLike) -> Noise:
+    """Pool [designs, seeds] mean losses to the spread of a pair. Raises DataError.
+
+    One design: its seeds on the same text. Several: a column is one seed and one text for all designs, and what they
+    share is removed: (designs − 1)(seeds − 1) degrees of freedom. A difference has twice a run's variance.
+    """
+    table = np.asarray(losses, dtype=np.float64)
+    if table.ndim != 2 or table.shape[1] < 2 or not table.shape[0] or not np.isfinite(table).all():
+        raise DataError(f"losses of shape {table.shape}: must be finite, [designs, seeds], with two seeds or more")
+    rest = table - table.mean(1, keepdims=True)
+    designs, seeds = table.shape
+    if designs > 1:
+        rest -= rest.mean(0)
+    degrees = max(designs - 1, 1) * (seeds - 1)
+    return Noise(math.sqrt(2 * float((rest**2).sum()) / degrees), degrees)
+
+
+def log_evidence(sums: npt.ArrayLike, squares: npt.ArrayLike, count: int, degrees: npt.ArrayLike) -> Floats:
+    """log e of Σd and Σd² of `count` pairs, in deviations of the noise. Any shape, [...]; degrees too."""
+    sums, squares, degrees = np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in (sums, squares, degrees)))
+    terms, unknown = sums[..., None] * EFFECTS, ~np.isinf(degrees)
+    if unknown.any():
+        finite = degrees[unknown]
+        ratios = sums[unknown] / np.sqrt(finite + squares[unknown])
+        terms[unknown] = _log_moment(ratios[..., None] * EFFECTS, (finite + count)[..., None])
+    terms = terms + np.log(WEIGHTS) - count * EFFECTS**2 / 2
+    top = terms.max(-1)
+    result: Floats = top + np.log(np.exp(terms - top[..., None]).sum(-1))
+    return result
+
+
+def _log_moment(slopes: Floats, powers: Floats) -> Floats:
+    """log of I(b) / I(0) for I(b) = ∫ u^(m−1) exp(−u²/2 + b u) du over u > 0: the trapezoidal rule in log u."""
+    from scipy.special import gammaln
+
+    peaks = (slopes + np.sqrt(slopes**2 + 4 * powers)) / 2
+    widths = 1 / np.sqrt(peaks**2 + powers)
+    left, right = 9 * widths + 40 / powers, 9 * widths
+    steps = (left + right) / (_NODES - 1)
+    logs = np.log(peaks)[..., None] - left[..., None] + steps[..., None] * np.arange(_NODES)
+    u = np.exp(logs)
+    heights = powers[..., None] * logs - u**2 / 2 + slopes[..., None] * u
+    top = heights.max(-1)
+    integral = top + np.log(np.exp(heights - top[..., None]).sum(-1) * steps)
+    result: Floats = integral - (powers / 2 - 1) * math.log(2) - gammaln(powers / 2)
+    return result
+
+
+def planned_chance(
+    sums: Floats | float,
+    squares: Floats | float,
+    count: int,
+    degrees: Floats | float,
+    level: Floats | float,
+    pairs: int,
+) -> Floats:
+    """P under δ = 0 that the test of `level` / 2 at `pairs` ≥ count pairs rejects; sums and squares in deviations."""
+    from scipy.special import stdtr
+
+    lacking = needed_sum(pairs, degrees, level) - sums
+    if count == pairs:
+        chances = (lacking <= 0).astype(np.float64)
+    else:
+        with np.errstate(invalid="ignore"):  # known deviation: inf / inf
+            scale = np.where(np.isinf(degrees), 1.0, (degrees + squares) / (degrees + count))
+        chances = stdtr(degrees + count, -lacking / np.sqrt((pairs - count) * scale))
+    result: Floats = np.where(np.asarray(sums) > 0, chances, 0.0)
+    return result
+
+
+def needed_sum(pairs: int, degrees: Floats | float, level: Floats | float) -> Floats:
+    """The sum of differences, in deviations, that makes `pairs` pairs better, if so many were planned."""
+    from scipy.special import stdtrit
+
+    result: Floats = np.asarray(stdtrit(degrees, 1 - np.asarray(level) / 2) * math.sqrt(pairs))
+    return result
+
+
+def e_value(
+    differences: Sequence[float], noise: Noise, level: float | None = None, max_pairs: int = MAX_PAIRS
+) -> float:
+    """Evidence that the mean of (incumbent − proposal) is above 0; 1 without a pair, 0 after a difference of −inf.
+
+    level, max_pairs: fixed before the first pair; of later pairs, and without a level, the likelihood ratio remains
+    alone. A run of the proposal that diverged counts as −inf. Raises DataError for nan or inf.
+    """
+    if any(math.isnan(value) or value == math.inf for value in differences):
+        raise DataError(f"differences {list(differences)}: the incumbent's run diverged; it cannot be compared with")
+    if not differences:
+        return 1.0
+    if -math.inf in differences:
+        return 0.0
+    values = np.asarray(differences, dtype=np.float64) / noise.deviation
+    sums, squares = np.array(values.sum()), np.array((values**2).sum())
+    ratio = math.exp(min(float(log_evidence(sums, squares, len(values), noise.degrees)), 700.0))
+    if not level:
+        return ratio
+    planned = 0.0
+    if len(values) <= max_pairs:
+        planned = float(planned_chance(sums, squares, len(values), noise.degrees, level, max_pairs))
+    return planned / level + ratio / 2
+
+
+def improvement_bounds(differences: Sequence[float], noise: Noise, alpha: float = 0.05) -> tuple[float, float]:
+    """(low, high) of the mean difference: a confidence sequence, so it holds at every number of pairs at once.
+
+    After a verdict of `better`, alpha = its level keeps the false coverage rate of all such intervals (Xu and Ramdas
+    2024). An end that the pairs do not bound is −inf or inf.
+    """
+    if not differences or not np.isfinite(differences).all():
+        return -math.inf, math.inf
+    low = _lower_bound(np.asarray(differences, dtype=np.float64), noise, alpha / 2)
+    high = -_lower_bound(-np.asarray(differences, dtype=np.float64), noise, alpha / 2)
+    return low, high
+
+
+def _lower_bound(differences: Floats, noise: Noise, alpha: float) -> float:
+    """The mean below which the evidence that it is larger reaches 1 / alpha."""
+    values = differences / noise.deviation
+
+    def reached(distance: float) -> bool:
+        shifted = values - values.mean() + distance
+        return bool(log_evidence(shifted.sum(), (shifted**2).sum(), len(shifted), noise.degrees) >= -math.log(alpha))
+
+    distance = _smallest(reached, 1e4)
+    return float(differences.mean()) - noise.deviation * distance
+
+
+def _smallest(reached: Callable[[float], bool], limit: float) -> float:
+    """The smallest number above 0 from which a condition holds; inf above the limit."""
+    high = 1.0
+    while not reached(high):
+        high *= 2
+        if high > limit:
+            return math.inf
+    low = 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
+def chance(differences: Sequence[float], noise: Noise, level: float, max_pairs: int = MAX_PAIRS) -> float:
+    """The predicted probability that `max_pairs` pairs make the proposal better, from those it has.
+
+    The effect has the prior N(0, deviation²). The e-process is valid at any stopping time, so this may stop it.
+    """
+    count, total = len(differences), sum(differences) / noise.deviation
+    if level <= 0 or count >= max_pairs:
+        return float(level > 0 and e_value(differences, noise, level, max_pairs) >= 1 / level)
+    return float(predicted_chance(total, count, needed_sum(max_pairs, noise.degrees, level), max_pairs))
+
+
+def predicted_chance(total: Floats | float, count: int | Ints, needed: Floats | float, max_pairs: int | Ints) -> Floats:
+    """`chance` from Σd of `count` < max_pairs pairs, in deviations; any shape."""
+    from scipy.special import ndtr
+
+    left = max_pairs - count
+    expected = np.asarray(total, dtype=np.float64) * (1 + left / (count + 1))
+    result: Floats = ndtr((expected - needed) / np.sqrt(left + left**2 / (count + 1)))
+    return result
+
+
+def verdict(
+    differences: Sequence[float],
+    noise: Noise,
+    level: float,
+    max_pairs: int = MAX_PAIRS,
+    min_chance: float = MIN_CHANCE,
+    more: int = 0,
+) -> str | None:
+    """`better`, `worse` or `no clear difference`; None: another pair is worth its cost.
+
+    max_pairs: of the first submission; a resubmission has `more` pairs beyond it. Ask after every pair, in their order:
+    only then is `better` decided at a stopping time.
+    """
+    if level > 0 and e_value(differences, noise, level, max_pairs) >= 1 / level:
+        return "better"
+    if -math.inf in differences or e_value([-value for value in differences], noise) >= 1 / WORSE_LEVEL:
+        return "worse"
+    if len(differences) >= max_pairs + more or chance(differences, noise, level, max_pairs + more) < min_chance:
+        return "no clear difference"
+    return None
+
+
+def pairs_to_settle(effect: float, noise: Noise, level: float, power: float = 0.8) -> int | None:
+    """How many planned pairs call a true improvement of `effect` better with this probability; None: none can."""
+    from scipy.special import ndtri
+
+    if effect <= 0 or level <= 0:
+        return None
+    deviations = float(needed_sum(1, noise.degrees, level)) + float(ndtri(power))
+    return math.ceil((deviations * noise.deviation / effect) ** 2)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the levels of later proposals need to know of one.
+
+    level: its level. found: proposals called better when it was submitted first. peak: the largest evidence so far.
+    better: whether it has been called better, at any time.
+    """
+
+    level: float
+    found: int
+    peak: float
+    better: bool
+
+
+def gamma(number: int, horizon: int | None) -> float:
+    """The share of alpha for proposal `number` ≥ 1. The shares of a stream sum to at most 1.
+
+    horizon: how many proposals will be decided; each has an equal share, and later ones none. None: unlimited, the
+    shares are 1 / (2.1098 · (t+1) ln²(t+1)).
+    """
+    if horizon is not None:
+        return 1 / horizon if number <= horizon else 0.0
+    return 1 / (2.1098 * (number + 1) * math.log(number + 1) ** 2)
+
+
+def e_lond(past: Sequence[Decision], alpha: float, horizon: int | None = None) -> float:
+    """e-LOND (Xu and Ramdas 2024): alpha · gamma · (1 + number called better).
+
+    Assumes E[e] ≤ 1 of each true null, whatever the dependence between proposals.
+    """
+    return alpha * gamma(len(past) + 1, horizon) * (1 + sum(decision.better for decision in past))
+
+
+def e_lord(past: Sequence[Decision], alpha: float, horizon: int | None = None) -> float:
+    """e-LORD (Zhang et al. 2025): a share of what past levels have left of alpha, times (1 + number called better).
+
+    Assumes that the mean of e is at most 1 given everything before; with an estimated deviation it is only roughly.
+    """
+    spent = sum(decision.level / (1 + decision.found) for decision in past)
+    return _share(past, horizon) * max(alpha - spent, 0.0) * (1 + sum(decision.better for decision in past))
+
+
+SAFFRON_CANDIDATE = 0.1  # evidence of at least 1 / 0.1 gives its level back
+
+
+def e_saffron(past: Sequence[Decision], alpha: float, horizon: int | None = None) -> float:
+    """e-SAFFRON (Zhang et al. 2025): as e-LORD, but a proposal whose evidence ever was 10 or more spends nothing.
+
+    Assumes what e-LORD does. It has more power where many proposals are better, and less where few are.
+    """
+    weak = [decision for decision in past if decision.peak < 1 / SAFFRON_CANDIDATE]
+    spent = sum(decision.level / (1 + decision.found) for decision in weak)
+    rest = max(alpha * (1 - SAFFRON_CANDIDATE) - spent, 0.0)
+    level = _share(past, horizon) * rest * (1 + sum(decision.better for decision in past))
+    return min(level, SAFFRON_CANDIDATE)
+
+
+def _share(past: Sequence[Decision], horizon: int | None) -> float:
+    """The share of the rest of alpha: 1 / horizon (unlimited: 1/100), less after each `better`, more after each other.
+
+    The changes halve: with k proposals called better the k-th takes 2^−k of the first share away, with k others the
+    k-th adds 2^−k.
+    """
+    if horizon is not None and len(past) >= horizon:
+        return 0.0
+    found = sum(decision.better for decision in past)
+    first = 1 / (horizon or 100)
+    return min(first * (1 + 0.5**found - 0.5 ** (len(past) - found)), 1.0)
+
+
+RULES: dict[str, Callable[[Sequence[Decision], float, int | None], float]] = {
+    "e-lond": e_lond,
+    "e-lord": e_lord,
+    "e-saffron": e_saffron,
+}
+
+
+def next_level(past: Sequence[Decision], alpha: float, rule: str = "e-lond", horizon: int | None = None) -> float:
+    """The level of the next proposal; `past` in the order of first submissions. Raises ConfigError."""
+    if rule not in RULES:
+        raise ConfigError(f"rule {rule}: must be one of {', '.join(RULES)}")
+    if not 0 < alpha < 1:
+        raise ConfigError(f"alpha {alpha}: must be between 0 and 1")
+    return RULES[rule](past, alpha, horizon)
+
+
+def summarize_by_e_bh(evidence: Sequence[float], alpha: float, horizon: int | None = None) -> list[bool]:
+    """Which proposals online e-BH (Fischer et al. 2024) calls better; for the summary at the end only.
+
+    evidence: of each proposal at its last look, not its peak. It may call earlier proposals better than their verdicts
+    did, so it may not choose incumbents.
+    """
+    for found in range(len(evidence), 0, -1):
+        better = [e * alpha * gamma(t, horizon) * found >= 1 for t, e in enumerate(evidence, 1)]
+        if sum(better) >= found:
+            return better
+    return [False] * len(evidence)
