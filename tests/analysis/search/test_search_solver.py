@@ -21,7 +21,7 @@ from heddle.lab.search.solve import (
 )
 
 DEPTH, KINDS = 4, ("half", "quarter", "window")
-SEEDS = range(6)
+SEEDS = range(4)
 
 
 def random_table(seed: int) -> ScoreTable:
@@ -78,14 +78,13 @@ def test_a_wrong_program_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
     right = solver.solve
 
     def wrong(table: ScoreTable, *arguments: Any) -> Solution | None:
-        changed = {"no_pairs": {"gram": 0 * table.gram}, "no_needs": {"needs": {}}}[fault]
-        found = right(replace(table, **changed), *arguments)
+        changed = replace(table, needs={}) if fault == "no_needs" else replace(table, gram=0 * table.gram)
+        found = right(changed, *arguments)
         return found and Solution(found.choice, table.value(found.choice), found.gap)
 
     monkeypatch.setitem(globals(), "solve", wrong)
     with pytest.raises(AssertionError):
-        for seed in SEEDS:
-            check_against_all(random_table(seed), True)
+        check_against_all(random_table(0), True)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
