@@ -2,9 +2,8 @@
 
 import itertools
 import math
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from heddle.conversion.weights import CalibrationText
 from heddle.errors import CheckpointError, ConfigError
 from heddle.lab.compare.budget import TimeBudget, format_seconds
 from heddle.lab.compare.statistics import t_quantile
+from heddle.lab.search.goals import CHECK_TOKENS, FLOPS_LENGTH, SCORE_TOKENS, Goal
 from heddle.lab.search.results import FrontierPoint, MeasuredChoice, PairCheck, ScoredReplacement, SearchResults
 from heddle.lab.search.scores import (
     Evaluator,
@@ -39,70 +39,13 @@ from heddle.lab.search.solve import (
     single_kind,
     solve,
 )
-from heddle.model.config import ModelConfig
 from heddle.progress import format_duration, print_status, progress_bar
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import first_difference
 
-SCORE_TOKENS, CHECK_TOKENS = 2**12, 2**14
 CHECKED_PAIRS = 60
 CANDIDATES = 4  # of the solver, checked on whole models
 FRONTIER_POINTS = 8
-FLOPS_LENGTH = 2048  # where no goal names a length
-GOAL = re.compile(
-    r"(?P<cost>state@(?P<length>\d+)(?P<k>k?)|flops|parameters|quality)(?:(?:<=|=)\+?(?P<limit>[\d.]+)(?P<percent>%?))?"
-)
-EXAMPLE = "state@32k=25%, flops=80%, parameters=90% or quality<=0.02"
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A limit of a cost or of quality. limit: a share of MODEL's cost, or added bits per byte; None: as low as possible.
-
-    cost: as in `costs_of`, or "quality".
-    """
-
-    text: str
-    cost: str
-    limit: float | None
-
-
-def parse_goals(texts: Sequence[str]) -> list[Goal]:
-    """Read goals such as `state@32k=25%`. Raises ConfigError."""
-    found = [(text, GOAL.fullmatch(text)) for text in texts]
-    for text, match in found:
-        if match is None:
-            raise ConfigError(f"--search {text}: is not a goal; write {EXAMPLE}")
-    lengths = [int(m["length"]) * (1024 if m["k"] else 1) for _, m in found if m is not None and m["length"]]
-    if not all(lengths):
-        raise ConfigError(f"--search {' '.join(texts)}: a context of 0 tokens has no state; write {EXAMPLE}")
-    goals = [_goal(text, match, max(lengths, default=FLOPS_LENGTH)) for text, match in found if match is not None]
-    costs = [goal.cost for goal in goals]
-    if len(set(costs)) < len(costs):
-        raise ConfigError(f"--search {' '.join(texts)}: two goals limit the same; give one of them")
-    if costs == ["quality"]:
-        raise ConfigError(f"--search {texts[0]}: says nothing to save; add another goal, such as state@32k")
-    if "quality" not in costs and all(goal.limit is None for goal in goals):
-        raise ConfigError(f"--search {texts[0]}: has no limit; write {EXAMPLE}")
-    return goals
-
-
-def _goal(text: str, match: re.Match[str], longest: int) -> Goal:
-    limit = None if match["limit"] is None else float(match["limit"]) / (100 if match["percent"] else 1)
-    if match["cost"] == "quality":
-        if limit is None or match["percent"]:
-            raise ConfigError(f"--search {text}: needs added bits per byte; write quality<=0.02")
-        return Goal(text, "quality", limit)
-    if limit is not None and not 0 < limit <= 1:
-        raise ConfigError(f"--search {text}: is not a share of MODEL's; write {EXAMPLE}")
-    length = longest if match["length"] is None else int(match["length"]) * (1024 if match["k"] else 1)
-    cost = match["cost"].split("@")[0]
-    return Goal(text, cost if cost == "parameters" else f"{cost}@{length}", limit)
-
-
-def search_tokens(calibration_tokens: int) -> int:
-    """The tokens that a search reads, of which the last are for scores and checks."""
-    return calibration_tokens + SCORE_TOKENS + CHECK_TOKENS
 
 
 def split_text(text: CalibrationText) -> tuple[CalibrationText, CalibrationText, CalibrationText]:
@@ -121,17 +64,6 @@ def split_text(text: CalibrationText) -> tuple[CalibrationText, CalibrationText,
         for a, b in itertools.pairwise(ends)
     ]
     return parts[0], parts[1], parts[2]
-
-
-def kept_layers(text: str | None, design: ModelConfig) -> tuple[int, ...]:
-    """`0,5` -> (0, 5). Raises ConfigError for anything but layers of the design."""
-    try:
-        layers = tuple(int(number) for number in text.split(",")) if text else ()
-    except ValueError:
-        raise ConfigError(f"--keep {text}: is not a list of layers; write their numbers, such as 0,5") from None
-    if wrong := [layer for layer in layers if not 0 <= layer < design.depth]:
-        raise ConfigError(f"--keep {text}: the model has layers 0 to {design.depth - 1}, and no {wrong[0]}")
-    return layers
 
 
 @dataclass(frozen=True)
@@ -220,12 +152,13 @@ class Search:
         path = self.given.folder / "evaluations.json"
         return read_json_file(path) if path.is_file() else {}
 
-    def _once(self, key: str, measure: Callable[[], Sequence[float]]) -> FloatArray:
+    def _once(self, key: str, measure: Callable[[], Iterable[float]]) -> FloatArray:
         """A measurement, read from the folder if it was made."""
         if key not in self._measured:
             self._measured[key] = [float(value) for value in measure()]
             write_json_file(self.given.folder / "evaluations.json", self._measured)
-        return np.array(self._measured[key])
+        values: FloatArray = np.array(self._measured[key])
+        return values
 
     def kl(self, choice: Choice, on_check: bool = False) -> FloatArray:
         """KL by sequence of a whole model, on the text of the scores or the one of the checks."""
@@ -253,8 +186,7 @@ class Search:
 
     def _fit(self) -> None:
         """Fit all replacements, after the time of the first ones of each target has been told."""
-        seconds, left = 0.0, 0.0
-        folder = self.given.folder
+        left, folder = 0.0, self.given.folder
         for target in self.targets:
             own = [item for item in self.items if item.target == target and not (folder / item.file_name).is_file()]
             if own:
@@ -272,8 +204,8 @@ class Search:
         if budget is not None and left > budget.remaining:
             takes, given = format_seconds(left), format_seconds(budget.remaining)
             raise ConfigError(
-                f"--budget: leaves {given}, and the search takes about {takes} more; give more time, fewer alternatives "
-                "with --only, or fewer --calibration-tokens; what was fitted is kept"
+                f"--budget: leaves {given}, and the search takes about {takes} more; give more time, fewer "
+                "alternatives with --only, or fewer --calibration-tokens; what was fitted is kept"
             )
         with progress_bar("fitting", len(self.items), "replacements") as bar:
             for _ in self.replacements.fit_all(folder):
@@ -382,7 +314,7 @@ class Search:
         return found
 
     def _baselines(self, table: ScoreTable, limits: Mapping[str, float]) -> dict[str, Choice]:
-        """What else could be chosen: greedily, of one kind evenly or by restoring layers, or the best of random ones."""
+        """What else could be chosen: greedily, one kind evenly or by restoring layers, the best random choice."""
         found: dict[str, Choice | None] = {"greedy on the scores": greedy(table, limits)}
         for target in self.targets:
             found[f"{target}, evenly placed"] = single_kind(table, limits, target)
