@@ -317,8 +317,9 @@ class Search:
         """What else could be chosen: greedily, one kind evenly or by restoring layers, the best random choice."""
         found: dict[str, Choice | None] = {"greedy on the scores": greedy(table, limits)}
         for target in self.targets:
-            found[f"{target}, evenly placed"] = single_kind(table, limits, target)
-            found[f"{target}, restored by KL"] = self._restored(table, limits, target)
+            found[f"{target}, evenly placed"] = even = single_kind(table, limits, target)
+            restored = self._restored(table, limits, target)
+            found[f"{target}, restored by KL"] = None if restored == even else restored
         generator = np.random.default_rng(0)
         drawn = {random_choice(table, limits, generator) for _ in self.items} - {None}
         if drawn:
