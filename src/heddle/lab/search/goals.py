@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 
-SCORE_TOKENS, CHECK_TOKENS = 2**12, 2**14
+SCORE_TOKENS, CHECK_TOKENS = 2**12, 2**14  # at most
 FLOPS_LENGTH = 2048  # where no goal names a length
 GOAL = re.compile(
     r"(?P<cost>state@(?P<length>\d+)(?P<k>k?)|flops|parameters|quality)(?:(?:<=|=)\+?(?P<limit>[\d.]+)(?P<percent>%?))?"
@@ -42,7 +42,7 @@ def parse_goals(texts: Sequence[str]) -> list[Goal]:
         raise ConfigError(f"--search {' '.join(texts)}: two goals limit the same; give one of them")
     if costs == ["quality"]:
         raise ConfigError(f"--search {texts[0]}: says nothing to save; add another goal, such as state@32k")
-    if "quality" not in costs and all(goal.limit is None for goal in goals):
+    if goals and "quality" not in costs and all(goal.limit is None for goal in goals):
         raise ConfigError(f"--search {texts[0]}: has no limit; write {EXAMPLE}")
     return goals
 
@@ -61,8 +61,8 @@ def _goal(text: str, match: re.Match[str], longest: int) -> Goal:
 
 
 def search_tokens(calibration_tokens: int) -> int:
-    """The tokens that a search reads, of which the last are for scores and checks."""
-    return calibration_tokens + SCORE_TOKENS + CHECK_TOKENS
+    """The tokens that a search reads: to calibrate on, and others for scores and for checks of whole models."""
+    return calibration_tokens + min(SCORE_TOKENS, calibration_tokens // 2) + min(CHECK_TOKENS, calibration_tokens)
 
 
 def kept_layers(text: str | None, design: ModelConfig) -> tuple[int, ...]:
