@@ -140,7 +140,7 @@ def test_a_killed_search_continues_with_the_same_bits(
 
     def killed(self: Evaluator, model: Any) -> torch.Tensor:
         calls[0] += 1
-        if calls[0] % 40 == 0:
+        if calls[0] % 25 == 0:
             raise KeyboardInterrupt
         return hidden(self, model)
 
