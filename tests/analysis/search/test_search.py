@@ -209,7 +209,8 @@ def test_what_a_search_refuses(workspace: Path, finished: Search, tmp_path: Path
 @pytest.mark.parametrize(
     "goals",
     [
-        ("state=25%",), ("state@32k=250%",), ("state@0=25%",), ("speed=2x",), ("quality<=0.1",), ("quality", "flops"),
+        ("state=25%",), ("state@32k=250%",), ("flops=1.2.3",), ("state@0=25%",), ("speed=2x",), ("quality<=0.1",),
+        ("quality", "flops"),
         ("state@32k",), ("flops=50%", "flops=25%"),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from heddle.model.config import ModelConfig
 SCORE_TOKENS, CHECK_TOKENS = 2**12, 2**14  # at most
 FLOPS_LENGTH = 2048  # where no goal names a length
 GOAL = re.compile(
-    r"(?P<cost>state@(?P<length>\d+)(?P<k>k?)|flops|parameters|quality)(?:(?:<=|=)\+?(?P<limit>[\d.]+)(?P<percent>%?))?"
+    r"(?P<cost>state@(?P<length>\d+)(?P<k>k?)|flops|parameters|quality)(?:(?:<=|=)\+?(?P<limit>\d*\.?\d+)(?P<percent>%?))?"
 )
 EXAMPLE = "state@32k=25%, flops=80%, parameters=90% or quality<=0.02"
 

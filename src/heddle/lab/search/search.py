@@ -46,6 +46,7 @@ from heddle.storage.run_log import first_difference
 CHECKED_PAIRS = 60
 CANDIDATES = 4  # of the solver, checked on whole models
 FRONTIER_POINTS = 8
+WORST_KL = 1e3  # of a replacement whose logits are not finite: it is never chosen where there is another
 
 
 def split_text(text: CalibrationText) -> tuple[CalibrationText, CalibrationText, CalibrationText]:
@@ -182,6 +183,8 @@ class Search:
             for _ in single_scores(self.scoring, self.items, self.given.folder):
                 bar.advance(1)
         by_row, gram = measure_singles(self.scoring, self.items, self.given.folder)
+        broken = ~np.isfinite(by_row).all(1)  # such as a fit that diverged
+        by_row[broken], gram[broken], gram[:, broken] = WORST_KL, 0.0, 0.0
         return by_row, self._table(by_row.mean(1), gram)
 
     def _fit(self) -> None:
