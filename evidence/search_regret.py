@@ -105,7 +105,8 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
     read = replace(text, batches=text.batches[:-1], layouts=text.layouts[:-1])
     layout = rows_of(text.layouts[-1], 0, FINAL_ROWS)
     final = replace(text, batches=[text.batches[-1][:FINAL_ROWS]], layouts=[layout])
-    lengths, found, kl, choices = source.tokenizer.byte_lengths, {}, np.zeros(0), list[Choice]()
+    lengths, found = source.tokenizer.byte_lengths, dict[str, dict[str, Any]]()
+    kl, choices = np.zeros(0), list[Choice]()
     for budget in BUDGETS:
         began, goals = time.process_time(), parse_goals([f"state@2k={budget}"])
         given = SearchInput(source, read, goals, ALTERNATIVES, (), LENGTH, folder / f"search-{seed}", lengths)

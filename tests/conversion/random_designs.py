@@ -73,7 +73,7 @@ EXACT: dict[str, Rewrites] = ATTENTION | {
     "width": lambda config: [StreamWidth(width=config.width + 20)],
     "vocab_size": lambda config: [VocabSize(vocab_size=64)],
     "window": lambda config: [Window(window=64, longest_text=64)],
-    "layerwise": lambda config: [Layerwise(choices=("layers.0.window=64,longest_text=64",))],
+    "layerwise": lambda config: [Layerwise(choices=("layers.0.experts=3,top_k=2",))],
 }
 
 
