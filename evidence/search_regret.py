@@ -23,7 +23,6 @@ import heddle
 from evidence.row import attention, stack
 from heddle import progress
 from heddle.conversion.convert import open_source
-from heddle.conversion.fit import rows_of
 from heddle.conversion.heal import calibration_from_corpus
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import prepare_corpus
@@ -37,7 +36,7 @@ from heddle.training.init_checkpoint import model_rows
 DEPTH, WIDTH, VOCAB_SIZE, LENGTH, STEPS = 6, 64, 512, 128, 800
 ALTERNATIVES = ("kv_heads=1", "window=32", "gated_delta,fit_steps=200")
 BUDGETS = ("50%", "25%", "12.5%")
-CALIBRATION_TOKENS, FINAL_ROWS, BATCH_ROWS = 2**14, 8, 16
+CALIBRATION_TOKENS, FINAL_TOKENS = 2**14, 2**11
 RESAMPLES = 1000
 RESULT = Path(__file__).parent / "search_regret.json"
 
@@ -54,27 +53,24 @@ def trained_model(folder: Path, seed: int) -> Path:
 
 @torch.no_grad()
 def all_assignments(search: Search, text: CalibrationText) -> Iterator[tuple[Choice, FloatArray]]:
-    """The KL by sequence [S] of every assignment, on one batch; equal first layers are run once."""
+    """The KL by sequence of every assignment; assignments with equal first layers share these layers' outputs."""
     evaluator = Evaluator(search.weights, text, search.given.folder, search.scoring.model)
     model = evaluator.model
     modules = [[(-1, layer)] for layer in model.layers]
     for number, item in enumerate(search.items):
         modules[item.layer].append((number, evaluator.replaced([item]).layers[item.layer]))
 
-    (batch,), (layout,) = text.batches, text.layouts
-    log_p = model.head(model(batch, layout)[0]).log_softmax(-1)
-    p = log_p.exp()
-    own = (p * log_p).sum(-1)
-
-    def walk(layer: int, stream: Tensor, choice: Choice) -> Iterator[tuple[Choice, FloatArray]]:
+    def walk(layer: int, streams: Sequence[Tensor], choice: Choice) -> Iterator[tuple[Choice, FloatArray]]:
         if layer == DEPTH:
-            log_q = model.head(model.final_norm(stream)).log_softmax(-1)
-            yield choice, (own - (p * log_q).sum(-1)).mean(-1).double().numpy()
+            hidden = torch.cat([model.final_norm(stream).flatten(0, 1) for stream in streams])
+            yield choice, evaluator.measure([hidden.numpy()])[0][0]
             return
         for item, module in modules[layer]:
-            yield from walk(layer + 1, module(stream, layout)[0], choice if item < 0 else (*choice, item))
+            new = [module(stream, layout)[0] for stream, layout in zip(streams, text.layouts, strict=True)]
+            yield from walk(layer + 1, new, choice if item < 0 else (*choice, item))
 
-    yield from walk(0, model.expand_stream(model.embed(batch, layout)), ())
+    pairs = zip(text.batches, text.layouts, strict=True)
+    yield from walk(0, [model.expand_stream(model.embed(batch, layout)) for batch, layout in pairs], ())
 
 
 def regret(kl: FloatArray, allowed: Sequence[int], chosen: int) -> dict[str, Any]:
@@ -101,10 +97,9 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
     assert source.tokenizer is not None
     rows = model_rows(source.folder, source.tokenizer)
     corpus = prepare_corpus(["stdlib"], vocab_size=None, max_train_tokens=None, tokenizer=source.tokenizer, rows=rows)
-    text = calibration_from_corpus(corpus, search_tokens(CALIBRATION_TOKENS) + BATCH_ROWS * LENGTH, LENGTH)
+    text = calibration_from_corpus(corpus, search_tokens(CALIBRATION_TOKENS) + FINAL_TOKENS, LENGTH)
     read = replace(text, batches=text.batches[:-1], layouts=text.layouts[:-1])
-    layout = rows_of(text.layouts[-1], 0, FINAL_ROWS)
-    final = replace(text, batches=[text.batches[-1][:FINAL_ROWS]], layouts=[layout])
+    final = replace(text, batches=text.batches[-1:], layouts=text.layouts[-1:])
     lengths, found = source.tokenizer.byte_lengths, dict[str, dict[str, Any]]()
     kl, choices = np.zeros(0), list[Choice]()
     for budget in BUDGETS:
@@ -139,7 +134,7 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
         chosen = found[budget]["chosen"]
         print(f"seed {seed}, state@2k={budget}: regret {chosen['regret']:.2%} [{chosen['low']:.2%}, "
               f"{chosen['high']:.2%}], rank {chosen['rank']} of {len(allowed)}", flush=True)  # fmt: skip
-    return {"seed": seed, "assignments": len(choices), "final_tokens": FINAL_ROWS * LENGTH, "budgets": found,
+    return {"seed": seed, "assignments": len(choices), "final_tokens": FINAL_TOKENS, "budgets": found,
             "parameters": sum(p.numel() for p in search.scoring.model.parameters()),
             "exhaustive_seconds": round(all_seconds, 1)}  # fmt: skip
 
