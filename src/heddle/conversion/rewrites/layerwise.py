@@ -5,7 +5,7 @@ a layer becomes does not depend on what the others become, and layers that were 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -101,8 +101,3 @@ class _Assembled(ConvertedWeights):
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer of the source, or the one that replaces it."""
         return self.made[index]() if index in self.made else self.source.layer(index)
-
-
-def layer_target(target: str, layers: Sequence[int]) -> str:
-    """`kv_heads=2` for some layers: `layers.0,3.kv_heads=2`."""
-    return f"layers.{','.join(map(str, layers))}.{target}"
