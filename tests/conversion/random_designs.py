@@ -16,6 +16,7 @@ from heddle.conversion.rewrites.depth import Depth
 from heddle.conversion.rewrites.experts import Experts
 from heddle.conversion.rewrites.fold_norms import FoldNorms
 from heddle.conversion.rewrites.kv_heads import KVHeads
+from heddle.conversion.rewrites.layerwise import Layerwise
 from heddle.conversion.rewrites.rope_layout import RopeLayout
 from heddle.conversion.rewrites.sparse_index import SparseIndex
 from heddle.conversion.rewrites.tied import Tied
@@ -72,6 +73,7 @@ EXACT: dict[str, Rewrites] = ATTENTION | {
     "width": lambda config: [StreamWidth(width=config.width + 20)],
     "vocab_size": lambda config: [VocabSize(vocab_size=64)],
     "window": lambda config: [Window(window=64, longest_text=64)],
+    "layerwise": lambda config: [Layerwise(choices=("layers.0.experts=3,top_k=2",))],
 }
 
 

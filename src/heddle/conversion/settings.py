@@ -13,7 +13,8 @@ class ConvertSettings(SessionSettings):
     """Settings of `heddle convert` and `heddle.convert`."""
 
     SHOWN: ClassVar = (
-        "to", "list_", "dry_run", "sweep", "method", "data", "calibration_tokens", "heal", "report_tokens", "device",
+        "to", "list_", "dry_run", "sweep", "search", "method", "data",
+        "calibration_tokens", "heal", "report_tokens", "device",
     )  # fmt: skip
 
     model: Annotated[Path | None, Argument("MODEL", "A run, a model folder or a transformers folder.")] = None
@@ -29,6 +30,18 @@ class ConvertSettings(SessionSettings):
     sweep: Annotated[
         tuple[str, ...], Option("FIELD=VALUE,VALUE", "Convert to each value, and compare all; repeatable.")
     ] = ()
+    search: Annotated[
+        tuple[str, ...],
+        Option(
+            "GOAL",
+            "Instead of --to: choose what each layer becomes, such as state@32k=25% (always with its context length), "
+            "flops=80%, parameters=90%, quality<=0.02 (added bits per byte); repeatable.",
+        ),
+    ] = ()
+    only: Annotated[
+        tuple[str, ...], Option("NAME", "Search among this rewrite alone, or this target; repeatable.")
+    ] = ()
+    keep: Annotated[str | None, Option("LAYERS", "Layers that a search leaves as they are, such as 0,5.")] = None
     method: Annotated[str | None, Option("NAME", "all: convert by every method, and compare.")] = None
     list_: Annotated[bool, Option("", "List the rewrites and their options.")] = False
     dry_run: Annotated[bool, Option("", "Print sizes and costs before and after; write nothing.")] = False

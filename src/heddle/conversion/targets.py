@@ -13,7 +13,7 @@ from heddle.model.load_config import parse_yaml
 
 LAYERS = re.compile(r"layers\.(?P<layers>\*|\d+(?:,\d+)*)\.")
 PART_NAMES = ("mixer.", "feedforward.")
-NEXT_OPTION = re.compile(r",(?=[a-z_]+=)")
+NEXT_OPTION = re.compile(r",(?=[a-z_]+=)(?![^\[]*\])")  # not within a list
 
 
 def parse_rewrite(text: str) -> Rewrite:

@@ -63,6 +63,8 @@ from heddle.lab.conversion.run import (
     report_conversion,
     report_variants,
 )
+from heddle.lab.search.goals import kept_layers, parse_goals, search_tokens
+from heddle.lab.search.results import SearchResults
 from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -71,7 +73,7 @@ from heddle.parts.mixers.attention import AttentionConfig
 from heddle.progress import format_duration, print_status, print_text, print_warning, quiet
 from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session, with_measured_choices
-from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.file_io import read_json_file, remove_folder, write_json_file
 from heddle.storage.run_log import RUN_FILE
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import EvaluationBudget
@@ -81,6 +83,7 @@ from heddle.training.loop import FINAL_EVALUATION_TOKENS
 from heddle.training.settings import Settings
 
 CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: every healing has the same length
+SEARCH_FOLDER = "search"  # in the work folder
 DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
 ROWS = {  # of a dry run's table, by the name in JSON
     "parameters": "parameters",
@@ -301,7 +304,9 @@ class _ConversionJob:
         seconds = None if settings.budget is None else parse_duration(settings.budget, "--budget")
         self.budget = None if seconds is None else TimeBudget(seconds, started)
         assert settings.model is not None
-        self.variants = conversion_variants(settings.to, settings.sweep, settings.method == "all")
+        self.variants: tuple[ConversionVariant, ...] = ()
+        if not settings.search:
+            self.variants = conversion_variants(settings.to, settings.sweep, settings.method == "all")
         self.rewrites = [rewrite for variant in self.variants for rewrite in variant.rewrites]
         self.is_comparison = bool(settings.sweep or settings.method)
         check_report_tokens(settings.report_tokens, settings.sequence_length, self.is_comparison)
@@ -315,6 +320,9 @@ class _ConversionJob:
         for rewrite in self.rewrites:
             self.source.check_tokenizers(rewrite)
         self.design = self.source.weights.design
+        self.goals = parse_goals(settings.search)
+        if self.goals and not can_report(self.source):
+            raise ConfigError("--search: needs a causal language model with a tokenizer; convert with --to instead")
         for variant in self.variants:
             for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
                 with naming_layers(self.design):
@@ -324,6 +332,9 @@ class _ConversionJob:
         self.chosen = {} if self.choice is None else _chosen(self.choice)
         tokens = settings.calibration_tokens
         self.calibration_tokens = CALIBRATION_TOKENS if tokens is None else tokens
+        if self.goals:
+            self.kept = kept_layers(settings.keep, self.design)
+            self.calibration_tokens = search_tokens(self.calibration_tokens)
         self.distillation = Distillation(
             self.source, LossWeights.parse(settings.heal_loss, "--heal-loss"), settings.heal_parameters or "all"
         )
@@ -351,6 +362,9 @@ class _ConversionJob:
 
     def prepare(self) -> None:
         """Read the text to calibrate on where a rewrite needs it."""
+        if self.goals:
+            self._read_calibration_text()
+            return
         if self.chooses_healing and all(rewrite.is_exact(self.design) for rewrite in self.rewrites):
             print_status("an exact conversion needs no healing, so the budget is ignored")
             self.healing = None
@@ -361,7 +375,9 @@ class _ConversionJob:
         length, device = self.settings.sequence_length, self.runtime.device
         corpus = self._encoded_text()
         least = _least_calibration(self.design, length)
-        if self.budget is not None and self.settings.calibration_tokens is None and least < CALIBRATION_TOKENS:
+        chooses = self.budget is not None and self.settings.calibration_tokens is None and not self.goals
+        if chooses and least < CALIBRATION_TOKENS:
+            assert self.budget is not None
             count = self.chosen.get("calibration_tokens")
             if not count:
                 short = calibration_from_corpus(corpus, least, length, device)
@@ -398,25 +414,47 @@ class _ConversionJob:
         most_tokens = 0 if corpus is None else sum(len(tokens) for tokens in corpus.train)
         steps = self.chosen.get("healing_steps") if self.healing is None or self.chooses_healing else self.healing.steps
         choice = partial_folder(out) / CHOICE_FILE
-        models = 1 + 2 * len(self.variants)
+        models = 1 + 2 * max(1, len(self.variants))
         plan = HealingPlan(settings, self.budget, models, read, most_tokens, choice, steps)
         write = partial(self._write, plan)
         results = None
         if self.is_comparison:
             results = report_variants(self.source, self.variants, self.text, write, out, require_report(report))
         else:
-            conversion = Conversion(self.source, self.variants[0].rewrites, self.text)
+            conversion, searched = self._conversion(out)
+            if report is not None:
+                report = replace(report, record=replace(report.record, search=searched))
             is_healed = None if self.chooses_healing else self.healing is not None
             if report is None or not is_converted(conversion, out, is_healed):
                 write(conversion, out)
             if report is not None:
                 results = report_conversion(conversion, out, report)
         choice.unlink(missing_ok=True)
+        if self.goals:
+            remove_folder(partial_folder(out) / SEARCH_FOLDER)
         with suppress(OSError):  # keep what healing left
             choice.parent.rmdir()
         if results is None:
             _warn_of_state(self.design, open_source(out).weights.design)
         return results
+
+    def _conversion(self, out: Path) -> tuple[Conversion, SearchResults | None]:
+        """The one conversion that was asked for, or that a search chooses."""
+        if not self.goals:
+            return Conversion(self.source, self.variants[0].rewrites, self.text), None
+        from heddle.lab.search.search import Search, SearchInput
+
+        assert self.text is not None
+        assert self.source.tokenizer is not None
+        settings, folder = self.settings, partial_folder(out) / SEARCH_FOLDER
+        lengths = self.source.tokenizer.byte_lengths
+        given = SearchInput(
+            self.source, self.text, self.goals, settings.only, self.kept, settings.sequence_length, folder, lengths,
+            self.budget,
+        )  # fmt: skip
+        conversion, results = Search(given).run()
+        self.variants = (ConversionVariant("search", "layerwise", conversion.rewrites),)
+        return conversion, results
 
     def _write(self, plan: HealingPlan, conversion: Conversion, folder: Path) -> None:
         """Write one converted model, healed if it is to be."""
@@ -464,7 +502,11 @@ def _check(settings: ConvertSettings) -> None:
         raise ConfigError(f"--heal-batch-size {settings.heal_batch_size}: must be at least 1")
     if settings.model is None:
         raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
-    if not settings.to and not settings.sweep:
+    if settings.search and (settings.to or settings.sweep or settings.method or settings.dry_run):
+        raise ConfigError("--search: chooses the conversion itself; leave out --to, --sweep, --method and --dry-run")
+    if not settings.search and (settings.only or settings.keep):
+        raise ConfigError("--only and --keep: have no effect without --search; give a goal such as state@32k=25%")
+    if not settings.to and not settings.sweep and not settings.search:
         raise ConfigError("--to: is missing; say what to change, such as --to kv_heads=2 (--list prints the choices)")
     if settings.method not in (None, "all"):
         reason = "must be all; for one, give an option: --to kv_heads=2,merge=mean"

@@ -19,6 +19,7 @@ from heddle.lab.compare.tables import (
     half_width,
     value_at,
 )
+from heddle.lab.search.results import SearchResults
 from heddle.training.evaluation.scores import FiniteScores, finite_ratio
 from heddle.training.evaluation.text_recall import NeedleScores
 
@@ -94,7 +95,8 @@ class MeasuredText:
 class ConversionResults:
     """All measurements of a conversion.
 
-    speeds: by the key of a design, the samples of each round. warnings: sentences for the reader.
+    speeds: by the key of a design, the samples of each round. warnings: sentences for the reader. search: how the
+    design was chosen, if it was searched.
     """
 
     heddle: str
@@ -107,6 +109,7 @@ class ConversionResults:
     models: list[ModelResult] = field(default_factory=list)
     speeds: dict[str, list[dict[str, Samples]]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    search: SearchResults | None = field(default=None, metadata={"left_out": True})
 
     @property
     def original(self) -> ModelResult:

@@ -49,6 +49,7 @@ from heddle.lab.conversion.results import (
     parse_results,
 )
 from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
+from heddle.lab.search.results import SearchResults
 from heddle.progress import print_status, progress_bar
 from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
 from heddle.storage.run_log import first_difference, to_plain_json
@@ -64,6 +65,7 @@ class ConversionRecord:
     """Where the results are written, and the origin that they name.
 
     path: of convert.json. command: the user's command. source: the name of the original. hardware: of the machine.
+    search: how the design was chosen.
     """
 
     path: Path
@@ -71,6 +73,7 @@ class ConversionRecord:
     source: str = ""
     hardware: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    search: SearchResults | None = None
 
 
 def measure_conversion(
@@ -166,6 +169,7 @@ def _new_results(text: MeasurementText, record: ConversionRecord) -> ConversionR
         text=measured_text,
         settings=to_plain_json(asdict(text.settings)),
         warnings=list(record.warnings),
+        search=record.search,
     )
 
 

@@ -63,6 +63,7 @@ from heddle.lab.pages.figures import (
 )
 from heddle.lab.pages.render import COLOR_COUNT, DASHES, MARKERS, DesignStyle, render_figures
 from heddle.lab.pages.report import INTERVAL_MARGIN, Bar, DifferenceCell, Interval
+from heddle.lab.pages.search import frontier_figure, search_context
 from heddle.lab.pages.sections import HeatCell, HeatMap, with_range
 from heddle.storage.file_io import write_file
 from heddle.training.evaluation.scores import finite_ratio
@@ -514,7 +515,9 @@ def page_context(results: ConversionResults) -> dict[str, Any]:
             "positions": position_figure(results),
             "layers": layer_figure(results),
             "decode": decode_figure(results),
+            "frontier": frontier_figure(results.search),
         },
+        "search": None if results.search is None else search_context(results.search),
         "results": results,
         "text": results.text,
         "title": f"heddle convert: {results.source or results.original.name}",

@@ -1,0 +1,1 @@
+"""The search for the best design inside a trained model: `heddle convert --search`."""

@@ -1,0 +1,332 @@
+"""What each layer could become, what it would save, and what it alone does to the logits on a text.
+
+A replacement is fitted once, to the source's activations, and saved; every score, check and model of a search is put
+together from these files.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from heddle.config import DesignError
+from heddle.conversion.convert import Conversion
+from heddle.conversion.rewrite import Rewrite, naming_layers, replace_layers
+from heddle.conversion.rewrites.layerwise import assembled, check_only_layers
+from heddle.conversion.targets import NOT_IN_A_FILE_NAME, parse_rewrite
+from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, Weights, build_model
+from heddle.errors import ConfigError
+from heddle.lab.search.solve import FloatArray
+from heddle.model.config import LayerConfig, ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.model.size import build_distinct_layers, measure_size
+from heddle.numerics.cross_entropy import token_losses
+from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.positions.rope import RopeConfig
+from heddle.storage.file_io import replace_file
+from heddle.storage.tensor_file import read_tensor_file, write_tensor_file
+
+LATENT_SHARES = (0.5, 0.25)  # of a layer's state per token
+WINDOW_SHARES = (2, 4)  # of a sequence: longer windows would show no cost
+CHUNK_ELEMENTS = 2**25  # of changed logits in memory
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What a layer could become. target: of its rewrite, without the layer. kv_source: whose keys and values it reads.
+
+    kv_source is None for a layer that has its own.
+    """
+
+    layer: int
+    target: str
+    config: LayerConfig
+    kv_source: int | None
+
+    @property
+    def file_name(self) -> str:
+        """Its fit in the folder of a search."""
+        return f"{self.layer}-{NOT_IN_A_FILE_NAME.sub('-', self.target)}.safetensors"
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """The layers that must stay as they are."""
+        return () if self.kv_source is None else tuple(range(self.kv_source, self.layer))
+
+
+def default_targets(design: ModelConfig, sequence_length: int) -> list[str]:
+    """The targets of rewrites that could lower the costs of a design's layers."""
+    mixers = [layer.mixer for layer in design.layers if isinstance(layer.mixer, AttentionConfig)]
+    heads = {count for mixer in mixers for count in ((mixer.kv_heads or 0) // 2, (mixer.kv_heads or 0) // 4, 1)}
+    targets = [f"kv_heads={count}" for count in sorted(heads - {0}, reverse=True)]
+    for mixer in {(each.kv_heads, each.head_dim, each.value_dim, each.position) for each in mixers}:
+        kv_heads, head_dim, value_dim, position = mixer
+        for share in LATENT_SHARES:
+            size = int(share * (kv_heads or 0) * ((head_dim or 0) + (value_dim or 0)))
+            rope = min(head_dim or 0, size // 4) // 2 * 2 if isinstance(position, RopeConfig) else 0
+            options = f"kv_rank={size - rope}" + (f",rope_dim={rope}" if rope else "")
+            targets.append(f"latent_attention,{options}")
+    targets += [f"window={sequence_length // share}" for share in WINDOW_SHARES if sequence_length >= share]
+    return [*dict.fromkeys(targets), "shared_kv", "gated_delta", "linear_attention"]
+
+
+def chosen_targets(design: ModelConfig, sequence_length: int, only: Sequence[str]) -> list[str]:
+    """The default targets; or those of the rewrites named by `only`, and the targets that it spells out."""
+    defaults = default_targets(design, sequence_length)
+    if not only:
+        return defaults
+    targets: list[str] = []
+    for entry in only:
+        named = [target for target in defaults if re.split("[=,]", target)[0] == entry]
+        if not named:
+            parse_rewrite(_with_layers(entry, (0,)))
+        targets += named or [entry]
+    return list(dict.fromkeys(targets))
+
+
+def _with_layers(target: str, layers: Sequence[int]) -> str:
+    return f"layers.{','.join(map(str, layers))}.{target}"
+
+
+def _rewrite(target: str, layers: Sequence[int]) -> Rewrite:
+    return parse_rewrite(_with_layers(target, layers))
+
+
+class Replacements:
+    """All replacements of a model's layers.
+
+    text: that they are fitted to. keep: layers that stay as they are. left_out: why a target replaces no layer.
+    """
+
+    def __init__(
+        self, source: Weights, text: CalibrationText, targets: Sequence[str], keep: Sequence[int] = ()
+    ) -> None:
+        self.source, self.text = source, text
+        self.items: list[Replacement] = []
+        self.left_out: dict[str, str] = {}
+        self._converted: dict[str, list[Weights]] = {}
+        layers = [index for index in range(source.design.depth) if index not in keep]
+        for target in targets:
+            groups = [(index,) for index in layers] if target.startswith("shared_kv") else [tuple(layers)]
+            self._converted[target] = [made for group in groups for made in self._apply(target, group)]
+            own = {item.layer: item for made in self._converted[target] for item in self._changed(target, made)}
+            self.items += own.values()
+            if own:
+                self.left_out.pop(target, None)
+        self.items.sort(key=lambda item: item.layer)  # stable: in the order of targets
+        if not self.items:
+            reasons = "; ".join(f"{target}: {reason}" for target, reason in self.left_out.items())
+            raise ConfigError(f"--search: no layer can become anything else ({reasons}); give others with --only")
+
+    def _apply(self, target: str, layers: tuple[int, ...]) -> Iterator[Weights]:
+        """The model with a target in all of these layers that it can convert; nothing if there are none."""
+        try:
+            yield self._convert(target, layers)
+        except DesignError as error:
+            self.left_out.setdefault(target, str(error))
+            possible = [index for index in layers if len(layers) > 1 and self._is_possible(target, index)]
+            if possible:
+                yield self._convert(target, possible)
+
+    def _convert(self, target: str, layers: Sequence[int]) -> Weights:
+        rewrite, design = _rewrite(target, layers), self.source.design
+        with naming_layers(design):
+            rewrite.check_layers(design)
+            converted = rewrite.apply(self.source, self.text)
+        check_only_layers(target, design, converted.design)
+        build(converted.design, device="meta")
+        return converted
+
+    def _is_possible(self, target: str, layer: int) -> bool:
+        try:
+            self._convert(target, (layer,))
+        except DesignError:
+            return False
+        return True
+
+    def _changed(self, target: str, converted: Weights) -> Iterator[Replacement]:
+        new, old = converted.design, self.source.design
+        for index, (layer, before) in enumerate(zip(new.layers, old.layers, strict=True)):
+            if layer != before:
+                kv_source = new.kv_sources[index] if old.kv_sources[index] is None else None
+                yield Replacement(index, target, layer, kv_source)
+
+    def fit_one(self, item: Replacement, folder: Path) -> None:
+        """Fit one replacement by itself and save it, unless it was."""
+        if not (folder / item.file_name).is_file():
+            _save(self._convert(item.target, (item.layer,)), item, folder)
+
+    def fit_all(self, folder: Path) -> Iterator[Replacement]:
+        """Fit and save those that are not, target by target, with one layer's activations in memory; yield each."""
+        for target, made in self._converted.items():
+            for converted in made:
+                for item in self._changed(target, converted):
+                    if not (folder / item.file_name).is_file():
+                        _save(converted, item, folder)
+                        yield item
+            made.clear()  # with their activations
+
+
+def _save(converted: Weights, item: Replacement, folder: Path) -> None:
+    with replace_file(folder / item.file_name) as path:
+        write_tensor_file(path, converted.layer(item.layer))
+
+
+def put_together(source: Weights, items: Sequence[Replacement], folder: Path) -> Weights:
+    """The source with replaced layers, from the files of a search."""
+    configs = {item.layer: item.config for item in items}
+    made = {item.layer: (lambda file=folder / item.file_name: dict(read_tensor_file(file))) for item in items}
+    return assembled(source, configs, made, {item.layer: item.kv_source for item in items})
+
+
+@dataclass(frozen=True)
+class SearchedConversion(Conversion):
+    """A conversion whose fits are the files of a search, which its rewrites would make again."""
+
+    items: tuple[Replacement, ...] = ()
+    folder: Path = Path()
+
+    def plan(self) -> Weights:
+        """As `Conversion.plan`."""
+        return put_together(self.source.weights, self.items, self.folder)
+
+
+def costs_of(design: ModelConfig, lengths: Sequence[int], dtype: torch.dtype) -> dict[str, float]:
+    """`parameters`, and at each context length the bytes of state `state@N` and the FLOPs per token `flops@N`."""
+    shapes = build_distinct_layers(design, dtype)
+    costs: dict[str, float] = {}
+    for length in lengths:
+        measured = measure_size(shapes, length)
+        costs[f"state@{length}"] = measured.state_bytes - measured.position_table_bytes
+        costs[f"flops@{length}"] = measured.flops_per_token
+        costs["parameters"] = measured.parameters
+    return costs
+
+
+def saved_costs(
+    source: Weights, items: Sequence[Replacement], lengths: Sequence[int]
+) -> tuple[dict[str, FloatArray], dict[str, float]]:
+    """What each replacement alone adds to each cost, and the costs of the source."""
+    design, dtype = source.design, source.dtype
+    totals = costs_of(design, lengths, dtype)
+    known: dict[tuple[LayerConfig, LayerConfig], dict[str, float]] = {}
+    rows = []
+    for item in items:
+        key = (design.layers[item.layer], item.config)
+        if key not in known:
+            known[key] = costs_of(replace_layers(design, {item.layer: item.config}), lengths, dtype)
+        rows.append(known[key])
+    return {name: np.array([row[name] - total for row in rows]) for name, total in totals.items()}, totals
+
+
+# What replacements do to the logits.
+
+
+class Evaluator:
+    """The source in memory, and what replaced layers do to its logits on a text; its parameters are shared."""
+
+    def __init__(self, source: Weights, text: CalibrationText, folder: Path, model: Decoder | None = None) -> None:
+        """model: the source in memory; None: it is read."""
+        self.source, self.text, self.folder = source, text, folder
+        dtype = torch.promote_types(source.dtype, torch.float32)
+        self.model = build_model(source).to(text.device, dtype) if model is None else model
+        self.reference = self.hidden(self.model)
+        counts = [int(count) for layout in text.layouts for count in (layout.positions >= 0).sum(1)]
+        self.rows = np.repeat(np.arange(len(counts)), counts)  # of each token
+        self.row_count = len(counts)
+
+    @torch.no_grad()
+    def hidden(self, model: Decoder) -> Tensor:
+        """The final hidden states of all tokens [N, width]."""
+        pairs = zip(self.text.batches, self.text.layouts, strict=True)
+        return torch.cat([model(batch, layout)[0][layout.positions >= 0] for batch, layout in pairs])
+
+    def replaced(self, items: Sequence[Replacement]) -> Decoder:
+        """The source with some layers replaced."""
+        design = put_together(self.source, items, self.folder).design
+        layers = {item.layer: dict(read_tensor_file(self.folder / item.file_name)) for item in items}
+        model, own = build(design, device="meta").eval(), dict(self.model.named_parameters())
+        for name, _ in list(model.named_parameters()):
+            number, _, relative = name.removeprefix(LAYER_PREFIX).partition(".")
+            is_new = name.startswith(LAYER_PREFIX) and int(number) in layers
+            value = layers[int(number)][relative].to(self.reference) if is_new else own[name]
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(value.detach(), requires_grad=False))
+        model.tie()
+        return model
+
+    def divergence(self, items: Sequence[Replacement]) -> FloatArray:
+        """KL(source ‖ replaced) in nats, the mean over the tokens of each sequence [S]."""
+        kl: FloatArray = self.measure([self.hidden(self.replaced(items)).cpu().numpy()])[0][0]
+        return kl
+
+    @torch.no_grad()
+    def bits(self, items: Sequence[Replacement], byte_lengths: np.ndarray) -> tuple[float, int]:
+        """The bits and bytes of all next tokens within documents, with some layers replaced.
+
+        byte_lengths: of each token; those of 0 or -1 bytes (end tokens) count for nothing.
+        """
+        hidden, start, bits, size = self.hidden(self.replaced(items)), 0, 0.0, 0
+        for batch, layout in zip(self.text.batches, self.text.layouts, strict=True):
+            is_token, ids = layout.positions >= 0, layout.dense_segment_ids
+            own = torch.full((*batch.shape, hidden.shape[1]), 0.0).to(hidden)
+            own[is_token] = hidden[start : start + int(is_token.sum())]
+            start += int(is_token.sum())
+            lengths = torch.from_numpy(np.asarray(byte_lengths)).to(batch.device)[batch[:, 1:]]
+            scored = is_token[:, :-1] & is_token[:, 1:] & (ids[:, 1:] == ids[:, :-1]) & (lengths > 0)
+            losses = token_losses(own[:, :-1][scored], self.model.head.output_head, batch[:, 1:][scored])
+            bits, size = bits + float(losses.double().sum()) / math.log(2), size + int(lengths[scored].sum())
+        return bits, size
+
+    @torch.no_grad()
+    def measure(self, changed: Sequence[np.ndarray]) -> tuple[FloatArray, FloatArray]:
+        """The KL of each model by sequence [m, S], and the Gram matrix of the changes of the logits [m, m].
+
+        changed: final hidden states [N, width] of m models. The Gram matrix is E_tokens[Cov_p(D_a, D_b)], p: of the
+        source. Reads a few tokens of all models at a time.
+        """
+        head, count = self.model.head, len(changed)
+        kl, gram = np.zeros((count, len(self.rows))), np.zeros((count, count))
+        tokens = max(1, CHUNK_ELEMENTS // ((count + 3) * head.weight.shape[0]))
+        for start in range(0, len(self.rows), tokens):
+            part = slice(start, start + tokens)
+            logits = head(self.reference[part])
+            log_p = logits.log_softmax(-1)
+            p = log_p.exp()
+            root, scaled = p.sqrt(), []
+            for number, hidden in enumerate(changed):
+                new = head(torch.from_numpy(np.array(hidden[part])).to(logits))
+                kl[number, part] = (p * (log_p - new.log_softmax(-1))).sum(-1).double().cpu().numpy()
+                change = new - logits
+                scaled.append(((change - (p * change).sum(-1, keepdim=True)) * root).flatten())
+            rows = torch.stack(scaled)
+            gram += (rows @ rows.T).double().cpu().numpy()
+        by_row: FloatArray = np.stack([np.bincount(self.rows, row, self.row_count) for row in kl])
+        by_row /= np.bincount(self.rows, minlength=self.row_count)
+        return by_row, gram / len(self.rows)
+
+
+def single_scores(evaluator: Evaluator, items: Sequence[Replacement], folder: Path) -> Iterator[Replacement]:
+    """Save the final hidden states with each replacement alone, if they are not; yield each."""
+    for item in items:
+        path = hidden_path(item, folder)
+        if not path.is_file():
+            hidden = evaluator.hidden(evaluator.replaced([item])).cpu().numpy()
+            with replace_file(path) as temporary, temporary.open("wb") as file:
+                np.save(file, hidden)
+            yield item
+
+
+def hidden_path(item: Replacement, folder: Path) -> Path:
+    """The final hidden states with a replacement alone."""
+    return (folder / item.file_name).with_suffix(".npy")
+
+
+def measure_singles(evaluator: Evaluator, items: Sequence[Replacement], folder: Path) -> tuple[FloatArray, FloatArray]:
+    """The KL of each replacement alone by sequence [m, S], and their Gram matrix [m, m]."""
+    return evaluator.measure([np.load(hidden_path(item, folder), mmap_mode="r") for item in items])
