@@ -203,9 +203,7 @@ def test_lengths_choose_the_kernel_of_attention() -> None:
 def test_a_run_continues_with_the_choices_that_it_began_with(
     measures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        runtime_module, "medium_is_exact", lambda: True
-    )  # AMX has it in bfloat16
+    monkeypatch.setattr(runtime_module, "medium_is_exact", lambda: True)  # AMX has it in bfloat16
     texts, design = small.folder(tmp_path / "text"), small.design_file(tmp_path / "design.yaml")
     options = ["--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--threads", "1", "--quiet"]
     line = ["train", str(design), "--data", str(texts), "--out", str(tmp_path / "run"), *options]
