@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -33,6 +33,7 @@ from heddle.numerics.experts.mixture import route
 from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards.moe import MoE
 from heddle.parts.layout import Layout
+from heddle.parts.positions import Rotation
 from heddle.progress import progress_bar
 from heddle.storage.file_io import write_file
 from heddle.storage.tensor_file import write_tensor_file
@@ -47,7 +48,8 @@ REORDERINGS = 20  # of the sums of each product, in the first row
 REORDERINGS_OF_ALL = 4  # in the others
 SAFETY = 4.0  # times the largest error of any reordering is the tolerance
 ROUTER_NOISE = {"float32": 1e-5, "bfloat16": 0.05}  # of router logits: what would choose otherwise is not compared
-MAX_LONG = 640  # tokens of the row that passes the original length of a RoPE scaling
+LONG = 272  # tokens of the last row: more positions than bfloat16 has integers
+MAX_LONG = 640  # of it, where it passes the original length of a RoPE scaling
 ROLLBACK_FROM, ROLLBACK_TO = 20, 12
 MIN_LEAD = 1e-2  # of a greedy token's logit over the next
 SEEDS = 16  # drawn until a model has clear choices
@@ -163,7 +165,7 @@ def drawn_model(design: ModelConfig, seed: int) -> Decoder:
 
 
 def rows_of(model: Decoder) -> list[list[int]]:
-    """The token rows: three of other lengths, one that goes on otherwise, and one beyond a scaling's length."""
+    """The token rows: three of other lengths, one that goes on otherwise, and a long one, beyond a scaling's length."""
     limit = model.position_limit or MAX_LONG
     vocabulary = int(model.config.vocab_size or 0)
 
@@ -173,9 +175,10 @@ def rows_of(model: Decoder) -> list[list[int]]:
 
     rows = [row(f"row {index}", length) for index, length in enumerate(ROW_LENGTHS)]
     rows.append([*rows[0][:ROLLBACK_TO], *row("another end", 9)])
-    trained = [scaling.original_length for scaling in _scalings(model.config)]
-    if trained and min(MAX_LONG, limit) >= max(trained) + 8 > len(rows[0]):
-        rows.append(row("long", max(trained) + 8))
+    beyond = [scaling.original_length + 8 for scaling in _scalings(model.config)]
+    longest = max([LONG, *(length for length in beyond if length <= MAX_LONG)])
+    if limit > len(rows[0]):
+        rows.append(row("long", longest))
     return rows
 
 
@@ -291,11 +294,13 @@ def _cases(model: Decoder, goldens: Goldens) -> Iterator[dict[str, Any]]:
     if not model.causal:
         return
     length = len(goldens.rows[0])
+    yield {"property": "padding", "way": "padded", "side": "left", "rows": [0, 1, 2], "cuts": [length - 3]}
     for cuts in CUTS:
         yield {"property": "cuts", "way": "cut", "rows": [0], "cuts": [cut for cut in cuts if cut < length]}
     yield {"property": "rollback", "way": "rollback", "rows": [0, 3], "read": ROLLBACK_FROM, "keep": ROLLBACK_TO}
     yield {"property": "batch change", "way": "dropped", "rows": [1, 0], "read": len(goldens.rows[1]) - 4}
-    yield {"property": "greedy text", "way": "greedy", "rows": [1], "tokens": _greedy(model, goldens.rows[1])}
+    if tokens := _greedy(model, goldens.rows[1]):
+        yield {"property": "greedy text", "way": "greedy", "rows": [1], "tokens": tokens}
 
 
 def _greedy(model: Decoder, row: Sequence[int]) -> list[int]:
@@ -430,17 +435,55 @@ def _feeding_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequen
     yield from bug("positions begin after the padding", "padding", 1, rows[1], start=len(padding))
     yield from bug("packed texts see each other", "packing", 0, [*rows[1], *rows[0]])
     if model.causal:
-        cut, kept = 7, 12
+        cut, kept = 7, ROLLBACK_TO
+        pieces = list(zip([0, *CUTS[1]], [*CUTS[1], len(rows[0])], strict=True))
+        restarted = [position - start for start, stop in pieces for position in range(start, stop)]
+        later = [position + (position >= kept) * (ROLLBACK_FROM - kept) for position in range(len(rows[3]))]
+        yield from bug("the text before is still in the cache", "logits", 1, [*rows[0], *rows[1]])
         yield from bug("the cache is lost at a cut", "cuts", 0, rows[0][cut:], start=cut, kept=cut)
         yield from bug("positions restart at a cut, without the cache", "cuts", 0, rows[0][cut:], kept=cut)
+        yield from _turned_bug(model, "positions restart at each cut", "cuts", 0, rows, goldens, restarted)
         yield from bug("removed tokens stay in the cache", "rollback", 3, [*rows[0][:20], *rows[3][kept:]], kept=kept)
+        yield from _turned_bug(model, "removed tokens still count as positions", "rollback", 3, rows, goldens, later)
+        text = [*rows[0], *rows[1]]
+        again = [*range(len(rows[0])), *range(len(rows[1]))]
+        yield from _turned_bug(
+            model, "the text before is still in the cache, positions restart", "logits", 1, [[], text], goldens, again
+        )
+
+
+def _turned_bug(
+    model: Decoder,
+    name: str,
+    what: str,
+    row: int,
+    rows: Sequence[Sequence[int]],
+    goldens: Sequence[Tensor],
+    positions: list[int],
+) -> Iterator[Bug]:
+    """A row whose queries and keys are rotated by other positions than the mask's; its last tokens are compared."""
+
+    def turned(module: nn.Module, arguments: tuple[Tensor, Layout]) -> tuple[Tensor, Layout]:
+        x, layout = arguments
+        return x, replace(layout, positions=torch.tensor([positions]), start=None, is_checked=True, cache={})
+
+    rotations = [module for module in model.modules() if isinstance(module, Rotation)]
+    handles = [module.register_forward_pre_hook(turned) for module in rotations]
+    try:
+        logits = _logits(model, rows[min(row, len(rows) - 1)]) if rotations else None
+    finally:
+        for handle in handles:
+            handle.remove()
+    if logits is not None:
+        last = logits[-len(goldens[row]) :]
+        yield Bug(name, what, row, last, _distance(last, goldens[row]))
 
 
 def _tensors(goldens: Goldens, bugs: Sequence[Bug]) -> dict[str, Tensor]:
     tensors = {}
     for index, logits in enumerate(goldens.logits):
         tensors[f"rows.{index}.logits"] = logits
-        for layer, hidden in enumerate(goldens.hidden[index]):
+        for layer, hidden in enumerate(goldens.hidden[index] if index <= len(ROW_LENGTHS) else ()):
             tensors[f"rows.{index}.hidden.{layer}"] = hidden
         for layer, experts in goldens.experts[index].items():
             tensors[f"rows.{index}.experts.{layer}"] = experts
