@@ -1,5 +1,6 @@
 """Conformance kits: equal wherever they are built, right engines are right, and wrong ones are named."""
 
+import ast
 import json
 import shutil
 import subprocess
@@ -37,6 +38,7 @@ from heddle.parts.positions import Rotation
 from heddle.storage.tensor_file import read_tensor_file
 from tests.exchange.cases import CASES
 from tests.laws.planting import calls
+from tools.conformance_mutants import changeable
 
 FEW = ("mistral", "qwen3_moe")
 
@@ -336,3 +338,25 @@ def test_wrong_arguments_are_one_sentence(
     error = capsys.readouterr().err.strip()
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+def test_mutants_are_single_changes_of_what_gives_logits() -> None:
+    source = """
+def f(self, q, k, labels=None):
+    if labels is not None:
+        loss = q * 2
+    if q.shape[0] < 1:
+        raise ValueError("a" + "b")
+    q = self.norm(q).transpose(1, 2) * 0.5
+    return torch.where(q, k)
+"""
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    found = {(getattr(node, "lineno", 0), change) for node, change, _ in changeable(function)}
+    assert {line for line, change in found if change != "condition"} == {7, 8}
+    assert {change for _, change in found} == {"condition"} | {
+        "statement left out", "factor left out", "operation", "constant", "transpose left out", "call left out",
+        "arguments exchanged",
+    }  # fmt: skip
+    for node, _, new in changeable(function):
+        assert new is None or ast.unparse(new) != ast.unparse(node)
