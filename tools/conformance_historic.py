@@ -4,11 +4,12 @@
 
 A bug's faulty code path is re-created in heddle's own code, by the plant that `tests/laws/test_planted.py` has for it,
 or in transformers here. An engine runs with it in a forked child: in float32, and in bfloat16 if nothing is wrong. What
-no kit can see is counted apart, with why. `--seen-in` runs one row.
+no kit can see is counted apart, with why. `--seen-in` runs the rows that match it, and keeps the others of `--out`.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -57,6 +58,40 @@ def other_layout(patch: Patch) -> None:
         return tuple(x * pairs[0] + turned(x) * pairs[1] for x in (q, k))
 
     patch.setattr(modeling_llama, "apply_rotary_pos_emb", apply)
+
+
+def positions_restart(patch: Patch) -> None:
+    """Positions count from the start of each call; the cache is whole."""
+    run = TransformersModel._run
+    patch.setattr(TransformersModel, "_run", lambda self, tokens, start=0, **inputs: run(self, tokens, 0, **inputs))
+
+
+def positions_after_rollback(patch: Patch) -> None:
+    """After a rollback from 20 tokens to 12, positions go on from 20."""
+    run = TransformersModel._run
+
+    def wrong(self: Any, tokens: Any, start: int = 0, **inputs: Any) -> Any:
+        return run(self, tokens, 20 if start == 12 and len(tokens) > 1 else start, **inputs)
+
+    patch.setattr(TransformersModel, "_run", wrong)
+
+
+def wider_window(patch: Patch) -> None:
+    """A mask with one key more."""
+    from transformers import masking_utils
+
+    overlay = masking_utils.sliding_window_overlay
+    patch.setattr(masking_utils, "sliding_window_overlay", lambda window: overlay(window + 1))
+
+
+def unused_memory(patch: Patch) -> None:
+    """Unused slots are multiplied by zero, and memory is not a number before it is written."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    PLANTS["unused slots multiplied by weights of zero"](patch)
+
+
+IN_HEDDLE = (slower_after_long_texts, unused_memory)
 
 
 def positions_in_the_window(patch: Patch) -> None:
@@ -126,6 +161,18 @@ def chunks_alone(patch: Patch) -> None:
     _masks(changed)
 
 
+def epsilon_outside(patch: Patch) -> None:
+    """The epsilon is added to the root."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        root = wide.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon
+        return self.weight * (wide / root).to(x.dtype)
+
+    patch.setattr(LlamaRMSNorm, "forward", forward)
+
+
 class Row(NamedTuple):
     """A shipped bug. plant: a description in `BUGS`, or a change of transformers; None: why no kit can see it."""
 
@@ -141,27 +188,27 @@ ROWS = [
     Row("Megatron-LM#744", "llama", "rotary frequencies in a buffer that a dtype conversion rounds"),
     Row("transformers#27033", "llama", slower_after_long_texts),
     Row("unsloth#4078", "llama", "the first row's positions used for every row"),
-    Row("C2C#19, transformers#43082", "llama", "positions that restart in every chunk"),
+    Row("C2C#19, transformers#43082", "llama", positions_restart),
     Row("Token-Print#268", "mistral", positions_in_the_window),
     Row("transformers#37574", "mistral", "a ring buffer unrolled one step too far"),
     Row("transformers#47708", "mistral", "ring buffer slots off by one"),
     Row("transformers#45940", "llama", "attention to unused slots beyond the text"),
     Row("litgpt#2182, mlxcel#405", "mistral", "a ring buffer overwritten before it is read"),
-    Row("mlxcel#678", "gpt_oss", "positions of a ring buffer rolled the wrong way"),
-    Row("Megatron-Bridge#2656", "mistral", "a window one key too wide in the mask"),
+    Row("mlxcel#678", "mistral", "positions of a ring buffer rolled the wrong way"),
+    Row("Megatron-Bridge#2656", "mistral", wider_window),
     Row("pytorch#108108", "llama", "a causal mask aligned to the first key instead of the last"),
     Row("transformers#48821", "llama", "a causal mask left out"),
     Row("pytorch#103749, unsloth#9848", "llama", rows_without_keys),
-    Row("pytorch#101967", "llama", "unused slots multiplied by weights of zero"),
+    Row("pytorch#101967", "llama", unused_memory),
     Row("candle#3743", "llama", chunks_alone),
     Row("tt-metal#48899", "qwen3", another_row_after_64),
     Row("vllm#23279", "qwen3_next", "a recurrent state that does not decay between chunks"),
     Row("LMCache#4385", "llama", another_request),
-    Row("mlx-lm#1494", "llama", "a row that continues from its position before the rollback"),
+    Row("mlx-lm#1494", "llama", positions_after_rollback),
     Row("nanoVLM#204", "llama", "the documents of a packed row attended to as one"),
-    Row("onnx#7274, axlearn#842", "llama", "key heads tiled instead of repeated"),
+    Row("onnx#7274, axlearn#842", "llama", "query heads assigned to groups in strides in the unmasked kernel"),
     Row("transformers#29402, gemma_pytorch#67", "llama", weight_before_the_cast),
-    Row("gpt-neox#1345", "llama", "an epsilon outside the square root"),
+    Row("gpt-neox#1345", "llama", epsilon_outside),
     Row("llama.cpp#11446, flashinfer#551", "deepseek_v3", "absorbed values sliced from the wrong end"),
     Row("transformers#28163", "", None, "scores overflow in float16 alone, which kits have no tolerance for"),
     Row("flash-linear-attention#77, #389", "", None, "the gates that overflow are larger than those of drawn weights"),
@@ -193,7 +240,7 @@ def wrong_without(folders: tuple[Path, ...], in_heddle: bool, dtype: str) -> dic
 
 def check(row: Row, folders: list[Path]) -> dict[str, Any]:
     """Plant the bug and run the cases: in float32, and where nothing is wrong in bfloat16."""
-    in_heddle = isinstance(row.plant, str) or row.plant is slower_after_long_texts
+    in_heddle = isinstance(row.plant, str) or row.plant in IN_HEDDLE
     plant: Any = PLANTS[row.plant] if isinstance(row.plant, str) else row.plant
     found, dtype = {}, ""
     for dtype in DTYPES:
@@ -223,9 +270,11 @@ def main() -> int:
     warm = next(folder for kit in arguments.kits for folder in kit.glob("llama/*"))
     for in_heddle in (True, False):  # what every child would import
         wrong_cases([warm], in_heddle, "float32", None)
-    lines = []
+    lines: list[dict[str, Any]] = []
+    before = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
     for row in ROWS:
-        if arguments.seen_in not in row.seen_in:
+        if not re.search(arguments.seen_in, row.seen_in):
+            lines += [line for line in before if line["seen in"] == row.seen_in]
             continue
         line: dict[str, Any] = {"seen in": row.seen_in, "family": row.family, "found": False, "why": row.why}
         if row.plant is not None:

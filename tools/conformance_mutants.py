@@ -452,8 +452,10 @@ def run(kits: list[Path], count: int, seed: int, record: Path, seconds: float) -
                     break
 
 
-def report(record: Path) -> dict[str, Any]:
-    """The counts by side and family, and the survivors."""
+def report(record: Path, out: Path) -> dict[str, Any]:
+    """The counts by side and family, and the survivors; what shows that one is equivalent is kept from `out`."""
+    last = json.loads(out.read_text(encoding="utf-8")).get("survivors", ()) if out.exists() else ()
+    shown = {line["key"]: line["equivalent"] for line in last if line.get("equivalent")}
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
     ran = [line for line in lines if not line.get("unreached")]
 
@@ -463,6 +465,7 @@ def report(record: Path) -> dict[str, Any]:
         return {
             "mutants": len(chosen), "found": len(found), "raised": len(found) - len(answered),
             "named": sum(line["bug"] is not None for line in answered), "survive": len(chosen) - len(found),
+            "equivalent": sum(line["key"] in shown for line in chosen if not line["found"]),
             "survive with the same bits": sum(bool(line.get("same_bits")) for line in chosen),
         }  # fmt: skip
 
@@ -475,8 +478,8 @@ def report(record: Path) -> dict[str, Any]:
                      for name in sorted({line["family"] for line in ran})},
         "found by": dict(Counter(f"{line.get('engine')} {line.get('dtype')} {line['property']}"
                                  for line in ran if line["found"]).most_common()),
-        "survivors": [{name: line[name] for name in ("key", "line", "change", "same_bits")} for line in ran
-                      if not line["found"]],
+        "survivors": [{name: line[name] for name in ("key", "line", "change", "same_bits")}
+                      | {"equivalent": shown.get(line["key"])} for line in ran if not line["found"]],
     }  # fmt: skip
 
 
@@ -493,7 +496,9 @@ def main() -> int:
     if arguments.report is None:
         run(arguments.kits, arguments.count, arguments.seed, arguments.record, arguments.seconds)
         return 0
-    arguments.report.write_text(json.dumps(report(arguments.record), indent=1) + "\n", encoding="utf-8")
+    arguments.report.write_text(
+        json.dumps(report(arguments.record, arguments.report), indent=1) + "\n", encoding="utf-8"
+    )
     return 0
 
 

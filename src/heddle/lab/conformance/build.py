@@ -33,6 +33,7 @@ from heddle.numerics.experts.mixture import route
 from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards.moe import MoE
 from heddle.parts.layout import Layout
+from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions import Rotation
 from heddle.progress import progress_bar
 from heddle.storage.file_io import write_file
@@ -42,7 +43,8 @@ from heddle.torch_private import LightDispatchMode
 FORMAT = 1
 CASES_FILE, GOLDENS_FILE, KIT_FILE, READER_FILE = "cases.json", "goldens.safetensors", "kit.json", "reader.py"
 ROW_LENGTHS = (48, 17, 5)  # of the rows that are padded and packed together
-CUTS = ((1,), (7, 8, 19), tuple(range(1, 48)))  # where rows are cut: after the first token, unevenly, everywhere
+CUTS = ((1,), (7, 8, 10, 19), tuple(range(1, 48)))  # where rows are cut: after the first token, unevenly, everywhere
+GOES_ON = 3  # tokens of each row of a padded batch that are read from its cache
 GREEDY = 24  # tokens of a greedy text
 REORDERINGS = 20  # of the sums of each product, in the first row
 REORDERINGS_OF_ALL = 4  # in the others
@@ -294,7 +296,7 @@ def _cases(model: Decoder, goldens: Goldens) -> Iterator[dict[str, Any]]:
     if not model.causal:
         return
     length = len(goldens.rows[0])
-    yield {"property": "padding", "way": "padded", "side": "left", "rows": [0, 1, 2], "cuts": [length - 3]}
+    yield {"property": "padding", "way": "padded", "side": "left", "rows": [0, 1, 2], "cuts": [length - GOES_ON]}
     for cuts in CUTS:
         yield {"property": "cuts", "way": "cut", "rows": [0], "cuts": [cut for cut in cuts if cut < length]}
     yield {"property": "rollback", "way": "rollback", "rows": [0, 3], "read": ROLLBACK_FROM, "keep": ROLLBACK_TO}
@@ -445,11 +447,24 @@ def _feeding_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequen
         yield from _turned_bug(model, "positions restart at each cut", "cuts", 0, rows, goldens, restarted)
         yield from bug("removed tokens stay in the cache", "rollback", 3, [*rows[0][:20], *rows[3][kept:]], kept=kept)
         yield from _turned_bug(model, "removed tokens still count as positions", "rollback", 3, rows, goldens, later)
-        text = [*rows[0], *rows[1]]
-        again = [*range(len(rows[0])), *range(len(rows[1]))]
+        both, again = [[], [*rows[0], *rows[1]]], [*range(len(rows[0])), *range(len(rows[1]))]
+        name = "the text before is still in the cache, positions restart"
+        yield from _turned_bug(model, name, "logits", 1, both, goldens, again)
+        late = [*range(len(rows[1]) - GOES_ON), *range(len(rows[0]) - GOES_ON, len(rows[0]))]
         yield from _turned_bug(
-            model, "the text before is still in the cache, positions restart", "logits", 1, [[], text], goldens, again
+            model, "a padded batch goes on at the positions of its longest row", "padding", 1, rows, goldens, late
         )
+        for window in {
+            layer.mixer.window for _, layer in model.config.expand() if isinstance(layer.mixer, AttentionConfig)
+        }:
+            if window is not None:
+                inside = [min(start, window - 1) + index for start, stop in pieces for index in range(stop - start)]
+                yield from _turned_bug(
+                    model, "positions are counted within the window", "cuts", 0, rows, goldens, inside
+                )
+    both, again = [[*rows[1], *rows[0]]], [*range(len(rows[1])), *range(len(rows[0]))]
+    name = "packed texts see each other, positions restart"
+    yield from _turned_bug(model, name, "packing", 0, both, goldens, again)
 
 
 def _turned_bug(

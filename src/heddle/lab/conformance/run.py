@@ -156,7 +156,9 @@ def _named(
         if distances:
             found[bug["name"]] = min(distances) if own else max(distances)
     nearest = min(found, key=found.__getitem__, default=None)
-    return nearest if nearest is not None and found[nearest] <= tolerance else None
+    if nearest is not None and found[nearest] <= tolerance:
+        return nearest
+    return None if all(bool(each.logits.isfinite().all()) for each in answers) else "logits are not numbers"
 
 
 def _first_wrong_layer(model: Model, row: Sequence[int], goldens: Mapping[str, Tensor]) -> int | None:
