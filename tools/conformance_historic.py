@@ -76,6 +76,21 @@ def positions_after_rollback(patch: Patch) -> None:
     patch.setattr(TransformersModel, "_run", wrong)
 
 
+def tiled_heads(patch: Patch) -> None:
+    """Key and value heads are tiled, not repeated."""
+    from transformers.models.llama import modeling_llama
+
+    attend = modeling_llama.eager_attention_forward
+
+    def wrong(module: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+        groups, module.num_key_value_groups = module.num_key_value_groups, 1
+        result = attend(module, q, k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1), *rest, **options)
+        module.num_key_value_groups = groups
+        return result
+
+    patch.setattr(modeling_llama, "eager_attention_forward", wrong)
+
+
 def wider_window(patch: Patch) -> None:
     """A mask with one key more."""
     from transformers import masking_utils
@@ -206,7 +221,7 @@ ROWS = [
     Row("LMCache#4385", "llama", another_request),
     Row("mlx-lm#1494", "llama", positions_after_rollback),
     Row("nanoVLM#204", "llama", "the documents of a packed row attended to as one"),
-    Row("onnx#7274, axlearn#842", "llama", "query heads assigned to groups in strides in the unmasked kernel"),
+    Row("onnx#7274, axlearn#842", "llama", tiled_heads),
     Row("transformers#29402, gemma_pytorch#67", "llama", weight_before_the_cast),
     Row("gpt-neox#1345", "llama", epsilon_outside),
     Row("llama.cpp#11446, flashinfer#551", "deepseek_v3", "absorbed values sliced from the wrong end"),

@@ -103,9 +103,11 @@ def _run_model(folder: Path, engine: Engine, dtype: str) -> Iterator[Finding]:
             head = (*name, case["property"], case["way"])
             try:
                 if case["way"] == "greedy":
-                    row = case["rows"][0]
-                    written = model.greedy(rows[row], len(case["tokens"])) if clear[row] == len(rows[row]) else None
-                    right = written is None or written[: len(case["tokens"])] == case["tokens"]
+                    row, leads = case["rows"][0], case["leads"]
+                    safe = next((at for at, lead in enumerate(leads) if lead <= 2 * tolerance), len(leads))
+                    is_clear = safe > 0 and clear[row] == len(rows[row])
+                    written = model.greedy(rows[row], safe) if is_clear else None
+                    right = written is None or written[:safe] == case["tokens"][:safe]
                     yield Finding(*head, RIGHT if right else WRONG, reason="" if right else f"wrote {written}")
                     continue
                 answers = model.answer(case, rows)
@@ -295,8 +297,8 @@ class HeddleModel:
             if "cuts" in case:  # the batch goes on from its padded start
                 read = case["cuts"][0]
                 state = self.model.init_state(len(lengths), cache_length=tokens.shape[1])
-                first, state = self._run(tokens[:, :read], Layout.of(layout.positions[:, :read]), state)
-                logits = torch.cat((first, self._run(tokens[:, read:], None, state)[0]), 1)
+                begun, state = self._run(tokens[:, :read], Layout.of(layout.positions[:, :read]), state)
+                logits = torch.cat((begun, self._run(tokens[:, read:], None, state)[0]), 1)
             else:
                 logits, _ = self._run(tokens, layout)
             return [
