@@ -1,5 +1,6 @@
 """Conformance kits: equal wherever they are built, right engines are right, and wrong ones are named."""
 
+import ast
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -48,8 +50,12 @@ from heddle.lab.conformance.run import (
     table,
 )
 from heddle.model.decoder import Decoder
+from heddle.numerics.rotary import rotary_table
+from heddle.parts.positions import Rotation
 from heddle.storage.tensor_file import read_tensor_file
 from tests.exchange.cases import CASES
+from tests.laws.planting import calls
+from tools.conformance_mutants import changeable
 from tools.llama_cpp.runner import HERE, install
 
 FEW = ("mistral", "qwen3_moe")
@@ -143,7 +149,7 @@ def test_a_wrong_answer_is_named(kit: Path, tmp_path: Path, family: str, fields:
 def test_a_lost_cache_is_named(kit: Path) -> None:
     class Forgetful(HeddleModel):
         def answer(self, case: Any, rows: Any) -> Any:
-            if case["way"] != "cut" or case["cuts"] != [7, 8, 19]:
+            if case["way"] != "cut" or case["cuts"] != [7, 8, 10, 19]:
                 return super().answer(case, rows)
             whole = super().answer({"way": "whole", "rows": [0]}, rows)[0].logits
             lost = super().answer({"way": "whole", "rows": [0]}, [rows[0][7:]])[0].logits
@@ -155,6 +161,83 @@ def test_a_lost_cache_is_named(kit: Path) -> None:
 
     wrong = [each for each in run_kit(kit, opened, families=["mistral"]) if each.status == WRONG]
     assert [(each.property, each.bug) for each in wrong] == [("cuts", "the cache is lost at a cut")]
+
+
+def wrong_findings(kit: Path, model: type[TransformersModel]) -> set[tuple[str, str | None]]:
+    """The properties and names of what a class that feeds transformers wrongly gets."""
+
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Model]:
+        yield model(folder, torch.float32, "eager")
+
+    return {(each.property, each.bug) for each in run_kit(kit, opened, families=["mistral"]) if each.status == WRONG}
+
+
+def test_positions_that_restart_at_cuts_are_named(kit: Path) -> None:
+    class Restarting(TransformersModel):
+        def _run(self, tokens: Any, start: int = 0, **inputs: Any) -> Any:
+            return super()._run(tokens, 0, **inputs)
+
+    found = wrong_findings(kit, Restarting)
+    assert ("cuts", "positions restart at each cut") in found
+    assert {what for what, _ in found} == {"cuts", "batch change"}
+
+
+def test_positions_after_rollback_are_named(kit: Path) -> None:
+    class Late(HeddleModel):
+        def answer(self, case: Any, rows: Any) -> Any:
+            answers = super().answer(case, rows)
+            if case["way"] == "rollback":
+                rotations = [each for each in self.model.modules() if isinstance(each, Rotation)]
+                assert rotations
+                positions = torch.tensor([[*range(12), *range(20, 29)]])
+                handles = [
+                    each.register_forward_pre_hook(
+                        lambda _, inputs: (inputs[0], replace(inputs[1], positions=positions, start=None, cache={}))
+                    )
+                    for each in rotations
+                ]
+                logits = super().answer({"way": "whole", "rows": [3]}, rows)[0].logits
+                for handle in handles:
+                    handle.remove()
+                answers[1] = replace(answers[1], logits=logits[12:])
+            return answers
+
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Model]:
+        yield Late(folder, torch.float32)
+
+    wrong = [each for each in run_kit(kit, opened, families=["mistral"]) if each.status == WRONG]
+    assert {(each.property, each.bug) for each in wrong} == {("rollback", "removed tokens still count as positions")}, (
+        table(wrong)
+    )
+
+
+def test_a_batch_that_goes_on_at_one_position_is_wrong(kit: Path) -> None:
+    class OnePosition(TransformersModel):
+        def _padded(self, tokens: Any, mask: Any, cache: Any, read: int = 0) -> Any:
+            return super()._padded(tokens, torch.ones_like(mask) if read else mask, cache, read)
+
+    assert {what for what, _ in wrong_findings(kit, OnePosition)} == {"padding"}
+
+
+def test_a_cache_of_the_text_before_is_named(kit: Path) -> None:
+    class Leftover(TransformersModel):
+        left = None
+
+        def _run(self, tokens: Any, start: int = 0, **inputs: Any) -> Any:
+            result = super()._run(tokens, start, **{"past_key_values": self.left, **inputs, "use_cache": True})
+            self.left = result.past_key_values if len(tokens) == 48 else None
+            return result
+
+    found = wrong_findings(kit, Leftover)
+    assert ("logits", "the text before is still in the cache, positions restart") in found
+
+
+def test_half_precision_angles_are_seen_at_long_positions(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls(rotary_table, "angle_dtype", lambda angle_dtype, dtype: dtype)(monkeypatch)
+    findings = run_kit(kit, engine_of("heddle", "bfloat16"), "bfloat16", ["mistral"])
+    assert {each.property for each in findings if each.status == WRONG} == {"long positions"}
 
 
 def test_not_a_number_is_wrong(kit: Path) -> None:
@@ -461,3 +544,25 @@ def test_a_server_that_does_not_start_is_one_sentence(quantized: Path) -> None:
         list(run_kit(quantized, engine_of("http://127.0.0.1:9/v1 false {model}", "q8_0"), "q8_0"))
     with pytest.raises(ConfigError, match="lacks its command"):
         engine_of("http://127.0.0.1:9/v1", "q8_0")
+
+
+def test_mutants_are_single_changes_of_what_gives_logits() -> None:
+    source = """
+def f(self, q, k, labels=None):
+    if labels is not None:
+        loss = q * 2
+    if q.shape[0] < 1:
+        raise ValueError("a" + "b")
+    q = self.norm(q).transpose(1, 2) * 0.5
+    return torch.where(q, k)
+"""
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    found = {(getattr(node, "lineno", 0), change) for node, change, _ in changeable(function)}
+    assert {line for line, change in found if change != "condition"} == {7, 8}
+    assert {change for _, change in found} == {"condition"} | {
+        "statement left out", "factor left out", "operation", "constant", "transpose left out", "call left out",
+        "arguments exchanged",
+    }  # fmt: skip
+    for node, _, new in changeable(function):
+        assert new is None or ast.unparse(new) != ast.unparse(node)

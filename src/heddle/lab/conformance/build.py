@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -35,6 +35,8 @@ from heddle.numerics.experts.mixture import route
 from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards.moe import MoE
 from heddle.parts.layout import Layout
+from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.positions import Rotation
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
 from heddle.progress import progress_bar, quiet
@@ -53,7 +55,8 @@ Q8_0_BLOCK = 32
 WIDER = {"intermediate_size": 64, "n_inner": 64, "ffn_hidden_size": 64, "hidden_size": 96, "n_embd": 96, "head_dim": 16}
 END_TOKEN = "<|end|>"
 ROW_LENGTHS = (48, 17, 5)  # of the rows that are padded and packed together
-CUTS = ((1,), (7, 8, 19), tuple(range(1, 48)))  # where rows are cut: after the first token, unevenly, everywhere
+CUTS = ((1,), (7, 8, 10, 19), tuple(range(1, 48)))  # where rows are cut: after the first token, unevenly, everywhere
+GOES_ON = 3  # tokens of each row of a padded batch that are read from its cache
 GREEDY = 24  # tokens of a greedy text
 REORDERINGS = 20  # of the sums of each product, in the first row
 REORDERINGS_OF_ALL = 4  # in the others
@@ -63,7 +66,8 @@ ROUTER_NOISE = {
     "bfloat16": 0.05,
     "q8_0": 0.1,
 }  # of router logits: what would choose otherwise is not compared
-MAX_LONG = 640  # tokens of the row that passes the original length of a RoPE scaling
+LONG = 272  # tokens of the last row: more positions than bfloat16 has integers
+MAX_LONG = 640  # of it, where it passes the original length of a RoPE scaling
 ROLLBACK_FROM, ROLLBACK_TO = 20, 12
 MIN_LEAD = 2.0  # tolerances, of a greedy token's logit over the next
 SEEDS = 16  # drawn until a model has clear choices
@@ -254,7 +258,7 @@ def drawn_model(design: ModelConfig, seed: int) -> Decoder:
 
 
 def rows_of(model: Decoder) -> list[list[int]]:
-    """The token rows: three of other lengths, one that goes on otherwise, and one beyond a scaling's length."""
+    """The token rows: three of other lengths, one that goes on otherwise, and a long one, beyond a scaling's length."""
     limit = model.position_limit or MAX_LONG
     vocabulary = int(model.config.vocab_size or 0)
 
@@ -264,9 +268,10 @@ def rows_of(model: Decoder) -> list[list[int]]:
 
     rows = [row(f"row {index}", length) for index, length in enumerate(ROW_LENGTHS)]
     rows.append([*rows[0][:ROLLBACK_TO], *row("another end", 9)])
-    trained = [scaling.original_length for scaling in _scalings(model.config)]
-    if trained and min(MAX_LONG, limit) >= max(trained) + 8 > len(rows[0]):
-        rows.append(row("long", max(trained) + 8))
+    beyond = [scaling.original_length + 8 for scaling in _scalings(model.config)]
+    longest = max([LONG, *(length for length in beyond if length <= MAX_LONG)])
+    if limit > len(rows[0]):
+        rows.append(row("long", longest))
     return rows
 
 
@@ -399,6 +404,10 @@ def _cases(model: Decoder, goldens: Goldens, tolerances: Mapping[str, float]) ->
     if not model.causal:
         return
     length = len(goldens.rows[0])
+    # Where angles depend on a text's length, an engine that is told the last one rotates its beginning otherwise.
+    of_length = any(module.length_dependent for module in model.modules() if isinstance(module, Rotation))
+    if not of_length:
+        yield {"property": "padding", "way": "padded", "side": "left", "rows": [0, 1, 2], "cuts": [length - GOES_ON]}
     for cuts in CUTS:
         yield {"property": "cuts", "way": "cut", "rows": [0], "cuts": [cut for cut in cuts if cut < length]}
     switches = [each.original_length for each in _scalings(model.config)]
@@ -406,14 +415,16 @@ def _cases(model: Decoder, goldens: Goldens, tolerances: Mapping[str, float]) ->
     if switches and fixed and len(goldens.rows) > len(ROW_LENGTHS) + 1:
         switch, long = max(switches), len(goldens.rows) - 1
         yield {"property": "long positions", "way": "cut", "rows": [long], "cuts": [switch - 1, switch, switch + 1]}
-    yield {"property": "rollback", "way": "rollback", "rows": [0, 3], "read": ROLLBACK_FROM, "keep": ROLLBACK_TO}
+    if not of_length:
+        yield {"property": "rollback", "way": "rollback", "rows": [0, 3], "read": ROLLBACK_FROM, "keep": ROLLBACK_TO}
     yield {"property": "batch change", "way": "dropped", "rows": [1, 0], "read": len(goldens.rows[1]) - 4}
     tokens, leads = _greedy(model, goldens.rows[1], MIN_LEAD * min(tolerances.values()))
     sure = {
         name: next((index for index, lead in enumerate(leads) if lead < MIN_LEAD * tolerance), len(leads))
         for name, tolerance in tolerances.items()
     }
-    yield {"property": "greedy text", "way": "greedy", "rows": [1], "tokens": tokens, "sure": sure}
+    if tokens and not of_length:
+        yield {"property": "greedy text", "way": "greedy", "rows": [1], "tokens": tokens, "sure": sure}
 
 
 def _greedy(model: Decoder, row: Sequence[int], min_lead: float) -> tuple[list[int], list[float]]:
@@ -550,17 +561,68 @@ def _feeding_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequen
     yield from bug("positions begin after the padding", "padding", 1, rows[1], start=len(padding))
     yield from bug("packed texts see each other", "packing", 0, [*rows[1], *rows[0]])
     if model.causal:
-        cut, kept = 7, 12
+        cut, kept = 7, ROLLBACK_TO
+        pieces = list(zip([0, *CUTS[1]], [*CUTS[1], len(rows[0])], strict=True))
+        restarted = [position - start for start, stop in pieces for position in range(start, stop)]
+        later = [position + (position >= kept) * (ROLLBACK_FROM - kept) for position in range(len(rows[3]))]
+        yield from bug("the text before is still in the cache", "logits", 1, [*rows[0], *rows[1]])
         yield from bug("the cache is lost at a cut", "cuts", 0, rows[0][cut:], start=cut, kept=cut)
         yield from bug("positions restart at a cut, without the cache", "cuts", 0, rows[0][cut:], kept=cut)
+        yield from _turned_bug(model, "positions restart at each cut", "cuts", 0, rows, goldens, restarted)
         yield from bug("removed tokens stay in the cache", "rollback", 3, [*rows[0][:20], *rows[3][kept:]], kept=kept)
+        yield from _turned_bug(model, "removed tokens still count as positions", "rollback", 3, rows, goldens, later)
+        both, again = [[], [*rows[0], *rows[1]]], [*range(len(rows[0])), *range(len(rows[1]))]
+        name = "the text before is still in the cache, positions restart"
+        yield from _turned_bug(model, name, "logits", 1, both, goldens, again)
+        late = [*range(len(rows[1]) - GOES_ON), *range(len(rows[0]) - GOES_ON, len(rows[0]))]
+        yield from _turned_bug(
+            model, "a padded batch goes on at the positions of its longest row", "padding", 1, rows, goldens, late
+        )
+        for window in {
+            layer.mixer.window for _, layer in model.config.expand() if isinstance(layer.mixer, AttentionConfig)
+        }:
+            if window is not None:
+                inside = [min(start, window - 1) + index for start, stop in pieces for index in range(stop - start)]
+                yield from _turned_bug(
+                    model, "positions are counted within the window", "cuts", 0, rows, goldens, inside
+                )
+    both, again = [[*rows[1], *rows[0]]], [*range(len(rows[1])), *range(len(rows[0]))]
+    name = "packed texts see each other, positions restart"
+    yield from _turned_bug(model, name, "packing", 0, both, goldens, again)
+
+
+def _turned_bug(
+    model: Decoder,
+    name: str,
+    what: str,
+    row: int,
+    rows: Sequence[Sequence[int]],
+    goldens: Sequence[Tensor],
+    positions: list[int],
+) -> Iterator[Bug]:
+    """A row whose queries and keys are rotated by other positions than the mask's; its last tokens are compared."""
+
+    def turned(module: nn.Module, arguments: tuple[Tensor, Layout]) -> tuple[Tensor, Layout]:
+        x, layout = arguments
+        return x, replace(layout, positions=torch.tensor([positions]), start=None, is_checked=True, cache={})
+
+    rotations = [module for module in model.modules() if isinstance(module, Rotation)]
+    handles = [module.register_forward_pre_hook(turned) for module in rotations]
+    try:
+        logits = _logits(model, rows[min(row, len(rows) - 1)]) if rotations else None
+    finally:
+        for handle in handles:
+            handle.remove()
+    if logits is not None:
+        last = logits[-len(goldens[row]) :]
+        yield Bug(name, what, row, last, _distance(last, goldens[row]))
 
 
 def _tensors(goldens: Goldens, bugs: Sequence[Bug]) -> dict[str, Tensor]:
     tensors = {}
     for index, logits in enumerate(goldens.logits):
         tensors[f"rows.{index}.logits"] = logits
-        for layer, hidden in enumerate(goldens.hidden[index]):
+        for layer, hidden in enumerate(goldens.hidden[index] if index <= len(ROW_LENGTHS) else ()):
             tensors[f"rows.{index}.hidden.{layer}"] = hidden
         for layer, experts in goldens.experts[index].items():
             tensors[f"rows.{index}.experts.{layer}"] = experts
