@@ -49,24 +49,34 @@ def _moved(
     """The first watched token whose output moves, and the module in which it first does."""
     others = tokens.clone()
     others[:, changed] = tokens[:, changed] % (model.embed.weight.shape[0] - 1) + 1
-    before, after = (_outputs(model, each, layout) for each in (tokens, others))
+    before, after = (_streams(model, each, layout) for each in (tokens, others))
     indices = list(watched)
-    for name, output in after.items():
-        difference = (output[:, indices] - before[name][:, indices]).abs().flatten(2).amax((0, 2)).nan_to_num(nan=1.0)
-        if bool((difference > TOLERANCE).any()):
-            return indices[int((difference > TOLERANCE).nonzero()[0])], f", by {name}" if name else ""
-    return None
+
+    def first_difference(name: str, side: int) -> int | None:
+        pair = [streams[name][side][:, indices] for streams in (before, after)]
+        differs = (pair[1] - pair[0]).abs().amax((0, 2)).nan_to_num(nan=1.0) > TOLERANCE
+        return indices[int(differs.nonzero()[0])] if bool(differs.any()) else None
+
+    token = first_difference("", 1)
+    if token is None:
+        return None
+    lets = (
+        name for name in after if name and first_difference(name, 0) is None and first_difference(name, 1) is not None
+    )
+    name = next(lets, "")
+    return token, f", by {name}" if name else ""
 
 
-def _outputs(model: Decoder, tokens: Tensor, layout: Layout | None) -> dict[str, Tensor]:
-    """The output of each module that has one row for each token, inner modules first, and of the model, ""."""
-    outputs: dict[str, Tensor] = {}
+def _streams(model: Decoder, tokens: Tensor, layout: Layout | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """(input, output) of each module that maps one row for each token, inner modules first; of the model, as ""."""
+    streams: dict[str, tuple[Tensor, Tensor]] = {}
     names = {module: f"{name} ({type(module).__module__.rpartition('.')[2]})" for name, module in model.named_modules()}
 
-    def keep(module: nn.Module, _: Any, output: Any) -> None:
-        tensor = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(tensor, Tensor) and tensor.dim() >= 3 and tensor.shape[:2] == tokens.shape:
-            outputs.setdefault(names[module], tensor.detach().clone())
+    def keep(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        result = output[0] if isinstance(output, tuple) and output else output
+        pair = [x for x in (*arguments[:1], result) if isinstance(x, Tensor) and x.dim() == 3]
+        if len(pair) == 2 and all(x.shape[:2] == tokens.shape for x in pair):
+            streams.setdefault(names[module], (pair[0].detach().clone(), pair[1].detach().clone()))
 
     handles = [module.register_forward_hook(keep) for module in names if module is not model]
     try:
@@ -74,7 +84,7 @@ def _outputs(model: Decoder, tokens: Tensor, layout: Layout | None) -> dict[str,
     finally:
         for handle in handles:
             handle.remove()
-    return outputs | {"": logits}
+    return streams | {"": (logits, logits)}
 
 
 def training_overlap(held_out: TokenFile, own: Sequence[TokenFile], texts: Sequence[Any]) -> str | None:
