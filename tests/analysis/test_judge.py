@@ -17,6 +17,7 @@ from heddle.lab.judge.judge import judge
 from heddle.lab.judge.ledger import LEDGER_FILE, Ledger, Windows
 from heddle.lab.judge.proposal import code_hash
 from heddle.lab.verify import DAMAGED, verify_files
+from heddle.signals import Interrupted
 from tests import small
 from tests.analysis.comparison.runs import Workers
 
@@ -217,6 +218,30 @@ def test_an_unfinished_proposal_is_judged_before_another(ledger: Path, monkeypat
             submit(ledger, BETTER)
     submit(ledger, {"from": "elsewhere"})
     assert [entry["verdict"]["verdict"] for entry in Ledger.open(ledger).entries] == ["better", "refused"]
+
+
+def test_the_sealed_text_is_opened_once(ledger: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two accepted changes, of which one does nothing more once the other is there; a kill in between."""
+    judgments = iter(["better", "better"])
+    monkeypatch.setattr(judging.evidence, "verdict", lambda *_: next(judgments))
+    submit(ledger, BETTER)
+    submit(ledger, {"name": "wider", "overrides": ["layers.*.feedforward.hidden=28"]})
+    workers.interrupts.add("without1-pair1")
+    options: dict[str, Any] = {"out": ledger, "quiet": True, "device": "cpu", "threads": 1}
+    with pytest.raises(Interrupted):
+        judge("final", **options)
+    with pytest.raises(CheckpointError, match="final text is open"):
+        submit(ledger, {"overrides": ["layers.*.feedforward.hidden=32"]})
+    workers.interrupts.clear()
+    found = judge("final", **options)
+    ran = len(workers.ran)
+    assert judge("final", **options)["sentence"] == found["sentence"]
+    assert len(workers.ran) == ran
+    assert workers.ran.count("last-pair0") == 1
+    assert found["improvement"]["low"] > 0
+    assert found["removed"]["1"]["low"] > 0  # without the rate nothing is learned
+    assert found["removed"]["2"]["low"] < 0.05
+    assert "Without faster it loses" in found["sentence"]
 
 
 def test_an_altered_ledger_is_refused(ledger: Path, tmp_path: Path) -> None:

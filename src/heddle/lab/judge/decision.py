@@ -361,7 +361,7 @@ class Judge:
     def submit(self, submission: Submission, more: bool = False) -> Verdict:
         """The verdict of a proposal. One that is not finished is finished first."""
         ledger = self.ledger
-        if ledger.final is not None:
+        if ledger.is_open:
             raise CheckpointError(f"{ledger.folder}: its final text is open, so nothing more is judged; make another")
         unfinished = ledger.unfinished
         if unfinished is not None:
@@ -410,7 +410,7 @@ class Judge:
         if entry["refused"] is None and ledger.decisions_left < 1:
             entry["refused"] = ["windows", "no fresh held-out windows are left, so nothing more can be called better"]
         if entry["refused"] is None:
-            incumbent = ledger.incumbent.dump() | {"training": ledger.incumbent.training}
+            incumbent = ledger.incumbent.dump()
             entry |= {"block": len(ledger.decided), "incumbent": incumbent, "incumbent_sizes": self._incumbent_sizes()}
             if earlier is None:
                 level, found = self.level()

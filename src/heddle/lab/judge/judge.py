@@ -13,6 +13,7 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.lab.compare.plan import split_designs
 from heddle.lab.judge import evidence
 from heddle.lab.judge.decision import Judge, first_size, listed
+from heddle.lab.judge.final import final
 from heddle.lab.judge.ledger import (
     AGENTS_FILE,
     Candidate,
@@ -57,6 +58,8 @@ def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> 
         judge = Judge(
             Ledger.open(settings.out), runtime, default_workers(runtime.device, runtime.threads, settings.workers)
         )
+        if settings.action == "final":
+            return final(judge)
         if len(settings.words) != 1:
             raise ConfigError("submit: takes one proposal; give a YAML file")
         return judge.submit(read_proposal(Path(settings.words[0])), settings.more)
@@ -77,6 +80,8 @@ def summary(ledger: Ledger) -> dict[str, Any]:
 
 def describe(result: Mapping[str, Any]) -> list[str]:
     """What `judge` returned, as sentences."""
+    if "removed" in result:
+        return [result["sentence"]]
     if "sentence" in result:
         return [result["sentence"], f"{result['decisions_left']} decisions left."]
     if "windows" in result:
@@ -121,7 +126,7 @@ def init(settings: JudgeSettings, runtime: Runtime) -> dict[str, Any]:
         "windows": asdict(windows_from(replace(settings, windows=settings.windows or 1), count, 1.0, 0.0)),
     }  # fmt: skip
     workers = default_workers(runtime.device, runtime.threads, settings.workers)
-    judge = Judge(Ledger(folder, settings, facts, [], None), runtime, workers)
+    judge = Judge(Ledger(folder, settings, facts, []), runtime, workers)
     facts["budget"] = judge.budget(first)
     change = {"trainer": first.trainer} if first.trainer else {"design": first.design}
     submission = Submission(first.name, b"", change, {})

@@ -141,8 +141,8 @@ class Ledger:
     settings: JudgeSettings
     facts: dict[str, Any]
     entries: list[dict[str, Any]]
-    final: dict[str, Any] | None
-    log: RunLog | None = None
+    final: dict[str, Any] | None = None
+    is_open: bool = False  # the sealed text
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -156,7 +156,7 @@ class Ledger:
                 f"{folder / LEDGER_FILE}: was changed since `init`, which fixed it; restore it, or make another ledger"
             )
         settings = JudgeSettings.read(lines[0]["settings"], str(folder))
-        ledger = cls(folder, settings, lines[0], [], None)
+        ledger = cls(folder, settings, lines[0], [])
         for line in lines[1:]:
             ledger._add(line)
         return ledger
@@ -166,6 +166,8 @@ class Ledger:
             self.entries.append(line)
         elif line["event"] == "verdict":
             self.entries[line["number"] - 1]["verdict"] = line["verdict"]
+        elif line["event"] == "open":
+            self.is_open = True
         else:
             self.final = line
 
@@ -192,7 +194,9 @@ class Ledger:
     def incumbent(self) -> Candidate:
         """What a proposal must beat."""
         accepted = self.accepted
-        return Candidate.read(accepted[-1]["candidate"] if accepted else self.facts["candidate"])
+        if not accepted:
+            return Candidate.read(self.facts["candidate"])
+        return Candidate.read(accepted[-1]["candidate"] | {"training": accepted[-1]["verdict"]["training"]})
 
     @property
     def incumbent_number(self) -> int:
