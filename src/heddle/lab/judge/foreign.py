@@ -33,7 +33,7 @@ from heddle.settings import shorten
 from heddle.storage.file_io import write_json_file
 
 TOLERANCE = 1e-3  # nats: other batches change the last bits of a loss
-TEST_TOKENS = 8  # of a test's rows
+TEST_ROWS, TEST_TOKENS = 8, 8
 MAX_PROBABILITY = 1.02  # of all tokens at one place
 
 
@@ -63,7 +63,7 @@ def run(task: Task, ledger: Ledger) -> dict[str, Any]:
     message = _command(request["trainer"]["train"], folder, environment, limits)[1]
     if message is None:
         score = Scorer(request["trainer"]["score"], folder, environment, limits)
-        _test(score, text[: TEST_TOKENS + 1], corpus.tokenizer.vocab_size)
+        _test(score, text, corpus.tokenizer.vocab_size)
         result = _scored(score, request, corpus)
     else:
         result = {"status": "failed", "message": f"{task.label}: train {message}"}
@@ -98,26 +98,31 @@ class Scorer:
         return losses
 
 
-def _test(score: Scorer, row: np.ndarray, vocab_size: int) -> None:
-    """Raise Refused for losses that know what they must not, on a row of training text."""
-    rows, last = np.tile(row, (len(row) + 1, 1)), len(row) - 1
-    for index in range(1, len(row)):  # rows[index] differs in the tokens from `index` on
-        rows[index, index:] = (rows[index, index:] + 1 + np.arange(len(row) - index)) % vocab_size
-    losses = score(rows)
-    for index in range(last, 0, -1):
-        moved = np.flatnonzero(~(np.abs(losses[index, : index - 1] - losses[0, : index - 1]) <= TOLERANCE))
-        if moved.size:
-            what = f"of {len(row)} tokens, changing those from {index} on moves the loss of token {int(moved[0]) + 1}"
+def _test(score: Scorer, text: np.ndarray, vocab_size: int) -> None:
+    """Raise Refused for losses that know what they must not, on rows of the training text."""
+    width = TEST_TOKENS + 1
+    starts = np.linspace(0, len(text) - width, 2 * TEST_ROWS).astype(np.int64)
+    places = np.stack([text[start : start + width] for start in starts])
+    rows, others = places[:TEST_ROWS], places[TEST_ROWS:]
+    # variant `index` of a row differs from it in the tokens from `index` on
+    variants = np.stack([np.where(np.arange(width) < index, rows, others) for index in range(1, width + 1)])
+    losses = score(variants.reshape(-1, width)).reshape(width, TEST_ROWS, width - 1)
+    for index in range(1, width):
+        before, after = losses[-1, :, : index - 1], losses[index - 1, :, : index - 1]
+        moved = np.argwhere(~(np.abs(before - after) <= TOLERANCE))
+        if len(moved):
+            what = f"of {width} tokens, changing those from {index} on moves the loss of token {int(moved[0][1]) + 1}"
             raise Refused("later_tokens", what)
-    if not np.abs(score(row[None])[0] - losses[0]).max() <= TOLERANCE:
-        raise Refused("other_rows", f"the losses of {len(row)} tokens change with the other rows")
-    place = last // 2
-    every = np.tile(row[: place + 1], (vocab_size, 1))
-    every[:, place] = np.arange(vocab_size)
-    total = float(np.exp(-score(every)[:, place - 1]).sum())
-    if not total <= MAX_PROBABILITY:
-        what = f"the probabilities of all {vocab_size} tokens at place {place} sum to {total:.4g}"
-        raise Refused("shifted_targets", f"{what}, so the loss of a token knows the token itself")
+    if not np.abs(score(rows) - losses[-1]).max() <= TOLERANCE:
+        raise Refused("other_rows", f"the losses of {width} tokens change with the other rows")
+    place = width // 2
+    for row in rows[:2]:
+        every = np.tile(row[: place + 1], (vocab_size, 1))
+        every[:, place] = np.arange(vocab_size)
+        total = float(np.exp(-score(every)[:, place - 1]).sum())
+        if not total <= MAX_PROBABILITY:
+            what = f"the probabilities of all {vocab_size} tokens at place {place} sum to {total:.4g}"
+            raise Refused("shifted_targets", f"{what}, so the loss of a token knows the token itself")
 
 
 def _scored(score: Scorer, request: Any, corpus: Corpus) -> dict[str, Any]:
