@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from heddle.cli.main import run_command
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.lab import workers as processes
 from heddle.lab.judge import decision as judging
@@ -17,7 +18,6 @@ from heddle.lab.judge.judge import judge
 from heddle.lab.judge.ledger import LEDGER_FILE, Ledger, Windows
 from heddle.lab.judge.proposal import code_hash
 from heddle.lab.verify import DAMAGED, verify_files
-from heddle.signals import Interrupted
 from tests import small
 from tests.analysis.comparison.runs import Workers
 
@@ -73,6 +73,9 @@ def test_a_proposal_that_learns_becomes_the_incumbent(ledger: Path) -> None:
     found = Ledger.open(ledger)
     assert (found.incumbent.name, found.incumbent_number) == ("faster", 1)
     assert found.incumbent.training == {"learning_rate": 0.01}
+    page = (ledger / "judge.html").read_text()
+    assert "The incumbent is faster" in page
+    assert f"{verdict['improvement']['mean']:+.4f}" in page
     # the old incumbent's rate is worse than the new incumbent, and the same again is no change
     assert submit(ledger, {"training": {"lr": 1e-5}})["verdict"] in ("worse", "no clear difference")
     again = submit(ledger, {"overrides": ["width=16"]})
@@ -171,13 +174,19 @@ class Killed(BaseException):
     """In the place of SIGKILL."""
 
 
+@pytest.fixture(scope="module")
+def expected(made: Path) -> dict[str, Any]:
+    """The verdict of an undisturbed submission."""
+    shutil.copytree(made / "ledger", made / "whole" / "ledger")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "start_worker", Workers().start)
+        return submit(made / "whole" / "ledger", BETTER)
+
+
 @pytest.mark.parametrize("point", ["staging", "fixing", "first run", "second run", "verdict file", "recording"])
 def test_a_killed_submission_ends_with_the_same_verdict(
-    point: str, made: Path, ledger: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+    point: str, expected: dict[str, Any], ledger: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = ledger.parent / "whole"
-    shutil.copytree(made / "ledger", whole)
-    expected = submit(whole, BETTER)
 
     def kill(target: Any, name: str, is_now: Callable[..., bool]) -> Callable[[pytest.MonkeyPatch], None]:
         inner = getattr(target, name)
@@ -204,6 +213,7 @@ def test_a_killed_submission_ends_with_the_same_verdict(
     log = ledger / "log.jsonl"
     log.write_bytes(log.read_bytes() + b'{"event": "verd')  # a line that was not finished
     assert submit(ledger, BETTER) == expected
+    assert len(workers.ran) <= 2 * expected["pairs"]
     assert [entry["verdict"] for entry in Ledger.open(ledger).entries] == [expected]
 
 
@@ -220,28 +230,41 @@ def test_an_unfinished_proposal_is_judged_before_another(ledger: Path, monkeypat
     assert [entry["verdict"]["verdict"] for entry in Ledger.open(ledger).entries] == ["better", "refused"]
 
 
-def test_the_sealed_text_is_opened_once(ledger: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sealed_text_is_opened_once(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two accepted changes, of which one does nothing more once the other is there; a kill in between."""
+    losses = {"first": 2.0, "last": 1.0, "without1": 1.9, "without2": 1.0, "incumbent": 2.0, "proposal": 1.0}
+    requests = fake_losses(monkeypatch, lambda name: losses[name.split("-")[0]])
     judgments = iter(["better", "better"])
     monkeypatch.setattr(judging.evidence, "verdict", lambda *_: next(judgments))
     submit(ledger, BETTER)
     submit(ledger, {"name": "wider", "overrides": ["layers.*.feedforward.hidden=28"]})
-    workers.interrupts.add("without1-pair1")
     options: dict[str, Any] = {"out": ledger, "quiet": True, "device": "cpu", "threads": 1}
-    with pytest.raises(Interrupted):
-        judge("final", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(judging.Judge, "losses", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            judge("final", **options)
     with pytest.raises(CheckpointError, match="final text is open"):
         submit(ledger, {"overrides": ["layers.*.feedforward.hidden=32"]})
-    workers.interrupts.clear()
+    requests.clear()
     found = judge("final", **options)
-    ran = len(workers.ran)
-    assert judge("final", **options)["sentence"] == found["sentence"]
-    assert len(workers.ran) == ran
-    assert workers.ran.count("last-pair0") == 1
-    assert found["improvement"]["low"] > 0
-    assert found["removed"]["1"]["low"] > 0  # without the rate nothing is learned
-    assert found["removed"]["2"]["low"] < 0.05
+    designs = {request["name"]: request for request in requests}
+    # without the first change the rate is the old one, without the second the width is
+    assert designs["without1-pair0"]["settings"]["learning_rate"] == BAD["lr"]
+    hidden = [
+        designs[f"{name}-pair0"]["design"]["layers"][0]["feedforward"]["hidden"] for name in ("without1", "without2")
+    ]
+    assert hidden == [28, 24]
+    assert {tuple(request["held_out"]) for request in requests} == {
+        tuple(Ledger.open(ledger).windows.of_final_pair(pair)) for pair in range(4)
+    }
+    assert 0.9 < found["improvement"]["low"] < found["improvement"]["high"] < 1.1
+    assert found["removed"]["1"]["low"] > 0.8
+    assert found["removed"]["2"]["low"] < 0 < found["removed"]["2"]["high"]
     assert "Without faster it loses" in found["sentence"]
+    assert "Without wider it loses" in found["sentence"]
+    requests.clear()
+    assert judge("final", **options)["sentence"] == found["sentence"]
+    assert requests == []
 
 
 def test_an_altered_ledger_is_refused(ledger: Path, tmp_path: Path) -> None:
@@ -268,3 +291,103 @@ def test_renamed_code_is_the_same_code() -> None:
     text = 'class My:\n    """Words."""\n    def go(self, x):\n        self.y = x * 2  # twice\n        return self.y\n'
     renamed = text.replace("My", "Mine").replace("y", "z").replace('"""Words."""', "'other words'").replace("x", "u")
     assert code_hash(text) == code_hash(renamed) != code_hash(text.replace("* 2", "* 3"))
+
+
+def fake_losses(monkeypatch: pytest.MonkeyPatch, loss: Callable[[str], float]) -> list[dict[str, Any]]:
+    """Every run takes no time and has the loss that its name gives; returns the requests."""
+    requests: list[dict[str, Any]] = []
+
+    def run(court: judging.Judge, tasks: Any) -> list[dict[str, Any]]:
+        requests.extend({**task.request, "name": task.result_file.stem} for task in tasks)
+        speeds = {"status": "done", "seconds_per_step": 0.5, "windows": [(1.0, 1), (1.1, 1)]}
+        names = [task.result_file.stem for task in tasks]
+        return [speeds | {"bits_per_byte": loss(name) + 0.001 * (sum(map(ord, name)) % 7)} for name in names]
+
+    monkeypatch.setattr(judging.Judge, "run", run)
+    return requests
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_winner_must_win_at_the_second_size(holds: bool, made: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def loss(name: str) -> float:
+        bonus = 0.5 if name.startswith("proposal") and (holds or "second" not in name) else 0.0
+        return 2.0 - bonus
+
+    requests = fake_losses(monkeypatch, loss)
+    options = OPTIONS | {"second": 3.0, "tokens": 2048, "match": "flops", "out": tmp_path / "new"}
+    judge("init", made / "good.yaml", data=[str(made / "text")], **options)
+    verdict = submit(tmp_path / "new", {"overrides": ["layers.*.feedforward.hidden=40"]})
+    assert (verdict["verdict"], verdict["incumbent"]) == (
+        ("better", True) if holds else ("no clear difference", False)
+    ), verdict["sentence"]
+    first, second = verdict["sizes"]
+    assert 2 < second["parameters"] / first["parameters"] < 4
+    assert (second["improvement"] > 0.2) == holds
+    assert (verdict["evidence"] == 0) == (not holds)
+    # the same FLOPs: the wider proposal reads less text
+    steps = {request["name"]: request["settings"]["steps"] for request in requests}
+    assert steps["proposal-pair0"] < steps["incumbent-pair0"] == 2048 // 64
+    if not holds:  # evidence of 0 stays 0
+        again = submit(tmp_path / "new", {"overrides": ["layers.*.feedforward.hidden=40"]}, more=True)
+        assert (again["verdict"], again["rule"]) == ("refused", "evidence")
+
+
+def test_each_side_is_tuned_on_its_own_part_of_the_text(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The incumbent takes the second rate of the grid, the proposal the first."""
+    requests = fake_losses(monkeypatch, lambda name: 2.0 + {"incumbent-trial1": -1, "proposal-trial0": -1}.get(name, 0))
+    options = OPTIONS | {"tune": ["lr=0.001,0.004"], "match": "parameters", "out": tmp_path / "new", "tokens": 2048}
+    judge("init", made / "good.yaml", data=[str(made / "text")], **options)
+    submit(tmp_path / "new", {"overrides": ["layers.0.mixer.kv_heads=2"]})
+    ledger = Ledger.open(tmp_path / "new")
+    rates = {request["name"]: request["settings"]["learning_rate"] for request in requests}
+    assert (rates["seed0"], rates["incumbent-pair0"], rates["proposal-pair0"]) == (0.004, 0.004, 0.001)
+    trials = [request for request in requests if "trial" in request["name"]]
+    assert {tuple(request["held_out"]) for request in trials} == {tuple(ledger.windows.tuning)}
+    assert {request["settings"]["steps"] for request in trials} == {2048 // 64 // 4}
+    # equal parameters, although it has twice the keys and values
+    sizes = [ledger.entries[0][name][0]["parameters"] for name in ("sizes", "incumbent_sizes")]
+    assert abs(sizes[0] / sizes[1] - 1) < 0.02
+
+
+def test_the_budget_in_seconds_is_timed(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    requests = fake_losses(monkeypatch, lambda name: 2.0)
+    options = OPTIONS | {"match": "seconds", "out": tmp_path / "new", "tokens": 2048}
+    facts = judge("init", made / "good.yaml", data=[str(made / "text")], **options)
+    assert facts["budget"] == ["seconds", 16.0, 2048]
+    submit(tmp_path / "new", {"overrides": ["layers.*.feedforward.hidden=40"]})
+    steps = {request["name"]: request["settings"]["steps"] for request in requests}
+    assert steps["proposal-pair0"] == steps["incumbent-pair0"] == 32
+
+
+def test_the_command(ledger: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence, or one line of JSON, and the exit code."""
+    assert workers.ran == []
+    file = ledger.parent / "copy.yaml"
+    file.write_text("name: copy\noverrides: [width=16]\n")
+    words = ["judge", "submit", str(file), "--out", str(ledger), "--quiet", "--device", "cpu"]
+    assert run_command(words) == 5
+    assert capsys.readouterr().out.startswith("copy is refused by copy: resolves to the same as the first incumbent")
+    assert run_command([*words, "--json"]) == 5
+    assert json.loads(capsys.readouterr().out)["rule"] == "copy"
+    assert run_command(["judge", "show", "--out", str(ledger)]) == 0
+    assert "The incumbent is good (0). 1 refused;" in " ".join(capsys.readouterr().out.split())
+    assert run_command(["judge", "try", "--out", str(ledger)]) == 2
+    assert "choices: init, submit, show, final" in capsys.readouterr().err
+    assert "heddle judge submit" in (ledger / "AGENTS.md").read_text()
+
+
+INVALID: dict[str, tuple[dict[str, Any], str]] = {
+    "alpha": ({"alpha": 1.5}, "--alpha 1.5"),
+    "rule": ({"rule": "bonferroni"}, "--rule bonferroni"),
+    "match": ({"match": "luck"}, "--match luck"),
+    "pairs": ({"pairs": 1}, "--pairs 1"),
+    "second": ({"second": 0.5}, "--second 0.5"),
+    "tokens": ({"tokens": 10}, "--tokens 10"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_settings_out_of_range(case: str, made: Path, tmp_path: Path) -> None:
+    options, words = INVALID[case]
+    with pytest.raises(ConfigError, match=words):
+        judge("init", made / "good.yaml", out=tmp_path / "new", **options)

@@ -20,7 +20,7 @@ from heddle.storage.run_log import LOG_FILE, RUN_FILE, verify_log
 
 OK, DAMAGED, NOT_COVERED = "ok", "damaged", "not covered"
 COMPILED_FOLDER = "compiled"  # torch's own cache of kernels
-REPORT_FILES = ("report.json", "report.html")  # made from the results, which are covered
+REPORT_FILES = ("report.json", "report.html", "judge.html")  # made from the results, which are covered
 JSON_FILES = (RUN_FILE, "plan.json", "data.json", "ladder.json")  # always with a hash
 HASH_LENGTH = 64
 LEDGER_FILE = "ledger.yaml"  # of a judge, whose log begins with the settings

@@ -25,6 +25,7 @@ from heddle.lab.judge.ledger import (
 )
 from heddle.lab.judge.proposal import Submission, absolute_sources, read_proposal
 from heddle.lab.judge.settings import ACTIONS, MATCHES, RULES, JudgeSettings
+from heddle.lab.pages.judge import PAGE_FILE, judge_page
 from heddle.lab.workers import default_workers
 from heddle.model.load_config import load_config
 from heddle.runtime import Runtime
@@ -59,10 +60,13 @@ def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> 
             Ledger.open(settings.out), runtime, default_workers(runtime.device, runtime.threads, settings.workers)
         )
         if settings.action == "final":
-            return final(judge)
-        if len(settings.words) != 1:
+            result = final(judge)
+        elif len(settings.words) != 1:
             raise ConfigError("submit: takes one proposal; give a YAML file")
-        return judge.submit(read_proposal(Path(settings.words[0])), settings.more)
+        else:
+            result = judge.submit(read_proposal(Path(settings.words[0])), settings.more)
+        write_file(settings.out / PAGE_FILE, judge_page(summary(judge.ledger)))
+        return result
 
 
 def summary(ledger: Ledger) -> dict[str, Any]:
