@@ -22,10 +22,10 @@ from heddle.lab.judge.judge import describe, judge
 OVERRIDES = {
     "layers.*.feedforward.hidden": ["192", "320", "384"],
     "layers.*.feedforward.kind": ["gated", "mlp"],
-    "layers.*.feedforward.activation": ["silu", "gelu", "relu2"],
+    "layers.*.feedforward.activation": ["silu", "gelu", "relu"],
     "layers.*.mixer.kv_heads": ["1", "2", "4"],
     "layers.*.mixer.window": ["16", "64", "null"],
-    "layers.*.mixer.qk_norm": ["rms", "null"],
+    "layers.*.mixer.qk_norm": ["head", "null"],
     "layers.*.mixer.position.base": ["1000", "100000"],
     "norm.kind": ["rms", "layer"],
     "residual.kind": ["pre_norm", "parallel"],

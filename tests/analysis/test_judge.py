@@ -14,12 +14,15 @@ from heddle.cli.main import run_command
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.lab import workers as processes
 from heddle.lab.judge import decision as judging
+from heddle.lab.judge import proposal
 from heddle.lab.judge.judge import judge
+from heddle.lab.judge.leaks import LEAKS
 from heddle.lab.judge.ledger import LEDGER_FILE, Ledger, Windows
 from heddle.lab.judge.proposal import code_hash
 from heddle.lab.verify import DAMAGED, verify_files
 from tests import small
 from tests.analysis.comparison.runs import Workers
+from tests.analysis.test_judge_leaks import SOUND
 
 BAD = {"lr": 1e-5}  # of the first incumbent, so that almost any other rate is better
 OPTIONS: dict[str, Any] = {
@@ -54,9 +57,9 @@ def ledger(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "ledger"
 
 
-def submit(ledger: Path, proposal: dict[str, Any], **options: Any) -> dict[str, Any]:
+def submit(ledger: Path, change: dict[str, Any], **options: Any) -> dict[str, Any]:
     file = ledger.parent / "proposal.yaml"
-    file.write_text(yaml.safe_dump(proposal))
+    file.write_text(yaml.safe_dump(change))
     verdict: dict[str, Any] = judge("submit", file, out=ledger, quiet=True, device="cpu", threads=1, **options)
     return verdict
 
@@ -137,25 +140,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case: str, ledger: Path, workers: Workers) -> None:
-    proposal, rule, words = REFUSED[case]
+    change, rule, words = REFUSED[case]
     left = Ledger.open(ledger).decisions_left
-    verdict = submit(ledger, proposal)
+    verdict = submit(ledger, change)
     assert (verdict["verdict"], verdict["rule"]) == ("refused", rule), verdict["sentence"]
     assert words in verdict["sentence"]
     assert verdict["decisions_left"] == left
     assert workers.ran == []
-    assert submit(ledger, proposal) == verdict
+    assert submit(ledger, change) == verdict
     assert len(Ledger.open(ledger).entries) == 1
 
 
 def test_a_resubmission_repeats_or_continues(ledger: Path, workers: Workers) -> None:
-    proposal = {"overrides": ["layers.*.feedforward.hidden=32"]}
-    first = submit(ledger, proposal)
+    change = {"overrides": ["layers.*.feedforward.hidden=32"]}
+    first = submit(ledger, change)
     assert first["verdict"] == "no clear difference"
     ran = len(workers.ran)
-    assert submit(ledger, {**proposal, "name": "other"}) == first
+    assert submit(ledger, {**change, "name": "other"}) == first
     assert len(workers.ran) == ran
-    more = submit(ledger, proposal, more=True)
+    more = submit(ledger, change, more=True)
     assert more["continues"] == 1
     assert more["differences"][: first["pairs"]] == first["differences"]
     assert more["pairs"] > first["pairs"]
@@ -279,9 +282,9 @@ def test_an_altered_ledger_is_refused(ledger: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read(ledger: Path, made: Path, tmp_path: Path) -> None:
-    for proposal, words in (({"widths": 3}, "unknown field"), ({"training": {"steps": 3}}, "cannot be proposed")):
+    for change, words in (({"widths": 3}, "unknown field"), ({"training": {"steps": 3}}, "cannot be proposed")):
         with pytest.raises(ConfigError, match=words):
-            submit(ledger, proposal)
+            submit(ledger, change)
     options = OPTIONS | {"windows": 1200, "out": tmp_path / "new"}
     with pytest.raises(DataError, match="too few for one decision"):
         judge("init", made / "good.yaml", data=[str(made / "text")], **options)
@@ -357,6 +360,47 @@ def test_the_budget_in_seconds_is_timed(made: Path, tmp_path: Path, monkeypatch:
     submit(tmp_path / "new", {"overrides": ["layers.*.feedforward.hidden=40"]})
     steps = {request["name"]: request["settings"]["steps"] for request in requests}
     assert steps["proposal-pair0"] == steps["incumbent-pair0"] == 32
+
+
+def test_a_part_in_one_file(ledger: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is trained with limits, and a later proposal is made of it; a renamed copy is refused."""
+    limits: list[tuple[Any, ...]] = []
+
+    def screened(request: dict[str, Any], _: Path) -> dict[str, Any]:
+        small.forget_parts()
+        try:
+            return proposal.screen(request)
+        finally:
+            small.forget_parts()
+
+    def confined(*given: Any) -> None:
+        limits.append(given)
+        small.forget_parts()  # a worker is a new process
+
+    monkeypatch.setattr(processes, "confine", confined)
+    monkeypatch.setattr(proposal, "LAWS", LEAKS)
+    monkeypatch.setattr(judging, "screen_apart", screened)
+    source, kind = SOUND["a norm"]
+    for name in (kind, "other_norm"):
+        (ledger.parent / f"{name}.py").write_text(source.replace("LeakyNorm", name.title().replace("_", "")))
+    change = {"overrides": [f"norm.kind={kind}"], "part": f"{kind}.py", **BETTER}
+    try:
+        verdict = submit(ledger, change)
+        assert verdict["verdict"] == "better", verdict["sentence"]
+        assert set(limits) == {(str(ledger.resolve() / "proposals" / "1" / "own"), 3600.0, 16.0)}
+        assert not (ledger / "proposals" / "1" / "own").exists()
+        copy = submit(ledger, change | {"part": "other_norm.py", "overrides": ["norm.kind=other_norm"]})
+        assert (copy["verdict"], copy["rule"]) == ("refused", "copy"), copy["sentence"]
+        seen = len(limits)
+        later = submit(ledger, {"overrides": ["layers.*.feedforward.hidden=28"]})
+        assert later["verdict"] != "refused", later["sentence"]
+        assert len(limits) == seen + 2 * later["pairs"]  # the incumbent has the part as well
+        (ledger / "proposals" / "1" / "parts" / f"{kind}.py").write_text("1 / 0")
+        with pytest.raises(CheckpointError, match="was changed or removed"):
+            submit(ledger, {"overrides": ["layers.*.feedforward.hidden=32"]})
+    finally:
+        small.forget_parts()
+    assert workers.ran
 
 
 def test_the_command(ledger: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ class Judge:
             "threads": self.workers.threads,
             "choices": self.runtime.choices_of_worker(self.workers.threads),
             "part_files": candidate.part_files(folder),
-            "limits": [str(file.with_suffix("") / "own"), settings.seconds, settings.memory] if own_code else None,
+            "limits": [str(where.resolve() / "own"), settings.seconds, settings.memory] if own_code else None,
             "command": f"heddle judge submit --out {folder}",
         }
         return Task(f"{where.name}, {name}", file, request, is_optional=True)
@@ -456,8 +456,11 @@ class Judge:
             "second": settings.second,
             "limits": [str(where / "own"), settings.seconds, settings.memory],
         }
+        base.part_files(root)  # a file that was changed stops the ledger, not the proposal
         if base.parts or any("/parts/" in file for file, _ in files):
-            return screen_apart(request, where)
+            found = screen_apart(request, where)
+            shutil.rmtree(where / "own", ignore_errors=True)
+            return found
         with progress.quiet():
             return screen(request)
 

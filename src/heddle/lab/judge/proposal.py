@@ -208,17 +208,20 @@ def screen(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def screen_apart(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """As `screen`, in a process with the request's limits. folder: for the request and the result."""
-    result = folder / "screen.json"
-    write_json_file(folder / "request.json", request)
-    command = [sys.executable, "-m", "heddle.lab.judge.proposal", str(folder / "request.json"), str(result)]
+    asked, result = folder / "screen.request.json", folder / "screen.json"
+    write_json_file(asked, request)
     result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "heddle.lab.judge.proposal", str(asked), str(result)]
     try:
         limit = request["limits"][1] + 60
         ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        if result.is_file():
+            return read_json_file(result)
     except subprocess.TimeoutExpired:
         return {"refused": ["limits", f"its code takes over {request['limits'][1]:g} seconds before it is trained"]}
-    if result.is_file():
-        return read_json_file(result)
+    finally:
+        asked.unlink(missing_ok=True)
+        result.unlink(missing_ok=True)
     last = (ended.stderr.strip().splitlines() or [f"it ended with code {ended.returncode}"])[-1]
     return {"refused": ["limits", f"its code ended the process of its tests: {shorten(last)}"]}
 
@@ -405,7 +408,7 @@ def code_hash(source: str) -> str:
             and isinstance(body[0].value, ast.Constant)
         ):
             del body[0]
-        for field in ("name", "id", "attr", "arg"):
+        for field in ("name", "id", "attr", "arg", "value"):  # a value may be an annotation in quotes
             value = getattr(node, field, None)
             if isinstance(value, str):
                 setattr(node, field, names.get(value, value))
