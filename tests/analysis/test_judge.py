@@ -14,7 +14,7 @@ from heddle.cli.main import run_command
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.lab import workers as processes
 from heddle.lab.judge import decision as judging
-from heddle.lab.judge import proposal
+from heddle.lab.judge import evidence, proposal
 from heddle.lab.judge.judge import judge
 from heddle.lab.judge.leaks import LEAKS
 from heddle.lab.judge.ledger import LEDGER_FILE, Ledger, Windows
@@ -131,6 +131,7 @@ def test_losses_of_windows_are_not_stored(ledger: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a copy": ({"overrides": ["layers.0.mixer.kv_heads=1"]}, "copy", "first incumbent"),
     "another seed": ({"training": {"seed": 7}, "overrides": ["width=16"]}, "copy", "a seed is no change"),
+    "a default of training": ({"training": {"weight_decay": 0.1, "schedule": "wsd"}}, "copy", "first incumbent"),
     "layers written out": ({"design": {**small.design(), "norm": {"kind": "rms", "eps": 1e-5}}}, "copy", "first"),
     "weights": ({"from": "runs/best"}, "initial_weights", "held-out"),
     "no such width": ({"overrides": ["layers.0.mixer.heads=3"]}, "design", "heads"),
@@ -238,7 +239,7 @@ def test_the_sealed_text_is_opened_once(ledger: Path, monkeypatch: pytest.Monkey
     losses = {"first": 2.0, "last": 1.0, "without1": 1.9, "without2": 1.0, "incumbent": 2.0, "proposal": 1.0}
     requests = fake_losses(monkeypatch, lambda name: losses[name.split("-")[0]])
     judgments = iter(["better", "better"])
-    monkeypatch.setattr(judging.evidence, "verdict", lambda *_: next(judgments))
+    monkeypatch.setattr(evidence, "verdict", lambda *_: next(judgments))
     submit(ledger, BETTER)
     submit(ledger, {"name": "wider", "overrides": ["layers.*.feedforward.hidden=28"]})
     options: dict[str, Any] = {"out": ledger, "quiet": True, "device": "cpu", "threads": 1}

@@ -130,6 +130,7 @@ def request(root: Path, file: Path, number: int = 1) -> dict[str, Any]:
         "change": submission.change, "files": files, "number": number, "known": {}, "equal_to": None,
         "vocab_size": small.VOCABULARY, "budget": ["tokens", 512, 512], "data": [str(root / "text")],
         "sequence_length": 16, "second": 0, "limits": [str(root / "own"), 60.0, 8.0],
+        "training": {"batch_size": 4},
     }  # fmt: skip
 
 

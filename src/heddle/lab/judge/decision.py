@@ -22,6 +22,7 @@ from heddle.lab.judge import evidence, foreign
 from heddle.lab.judge.evidence import Decision, Noise
 from heddle.lab.judge.ledger import FIRST_SEED, TOKENIZER_FILE, Candidate, Ledger
 from heddle.lab.judge.proposal import Refused, Submission, screen, screen_apart
+from heddle.lab.judge.settings import JudgeSettings
 from heddle.lab.workers import Task, Workers, run_tasks
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config, with_vocab_size
@@ -43,7 +44,15 @@ class Judge:
     """A ledger that is open for work, and where its runs take place."""
 
     def __init__(self, ledger: Ledger, runtime: Runtime, workers: Workers) -> None:
-        self.ledger, self.settings, self.runtime, self.workers = ledger, ledger.settings, runtime, workers
+        self.ledger, self.runtime, self.workers = ledger, runtime, workers
+        self.settings: JudgeSettings = ledger.settings
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The training settings that a proposal may change."""
+        names = ("batch_size", "sequence_length", "optimizer", "schedule", "warmup", "precision")
+        fields: dict[str, Any] = {name: getattr(self.settings, name) for name in names}
+        return fields | {"learning_rate": self.settings.lr}
 
     # Runs.
 
@@ -63,11 +72,7 @@ class Judge:
         """One run: trained on `tokens` tokens from a seed, and scored on a span of the held-out tokens."""
         settings, folder = self.settings, self.ledger.folder.resolve()
         file = where.resolve() / "runs" / f"{name}.json"
-        fields: dict[str, Any] = {
-            "batch_size": settings.batch_size, "sequence_length": settings.sequence_length,
-            "learning_rate": settings.lr, "optimizer": settings.optimizer, "schedule": settings.schedule,
-            "warmup": settings.warmup, "precision": settings.precision,
-        } | candidate.training  # fmt: skip
+        fields = self.defaults | candidate.training
         steps = max(1, tokens // (fields["batch_size"] * fields["sequence_length"]))
         own_code = bool(candidate.parts)
         request = {
@@ -452,6 +457,7 @@ class Judge:
             "vocab_size": facts["vocab_size"],
             "budget": facts["budget"],
             "data": list(settings.data),
+            "training": self.defaults,
             "sequence_length": settings.sequence_length,
             "second": settings.second,
             "limits": [str(where / "own"), settings.seconds, settings.memory],

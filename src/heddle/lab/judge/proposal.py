@@ -260,7 +260,8 @@ def _screened(request: Mapping[str, Any]) -> dict[str, Any]:
         max_train_tokens=request["budget"][2],
         tokenizer=tokenizer,
     )
-    identity = _hash([_resolved(config, candidate, folder), candidate.training, corpus.hash])
+    training = Settings(steps=1, **(request["training"] | candidate.training)).identity()
+    identity = _hash([_resolved(config, candidate, folder), training, corpus.hash])
     _refuse_known(request, identity)
     if change.get("data"):
         _refuse_overlap(request, [file.read(0, len(file)) for file in corpus.train], "of its training text")
