@@ -50,9 +50,16 @@ class Judge:
     @property
     def defaults(self) -> dict[str, Any]:
         """The training settings that a proposal may change."""
-        names = ("batch_size", "sequence_length", "optimizer", "schedule", "warmup", "precision")
-        fields: dict[str, Any] = {name: getattr(self.settings, name) for name in names}
-        return fields | {"learning_rate": self.settings.lr}
+        settings = self.settings
+        return {
+            "batch_size": settings.batch_size,
+            "sequence_length": settings.sequence_length,
+            "learning_rate": settings.lr,
+            "optimizer": settings.optimizer,
+            "schedule": settings.schedule,
+            "warmup": settings.warmup,
+            "precision": settings.precision,
+        }
 
     # Runs.
 

@@ -2,13 +2,18 @@
 
 A pair is one run of the incumbent and one of the proposal, with one fresh seed, measured on one fresh block of held-out
 windows; its difference d is the incumbent's loss minus the proposal's. H0: the mean of d is at most 0. Under the model
-d ~ N(δ, σ²) with σ common to the stream, and g = δ/σ, the evidence of n pairs is the likelihood ratio
+d ~ N(δ, σ²) with σ common to the stream, and g = δ/σ, n pairs have the likelihood ratio
 
-    e = Σ_g w_g · exp(−n g²/2) · I(g · Σd / √A) / I(0),    I(b) = ∫ u^(ν+n−1) exp(−u²/2 + b u) du over u > 0
+    L = Σ_g w_g · exp(−n g²/2) · I(g · Σd / √A) / I(0),    I(b) = ∫ u^(ν+n−1) exp(−u²/2 + b u) du over u > 0
 
 with A = ν s² + Σd², where s² estimates σ² with ν degrees of freedom from runs before the proposal was fixed (σ has its
 right Haar prior; Pérez-Ortiz et al. 2022, Wang and Ramdas 2023). With ν = ∞ it is Σ_g w_g exp(g Σd/s − n g²/2).
-The sum of d over √A falls when all d fall by a constant, so δ = 0 is the worst case of H0, at any stopping time.
+Of a level and a number N of pairs fixed beforehand there is a second martingale, for more power: the test of half the
+level that asks at N pairs for Σd ≥ C = s √N t(ν; level/2). Given n pairs it rejects under δ = 0 with the probability
+
+    P = T(ν+n; (Σd − C) / √((N − n) A / (ν+n))), for Σd > 0, else 0,    and    e = P / level + L / 2
+
+P and L fall when all d fall by a constant, so δ = 0 is the worst case of H0, at any stopping time.
 
 What is assumed: Gaussian differences, and one σ. With finite ν the mean of e is at most 1 over the draw of s too, if
 proposals are chosen by what does not depend on the unit of the loss (verdicts, evidence), not given s itself. e-LOND,
@@ -23,7 +28,6 @@ ask when t became better, since no verdict of `better` is withdrawn.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +35,14 @@ import numpy.typing as npt
 from heddle.errors import ConfigError, DataError
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
-EFFECTS = np.array([0.3, 0.6, 1.0, 1.4, 1.9])  # of the mixture, in deviations of a pair
-WEIGHTS = np.array([0.1, 0.15, 0.25, 0.3, 0.2])
+EFFECTS = np.array([0.1, 0.2, 0.4, 0.8, 1.3, 2.0])  # of the mixture, in deviations of a pair
+WEIGHTS = np.array([0.03, 0.05, 0.07, 0.15, 0.5, 0.2])
 MAX_PAIRS = 8
-MIN_CHANCE = 0.1  # of being called better within MAX_PAIRS; below it no pair is bought
+MIN_CHANCE = 0.11  # of being called better within MAX_PAIRS; below it no pair is bought
 WORSE_LEVEL = 0.05  # of one proposal: `worse` is not in the bound over the stream
-_NODES = 200
+_NODES = 200  # of an integral
 
 
 @dataclass(frozen=True)
@@ -86,10 +91,11 @@ def pooled_noise(losses: npt.ArrayLike) -> Noise:
 def log_evidence(sums: npt.ArrayLike, squares: npt.ArrayLike, count: int, degrees: npt.ArrayLike) -> Floats:
     """log e of Σd and Σd² of `count` pairs, in deviations of the noise. Any shape, [...]; degrees too."""
     sums, squares, degrees = np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in (sums, squares, degrees)))
-    known = np.isinf(degrees)
-    finite = np.where(known, 1.0, degrees)
-    ratios = np.where(known, 0.0, sums / np.sqrt(finite + squares))[..., None] * EFFECTS
-    terms = np.where(known[..., None], sums[..., None] * EFFECTS, _log_moment(ratios, (finite + count)[..., None]))
+    terms, unknown = sums[..., None] * EFFECTS, ~np.isinf(degrees)
+    if unknown.any():
+        finite = degrees[unknown]
+        ratios = sums[unknown] / np.sqrt(finite + squares[unknown])
+        terms[unknown] = _log_moment(ratios[..., None] * EFFECTS, (finite + count)[..., None])
     terms = terms + np.log(WEIGHTS) - count * EFFECTS**2 / 2
     top = terms.max(-1)
     result: Floats = top + np.log(np.exp(terms - top[..., None]).sum(-1))
@@ -113,10 +119,43 @@ def _log_moment(slopes: Floats, powers: Floats) -> Floats:
     return result
 
 
-def e_value(differences: Sequence[float], noise: Noise) -> float:
-    """Evidence that the mean of (incumbent − proposal) is above 0; 1 without a pair, 0 for a difference of −inf.
+def planned_chance(
+    sums: Floats | float,
+    squares: Floats | float,
+    count: int,
+    degrees: Floats | float,
+    level: Floats | float,
+    pairs: int,
+) -> Floats:
+    """P under δ = 0 that the test of `level` / 2 at `pairs` ≥ count pairs rejects; sums and squares in deviations."""
+    from scipy.special import stdtr
 
-    A run of the proposal that diverged counts as −inf. Raises DataError for nan or inf.
+    lacking = needed_sum(pairs, degrees, level) - sums
+    if count == pairs:
+        chances = (lacking <= 0).astype(np.float64)
+    else:
+        with np.errstate(invalid="ignore"):  # known deviation: inf / inf
+            scale = np.where(np.isinf(degrees), 1.0, (degrees + squares) / (degrees + count))
+        chances = stdtr(degrees + count, -lacking / np.sqrt((pairs - count) * scale))
+    result: Floats = np.where(np.asarray(sums) > 0, chances, 0.0)
+    return result
+
+
+def needed_sum(pairs: int, degrees: Floats | float, level: Floats | float) -> Floats:
+    """The sum of differences, in deviations, that makes `pairs` pairs better, if so many were planned."""
+    from scipy.special import stdtrit
+
+    result: Floats = np.asarray(stdtrit(degrees, 1 - np.asarray(level) / 2) * math.sqrt(pairs))
+    return result
+
+
+def e_value(
+    differences: Sequence[float], noise: Noise, level: float | None = None, max_pairs: int = MAX_PAIRS
+) -> float:
+    """Evidence that the mean of (incumbent − proposal) is above 0; 1 without a pair, 0 after a difference of −inf.
+
+    level, max_pairs: fixed before the first pair; of later pairs, and without a level, the likelihood ratio remains
+    alone. A run of the proposal that diverged counts as −inf. Raises DataError for nan or inf.
     """
     if any(math.isnan(value) or value == math.inf for value in differences):
         raise DataError(f"differences {list(differences)}: the incumbent's run diverged; it cannot be compared with")
@@ -125,8 +164,14 @@ def e_value(differences: Sequence[float], noise: Noise) -> float:
     if -math.inf in differences:
         return 0.0
     values = np.asarray(differences, dtype=np.float64) / noise.deviation
-    log_value = log_evidence(values.sum(), (values**2).sum(), len(values), noise.degrees)
-    return math.exp(min(float(log_value), 700.0))
+    sums, squares = np.array(values.sum()), np.array((values**2).sum())
+    ratio = math.exp(min(float(log_evidence(sums, squares, len(values), noise.degrees)), 700.0))
+    if not level:
+        return ratio
+    planned = 0.0
+    if len(values) <= max_pairs:
+        planned = float(planned_chance(sums, squares, len(values), noise.degrees, level, max_pairs))
+    return planned / level + ratio / 2
 
 
 def improvement_bounds(differences: Sequence[float], noise: Noise, alpha: float = 0.05) -> tuple[float, float]:
@@ -168,35 +213,24 @@ def _smallest(reached: Callable[[float], bool], limit: float) -> float:
     return high
 
 
-@cache
-def needed_sum(pairs: int, degrees: float, level: float) -> float:
-    """The sum of differences, in deviations, that makes `pairs` pairs of the expected spread better."""
-    spread = pairs - 1
-
-    def reached(total: float) -> bool:
-        return bool(log_evidence(total, spread + total**2 / pairs, pairs, degrees) >= -math.log(level))
-
-    return _smallest(reached, 1e4) if level > 0 else math.inf
-
-
 def chance(differences: Sequence[float], noise: Noise, level: float, max_pairs: int = MAX_PAIRS) -> float:
     """The predicted probability that `max_pairs` pairs make the proposal better, from those it has.
 
     The effect has the prior N(0, deviation²). The e-process is valid at any stopping time, so this may stop it.
     """
     count, total = len(differences), sum(differences) / noise.deviation
-    if count >= max_pairs:
-        return float(e_value(differences, noise) * level >= 1)
+    if level <= 0 or count >= max_pairs:
+        return float(level > 0 and e_value(differences, noise, level, max_pairs) >= 1 / level)
     return float(predicted_chance(total, count, needed_sum(max_pairs, noise.degrees, level), max_pairs))
 
 
-def predicted_chance(total: Floats | float, count: int, needed: Floats | float, max_pairs: int) -> Floats:
+def predicted_chance(total: Floats | float, count: int | Ints, needed: Floats | float, max_pairs: int | Ints) -> Floats:
     """`chance` from Σd of `count` < max_pairs pairs, in deviations; any shape."""
     from scipy.special import ndtr
 
     left = max_pairs - count
     expected = np.asarray(total, dtype=np.float64) * (1 + left / (count + 1))
-    result: Floats = ndtr((expected - needed) / math.sqrt(left + left**2 / (count + 1)))
+    result: Floats = ndtr((expected - needed) / np.sqrt(left + left**2 / (count + 1)))
     return result
 
 
@@ -206,29 +240,30 @@ def verdict(
     level: float,
     max_pairs: int = MAX_PAIRS,
     min_chance: float = MIN_CHANCE,
+    more: int = 0,
 ) -> str | None:
     """`better`, `worse` or `no clear difference`; None: another pair is worth its cost.
 
-    Ask after every pair, in their order: only then is `better` decided at a stopping time.
+    max_pairs: of the first submission; a resubmission has `more` pairs beyond it. Ask after every pair, in their order:
+    only then is `better` decided at a stopping time.
     """
-    if level > 0 and e_value(differences, noise) >= 1 / level:
+    if level > 0 and e_value(differences, noise, level, max_pairs) >= 1 / level:
         return "better"
     if -math.inf in differences or e_value([-value for value in differences], noise) >= 1 / WORSE_LEVEL:
         return "worse"
-    if len(differences) >= max_pairs or chance(differences, noise, level, max_pairs) < min_chance:
+    if len(differences) >= max_pairs + more or chance(differences, noise, level, max_pairs + more) < min_chance:
         return "no clear difference"
     return None
 
 
-def pairs_to_settle(effect: float, noise: Noise, level: float, power: float = 0.8, max_pairs: int = 1000) -> int | None:
-    """The number of pairs that call a true improvement of `effect` better with this probability; None: too many."""
+def pairs_to_settle(effect: float, noise: Noise, level: float, power: float = 0.8) -> int | None:
+    """How many planned pairs call a true improvement of `effect` better with this probability; None: none can."""
     from scipy.special import ndtri
 
-    z = float(ndtri(power))
-    for pairs in range(1, max_pairs + 1):
-        if pairs * effect / noise.deviation - z * math.sqrt(pairs) >= needed_sum(pairs, noise.degrees, level):
-            return pairs
-    return None
+    if effect <= 0 or level <= 0:
+        return None
+    deviations = float(needed_sum(1, noise.degrees, level)) + float(ndtri(power))
+    return math.ceil((deviations * noise.deviation / effect) ** 2)
 
 
 @dataclass(frozen=True)
