@@ -79,8 +79,10 @@ def test_a_proposal_that_learns_becomes_the_incumbent(ledger: Path) -> None:
     page = (ledger / "judge.html").read_text()
     assert "The incumbent is faster" in page
     assert f"{verdict['improvement']['mean']:+.4f}" in page
-    # the old incumbent's rate is worse than the new incumbent, and the same again is no change
-    assert submit(ledger, {"training": {"lr": 1e-5}})["verdict"] in ("worse", "no clear difference")
+    # an incumbent of earlier, and the same again, are no change; a rate that is too low is no improvement
+    back = submit(ledger, {"training": {"lr": 1e-5}})
+    assert (back["verdict"], back["rule"]) == ("refused", "copy")
+    assert submit(ledger, {"training": {"lr": 2e-5}})["verdict"] in ("worse", "no clear difference")
     again = submit(ledger, {"overrides": ["width=16"]})
     assert (again["verdict"], again["rule"]) == ("refused", "copy")
     assert [result for result in verify_files(ledger) if result.status == DAMAGED] == []
@@ -239,7 +241,7 @@ def test_the_sealed_text_is_opened_once(ledger: Path, monkeypatch: pytest.Monkey
     losses = {"first": 2.0, "last": 1.0, "without1": 1.9, "without2": 1.0, "incumbent": 2.0, "proposal": 1.0}
     requests = fake_losses(monkeypatch, lambda name: losses[name.split("-")[0]])
     judgments = iter(["better", "better"])
-    monkeypatch.setattr(evidence, "verdict", lambda *_: next(judgments))
+    monkeypatch.setattr(evidence, "verdict", lambda *_, **__: next(judgments))
     submit(ledger, BETTER)
     submit(ledger, {"name": "wider", "overrides": ["layers.*.feedforward.hidden=28"]})
     options: dict[str, Any] = {"out": ledger, "quiet": True, "device": "cpu", "threads": 1}

@@ -232,16 +232,16 @@ class Judge:
         tuned = self.tuned(sides["proposal"], first_size(sizes["proposal"]), "proposal", folder, tokens["proposal"])
         sides["proposal"] = tuned
         differences, found, peak = list(entry["earlier"]), None, 0.0
-        at_once = max(1, self.workers.count // 2)
-        for pair in range(ledger.windows.pairs):
+        planned, at_once = ledger.windows.pairs, max(1, self.workers.count // 2)
+        for pair in range(planned):
             if pair % at_once == 0:
-                pairs = range(pair, min(pair + at_once, ledger.windows.pairs))
+                pairs = range(pair, min(pair + at_once, planned))
                 ahead = [loss for each in pairs for loss in self._pair(entry, sides, sizes, tokens, each, folder)]
             incumbent, proposal = ahead[2 * (pair % at_once) : 2 * (pair % at_once) + 2]
             if math.isfinite(incumbent):
                 differences.append(incumbent - proposal)
-            peak = max(peak, evidence.e_value(differences, noise))
-            found = evidence.verdict(differences, noise, level, len(entry["earlier"]) + ledger.windows.pairs)
+            peak = max(peak, evidence.e_value(differences, noise, level, planned))
+            found = evidence.verdict(differences, noise, level, planned, more=len(entry["earlier"]))
             if found is not None:
                 break
         shutil.rmtree(folder / "own", ignore_errors=True)
@@ -294,11 +294,11 @@ class Judge:
         return {
             "improvement": {name: value if math.isfinite(value) else None for name, value in numbers.items()},
             "deviation": noise.deviation,
-            "evidence": min(evidence.e_value(differences, noise), 1e12) if differences else 1.0,
+            "evidence": min(evidence.e_value(differences, noise, level, self.ledger.windows.pairs), 1e12),
             "needed": 1 / level if level > 0 else None,
             "pairs": len(differences),
             "differences": [value if math.isfinite(value) else None for value in differences],
-            "settle": evidence.pairs_to_settle(mean, noise, level) if level > 0 and mean > 0 else None,
+            "settle": evidence.pairs_to_settle(mean, noise, level) if mean > 0 else None,
             "sizes": [
                 {
                     "parameters": size["parameters"],

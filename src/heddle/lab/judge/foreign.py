@@ -1,9 +1,9 @@
 """Trainers of someone else's: a command that trains and gets no held-out text, and one that prints losses.
 
 Both run in a folder of their own that holds the trainer's files, with limits of time and memory. They read these
-variables: `HEDDLE_TRAIN`, a file train.npy of the training tokens in order, one dimension; `HEDDLE_VOCAB_SIZE`, how many
-tokens there are; `HEDDLE_TOKENS`, how many to train on; `HEDDLE_SEQUENCE_LENGTH`, `HEDDLE_SEED` and `HEDDLE_SECONDS`;
-and, for `score` only, `HEDDLE_ROWS`, a file rows.npy, int64 [rows, T + 1].
+variables: `HEDDLE_TRAIN`, a file train.npy of the training tokens in order, one dimension; `HEDDLE_VOCAB_SIZE`, how
+many tokens there are; `HEDDLE_TOKENS`, how many to train on; `HEDDLE_SEQUENCE_LENGTH`, `HEDDLE_SEED` and
+`HEDDLE_SECONDS`; and, for `score` only, `HEDDLE_ROWS`, a file rows.npy, int64 [rows, T + 1].
 
 `score` prints a line of JSON for each row: T losses in nats, of row[1:], each given only the tokens before it. What it
 prints is tested on training text: no loss may depend on a later token or on another row, and the probabilities of all
