@@ -1,4 +1,4 @@
-"""Judge proposals one after another: `heddle.judge`, what `heddle judge` calls."""
+"""Judge proposals one after another: what `heddle judge` calls."""
 
 import math
 import shutil
