@@ -29,13 +29,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/compare/budgets.md", "docs/compare/variants.md", "docs/compare/equal-size.md",
         "docs/compare/tuning.md", "docs/compare/abilities.md", "docs/compare/losses.md",
         "docs/compare/longer-texts.md", "docs/compare/machines.md", "docs/ladder.md", "docs/ladder/budget.md",
-        "docs/ladder/tokens.md", "docs/inspect.md",
+        "docs/ladder/tokens.md", "docs/judge.md", "docs/inspect.md",
         "docs/gpu.md", "docs/gpu/hazards.md", "docs/gpu/budgets.md",
         "docs/ranks.md", "docs/ranks/pieces.md", "docs/cluster.md", "docs/plan.md",
         "docs/plan/accuracy.md",
     ),
     "Convert": (
-        "docs/convert.md", "docs/convert/healing.md", "docs/convert/measured.md", "docs/add-a-rewrite.md",
+        "docs/convert.md", "docs/convert/healing.md", "docs/add-a-rewrite.md",
     ),
     "Hugging Face": (
         "docs/huggingface/README.md", "docs/huggingface/loading.md", "docs/huggingface/quantized.md",

@@ -232,6 +232,7 @@ SUBCOMMANDS = {
     },
     "runs": {"watch": "Follow runs on a live page.", "verify": "Check that a folder's files are intact."},
     "compare": {
+        "judge": "Judge a stream of proposals, one by one.",
         "ladder": "Train designs at several sizes; predict larger.",
         "bench": "Measure the speed of designs on this machine.",
         "loss": "Measure trained models on a text.",

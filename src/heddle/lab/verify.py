@@ -20,9 +20,10 @@ from heddle.storage.run_log import LOG_FILE, RUN_FILE, verify_log
 
 OK, DAMAGED, NOT_COVERED = "ok", "damaged", "not covered"
 COMPILED_FOLDER = "compiled"  # torch's own cache of kernels
-REPORT_FILES = ("report.json", "report.html")  # made from the results, which are covered
+REPORT_FILES = ("report.json", "report.html", "judge.html")  # made from the results, which are covered
 JSON_FILES = (RUN_FILE, "plan.json", "data.json", "ladder.json")  # always with a hash
 HASH_LENGTH = 64
+LEDGER_FILE = "ledger.yaml"  # of a judge, whose log begins with the settings
 JSON_SUFFIXES = (".json", ".density")
 NO_HASH = "heddle wrote no hash of it"
 
@@ -64,7 +65,7 @@ def _verify(folder: Path, only: str | None = None) -> Iterator[Outcome]:
     is_run = CHECKPOINTS_FOLDER in names or LOG_FILE in names
     if is_run:
         log_position = _newest_log_position(folder / CHECKPOINTS_FOLDER)
-    expected = {RUN_FILE} if is_run else set()
+    expected = {RUN_FILE} if is_run and LEDGER_FILE not in names else set()
     if log_position is not None and log_position.lines:
         expected.add(LOG_FILE)
     for name in sorted(expected.union(names)):

@@ -14,6 +14,7 @@ import atexit
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -279,6 +280,19 @@ def start_worker(request_file: Path, result_file: Path, *inherited: int) -> _Pro
     command = [sys.executable, "-m", WORKER_MODULE, str(request_file), str(result_file)]
     with masked_stop_signals():
         return subprocess.Popen(command, start_new_session=True, pass_fds=inherited)
+
+
+def confine(folder: str, seconds: float, memory: float) -> None:
+    """Move this process into a folder of its own, with limits of processor time and of memory, in GB, from now on."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    limit = int(spent + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+    if sys.platform == "linux":  # torch has reserved some already
+        reserved = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        limit = reserved + int(memory * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 # Forked workers. Importing torch and the trainer takes noticeably long beside a minute's training of a tiny design.

@@ -161,6 +161,15 @@ class RunLog:
             raise file_io.write_error(self.path, error, REMEDY) from error
         self.position = position
 
+    def resume_at_end(self) -> None:
+        """Open the log for writing after its last whole line. Raises CheckpointError for an altered one."""
+        lines = _read_lines(self.path)
+        whole = _whole_lines(self.path, lines)
+        _verify_lines(self.path, whole)
+        if len(whole) < len(lines):  # a line that a killed process did not finish
+            write_file(self.path, b"".join(whole), REMEDY)
+        self.resume(LogPosition(len(whole), _follow_chain(whole, EMPTY_CHAIN)[0]))
+
     def write(self, line: dict[str, Any]) -> None:
         """Append one line. Raises MachineError."""
         content = json.dumps(line).encode("ascii")[:-1]

@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from heddle.cli.serve import ServedModel, chat_page
 from heddle.lab.explore.page import explorer_page
 from heddle.lab.pages.conversion import conversion_page
+from heddle.lab.pages.judge import judge_page
 from heddle.lab.pages.render import FOLDER, environment, script_sources
 from heddle.lab.pages.runs import runs_page, watch_page
 from tests.analysis.comparison.plain import report_page
@@ -18,18 +20,30 @@ from tests.html_page import Page
 from tests.source import ROOT
 
 LOOM = ServedModel("loom", "", 12345, is_chat=True, has_scores=True, vocab_size=50)
+JUDGED: dict[str, Any] = {
+    "first": "loom", "incumbent": "<b>wide</b>", "incumbent_number": 1, "decisions_left": 7, "alpha": 0.1,
+    "alpha_spent": 0.02, "rule": "e-lond", "counts": {"better": 1, "refused": 1}, "final": None,
+    "proposals": [
+        {"number": 1, "name": "<b>wide</b>", "verdict": "better", "sentence": "%{x} <b>", "against": 0, "pairs": 5,
+         "improvement": {"mean": 0.1, "low": 0.02, "high": None}, "evidence": 200.0, "needed": 150.0,
+         "incumbent": True, "sizes": [{"parameters": 6000, "tokens": 4096}]},
+        {"number": 2, "name": "leak", "verdict": "refused", "rule": "causality", "case": "2 tokens: <script>",
+         "sentence": "", "against": 1, "incumbent": False},
+    ],
+}  # fmt: skip
 # Ladders and inspections are parsed by the tests of their own pages.
 PAGES: dict[str, Callable[[], str]] = {
     "chat": lambda: chat_page([LOOM], 64),
     "conversion": lambda: conversion_page(single()),
     "explorer": explorer_page,
+    "judge": lambda: judge_page(JUDGED),
     "report": lambda: report_page(make_report()),
     "live report": lambda: report_page(make_report(), revision=1),
     "runs": lambda: runs_page([], []),
     "watch": lambda: watch_page([]),
     "live watch": lambda: watch_page([], revision=1),
 }
-PROGRAMS = {"chat": 1, "conversion": 2, "explorer": 1, "report": 2, "live report": 3, "live watch": 3}
+PROGRAMS = {"chat": 1, "conversion": 2, "explorer": 1, "judge": 2, "report": 2, "live report": 3, "live watch": 3}
 WRITES_MARKUP = re.compile(
     r"innerHTML\s*\+?=|outerHTML\s*\+?=|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|HTMLUnsafe"
     r"|new Markup\(|\beval\(|new Function|srcdoc|javascript:|\.src\s*="
@@ -58,7 +72,7 @@ def test_every_template_of_a_page_has_the_policy() -> None:
         text = file.read_text(encoding="utf-8")
         assert ("<html" in text) == (file.name == "base.html")
         pages |= {file.stem} if text.startswith('{% extends "base.html" %}') else set()
-    assert pages == {"chat", "conversion", "explorer", "inspect", "ladder", "report", "runs", "watch"}
+    assert pages == {"chat", "conversion", "explorer", "inspect", "judge", "ladder", "report", "runs", "watch"}
 
 
 def test_a_new_page_gets_the_policy() -> None:

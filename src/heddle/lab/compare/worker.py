@@ -237,10 +237,13 @@ def _exit_with_parent(parent_pid: int) -> None:
 
 
 def _set_up(task: dict[str, Any]) -> "Runtime":
-    """Load the user's parts and configure torch."""
+    """Load the user's parts and configure torch. The judge has limits for code that it does not know."""
     from heddle.config import load_part
+    from heddle.lab.workers import confine
     from heddle.runtime import Choices, set_up_runtime
 
+    if task.get("limits"):
+        confine(*task["limits"])
     for file in task["part_files"]:
         load_part(Path(file))
     tf32, deterministic = task.get("tf32", False), task.get("deterministic", False)  # a ladder has neither
@@ -273,6 +276,12 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
             tokenizer=None if task["tokenizer"] is None else Path(task["tokenizer"]),
         )
     settings = Settings(**task["settings"])
+    if task.get("held_out_data"):  # of a judge: the text of a proposal does not change what it is scored on
+        with progress.quiet():
+            shared = prepare_corpus(
+                task["held_out_data"], vocab_size=None, max_train_tokens=0, tokenizer=Path(task["tokenizer"])
+            )
+        corpus = replace(corpus, validation=shared.validation)
     source = _held_out_part(corpus, task.get("held_out"), settings.sequence_length)
     job = TrainingJob(
         config=load_config(task["design"]),
@@ -293,14 +302,15 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
     return job, corpus
 
 
-def _held_out_part(corpus: "Corpus", part: str | None, sequence_length: int) -> "Corpus":
-    """The corpus with the "tuning" or the "final" part of its held-out text; None: with all of it."""
-    from dataclasses import replace
-
+def _held_out_part(corpus: "Corpus", part: str | list[int] | None, sequence_length: int) -> "Corpus":
+    """The corpus with the "tuning" or the "final" part of its held-out text, or tokens from and to; None: all of it."""
     from heddle.data.token_file import split_held_out
 
     if part is None:
         return corpus
+    if isinstance(part, list):
+        span = (part[0], part[1])
+        return replace(corpus, validation=corpus.validation.select([span], corpus.tokenizer.byte_lengths))
     tuning, final = split_held_out(corpus.validation, sequence_length, corpus.tokenizer.byte_lengths)
     return replace(corpus, validation=tuning if part == "tuning" else final)
 
@@ -405,7 +415,7 @@ def _loss(task: dict[str, Any]) -> dict[str, Any]:
         "bits_per_byte": trained.bits_per_byte,
         "train_tokens": trained.progress.step * job.settings.tokens_per_step,
         "seconds": sum(line["seconds"] for line in read_log(job.out)),
-        "windows": trained.scores,
+        "windows": None if task.get("hides_windows") else trained.scores,
     }
 
 

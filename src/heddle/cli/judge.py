@@ -1,0 +1,27 @@
+"""`heddle judge`: a stream of proposals, each judged against the incumbent, with the error of all verdicts bounded."""
+
+import json
+
+import click
+
+from heddle.lab.judge.settings import JudgeSettings
+from heddle.progress import print_text, printable
+
+EXIT_CODES = {"better": 0, "no clear difference": 3, "worse": 4, "refused": 5}
+
+
+def judge(settings: JudgeSettings) -> None:
+    """Judge proposals one after another: `init` makes a ledger, `submit` gives a verdict, `show` and `final` sum up.
+
+    A proposal is trained beside the incumbent on fresh seeds and scored on fresh held-out text. A submission that was
+    killed goes on when it is given again. Exit code of `submit`: 0 better, 3 no clear difference, 4 worse, 5 refused.
+    """
+    from heddle.lab.judge.judge import describe, judge
+
+    result = judge(settings)
+    if settings.json:
+        print(json.dumps(result))
+    for line in [] if settings.json else describe(result):
+        print_text(printable(line))
+    if settings.action == "submit" and (code := EXIT_CODES[result["verdict"]]):
+        raise click.exceptions.Exit(code)

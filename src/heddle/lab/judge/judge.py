@@ -1,0 +1,195 @@
+"""Judge proposals one after another: what `heddle judge` calls."""
+
+import math
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from heddle.data.corpus import prepare_corpus
+from heddle.errors import CheckpointError, ConfigError
+from heddle.lab.compare.plan import split_designs
+from heddle.lab.judge import evidence
+from heddle.lab.judge.decision import Judge, first_size, listed
+from heddle.lab.judge.final import final
+from heddle.lab.judge.ledger import (
+    AGENTS_FILE,
+    Candidate,
+    Ledger,
+    append,
+    check_settings,
+    windows_from,
+    write_settings,
+)
+from heddle.lab.judge.proposal import Submission, absolute_sources, read_proposal
+from heddle.lab.judge.settings import ACTIONS, MATCHES, RULES, JudgeSettings
+from heddle.lab.pages.judge import PAGE_FILE, judge_page
+from heddle.lab.workers import default_workers
+from heddle.model.load_config import load_config
+from heddle.runtime import Runtime
+from heddle.session import open_session
+from heddle.storage.file_io import write_file
+from heddle.storage.lock import RunLock
+from heddle.storage.run_log import LOG_FILE, read_log, to_plain_json
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
+
+VERDICTS = ("better", "no clear difference", "worse", "refused")
+
+
+def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> Any:
+    """Judge proposals as `heddle judge` does, with its options, defaults and output.
+
+    settings: the settings, or an action: `judge("init", "preset:gqa-tiny", out=…)` returns the ledger's first line,
+    `judge("submit", "proposal.yaml", out=…)` a verdict. Raises ConfigError for an
+    invalid option, and the errors that the command reports.
+    """
+    if isinstance(settings, str):
+        settings = JudgeSettings.read({"action": settings, "words": words, **options})
+    if settings.action not in ACTIONS:
+        raise ConfigError(f"ACTION {settings.action}: unknown; choices: {', '.join(ACTIONS)}")
+    if settings.action == "show":
+        return summary(Ledger.open(settings.out))
+    with ExitStack() as stack:
+        runtime = open_session(stack, settings)
+        stack.enter_context(RunLock(settings.out))
+        if settings.action == "init":
+            return init(settings, runtime)
+        judge = Judge(
+            Ledger.open(settings.out), runtime, default_workers(runtime.device, runtime.threads, settings.workers)
+        )
+        if settings.action == "final":
+            result = final(judge)
+        elif len(settings.words) != 1:
+            raise ConfigError("submit: takes one proposal; give a YAML file")
+        else:
+            result = judge.submit(read_proposal(Path(settings.words[0])), settings.more)
+        write_file(settings.out / PAGE_FILE, judge_page(summary(judge.ledger)))
+        return result
+
+
+def summary(ledger: Ledger) -> dict[str, Any]:
+    """The stream so far, in plain values."""
+    verdicts = [entry["verdict"] for entry in ledger.entries if "verdict" in entry]
+    spent = sum(entry["level"] / (1 + entry["found"]) for entry in ledger.decided if entry["continues"] is None)
+    return {
+        "first": ledger.facts["candidate"]["name"], "incumbent": ledger.incumbent.name,
+        "incumbent_number": ledger.incumbent_number, "decisions_left": ledger.decisions_left,
+        "alpha": ledger.settings.alpha, "alpha_spent": spent, "rule": ledger.settings.rule,
+        "counts": {name: sum(verdict["verdict"] == name for verdict in verdicts) for name in VERDICTS},
+        "proposals": verdicts, "final": ledger.final,
+    }  # fmt: skip
+
+
+def describe(result: Mapping[str, Any]) -> list[str]:
+    """What `judge` returned, as sentences."""
+    if "removed" in result:
+        return [result["sentence"]]
+    if "sentence" in result:
+        return [result["sentence"], f"{result['decisions_left']} decisions left."]
+    if "windows" in result:
+        windows = result["windows"]
+        return [
+            f"The incumbent is {result['candidate']['name']}; a pair's difference spreads by {result['noise'][0]:.4f} "
+            f"bits per byte. Each of at most {windows['pairs']} pairs reads {windows['each']} fresh windows of "
+            f"{windows['length']} tokens.",
+            f"{result['decisions_left']} decisions left.",
+        ]
+    counts = ", ".join(f"{count} {name}" for name, count in result["counts"].items() if count) or "no proposal yet"
+    lines = [f"{verdict['number']:>4}  {verdict['sentence']}" for verdict in result["proposals"]]
+    return [
+        *lines,
+        f"The incumbent is {result['incumbent']} ({result['incumbent_number']}). {counts}; {result['alpha_spent']:.4f} "
+        f"of alpha {result['alpha']:g} spent; {result['decisions_left']} decisions left.",
+    ]
+
+
+def init(settings: JudgeSettings, runtime: Runtime) -> dict[str, Any]:
+    """Make a ledger: calibrate the first incumbent, divide the held-out text, and fix both."""
+    folder = settings.out
+    check_settings(settings, {"match": MATCHES, "rule": RULES})
+    if settings.part:
+        raise ConfigError(f"--part {settings.part[0]}: `init` starts from parts of the package; submit the part")
+    if (folder / LOG_FILE).is_file() and read_log(folder):
+        raise CheckpointError(f"{folder}: holds a ledger already; submit to it, or name another folder with --out")
+    first, files = _first_incumbent(settings)
+    settings = replace(settings, data=tuple(absolute_sources(settings.data)), words=(), more=False)
+    vocab_size = settings.vocab_size
+    if first.design is not None and vocab_size is None:
+        vocab_size = first.design.get("vocab_size", DEFAULT_VOCAB_SIZE)
+    corpus = prepare_corpus(
+        settings.data, vocab_size=vocab_size, max_train_tokens=settings.tokens, tokenizer=settings.tokenizer
+    )
+    for name, content in corpus.tokenizer.to_files().items():
+        write_file(folder / name, content)
+    count = (len(corpus.validation) - 1) // settings.sequence_length
+    facts: dict[str, Any] = {
+        "event": "init", "settings": settings.dump() | {"action": "init"}, "text": corpus.hash,
+        "vocab_size": corpus.tokenizer.vocab_size, "budget": ["tokens", settings.tokens, settings.tokens],
+        "windows": asdict(windows_from(replace(settings, windows=settings.windows or 1), count, 1.0, 0.0)),
+    }  # fmt: skip
+    workers = default_workers(runtime.device, runtime.threads, settings.workers)
+    judge = Judge(Ledger(folder, settings, facts, []), runtime, workers)
+    facts["budget"] = judge.budget(first)
+    change = {"trainer": first.trainer} if first.trainer else {"design": first.design}
+    submission = Submission(first.name, b"", change, {})
+    screened = judge.screened(replace(first, trainer=None), submission, files, 0, {})
+    if "refused" in screened:
+        raise ConfigError(f"{first.name}: is refused by {': '.join(screened['refused'])}; start from another design")
+    first, sizes = replace(Candidate.read(screened["candidate"]), changed=()), screened["sizes"]
+    first, losses, window_variance = judge.calibrate(first, first_size(sizes))
+    noise = evidence.pooled_noise([losses])
+    windows = windows_from(settings, count, noise.deviation**2, window_variance)
+    deviation = math.sqrt(noise.deviation**2 + window_variance / windows.each)
+    facts |= {
+        "candidate": first.dump(), "identity": screened["identity"], "sizes": sizes, "windows": asdict(windows),
+        "noise": [deviation, noise.degrees], "settings_sha256": write_settings(folder, settings),
+    }  # fmt: skip
+    write_file(folder / AGENTS_FILE, AGENTS.format(out=folder, pairs=settings.pairs, alpha=settings.alpha))
+    append(folder, to_plain_json(facts))
+    shutil.rmtree(folder / "calibration", ignore_errors=True)
+    return dict(to_plain_json(facts)) | {"decisions_left": windows.decisions}
+
+
+def _first_incumbent(settings: JudgeSettings) -> tuple[Candidate, list[list[str]]]:
+    """The incumbent that `init` names, a design or a trainer's YAML file, and the trainer's files."""
+    sources, overrides = split_designs(settings.words)
+    if len(sources) != 1:
+        raise ConfigError("init: takes one design; give a file, preset:NAME or a folder")
+    path = Path(sources[0])
+    if path.suffix in (".yaml", ".yml") and path.is_file() and "\ntrainer:" in f"\n{path.read_text('utf-8')}":
+        submission = read_proposal(path)
+        if submission.refused is not None:
+            raise ConfigError(f"{path}: is refused by {': '.join(submission.refused)}; give another trainer")
+        for name, content in submission.files.items():
+            write_file(settings.out / name, content)
+        files = listed(settings.out, submission, settings.out)
+        return Candidate(submission.name, trainer=submission.change["trainer"]), files
+    name = sources[0].removeprefix("preset:") if sources[0].startswith("preset:") else path.stem
+    return Candidate(name, design=load_config(sources[0], overrides).dump()), []
+
+
+AGENTS = """# How to propose a change
+
+A judge decides whether a change makes the incumbent better. You propose; it trains, tests and answers.
+
+1. Write a proposal, a YAML file, with some of these fields:
+
+       name: wider-feedforward
+       overrides: [layers.*.feedforward.hidden=320]   # changes of the incumbent's design
+       design: mine.yaml                              # or a whole design
+       part: my_part.py                               # a part of your own in one file
+       training: {{lr: 0.004, optimizer: muon}}         # also schedule, warmup, weight_decay, batch_size, lr_scale
+       data: [mine.txt@2, stdlib]                     # sources of training text, with weights
+
+2. Submit it: `heddle judge submit proposal.yaml --out {out} --json`. The answer is one line of JSON. `verdict` is
+   refused (`rule` and `case` say why), worse, no clear difference, or better. A better proposal is the incumbent
+   from then on, and later overrides apply to it.
+3. Exit codes: 0 better, 3 no clear difference, 4 worse, 5 refused, 2 a file or option that cannot be read, 1 a failure
+   of the machine. After a kill, submit the same file again: it goes on.
+
+A decision takes at most {pairs} pairs of runs, on seeds and held-out windows that nothing has read. `decisions_left`
+says how many remain; a refused proposal costs none. Changed names and seeds are no change. Of all that is called
+better, at most a share of {alpha:g} is expected to be false, whatever you propose. Do not read the held-out text.
+"""
