@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import heddle.numerics.linear as linear_products
 from heddle import extensions
 from heddle.data.samples import Batch
 from heddle.laws.harness import LawViolation
@@ -154,39 +153,6 @@ def test_gradients_of_experts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sorted_experts, "_hidden_gradients", biased)
     wrong = _results(partial(_experts, chosen), inputs)[-1]
     assert _error(wrong, exact[-1]) > 2 * _error(plain[-1], exact[-1]) + torch.finfo(dtype).eps
-
-
-@pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_of_bfloat16_weights(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for shape in ((1, 1), (32, 64), (33, 31), (100, 65)):
-        bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)  # NaN, too
-        assert torch.equal(torch.ops.heddle.transposed(bits), bits.T)
-    monkeypatch.setattr(linear_products, "MIN_TRANSPOSED_ROWS", 8)
-    monkeypatch.setattr(linear_products, "MIN_TRANSPOSED_ELEMENTS", 1)
-    for rows, inputs, outputs in ((40, 70, 33), (64, 8, 200)):  # the gradient is transposed, or x and the result
-        dtype = torch.float32 if autocast else torch.bfloat16
-        x, weight = (torch.randn(n, inputs).bfloat16().to(dtype).requires_grad_() for n in (rows, outputs))
-        exact = _results(linear, [tensor.detach().double().requires_grad_() for tensor in (x, weight)])
-
-        def cast(a: Tensor, b: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                return linear(a, b)
-
-        with record_choices("cpu") as choices:
-            got = _results(cast, [x, weight])
-        assert ("linear", "native") in [choice[:2] for choice in choices]
-        with kernels(linear="matrix"):
-            plain = _results(cast, [x, weight])
-        for a, b, c in zip(got, plain, exact, strict=True):
-            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
-            assert _error(a, c) < 1.1 * _error(b, c) < 0.01
-        transposed = torch.ops.heddle.transposed
-        monkeypatch.setattr(
-            torch.ops.heddle, "transposed", lambda m, right=transposed: right(m).roll(1, 0)
-        )  # a planted bug
-        assert _error(_results(cast, [x, weight])[2], exact[2]) > 0.1
-        monkeypatch.setattr(torch.ops.heddle, "transposed", transposed)
 
 
 @pytest.mark.usefixtures("operators")

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from heddle.numerics import native
 from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, add_flops, device_type, has_triton
-from heddle.numerics.linear import linear_flops, weight_gradient
+from heddle.numerics.linear import linear_flops
 from heddle.numerics.norms import at_least_float32
 from heddle.torch_private import is_fake
 
@@ -358,7 +358,7 @@ class _WeightedSum(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, cast_weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits, hidden_chunk)
+                _add_product(grad_weight, grad_logits.T, hidden_chunk)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         total, divergence = totals
@@ -378,15 +378,15 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += leftᵀ @ right, in total's dtype."""
+    """total += left @ right, in total's dtype."""
     if total.dtype == left.dtype:
-        total.addmm_(left.T, right)
+        total.addmm_(left, right)
     elif (
         total.device.type == "cuda" or is_fake(total)
     ) and not is_compiling():  # one pass over total, and no rounding of the product
-        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        total += weight_gradient(left, right)
+        total += left @ right
 
 
 def _chunked_unsupported(facts: LossFacts) -> str | None:

@@ -190,7 +190,7 @@ def packing_enabled() -> bool:
 class LinearFacts(NamedTuple):
     """What decides the kernel: rows of x, whether gradients or packing are required, weight elements, device, dtype.
 
-    native: the dtype in which a C++ operator serves these tensors, autocast included; None: none does.
+    native: whether its C++ operator serves these tensors: no bias, one dtype.
     """
 
     rows: int
@@ -199,7 +199,7 @@ class LinearFacts(NamedTuple):
     weight_elements: int
     device: str
     dtype: torch.dtype
-    native: torch.dtype | None = None
+    native: bool = False
 
 
 def linear_flops(rows: int, inputs: int, outputs: int) -> int:
@@ -264,66 +264,19 @@ def _packed_unsupported(facts: LinearFacts) -> str | None:
 
 
 MIN_NATIVE_ROWS, MAX_NATIVE_ELEMENTS = 64, 2**17  # of x and of a weight: oneDNN is as fast at larger products
-MIN_TRANSPOSED_ROWS, MIN_TRANSPOSED_ELEMENTS = 256, 2**19  # in bfloat16
 
 
 def _native(x: Tensor, weight: Tensor, bias: None) -> Tensor:
-    if torch.bfloat16 in (x.dtype, weight.dtype) or torch.is_autocast_enabled("cpu"):
-        y: Tensor = _Bfloat16Linear.apply(x.to(torch.bfloat16), weight.to(torch.bfloat16))
-    else:
-        y = torch.ops.heddle.linear(x, weight)
+    y: Tensor = torch.ops.heddle.linear(x, weight)
     return y
 
 
 def _native_unsupported(facts: LinearFacts) -> str | None:
-    if facts.native is None:
+    if not facts.native:
         return native.NOT_IN_USE
-    if facts.native == torch.bfloat16:
-        if facts.rows < MIN_TRANSPOSED_ROWS or facts.weight_elements < MIN_TRANSPOSED_ELEMENTS:
-            return f"it pays off from {MIN_TRANSPOSED_ROWS} rows and {MIN_TRANSPOSED_ELEMENTS} weights on"
-        return None
     if facts.rows < MIN_NATIVE_ROWS or facts.weight_elements > MAX_NATIVE_ELEMENTS:
         return f"it pays off from {MIN_NATIVE_ROWS} rows on, and up to {MAX_NATIVE_ELEMENTS} weights"
-    return None if facts.native in (torch.float32, torch.float64) else f"its C++ operator does not read {facts.native}"
-
-
-class _Bfloat16Linear(torch.autograd.Function):
-    """`x Wᵀ`, x [..., in] and W [out, in], with the gradient of W by `weight_gradient`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return functional.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        (grad,) = gradients
-        needs_x, needs_weight = ctx.needs_input_grad
-        return (
-            grad @ weight if needs_x else None,
-            weight_gradient(grad.flatten(0, -2), x.flatten(0, -2)) if needs_weight else None,
-        )
-
-
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """`gradᵀ x` [out, in], grad [rows, out] and x [rows, in]: the gradient of the weight of a product.
-
-    On CPUs with AMX, oneDNN multiplies a transposed matrix half as fast. There a factor is transposed first.
-    """
-    rows, outputs, inputs = *grad.shape, x.shape[1]
-    if (
-        grad.dtype == x.dtype == torch.bfloat16
-        and rows >= MIN_TRANSPOSED_ROWS
-        and outputs * inputs >= MIN_TRANSPOSED_ELEMENTS
-        and not torch.is_grad_enabled()
-        and native.serves("transposed", grad, x)
-    ):
-        transposed = torch.ops.heddle.transposed
-        fewer = inputs * (rows + outputs) < rows * outputs  # elements of x and the result than of grad
-        y: Tensor = transposed(transposed(x) @ grad) if fewer else transposed(grad) @ x
-        return y
-    return grad.mT @ x
+    return None if facts.dtype in (torch.float32, torch.float64) else f"its C++ operator does not read {facts.dtype}"
 
 
 LINEAR = Operation(
@@ -382,11 +335,7 @@ def _facts(x: Tensor, linear_maps: Sequence[LinearMap]) -> LinearFacts:
     packing = packing_enabled() and x.dtype == weight.dtype and not torch.is_autocast_enabled(device)
     packing = packing and all(type(w) in (Parameter, Tensor) for w, _ in linear_maps)
     elements = sum([weight.numel() for weight, _ in linear_maps])
-    dtype: torch.dtype | None = x.dtype if x.dtype == weight.dtype else None
-    if device == "cpu" and torch.is_autocast_enabled(device):
-        dtype = None if torch.float64 in (x.dtype, weight.dtype) else torch.get_autocast_dtype(device)
-    operator = "transposed" if dtype == torch.bfloat16 else "linear"
-    serves = gradients and dtype is not None and all(bias is None for _, bias in linear_maps)
-    serves = serves and native.serves(operator, x, *(w for w, _ in linear_maps))
-    rows = x.numel() // max(x.shape[-1], 1)
-    return LinearFacts(rows, gradients, packing, elements, device, x.dtype, dtype if serves else None)
+    serves = gradients and native.serves("linear", x, *(w for w, _ in linear_maps))
+    serves = serves and x.dtype == weight.dtype and all(bias is None for _, bias in linear_maps)
+    serves = serves and not torch.is_autocast_enabled(device)
+    return LinearFacts(x.numel() // max(x.shape[-1], 1), gradients, packing, elements, device, x.dtype, serves)

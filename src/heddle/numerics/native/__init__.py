@@ -25,7 +25,6 @@ OPERATORS = {  # operator: the file that holds it, without .cpp
     "rotary": "elementwise",
     "ssd": "recurrent",
     "swiglu": "elementwise",
-    "transposed": "elementwise",
     "weighted_swiglu_backward": "elementwise",
 }
 NOT_IN_USE = "its C++ operator is not in use for these tensors"  # why a native kernel rejects a call

@@ -212,50 +212,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> weighted_swiglu_backward(const Tensor
     return {h, dgate, dup, dw};
 }
 
-// The transpose of a matrix of 16-bit elements, by blocks of 32 x 32 in registers: after row i was interleaved with row
-// i + 16 five times, rows are columns.
-
-constexpr int BLOCK = 32;
-typedef uint16_t BlockRow __attribute__((vector_size(2 * BLOCK)));
-
-void transpose_block(const uint16_t* from, int64_t row, uint16_t* to, int64_t to_row) {
-    const BlockRow low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                          8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    BlockRow a[BLOCK], b[BLOCK];
-    for (int i = 0; i < BLOCK; i++) std::memcpy(&a[i], from + i * row, sizeof(BlockRow));
-    for (int round = 0; round < 5; round++) {
-#pragma GCC unroll 16
-        for (int i = 0; i < BLOCK / 2; i++) {
-            b[2 * i] = __builtin_shuffle(a[i], a[i + BLOCK / 2], low);
-            b[2 * i + 1] = __builtin_shuffle(a[i], a[i + BLOCK / 2], low + 16);
-        }
-        std::memcpy(a, b, sizeof(a));
-    }
-    for (int i = 0; i < BLOCK; i++) std::memcpy(to + i * to_row, &a[i], sizeof(BlockRow));
-}
-
-Tensor transposed(const Tensor& input) {
-    TORCH_CHECK(input.dim() == 2 && input.element_size() == 2, "transposed: not a matrix of 16-bit elements");
-    const Tensor x = input.contiguous();
-    const int64_t rows = x.size(0), columns = x.size(1);
-    Tensor y = at::empty({columns, rows}, x.options());
-    const uint16_t* in = static_cast<const uint16_t*>(x.const_data_ptr());
-    uint16_t* out = static_cast<uint16_t*>(y.data_ptr());
-    at::parallel_for(0, (columns + BLOCK - 1) / BLOCK, 1, [=](int64_t first, int64_t last) {
-        for (int64_t c = first * BLOCK; c < std::min(columns, last * BLOCK); c += BLOCK)
-            for (int64_t r = 0; r < rows; r += BLOCK) {
-                const int64_t m = std::min<int64_t>(BLOCK, rows - r), n = std::min<int64_t>(BLOCK, columns - c);
-                if (m == BLOCK && n == BLOCK) {
-                    transpose_block(in + r * columns + c, columns, out + c * rows + r, rows);
-                } else {
-                    for (int64_t j = 0; j < n; j++)
-                        for (int64_t i = 0; i < m; i++) out[(c + j) * rows + r + i] = in[(r + i) * columns + c + j];
-                }
-            }
-    });
-    return y;
-}
-
 // Rotation of pairs of heads x [B, H, T, d] by a table [1 or B, 1, T, pairs]; dims above 2 pairs are copied. turn: 1,
 // or -1 for the inverse rotation, which is the gradient.
 
@@ -419,7 +375,6 @@ TORCH_LIBRARY_FRAGMENT(heddle, m) {
     m.def("cross_entropy_(Tensor(a!) logits, Tensor targets, float scale, float weight, bool gradients) -> Tensor",
           &cross_entropy_);
     m.def("norms(Tensor[] tensors) -> Tensor", &norms);
-    m.def("transposed(Tensor x) -> Tensor", &transposed);
     m.def("weighted_swiglu_backward(Tensor gate, Tensor up, Tensor dh, Tensor w) -> (Tensor, Tensor, Tensor, Tensor)",
           &weighted_swiglu_backward);
 }

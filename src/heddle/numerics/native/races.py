@@ -13,7 +13,7 @@ from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.cross_entropy import OutputHead, loss_sum
 from heddle.numerics.experts.mixture import run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
-from heddle.numerics.linear import linear, weight_gradient
+from heddle.numerics.linear import linear
 from heddle.numerics.norms import euclidean_norms, rms_norm
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
@@ -118,16 +118,6 @@ def _latent_decode() -> Step:
     return run
 
 
-def _transposed() -> Step:
-    grad, x = (_random(1024, width).detach().bfloat16() for width in (1024, 512))
-
-    def run() -> None:
-        with torch.no_grad():
-            weight_gradient(grad, x)
-
-    return run
-
-
 def _weighted_swiglu_backward() -> Step:
     x, up, down = _random(512, WIDTH), _random(4, HIDDEN, WIDTH), _random(4, WIDTH, HIDDEN)
     chosen, gates = torch.arange(1024, device="cpu").view(512, 2) % 4, _random(512, 2)
@@ -146,6 +136,5 @@ RACES: dict[str, Callable[[], Step]] = {  # operator: makes what is timed
     "rotary": _rotary,
     "ssd": _ssd,
     "swiglu": _swiglu,
-    "transposed": _transposed,
     "weighted_swiglu_backward": _weighted_swiglu_backward,
 }
