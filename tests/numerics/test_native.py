@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,9 @@ from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.cross_entropy import OutputHead, loss_sum
 from heddle.numerics.dispatch import Kernel, Operation, record_choices
+from heddle.numerics.experts import sorted as sorted_experts
+from heddle.numerics.experts.mixture import run_experts
+from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import linear
 from heddle.numerics.native.races import RACES
@@ -119,6 +123,36 @@ def test_storage_in_fewer_bits_is_as_exact_as_the_plain_way(dtype: torch.dtype) 
         for a, b, c in zip(got, plain, exact, strict=True):
             assert a.dtype == b.dtype
             assert _error(a, c) < 2 * _error(b, c) + torch.finfo(dtype).eps, (operation, [x.shape for x in inputs])
+
+
+def _experts(chosen: Tensor, *inputs: Tensor) -> Tensor:
+    x, gates, up, down, gate = inputs
+    weights = ExpertWeights(up, down, gate)
+    return run_experts(x, ExpertAssignment(chosen, gates), weights, activation("silu"))
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_of_experts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = torch.rand(70, 5).argsort(1)[:, :3].masked_fill(torch.rand(70, 3) < 0.2, -1)
+    shapes = ((70, 9), (70, 3), (5, 33, 9), (5, 9, 33), (5, 33, 9))
+    inputs = [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    with kernels(experts="reference"):
+        exact = _results(partial(_experts, chosen), [x.detach().double().requires_grad_() for x in inputs])
+    got = _results(partial(_experts, chosen), inputs)
+    native.in_use -= {"weighted_swiglu_backward"}
+    plain = _results(partial(_experts, chosen), inputs)
+    for a, b, c in zip(got, plain, exact, strict=True):
+        assert _error(a, c) < (1e-12 if dtype == torch.float64 else 2 * _error(b, c) + torch.finfo(dtype).eps)
+    hidden_gradients = sorted_experts._hidden_gradients
+
+    def biased(*arguments: Any) -> tuple[Tensor, Tensor, Any]:
+        hidden, sums, (up, gate) = hidden_gradients(*arguments)
+        return hidden, sums, (up, gate * 1.05)
+
+    monkeypatch.setattr(sorted_experts, "_hidden_gradients", biased)
+    wrong = _results(partial(_experts, chosen), inputs)[-1]
+    assert _error(wrong, exact[-1]) > 2 * _error(plain[-1], exact[-1]) + torch.finfo(dtype).eps
 
 
 @pytest.mark.usefixtures("operators")

@@ -152,6 +152,11 @@ def _glu(function: PlainFunction, up: Tensor, gate: Tensor | None = None, /) -> 
     return function(gate) * up
 
 
+def is_swiglu(function: Activation) -> bool:
+    """Whether it is `silu(gate) * up`."""
+    return isinstance(function, partial) and function.func is _glu and function.args == (silu,)
+
+
 def _with_gate(function: Callable[[Tensor, Tensor], Tensor], up: Tensor, gate: Tensor | None = None, /) -> Tensor:
     assert gate is not None
     return function(up, gate)

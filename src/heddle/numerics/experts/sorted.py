@@ -7,7 +7,7 @@ For one row, let h = f(up x), y = down h, g its gate and s the gradient of the t
 so y need not be saved, and gates multiply the hidden rows instead of the output rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.errors import ConfigError
-from heddle.numerics.activations import Activation
+from heddle.numerics import native
+from heddle.numerics.activations import Activation, is_swiglu
 from heddle.numerics.linear import LinearMap
 from heddle.numerics.norms import without_autocast
 
@@ -187,19 +188,14 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     grad_hidden = torch.empty_like(up)
     for expert, expert_slice, _ in ctx.expert_rows:
         torch.mm(grad_rows[expert_slice], weights.down[expert], out=grad_hidden[expert_slice])
-    with torch.enable_grad():
-        activation_inputs = [tensor.detach().requires_grad_() for tensor in (up, gate) if tensor is not None]
-        up_input, gate_input = activation_inputs[0], activation_inputs[1] if gate is not None else None
-        hidden = hidden_activation(up_input, gate_input, dropout_mask, ctx.activation)
     grad_gates = _empty_rows(len(assignment), gates, 1)
-    grad_gates[:-1] = (grad_hidden * hidden.detach()).sum(1, keepdim=True)
+    hidden, row_grads, activation_grads = _hidden_gradients(ctx, up, gate, dropout_mask, grad_hidden, row_gates)
+    grad_gates[:-1] = row_grads
     grad_down_bias_rows = grad_rows
     if weights.down_bias is not None:
         grad_down_bias_rows = grad_rows * row_gates
         for expert, expert_slice, _ in ctx.expert_rows:
             grad_gates[expert_slice] += (grad_rows[expert_slice] @ weights.down_bias[expert])[:, None]
-    activation_grads = torch.autograd.grad(hidden, activation_inputs, grad_hidden.mul_(row_gates))
-    hidden = hidden.detach().mul_(row_gates)
     unused_experts = sorted(set(range(len(weights.up))) - {expert for expert, _, _ in ctx.expert_rows})
     pairs = zip(weight_tensors, needs_grad, strict=True)
     gradients = _ExpertGradients(
@@ -225,6 +221,22 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
             )
             grad_inputs[expert_slice].addmm_(activation_grads[1][expert_slice], expert_weights.gate)
     return None, _sum_to_tokens(grad_inputs, row_of_assignment), None, grad_gates[:, 0][row_of_assignment], *gradients
+
+
+def _hidden_gradients(
+    ctx: Any, up: Tensor, gate: Tensor | None, dropout_mask: Tensor | None, grad_hidden: Tensor, row_gates: Tensor
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """g h [rows, hidden], dh · h [rows, 1], and the gradients of up and gate (see the formulas above)."""
+    swiglu = gate is not None and dropout_mask is None and is_swiglu(ctx.activation)
+    if swiglu and native.serves("weighted_swiglu_backward", up) and native.unsupported_dtype(up.dtype) is None:
+        hidden, grad_gate, grad_up, sums = torch.ops.heddle.weighted_swiglu_backward(gate, up, grad_hidden, row_gates)
+        return hidden, sums, (grad_up, grad_gate)
+    with torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in (up, gate) if tensor is not None]
+        hidden = hidden_activation(inputs[0], None if gate is None else inputs[1], dropout_mask, ctx.activation)
+    sums = (grad_hidden * hidden.detach()).sum(1, keepdim=True)
+    activation_grads = torch.autograd.grad(hidden, inputs, grad_hidden.mul_(row_gates))
+    return hidden.detach().mul_(row_gates), sums, activation_grads
 
 
 class _ExpertGradients(NamedTuple):

@@ -25,6 +25,7 @@ OPERATORS = {  # operator: the file that holds it, without .cpp
     "rotary": "elementwise",
     "ssd": "recurrent",
     "swiglu": "elementwise",
+    "weighted_swiglu_backward": "elementwise",
 }
 NOT_IN_USE = "its C++ operator is not in use for these tensors"  # why a native kernel rejects a call
 

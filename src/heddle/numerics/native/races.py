@@ -11,6 +11,8 @@ from heddle.numerics.attention import softmax
 from heddle.numerics.attention.latent import latent_attention
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.cross_entropy import OutputHead, loss_sum
+from heddle.numerics.experts.mixture import run_experts
+from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.linear import linear
 from heddle.numerics.norms import euclidean_norms, rms_norm
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
@@ -116,6 +118,13 @@ def _latent_decode() -> Step:
     return run
 
 
+def _weighted_swiglu_backward() -> Step:
+    x, up, down = _random(512, WIDTH), _random(4, HIDDEN, WIDTH), _random(4, WIDTH, HIDDEN)
+    chosen, gates = torch.arange(1024, device="cpu").view(512, 2) % 4, _random(512, 2)
+    assignment, weights = ExpertAssignment(chosen, gates, none_dropped=True), ExpertWeights(up, down, up)
+    return _train(lambda: run_experts(x, assignment, weights, activation("silu")), x, up, down, gates)
+
+
 RACES: dict[str, Callable[[], Step]] = {  # operator: makes what is timed
     "causal_attention": _causal_attention,
     "cross_entropy": _cross_entropy,
@@ -127,4 +136,5 @@ RACES: dict[str, Callable[[], Step]] = {  # operator: makes what is timed
     "rotary": _rotary,
     "ssd": _ssd,
     "swiglu": _swiglu,
+    "weighted_swiglu_backward": _weighted_swiglu_backward,
 }
