@@ -649,8 +649,29 @@ CASES: dict[str, Case] = {
         fixed=BERT_FIXED,
         live=frozenset({"max_position_embeddings", "pad_token_id"}),
     ),
+    "ernie": Case(
+        {"plain": {"type_vocab_size": 3, "hidden_act": "relu"}},
+        inert=BERT_INERT | {"task_type_vocab_size"},
+        base=BERT_BASE,
+        fixed=BERT_FIXED | {"use_task_id"},
+        live=frozenset({"max_position_embeddings"}),
+    ),
+    "megatron-bert": Case(
+        {"plain": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
+        inert=BERT_INERT,
+        base=BERT_BASE,
+        fixed=BERT_FIXED,
+        live=frozenset({"max_position_embeddings"}),
+    ),
+    "bert-generation": Case(
+        {"plain": {"is_decoder": True}, "relu": {"is_decoder": True, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
+        inert=BERT_INERT,
+        base=BERT_BASE | {"max_position_embeddings": 128},
+        fixed=BERT_FIXED,
+        live=frozenset({"max_position_embeddings"}),
+    ),
     **dict.fromkeys(
-        ("xlm-roberta", "camembert"),
+        ("xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"),
         Case(
             {
                 "plain": {"pad_token_id": 1, "type_vocab_size": 1},
@@ -678,6 +699,16 @@ CASES: dict[str, Case] = {
         inert=frozenset({"dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"}),
         base=DISTILBERT_BASE,
         live=frozenset({"max_position_embeddings"}),
+    ),
+    "modernbert-decoder": Case(
+        {
+            "plain": {},
+            "biases-types-silu-untied": MODERN_BIASES
+            | {"decoder_bias": True, "tie_word_embeddings": False}
+            | {"rope_parameters": by_type({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}, 100.0)},
+        },
+        inert=MODERN_INERT | {"local_attention"},
+        base=MODERN_BASE | {"bos_token_id": 1},
     ),
     "modernbert": Case(
         {
@@ -1109,6 +1140,24 @@ CASES: dict[str, Case] = {
         inert=frozenset({"hidden_dropout"}),
         base=OWN_BASE,
         refused=frozenset({"hidden_size", "num_attention_heads"}),
+    ),
+    "openai-gpt": Case(
+        {"plain": {"n_embd": 48}, "relu-untied": {"n_embd": 30, "afn": "relu", "tie_word_embeddings": False}},
+        inert=GPT_INERT,
+        base=GPT_BASE,
+    ),
+    "aria_text": Case(
+        {
+            "plain": {"moe_num_experts": 6, "intermediate_size": 20},
+            "biases-tied-yarn": {"moe_num_experts": 5, "moe_topk": 3, "intermediate_size": 15, "attention_bias": True}
+            | {
+                "mlp_bias": True,
+                "moe_num_shared_experts": 1,
+                "tie_word_embeddings": True,
+                "rms_norm_eps": 1e-3,
+                **YARN,
+            },
+        },
     ),
     "gpt_bigcode": Case(
         {

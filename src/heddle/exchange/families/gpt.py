@@ -122,11 +122,18 @@ def write_gpt2(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_gpt2(
-    design: ModelConfig, weights: WeightMap, qkv: TensorTransform = TRANSPOSED, matrix: TensorTransform = TRANSPOSED
+    design: ModelConfig,
+    weights: WeightMap,
+    qkv: TensorTransform = TRANSPOSED,
+    matrix: TensorTransform = TRANSPOSED,
+    embeddings: tuple[str, str] = (EMBEDDING, "transformer.wpe"),
 ) -> None:
-    """The tensor names. qkv: how queries, keys and values are one matrix. matrix: how others are stored."""
-    _common.map_embedding_and_head(design, weights, EMBEDDING, LAST_NORM)
-    weights.add_module("transformer.wpe", "embed.position")
+    """The tensor names. qkv: how queries, keys and values are one matrix. matrix: how others are stored.
+
+    embeddings: of tokens and of positions.
+    """
+    _common.map_embedding_and_head(design, weights, embeddings[0], LAST_NORM)
+    weights.add_module(embeddings[1], "embed.position")
     for hf, heddle, _ in _common.named_layers(design, prefix="transformer.h"):
         weights.add_modules(hf, heddle, GPT2_NORMS)
         weights.add_module(f"{hf}.attn.c_attn", *(f"{heddle}.mixer.{role}" for role in "qkv"), transform=qkv)
@@ -136,6 +143,41 @@ def map_gpt2(
 
 
 GPT2 = Family("gpt2", "GPT2LMHeadModel", read_gpt2, write_gpt2, map_gpt2, ignored_tensors=MASK_BUFFERS)
+
+
+GPT_ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
+GPT_AFN = {"gelu_tanh": "gelu", "gelu": "gelu", "relu": "relu", "silu": "silu"}  # the second is another, and refused
+
+
+def read_gpt(config: ConfigReader) -> dict[str, Any]:
+    """GPT (Radford et al. 2018): norms after each sum, learned positions, biases; its `gelu` is the tanh form."""
+    name = config.get("afn", "gelu")
+    if name not in GPT_ACTIVATIONS:
+        raise config.invalid("afn", f"heddle has {', '.join(GPT_ACTIVATIONS)}")
+    mixer, width = read_attention(config, 0.1) | {"bias": True}, config.require_count("n_embd", "hidden_size")
+    if width % mixer["heads"]:
+        raise config.invalid("n_embd", f"openai-gpt needs a multiple of its {mixer['heads']} heads")
+    feedforward = {"kind": "mlp", "hidden": 4 * width, "activation": GPT_ACTIVATIONS[name], "bias": True}
+    layer = {"repeat": read_depth(config), "mixer": mixer, "feedforward": feedforward}
+    design = gpt2_design(config, [layer], config.get("n_positions", 512, "max_position_embeddings"))
+    design["residual"] |= {"kind": "post_norm"}
+    return design
+
+
+def write_openai_gpt(design: ModelConfig) -> dict[str, Any]:
+    fields = write_gpt(design) | {"afn": GPT_AFN.get(design_parts.first_mlp(design).activation, "gelu")}
+    del fields["n_inner"], fields["activation_function"]
+    return fields
+
+
+def map_openai_gpt(design: ModelConfig, weights: WeightMap) -> None:
+    """GPT-2's tensor names of layers, and two of embeddings."""
+    map_gpt2(design, weights, embeddings=("transformer.tokens_embed", "transformer.positions_embed"))
+
+
+OPENAI_GPT = Family(
+    "openai-gpt", "OpenAIGPTLMHeadModel", read_gpt, write_openai_gpt, map_openai_gpt, ignored_tensors=MASK_BUFFERS
+)
 
 
 def read_bigcode(config: ConfigReader) -> dict[str, Any]:

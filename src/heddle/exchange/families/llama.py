@@ -6,7 +6,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
-from heddle.exchange.family import Family, TensorTransform, WeightMap
+from heddle.exchange.family import STACKED_TRANSPOSED, Family, TensorTransform, WeightMap
 from heddle.exchange.rope import FULL, SLIDING, read_rope, read_rope_or, write_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
@@ -269,6 +269,55 @@ def _map_mlp(weights: WeightMap, hf: str, heddle: str) -> None:
 
 map_apertus = partial(_common.map_weights, names=NORMS, map_feedforward=_map_mlp)
 APERTUS = Family("apertus", "ApertusForCausalLM", read_apertus, write_apertus, map_apertus)
+
+
+def read_aria(config: ConfigReader) -> dict[str, Any]:
+    """The text model of Aria (Rhymes AI 2024): Llama's attention, routed experts and shared ones in every layer.
+
+    Its routed experts have SiLU whatever `hidden_act` says of the shared ones, which must be the same.
+    """
+    config.expect("hidden_act", "silu", "swish", default="silu")
+    config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
+    mixer = _common.read_attention(config, bias=config.get("attention_bias", False))
+    experts = {
+        "kind": "moe",
+        "experts": config.get("moe_num_experts", 8),
+        "top_k": config.get("moe_topk", 2),
+        "hidden": config.require("intermediate_size", int),
+        "activation": "silu",
+        "routing": "topk_softmax",
+        "shared": config.get("moe_num_shared_experts", 2),
+        "bias": "shared" if config.get("mlp_bias", False) else False,
+    }
+    return _common.rms_design(config, 1e-6, _common.same_layers(config, mixer, experts))
+
+
+def write_aria(design: ModelConfig) -> dict[str, Any]:
+    moe = design_parts.first_moe(design)
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design)
+        | _common.written(design, "attention_bias", "rms_norm_eps")
+        | {
+            "intermediate_size": moe.hidden,
+            "moe_num_experts": moe.experts,
+            "moe_topk": moe.top_k,
+            "moe_num_shared_experts": (moe.shared_hidden or moe.hidden) // moe.hidden,
+            "mlp_bias": moe.bias == "shared",
+        }
+    )
+
+
+def _map_aria(weights: WeightMap, hf: str, heddle: str) -> None:
+    weights.add_tensor(f"{hf}.router.weight", f"{heddle}.router.weight")
+    for name, roles in {"fc1": ("gate", "up"), "fc2": ("down",)}.items():
+        parameters = [f"{heddle}.{role}.weight" for role in roles]
+        weights.add_tensor(f"{hf}.experts.{name}.weight", *parameters, transform=STACKED_TRANSPOSED)
+    _common.map_gated(weights, f"{hf}.shared_experts", f"{heddle}.shared")
+
+
+map_aria = partial(_common.map_weights, map_feedforward=_map_aria)
+ARIA = Family("aria_text", "AriaTextForCausalLM", read_aria, write_aria, map_aria)
 
 
 def read_diffllama(config: ConfigReader) -> dict[str, Any]:
