@@ -163,7 +163,9 @@ def numbers(data: dict[str, Any], path: str = "") -> list[str]:
     for name, value in data.items():
         if isinstance(value, dict):
             result += numbers(value, f"{path}{name}.")
-        elif isinstance(value, bool | int | float) or (isinstance(value, list) and value and value[0] != str(value[0])):
+        elif isinstance(value, bool | int | float) or (
+            isinstance(value, list) and value and not isinstance(value[0], str | list)
+        ):
             result.append(path + name)
     return result
 

@@ -271,6 +271,26 @@ map_apertus = partial(_common.map_weights, names=NORMS, map_feedforward=_map_mlp
 APERTUS = Family("apertus", "ApertusForCausalLM", read_apertus, write_apertus, map_apertus)
 
 
+def read_nemotron(config: ConfigReader) -> dict[str, Any]:
+    """Nemotron 4 and Minitron (NVIDIA 2024): an MLP of squared ReLU, partial RoPE, LayerNorm of weights 1 + γ."""
+    mixer = _common.read_attention(config, partial_rotary_factor=0.5, bias=config.get("attention_bias", False))
+    layers = _common.same_layers(config, mixer, _common.read_mlp(config, "relu2", config.get("mlp_bias", False)))
+    return _common.design_fields(config, {"kind": "layer", "eps": config.get("norm_eps", 1e-5), "offset": 1.0}, layers)
+
+
+def write_nemotron(design: ModelConfig) -> dict[str, Any]:
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design, partial_rotary_factor=0.5)
+        | _common.write_mlp(design)
+        | _common.written(design, "attention_bias", "norm_eps")
+        | {"mlp_bias": design_parts.first_mlp(design).bias}
+    )
+
+
+NEMOTRON = Family("nemotron", "NemotronForCausalLM", read_nemotron, write_nemotron, _common.map_weights)
+
+
 def read_aria(config: ConfigReader) -> dict[str, Any]:
     """The text model of Aria (Rhymes AI 2024): Llama's attention, routed experts and shared ones in every layer.
 

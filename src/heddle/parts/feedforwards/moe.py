@@ -155,7 +155,8 @@ class MoEConfig(FeedforwardConfig):
     the chosen experts by their sum, plus `renormalize_eps` (LFM2: 1e-6); with `top_k: 1` and no eps the gate is then
     always 1, and the loss gives the router no gradient. `weighted: inputs` multiplies the input of an expert by its
     gate, not the output: `expert_i(gate_i · x)` (Llama 4). With `groups`, only experts of the best `top_groups` groups
-    are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates.
+    are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates. `sigmoid_logits` adds the
+    balancing bias to logits (Kolibri, 2026). `router_softcap` bounds logits l by `cap · tanh(l / cap)` (Laguna, 2026).
 
     Load balancing: `aux_loss` and `z_loss` are coefficients of losses that training adds. With `bias_update`, a bias
     that is added only for the selection moves by this much each step (0: it stays as loaded). With
@@ -165,7 +166,7 @@ class MoEConfig(FeedforwardConfig):
 
     aliases = ("mixture_of_experts",)
     data_dependent = ("capacity_factor",)
-    later_fields = ("weighted",)
+    later_fields = ("weighted", "router_softcap")
 
     experts: Width
     top_k: Width
@@ -187,6 +188,7 @@ class MoEConfig(FeedforwardConfig):
     top_groups: Width | None = None
     scale: PositiveFloat = 1.0
     router_bias: bool = False
+    router_softcap: PositiveFloat | None = None
     aux_loss: Coefficient | None = None
     z_loss: Coefficient | None = None
     bias_update: Coefficient | None = None
@@ -348,7 +350,8 @@ class MoE(Feedforward):
 
         Raises ConfigError if a capacity factor is used in training mode with a state.
         """
-        y = self._routed_experts(x, self.router(x), layout)
+        logits, cap = self.router(x), self.config.router_softcap
+        y = self._routed_experts(x, logits if cap is None else cap * (logits / cap).tanh(), layout)
         if self.shared is None:
             return y, None
         shared: Tensor = self.shared(x)
