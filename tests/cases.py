@@ -503,6 +503,7 @@ CASES |= {
         6, 2, routing="softmax_group_max", groups=3, top_groups=2, renormalize=False, shared=1, scale=3.0, aux_loss=0.2
     ),
     "moe-shared-gate": moe(shared=1, shared_hidden=11, shared_gate=True, bias=True, dropout=0.3, aux_loss=0.5),
+    "moe-shared-scale": moe(shared=2, shared_scale=0.5, scale=0.5, shared_gate=True),
     "moe-shared-bias": moe(4, 2, shared=2, bias="shared", capacity_factor=0.8),
     "moe-mlp-shared": moe(expert="mlp", shared=2, shared_gate=True, aux_loss=0.3, z_loss=0.01, bias_update=0.5),
     "moe-every-expert": moe(3, 3, renormalize=False, z_loss=0.1, expert="mlp"),

@@ -354,6 +354,10 @@ OF_OLMOE: dict[str, Fields] = {
 KOLIBRI: Fields = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 15,
 }  # fmt: skip
+OF_COMPASS_IMAGES = frozenset(f"rope_parameters.{SLIDING}.{name}" for name in ("mrope_section", "mrope_interleaved"))
+COMMAND: Fields = {
+    "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "logit_scale": 0.7, "sliding_window": 9,
+}  # fmt: skip
 NO_HIDDEN: Fields = {name: value for name, value in BASE.items() if name != "intermediate_size"}
 LAGUNA: Fields = KOLIBRI | {"sliding_window": 7, "moe_routed_scaling_factor": 1.5}
 
@@ -1247,6 +1251,32 @@ CASES: dict[str, Case] = {
         },
         inert=OF_LOSSES | {"num_attention_heads"},
         fixed=frozenset({"attention_bias", "moe_apply_router_weight_on_input", "plain:gating"}),
+    ),
+    "cohere_compass_text": Case(
+        {
+            "plain": {"layer_types": [SLIDING, SLIDING, FULL], "sliding_window": 7, "logit_scale": 0.7}
+            | {"rope_parameters": {FULL: None, SLIDING: IMAGES | {"rope_theta": 500.0}}},
+            "biases-untied-one-kv-head": {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 2.0}
+            | {"num_key_value_heads": 1, "layer_norm_eps": 1e-3, "hidden_act": "gelu"}
+            | {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0}}},
+        },
+        inert=frozenset({"biases-untied-one-kv-head:sliding_window"}) | OF_COMPASS_IMAGES,
+        base=OWN_BASE | {"num_key_value_heads": 2},
+        refused=frozenset({"head_dim"}),
+    ),
+    "cohere2_moe": Case(
+        {
+            "plain": COMMAND
+            | {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_shared_experts": 2}
+            | {"prefix_dense_intermediate_size": 30, "layer_types": [FULL, SLIDING, FULL], "sliding_window": 7},
+            "sigmoid-summed-rms-biases": COMMAND
+            | {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-3}
+            | {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "attention_bias": True}
+            | {"mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": [FULL, SLIDING, FULL]}
+            | {"prefix_dense_sliding_window_pattern": 2, "tie_word_embeddings": False, "num_key_value_heads": 1},
+        },
+        inert=OF_LOSSES
+        | {"sliding_window_pattern", "plain:norm_topk_prob", "sigmoid-summed-rms-biases:layer_norm_eps"},
     ),
     "gpt_bigcode": Case(
         {

@@ -201,7 +201,8 @@ def read_gpt_neo(config: ConfigReader) -> dict[str, Any]:
     mixer = read_attention(config, 0.0) | {"bias": "out", "scale": 1.0}
     if width % mixer["heads"]:
         raise config.invalid("n_embd", f"gpt_neo needs a multiple of its {mixer['heads']} heads")
-    pairs = config.get("attention_types", [[["global", "local"], 12]])
+    usual: list[Any] = [[["global", "local"], 12]]
+    pairs = config.get("attention_types", usual)
     kinds = [kind for pair in pairs for _ in range(pair[1]) for kind in pair[0]]
     if len(kinds) != depth or set(kinds) - {"global", "local"}:
         raise config.invalid("attention_types", f"should say global or local of each of {depth} layers")
@@ -596,53 +597,6 @@ def map_mpt(design: ModelConfig, weights: WeightMap) -> None:
 
 
 MPT = Family("mpt", "MptForCausalLM", read_mpt, write_mpt, map_mpt)
-
-
-def read_starcoder2(config: ConfigReader) -> dict[str, Any]:
-    """StarCoder2 (Lozhkov et al. 2024): biases everywhere, grouped queries and one window for all.
-
-    All layers are the same; `use_bias` applies to every projection.
-    """
-    config.require("num_key_value_heads", int)
-    bias = config.get("use_bias", True)
-    config.expect("mlp_type", "default", default="default")  # of the first files
-    config.expect("norm_type", "layer_norm", default="layer_norm")
-    # The first files repeat other fields in words of GPT-BigCode, which transformers ignores.
-    config.note("activation_function", "layer_norm_epsilon", "scale_attn_weights")
-    config.note("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
-    mixer = _common.read_attention(config, bias=bias, window=config.optional("sliding_window"))
-    feedforward = _common.read_mlp(config, "gelu_pytorch_tanh", bias)
-    return _common.design_fields(
-        config,
-        {"kind": "layer", "eps": config.get("norm_epsilon", 1e-5)},
-        _common.same_layers(config, mixer, feedforward),
-        tied=True,
-        embedding={"dropout": config.get("embedding_dropout", 0.0)},
-        residual={"kind": "pre_norm", "dropout": config.get("residual_dropout", 0.0)},
-    )
-
-
-def write_starcoder2(design: ModelConfig) -> dict[str, Any]:
-    return (
-        _common.write_common(design)
-        | _common.write_attention(design)
-        | _common.write_mlp(design)
-        | _common.written(design, "sliding_window", "embedding_dropout", "residual_dropout")
-        | {
-            "use_bias": design_parts.first_mlp(design).bias or design_parts.first_attention(design).bias is True,
-            "norm_epsilon": design_parts.norm_eps(design),
-        }
-    )
-
-
-def _map_starcoder2_mlp(weights: WeightMap, hf: str, heddle: str) -> None:
-    weights.add_modules(hf, heddle, {"c_fc": "up", "c_proj": "down"})
-
-
-map_starcoder2 = partial(_common.map_weights, map_feedforward=_map_starcoder2_mlp)
-
-
-STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", read_starcoder2, write_starcoder2, map_starcoder2)
 
 
 def read_nanochat(config: ConfigReader) -> dict[str, Any]:

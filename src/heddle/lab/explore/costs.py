@@ -516,6 +516,7 @@ def _check_mixture(n: Quantities) -> None:
     n.refuse(eps * renormalized * softmax, routing="topk_softmax", renormalize_eps=0.1)
     n.refuse((1 - shared) * n.has("shared_hidden"), shared=None, shared_hidden=40)
     n.refuse((1 - shared) * (1 - n.has("shared_hidden")) * n.shared_gate, shared=None, shared_gate=True)
+    n.refuse((1 - shared) * n.has("shared_scale"), shared=None, shared_scale=0.5)
     n.refuse(n.has("shared_hidden") * n.above(n.shared, 1), shared=3, shared_hidden=40)
     n.refuse((1 - shared) * n.equals("bias", "shared"), shared=None, bias="shared")
     without_gate = n.equals("expert", "mlp") * n.equals("activation", "swiglu_clamped")

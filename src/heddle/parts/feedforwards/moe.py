@@ -156,7 +156,8 @@ class MoEConfig(FeedforwardConfig):
     always 1, and the loss gives the router no gradient. `weighted: inputs` multiplies the input of an expert by its
     gate, not the output: `expert_i(gate_i · x)` (Llama 4). With `groups`, only experts of the best `top_groups` groups
     are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates. `sigmoid_logits` adds the
-    balancing bias to logits (Kolibri, 2026). `router_softcap` bounds logits l by `cap · tanh(l / cap)` (Laguna, 2026).
+    balancing bias to logits (Kolibri, 2026). `shared_scale` multiplies the shared experts (Cohere, 2026).
+    `router_softcap` bounds logits l by `cap · tanh(l / cap)` (Laguna, 2026).
 
     Load balancing: `aux_loss` and `z_loss` are coefficients of losses that training adds. With `bias_update`, a bias
     that is added only for the selection moves by this much each step (0: it stays as loaded). With
@@ -166,7 +167,7 @@ class MoEConfig(FeedforwardConfig):
 
     aliases = ("mixture_of_experts",)
     data_dependent = ("capacity_factor",)
-    later_fields = ("weighted", "router_softcap")
+    later_fields = ("weighted", "router_softcap", "shared_scale")
 
     experts: Width
     top_k: Width
@@ -180,6 +181,7 @@ class MoEConfig(FeedforwardConfig):
     shared: Width | None = None
     shared_hidden: PositiveInt | None = None
     shared_gate: bool = False
+    shared_scale: PositiveFloat | None = None  # default: 1
     routing: Routing = "softmax_topk"
     renormalize: bool = True
     renormalize_eps: PositiveFloat | None = None
@@ -203,6 +205,8 @@ class MoEConfig(FeedforwardConfig):
         if self.renormalize_eps is not None and (self.routing == "topk_softmax" or not self.renormalize):
             why = "topk_softmax, a softmax over the chosen experts" if self.renormalize else "renormalize: false"
             refuse("renormalize_eps", f"is added to a sum that {why}, does not divide by; leave it out")
+        if self.shared is None and self.shared_scale is not None:
+            refuse("shared_scale", "is for shared experts, but there are none; give shared, or leave it out")
         if self.shared is None and (self.shared_hidden is not None or self.shared_gate):
             name = "shared_gate" if self.shared_hidden is None else "shared_hidden"
             refuse(name, "is for shared experts, but there are none; give shared, or leave it out")
@@ -355,6 +359,7 @@ class MoE(Feedforward):
         if self.shared is None:
             return y, None
         shared: Tensor = self.shared(x)
+        shared = shared if self.config.shared_scale is None else self.config.shared_scale * shared
         return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()), None
 
     @eager_on_cpu
