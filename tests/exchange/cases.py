@@ -1276,7 +1276,7 @@ CASES: dict[str, Case] = {
             | {"prefix_dense_sliding_window_pattern": 2, "tie_word_embeddings": False, "num_key_value_heads": 1},
         },
         inert=OF_LOSSES
-        | {"sliding_window_pattern", "plain:norm_topk_prob", "sigmoid-summed-rms-biases:layer_norm_eps"},
+        | {"sliding_window_pattern", "rope_theta", "plain:norm_topk_prob", "sigmoid-summed-rms-biases:layer_norm_eps"},
     ),
     "gpt_bigcode": Case(
         {

@@ -281,7 +281,7 @@ def follow(data: dict[str, Any], changed: str, value: Any) -> None:
         data |= {re.sub("^[a-z]+", kind, changed): value for kind in ("full", "linear")}
     if changed == "qk_rope_head_dim":
         data.pop("head_dim", None)
-    if changed in ("hidden_size", "num_attention_heads") and data["model_type"] == "cohere2":
+    if changed in ("hidden_size", "num_attention_heads") and data["model_type"] in ("cohere2", "cohere_compass_text"):
         data.pop("head_dim")  # transformers writes it, and goes by the two
     if data["model_type"] in INNER_WIDTHS:
         expand, heads, head_dim = INNER_WIDTHS[data["model_type"]]

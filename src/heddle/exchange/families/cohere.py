@@ -125,8 +125,9 @@ def write_compass(design: ModelConfig) -> dict[str, Any]:
     for mixer, kind in zip(mixers, design_parts.layer_types(design), strict=True):
         if design_parts.has_rope(mixer):
             tables[kind] = write_rope_table(design_parts.rope_of(mixer), getattr(mixer, "head_dim", 0) or 1)
-    own = {"rope_parameters": tables, "rope_scaling": None, "rope_theta": None}
-    return write_cohere2(design) | own
+    older = ("rope_scaling", "rope_theta")  # its class would read them over the tables
+    fields = {name: value for name, value in write_cohere2(design).items() if name not in older}
+    return fields | {"rope_parameters": tables}
 
 
 COMPASS = Family("cohere_compass_text", "CohereCompassForCausalLM", read_compass, write_compass, map_cohere)
@@ -193,7 +194,9 @@ def write_cohere2_moe(design: ModelConfig) -> dict[str, Any]:
     bare = any(
         not is_moe and not design_parts.has_rope(layer.mixer) for layer, is_moe in zip(layers, has_experts, strict=True)
     )
-    return write_cohere2(design) | {
+    dense, is_rms = design_parts.first_gated(design).hidden, isinstance(design.norm, RMSConfig)
+    fields = {name: value for name, value in write_cohere2(design).items() if name != "layer_norm_eps"}
+    return fields | {
         "rope_scaling": None,
         "intermediate_size": moe.hidden,
         "hidden_act": _moe.write_activation(design),
@@ -204,10 +207,9 @@ def write_cohere2_moe(design: ModelConfig) -> dict[str, Any]:
         "expert_selection_fn": "sigmoid" if moe.routing == "sigmoid" else "softmax",
         "norm_topk_prob": moe.renormalize,
         "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in has_experts],
-        "prefix_dense_intermediate_size": design_parts.first_gated(design).hidden,
+        "prefix_dense_intermediate_size": None if dense == moe.hidden else dense,
         "prefix_dense_sliding_window_pattern": 2 if bare else 1,
-        "rms_norm_eps": eps if isinstance(design.norm, RMSConfig) else None,
-        "layer_norm_eps": eps,
+        **({"rms_norm_eps": eps} if is_rms else {"rms_norm_eps": None, "layer_norm_eps": eps}),
     }
 
 

@@ -289,9 +289,11 @@ def write_laguna(design: ModelConfig) -> dict[str, Any]:
     tables = {kind: write_rope_table(rope, head_dim, 1.0) for kind, rope in zip(LAGUNA_ROPE, ropes, strict=True)}
     for table in tables.values():
         table.pop("truncate", None)
+    older = ("rope_theta", "rope_scaling", "partial_rotary_factor")  # its class reads tables by type alone
+    fields = {name: value for name, value in _common.write_attention(design).items() if name not in older}
     return (
         _common.write_common(design)
-        | _common.write_attention(design)
+        | fields
         | _layer_types.write_windows(design, LAGUNA_WINDOW)
         | _common.written(design, "rms_norm_eps")
         | LAGUNA_EXPERTS.write(moe)
@@ -304,8 +306,6 @@ def write_laguna(design: ModelConfig) -> dict[str, Any]:
             ],
             "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in design_parts.has_experts(design)],
             "rope_parameters": tables,
-            "rope_scaling": None,
-            "partial_rotary_factor": None,
         }
     )
 
