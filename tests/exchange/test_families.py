@@ -138,6 +138,7 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     config, before = again.config.to_dict(), theirs.config.to_dict()
     ignored = {"dtype", "architectures", "transformers_version", "_name_or_path", "heddle", "rope_parameters"}
     ignored |= {"chunk_size", "mamba_chunk_size", "block_size"}  # of a kernel
+    ignored |= {"attention_types"}  # GPT-Neo's spelling of attention_layers
     if before.get("mlp_layer_types"):
         ignored |= {"first_k_dense_replace"}  # the list counts
     for table in (config, before):
@@ -261,7 +262,13 @@ INNER_WIDTHS = {
 }
 
 
-LISTS = ("layer_types", "mlp_layer_types", "layer_rope_theta", "indexer_types")  # an entry for each layer
+LISTS = (
+    "layer_types",
+    "mlp_layer_types",
+    "layer_rope_theta",
+    "indexer_types",
+    "num_attention_heads_per_layer",
+)  # an entry for each layer
 
 
 def shapes(model: Any) -> dict[str, torch.Size]:
