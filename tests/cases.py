@@ -111,6 +111,7 @@ CASES: dict[str, Data] = {
     "attention-own-head-dim": alone(heads=3, head_dim=14),
     "attention-bias": alone(bias=True),
     "attention-bias-qkv": alone(kv_heads=2, bias="qkv"),
+    "attention-bias-out": alone(kv_heads=2, bias="out", gate="head"),
     "attention-qk-norm-head": alone(kv_heads=2, qk_norm="head"),
     "attention-qk-norm-per-head": alone(kv_heads=2, qk_norm="per_head"),
     "attention-qk-norm-projection": alone(kv_heads=2, qk_norm="projection"),
@@ -342,6 +343,7 @@ CASES: dict[str, Data] = {
     "attention-softcap": alone(heads=6, kv_heads=2, softcap=0.9, scale=0.7),
     "attention-softcap-sink-window": alone(heads=6, kv_heads=3, window=4, softcap=1.1, sink=True, gate="head"),
     "attention-gate-head": alone(kv_heads=2, gate="head", bias="qkv"),
+    "attention-gate-softplus": alone(kv_heads=2, gate="channel", gate_activation="softplus", bias=True),
     "attention-gate-channel": alone(kv_heads=2, value_dim=5, gate="channel"),
     "differential": design(layer(differential(kv_heads=1), repeat=2)),
     "differential-window-own-widths": design(
@@ -395,6 +397,10 @@ CASES: dict[str, Data] = {
     "sinusoidal": design(
         layer(attention(position=None), repeat=2), embedding={"scale": True, "position": {"kind": "sinusoidal"}}
     ),
+    "sinusoidal-halves": design(
+        layer(attention(position=None), repeat=2),
+        embedding={"position": {"kind": "sinusoidal", "layout": "halves", "offset": 2, "endpoint": True}},
+    ),
     "learned": design(
         layer(attention(position=None), repeat=2), embedding={"position": {"kind": "learned", "length": 90}}
     ),
@@ -414,6 +420,7 @@ CASES: dict[str, Data] = {
     ),
     "norm-layer": design(layer(attention(), repeat=2), norm={"kind": "layer"}),
     "norm-layer-no-bias": design(layer(attention(), repeat=2), norm={"kind": "layer", "bias": False, "eps": 1e-3}),
+    "norm-layer-offset": design(layer(attention(qk_norm="head"), repeat=2), norm={"kind": "layer", "offset": 1.0}),
     "norm-rms-no-weight": design(layer(attention(qk_norm="head"), repeat=2), norm={"kind": "rms", "weight": False}),
     "norm-layer-no-weight": design(
         layer(attention(), repeat=2), norm={"kind": "layer", "weight": False, "bias": False}
@@ -514,10 +521,14 @@ CASES |= {
         8, 3, routing="sigmoid", groups=4, top_groups=2, scale=2.5, bias_update=0.25, shared=2, z_loss=0.03
     ),
     "moe-sigmoid": moe(4, 2, routing="sigmoid", renormalize=False, bias_update=0.1, router_bias=True, aux_loss=0.1),
+    "moe-sigmoid-logits": moe(
+        5, 2, routing="sigmoid_logits", renormalize=False, bias_update=0.1, router_softcap=0.8, z_loss=0.02
+    ),
     "moe-group-max": moe(
         6, 2, routing="softmax_group_max", groups=3, top_groups=2, renormalize=False, shared=1, scale=3.0, aux_loss=0.2
     ),
     "moe-shared-gate": moe(shared=1, shared_hidden=11, shared_gate=True, bias=True, dropout=0.3, aux_loss=0.5),
+    "moe-shared-scale": moe(shared=2, shared_scale=0.5, scale=0.5, shared_gate=True),
     "moe-shared-bias": moe(4, 2, shared=2, bias="shared", capacity_factor=0.8),
     "moe-mlp-shared": moe(expert="mlp", shared=2, shared_gate=True, aux_loss=0.3, z_loss=0.01, bias_update=0.5),
     "moe-every-expert": moe(3, 3, renormalize=False, z_loss=0.1, expert="mlp"),
@@ -719,6 +730,7 @@ CASES |= {
     ),
     "residual-sandwich": wired("sandwich", drop_path=0.5, dropout=0.1),
     "residual-sandwich-apart": wired("sandwich", *APART, norm={"kind": "rms", "offset": 1.0}),
+    "residual-sandwich-multiplier": wired("sandwich", multiplier=0.6, laurel_rank=3, drop_path=0.4),
     "residual-laurel": wired("sandwich", *APART, laurel_rank=4, drop_path=0.4, dropout=0.1),
     "residual-altup": wired("sandwich", *APART, altup_streams=3, drop_path=0.4, dropout=0.1),
     "residual-altup-laurel": wired("sandwich", altup_streams=2, laurel_rank=3, final_norm=False)

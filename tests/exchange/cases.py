@@ -351,6 +351,16 @@ OF_OLMOE: dict[str, Fields] = {
     | {"attention_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "num_experts_per_tok": 3},
 }
 
+KOLIBRI: Fields = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 15,
+}  # fmt: skip
+OF_COMPASS_IMAGES = frozenset(f"rope_parameters.{SLIDING}.{name}" for name in ("mrope_section", "mrope_interleaved"))
+COMMAND: Fields = {
+    "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "logit_scale": 0.7, "sliding_window": 9,
+}  # fmt: skip
+NO_HIDDEN: Fields = {name: value for name, value in BASE.items() if name != "intermediate_size"}
+LAGUNA: Fields = KOLIBRI | {"sliding_window": 7, "moe_routed_scaling_factor": 1.5}
+
 CASES: dict[str, Case] = {
     "gpt_oss": Case(
         {
@@ -649,8 +659,29 @@ CASES: dict[str, Case] = {
         fixed=BERT_FIXED,
         live=frozenset({"max_position_embeddings", "pad_token_id"}),
     ),
+    "ernie": Case(
+        {"plain": {"type_vocab_size": 3, "hidden_act": "relu"}},
+        inert=BERT_INERT | {"task_type_vocab_size"},
+        base=BERT_BASE,
+        fixed=BERT_FIXED | {"use_task_id"},
+        live=frozenset({"max_position_embeddings"}),
+    ),
+    "megatron-bert": Case(
+        {"plain": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
+        inert=BERT_INERT,
+        base=BERT_BASE,
+        fixed=BERT_FIXED,
+        live=frozenset({"max_position_embeddings"}),
+    ),
+    "bert-generation": Case(
+        {"plain": {"is_decoder": True}, "relu": {"is_decoder": True, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
+        inert=BERT_INERT,
+        base=BERT_BASE | {"max_position_embeddings": 128},
+        fixed=BERT_FIXED,
+        live=frozenset({"max_position_embeddings"}),
+    ),
     **dict.fromkeys(
-        ("xlm-roberta", "camembert"),
+        ("xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"),
         Case(
             {
                 "plain": {"pad_token_id": 1, "type_vocab_size": 1},
@@ -678,6 +709,16 @@ CASES: dict[str, Case] = {
         inert=frozenset({"dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"}),
         base=DISTILBERT_BASE,
         live=frozenset({"max_position_embeddings"}),
+    ),
+    "modernbert-decoder": Case(
+        {
+            "plain": {},
+            "biases-types-silu-untied": MODERN_BIASES
+            | {"decoder_bias": True, "tie_word_embeddings": False}
+            | {"rope_parameters": by_type({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}, 100.0)},
+        },
+        inert=MODERN_INERT | {"local_attention"},
+        base=MODERN_BASE | {"bos_token_id": 1},
     ),
     "modernbert": Case(
         {
@@ -1109,6 +1150,133 @@ CASES: dict[str, Case] = {
         inert=frozenset({"hidden_dropout"}),
         base=OWN_BASE,
         refused=frozenset({"hidden_size", "num_attention_heads"}),
+    ),
+    "openai-gpt": Case(
+        {"plain": {"n_embd": 48}, "relu-untied": {"n_embd": 30, "afn": "relu", "tie_word_embeddings": False}},
+        inert=GPT_INERT,
+        base=GPT_BASE,
+    ),
+    "aria_text": Case(
+        {
+            "plain": {"moe_num_experts": 6, "intermediate_size": 20},
+            "biases-tied-yarn": {"moe_num_experts": 5, "moe_topk": 3, "intermediate_size": 15, "attention_bias": True}
+            | {
+                "mlp_bias": True,
+                "moe_num_shared_experts": 1,
+                "tie_word_embeddings": True,
+                "rms_norm_eps": 1e-3,
+                **YARN,
+            },
+        },
+    ),
+    "gpt_neo": Case(
+        {
+            "plain": {"attention_types": [[["global", "local"], 1], [["local"], 1]], "window_size": 7},
+            "all-local-untied": {"attention_types": [[["local"], 3]], "window_size": 4, "tie_word_embeddings": False}
+            | {"intermediate_size": 52, "num_heads": 3, "activation_function": "relu", "layer_norm_epsilon": 1e-2},
+        },
+        inert=frozenset({"classifier_dropout", "resid_dropout", "embed_dropout"}),
+        base={"vocab_size": 97, "hidden_size": 42, "num_layers": 3, "num_heads": 6, "max_position_embeddings": 128}
+        | {"initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+        refused=frozenset({"num_layers"}),
+        live=frozenset({"max_position_embeddings"}),
+    ),
+    "gpt_neox_japanese": Case(
+        {
+            "plain": {"num_attention_heads": 3},
+            "half-turned-untied-relu": {"num_attention_heads": 3, "tie_word_embeddings": False, "hidden_act": "relu"}
+            | {"intermediate_multiple_size": 2, "layer_norm_eps": 1e-2}
+            | {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0}},
+        },
+        inert=frozenset({"is_decoder", "hidden_dropout"}),
+        base={name: OWN_BASE[name] for name in OWN_BASE if name != "intermediate_size"},
+    ),
+    "nemotron": Case(
+        {
+            "plain": {"initializer_range": 0.1},
+            "biases-tied-one-kv-head": {
+                "attention_bias": True,
+                "initializer_range": 0.1,
+                "mlp_bias": True,
+                "tie_word_embeddings": True,
+            }
+            | {"num_key_value_heads": 1, "head_dim": 12, "norm_eps": 1e-2, "hidden_act": "gelu"}
+            | scaled("linear", factor=3.0, partial_rotary_factor=0.5),
+        },
+    ),
+    "hyperclovax": Case(
+        {
+            "plain": GRANITE_DENSE_ONLY,
+            "pre-norm-biases-tied-yarn": GRANITE_DENSE_ONLY
+            | YARN
+            | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "use_post_norm": False},
+        },
+    ),
+    "xglm": Case(
+        {
+            "plain": {},
+            "not-scaled-untied-relu": {"scale_embedding": False, "tie_word_embeddings": False, "pad_token_id": 1}
+            | {"activation_function": "relu", "ffn_dim": 36, "attention_heads": 3},
+        },
+        inert=frozenset({"dropout", "activation_dropout", "layerdrop", "init_std", "decoder_start_token_id"}),
+        base={"vocab_size": 97, "d_model": 42, "ffn_dim": 52, "num_layers": 3, "attention_heads": 6, "init_std": 0.1}
+        | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
+        refused=frozenset({"add_cross_attention"}),
+    ),
+    "ctrl": Case(
+        {"plain": {}, "untied": {"tie_word_embeddings": False, "n_head": 3, "dff": 36}},
+        inert=frozenset({"resid_pdrop", "embd_pdrop", "n_positions"}),
+        base={"vocab_size": 97, "n_embd": 42, "n_layer": 3, "n_head": 6, "dff": 52, "initializer_range": 0.1}
+        | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
+        fixed=frozenset({"layer_norm_epsilon"}),
+    ),
+    "kolibri1": Case(
+        {
+            "plain": KOLIBRI | {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 7},
+            "one-kv-head-tied-yarn": KOLIBRI
+            | {"layer_types": [FULL, FULL, SLIDING], "sliding_window": 9, "norm_topk_prob": True}
+            | {"num_key_value_heads": 1, "head_dim": 16}
+            | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3, **YARN},
+        },
+        inert=frozenset({"output_router_logits"}),
+        base=NO_HIDDEN,
+    ),
+    "laguna": Case(
+        {
+            "plain": LAGUNA | {"layer_types": [FULL, SLIDING, SLIDING], "num_attention_heads_per_layer": [6, 4, 2]},
+            "channels-all-sparse-capped-tied": LAGUNA
+            | {"gating": "per-element", "mlp_layer_types": ["sparse", "dense", "sparse"], "tie_word_embeddings": True}
+            | {"moe_router_logit_softcapping": 0.9, "num_key_value_heads": 1, "rms_norm_eps": 1e-3}
+            | {"layer_types": [SLIDING, FULL, FULL], "rope_parameters": by_type(ROUNDED, 900.0), "head_dim": 16},
+        },
+        inert=OF_LOSSES | {"num_attention_heads"},
+        fixed=frozenset({"attention_bias", "moe_apply_router_weight_on_input", "plain:gating"}),
+    ),
+    "cohere_compass_text": Case(
+        {
+            "plain": {"layer_types": [SLIDING, SLIDING, FULL], "sliding_window": 7, "logit_scale": 0.7}
+            | {"rope_parameters": {FULL: None, SLIDING: IMAGES | {"rope_theta": 500.0}}},
+            "biases-untied-one-kv-head": {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 2.0}
+            | {"num_key_value_heads": 1, "layer_norm_eps": 1e-3, "hidden_act": "gelu"}
+            | {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0}}},
+        },
+        inert=frozenset({"biases-untied-one-kv-head:sliding_window"}) | OF_COMPASS_IMAGES,
+        base=OWN_BASE | {"num_key_value_heads": 2},
+        refused=frozenset({"head_dim"}),
+    ),
+    "cohere2_moe": Case(
+        {
+            "plain": COMMAND
+            | {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_shared_experts": 2}
+            | {"prefix_dense_intermediate_size": 30, "layer_types": [FULL, SLIDING, FULL], "sliding_window": 7},
+            "sigmoid-summed-rms-biases": COMMAND
+            | {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-3}
+            | {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "attention_bias": True}
+            | {"mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": [FULL, SLIDING, FULL]}
+            | {"prefix_dense_sliding_window_pattern": 2, "tie_word_embeddings": False, "num_key_value_heads": 1},
+        },
+        inert=OF_LOSSES
+        | {"sliding_window_pattern", "rope_theta", "plain:norm_topk_prob", "sigmoid-summed-rms-biases:layer_norm_eps"},
     ),
     "gpt_bigcode": Case(
         {

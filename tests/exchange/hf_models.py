@@ -115,7 +115,7 @@ def drawn(config: Any) -> Any:
     leave_out_decays(model)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if (tensor.dim() == 1 and "inv_freq" not in name) or "norm" in name:
+            if tensor.is_floating_point() and ((tensor.dim() == 1 and "inv_freq" not in name) or "norm" in name):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     return model
 
@@ -195,7 +195,7 @@ def encoder_inputs(config: Any, tokens: Tensor, positions: Tensor | None) -> dic
     inputs = {}
     if types := getattr(config, "type_vocab_size", 0):
         inputs["token_type_ids"] = tokens % types
-    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
+    if "roberta" in config.model_type or config.model_type in ("camembert", "data2vec-text"):
         rows = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
         inputs["position_ids"] = rows + config.pad_token_id + 1
     return inputs

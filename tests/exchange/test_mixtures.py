@@ -17,8 +17,53 @@ from heddle.exchange.family import families
 from heddle.exchange.family_match import HEDDLE, best_match, chosen_match, design_from_config, match_family
 from heddle.exchange.load import load, original_design
 from heddle.model.config import ModelConfig
+from heddle.numerics.experts.mixture import route
+from heddle.parts.feedforwards.moe import MoE
+from heddle.parts.mixers.attention import Attention
 from heddle.parts.modules.router_statistics import record_router_statistics
-from tests.exchange.hf_models import batch, config_of, drawn, our_logits, read_json, saved, write
+from heddle.parts.norms.layer import LayerNorm
+from heddle.parts.positions.sinusoidal import Sinusoidal
+from heddle.parts.residuals.sandwich import Sandwich
+from tests.exchange.hf_models import (
+    batch,
+    config_of,
+    drawn,
+    imported,
+    our_logits,
+    read_json,
+    saved,
+    their_logits,
+    write,
+)
+from tests.laws.planting import condition, reads
+
+
+def without_bias(linear: Any) -> Any:
+    return lambda x: torch.nn.functional.linear(x, linear.weight)
+
+
+BUGS = {
+    "weights of LayerNorm without their 1": ("nemotron", "plain", condition(LayerNorm.forward, "offset", True)),
+    "a sigmoid in place of softplus": ("laguna", "plain", condition(Attention.forward, "is_sigmoid", True)),
+    "router logits without their cap": (
+        "laguna",
+        "channels-all-sparse-capped-tied",
+        condition(MoE.forward, "cap", True),
+    ),
+    "a balancing bias of scores": ("kolibri1", "plain", reads(route, "chosen_by", lambda _, *, scores: scores)),
+    "branches without their multiplier": ("hyperclovax", "plain", condition(Sandwich._process, "multiplier", True)),
+    "positions without their offset": ("xglm", "plain", reads(Sinusoidal.forward, "offset", lambda offset: 0)),
+    "no bias of attention's output": ("gpt_neo", "plain", reads(Attention.forward, "out", without_bias)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, variant, plant = BUGS[bug]
+    plant(monkeypatch)
+    (tokens, mask, layout), theirs = batch(), saved(family, variant)[0]
+    apart = our_logits(imported(family, variant).model, tokens, layout) - their_logits(theirs, tokens, mask)
+    assert float(apart[mask.bool()].abs().max()) > 1e-3
 
 
 def copy(family: str, variant: str, folder: Path) -> Path:

@@ -602,8 +602,8 @@ BUGS = [
         calls(Attention._heads, "position", lambda mixer, x, layout, *, heads:
               mixer.position(x, layout) if heads == mixer.kv_heads else x)),
     Bug("absolute positions counted from the start of the call", "position_shift_invariance", "sinusoidal",
-        calls(Sinusoidal.forward, "sinusoidal_embedding", lambda embedding, positions, *rest:
-              embedding(positions - positions[:, :1], *rest))),
+        calls(Sinusoidal.forward, "sinusoidal_embedding", lambda embedding, positions, *rest, **own:
+              embedding(positions - positions[:, :1], *rest, **own))),
     Bug("rotary frequencies changed by a long text and not restored", "call_isolation", "attention-mha",
         wrapped(Rope._inv_freq, slower_for_good)),
     Bug("a sine without the attention factor of its scaling", "rotary_invariants", "rope-yarn",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_table, sinusoidal_embedding
+from tests.laws.planting import condition
 
 # π to 50 digits: angles of up to a million radians are reduced exactly before their cosine is taken.
 PI = Fraction(314159265358979323846264338327950288419716939937510, 10**50)
@@ -90,6 +91,22 @@ def test_sinusoid() -> None:
             angle = position / 10000 ** (2 * i / 6)
             assert abs(float(embedding[0, index, 2 * i]) - math.sin(angle)) <= 1e-10
             assert abs(float(embedding[0, index, 2 * i + 1]) - math.cos(angle)) <= 1e-10
+
+
+def halves_error() -> float:
+    """The largest difference of fairseq's layout and exponents from plain floats."""
+    embedding = sinusoidal_embedding(torch.tensor([POSITIONS[:6]]), 8, torch.float64, halves=True, endpoint=True)
+    angles = [[position / 10000 ** (i / 3) for i in range(4)] for position in POSITIONS[:6]]
+    expected = [[math.sin(angle) for angle in row] + [math.cos(angle) for angle in row] for row in angles]
+    return float((embedding[0] - torch.tensor(expected, dtype=torch.float64)).abs().max())
+
+
+def test_sinusoid_in_halves_up_to_its_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert halves_error() <= 1e-10
+    for field in ("halves", "endpoint"):
+        with monkeypatch.context() as patch:
+            condition(sinusoidal_embedding, field, False)(patch)
+            assert halves_error() > 1e-3
 
 
 def rotate_sinusoid(x: Tensor, by: int, dim: int) -> Tensor:

@@ -24,6 +24,7 @@ CONFIGS = {
     "top-k before the softmax": RoutingConfig("topk_softmax", 3, scale=0.5),
     "sigmoid": RoutingConfig("sigmoid", 3, renormalize=False),
     "sigmoid, renormalized": RoutingConfig("sigmoid", 2, scale=2.5),
+    "sigmoid, chosen by logits": RoutingConfig("sigmoid_logits", 3, renormalize=False),
     "sigmoid, best groups": RoutingConfig("sigmoid", 4, True, 4, 2, 2.5),
     "softmax, best groups": RoutingConfig("softmax_group_max", 4, False, 4, 2, 16.0),
     "softmax, best groups, renormalized": RoutingConfig("softmax_group_max", 1, True, 6, 1),
@@ -45,8 +46,11 @@ def route_token(
 ) -> tuple[list[int], list[float], list[float]]:
     """Expert indices, gates and probabilities of one token."""
     sigmoids = [1 / (1 + math.exp(-number)) for number in logits]
-    scores = {"sigmoid": sigmoids, "topk_softmax": logits}.get(config.routing, softmax(logits))
-    biased = [score + bias for score, bias in zip(scores, balancing_bias, strict=True)]
+    scores = {"sigmoid": sigmoids, "sigmoid_logits": sigmoids, "topk_softmax": logits}.get(
+        config.routing, softmax(logits)
+    )
+    chosen_by = logits if config.routing == "sigmoid_logits" else scores
+    biased = [score + bias for score, bias in zip(chosen_by, balancing_bias, strict=True)]
     if config.groups > 1:
         size = len(logits) // config.groups
         groups = [biased[start : start + size] for start in range(0, len(logits), size)]
@@ -60,7 +64,7 @@ def route_token(
     elif config.renormalize:
         gates = [gate / math.fsum(gates) for gate in gates]
     probabilities = (
-        [score / math.fsum(sigmoids) for score in sigmoids] if config.routing == "sigmoid" else softmax(logits)
+        [score / math.fsum(sigmoids) for score in sigmoids] if "sigmoid" in config.routing else softmax(logits)
     )
     return expert_indices, [gate * config.scale for gate in gates], probabilities
 
@@ -97,6 +101,7 @@ MISTAKES = [
     ("sigmoid, renormalized", condition(route, "routing", False, nth=0)),
     ("softmax, renormalized", result(route, lambda route: route._replace(probabilities=2 * route.probabilities))),
     ("sigmoid", reads(route, "sigmoid", lambda _, *, probabilities: lambda: probabilities)),
+    ("sigmoid, chosen by logits", reads(route, "chosen_by", lambda _, *, scores: scores)),
     ("softmax", condition(route, "scale", True)),
     ("sigmoid, best groups", condition(select_experts, "routing", False)),
     ("softmax, best groups", condition(select_experts, "routing", True)),

@@ -47,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deep_norm, all factors": {"kind": "deep_norm", **FACTORS},
     "deep_norm, two factors": {"kind": "deep_norm", "alpha": 1.4, "multiplier": 0.7},
     "sandwich": {},
+    "sandwich, multiplied": {"kind": "sandwich", "multiplier": 0.6},
     "sandwich, laurel": {"kind": "sandwich", "laurel_rank": 2},
     "sandwich, altup": {"kind": "sandwich", "altup_streams": 3},
     "sandwich, altup and laurel": {"kind": "sandwich", "altup_streams": 2, "laurel_rank": 2},
@@ -215,7 +216,7 @@ def sandwich(name: str, x: Array, weights: Weights, names: tuple[str, ...]) -> A
     """One layer, without the final norm."""
     for branch in names:
         u = norm(x, weights[f"layers.0.norms.{branch}.weight"])
-        after = norm(PLAIN[branch](u), weights[f"layers.0.after.{branch}.weight"])
+        after = KINDS[name].get("multiplier", 1.0) * norm(PLAIN[branch](u), weights[f"layers.0.after.{branch}.weight"])
         is_first = "laurel" in name and branch == names[0]
         x = laurel(x, u, after, weights, "layers.0.laurel.") if is_first else x + after
     return x
@@ -351,6 +352,7 @@ BUGS: dict[str, tuple[str, Plant]] = {
         "post_norm",
         replaced(PostNormConfig.build_final_norm, lambda config, width, norm: FinalNorm(width, norm)),
     ),
+    "a sandwich without its multiplier": ("sandwich, multiplied", condition(Sandwich._process, "multiplier", True)),
     "a learned residual without its input": (
         "sandwich, laurel",
         replaced(LowRankResidual.forward, lambda module, u: module.norm(module.up(module.down(u)))),

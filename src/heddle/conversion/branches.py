@@ -73,10 +73,8 @@ def gain_offset(norm: NormConfig) -> float:
     """
     if isinstance(norm, RMSConfig | LayerNormConfig) and not norm.weight:
         raise DesignError("norm.weight", "is false, so there is no gain to rewrite; choose a norm with a weight")
-    if isinstance(norm, RMSConfig):
+    if isinstance(norm, RMSConfig | LayerNormConfig):
         return norm.offset
-    if isinstance(norm, LayerNormConfig):
-        return 0.0
     raise DesignError("norm", f"kind {norm.kind} has an unknown gain; only gains of rms and layer can be rewritten")
 
 

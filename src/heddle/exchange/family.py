@@ -59,6 +59,11 @@ STACKED = TensorTransform(
     lambda parameters: torch.cat(list(parameters), dim=1),
     lambda tensor, shapes: tensor.split([shape[1] for shape in shapes], dim=1),
 )
+# The same, of matrices [experts, inputs, outputs].
+STACKED_TRANSPOSED = TensorTransform(
+    lambda parameters: torch.cat(list(parameters), dim=1).mT,
+    lambda tensor, shapes: tensor.mT.split([shape[1] for shape in shapes], dim=1),
+)
 # The weight of a depthwise convolution, stored as [channels, 1, kernel].
 DEPTHWISE_CONV = TensorTransform(
     lambda parameters: parameters[0].unsqueeze(1), lambda tensor, shapes: [tensor.squeeze(1)]

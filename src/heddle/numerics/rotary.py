@@ -108,14 +108,27 @@ ROTARY: Operation[RotaryFacts] = Operation(
 )
 
 
-def sinusoidal_embedding(positions: Tensor, dim: int, dtype: torch.dtype, constants: Constants | None = None) -> Tensor:
+def sinusoidal_embedding(
+    positions: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    constants: Constants | None = None,
+    *,
+    halves: bool = False,
+    endpoint: bool = False,
+) -> Tensor:
     """Sinusoidal position embedding (Vaswani et al. 2017): positions [B, T] -> [B, T, dim].
 
     `PE[p, 2i] = sin(p / 10000^(2i/dim))`, `PE[p, 2i+1] = cos(…)`. `PE[p + k]` is a fixed rotation of `PE[p]`.
-    constants: store the frequencies from one call to the next.
+    constants: store the frequencies from one call to the next. halves: all sines, then all cosines. endpoint: the
+    exponents are i / (dim/2 − 1), so that the last is 1.
     """
     wide = angle_dtype(dtype)
-    frequencies = tuple(inverse_frequencies(dim, 10000.0))
+    last = max(1, dim // 2 - 1)
+    by_endpoint = (10000.0 ** (-index / last) for index in range(dim // 2))
+    frequencies = tuple(by_endpoint if endpoint else inverse_frequencies(dim, 10000.0))
     frequency = (constants or Constants()).tensor(frequencies, wide, positions.device)
     angle = positions.clamp(min=0).to(wide)[..., None] * frequency
+    if halves:
+        return torch.cat((angle.sin(), angle.cos()), dim=-1).to(dtype)
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(dtype)

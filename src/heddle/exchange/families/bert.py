@@ -1,4 +1,4 @@
-"""BERT and its followers: post-norm encoders with learned positions, token types and a head of three steps.
+"""BERT and its followers: post-norm or pre-norm encoders with learned positions, token types, a head of three steps.
 
 In functions that map weights, `hf` is the name of the encoder in its class, such as `bert`.
 """
@@ -23,11 +23,18 @@ UNUSED_FIELDS = (
 
 
 def read_encoder(
-    config: ConfigReader, base: str, offset: int = 0, transform: str | None = None, types: int | None = 2
+    config: ConfigReader,
+    base: str,
+    offset: int = 0,
+    transform: str | None = None,
+    types: int | None = 2,
+    pre_norm: bool = False,
+    embedding_norm: bool = True,
 ) -> dict[str, Any]:
     """The plain data of a design. transform: the activation of the head; None: that of the layers.
 
-    types: how many types tokens have if the field is absent; None: the family has none.
+    types: how many types tokens have if the field is absent; None: the family has none. pre_norm: whether the norms are
+    before the branches, and one after the last layer. embedding_norm: whether the sum of embeddings has one.
 
     base: the class without a language head; its head is the embedding alone, whose products no one trained. offset: how
     many rows of the table of positions no token reads. Raises ConfigError for relative positions.
@@ -51,8 +58,8 @@ def read_encoder(
         config,
         {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-12)},
         _common.same_layers(config, mixer, feedforward),
-        embedding={"token_types": types, "position": position, "norm": True} | dropout,
-        residual={"kind": "post_norm"} | dropout,
+        embedding={"token_types": types, "position": position, "norm": embedding_norm} | dropout,
+        residual={"kind": "pre_norm" if pre_norm else "post_norm"} | dropout,
         head={"tied": True} if _common.is_base_class(config, base) else head,
     )
 
@@ -81,18 +88,30 @@ LAYER = {
 }  # fmt: skip
 
 
+def normed_before(mixer: str, feedforward: str) -> dict[str, str]:
+    """`LAYER` with the norms of these names before attention and feed-forward."""
+    norms = {mixer: "residual.norms.mixer", feedforward: "residual.norms.feedforward"}
+    return {name: role for name, role in LAYER.items() if "LayerNorm" not in name} | norms
+
+
 def map_encoder(
-    design: ModelConfig, weights: WeightMap, hf: str, layers: str = "encoder.layer", layer: dict[str, str] = LAYER
+    design: ModelConfig,
+    weights: WeightMap,
+    hf: str,
+    layers: str = "encoder.layer",
+    layer: dict[str, str] = LAYER,
+    norm: str = "",
 ) -> None:
     """Embeddings and layers. The class without a head has no `hf` before its names.
 
-    layer: the names of the modules of one of the `layers`.
+    layer: the names of the modules of one of the `layers`. norm: that of the norm after the last one.
     """
     hf = "" if design.head == HeadConfig() else f"{hf}."
     weights.add_module(f"{hf}embeddings.word_embeddings", "embed")
     weights.add_module(f"{hf}embeddings.position_embeddings", "embed.position")
     weights.add_module(f"{hf}embeddings.token_type_embeddings", "embed.token_types")
     weights.add_module(f"{hf}embeddings.LayerNorm", "embed.norm")
+    weights.add_module(f"{hf}{norm}", "final_norm.norm")
     for index in range(design.depth):
         for name, role in layer.items():
             weights.add_module(f"{hf}{layers}.{index}.{name}", f"layers.{index}.{role}")
@@ -122,9 +141,11 @@ def write_bert(design: ModelConfig) -> dict[str, Any]:
     return write_encoder(design, "BertModel")
 
 
-def map_bert(design: ModelConfig, weights: WeightMap) -> None:
-    """The encoder below `bert`, the head below `cls.predictions`."""
-    map_encoder(design, weights, "bert")
+def map_bert(
+    design: ModelConfig, weights: WeightMap, hf: str = "bert", layer: dict[str, str] = LAYER, norm: str = ""
+) -> None:
+    """The encoder below `hf`, the head below `cls.predictions`."""
+    map_encoder(design, weights, hf, layer=layer, norm=norm)
     transform = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"
     map_head(design, weights, transform, "cls.predictions.decoder", "cls.predictions.bias")
 
@@ -138,10 +159,73 @@ BERT = Family(
 )  # fmt: skip
 
 
+def read_ernie(config: ConfigReader) -> dict[str, Any]:
+    """ERNIE (Sun et al. 2019): BERT under names of its own. Models with embeddings of tasks are refused."""
+    config.ignore("task_type_vocab_size")
+    config.expect("use_task_id", False, default=False)
+    return read_encoder(config, "ErnieModel")
+
+
+ERNIE = replace(
+    BERT,
+    model_type="ernie",
+    architecture="ErnieForMaskedLM",
+    read_config=read_ernie,
+    write_config=partial(write_encoder, base="ErnieModel"),
+    map_weights=partial(map_bert, hf="ernie"),
+    ignored_tensors=tuple(name.replace("bert.", "ernie.") for name in BERT.ignored_tensors),
+)
+
+
+def read_megatron_bert(config: ConfigReader) -> dict[str, Any]:
+    """Megatron-BERT (Shoeybi et al. 2019): BERT with norms before the branches, and none after the embeddings."""
+    return read_encoder(config, "MegatronBertModel", pre_norm=True, embedding_norm=False)
+
+
+MEGATRON_BERT = replace(
+    BERT,
+    model_type="megatron-bert",
+    architecture="MegatronBertForMaskedLM",
+    read_config=read_megatron_bert,
+    write_config=partial(write_encoder, base="MegatronBertModel"),
+    map_weights=partial(map_bert, layer=normed_before("attention.ln", "ln"), norm="encoder.ln"),
+)
+
+
+def read_bert_generation(config: ConfigReader) -> dict[str, Any]:
+    """The decoder of BERT for generation (Rothe et al. 2020): causal, without token types, a head of one step.
+
+    Read where `is_decoder` is true; cross-attention is refused.
+    """
+    config.expect("is_decoder", True)
+    design = read_encoder(config, "", types=None)
+    design["layers"][0]["mixer"] |= {"causal": True}
+    return design | {"head": {"tied": design["head"]["tied"], "bias": True}}
+
+
+def write_bert_generation(design: ModelConfig) -> dict[str, Any]:
+    fields = write_encoder(design, "") | {"is_decoder": True}
+    del fields["type_vocab_size"], fields["position_embedding_type"]
+    fields.pop("architectures", None)
+    return fields
+
+
+def map_bert_generation(design: ModelConfig, weights: WeightMap) -> None:
+    """The decoder below `bert`, the head below `lm_head`."""
+    map_encoder(design, weights, "bert")
+    map_head(design, weights, ("", ""), "lm_head.decoder", "lm_head.bias")
+
+
+BERT_GENERATION = Family(
+    "bert-generation", "BertGenerationDecoder", read_bert_generation, write_bert_generation, map_bert_generation,
+    ignored_tensors=("lm_head.bias", "lm_head.decoder.bias"),
+)  # fmt: skip
+
+
 ROBERTA_BASE = "RobertaModel"  # without a language head
 
 
-def read_roberta(config: ConfigReader, base: str = ROBERTA_BASE) -> dict[str, Any]:
+def read_roberta(config: ConfigReader, base: str = ROBERTA_BASE, **norms: bool) -> dict[str, Any]:
     """RoBERTa (Liu et al. 2019): BERT whose positions begin after the padding token's id, with a head of its own names.
 
     The first `pad_token_id` + 1 rows of the table of positions are read by no token. transformers counts positions by
@@ -149,10 +233,11 @@ def read_roberta(config: ConfigReader, base: str = ROBERTA_BASE) -> dict[str, An
     head is GELU whatever `hidden_act` says. The pooler is left out; decoders, cross-attention and relative positions
     are refused.
     """
+    # norms: as in `read_encoder`.
     padding_id = config.get_nullable("pad_token_id", 1)
     if type(padding_id) is not int or padding_id < 0:
         raise config.invalid("pad_token_id", "should be a whole number from 0 on, since positions are counted from it")
-    return read_encoder(config, base, offset=padding_id + 1, transform="gelu")
+    return read_encoder(config, base, offset=padding_id + 1, transform="gelu", **norms)
 
 
 def write_roberta(design: ModelConfig, base: str = ROBERTA_BASE) -> dict[str, Any]:
@@ -161,9 +246,11 @@ def write_roberta(design: ModelConfig, base: str = ROBERTA_BASE) -> dict[str, An
     return write_encoder(design, base) | {"pad_token_id": (offset or 1) - 1}
 
 
-def map_roberta(design: ModelConfig, weights: WeightMap) -> None:
-    """The encoder below `roberta`, the head below `lm_head`."""
-    map_encoder(design, weights, "roberta")
+def map_roberta(
+    design: ModelConfig, weights: WeightMap, hf: str = "roberta", layer: dict[str, str] = LAYER, norm: str = ""
+) -> None:
+    """The encoder below `hf`, the head below `lm_head`."""
+    map_encoder(design, weights, hf, layer=layer, norm=norm)
     map_head(design, weights, ("lm_head.dense", "lm_head.layer_norm"), "lm_head.decoder", "lm_head.bias")
 
 
@@ -175,14 +262,25 @@ ROBERTA = Family(
 )  # fmt: skip
 
 
-def _roberta_as(model_type: str, name: str, read_config: Callable[[ConfigReader], dict[str, Any]]) -> Family:
-    """RoBERTa under names of its own; `name` begins those of its classes."""
+def _roberta_as(
+    model_type: str,
+    name: str,
+    read_config: Callable[[ConfigReader], dict[str, Any]],
+    hf: str = "roberta",
+    **names: Any,
+) -> Family:
+    """RoBERTa under names of its own; `name` begins those of its classes, `hf` those of tensors.
+
+    names: further ones, as `map_roberta` takes them.
+    """
     return replace(
         ROBERTA,
         model_type=model_type,
         architecture=f"{name}ForMaskedLM",
         read_config=read_config,
         write_config=partial(write_roberta, base=f"{name}Model"),
+        map_weights=partial(map_roberta, hf=hf, **names),
+        ignored_tensors=tuple(tensor.replace("roberta.", f"{hf}.") for tensor in ROBERTA.ignored_tensors),
     )
 
 
@@ -196,8 +294,32 @@ def read_camembert(config: ConfigReader) -> dict[str, Any]:
     return read_roberta(config, "CamembertModel")
 
 
+def read_data2vec(config: ConfigReader) -> dict[str, Any]:
+    """data2vec's model of text (Baevski et al. 2022): RoBERTa trained to predict representations, in own names."""
+    return read_roberta(config, "Data2VecTextModel")
+
+
+def read_roberta_prelayernorm(config: ConfigReader) -> dict[str, Any]:
+    """RoBERTa with norms before the branches (Wettig et al. 2022, efficient masked language modeling)."""
+    return read_roberta(config, "RobertaPreLayerNormModel", pre_norm=True)
+
+
+def read_xlm_roberta_xl(config: ConfigReader) -> dict[str, Any]:
+    """XLM-RoBERTa XL and XXL (Goyal et al. 2021): norms before the branches, and none after the embeddings."""
+    return read_roberta(config, "XLMRobertaXLModel", pre_norm=True, embedding_norm=False)
+
+
 XLM_ROBERTA = _roberta_as("xlm-roberta", "XLMRoberta", read_xlm_roberta)
 CAMEMBERT = _roberta_as("camembert", "Camembert", read_camembert)
+DATA2VEC = _roberta_as("data2vec-text", "Data2VecText", read_data2vec, "data2vec_text")
+ROBERTA_PRELAYERNORM = _roberta_as(
+    "roberta-prelayernorm", "RobertaPreLayerNorm", read_roberta_prelayernorm, "roberta_prelayernorm",
+    layer=normed_before("attention.LayerNorm", "intermediate.LayerNorm"), norm="LayerNorm",
+)  # fmt: skip
+XLM_ROBERTA_XL = _roberta_as(
+    "xlm-roberta-xl", "XLMRobertaXL", read_xlm_roberta_xl, norm="encoder.LayerNorm",
+    layer=normed_before("attention.self_attn_layer_norm", "LayerNorm"),
+)  # fmt: skip
 
 
 DISTILBERT_BASE = "DistilBertModel"  # without a language head

@@ -1,13 +1,15 @@
 """Cohere's Command models: both branches read one LayerNorm without bias, and logits are scaled."""
 
+from functools import partial
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types
+from heddle.exchange.families import _common, _layer_types, _moe, deepseek
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
+from heddle.exchange.rope import FULL, SLIDING, read_rope, read_rope_table, write_rope_table
 from heddle.model.config import ModelConfig
+from heddle.parts.norms.rms import RMSConfig
 
 
 def read_cohere(config: ConfigReader) -> dict[str, Any]:
@@ -92,3 +94,128 @@ def write_cohere2(design: ModelConfig) -> dict[str, Any]:
 
 
 COHERE2 = Family("cohere2", "Cohere2ForCausalLM", read_cohere2, write_cohere2, map_cohere)
+
+
+def read_compass(config: ConfigReader) -> dict[str, Any]:
+    """The text model of Command's vision models (Cohere 2026): Command R7B, with a RoPE or none for each layer type.
+
+    Its heads are rotated in halves. `mrope_section` is for images: a text has one position per axis.
+    """
+    heads = _common.read_equal_heads(config)
+    config.ignore("pooling")
+    types = _layer_types.read_types(config, [FULL] * _layer_types.read_depth(config))
+    tables = config.get("rope_parameters", dict[str, Any]())
+    if set(types) - tables.keys():
+        raise config.invalid("rope_parameters", "should have a table, or null, for each type of layers")
+    ropes = {
+        kind: None if tables[kind] is None else read_rope_table(config, tables[kind], heads["head_dim"], 10000.0)
+        for kind in set(types)
+    }
+    mixer = _common.attention(config, heads, bias=config.get("attention_bias", False))
+    windows = _layer_types.layer_windows(config, types, config.get("sliding_window", WINDOW))
+    mixers = [mixer | {"window": window, "position": ropes[kind]} for window, kind in zip(windows, types, strict=True)]
+    scale = config.get("logit_scale", 1.0)
+    design = design_fields(config, _layer_types.layers_of(mixers, _common.read_gated(config)))
+    return design | {"head": design["head"] | {"scale": scale}}
+
+
+def write_compass(design: ModelConfig) -> dict[str, Any]:
+    tables: dict[str, Any] = {FULL: None, SLIDING: None}
+    mixers = [layer.mixer for layer in design_parts.layers(design)]
+    for mixer, kind in zip(mixers, design_parts.layer_types(design), strict=True):
+        if design_parts.has_rope(mixer):
+            tables[kind] = write_rope_table(design_parts.rope_of(mixer), getattr(mixer, "head_dim", 0) or 1)
+    older = ("rope_scaling", "rope_theta")  # its class would read them over the tables
+    fields = {name: value for name, value in write_cohere2(design).items() if name not in older}
+    return fields | {"rope_parameters": tables}
+
+
+COMPASS = Family("cohere_compass_text", "CohereCompassForCausalLM", read_compass, write_compass, map_cohere)
+
+
+DENSE, SPARSE = "dense", "sparse"
+ROUTING = {"softmax": "topk_softmax", "sigmoid": "sigmoid"}
+
+
+def read_cohere2_moe(config: ConfigReader) -> dict[str, Any]:
+    """Command with experts (Cohere 2026): Command A's attention, and shared experts that are averaged with the others.
+
+    Full attention has RoPE in dense layers alone, if `prefix_dense_sliding_window_pattern` is 1.
+    """
+    heads, depth = _common.read_heads(config, head_dim=128), _layer_types.read_depth(config)
+    rope, first = (
+        read_rope(config, heads["head_dim"]) | {"layout": "interleaved"},
+        config.get("first_k_dense_replace", 0),
+    )
+    config.ignore("output_router_logits")
+    periods = [
+        config.get(f"{name}sliding_window_pattern", default) for name, default in (("prefix_dense_", 1), ("", 4))
+    ]
+    if min(periods) < 1:
+        raise config.invalid("sliding_window_pattern", "should be at least 1, which gives no layer a window")
+    counts = (first, periods[0]), (depth - first, periods[1])
+    usual = [SLIDING if (index + 1) % period else FULL for count, period in counts for index in range(count)]
+    types = _layer_types.read_types(config, usual)
+    kinds = _layer_types.read_kinds(
+        config, "mlp_layer_types", [DENSE] * first + [SPARSE] * (depth - first), (DENSE, SPARSE)
+    )
+    windows = _layer_types.layer_windows(config, types, config.get_nullable("sliding_window", WINDOW))
+    mixer = _common.attention(config, heads, bias=config.get("attention_bias", False))
+    mixers = [
+        mixer | {"window": window, "position": rope if window or (kind == DENSE and periods[0] == 1) else None}
+        for window, kind in zip(windows, kinds, strict=True)
+    ]
+    gated, shared = _common.read_gated(config), config.get("num_shared_experts", 0)
+    strategy = config.expect("shared_expert_combination_strategy", "average", "sum", default="average")
+    halves = {"scale": 0.5, "shared_scale": 0.5} if shared and strategy == "average" else {}
+    routing = ROUTING[config.expect("expert_selection_fn", *ROUTING, default="softmax")]
+    normed = config.get("norm_topk_prob", True) or routing != "sigmoid"
+    experts = {
+        "kind": "moe",
+        "experts": config.get("num_experts", 8, "num_local_experts"),
+        "top_k": config.get("num_experts_per_tok", 2),
+        "hidden": gated["hidden"],
+        "activation": gated["activation"],
+        "shared": shared or None,
+        "routing": routing,
+        "renormalize": normed,
+    } | halves
+    dense = gated | {"hidden": config.get("prefix_dense_intermediate_size", gated["hidden"])}
+    design = design_fields(
+        config, _layer_types.layers_of(mixers, [dense if kind == DENSE else experts for kind in kinds])
+    )
+    eps = config.optional("rms_norm_eps")
+    return design if eps is None else design | {"norm": {"kind": "rms", "eps": eps}}
+
+
+def write_cohere2_moe(design: ModelConfig) -> dict[str, Any]:
+    moe, eps = design_parts.first_moe(design), design_parts.norm_eps(design)
+    layers, has_experts = design_parts.layers(design), design_parts.has_experts(design)
+    bare = any(
+        not is_moe and not design_parts.has_rope(layer.mixer) for layer, is_moe in zip(layers, has_experts, strict=True)
+    )
+    dense, is_rms = design_parts.first_gated(design).hidden, isinstance(design.norm, RMSConfig)
+    fields = {name: value for name, value in write_cohere2(design).items() if name != "layer_norm_eps"}
+    return fields | {
+        "rope_scaling": None,
+        "intermediate_size": moe.hidden,
+        "hidden_act": _moe.write_activation(design),
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "num_shared_experts": deepseek.shared_experts(moe) if moe.shared else 0,
+        "shared_expert_combination_strategy": "sum" if moe.shared and moe.shared_scale is None else "average",
+        "expert_selection_fn": "sigmoid" if moe.routing == "sigmoid" else "softmax",
+        "norm_topk_prob": moe.renormalize,
+        "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in has_experts],
+        "prefix_dense_intermediate_size": None if dense == moe.hidden else dense,
+        "prefix_dense_sliding_window_pattern": 2 if bare else 1,
+        **({"rms_norm_eps": eps} if is_rms else {"rms_norm_eps": None, "layer_norm_eps": eps}),
+    }
+
+
+map_cohere2_moe = partial(
+    _common.map_weights,
+    names={"input_layernorm": "residual.norms.shared"},
+    map_feedforward=partial(_moe.map_feedforward, shared_expert="shared_experts"),
+)
+COHERE2_MOE = Family("cohere2_moe", "Cohere2MoeForCausalLM", read_cohere2_moe, write_cohere2_moe, map_cohere2_moe)

@@ -1,4 +1,4 @@
-"""LG's EXAONE 4 and K-EXAONE: norms of q and k; layers without a window have no RoPE."""
+"""LG's EXAONE 4 and K-EXAONE, and Kolibri 1: norms of q and k; layers without a window have no RoPE."""
 
 from functools import partial
 from typing import Any
@@ -104,3 +104,49 @@ map_exaone_moe = partial(_common.map_weights, map_feedforward=_map_exaone_expert
 EXAONE_MOE = Family(
     "exaone_moe", "ExaoneMoeForCausalLM", read_exaone_moe, write_exaone_moe, map_exaone_moe, ignored_tensors=("mtp.",)
 )
+
+
+KOLIBRI_WINDOW, KOLIBRI_PERIOD = 513, 5
+KOLIBRI_NAMES = {
+    "input_layernorm": "residual.norms.mixer", "post_attn_norm": "residual.after.mixer",
+    "post_attention_layernorm": "residual.norms.feedforward", "post_ffn_norm": "residual.after.feedforward",
+    "moe.router.expert_bias": "feedforward.router.expert_bias",
+}  # fmt: skip
+
+
+def read_kolibri(config: ConfigReader) -> dict[str, Any]:
+    """Kolibri 1 (Aleph Alpha 2026): EXAONE 4's attention, sandwich norms, sigmoid experts, whose bias is on logits."""
+    window, depth = config.get("sliding_window", KOLIBRI_WINDOW), _layer_types.read_depth(config)
+    config.ignore("output_router_logits")
+    types = _layer_types.read_types(config, _layer_types.full_every(KOLIBRI_PERIOD, config))
+    mixer = _common.read_attention(config, head_dim=128, qk_norm="head")
+    mixers = [
+        mixer | {"window": width, "position": mixer["position"] if width else None}
+        for width in _layer_types.layer_windows(config, types, window)
+    ]
+    experts = _moe.read_experts(config, depth, "moe_intermediate_size") | {
+        "routing": "sigmoid_logits",
+        "renormalize": config.get("norm_topk_prob", False),
+        "shared": 1,
+        "shared_hidden": config.get("shared_expert_intermediate_size", 512),
+        "bias_update": 0.0,
+    }
+    experts.pop("aux_loss", None)
+    return _common.rms_design(config, 1e-6, _layer_types.layers_of(mixers, experts), residual={"kind": "sandwich"})
+
+
+def write_kolibri(design: ModelConfig) -> dict[str, Any]:
+    moe, fields = design_parts.first_moe(design), write_layers(design)
+    del fields["sliding_window_pattern"]
+    experts = _moe.write_experts(design)
+    del experts["intermediate_size"]
+    own = {"moe_intermediate_size": moe.hidden, "shared_expert_intermediate_size": moe.shared_hidden or moe.hidden}
+    return fields | experts | own | _common.written(design, "norm_topk_prob")
+
+
+map_kolibri = partial(
+    _common.map_weights,
+    names=KOLIBRI_NAMES,
+    map_feedforward=partial(_moe.map_feedforward, shared_expert="shared_experts"),
+)
+KOLIBRI = Family("kolibri1", "Kolibri1ForCausalLM", read_kolibri, write_kolibri, map_kolibri)

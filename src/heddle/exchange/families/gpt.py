@@ -53,11 +53,13 @@ def gpt_design(config: ConfigReader, layers: list[dict[str, Any]], dropout: floa
     return _common.layer_norm_design(config, layers, "layer_norm_epsilon", **extra)
 
 
-def gpt2_design(config: ConfigReader, layers: list[dict[str, Any]], length: int) -> dict[str, Any]:
+def gpt2_design(
+    config: ConfigReader, layers: list[dict[str, Any]], length: int, dropout: float = 0.1
+) -> dict[str, Any]:
     """As `gpt_design`, with learned positions for `length` tokens."""
     head = {"tied": config.get("tie_word_embeddings", True)}
     embedding = {"position": {"kind": "learned", "length": length}}
-    return gpt_design(config, layers, 0.1, residual={"kind": "pre_norm"}, embedding=embedding, head=head)
+    return gpt_design(config, layers, dropout, residual={"kind": "pre_norm"}, embedding=embedding, head=head)
 
 
 def write_gpt(design: ModelConfig) -> dict[str, Any]:
@@ -122,11 +124,18 @@ def write_gpt2(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_gpt2(
-    design: ModelConfig, weights: WeightMap, qkv: TensorTransform = TRANSPOSED, matrix: TensorTransform = TRANSPOSED
+    design: ModelConfig,
+    weights: WeightMap,
+    qkv: TensorTransform = TRANSPOSED,
+    matrix: TensorTransform = TRANSPOSED,
+    embeddings: tuple[str, str] = (EMBEDDING, "transformer.wpe"),
 ) -> None:
-    """The tensor names. qkv: how queries, keys and values are one matrix. matrix: how others are stored."""
-    _common.map_embedding_and_head(design, weights, EMBEDDING, LAST_NORM)
-    weights.add_module("transformer.wpe", "embed.position")
+    """The tensor names. qkv: how queries, keys and values are one matrix. matrix: how others are stored.
+
+    embeddings: of tokens and of positions.
+    """
+    _common.map_embedding_and_head(design, weights, embeddings[0], LAST_NORM)
+    weights.add_module(embeddings[1], "embed.position")
     for hf, heddle, _ in _common.named_layers(design, prefix="transformer.h"):
         weights.add_modules(hf, heddle, GPT2_NORMS)
         weights.add_module(f"{hf}.attn.c_attn", *(f"{heddle}.mixer.{role}" for role in "qkv"), transform=qkv)
@@ -136,6 +145,96 @@ def map_gpt2(
 
 
 GPT2 = Family("gpt2", "GPT2LMHeadModel", read_gpt2, write_gpt2, map_gpt2, ignored_tensors=MASK_BUFFERS)
+
+
+GPT_ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
+GPT_AFN = {"gelu_tanh": "gelu", "gelu": "gelu", "relu": "relu", "silu": "silu"}  # the second is another, and refused
+
+
+def read_gpt(config: ConfigReader) -> dict[str, Any]:
+    """GPT (Radford et al. 2018): norms after each sum, learned positions, biases; its `gelu` is the tanh form."""
+    name = config.get("afn", "gelu")
+    if name not in GPT_ACTIVATIONS:
+        raise config.invalid("afn", f"heddle has {', '.join(GPT_ACTIVATIONS)}")
+    mixer, width = read_attention(config, 0.1) | {"bias": True}, config.require_count("n_embd", "hidden_size")
+    if width % mixer["heads"]:
+        raise config.invalid("n_embd", f"openai-gpt needs a multiple of its {mixer['heads']} heads")
+    feedforward = {"kind": "mlp", "hidden": 4 * width, "activation": GPT_ACTIVATIONS[name], "bias": True}
+    layer = {"repeat": read_depth(config), "mixer": mixer, "feedforward": feedforward}
+    design = gpt2_design(config, [layer], config.get("n_positions", 512, "max_position_embeddings"))
+    design["residual"] |= {"kind": "post_norm"}
+    return design
+
+
+def write_openai_gpt(design: ModelConfig) -> dict[str, Any]:
+    fields = write_gpt(design) | {"afn": GPT_AFN.get(design_parts.first_mlp(design).activation, "gelu")}
+    del fields["n_inner"], fields["activation_function"]
+    return fields
+
+
+def map_openai_gpt(design: ModelConfig, weights: WeightMap) -> None:
+    """GPT-2's tensor names of layers, and two of embeddings."""
+    map_gpt2(design, weights, embeddings=("transformer.tokens_embed", "transformer.positions_embed"))
+
+
+OPENAI_GPT = Family(
+    "openai-gpt", "OpenAIGPTLMHeadModel", read_gpt, write_openai_gpt, map_openai_gpt, ignored_tensors=MASK_BUFFERS
+)
+
+
+NEO_NAMES = {
+    "n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_heads", "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings", "resid_pdrop": "resid_dropout", "embd_pdrop": "embed_dropout",
+    "attn_pdrop": "attention_dropout",
+}  # fmt: skip
+NEO_LAYER = {
+    **GPT2_NORMS, **{f"attn.attention.{role}_proj": f"mixer.{role}" for role in "qkv"},
+    "attn.attention.out_proj": "mixer.out", "mlp.c_fc": "feedforward.up", "mlp.c_proj": "feedforward.down",
+}  # fmt: skip
+
+
+def read_gpt_neo(config: ConfigReader) -> dict[str, Any]:
+    """GPT-Neo (EleutherAI 2021): GPT-2 with unscaled scores, a bias of attention's output alone, windows by turns."""
+    config.names = NEO_NAMES
+    config.ignore("classifier_dropout", "gradient_checkpointing")
+    depth, width = read_depth(config), config.require_count("n_embd")
+    mixer = read_attention(config, 0.0) | {"bias": "out", "scale": 1.0}
+    if width % mixer["heads"]:
+        raise config.invalid("n_embd", f"gpt_neo needs a multiple of its {mixer['heads']} heads")
+    usual: list[Any] = [[["global", "local"], 12]]
+    pairs = config.get("attention_types", usual)
+    kinds = [kind for pair in pairs for _ in range(pair[1]) for kind in pair[0]]
+    if len(kinds) != depth or set(kinds) - {"global", "local"}:
+        raise config.invalid("attention_types", f"should say global or local of each of {depth} layers")
+    config.expect("attention_layers", kinds, None)
+    window, feedforward = config.get("window_size", 256), read_mlp(config)
+    mixers = [mixer | {"window": window if kind == "local" else None} for kind in kinds]
+    layers = [{"mixer": mixer, "feedforward": feedforward} for mixer in mixers]
+    return gpt2_design(config, layers, config.get("n_positions", 2048), dropout=0.0)
+
+
+def write_gpt_neo(design: ModelConfig) -> dict[str, Any]:
+    windows = [getattr(layer.mixer, "window", None) for layer in design_parts.layers(design)]
+    kinds = ["global" if window is None else "local" for window in windows]
+    return {NEO_NAMES.get(name, name): value for name, value in write_gpt(design).items()} | {
+        "attention_types": [[[kind], 1] for kind in kinds],
+        "attention_layers": kinds,
+        "window_size": design_parts.first_window(design) or 256,
+    }
+
+
+def map_gpt_neo(design: ModelConfig, weights: WeightMap) -> None:
+    """GPT-2's tensor names of embeddings, and own ones of layers."""
+    _common.map_embedding_and_head(design, weights, EMBEDDING, LAST_NORM)
+    weights.add_module("transformer.wpe", "embed.position")
+    for hf, heddle, _ in _common.named_layers(design, prefix="transformer.h"):
+        weights.add_modules(hf, heddle, NEO_LAYER)
+
+
+GPT_NEO = Family(
+    "gpt_neo", "GPTNeoForCausalLM", read_gpt_neo, write_gpt_neo, map_gpt_neo,
+    ignored_tensors=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
+)  # fmt: skip
 
 
 def read_bigcode(config: ConfigReader) -> dict[str, Any]:
@@ -358,6 +457,81 @@ map_biogpt = partial(map_opt, model="biogpt", last=("layer_norm", "output_projec
 BIOGPT = Family("biogpt", "BioGptForCausalLM", read_biogpt, write_biogpt, map_biogpt)
 
 
+XGLM_NAMES = {"hidden_size": "d_model", "num_attention_heads": "attention_heads", "num_hidden_layers": "num_layers"}
+FAIRSEQ = {"kind": "sinusoidal", "layout": "halves", "offset": OPT_OFFSET, "endpoint": True}
+
+
+def read_xglm(config: ConfigReader) -> dict[str, Any]:
+    """XGLM (Lin et al. 2021): OPT with GELU, fairseq's sinusoidal positions, embeddings times the root of the width."""
+    config.names = XGLM_NAMES
+    for name in OF_OPT:
+        config.expect(name, None)
+    if (padding := config.data.get("pad_token_id")) is not None and padding >= OPT_OFFSET:
+        raise config.invalid("pad_token_id", f"should be below {OPT_OFFSET}; the position of this id would be zero")
+    activation_dropout = config.get("activation_dropout", 0.1)
+    design = read_opt(config, "gelu", dropout=0.1)
+    design["layers"][0]["feedforward"] |= {"dropout": activation_dropout}
+    multiplier = design["width"] ** 0.5 if config.get("scale_embedding", True) else None
+    dropout = design["residual"]["dropout"]
+    return design | {"embedding": {"position": FAIRSEQ, "multiplier": multiplier, "dropout": dropout}}
+
+
+def write_xglm(design: ModelConfig) -> dict[str, Any]:
+    fields = {XGLM_NAMES.get(name, name): value for name, value in write_opt(design).items() if name not in OF_OPT}
+    return fields | {
+        "activation_dropout": design_parts.first_mlp(design).dropout,
+        "scale_embedding": design.embedding.multiplier is not None,
+    }
+
+
+XGLM = Family(
+    "xglm", "XGLMForCausalLM", read_xglm, write_xglm, partial(map_opt, model="model", last=("layer_norm", "lm_head")),
+    ignored_tensors=("model.embed_positions.weights",),
+)  # fmt: skip
+
+
+CTRL_LAYER = {
+    **{f"multi_head_attention.W{role}": f"mixer.{role}" for role in "qkv"}, "multi_head_attention.dense": "mixer.out",
+    "ffn.0": "feedforward.up", "ffn.2": "feedforward.down", "layernorm1": "residual.norms.mixer",
+    "layernorm2": "residual.norms.feedforward",
+}  # fmt: skip
+
+
+def read_ctrl(config: ConfigReader) -> dict[str, Any]:
+    """CTRL (Keskar et al. 2019): pre-norm, sinusoidal positions, scaled embeddings, a head with a bias."""
+    config.expect("layer_norm_epsilon", 1e-6, None)  # of layers, whatever it says
+    config.note("attn_pdrop", "n_positions")  # of attention's dropout, which its class leaves out
+    width, heads = config.require_count("n_embd", "hidden_size"), config.require_count("n_head", "num_attention_heads")
+    if width % heads:
+        raise config.invalid("n_embd", f"ctrl needs a multiple of its {heads} heads")
+    mixer = {"kind": "attention", "heads": heads, "bias": True}
+    feedforward = {"kind": "mlp", "hidden": config.require_count("dff"), "activation": "relu", "bias": True}
+    layer = {"repeat": read_depth(config), "mixer": mixer, "feedforward": feedforward}
+    head = {"tied": config.get("tie_word_embeddings", True), "bias": True}
+    position = {"kind": "sinusoidal", "layout": "halves"}
+    embedding = {"scale": True, "position": position}
+    design = gpt_design(config, [layer], 0.1, residual={"kind": "pre_norm"}, embedding=embedding, head=head)
+    return design | {"norm": {"kind": "layer", "eps": 1e-6}}
+
+
+def write_ctrl(design: ModelConfig) -> dict[str, Any]:
+    fields = write_gpt(design) | {"dff": design_parts.first_mlp(design).hidden}
+    for name in ("n_inner", "activation_function", "attn_pdrop"):
+        del fields[name]
+    return fields
+
+
+def map_ctrl(design: ModelConfig, weights: WeightMap) -> None:
+    """The tensor names."""
+    _common.map_embedding_and_head(design, weights, "transformer.w", "transformer.layernorm")
+    weights.add_module("lm_head", "head")
+    for hf, heddle, _ in _common.named_layers(design, prefix="transformer.h"):
+        weights.add_modules(hf, heddle, CTRL_LAYER)
+
+
+CTRL = Family("ctrl", "CTRLLMHeadModel", read_ctrl, write_ctrl, map_ctrl)
+
+
 MPT_NAMES = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 # Options that its class has one value for, and those of training, of devices and of what its class leaves out.
 ALWAYS = {"expansion_ratio": 4, "no_bias": True, "logit_scale": None, "ffn_config": None}
@@ -423,53 +597,6 @@ def map_mpt(design: ModelConfig, weights: WeightMap) -> None:
 
 
 MPT = Family("mpt", "MptForCausalLM", read_mpt, write_mpt, map_mpt)
-
-
-def read_starcoder2(config: ConfigReader) -> dict[str, Any]:
-    """StarCoder2 (Lozhkov et al. 2024): biases everywhere, grouped queries and one window for all.
-
-    All layers are the same; `use_bias` applies to every projection.
-    """
-    config.require("num_key_value_heads", int)
-    bias = config.get("use_bias", True)
-    config.expect("mlp_type", "default", default="default")  # of the first files
-    config.expect("norm_type", "layer_norm", default="layer_norm")
-    # The first files repeat other fields in words of GPT-BigCode, which transformers ignores.
-    config.note("activation_function", "layer_norm_epsilon", "scale_attn_weights")
-    config.note("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
-    mixer = _common.read_attention(config, bias=bias, window=config.optional("sliding_window"))
-    feedforward = _common.read_mlp(config, "gelu_pytorch_tanh", bias)
-    return _common.design_fields(
-        config,
-        {"kind": "layer", "eps": config.get("norm_epsilon", 1e-5)},
-        _common.same_layers(config, mixer, feedforward),
-        tied=True,
-        embedding={"dropout": config.get("embedding_dropout", 0.0)},
-        residual={"kind": "pre_norm", "dropout": config.get("residual_dropout", 0.0)},
-    )
-
-
-def write_starcoder2(design: ModelConfig) -> dict[str, Any]:
-    return (
-        _common.write_common(design)
-        | _common.write_attention(design)
-        | _common.write_mlp(design)
-        | _common.written(design, "sliding_window", "embedding_dropout", "residual_dropout")
-        | {
-            "use_bias": design_parts.first_mlp(design).bias or design_parts.first_attention(design).bias is True,
-            "norm_epsilon": design_parts.norm_eps(design),
-        }
-    )
-
-
-def _map_starcoder2_mlp(weights: WeightMap, hf: str, heddle: str) -> None:
-    weights.add_modules(hf, heddle, {"c_fc": "up", "c_proj": "down"})
-
-
-map_starcoder2 = partial(_common.map_weights, map_feedforward=_map_starcoder2_mlp)
-
-
-STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", read_starcoder2, write_starcoder2, map_starcoder2)
 
 
 def read_nanochat(config: ConfigReader) -> dict[str, Any]:

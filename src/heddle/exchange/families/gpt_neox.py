@@ -1,12 +1,13 @@
 """Families with Megatron's layers, whose queries, keys and values are one matrix, interleaved by head; and StableLM."""
 
+from dataclasses import replace
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader, short_repr
-from heddle.exchange.families import _common, gpt
+from heddle.exchange.families import _common, _layer_types, gpt
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
+from heddle.exchange.rope import read_rope, write_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.residuals.parallel import ParallelConfig
 
@@ -66,6 +67,56 @@ GPT_NEOX = Family(
     "gpt_neox", "GPTNeoXForCausalLM", read_gpt_neox, write_gpt_neox, map_gpt_neox,
     ignored_tensors=("*.attention.bias", "*.attention.masked_bias"),  # buffers that older files hold
 )  # fmt: skip
+
+
+def read_japanese(config: ConfigReader) -> dict[str, Any]:
+    """GPT-NeoX Japanese (ABEJA 2022): pre-norm, whole heads rotated, one bias: of the last attention's output."""
+    _common.check_width(config)
+    heads, width = config.require_count("num_attention_heads"), config.require_count("hidden_size")
+    config.optional("is_decoder")  # causal in either case
+    base = _read_alias(config, 10000.0, "rotary_emb_base", "rope_theta")
+    part = _read_alias(config, 1.0, "rotary_pct", "partial_rotary_factor")
+    mixer = _common.attention(config, {"heads": heads}, read_rope(config, width // heads, base, part))
+    mixer["dropout"] = config.get("attention_dropout", 0.1)
+    feedforward = {
+        "kind": "mlp",
+        "hidden": width * config.get("intermediate_multiple_size", 4),
+        "activation": _common.read_activation(config, default="gelu"),
+    }
+    mixers = [mixer] * (_layer_types.read_depth(config) - 1) + [mixer | {"bias": "out"}]
+    residual = {"kind": "pre_norm", "dropout": config.get("hidden_dropout", 0.0)}
+    return _common.layer_norm_design(config, _layer_types.layers_of(mixers, feedforward), tied=True, residual=residual)
+
+
+def write_japanese(design: ModelConfig) -> dict[str, Any]:
+    fields, mlp = write_gpt_neox(design), design_parts.first_mlp(design)
+    for name in ("use_parallel_residual", "attention_bias", "intermediate_size"):
+        del fields[name]
+    rope = design_parts.first_rope(design)
+    table = write_rope(rope, design_parts.first_attention(design).head_dim or 1, _common.DEFAULT_MAX_POSITIONS, 1.0)
+    fields |= table | {"rotary_emb_base": table["rope_theta"], "rotary_pct": table["partial_rotary_factor"]}
+    return fields | {"intermediate_multiple_size": max(1, mlp.hidden // design.width)}
+
+
+def map_japanese(design: ModelConfig, weights: WeightMap) -> None:
+    """The tensor names."""
+    model, heads = "gpt_neox_japanese", design_parts.first_attention(design).heads
+    _common.map_embedding_and_head(design, weights, f"{model}.embed_in", f"{model}.final_layer_norm", "embed_out")
+    for hf, heddle, _ in _common.named_layers(design, prefix=f"{model}.layers"):
+        _common.map_pre_norms(weights, hf, heddle)
+        gpt.map_megatron_layer(weights, hf, heddle, "attention", heads)
+        if weights.rules.pop(f"{hf}.attention.dense.bias", None):
+            weights.add_tensor(f"{hf}.attention.dense_bias", f"{heddle}.mixer.out.bias")
+
+
+JAPANESE = replace(
+    GPT_NEOX,
+    model_type="gpt_neox_japanese",
+    architecture="GPTNeoXJapaneseForCausalLM",
+    read_config=read_japanese,
+    write_config=write_japanese,
+    map_weights=map_japanese,
+)
 
 
 def read_bloom(config: ConfigReader) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
-from heddle.exchange.family import Family, TensorTransform, WeightMap
+from heddle.exchange.family import STACKED_TRANSPOSED, Family, TensorTransform, WeightMap
 from heddle.exchange.rope import FULL, SLIDING, read_rope
 from heddle.model.config import ModelConfig
 
@@ -96,7 +96,6 @@ INTERLEAVED_GATE_UP = TensorTransform(
     lambda parameters: _transpose_matrices(torch.stack(list(parameters), dim=2).flatten(1, 2)),
     lambda tensor, shapes: _transpose_matrices(tensor).unflatten(1, (-1, 2)).unbind(2),
 )
-TRANSPOSED_EXPERTS = TensorTransform(lambda parameters: parameters[0].mT, lambda tensor, shapes: [tensor.mT])
 
 
 def _transpose_matrices(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +107,7 @@ def _map_experts(weights: WeightMap, hf: str, heddle: str) -> None:
     for suffix, name in (("", "weight"), ("_bias", "bias")):
         both = f"{heddle}.gate.{name}", f"{heddle}.up.{name}"
         weights.add_tensor(f"{hf}.experts.gate_up_proj{suffix}", *both, transform=INTERLEAVED_GATE_UP)
-    weights.add_tensor(f"{hf}.experts.down_proj", f"{heddle}.down.weight", transform=TRANSPOSED_EXPERTS)
+    weights.add_tensor(f"{hf}.experts.down_proj", f"{heddle}.down.weight", transform=STACKED_TRANSPOSED)
     weights.add_tensor(f"{hf}.experts.down_proj_bias", f"{heddle}.down.bias")
 
 

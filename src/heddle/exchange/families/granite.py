@@ -12,6 +12,7 @@ from heddle.model.config import ModelConfig
 from heddle.parts.mixers.mamba2 import Mamba2Config
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.residuals.pre_norm import PreNormConfig
+from heddle.parts.residuals.sandwich import SandwichConfig
 
 
 def read_multipliers(config: ConfigReader, tied: bool = False) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def read_multipliers(config: ConfigReader, tied: bool = False) -> dict[str, Any]
 
 def branch_multiplier(design: ModelConfig) -> float:
     """What branches are multiplied by."""
-    return (isinstance(design.residual, PreNormConfig) and design.residual.multiplier) or 1.0
+    return (isinstance(design.residual, PreNormConfig | SandwichConfig) and design.residual.multiplier) or 1.0
 
 
 def read_mixer(config: ConfigReader) -> dict[str, Any]:
@@ -60,6 +61,30 @@ def write_granite(design: ModelConfig) -> dict[str, Any]:
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", read_granite, write_granite, _common.map_weights)
+
+
+def read_hyperclovax(config: ConfigReader) -> dict[str, Any]:
+    """HyperCLOVA X SEED (NAVER 2025): Granite with a norm after each branch too, and logits that are multiplied."""
+    _common.check_width(config)
+    mixer = _common.read_attention(config, bias=config.get("attention_bias", False))
+    mixer["scale"] = config.optional("attention_multiplier")
+    layers = _common.same_layers(config, mixer, _common.read_gated(config, bias=config.get("mlp_bias", False)))
+    design = _common.rms_design(config, 1e-6, layers, **read_multipliers(config))
+    design["residual"] |= {"kind": "sandwich"} if config.get("use_post_norm", True) else {}
+    design["head"] |= {"scale": config.get("logits_scaling", 1.0)}
+    return design
+
+
+def write_hyperclovax(design: ModelConfig) -> dict[str, Any]:
+    own = {"logits_scaling": design.head.scale, "use_post_norm": isinstance(design.residual, SandwichConfig)}
+    return write_granite(design) | own
+
+
+AFTER = {"post_norm1": "residual.after.mixer", "post_norm2": "residual.after.feedforward"}
+HYPERCLOVAX = Family(
+    "hyperclovax", "HyperCLOVAXForCausalLM", read_hyperclovax, write_hyperclovax,
+    partial(_common.map_weights, names=_common.PRE_NORMS | AFTER),
+)  # fmt: skip
 
 
 def read_experts(config: ConfigReader, hidden: int, depth: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
-from heddle.exchange.family import Family, TensorTransform, WeightMap
+from heddle.exchange.family import STACKED_TRANSPOSED, Family, TensorTransform, WeightMap
 from heddle.exchange.rope import FULL, SLIDING, read_rope, read_rope_or, write_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
@@ -269,6 +269,122 @@ def _map_mlp(weights: WeightMap, hf: str, heddle: str) -> None:
 
 map_apertus = partial(_common.map_weights, names=NORMS, map_feedforward=_map_mlp)
 APERTUS = Family("apertus", "ApertusForCausalLM", read_apertus, write_apertus, map_apertus)
+
+
+def read_nemotron(config: ConfigReader) -> dict[str, Any]:
+    """Nemotron 4 and Minitron (NVIDIA 2024): an MLP of squared ReLU, partial RoPE, LayerNorm of weights 1 + γ."""
+    mixer = _common.read_attention(config, partial_rotary_factor=0.5, bias=config.get("attention_bias", False))
+    layers = _common.same_layers(config, mixer, _common.read_mlp(config, "relu2", config.get("mlp_bias", False)))
+    return _common.design_fields(config, {"kind": "layer", "eps": config.get("norm_eps", 1e-5), "offset": 1.0}, layers)
+
+
+def write_nemotron(design: ModelConfig) -> dict[str, Any]:
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design, partial_rotary_factor=0.5)
+        | _common.write_mlp(design)
+        | _common.written(design, "attention_bias", "norm_eps")
+        | {"mlp_bias": design_parts.first_mlp(design).bias}
+    )
+
+
+NEMOTRON = Family("nemotron", "NemotronForCausalLM", read_nemotron, write_nemotron, _common.map_weights)
+
+
+def read_starcoder2(config: ConfigReader) -> dict[str, Any]:
+    """StarCoder2 (Lozhkov et al. 2024): biases everywhere, grouped queries and one window for all.
+
+    All layers are the same; `use_bias` applies to every projection.
+    """
+    config.require("num_key_value_heads", int)
+    bias = config.get("use_bias", True)
+    config.expect("mlp_type", "default", default="default")  # of the first files
+    config.expect("norm_type", "layer_norm", default="layer_norm")
+    # The first files repeat other fields in words of GPT-BigCode, which transformers ignores.
+    config.note("activation_function", "layer_norm_epsilon", "scale_attn_weights")
+    config.note("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+    mixer = _common.read_attention(config, bias=bias, window=config.optional("sliding_window"))
+    feedforward = _common.read_mlp(config, "gelu_pytorch_tanh", bias)
+    return _common.design_fields(
+        config,
+        {"kind": "layer", "eps": config.get("norm_epsilon", 1e-5)},
+        _common.same_layers(config, mixer, feedforward),
+        tied=True,
+        embedding={"dropout": config.get("embedding_dropout", 0.0)},
+        residual={"kind": "pre_norm", "dropout": config.get("residual_dropout", 0.0)},
+    )
+
+
+def write_starcoder2(design: ModelConfig) -> dict[str, Any]:
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design)
+        | _common.write_mlp(design)
+        | _common.written(design, "sliding_window", "embedding_dropout", "residual_dropout")
+        | {
+            "use_bias": design_parts.first_mlp(design).bias or design_parts.first_attention(design).bias is True,
+            "norm_epsilon": design_parts.norm_eps(design),
+        }
+    )
+
+
+def _map_starcoder2_mlp(weights: WeightMap, hf: str, heddle: str) -> None:
+    weights.add_modules(hf, heddle, {"c_fc": "up", "c_proj": "down"})
+
+
+map_starcoder2 = partial(_common.map_weights, map_feedforward=_map_starcoder2_mlp)
+
+
+STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", read_starcoder2, write_starcoder2, map_starcoder2)
+
+
+def read_aria(config: ConfigReader) -> dict[str, Any]:
+    """The text model of Aria (Rhymes AI 2024): Llama's attention, routed experts and shared ones in every layer.
+
+    Its routed experts have SiLU whatever `hidden_act` says of the shared ones, which must be the same.
+    """
+    config.expect("hidden_act", "silu", "swish", default="silu")
+    config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
+    mixer = _common.read_attention(config, bias=config.get("attention_bias", False))
+    experts = {
+        "kind": "moe",
+        "experts": config.get("moe_num_experts", 8),
+        "top_k": config.get("moe_topk", 2),
+        "hidden": config.require("intermediate_size", int),
+        "activation": "silu",
+        "routing": "topk_softmax",
+        "shared": config.get("moe_num_shared_experts", 2),
+        "bias": "shared" if config.get("mlp_bias", False) else False,
+    }
+    return _common.rms_design(config, 1e-6, _common.same_layers(config, mixer, experts))
+
+
+def write_aria(design: ModelConfig) -> dict[str, Any]:
+    moe = design_parts.first_moe(design)
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design)
+        | _common.written(design, "attention_bias", "rms_norm_eps")
+        | {
+            "intermediate_size": moe.hidden,
+            "moe_num_experts": moe.experts,
+            "moe_topk": moe.top_k,
+            "moe_num_shared_experts": (moe.shared_hidden or moe.hidden) // moe.hidden,
+            "mlp_bias": moe.bias == "shared",
+        }
+    )
+
+
+def _map_aria(weights: WeightMap, hf: str, heddle: str) -> None:
+    weights.add_tensor(f"{hf}.router.weight", f"{heddle}.router.weight")
+    for name, roles in {"fc1": ("gate", "up"), "fc2": ("down",)}.items():
+        parameters = [f"{heddle}.{role}.weight" for role in roles]
+        weights.add_tensor(f"{hf}.experts.{name}.weight", *parameters, transform=STACKED_TRANSPOSED)
+    _common.map_gated(weights, f"{hf}.shared_experts", f"{heddle}.shared")
+
+
+map_aria = partial(_common.map_weights, map_feedforward=_map_aria)
+ARIA = Family("aria_text", "AriaTextForCausalLM", read_aria, write_aria, map_aria)
 
 
 def read_diffllama(config: ConfigReader) -> dict[str, Any]:

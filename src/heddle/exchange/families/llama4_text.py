@@ -10,8 +10,7 @@ import torch
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe, llama
-from heddle.exchange.families.gpt_oss import TRANSPOSED_EXPERTS
-from heddle.exchange.family import Family, TensorTransform, WeightMap
+from heddle.exchange.family import STACKED_TRANSPOSED, Family, TensorTransform, WeightMap
 from heddle.exchange.rope import FULL, read_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
@@ -121,7 +120,7 @@ def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
     _common.map_gated(weights, f"{hf}.shared_expert", f"{heddle}.shared")
     gate_up = (f"{heddle}.gate.weight", f"{heddle}.up.weight")
     weights.add_tensor(f"{hf}.experts.gate_up_proj", *gate_up, transform=GATE_AND_UP)
-    weights.add_tensor(f"{hf}.experts.down_proj", f"{heddle}.down.weight", transform=TRANSPOSED_EXPERTS)
+    weights.add_tensor(f"{hf}.experts.down_proj", f"{heddle}.down.weight", transform=STACKED_TRANSPOSED)
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:

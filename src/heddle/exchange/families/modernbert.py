@@ -1,10 +1,7 @@
-"""ModernBERT (Warner et al. 2024): an encoder with RoPE, GeGLU and pre-norm; every third layer sees the whole text.
+"""ModernBERT and its decoder: RoPE, GeGLU and pre-norm; two of three layers have a window."""
 
-Layers with a window see `local_attention` // 2 tokens to each side and have a RoPE of their own. The embedding has a
-norm, so the first layer's attention has none. `classifier_pooling` and `sparse_prediction` are about classifiers and
-training.
-"""
-
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from heddle.exchange import design_parts
@@ -25,13 +22,19 @@ UNUSED_FIELDS = (
 )  # fmt: skip
 
 
-def read_config(config: ConfigReader) -> dict[str, Any]:
-    """Both formats: `layer_types` or `global_attn_every_n_layers`; `rope_parameters` by type, or two thetas."""
+def read_modernbert(config: ConfigReader, base: str = BASE, causal: bool = False) -> dict[str, Any]:
+    """ModernBERT (Warner et al. 2024): an encoder with RoPE, GeGLU and pre-norm; every third layer sees the whole text.
+
+    Layers with a window see `local_attention` // 2 tokens to each side and have a RoPE of their own. The embedding has
+    a norm, so the first layer's attention has none. `classifier_pooling` and `sparse_prediction` are about classifiers
+    and training.
+    """
+    # Both formats: `layer_types` or `global_attn_every_n_layers`; `rope_parameters` by type, or two thetas.
     _common.check_width(config)
     config.ignore(*UNUSED_FIELDS)
     config.expect("position_embedding_type", "absolute", None)  # no class reads it
     config.expect("rope_scaling", None)  # of all layers; newer files have a table for each type
-    layer = {"mixer": _read_mixer(config), "feedforward": _read_feedforward(config)}
+    layer = {"mixer": _read_mixer(config) | {"causal": causal}, "feedforward": _read_feedforward(config)}
     mixers = [layer["mixer"] | own for own in _read_layers(config)]
     head = {
         "tied": config.get("tie_word_embeddings", True),
@@ -45,7 +48,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         _layer_types.merge_repeats([layer | {"mixer": mixer} for mixer in mixers]),
         embedding={"norm": True, "dropout": config.get("embedding_dropout", 0.0)},
         residual={"kind": "pre_norm", "first_norm": False},
-        head={"tied": True} if _common.is_base_class(config, BASE) else head,
+        head={"tied": True} if _common.is_base_class(config, base) else head,
     )
 
 
@@ -54,7 +57,6 @@ def _read_mixer(config: ConfigReader) -> dict[str, Any]:
     return {
         "kind": "attention",
         "heads": config.require_count("num_attention_heads"),
-        "causal": False,
         "bias": config.get("attention_bias", False),
         "dropout": config.get("attention_dropout", 0.0),
     }
@@ -78,11 +80,12 @@ def _read_layers(config: ConfigReader) -> list[dict[str, Any]]:
     thetas = config.get("global_rope_theta", FULL_THETA), config.get("local_rope_theta", LOCAL_THETA)
     head_dim = config.require_count("hidden_size") // config.require_count("num_attention_heads")
     ropes = read_ropes_by_layer_type(config, head_dim, *thetas)
-    return [{"window": local // 2 if kind == SLIDING else None, "position": ropes[kind]} for kind in types]
+    window = config.get("sliding_window", local // 2)  # the decoder's files have it, and it counts
+    return [{"window": window if kind == SLIDING else None, "position": ropes[kind]} for kind in types]
 
 
-def write_config(design: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_config` reads; of RoPE, the older fields too."""
+def write_modernbert(design: ModelConfig, base: str = BASE) -> dict[str, Any]:
+    """The fields that `read_modernbert` reads; of RoPE, the older fields too."""
     mixer, gated = design_parts.first_attention(design), design_parts.first_gated(design)
     full, sliding = _layer_types.ropes_by_layer_type(design)
     window = design_parts.first_window(design)
@@ -91,7 +94,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     return (
         _common.write_common(design)
         | ropes
-        | _common.base_class(design, BASE)
+        | _common.base_class(design, base)
         | {
             "global_rope_theta": full.base,
             "local_rope_theta": sliding.base,
@@ -112,8 +115,8 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Queries, keys and values are one matrix, gate and up another."""
+def map_weights(design: ModelConfig, weights: WeightMap, head: str = "head") -> None:
+    """Queries, keys and values are one matrix, three in the decoder; gate and up are one. head: of its first step."""
     model = "" if design.head == HeadConfig() else "model."
     weights.add_module(f"{model}embeddings.tok_embeddings", "embed")
     weights.add_module(f"{model}embeddings.norm", "embed.norm")
@@ -122,16 +125,41 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
         hf, heddle = f"{model}layers.{index}", f"layers.{index}"
         weights.add_module(f"{hf}.attn_norm", f"{heddle}.residual.norms.mixer")
         weights.add_module(f"{hf}.mlp_norm", f"{heddle}.residual.norms.feedforward")
-        weights.add_module(f"{hf}.attn.Wqkv", *(f"{heddle}.mixer.{role}" for role in "qkv"))
+        if design_parts.first_attention(design).causal:
+            weights.add_modules(hf, heddle, {f"attn.{role}_proj": f"mixer.{role}" for role in "qkv"})
+        else:
+            weights.add_module(f"{hf}.attn.Wqkv", *(f"{heddle}.mixer.{role}" for role in "qkv"))
         weights.add_module(f"{hf}.attn.Wo", f"{heddle}.mixer.out")
         weights.add_module(f"{hf}.mlp.Wi", *(f"{heddle}.feedforward.{role}" for role in ("gate", "up")))
         weights.add_module(f"{hf}.mlp.Wo", f"{heddle}.feedforward.down")
-    weights.add_module("head.dense", "head.transform.dense")
-    weights.add_module("head.norm", "head.transform.norm")
+    weights.add_modules(head, "head.transform", {"dense": "dense", "norm": "norm"})
     if design.head.tied:
         weights.add_tensor("decoder.bias", "head.bias")
     else:
         weights.add_module("decoder", "head")
 
 
-FAMILY = Family("modernbert", "ModernBertForMaskedLM", read_config, write_config, map_weights)
+MODERNBERT = Family("modernbert", "ModernBertForMaskedLM", read_modernbert, write_modernbert, map_weights)
+
+
+DECODER_BASE = "ModernBertDecoderModel"
+
+
+def read_decoder(config: ConfigReader) -> dict[str, Any]:
+    """ModernBERT's decoder (Ettin, Weller et al. 2025): causal, its windows `local_attention` // 2 tokens long."""
+    return read_modernbert(config, DECODER_BASE, causal=True)
+
+
+def write_decoder(design: ModelConfig) -> dict[str, Any]:
+    fields = write_modernbert(design, DECODER_BASE)
+    return fields | {"sliding_window": fields["local_attention"] // 2}
+
+
+DECODER = replace(
+    MODERNBERT,
+    model_type="modernbert-decoder",
+    architecture="ModernBertDecoderForCausalLM",
+    read_config=read_decoder,
+    write_config=write_decoder,
+    map_weights=partial(map_weights, head="lm_head"),
+)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense and with experts, and Mellum 2 and Flint, which follow Qwen3's mixtures."""
+"""Qwen2 and Qwen3, dense and with experts; Mellum 2 and Flint, which follow Qwen3's mixtures, and Laguna."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +7,15 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe, deepseek
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import FULL, ORIGINAL_LENGTH, SLIDING, read_rope, read_ropes_by_layer_type, write_rope_table
+from heddle.exchange.rope import (
+    FULL,
+    ORIGINAL_LENGTH,
+    SLIDING,
+    read_rope,
+    read_rope_table,
+    read_ropes_by_layer_type,
+    write_rope_table,
+)
 from heddle.model.config import ModelConfig
 
 WINDOW = 4096  # if the field is absent
@@ -230,3 +238,86 @@ FLINT = Family(
         map_feedforward=_moe.map_feedforward,
     ),
 )
+
+
+LAGUNA_ROPE: dict[str, dict[str, Any]] = {  # if the config has none
+    FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
+LAGUNA_WINDOW = 512
+SPARSE, DENSE = "sparse", "dense"
+LAGUNA_EXPERTS = _common.Fields(
+    experts=("num_experts", 256, "num_local_experts"), top_k=("num_experts_per_tok", 8),
+    hidden=("moe_intermediate_size", 512), shared_hidden=("shared_expert_intermediate_size", 512),
+    scale=("moe_routed_scaling_factor", 1.0), router_softcap=("moe_router_logit_softcapping", 0.0),
+)  # fmt: skip
+
+
+def read_laguna(config: ConfigReader) -> dict[str, Any]:
+    """Laguna (Poolside 2026): softplus gates, heads by layer, windows with a RoPE of their own, sigmoid experts."""
+    config.expect("attention_bias", False, None)  # its gate has none
+    config.expect("moe_apply_router_weight_on_input", False, None)
+    config.ignore("output_router_logits", "router_aux_loss_coef")
+    depth, heads = _layer_types.read_depth(config), _common.read_heads(config, head_dim=128)
+    gate = config.expect("gating", True, "per-head", "per-element", default=True)
+    tables = config.get("rope_parameters", LAGUNA_ROPE)
+    if any(not isinstance(tables.get(kind), dict) or tables[kind].get("truncate") is False for kind in LAGUNA_ROPE):
+        raise config.invalid("rope_parameters", f"should be a table for {FULL} and one for {SLIDING}, without truncate")
+    ropes = {kind: read_rope_table(config, tables[kind], heads["head_dim"], 10000.0, 1.0) for kind in LAGUNA_ROPE}
+    types = _layer_types.read_types(config, [FULL] * depth)
+    windows = _layer_types.layer_windows(config, types, config.get("sliding_window", LAGUNA_WINDOW))
+    numbers = config.get("num_attention_heads_per_layer", [heads["heads"]] * depth)
+    if len(numbers) != depth:
+        raise config.invalid("num_attention_heads_per_layer", f"should have {depth} entries, one for each layer")
+    mixer = _common.attention(config, heads, qk_norm="head", gate_activation="softplus")
+    mixer["gate"] = "channel" if gate == "per-element" else "head"
+    mixers = [
+        mixer | {"heads": number, "window": window, "position": ropes[kind]}
+        for number, window, kind in zip(numbers, windows, types, strict=True)
+    ]
+    dense, fields = _common.read_gated(config), LAGUNA_EXPERTS.read(config)
+    experts = {"kind": "moe", **fields, "router_softcap": fields["router_softcap"] or None, "shared": 1}
+    experts |= {"activation": dense["activation"], "routing": "sigmoid", "bias_update": 0.0}
+    kinds = _layer_types.read_kinds(config, "mlp_layer_types", [DENSE] + [SPARSE] * (depth - 1), (SPARSE, DENSE))
+    feedforwards = [experts if kind == SPARSE else dense for kind in kinds]
+    return _common.rms_design(config, 1e-6, _layer_types.layers_of(mixers, feedforwards))
+
+
+def write_laguna(design: ModelConfig) -> dict[str, Any]:
+    mixer, moe = design_parts.first_attention(design), design_parts.first_moe(design)
+    head_dim, ropes = mixer.head_dim or design.width, _layer_types.ropes_by_layer_type(design)
+    tables = {kind: write_rope_table(rope, head_dim, 1.0) for kind, rope in zip(LAGUNA_ROPE, ropes, strict=True)}
+    for table in tables.values():
+        table.pop("truncate", None)
+    older = ("rope_theta", "rope_scaling", "partial_rotary_factor")  # its class reads tables by type alone
+    fields = {name: value for name, value in _common.write_attention(design).items() if name not in older}
+    return (
+        _common.write_common(design)
+        | fields
+        | _layer_types.write_windows(design, LAGUNA_WINDOW)
+        | _common.written(design, "rms_norm_eps")
+        | LAGUNA_EXPERTS.write(moe)
+        | {
+            "intermediate_size": design_parts.first_gated(design).hidden,
+            "hidden_act": _moe.write_activation(design),
+            "gating": "per-element" if mixer.gate == "channel" else True,
+            "num_attention_heads_per_layer": [
+                getattr(layer.mixer, "heads", mixer.heads) for layer in design_parts.layers(design)
+            ],
+            "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in design_parts.has_experts(design)],
+            "rope_parameters": tables,
+        }
+    )
+
+
+def _map_laguna(weights: WeightMap, hf: str, heddle: str) -> None:
+    _moe.map_feedforward(weights, hf, heddle)
+    weights.add_tensor(f"{hf}.experts.e_score_correction_bias", f"{heddle}.router.expert_bias")
+
+
+LAGUNA = Family(
+    "laguna", "LagunaForCausalLM", read_laguna, write_laguna,
+    partial(
+        _common.map_weights, names=_common.PRE_NORMS | {"self_attn.g_proj": "mixer.gate"}, map_feedforward=_map_laguna
+    ),
+)  # fmt: skip

@@ -244,11 +244,12 @@ def attention(n: Quantities) -> Costs:
     n.refuse(own_token, exclusive=True, window=1)
     n.refuse(n.exclusive * n.above(2, value_dim), exclusive=True, value_dim=1)
     n.refuse(n.chunked * (1 - n.has("window") * n.above(n.least(n.window, 2), 1)), chunked=True)
+    n.refuse(n.equals("gate_activation", "softplus") * (1 - n.has("gate")), gate_activation="softplus")
     n.refuse((1 - n.has("qk_norm_weight")) * (1 - n.has("qk_norm")), qk_norm_weight=False)
     n.refuse((1 - n.has("qk_norm_weight")) * n.equals("qk_norm", "per_head"), qk_norm_weight=False, qk_norm="per_head")
     rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
     n.refuse(n.norm_after_rotation * (1 - rotates), norm_after_rotation=True)
-    bias, values = n.has("bias"), n.heads * value_dim
+    bias, values = n.has("bias") - n.equals("bias", "out"), n.heads * value_dim
     has_keys = 1 - n.shared_kv
     relative, extent = n.has("relative_dim"), n.has("relative_extent")
     n.refuse(relative * (1 - extent), relative_dim=8)
@@ -277,7 +278,7 @@ def attention(n: Quantities) -> Costs:
     by_tokens += (projection(n, n.width, n.heads, 1) + Costs(recurrent=cached_tokens(n) * n.heads)).scaled(n.forget)
     projected = groups * (dim + (1 - n.k_eq_v) * value_dim)
     read = projection(n, n.width, n.heads * dim + has_keys * projected, bias)
-    return read + gate + own + by_tokens + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
+    return read + gate + own + by_tokens + projection(n, values, n.width, n.has("bias") - n.equals("bias", "qkv"))
 
 
 @costs_of("mixers", "differential_attention")
@@ -530,6 +531,7 @@ def _check_mixture(n: Quantities) -> None:
     n.refuse(eps * renormalized * softmax, routing="topk_softmax", renormalize_eps=0.1)
     n.refuse((1 - shared) * n.has("shared_hidden"), shared=None, shared_hidden=40)
     n.refuse((1 - shared) * (1 - n.has("shared_hidden")) * n.shared_gate, shared=None, shared_gate=True)
+    n.refuse((1 - shared) * n.has("shared_scale"), shared=None, shared_scale=0.5)
     n.refuse(n.has("shared_hidden") * n.above(n.shared, 1), shared=3, shared_hidden=40)
     n.refuse((1 - shared) * n.equals("bias", "shared"), shared=None, bias="shared")
     n.refuse(n.has("router_rank") * n.above(2, n.router_rank), router_rank=1)
@@ -572,6 +574,7 @@ def rms(n: Quantities) -> Costs:
 def layer_norm(n: Quantities) -> Costs:
     """A weight and a bias for each element, if there are any."""
     n.refuse(n.is_false("weight") * n.bias, weight=False, bias=True)
+    n.refuse(n.is_false("weight") * n.offset * n.offset, weight=False, offset=1.0, bias=False)
     return Costs(parameters=n.width * (1 - n.is_false("weight") + n.bias))
 
 

@@ -199,9 +199,10 @@ def run_on_weighted_inputs(
 # Routing (Shazeer et al. 2017; Fedus et al. 2021; DeepSeek-V2 and V3): the experts of each token, and their gates.
 #
 # Let l be the router's logits and s the scores: softmax(l), sigmoid(l) or l itself. A token selects the k experts with
-# the largest s + b. The balancing bias b is used for selection only. Of equal scores the lowest index wins, on every
-# device: `torch.topk` guarantees no order, a stable sort does. With groups, the best groups are selected first, then
-# experts of these groups. The gates are the scores s of the selected experts, or renormalized to sum to 1, computed as
+# the largest s + b, or with `sigmoid_logits` the largest l + b. The balancing bias b is used for selection only. Of
+# equal scores the lowest index wins, on every device: `torch.topk` guarantees no order, a stable sort does. With
+# groups, the best groups are selected first, then experts of these groups. The gates are the scores s of the selected
+# experts, or renormalized to sum to 1, computed as
 #
 #     softmax over the selected experts, l_i − log Σ_selected exp(l_j)      (for the sigmoid, with log sigmoid(l) for l)
 #
@@ -209,7 +210,8 @@ def run_on_weighted_inputs(
 # at least float32.
 
 
-Routing = Literal["softmax_topk", "topk_softmax", "sigmoid", "softmax_group_max"]
+Routing = Literal["softmax_topk", "topk_softmax", "sigmoid", "sigmoid_logits", "softmax_group_max"]
+SIGMOID = ("sigmoid", "sigmoid_logits")
 
 
 class RoutingConfig(NamedTuple):
@@ -255,12 +257,13 @@ def route(logits: Tensor, balancing_bias: Tensor | None, config: RoutingConfig) 
     Gates and probabilities are differentiable, expert indices are not.
     """
     with without_autocast(logits):
-        log_scores = functional.logsigmoid(logits) if config.routing == "sigmoid" else logits
+        log_scores = functional.logsigmoid(logits) if config.routing in SIGMOID else logits
         probabilities = log_scores.softmax(-1)
-        score_functions = {"sigmoid": logits.sigmoid, "topk_softmax": lambda: logits}
+        score_functions = {"topk_softmax": lambda: logits, **dict.fromkeys(SIGMOID, logits.sigmoid)}
         scores = score_functions.get(config.routing, lambda: probabilities)()
         with torch.no_grad():
-            biased = scores if balancing_bias is None else scores + balancing_bias.to(scores.dtype)
+            chosen_by = logits if config.routing == "sigmoid_logits" else scores
+            biased = chosen_by if balancing_bias is None else chosen_by + balancing_bias.to(scores.dtype)
             expert_indices = select_experts(biased, config)
         eps = config.renormalize_eps
         if eps is None and (config.renormalize or config.routing == "topk_softmax"):

@@ -189,7 +189,9 @@ class MoEConfig(FeedforwardConfig):
     the chosen experts by their sum, plus `renormalize_eps` (LFM2: 1e-6); with `top_k: 1` and no eps the gate is then
     always 1, and the loss gives the router no gradient. `weighted: inputs` multiplies the input of an expert by its
     gate, not the output: `expert_i(gate_i · x)` (Llama 4). With `groups`, only experts of the best `top_groups` groups
-    are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates. `router_rank` r makes the router
+    are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates. `sigmoid_logits` adds the
+    balancing bias to logits (Kolibri, 2026). `shared_scale` multiplies the shared experts (Cohere, 2026).
+    `router_softcap` bounds logits l by `cap · tanh(l / cap)` (Laguna, 2026). `router_rank` r makes the router
     read f(W₂ f(W₁ N(D x + d) + b₁) + b₂), of r elements, in the place of x, with f = gelu and the model's norm N
     (ZAYA1, 2025).
 
@@ -201,7 +203,7 @@ class MoEConfig(FeedforwardConfig):
 
     aliases = ("mixture_of_experts",)
     data_dependent = ("capacity_factor",)
-    later_fields = ("weighted", "router_rank")
+    later_fields = ("weighted", "router_rank", "router_softcap", "shared_scale")
 
     experts: Width
     top_k: Width
@@ -215,6 +217,7 @@ class MoEConfig(FeedforwardConfig):
     shared: Width | None = None
     shared_hidden: PositiveInt | None = None
     shared_gate: bool = False
+    shared_scale: PositiveFloat | None = None  # default: 1
     routing: Routing = "softmax_topk"
     renormalize: bool = True
     renormalize_eps: PositiveFloat | None = None
@@ -224,6 +227,7 @@ class MoEConfig(FeedforwardConfig):
     scale: PositiveFloat = 1.0
     router_bias: bool = False
     router_rank: Width | None = None  # of the layers before the router
+    router_softcap: PositiveFloat | None = None
     aux_loss: Coefficient | None = None
     z_loss: Coefficient | None = None
     bias_update: Coefficient | None = None
@@ -238,6 +242,8 @@ class MoEConfig(FeedforwardConfig):
         if self.renormalize_eps is not None and (self.routing == "topk_softmax" or not self.renormalize):
             why = "topk_softmax, a softmax over the chosen experts" if self.renormalize else "renormalize: false"
             refuse("renormalize_eps", f"is added to a sum that {why}, does not divide by; leave it out")
+        if self.shared is None and self.shared_scale is not None:
+            refuse("shared_scale", "is for shared experts, but there are none; give shared, or leave it out")
         if self.shared is None and (self.shared_hidden is not None or self.shared_gate):
             name = "shared_gate" if self.shared_hidden is None else "shared_hidden"
             refuse(name, "is for shared experts, but there are none; give shared, or leave it out")
@@ -390,10 +396,12 @@ class MoE(Feedforward):
 
         Raises ConfigError if a capacity factor is used in training mode with a state.
         """
-        y = self._routed_experts(x, self.router(x), layout)
+        logits, cap = self.router(x), self.config.router_softcap
+        y = self._routed_experts(x, logits if cap is None else cap * (logits / cap).tanh(), layout)
         if self.shared is None:
             return y, None
         shared: Tensor = self.shared(x)
+        shared = shared if self.config.shared_scale is None else self.config.shared_scale * shared
         return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()), None
 
     @eager_on_cpu

@@ -9,10 +9,11 @@ ring buffer of w tokens. With `chunked` the query at position i sees only its ow
 DBRX, 2024); `value_scale` multiplies the values (MiMo-V2, 2026). `qk_norm_weight: false` leaves out the weights of the
 norms of q and k. `sink` adds one learned logit per head to the softmax denominator (gpt-oss, 2025). `softcap`
 bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies the attention output by sigmoid(W_g x)
-(Qiu et al. 2025). `temperature_beta` β and `temperature_length` n multiply the query at position p by
-1 + β ln(1 + ⌊p / n⌋) (Ministral 3, 2025), or by `temperature_growth`: `stepwise_from_one` 1 + β ln(1 + ⌊(p + 1) / n⌋)
-(Llama 4, 2025), `smooth` 1 + β ln(max(1, (p + 1) / n)) (Inkling, 2026). `exclusive` removes from the output y of each
-head its component along the token's own value v, before any gate:
+(Qiu et al. 2025), with `gate_activation: softplus` by softplus(W_g x) (Laguna, 2026). `temperature_beta` β and
+`temperature_length` n multiply the query at position p by 1 + β ln(1 + ⌊p / n⌋) (Ministral 3, 2025), or by
+`temperature_growth`: `stepwise_from_one` 1 + β ln(1 + ⌊(p + 1) / n⌋) (Llama 4, 2025), `smooth` 1 + β ln(max(1, (p + 1)
+/ n)) (Inkling, 2026). `exclusive` removes from the output y of each head its component along the token's own value v,
+before any gate:
 y − (y · v / |v|²) v (exclusive self-attention, arXiv 2603.09078). |v| is at least 1e-12 there.
 
 With `shared_kv` a layer has no k, no v and no state: it reads the keys (normalized and rotated) and the values of the
@@ -140,7 +141,7 @@ class AttentionConfig(MixerConfig):
     convolved = ("input", "q", "k", "v")
     later_fields = (
         *("temperature_growth", "exclusive", "shared_kv", "k_eq_v", "value_norm", "value_residual", "indexer"),
-        *("chunked", "qk_norm_weight", "forget", "relative_dim", "relative_extent"),
+        *("chunked", "qk_norm_weight", "forget", "relative_dim", "relative_extent", "gate_activation"),
     )
 
     heads: Width
@@ -158,9 +159,11 @@ class AttentionConfig(MixerConfig):
     qk_norm_weight: bool = True  # false: these norms have no parameters
     # The norm after the rotation (Hunyuan 2025); its gains then make scores depend on absolute positions.
     norm_after_rotation: bool = False
-    bias: bool | Literal["qkv"] = False  # true: q, k, v and out; qkv: those three (Qwen2)
+    # true: q, k, v and out; qkv: those three (Qwen2); out: that one (GPT-Neo).
+    bias: bool | Literal["qkv", "out"] = False
     sink: bool = False  # one learned logit per head, without a value
     gate: Literal["head", "channel"] | None = None  # one gate per head, or one per channel of each head (Qwen3-Next)
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     softcap: PositiveFloat | None = None
     scale: PositiveFloat | None = None  # default: 1 / sqrt(head_dim)
     temperature_beta: PositiveFloat | None = None  # how fast queries grow with their position
@@ -204,6 +207,8 @@ class AttentionConfig(MixerConfig):
         if not self.qk_norm_weight and self.qk_norm in (None, "per_head"):
             reason = "there are no norms of q and k" if self.qk_norm is None else "per_head is about their weights"
             refuse("qk_norm_weight", f"cannot be false, since {reason}; choose qk_norm head or projection")
+        if self.gate_activation != "sigmoid" and self.gate is None:
+            refuse("gate_activation", "does nothing without a gate; give gate, or leave it out")
         if self.value_scale is not None and self.shared_kv:
             refuse("value_scale", "has no effect with shared_kv, which leaves no values of its own; keep one")
         convolved = () if self.short_convolution is None else self.short_convolution.of
@@ -349,7 +354,7 @@ class Attention(SelfInitialized, Mixer):
         self.scale = config.scale or self.head_dim**-0.5
         self.window, self.causal, self.chunked = config.window, config.causal, config.chunked
         self.qkv_clip, self.value_multiplier = config.qkv_clip, config.value_scale
-        qkv_bias = bool(config.bias)
+        qkv_bias, out_bias = config.bias in (True, "qkv"), config.bias in (True, "out")
         self.q = Linear(context.width, self.heads * self.head_dim, bias=qkv_bias)
         self.reads_kv, kv_width = config.shared_kv, self.kv_heads * self.head_dim
         self.k = None if self.reads_kv else Linear(context.width, kv_width, bias=qkv_bias)
@@ -357,13 +362,14 @@ class Attention(SelfInitialized, Mixer):
         has_v = not self.reads_kv and not config.k_eq_v
         self.v = Linear(context.width, value_width, bias=qkv_bias, value_projection=True) if has_v else None
         self.value_eps = getattr(context.norm, "eps", DEFAULT_EPS) if config.value_norm else None
-        self.out = Linear(self.heads * self.value_dim, context.width, bias=config.bias is True, output_projection=True)
+        self.out = Linear(self.heads * self.value_dim, context.width, bias=out_bias, output_projection=True)
         gate_widths = {"head": self.heads, "channel": self.heads * self.value_dim}
         self.gate = None if config.gate is None else Linear(context.width, gate_widths[config.gate], bias=qkv_bias)
         self.forget = Linear(context.width, self.heads, bias=True) if config.forget else None
         dim, extent = config.relative_dim, config.relative_extent
         self.relative = None if dim is None else Linear(context.width, self.heads * dim)
         self.relative_logits = None if dim is None or extent is None else Linear(dim, extent)
+        self.gate_activation = config.gate_activation
         self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
         factors = config.value_residual
         self.value_factors = factors if isinstance(factors, tuple) else None  # λ₁ and λ₂
@@ -471,7 +477,10 @@ class Attention(SelfInitialized, Mixer):
         state = replace(state, own=cache) if isinstance(state, ConvolvedState) else cache
         y = merge_heads(without_own_values(y, v) if self.exclusive else y)
         if self.gate is not None:
-            gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, -1))
+            gates = self.gate(x)
+            is_sigmoid = self.gate_activation == "sigmoid"
+            gates = gates.sigmoid() if is_sigmoid else functional.softplus(at_least_float32(gates)).to(gates.dtype)
+            gates = gates.unflatten(-1, (self.heads, -1))
             y = (y.unflatten(-1, (self.heads, -1)) * gates).flatten(-2)
         return self.out(y), state
 

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from heddle.config import PositiveInt
+from heddle.config import PositiveFloat, PositiveInt
 from heddle.numerics.dispatch import add_flops
 from heddle.numerics.norms import at_least_float32, without_autocast
 from heddle.numerics.random import ParameterDraws
@@ -38,12 +38,16 @@ from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 
 
 class SandwichConfig(FinalNormConfig):
-    """laurel_rank: of the learned residual of a layer's first branch. altup_streams: n of alternating updates."""
+    """laurel_rank: of the learned residual of a layer's first branch. altup_streams: n of alternating updates.
 
-    later_fields = (*FinalNormConfig.later_fields, "laurel_rank", "altup_streams")
+    multiplier: of every branch's output, after its norm (HyperCLOVA X, 2025).
+    """
+
+    later_fields = (*FinalNormConfig.later_fields, "laurel_rank", "altup_streams", "multiplier")
 
     laurel_rank: PositiveInt | None = None  # None: no learned residual
     altup_streams: Annotated[int, Field(ge=2, le=64)] | None = None  # None: one stream
+    multiplier: PositiveFloat | None = None
 
     @property
     def has_one_stream(self) -> bool:
@@ -177,6 +181,7 @@ class Sandwich(Residual):
     def __init__(self, context: ResidualContext, config: SandwichConfig) -> None:
         super().__init__(context)
         self.norms, self.after = context.build_norms(), context.build_norms()
+        self.multiplier = config.multiplier
         self.first, rank, streams = context.branches[0], config.laurel_rank, config.altup_streams
         self.laurel = None if rank is None else LowRankResidual(context.width, rank, context.norm)
         self.altup = None if streams is None else AltUp(streams, context)
@@ -204,7 +209,8 @@ class Sandwich(Residual):
     def _process(self, stream: Tensor, branches: Branches) -> Tensor:
         for name, branch in branches.items():
             u = self.norms[name](stream)
-            added = stream + self.drops[name](self.after[name](branch(u)))
+            y = self.drops[name](self.after[name](branch(u)))
+            added = stream + (y if self.multiplier is None else self.multiplier * y)
             stream = self._with_laurel(added, u) if name == self.first else added
         return stream
 
