@@ -41,8 +41,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from heddle.lab.conformance.build import DTYPES
 from heddle.lab.conformance.run import NOT_SEEN, WRONG, Finding, HeddleModel, TransformersModel, _run_model
-from tools.mutants import EXCHANGED, Replace, functions_of, in_child
+from tools.mutants import EXCHANGED as EXCHANGED_NODES
+from tools.mutants import Replace, functions_of, in_child
 
+EXCHANGED: dict[Any, Any] = dict(EXCHANGED_NODES)
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = (
     "modeling_rope_utils", "masking_utils", "cache_utils", "integrations.sdpa_attention", "integrations.moe",
