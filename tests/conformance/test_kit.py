@@ -311,7 +311,7 @@ def test_the_readers_need_no_heddle_and_find_a_wrong_scale(
         if factor == 1:
             properties = ("logits", "cuts", "rollback")
             assert {f"mistral/window  {name}: right" for name in properties} <= lines
-            assert len(lines) == 6
+            assert len(lines) == 8
     assert any(line.startswith("mistral/window  logits: WRONG by ") for line in lines)
     assert all(line.endswith(": head.scale is 2.0 instead of 1.0") for line in lines if "logits" in line)
 
@@ -321,7 +321,7 @@ def test_an_engine_that_ends_is_not_seen_by_the_readers(kit: Path, compiled: Pat
         result = subprocess.run([*program, kit, "false"], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         assert all(line.endswith(": not seen: ended") for line in result.stdout.splitlines())
-        assert len(result.stdout.splitlines()) == 6
+        assert len(result.stdout.splitlines()) == 8
 
 
 def test_a_command_is_an_engine(kit: Path, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_command_is_an_engine(kit: Path, tmp_path: Path) -> None:
     engine = engine_of(f"{sys.executable} {tmp_path / 'engine.py'} {{model}}", "float32")
     findings = list(run_kit(kit, engine, families=["mistral"]))
     statuses = {each.property: each.status for each in findings}
-    right = ("logits", "cuts", "rollback", "greedy text")
+    right = ("logits", "long positions", "cuts", "rollback", "greedy text")
     assert statuses == dict.fromkeys(right, RIGHT) | dict.fromkeys(("padding", "packing", "batch change"), "not seen")
 
 
@@ -348,7 +348,7 @@ def test_the_command_line(kit: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     out, page = tmp_path / "results.xml", tmp_path / "page.html"
     arguments = ["--family", "mistral", "--junit", str(out), "--page", str(page)]
     assert run_command(["conformance", "run", str(kit), "--engine", "heddle", *arguments]) == 0
-    assert "Nothing is wrong in 13 cases" in page.read_text()
+    assert "Nothing is wrong in 15 cases" in page.read_text()
     assert "0 wrong, 0 not seen" in capsys.readouterr().out
     suite = ElementTree.parse(out).getroot()
     assert suite.get("failures") == "0"
@@ -366,7 +366,7 @@ def test_what_is_wrong_is_an_error_code_and_a_line(kit: Path, capsys: pytest.Cap
     command = ["conformance", "run", str(damaged), "--engine", "heddle", "--family", "mistral", "-q"]
     assert run_command([*command, "--page", str(page)]) == 1
     assert "logits WRONG" in capsys.readouterr().out
-    assert re.search(r"[1-9]\d* of 13 cases are wrong", page.read_text())
+    assert re.search(r"[1-9]\d* of 15 cases are wrong", page.read_text())
     assert '<td class="wrong">wrong</td>' in page.read_text()
 
 
@@ -426,18 +426,20 @@ def test_llama_cpp_is_right_in_q8_0(quantized: Path) -> None:
     install()
     findings = list(run_kit(quantized, engine_of(f"llama.cpp:{HERE}", "q8_0"), "q8_0"))
     statuses = {each.property: each.status for each in findings}
-    unseen = ("padding", "packing", "batch change", "greedy text")
-    assert statuses == dict.fromkeys(("logits", "cuts", "rollback"), RIGHT) | dict.fromkeys(unseen, NOT_SEEN)
+    unseen = ("padding", "packing", "batch change")
+    assert statuses == dict.fromkeys(("logits", "long positions", "cuts", "rollback"), RIGHT) | dict.fromkeys(
+        unseen, NOT_SEEN
+    )
     assert max(each.distance for each in findings) > 1e-3  # it rounds activations
 
 
 def test_a_wrong_answer_within_the_noise_of_q8_0_is_named(quantized: Path, tmp_path: Path) -> None:
     shutil.copytree(quantized, tmp_path / "kit")
     file = tmp_path / "kit/llama/plain-q8_0/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "relu"}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "relu2"}))
     file.with_name("manifest.json").unlink()
     findings = list(run_kit(tmp_path / "kit", engine_of("heddle", "q8_0"), "q8_0"))
-    assert "layers.feedforward.activation is 'relu' instead of 'silu'" in {each.bug for each in findings}
+    assert "layers.feedforward.activation is 'relu2' instead of 'silu'" in {each.bug for each in findings}
     assert WRONG not in {each.status for each in run_kit(quantized, engine_of("heddle", "q8_0"), "q8_0")}
 
 
@@ -460,7 +462,7 @@ def test_the_tokenizer_has_a_token_for_each_row(quantized: Path) -> None:
 def test_other_ways_of_transformers_are_right(quantized: Path, mode: str) -> None:
     """On dequantized weights, where a draft writes no text that is sure."""
     findings = list(run_kit(quantized, engine_of(f"transformers:{mode}", "q8_0"), "q8_0"))
-    right = {"static": {"logits", "padding", "cuts"}, "assisted": set()}[mode]
+    right = {"static": {"logits", "long positions", "padding", "cuts"}, "assisted": set()}[mode]
     assert {each.property for each in findings if each.status == RIGHT} == right
     assert WRONG not in {each.status for each in findings}, table(findings)
 
@@ -525,9 +527,12 @@ def served(folder: Path, **fields: Any) -> Iterator[ServerModel]:
 @pytest.mark.parametrize("echoes", [True, False])
 def test_a_server_is_seen_by_its_log_probabilities(kit: Path, echoes: bool) -> None:
     findings = list(run_kit(kit, lambda folder: served(folder, echoes=echoes), families=["mistral"]))
-    assert {each.property for each in findings if each.status == RIGHT} == {"logits", "padding", "greedy text"}, table(
-        findings
-    )
+    assert {each.property for each in findings if each.status == RIGHT} == {
+        "logits",
+        "long positions",
+        "padding",
+        "greedy text",
+    }, table(findings)
     assert WRONG not in {each.status for each in findings}
 
 
