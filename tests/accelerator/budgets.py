@@ -1,12 +1,11 @@
 """What heddle costs on a GPU, counted without one, and the budgets: `python -m tests.accelerator.budgets`.
 
-The command rewrites `tests/goldens/gpu_budgets.json` and the table of docs/gpu/budgets.md. The numbers of the start
+The command rewrites `tests/goldens/gpu_budgets.json` and prints the table. The numbers of the start
 were counted the same way on the source as it was before heddle had kernels for a GPU.
 """
 
 import argparse
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +20,6 @@ from tests.accelerator.launches import Launches, counting, without_pages
 from tests.source import ROOT
 
 GOLDEN = ROOT / "tests/goldens/gpu_budgets.json"
-PAGE = ROOT / "docs/gpu/budgets.md"
-MARKS = "<!-- budgets: begin -->", "<!-- budgets: end -->"
 LAYERS = 16
 PEAK = 989e12  # FLOP/s of bf16 products of an H200 by its data sheet, what MFU is measured against
 PEAK_MEMORY = 1000  # MB
@@ -214,29 +211,8 @@ class Table:
         return Table(**json.loads(GOLDEN.read_text(encoding="utf-8")))
 
     def write(self) -> None:
-        """Write the table and its copy in the page."""
+        """Write the table."""
         GOLDEN.write_text(json.dumps({"start": self.start, "now": self.now}, indent=1) + "\n", encoding="utf-8")
-        if PAGE.is_file():
-            PAGE.write_text(self.in_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-    def markdown(self) -> str:
-        """The rows with a budget, as they stand in docs/gpu/budgets.md."""
-        lines = ["| path | now | budget |", "| --- | ---: | ---: |"]
-        for name, row in ROWS.items():
-            if row.budget is None:
-                continue
-            now = _number(self.now.get(name))
-            budget = f"{'≥' if row.unit == '% MFU' else '≤'} {row.budget:,}"
-            met = row.met(self.now[name]) if name in self.now else None
-            note = " (open)" if met is False else ""
-            unit = "" if row.unit == "launches" else f" {row.unit}"
-            lines.append(f"| {row.title} | {now}{unit} | {budget}{note} |")
-        return "\n".join(lines)
-
-    def in_page(self, page: str) -> str:
-        """A page with the table between its marks."""
-        begin, end = MARKS
-        return re.sub(f"{begin}.*?{end}", f"{begin}\n{self.markdown()}\n{end}", page, flags=re.DOTALL)
 
 
 def _number(value: float | None) -> str:
@@ -244,7 +220,7 @@ def _number(value: float | None) -> str:
 
 
 def main() -> None:
-    """Count every row, and write the table and the page."""
+    """Count every row, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="count the rows whose name contains this, and write nothing")
     options = parser.parse_args()
@@ -253,7 +229,8 @@ def main() -> None:
         if options.only in name:
             value = row.measure()
             table.now[name] = value
-            print(f"{row.title:58s} {_number(value):>12s} {row.unit}", flush=True)
+            limit = "" if row.budget is None else f"{'≥' if row.unit == '% MFU' else '≤'} {row.budget:,}"
+            print(f"{row.title:58s} {_number(value):>12s} {row.unit:12s} {limit}", flush=True)
     if not options.only:
         table.write()
 
