@@ -549,6 +549,8 @@ def test_a_server_that_does_not_start_is_one_sentence(quantized: Path) -> None:
         list(run_kit(quantized, engine_of("http://127.0.0.1:9/v1 false {model}", "q8_0"), "q8_0"))
     with pytest.raises(ConfigError, match="lacks its command"):
         engine_of("http://127.0.0.1:9/v1", "q8_0")
+    with pytest.raises(ConfigError, match="is not on this machine"):
+        engine_of("http://192.0.2.1:9/v1 false {model}", "q8_0")
 
 
 def test_mutants_are_single_changes_of_what_gives_logits() -> None:

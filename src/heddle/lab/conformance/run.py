@@ -93,6 +93,8 @@ class Model(Protocol):
 
 Engine = Callable[[Path], AbstractContextManager[Model]]
 
+LOCAL = ("http://127.0.0.1:", "http://localhost:")  # where servers are asked
+
 
 def run_kit(kit: Path, engine: Engine, dtype: str = "float32", families: Sequence[str] = ()) -> Iterator[Finding]:
     """Every case of a kit, with an engine that computes in this dtype."""
@@ -223,6 +225,8 @@ def engine_of(name: str, dtype: str) -> Engine:
     if name.startswith("http://"):
         if "{model}" not in name:
             raise ConfigError(f"--engine {name}: lacks its command; give the URL, then the command with {{model}}")
+        if not name.startswith(LOCAL):
+            raise ConfigError(f"--engine {name}: is not on this machine; give a URL of 127.0.0.1 or localhost")
         return lambda folder: _server(name, folder)
     if "{model}" in name:
         return lambda folder: _command(name, folder)
