@@ -114,7 +114,7 @@ def keyword_fault(node: ast.keyword) -> str:
     return node.arg if node.arg in {"shell", "allow_pickle"} and not off else ""
 
 
-# What compiles this package's own sources (decision 147), and what asks a server of this machine that was started for it.
+# What compiles this package's own sources (decision 147), and what asks a server that was started on this machine.
 ALLOWED = {("heddle.extensions", "torch.utils.cpp_extension.load")} | {
     ("heddle.lab.conformance.run", f"urllib.request{name}") for name in ("", ".urlopen", ".Request")
 }
