@@ -63,7 +63,7 @@ def static_cache_bytes(family: str, variant: str, dtype: torch.dtype) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-CACHED = [family for family in CASES if family not in MASKED and family not in ("minimax", "heddle")]
+CACHED = [family for family in CASES if family not in MASKED and family not in ("minimax", "openai-gpt", "heddle")]
 IN_FLOAT32 = ["llama", "gemma3_text", "deepseek_v32", "mamba2", "qwen3_next", "falcon_h1"]
 
 

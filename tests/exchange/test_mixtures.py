@@ -35,7 +35,7 @@ from tests.exchange.hf_models import (
     their_logits,
     write,
 )
-from tests.laws.planting import condition, reads
+from tests.laws.planting import assigned, condition, reads
 
 
 def without_bias(linear: Any) -> Any:
@@ -50,7 +50,7 @@ BUGS = {
         "channels-all-sparse-capped-tied",
         condition(MoE.forward, "cap", True),
     ),
-    "a balancing bias of scores": ("kolibri1", "plain", reads(route, "chosen_by", lambda _, *, scores: scores)),
+    "a balancing bias of scores": ("kolibri1", "plain", assigned(route, "chosen_by", lambda _, *, scores: scores)),
     "branches without their multiplier": ("hyperclovax", "plain", condition(Sandwich._process, "multiplier", True)),
     "positions without their offset": ("xglm", "plain", reads(Sinusoidal.forward, "offset", lambda offset: 0)),
     "no bias of attention's output": ("gpt_neo", "plain", reads(Attention.forward, "out", without_bias)),

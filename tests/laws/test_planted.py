@@ -59,6 +59,7 @@ from heddle.numerics.experts.sorted import (
     _backward,
     _empty_gradient,
     _gather_rows,
+    _hidden_gradients,
     _sort_by_expert,
     hidden_activation,
 )
@@ -1028,7 +1029,7 @@ BUGS = [
     Bug("expert capacity limited in eval mode", "dropout_off_in_eval", "moe-capacity",
         condition(MoE._accepted, "training", False)),
     Bug("hidden rows not weighted by their gates in the backward pass", "finite_differences", "moe",
-        calls(_backward, "mul_", lambda hidden, gates: hidden, nth=1)),
+        calls(_hidden_gradients, "mul_", lambda hidden, gates: hidden, nth=1)),
     Bug("a gradient of the gates without the expert's bias", "finite_differences", "moe-mlp-bias",
         assigned(_backward, "grad_gates", lambda gradient: 0 * gradient, nth=2)),
     Bug("a gradient of the inputs without the gate projection's part", "kernel_equivalence", "moe",

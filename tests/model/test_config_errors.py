@@ -20,8 +20,8 @@ MIXERS, NORMS, MIXER_POSITIONS, ADDITIVE_POSITIONS = (
 OWN = "; for your own part, pass the file that defines it: --part FILE"
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = (
-    "bias, causal, chunked, dropout, exclusive, forget, gate, head_dim, heads, indexer, k_eq_v, kv_heads, "
-    "norm_after_rotation, position, qk_norm, qk_norm_weight, qkv_clip, relative_dim, relative_extent, scale, "
+    "bias, causal, chunked, dropout, exclusive, forget, gate, gate_activation, head_dim, heads, indexer, "
+    "k_eq_v, kv_heads, norm_after_rotation, position, qk_norm, qk_norm_weight, qkv_clip, relative_dim, relative_extent, scale, "
     "shared_kv, short_convolution, sink, softcap, temperature_beta, temperature_growth, temperature_length, value_dim, "
     "value_norm, value_residual, value_scale, window"
 )
@@ -65,7 +65,7 @@ MESSAGES = {
     "layers.0.mixer.position.base=.inf": "layers[0].mixer.position.base: should be a finite number, got inf (a number)",
     "layers.0.mixer.position.layout=hafl": "layers[0].mixer.position.layout: unknown value 'hafl'; "
     "did you mean 'half'? choices: half, interleaved",
-    "layers.0.mixer.bias=qkb": "layers[0].mixer.bias: should be a valid boolean or 'qkv', got 'qkb' (text)",
+    "layers.0.mixer.bias=qkb": "layers[0].mixer.bias: should be a valid boolean or 'qkv' or 'out', got 'qkb' (text)",
     "layers.0.mixer.causal=1": "layers[0].mixer.causal: should be a valid boolean, got 1 (a whole number)",
     "layers.0.mixer.dropout=1.0": "layers[0].mixer.dropout: should be less than 1, got 1.0 (a number)",
     "layers.0.mixer.dropout=-0.1": "layers[0].mixer.dropout: should be greater than or equal to 0, got -0.1 (a number)",

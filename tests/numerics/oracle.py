@@ -43,6 +43,21 @@ def loop_attention(
     return out
 
 
+def added(
+    modifiers: ScoreModifiers, mask: AttentionMask, place: tuple[int, int, int, int], visible: list[int]
+) -> float:
+    """What gates and relative logits add to the score of query t and key s."""
+    (b, h, t, s), bias, total = place, modifiers.token_bias, 0.0
+    assert bias is not None
+    keys = mask.k_positions[b]
+    if bias.log_forget is not None:
+        total += math.fsum(bias.log_forget[b, h, later].item() for later in visible if keys[later] > keys[s])
+    if bias.relative is not None:
+        offset = int(mask.q_positions[b, t] - keys[s])
+        total += bias.relative[b, h, t, offset].item() if offset < bias.relative.shape[3] else 0.0
+    return total
+
+
 def loop_weights(
     q: Tensor, k: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
 ) -> Tensor:
@@ -62,6 +77,11 @@ def loop_weights(
                     i, j = mask.q_positions[b, t], mask.k_positions[b]
                     biases = [modifiers.score_bias(i - j[s])[h].item() for s in visible]
                     scores = [score + bias for score, bias in zip(scores, biases, strict=True)]
+                if modifiers.token_bias is not None:
+                    scores = [
+                        score + added(modifiers, mask, (b, h, t, s), visible)
+                        for score, s in zip(scores, visible, strict=True)
+                    ]
                 sinks = [] if modifiers.sink is None else [modifiers.sink[h].item()]
                 top = max([*scores, *sinks], default=0.0)
                 shares = [math.exp(score - top) for score in scores]

@@ -101,7 +101,7 @@ MISTAKES = [
     ("sigmoid, renormalized", condition(route, "routing", False, nth=0)),
     ("softmax, renormalized", result(route, lambda route: route._replace(probabilities=2 * route.probabilities))),
     ("sigmoid", reads(route, "sigmoid", lambda _, *, probabilities: lambda: probabilities)),
-    ("sigmoid, chosen by logits", reads(route, "chosen_by", lambda _, *, scores: scores)),
+    ("sigmoid, chosen by logits", assigned(route, "chosen_by", lambda _, *, scores: scores)),
     ("softmax", condition(route, "scale", True)),
     ("sigmoid, best groups", condition(select_experts, "routing", False)),
     ("softmax, best groups", condition(select_experts, "routing", True)),

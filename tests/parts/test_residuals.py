@@ -150,7 +150,7 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
                 if "laurel" in name and branch == names[0]:
                     x = laurel(x, norm(x, gain), after, weights, f"layers.{index}.laurel.")
                 else:
-                    x = x + after
+                    x = x + KINDS[name].get("multiplier", 1.0) * after
         if name.endswith("outer sum"):
             x = entered + x
     return x if name.startswith(("post_norm", "deep_norm")) else norm(x, weights["final_norm.norm.weight"])

@@ -35,7 +35,7 @@ class ConvertSettings(SessionSettings):
         Option(
             "GOAL",
             "Instead of --to: choose what each layer becomes, such as state@32k=25% (always with its context length), "
-            "flops=80%, parameters=90%, quality<=0.02 (added bits per byte); repeatable.",
+            "flops=80%, parameters=90%, quality=0.02 (added bits per byte); repeatable.",
         ),
     ] = ()
     only: Annotated[

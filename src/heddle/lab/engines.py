@@ -7,7 +7,7 @@ keep it in another dtype. Its rules are those of its source, read on 2026-11-28:
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -115,9 +115,11 @@ def _transformers(model: Decoder, match: FamilyMatch, sizes: Sequence[Size], dty
     """A `StaticCache` of each context. heddle's own class keeps heddle's own state in it."""
     if match.family.model_type == HEDDLE:
         return [size.state_bytes for size in sizes]
-    if match.family.model_type == "minimax":
+    if match.family.model_type in ("minimax", "openai-gpt"):
         raise ConfigError("its class takes no StaticCache")
-    kept = kept_by_layers(model).items()
+    kept = list(kept_by_layers(model).items())
+    if match.family.model_type == "gpt_neo":  # its config names windows in a way that the cache does not read
+        kept = [(replace(each, window=None), count) for each, count in kept]
     return [size.batch * sum(count * _static_bytes(each, size, dtype) for each, count in kept) for size in sizes]
 
 

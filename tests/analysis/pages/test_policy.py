@@ -72,7 +72,18 @@ def test_every_template_of_a_page_has_the_policy() -> None:
         text = file.read_text(encoding="utf-8")
         assert ("<html" in text) == (file.name == "base.html")
         pages |= {file.stem} if text.startswith('{% extends "base.html" %}') else set()
-    assert pages == {"chat", "conversion", "explorer", "inspect", "judge", "ladder", "report", "runs", "watch"}
+    assert pages == {
+        "chat",
+        "conformance",
+        "conversion",
+        "explorer",
+        "inspect",
+        "judge",
+        "ladder",
+        "report",
+        "runs",
+        "watch",
+    }
 
 
 def test_a_new_page_gets_the_policy() -> None:

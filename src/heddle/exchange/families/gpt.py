@@ -196,7 +196,7 @@ NEO_LAYER = {
 def read_gpt_neo(config: ConfigReader) -> dict[str, Any]:
     """GPT-Neo (EleutherAI 2021): GPT-2 with unscaled scores, a bias of attention's output alone, windows by turns."""
     config.names = NEO_NAMES
-    config.ignore("classifier_dropout", "gradient_checkpointing")
+    config.ignore("classifier_dropout")
     depth, width = read_depth(config), config.require_count("n_embd")
     mixer = read_attention(config, 0.0) | {"bias": "out", "scale": 1.0}
     if width % mixer["heads"]:

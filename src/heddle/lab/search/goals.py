@@ -10,7 +10,7 @@ from heddle.model.config import ModelConfig
 SCORE_TOKENS, CHECK_TOKENS = 2**12, 2**14  # at most
 FLOPS_LENGTH = 2048  # where no goal names a length
 GOAL = re.compile(
-    r"(?P<cost>state@(?P<length>\d+)(?P<k>k?)|flops|parameters|quality)(?:(?:<=|=)\+?(?P<limit>\d*\.?\d+)(?P<percent>%?))?"
+    r"(state@(\d+)(k?)|flops|parameters|quality)(?:(?:<=|=)\+?(\d*\.?\d+)(%?))?"  # cost, length, k, limit, percent
 )
 EXAMPLE = "state@32k=25%, flops=80%, parameters=90% or quality<=0.02"
 
@@ -33,7 +33,7 @@ def parse_goals(texts: Sequence[str]) -> list[Goal]:
     for text, match in found:
         if match is None:
             raise ConfigError(f"--search {text}: is not a goal; write {EXAMPLE}")
-    lengths = [int(m["length"]) * (1024 if m["k"] else 1) for _, m in found if m is not None and m["length"]]
+    lengths = [int(m[2]) * (1024 if m[3] else 1) for _, m in found if m is not None and m[2]]
     if not all(lengths):
         raise ConfigError(f"--search {' '.join(texts)}: a context of 0 tokens has no state; write {EXAMPLE}")
     goals = [_goal(text, match, max(lengths, default=FLOPS_LENGTH)) for text, match in found if match is not None]
@@ -48,15 +48,15 @@ def parse_goals(texts: Sequence[str]) -> list[Goal]:
 
 
 def _goal(text: str, match: re.Match[str], longest: int) -> Goal:
-    limit = None if match["limit"] is None else float(match["limit"]) / (100 if match["percent"] else 1)
-    if match["cost"] == "quality":
-        if limit is None or match["percent"]:
+    limit = None if match[4] is None else float(match[4]) / (100 if match[5] else 1)
+    if match[1] == "quality":
+        if limit is None or match[5]:
             raise ConfigError(f"--search {text}: needs added bits per byte; write quality<=0.02")
         return Goal(text, "quality", limit)
     if limit is not None and not 0 < limit <= 1:
         raise ConfigError(f"--search {text}: is not a share of MODEL's; write {EXAMPLE}")
-    length = longest if match["length"] is None else int(match["length"]) * (1024 if match["k"] else 1)
-    cost = match["cost"].split("@")[0]
+    length = longest if match[2] is None else int(match[2]) * (1024 if match[3] else 1)
+    cost = match[1].split("@")[0]
     return Goal(text, cost if cost == "parameters" else f"{cost}@{length}", limit)
 
 
