@@ -20,10 +20,10 @@ MIXERS, NORMS, MIXER_POSITIONS, ADDITIVE_POSITIONS = (
 OWN = "; for your own part, pass the file that defines it: --part FILE"
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = (
-    "bias, causal, chunked, dropout, exclusive, forget, gate, gate_activation, head_dim, heads, indexer, "
-    "k_eq_v, kv_heads, norm_after_rotation, position, qk_norm, qk_norm_weight, qkv_clip, relative_dim, relative_extent, scale, "
-    "shared_kv, short_convolution, sink, softcap, temperature_beta, temperature_growth, temperature_length, value_dim, "
-    "value_norm, value_residual, value_scale, window"
+    "bias, causal, chunked, dropout, exclusive, forget, gate, gate_activation, head_dim, heads, indexer, k_eq_v, "
+    "kv_heads, norm_after_rotation, position, qk_norm, qk_norm_weight, qkv_clip, relative_dim, relative_extent, "
+    "scale, shared_kv, short_convolution, sink, softcap, temperature_beta, temperature_growth, temperature_length, "
+    "value_dim, value_norm, value_residual, value_scale, window"
 )
 
 MESSAGES = {

@@ -68,9 +68,14 @@ def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0,
     if weight is None:
         return y.to(x.dtype)
     if cast == "before":
-        return (weight + offset if offset else weight).to(x.dtype) * y.to(x.dtype)
+        return with_offset(weight, offset, x.dtype).to(x.dtype) * y.to(x.dtype)
     gamma = weight.to(wide.dtype) + offset
     return (gamma * y).to(x.dtype)
+
+
+def with_offset(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """The weight plus its offset, added in the wider of its own dtype and that of what it multiplies."""
+    return weight.to(torch.promote_types(weight.dtype, dtype)) + offset if offset else weight
 
 
 def _native(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
@@ -98,7 +103,7 @@ def _normalized(x: Tensor, weight: Tensor | None, eps: float, offset: float, cas
         y = functional.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
         if weight is None:
             return y
-        return (weight + offset if offset else weight).to(x.dtype) * y
+        return with_offset(weight, offset, x.dtype).to(x.dtype) * y
     wide = at_least_float32(x)
     gamma = weight.to(wide.dtype)
     gamma = gamma + offset if offset else gamma

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import FiniteFloat, PositiveFloat, refuse
-from heddle.numerics.norms import layer_norm
+from heddle.numerics.norms import layer_norm, with_offset
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig, weight_shape
@@ -60,5 +60,5 @@ class LayerNorm(SelfInitialized):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> the same shape and dtype."""
-        weight = self.weight if self.weight is None or not self.offset else self.weight + self.offset
+        weight = None if self.weight is None else with_offset(self.weight, self.offset, x.dtype)
         return layer_norm(x, weight, self.bias, self.eps)
