@@ -105,5 +105,5 @@ def frontier_figure(results: SearchResults | None) -> Figure | None:
     ends = [(value.x, value.y) for each in series for value in each.values] or [(1.0, 1.0)]
     ranges = [log_range(min(values) / 1.3, max(values) * 1.3) for values in zip(*ends, strict=True)]
     x_axis = axis(f"share of the {cost_name(results.axis)}") | {"type": "log", "tickformat": ".2~%", "dtick": "D2"}
-    y_axis = axis("KL from the original, nats per token") | {"type": "log", "tickformat": "~g"}
+    y_axis = axis("KL from the original, nats per token") | {"type": "log", "tickformat": "~g", "dtick": "D2"}
     return line_figure(series, x_axis | {"range": ranges[0]}, y_axis | {"range": ranges[1]})
