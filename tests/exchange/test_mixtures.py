@@ -35,7 +35,7 @@ from tests.exchange.hf_models import (
     their_logits,
     write,
 )
-from tests.laws.planting import assigned, condition, reads
+from tests.laws.planting import assigned, calls, condition, reads
 
 
 def without_bias(linear: Any) -> Any:
@@ -43,7 +43,11 @@ def without_bias(linear: Any) -> Any:
 
 
 BUGS = {
-    "weights of LayerNorm without their 1": ("nemotron", "plain", condition(LayerNorm.forward, "offset", True)),
+    "weights of LayerNorm without their 1": (
+        "nemotron",
+        "plain",
+        calls(LayerNorm.forward, "with_offset", lambda _, weight, *rest: weight),
+    ),
     "a sigmoid in place of softplus": ("laguna", "plain", condition(Attention.forward, "is_sigmoid", True)),
     "router logits without their cap": (
         "laguna",

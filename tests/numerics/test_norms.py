@@ -11,7 +11,7 @@ from heddle.errors import ConfigError
 from heddle.numerics.dispatch import record_choices
 from heddle.numerics.kernels import kernels
 from heddle.numerics.norms import _normalized, layer_norm, layer_norm_reference, reference, rms_norm
-from tests.laws.planting import Plant, calls, condition, operand_dropped
+from tests.laws.planting import Plant, calls, condition
 
 
 def rms_loop(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -86,7 +86,7 @@ def check_all_variants() -> None:
     "plant",
     [
         calls(_normalized, "to", lambda weight, dtype: weight, nth=1),
-        operand_dropped(_normalized, "offset", nth=1),
+        calls(_normalized, "with_offset", lambda _, weight, *rest: weight),
         calls(_normalized, "rms_norm", lambda functional, *x, gamma: functional.rms_norm(*x) / gamma, nth=2),
         calls(_normalized, "at_least_float32", lambda _, x: x),
         condition(_normalized, "cast", True),
