@@ -37,7 +37,7 @@ PROPERTIES = (
     "logits", "long positions", "padding", "packing", "cuts", "rollback", "batch change", "greedy text",
 )  # fmt: skip
 # Ways to run transformers besides its attentions, and the attention of each: a static cache; greedy text with a draft.
-MODES = {"static": "sdpa", "assisted": "sdpa", "flex": "flex_attention"}
+MODES = {"static": "sdpa", "assisted": "sdpa"}
 STATIC_LENGTH = 768  # of a static cache
 SERVER_STARTS_IN = 300  # seconds, at most
 SCORES = 20  # tokens whose log probabilities are asked for at each place; OpenAI's own server tells 5

@@ -1,6 +1,5 @@
 """The end of a ledger: the sealed text is opened once, and each accepted change is removed alone."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from heddle import progress
 from heddle.errors import MachineError
-from heddle.lab.compare.statistics import t_quantile
+from heddle.lab.compare.statistics import seed_half_width
 from heddle.lab.judge import evidence
 from heddle.lab.judge.decision import Judge, RunFailed, first_size
 from heddle.lab.judge.ledger import FINAL_SEED, Candidate
@@ -110,7 +109,7 @@ def _difference(worse: Sequence[float], better: Sequence[float]) -> dict[str, fl
     differences = np.array(worse) - np.array(better)
     if not np.isfinite(differences).all():
         return {"mean": None, "low": None, "high": None}
-    half = t_quantile(0.95, len(differences) - 1) * float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    half = seed_half_width(differences.tolist())
     mean = float(differences.mean())
     return {"mean": mean, "low": mean - half, "high": mean + half}
 

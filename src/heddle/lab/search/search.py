@@ -15,7 +15,7 @@ from heddle.conversion.rewrites.layerwise import Layerwise
 from heddle.conversion.weights import CalibrationText
 from heddle.errors import CheckpointError, ConfigError
 from heddle.lab.compare.budget import TimeBudget, format_seconds
-from heddle.lab.compare.statistics import t_quantile
+from heddle.lab.compare.statistics import seed_half_width
 from heddle.lab.search.goals import CHECK_TOKENS, FLOPS_LENGTH, SCORE_TOKENS, Goal
 from heddle.lab.search.results import FrontierPoint, MeasuredChoice, PairCheck, ScoredReplacement, SearchResults
 from heddle.lab.search.scores import (
@@ -367,5 +367,5 @@ class Search:
 def mean_and_half(values: FloatArray) -> tuple[float, float]:
     """The mean over sequences, and half of its 95 % interval (Student's t); 0 for one sequence."""
     count = len(values)
-    half = t_quantile(0.95, count - 1) * float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    half = seed_half_width(values.tolist()) if count > 1 else 0.0
     return float(values.mean()), half
