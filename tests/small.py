@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from heddle.cli.main import run_command
 from heddle.config import PARTS, kind_class
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.model.config import ModelConfig
@@ -79,6 +80,17 @@ def design_file(path: Path, data: dict[str, Any] | None = None) -> Path:
     """Write a design as YAML."""
     path.write_text(yaml.safe_dump(data or design()), encoding="utf-8")
     return path
+
+
+def trained_run(root: Path, depth: int) -> Path:
+    """A folder with a text, and a run of four heads that trained on it for five steps; returns it."""
+    folder(root / "text")
+    mixer = {"kind": "attention", "heads": 4, "position": {"kind": "rope"}}
+    layer = {"repeat": depth, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 24}}
+    design_file(root / "design.yaml", design(layers=[layer]))
+    words = ["train", f"{root}/design.yaml", "--data", f"{root}/text", "--out", f"{root}/run", "--steps", "5"]
+    assert run_command([*words, "--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--quiet"]) == 0
+    return root
 
 
 def corpus(path: Path, documents: int = 30, size: int = 500) -> Corpus:

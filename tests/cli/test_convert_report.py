@@ -36,14 +36,7 @@ SPEED = ["--speed-context-length", "4", "--speed-context-length", "8", "--device
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, and a run of four heads that trained on it."""
-    root = tmp_path_factory.mktemp("workspace")
-    small.folder(root / "text")
-    mixer = {"kind": "attention", "heads": 4, "position": {"kind": "rope"}}
-    layer = {"repeat": 2, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 24}}
-    small.design_file(root / "design.yaml", small.design(layers=[layer]))
-    words = ["train", f"{root}/design.yaml", "--data", f"{root}/text", "--out", f"{root}/run", "--steps", "5"]
-    assert run_command([*words, "--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--quiet"]) == 0
-    return root
+    return small.trained_run(tmp_path_factory.mktemp("workspace"), 2)
 
 
 def command(workspace: Path, out: Path, *options: str) -> list[str]:

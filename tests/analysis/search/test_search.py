@@ -47,14 +47,7 @@ SPEED = ["--speed-context-length", "4"]
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, and a run of three layers that trained on it."""
-    root = tmp_path_factory.mktemp("workspace")
-    small.folder(root / "text")
-    mixer = {"kind": "attention", "heads": 4, "position": {"kind": "rope"}}
-    layer = {"repeat": 3, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 24}}
-    small.design_file(root / "design.yaml", small.design(layers=[layer]))
-    words = ["train", f"{root}/design.yaml", "--data", f"{root}/text", "--out", f"{root}/run", "--steps", "5"]
-    assert run_command([*words, "--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--quiet"]) == 0
-    return root
+    return small.trained_run(tmp_path_factory.mktemp("workspace"), 3)
 
 
 def given(workspace: Path, folder: Path, *goals: str, **fields: Any) -> SearchInput:
