@@ -1,7 +1,6 @@
 """The budgets: no count is worse than the committed one, and each budget that was met stays met."""
 
 import json
-import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,7 +13,6 @@ from heddle.numerics.recurrent import batched_chunks, causal_sums
 from heddle.parts.modules.eager import eager_methods
 from tests.accelerator import budget_rows, budgets, launches
 from tests.accelerator.budgets import GOLDEN, ROWS, Row, Table
-from tests.source import ROOT
 
 TABLE = Table.read()
 CHEAP = [name for name, row in ROWS.items() if row.cheap]
@@ -44,17 +42,6 @@ def test_no_large_count_is_worse_than_the_committed_one(name: str) -> None:
 def test_the_table_has_every_row() -> None:
     assert list(TABLE.now) == list(ROWS)
     assert json.loads(GOLDEN.read_text(encoding="utf-8")).keys() == {"start", "now"}
-
-
-def test_every_test_that_the_page_names_exists() -> None:
-    """A hazard is mended where a test holds it."""
-    named = set(re.findall(r"`(?:\w+/)*(test_\w+)", (ROOT / "docs/gpu/hazards.md").read_text(encoding="utf-8")))
-    files = list((ROOT / "tests").rglob("test_*.py"))
-    defined = {path.stem for path in files}
-    for path in files:
-        defined |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
-    assert len(named) > 10
-    assert sorted(named - defined) == []
 
 
 def test_the_budgets_that_are_open_are_these() -> None:

@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/compare/tuning.md", "docs/compare/abilities.md", "docs/compare/losses.md",
         "docs/compare/longer-texts.md", "docs/compare/machines.md", "docs/ladder.md", "docs/ladder/budget.md",
         "docs/ladder/tokens.md", "docs/judge.md", "docs/inspect.md",
-        "docs/gpu.md", "docs/gpu/hazards.md", "docs/gpu/budgets.md",
+        "docs/gpu.md", "docs/gpu/budgets.md",
         "docs/ranks.md", "docs/ranks/pieces.md", "docs/cluster.md", "docs/plan.md",
         "docs/plan/accuracy.md",
     ),
