@@ -158,7 +158,7 @@ BUGS: dict[str, Plant] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught_by_the_loop(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
-    assert max(largest_difference(number) for number in range(PLANTED)) > 1e-3
+    assert any(largest_difference(number) > 1e-3 for number in range(PLANTED))
 
 
 # transformers
