@@ -56,13 +56,13 @@ from heddle.parts.modules import indexer  # noqa: E402
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig  # noqa: E402
 from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from heddle.settings import settings_of  # noqa: E402
-from tests.cases import CASES, case  # noqa: E402
+from tests.cases import CASES, case, parts_of  # noqa: E402
 from tests.distributed import validation  # noqa: E402
 from tests.exchange.cases import CASES as FAMILY_CASES  # noqa: E402
 from tests.exchange.hf_models import config_of  # noqa: E402
 from tools import family_facts, published_designs, published_facts, rank_laws  # noqa: E402
 from tools.markdown import joined, prose, table  # noqa: E402
-from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
+from tools.part_facts import COSTED, COSTS  # noqa: E402
 
 SLOTS = ("mixers", "positions", "scalings", "norms", "feedforwards", "residuals")
 MODEL = (
@@ -293,7 +293,6 @@ def kind_blocks(slot: str, kind: str) -> Iterator[str]:
     yield f"Parameters: {', '.join(short_names(names))}." if names else "No parameters."
     if slot in COSTED:
         yield COSTED[slot](kind, covering)
-    yield bugs(slot, kind)
 
 
 def short_names(names: Sequence[str]) -> Iterator[str]:
@@ -304,12 +303,6 @@ def short_names(names: Sequence[str]) -> Iterator[str]:
         ends.setdefault(module, []).append(end)
     for module, own in ends.items():
         yield f"`{module}.{'|'.join(own)}`" if module else ", ".join(f"`{end}`" for end in own)
-
-
-def bugs(slot: str, kind: str) -> str:
-    """How many bugs are planted in a kind's code, and by how many laws they are caught."""
-    caught = {bug.description: bug.law for bug in bugs_of(slot, kind)}
-    return f"Planted bugs: {len(caught)}, by {len(set(caught.values()))} laws." if caught else ""
 
 
 def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:

@@ -1,25 +1,16 @@
-"""Facts for the pages of parts: measured states and costs, and the bugs planted in a kind's code."""
+"""Facts for the pages of parts: measured states and costs."""
 
-import ast
-import importlib
-import importlib.util
-import inspect
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from heddle.config import kinds
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer, build
 from heddle.numerics.dispatch import count_flops
 from heddle.parts.build import ResidualContext
 from heddle.parts.layout import EncoderOutput, Layout
-from tests.cases import case, parts_of
-from tests.laws.planting import function_of
-from tests.laws.test_planted import BUGS, Bug
-from tests.source import slots
+from tests.cases import case
 from tools.markdown import table
 
 ELEMENT = 4  # bytes of a float32
@@ -30,7 +21,6 @@ those of matrix products; a multiply-add counts as two, and only causal pairs co
 bytes each in float32: those that a token adds, and all after {SHORT} tokens; a bidirectional mixer has none. A mixer's
 FLOPs per token are averages over a sequence of {SHORT} and of {LONG:,} tokens. An encoder output has {ENCODER_LENGTH}
 tokens."""
-UNRELATED = 99  # distance to what is not used at all
 
 
 def state_of(config: ModelConfig) -> tuple[int, int]:
@@ -117,7 +107,7 @@ def mixer_table(kind: str, cases: list[str]) -> str:
         rows[tuple(shown)] = (", ".join(f"{key} {value}" for key, value in shown.items()), *state, *cost)
     if not rows:
         return ""
-    head = ("sizes", "state elements per token", f"after {SHORT}", f"FLOPs per token of {SHORT}", f"of {LONG:,}")
+    head = ("sizes", "state per token", f"after {SHORT}", f"FLOPs per token of {SHORT}", f"of {LONG:,}")
     return table(head, list(rows.values())[:EXAMPLES])
 
 
@@ -143,77 +133,3 @@ def residual_table(kind: str, cases: list[str]) -> str:
 
 
 COSTED = {"mixers": mixer_table, "feedforwards": feedforward_table, "residuals": residual_table}
-
-
-@cache
-def definitions(module: str) -> tuple[dict[str, ast.stmt], dict[str, tuple[str, str]]]:
-    """The functions, classes and values of a module by name, and the origin (module, name) of what it imports."""
-    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
-    defined: dict[str, ast.stmt] = {}
-    origins: dict[str, tuple[str, str]] = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            defined[node.name] = node
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            defined |= {name.id: node for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    for inner in ast.walk(tree):  # also within functions
-        if isinstance(inner, ast.ImportFrom) and inner.module:
-            origins |= {alias.asname or alias.name: (inner.module, alias.name) for alias in inner.names}
-    return defined, origins
-
-
-def uses(module: str, name: str) -> Iterator[tuple[str, str]]:
-    """The (module, name) of what a definition uses; a table uses the decorated functions of its module."""
-    defined, origins = definitions(module)
-    definition = defined.get(name)
-    if isinstance(definition, ast.Assign | ast.AnnAssign):
-        yield from ((module, other) for other, node in defined.items() if getattr(node, "decorator_list", None))
-    for node in ast.walk(definition) if definition is not None else ():
-        if isinstance(node, ast.Name):
-            yield (module, node.id) if node.id in defined else origins.get(node.id, ("", ""))
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in origins:
-            yield ".".join(origins[node.value.id]), node.attr
-
-
-@cache
-def use_depths(slot: str, kind: str) -> dict[tuple[str, str], int]:
-    """How many uses lie between a kind's file and each (module, name) that it uses of the numerics and of parts.
-
-    Names of a slot's own file (`heddle.parts.mixers`) are left out: every kind of the slot has them.
-    """
-    file = f"heddle.parts.{slot}.{kind}"
-    queue = [(file, name) for name in definitions(file)[0]]
-    depths = dict.fromkeys(queue, 0)
-    while queue:
-        user = queue.pop(0)
-        for used in uses(*user):
-            if used not in depths and used[0].startswith(("heddle.numerics.", "heddle.parts.")) and is_file(used[0]):
-                depths[used] = depths[user] + 1
-                queue.append(used)
-    return depths
-
-
-@cache
-def owners(used: tuple[str, str]) -> frozenset[str]:
-    """The slots whose kinds use a name most directly; none if there are more than two: it is shared by all."""
-    depth_of_slot = {slot: min(use_depths(slot, kind).get(used, UNRELATED) for kind in kinds(slot)) for slot in slots()}
-    nearest = [slot for slot, depth in depth_of_slot.items() if depth == min(depth_of_slot.values())]
-    return frozenset(nearest if len(nearest) <= 2 else ())
-
-
-def is_file(module: str) -> bool:
-    """Whether a name is that of a module in a file, and not of the folder of a slot."""
-    spec = importlib.util.find_spec(module.rpartition(".")[0])
-    is_module = spec is not None and spec.submodule_search_locations and importlib.util.find_spec(module) is not None
-    return bool(is_module) and not vars(importlib.import_module(module)).get("__path__")
-
-
-def bugs_of(slot: str, kind: str) -> list[Bug]:
-    """The planted bugs in the kind's file or in what it uses, whose case contains the kind."""
-    bugs = []
-    for bug in BUGS:
-        changed = bug.plant.module, function_of(bug.plant.target).__qualname__.partition(".")[0]
-        if changed in use_depths(slot, kind) and slot in owners(changed) and (slot, kind) in parts_of(case(bug.case)):
-            bugs.append(bug)
-    return bugs
