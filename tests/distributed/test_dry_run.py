@@ -45,6 +45,12 @@ def looped() -> ModelConfig:
     return load_config({"vocab_size": 128, "width": 64, "layers": layers})
 
 
+def windowed() -> ModelConfig:
+    """Windows, whose attention is compiled FlexAttention on a GPU."""
+    layer = {"repeat": 8, "mixer": {**ATTENTION, "window": 8}, "feedforward": GATED}
+    return load_config({"vocab_size": 128, "width": 64, "layers": [layer]})
+
+
 def growing() -> ModelConfig:
     """Each layer has a larger stream than the one before: none stands for another."""
     return uniform(6, kind="attention_residuals", block_size=2)
@@ -62,6 +68,7 @@ def largest_error(predicted: DryRun, whole: DryRun) -> float:
 CASES = {
     "hybrid": (hybrid, RankLayout(1, 4, rows=2)),
     "growing": (growing, RankLayout(1, 2, rows=1)),
+    "windowed": (windowed, RankLayout(1, 1, rows=2)),
     "accumulated": (uniform, RankLayout(2, 4, rows=1, accumulation=4, recompute="layers", reduce_once=True)),
 }
 

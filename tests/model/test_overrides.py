@@ -163,3 +163,25 @@ def test_a_kind_that_forgets_its_fields_is_noticed(monkeypatch: pytest.MonkeyPat
     assert issubclass(cls, MixerConfig)
     with pytest.raises(ConfigError, match="kv_rank:"):
         load_config(design(mixer("attention"), GATED), ["layers.0.mixer.kind=latent_attention"])
+
+
+ATTENTION = {"kind": "attention", "heads": 4}
+GROUPS = {"vocab_size": 50, "width": 24, "layers": [
+    {"mixer": ATTENTION}, {"repeat": 2, "layers": [{"mixer": ATTENTION}, {"layers": [{"mixer": ATTENTION}]}]},
+]}  # fmt: skip
+
+
+def test_a_star_reaches_the_layers_of_groups() -> None:
+    config = load_config(GROUPS, ["layers.*.mixer.heads=6", "layers.1.layers.0.mixer.heads=3"])
+    assert [layer.mixer.heads for _, layer in config.expand()] == [6, 3, 6, 3, 6]
+    assert load_config(GROUPS, ["layers.*.repeat=3"]).layers[1].repeat == 3
+    assert {layer.mixer.kind for _, layer in load_config(GROUPS, ["layers.*.mixer=linear_attention"]).expand()} == {
+        "linear_attention"
+    }
+
+
+def test_a_group_that_is_named_as_a_layer_names_its_layers() -> None:
+    with pytest.raises(
+        DesignError, match=r"layers\[1\] is a group .*layers\.1\.layers\.0\.mixer\.heads.*layers\.\*\.mixer"
+    ):
+        load_config(GROUPS, ["layers.1.mixer.heads=6"])

@@ -191,14 +191,19 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def apply_override(data: dict[str, Any], override: str) -> "list[KindReplacement]":
     """Set `path.to.field=value` in plain data, in place. `layers.*.` applies to every entry, null removes a field.
 
-    A word in place of a part sets its kind. Returns the parts whose kind changed. Raises ConfigError if the path or the
-    value cannot be read.
+    `layers.*.mixer` also reaches the layers of groups. A word in place of a part sets its kind. Returns the parts whose
+    kind changed. Raises ConfigError if the path or the value cannot be read.
     """
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise ConfigError(f"override '{override}': expected path.to.field=value, such as layers.0.mixer.heads=8")
 
     steps, value = path.split("."), parse_yaml(text, f"override '{override}'")
+    paths = list(_in_groups(data, steps, override, ""))
+    return [replacement for each in paths for replacement in _override(data, each, value, override)]
+
+
+def _override(data: dict[str, Any], steps: list[str], value: Any, override: str) -> "list[KindReplacement]":
     if isinstance(value, str) and steps[-1] != "kind":
         steps = [*steps, "kind"] if is_part_path(data, steps) else steps
     replacements = []
@@ -206,6 +211,35 @@ def apply_override(data: dict[str, Any], override: str) -> "list[KindReplacement
         replacements = replace_kinds(data, steps, value)
     _set(data, steps, value, override, "")
     return replacements
+
+
+def _in_groups(node: Any, steps: list[str], override: str, at: str) -> Iterator[list[str]]:
+    """The paths that a path means: one, but for `*` over entries of which some are groups of layers."""
+    step, rest = steps[0], steps[1:]
+    if isinstance(node, dict) and rest:
+        inner = f"{at}.{step}" if at else step
+        yield from ([step, *path] for path in _in_groups(node.get(step), rest, override, inner))
+    elif isinstance(node, list) and rest and any(map(_is_group, node)) and rest[0] in ("mixer", "feedforward"):
+        indices = range(len(node)) if step == "*" else [int(step)] if step.isdecimal() and len(step) < 10 else []
+        for index in indices:
+            if index >= len(node) or not _is_group(node[index]):
+                yield [str(index), *rest]
+            elif step == "*":
+                inner = f"{at}.{index}.layers"
+                paths = _in_groups(node[index]["layers"], ["*", *rest], override, inner)
+                yield from ([str(index), "layers", *path] for path in paths)
+            else:
+                one, field = f"{at}.{index}.layers.0", ".".join(rest)
+                problem = f"{at}[{index}] is a group of layers; name one of them, such as {one}.{field}, or all: "
+                raise DesignError(f"override '{override}'", f"{problem}{at}.*.{field}")
+        if not indices:
+            yield steps
+    else:
+        yield steps
+
+
+def _is_group(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("layers"), list)
 
 
 def _crosses_word(node: Any, steps: list[str]) -> bool:
