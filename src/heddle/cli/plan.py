@@ -39,7 +39,7 @@ def _parameters(facts: dict[str, Any]) -> str:
 def _print_cpu(facts: dict[str, Any]) -> None:
     print(
         f"{_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.3g} training GFLOPs per token; "
-        f"{facts['cpu']}, {facts['threads']} threads, float32\n"
+        f"{facts['cpu']}, {facts['threads']} thread{'s' * (facts['threads'] != 1)}, float32\n"
         f"a step of {facts['batch_size']:,} × {facts['sequence_length']:,} tokens takes {facts['step_seconds']:.3g} s: "
         f"{facts['tokens_per_second']:,.0f} tokens/s, {facts['share_of_products']:.0%} of its matmul speed\n"
         f"memory {format_amount(facts['peak_memory'], 'bytes')} of {format_amount(facts['memory'], 'bytes')}"

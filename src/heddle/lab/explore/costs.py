@@ -61,7 +61,7 @@ class Quantities(Protocol):
         """max(number − limit, 0)."""
 
     def remainder(self, number: Number, divisor: Number) -> Number:
-        """number mod divisor."""
+        """number mod divisor. Never a factor: sympy 1.14 prints a · (b mod c) as (a · b) mod c."""
 
     def norm(self, width: Number, heads: Number = 1) -> Number:
         """The parameters of a norm over `width` elements, or of one for each head."""

@@ -130,7 +130,8 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
         raise MachineError(
             f"{settings.design}: a step of {rows} x {length:,} tokens takes about "
             f"{format_amount(least + activations, 'bytes')}, mostly for activations, and this machine has "
-            f"{format_amount(memory, 'bytes')}; give a smaller --batch-size or --sequence-length"
+            f"{format_amount(memory, 'bytes')}; give a smaller --batch-size or "
+            "--sequence-length; heddle train --checkpoint-activations keeps less"
         )
     with TemporaryDirectory(prefix="heddle-") as folder:
         text = RandomText(config.vocab_size or 1, length)
