@@ -147,7 +147,12 @@ def test_slerp_is_linear_where_two_tensors_are_nearly_parallel() -> None:
 def test_a_mistake_is_noticed(models: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Trimming by value instead of magnitude."""
     monkeypatch.setattr(merge_models, "_largest", lambda change, density: change * (change > 0))
-    assert largest_error(models, METHODS[3]) > 1e-3
+    assert largest_error(models, {"method": "ties", "weights": (0.7, 0.4), "density": 0.3, "scale": 0.9}) > 1e-3
+
+
+def test_draws_that_are_not_rescaled_are_noticed(models: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_models, "NO_RESCALING", math.inf)
+    assert largest_error(models, {"method": "dare", "density": 0.4, "seed": 3}) > 1e-3
 
 
 @pytest.mark.parametrize("method", ["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"])
