@@ -53,25 +53,26 @@ def plain(name: str, models: tuple[Path, ...], fields: dict[str, Any]) -> np.nda
     method, density = fields["method"], fields.get("density", 1.0)
     if method == "linear":
         weights = fields.get("weights", (1.0,) * len(models))
-        return np.asarray(sum(w * x for w, x in zip(weights, (first, *others), strict=True)) / sum(weights))
+        total = sum(w * x for w, x in zip(weights, (first, *others), strict=True))
+        return np.asarray(total / sum(weights) if fields.get("normalize", True) else total)
     if method == "slerp":
         return plain_slerp(first, others[0], fields["t"])
     weights = fields.get("weights", (1.0,) * len(others))
+    densities = fields.get("densities", (density,) * len(others))
     changes: Arrays = [other - first for other in others]
     if method == "ties":
-        changes = [trimmed(change, density) for change in changes]
+        changes = [trimmed(change, share) for change, share in zip(changes, densities, strict=True)]
     if method.startswith("dare"):
-        changes = [dropped(name, i, change, density, fields["seed"]) for i, change in enumerate(changes)]
+        changes = [dropped(name, i, change, densities[i], fields) for i, change in enumerate(changes)]
     result = []
     for place in range(len(first)):
         values = [w * change[place] for w, change in zip(weights, changes, strict=True)]
-        if not method.endswith("ties"):
-            result.append(sum(values))
-            continue
-        positive = sum(values) >= 0
-        agreeing = [(w, v) for w, v in zip(weights, values, strict=True) if v != 0 and (v > 0) == positive]
-        total, parts = sum(v for _, v in agreeing), sum(w for w, _ in agreeing)
-        result.append(total / parts if method == "ties" and parts else total)
+        taken = list(zip(weights, values, strict=True))
+        if method.endswith("ties"):
+            positive = sum(values) >= 0
+            taken = [(w, v) for w, v in taken if v != 0 and (v > 0) == positive]
+        total, parts = sum(v for _, v in taken), sum(w for w, _ in taken)
+        result.append(total / parts if fields.get("normalize", method == "ties") and parts else total)
     return first + fields.get("scale", 1.0) * np.array(result)
 
 
@@ -82,10 +83,16 @@ def trimmed(change: np.ndarray[Any, Any], density: float) -> np.ndarray[Any, Any
     return np.array([value if place in kept else 0.0 for place, value in enumerate(change)])
 
 
-def dropped(name: str, index: int, change: np.ndarray[Any, Any], density: float, seed: int) -> np.ndarray[Any, Any]:
+def dropped(
+    name: str, index: int, change: np.ndarray[Any, Any], density: float, fields: dict[str, Any]
+) -> np.ndarray[Any, Any]:
     """What the draws of a seed leave of a change, rescaled."""
-    draws = RandomStream.of(seed, "dare", index, name).uniform(0, len(change)).tolist()
-    return np.array([value / density if draw < density else 0.0 for value, draw in zip(change, draws, strict=True)])
+    draws = RandomStream.of(fields["seed"], "dare", index, name).uniform(0, len(change)).tolist()
+    kept = np.array([value if draw < density else 0.0 for value, draw in zip(change, draws, strict=True)])
+    if fields.get("rescale") == "density":
+        return kept / density
+    after = sum(map(abs, kept))
+    return np.asarray(kept * (sum(map(abs, change)) / after) if after else kept)
 
 
 def plain_slerp(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any], t: float) -> np.ndarray[Any, Any]:
@@ -101,7 +108,13 @@ METHODS: list[dict[str, Any]] = [
     {"method": "task_arithmetic", "weights": (0.7, -0.4), "scale": 0.6},
     {"method": "ties", "weights": (0.7, 0.4), "density": 0.3, "scale": 0.9},
     {"method": "ties", "weights": (0.7, -0.4)},
+    {"method": "linear", "weights": (0.5, 1.0, -1.5), "normalize": False},
+    {"method": "task_arithmetic", "weights": (0.7, 0.4), "normalize": True},
+    {"method": "task_arithmetic", "weights": (0.5, -0.5), "normalize": True},
+    {"method": "ties", "weights": (0.7, 0.4), "densities": (0.2, 0.6), "normalize": False},
     {"method": "dare", "weights": (0.7, 0.4), "density": 0.4, "seed": 3},
+    {"method": "dare", "weights": (0.7, 0.4), "densities": (0.4, 0.9), "seed": 3, "rescale": "density"},
+    {"method": "dare_ties", "weights": (0.7, 0.4), "density": 0.4, "seed": 4, "normalize": True},
     {"method": "dare_ties", "weights": (0.7, 0.4), "density": 0.4, "seed": 3, "scale": 1.2},
 ]
 SLERPS: list[dict[str, Any]] = [{"method": "slerp", "t": t} for t in (0.0, 0.3, 1.0)]
@@ -134,7 +147,12 @@ def test_slerp_is_linear_where_two_tensors_are_nearly_parallel() -> None:
 def test_a_mistake_is_noticed(models: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Trimming by value instead of magnitude."""
     monkeypatch.setattr(merge_models, "_largest", lambda change, density: change * (change > 0))
-    assert largest_error(models, METHODS[3]) > 1e-3
+    assert largest_error(models, {"method": "ties", "weights": (0.7, 0.4), "density": 0.3, "scale": 0.9}) > 1e-3
+
+
+def test_draws_that_are_not_rescaled_are_noticed(models: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_models, "NO_RESCALING", math.inf)
+    assert largest_error(models, {"method": "dare", "density": 0.4, "seed": 3}) > 1e-3
 
 
 @pytest.mark.parametrize("method", ["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"])
@@ -162,6 +180,10 @@ def test_it_is_converted_into_a_folder_that_knows_its_sources(models: tuple[Path
         ("linear,models=[{0}],weights=[1]", "takes 2 weights"),
         ("ties,models=[{0}],weights=[1, 2]", "takes 1 weights"),
         ("slerp,models=[{0}],weights=[1]", "takes t, not weights"),
+        ("ties,models=[{0}],densities=[0.5, 0.2]", "takes one density, or 1 densities"),
+        ("ties,models=[{0}],density=0.5,densities=[0.2]", "takes one density, or 1 densities"),
+        ("linear,models=[{0}],density=0.5", "linear takes no density; ties, dare, dare_ties do"),
+        ("ties,models=[{0}],seed=1", "ties takes no seed"),
         ("linear,models=[{0}],weights=[1, -1]", "add up to 0"),
         ("linear,models=[{2}]", "has a different design"),
     ],
