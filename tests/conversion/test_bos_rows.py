@@ -375,6 +375,19 @@ def recorded_rows(run: Path) -> RowProtocol:
     return RowProtocol.parse(read_json_file(run / "run.json")["data"])
 
 
+@pytest.mark.parametrize("options", [[], ["--held-out"]])
+def test_compare_loss_reads_at_most_the_tokens_asked_for(
+    gemma: Path, texts: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """Spread over the text: as many sequences as fit, and more than half of them, in files of any number."""
+    words = ["compare", "loss", str(gemma), "--data", str(texts), "--sequence-length", str(LENGTH), *options, "--json"]
+    assert run_command([*words, "--tokens", "1m"]) == 0
+    whole = json.loads(capsys.readouterr().out)[0]
+    for tokens in (LENGTH, 3 * LENGTH, whole["tokens"] // 3):
+        assert run_command([*words, "--tokens", str(tokens)]) == 0
+        assert (tokens - 1) // 2 - LENGTH < json.loads(capsys.readouterr().out)[0]["tokens"] <= tokens
+
+
 def test_fine_tuning_begins_rows_with_bos(
     gemma: Path, imported: Path, texts: Path, tmp_path: Path, capsys: Any
 ) -> None:

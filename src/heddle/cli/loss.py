@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -167,10 +168,11 @@ def _read(source: "ConversionSource", settings: LossSettings, device: str) -> _R
     if not settings.held_out:
         _warn_of_training_text(source.folder, corpus)
     length = settings.sequence_length or source.weights.design.usual_length(SEQUENCE_LENGTH)
-    count = max(1, BATCH_TOKENS // length)
     files = [corpus.validation] if settings.held_out else [*corpus.train, corpus.validation]
-    every = -(-sum(map(len, files)) // settings.tokens)
-    batches = [batch for file in files for batch in evaluation_windows(file, length, count, rows, every)]
+    every = -(-sum(-(-(len(file) - 1) // length) for file in files) // max(1, settings.tokens // length))
+    count = max(1, BATCH_TOKENS // length) if every <= 1 else 1
+    windows = chain.from_iterable(evaluation_windows(file, length, count, rows) for file in files)
+    batches = list(islice(windows, 0, None, max(1, every)))
     model = build_model(source.weights).to(device, dtype_of(settings.precision))
     bits, sizes, tokens = [], [], 0
     with progress_bar(source.folder.name, sum(len(batch.tokens) for batch in batches), "sequences") as bar:
