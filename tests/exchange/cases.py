@@ -175,6 +175,10 @@ GEMMA3N: Fields = {
     "rope_parameters": by_type({"rope_type": "default", "rope_theta": 3000.0}, 70.0),
 }  # fmt: skip
 GEMMA4_UNIFIED: Fields = {name: GEMMA4[name] for name in GEMMA4 if not name.endswith("per_layer_input")}
+# Layers of one type have the same heads: one alone cannot change.
+OF_GLOBAL_LAYERS = frozenset(
+    f"per_layer_config.{layer}.{name}" for layer in (1, 2, 4) for name in ("head_dim", "num_key_value_heads")
+)
 OF_GEMMA4_EXPERTS = frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"})
 
 
@@ -508,6 +512,7 @@ CASES: dict[str, Case] = {
         inert=OF_GEMMA4_EXPERTS | {"values-are-keys:vocab_size_per_layer_input"},
         fixed=frozenset({"enable_moe_block"})
         | {f"{variant}:vocab_size_per_layer_input" for variant in ("plain", "untied-biases-all-keys-shared")},
+        refused=OF_GLOBAL_LAYERS,
         exact=True,
     ),
     "gemma3n_text": Case(
@@ -528,6 +533,8 @@ CASES: dict[str, Case] = {
             | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 1.5}
             | {"attention_bias": True, "layer_types": [SLIDING, FULL, FULL, SLIDING, FULL]},
         },
+        inert=frozenset({"plain:use_double_wide_mlp"}),  # of layers that share keys
+        refused=OF_GLOBAL_LAYERS,
         exact=True,
     ),
     "gemma3_text": Case(
@@ -974,7 +981,8 @@ CASES: dict[str, Case] = {
             | {"num_experts": 5, "moe_topk": 3, "attention_bias": True, "tie_word_embeddings": True},
             "one-kv-head": {"num_experts": 4, "moe_topk": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
         },
-        inert=frozenset({"output_router_logits", "eod_token_id", "sep_token_id"}),
+        inert=frozenset({"output_router_logits", "eod_token_id", "sep_token_id"})
+        | {"biases-tied-alpha:rope_parameters.factor"},
     ),
     "ernie4_5_moe": Case(
         {
@@ -1286,7 +1294,7 @@ CASES: dict[str, Case] = {
         },
         inert=GPT_INERT | {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"},
         base=GPT_BASE | {"n_embd": 42},
-        refused=frozenset({"add_cross_attention", "n_embd", "n_head"}),
+        refused=frozenset({"add_cross_attention", "n_embd", "n_head", "num_key_value_heads"}),
     ),
     "starcoder2": Case(
         {
@@ -1304,6 +1312,7 @@ CASES: dict[str, Case] = {
             "one-kv-head-linear": {"num_key_value_heads": 1, "hidden_act": "gelu", "layer_norm_eps": 1e-3}
             | scaled("linear", factor=3.0, partial_rotary_factor=1.0),
         },
+        inert=frozenset({"plain:rope_parameters.rope_theta"}),  # one pair of dims is rotated
         base=OWN_BASE | {"num_key_value_heads": 2},
         fixed=frozenset({"qk_layernorm", "hidden_dropout"}),
     ),
@@ -1334,7 +1343,7 @@ CASES: dict[str, Case] = {
             | {"tie_word_embeddings": True, "norm_topk_prob": True, "num_key_value_heads": 1},
             "two-dense-yarn": OF_DOTS | YARN | {"first_k_dense_replace": 2, "routed_scaling_factor": 1.5},
         },
-        inert=frozenset({"output_router_logits"}),
+        inert=frozenset({"output_router_logits", "max_window_layers"}),
     ),
     "solar_open": Case(
         {
@@ -1566,6 +1575,7 @@ CASES: dict[str, Case] = {
             "yarn-biases": OF_YOUTU | FACTORS | {"attention_bias": True, "rms_norm_eps": 1e-3},
         },
         inert=OF_LATENTS | {"embedding_initializer_range"},
+        refused=frozenset({"head_dim"}),
     ),
     "glm4_moe": Case(
         {

@@ -176,9 +176,10 @@ def changed(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, list):
-        return [[changed(value[0])[0], *value[1:]]]
+        return [[first, *value[1:]] for first in changed(value[0])]
     if isinstance(value, int):
-        return [value * 2, value + 1, value - 1, value * 7, value // 2, 1] if value else [1]
+        others = [value * 2, value + 1, value - 1, value * 7, value // 2, 1] if value else [1]
+        return [other for other in others if other != value]
     return [value * 1.5, value * 0.5, value * 2.0] if value else [0.5]
 
 
@@ -268,6 +269,8 @@ LISTS = (
     "layer_rope_theta",
     "indexer_types",
     "num_attention_heads_per_layer",
+    "intermediate_size",
+    "activation_sparsity_pattern",
 )  # an entry for each layer
 
 
@@ -281,9 +284,16 @@ def follow(data: dict[str, Any], changed: str, value: Any) -> None:
     for table in (data, rope):
         if changed == "partial_rotary_factor" and changed in table:
             table[changed] = value
+    if changed == "num_hidden_layers" and data.get("per_layer_config"):
+        depth, own = len(data["layer_types"]), data["per_layer_config"]
+        data["per_layer_config"] = {str(i): own[str(i % depth)] for i in range(value) if str(i % depth) in own}
     for name in LISTS:
-        if changed == "num_hidden_layers" and data.get(name):
+        if changed == "num_hidden_layers" and isinstance(data.get(name), list):
             data[name] = (data[name] * data[changed])[: data[changed]]
+    if changed == "vocab_size" and "vocab_size_per_layer_input" in data:
+        data["vocab_size_per_layer_input"] = value
+    if changed == "multi_query":
+        data.pop("num_key_value_heads", None)
     if changed.endswith(("_attn_alpha_factor", "_attn_beta_factor")):
         data |= {re.sub("^[a-z]+", kind, changed): value for kind in ("full", "linear")}
     if changed == "qk_rope_head_dim":

@@ -220,7 +220,7 @@ def write_falcon(design: ModelConfig) -> dict[str, Any]:
         "new_decoder_architecture": is_new,
         "num_kv_heads": mixer.kv_heads if is_new else mixer.heads,
         "num_ln_in_parallel_attn": norms if is_new else None,
-        "multi_query": mixer.kv_heads == 1,
+        "multi_query": is_new or mixer.kv_heads == 1,  # the new architecture ignores it
         "parallel_attn": isinstance(residual, ParallelConfig),
         "alibi": False,
         "bias": mixer.bias is True,

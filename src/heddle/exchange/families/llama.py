@@ -148,6 +148,7 @@ CWM_ROPE = {  # if the config has no RoPE at all
     "rope_type": "llama3", "rope_theta": CWM_THETA, "factor": 16.0, "high_freq_factor": 4.0,
     "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+CWM_WINDOW = 8192
 
 
 def read_cwm(config: ConfigReader) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def read_cwm(config: ConfigReader) -> dict[str, Any]:
     heads = _common.read_heads(config, head_dim=128)
     config.get("pretraining_tp", 1)  # as in Llama
     rope = read_rope_or(config, heads["head_dim"], CWM_THETA, CWM_ROPE)
-    window = config.get_nullable("sliding_window", 8192) or None
+    window = config.get_nullable("sliding_window", CWM_WINDOW) or None
     usual = [SLIDING if index % 4 else FULL for index in range(_layer_types.read_depth(config))]
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
     layer = {"mixer": _common.attention(config, heads, rope), "feedforward": feedforward}
@@ -164,7 +165,9 @@ def read_cwm(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_cwm(design: ModelConfig) -> dict[str, Any]:
-    return _common.write_unbiased_decoder(design, "mlp_bias", "sliding_window", "layer_types")
+    # Its class loads no config without a window, which layers of the type without one ignore.
+    fields = _common.write_unbiased_decoder(design, "mlp_bias", "layer_types")
+    return fields | {"sliding_window": design_parts.first_window(design) or CWM_WINDOW}
 
 
 CWM = Family("cwm", "CwmForCausalLM", read_cwm, write_cwm, _common.map_weights)
