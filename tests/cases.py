@@ -345,6 +345,23 @@ CASES: dict[str, Data] = {
     "attention-gate-head": alone(kv_heads=2, gate="head", bias="qkv"),
     "attention-gate-softplus": alone(kv_heads=2, gate="channel", gate_activation="softplus", bias=True),
     "attention-gate-channel": alone(kv_heads=2, value_dim=5, gate="channel"),
+    "path": design(layer({"kind": "path_attention", "heads": 4}, repeat=2)),
+    "path-own-widths": design(
+        layer(
+            {
+                "kind": "path_attention",
+                "heads": 6,
+                "kv_heads": 2,
+                "head_dim": 5,
+                "value_dim": 7,
+                "vector_rank": 3,
+                "conv_kernel": 2,
+                "scale": 0.7,
+            },
+            repeat=2,
+        ),
+        norm={"kind": "layer"},
+    ),
     "differential": design(layer(differential(kv_heads=1), repeat=2)),
     "differential-window-own-widths": design(
         layer(differential(4, kv_heads=2, head_dim=5, value_dim=7, window=3, bias=True, position=BUCKETS))

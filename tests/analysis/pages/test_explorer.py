@@ -27,7 +27,7 @@ CHOICES = 110
 
 def test_formulas_give_the_sizes_of_built_models() -> None:
     checked = set()
-    for design in random_designs(CHOICES, seed=17):
+    for design in random_designs(CHOICES, seed=20):
         try:
             config = heddle.load_config(design)
             built = size(config, context_length=TEXT)

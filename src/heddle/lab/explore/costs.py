@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from heddle.numerics.attention.householder import BLOCK, householder_flops
 from heddle.numerics.attention.softmax import attention_flops
 from heddle.numerics.linear import linear_flops
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
@@ -295,6 +296,23 @@ def differential_attention(n: Quantities) -> Costs:
     )
     read = projection(n, n.width, 2 * n.heads * dim + groups * (2 * dim + value_dim), n.bias)
     return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
+
+
+@costs_of("mixers", "path_attention")
+def path_attention(n: Quantities) -> Costs:
+    """Projections, the convolution of w, products of its matrices, and visible pairs; the cache has w and β as well."""
+    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width)
+    value_dim, keys = n.default("value_dim", dim), groups * dim
+    block, pairs = n.least(BLOCK, n.tokens), n.tokens * (n.tokens + 1) / 2
+    own = Costs(
+        flops=attention_flops(pairs, 1, n.heads, dim + value_dim)
+        + householder_flops(pairs, n.tokens, n.heads, groups, dim, block),
+        cached=n.tokens * groups * (2 * dim + value_dim),
+        recurrent=n.tokens * groups,
+    )
+    read = projection(n, n.width, n.heads * dim + groups * (dim + value_dim) + n.vector_rank)
+    read += projection(n, n.width, groups, 1) + projection(n, n.vector_rank, keys)
+    return read + convolution_costs(n, keys) + own + projection(n, n.heads * value_dim, n.width)
 
 
 @costs_of("mixers", "latent_attention")
