@@ -249,7 +249,7 @@ def test_a_run_logs_the_largest_logit_and_resumes_with_equal_bits(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(name: str) -> TrainingJob:
-        values = {"qk_clip": 0.05, "optimizer": "muon", "learning_rate": 0.1, "gradient_accumulation_steps": 2}
+        values: dict[str, Any] = {"qk_clip": 0.05, "optimizer": "muon", "learning_rate": 0.1, "gradient_accumulation_steps": 2}
         return small.job(texts, tmp_path / name, **values)
 
     small.same_after_a_signal(make, monkeypatch)

@@ -221,7 +221,7 @@ class TokenBias(NamedTuple):
 
     def __call__(self, mask: AttentionMask) -> Tensor:
         """[B, H, T, S] in at least float32. Sums run over each query's own keys, so no other document changes a bit."""
-        biases = [] if self.products is None else [self.products.bias(mask.materialize())]
+        biases = [] if self.products is None else [self.products.bias(mask.visible(1)[:, 0])]
         if self.relative is not None:
             offsets, extent = mask.offsets().to(torch.int64)[:, None], self.relative.shape[3]
             index = offsets.clamp(0, extent - 1).expand(*self.relative.shape[:2], -1, -1)
