@@ -761,6 +761,9 @@ BUGS = [
     Bug("a curvature that starts anew in every call", "chunked_decoding", "kda-preconditioned",
         calls(Preconditioner.forward, "_sums", lambda module, inputs, state: module._sums(inputs, None))),
     # RWKV-7
+    # Experts by a hash of the token's id (tests/parts/test_hash_routing.py)
+    Bug("experts of the token before in the call", "chunked_decoding", "moe-hash",
+        reads(MoE._hashed, "tokens", lambda tokens: tokens.roll(1, 1), 0)),
     Bug("an RWKV-7 state that decays at padding", "padding_not_cached", "rwkv7",
         calls(RWKV7._recurrence, "without_padding", lambda _, x, layout: x, nth=2)),
     Bug("padding written into an RWKV-7 state", "padding_not_cached", "rwkv7",

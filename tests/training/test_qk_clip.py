@@ -49,7 +49,7 @@ def batch(seed: int = 0) -> Batch:
     """Four rows of packed documents."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, small.VOCABULARY, (4, 13))
-    lengths = [[5, 7], [12], [1, 4, 7], [6, 6]]
+    lengths = ((5, 7), (12,), (1, 4, 7), (6, 6))
     return Batch(tokens, lengths, np.arange(4))
 
 
@@ -76,7 +76,7 @@ def loop_logits(decoder: Decoder, path: str) -> list[float]:
     largest(decoder)
     hook.remove()
     weights = {name: value.detach().numpy() for name, value in mixer.named_parameters()}
-    highest = [-math.inf] * mixer.heads  # type: ignore[call-overload, operator]
+    highest = [-math.inf] * mixer.heads  # type: ignore[operator]
     for row, lengths in zip(inputs[0], batch().doc_lengths, strict=True):
         starts = np.cumsum([0, *lengths])
         for start, end in pairwise(starts):
@@ -121,7 +121,9 @@ def test_the_largest_logits_are_those_of_a_plain_loop(mixer: dict[str, Any]) -> 
 
 def random_mixer(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.3:
-        more = draw.choice([{}, {"query_rank": 7}, {"position": ROPE}, {"query_rank": 5, "position": ROPE}])
+        more: dict[str, Any] = draw.choice(
+            [{}, {"query_rank": 7}, {"position": ROPE}, {"query_rank": 5, "position": ROPE}]
+        )
         return {**MLA, "heads": draw.choice([1, 3]), "bias": draw.random() < 0.3, **more}
     chosen: dict[str, Any] = {"kv_heads": draw.choice([1, 2, 4]), "bias": draw.random() < 0.5}
     options: list[dict[str, Any]] = [
@@ -249,7 +251,12 @@ def test_a_run_logs_the_largest_logit_and_resumes_with_equal_bits(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(name: str) -> TrainingJob:
-        values: dict[str, Any] = {"qk_clip": 0.05, "optimizer": "muon", "learning_rate": 0.1, "gradient_accumulation_steps": 2}
+        values: dict[str, Any] = {
+            "qk_clip": 0.05,
+            "optimizer": "muon",
+            "learning_rate": 0.1,
+            "gradient_accumulation_steps": 2,
+        }
         return small.job(texts, tmp_path / name, **values)
 
     small.same_after_a_signal(make, monkeypatch)
