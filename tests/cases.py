@@ -346,6 +346,9 @@ CASES: dict[str, Data] = {
     "attention-gate-softplus": alone(kv_heads=2, gate="channel", gate_activation="softplus", bias=True),
     "attention-gate-channel": alone(kv_heads=2, value_dim=5, gate="channel"),
     "path": design(layer({"kind": "path_attention", "heads": 4}, repeat=2)),
+    "path-convolution": design(
+        layer({"kind": "path_attention", "heads": 3, "short_convolution": convolution("input")}, repeat=2)
+    ),
     "path-own-widths": design(
         layer(
             {
