@@ -345,6 +345,26 @@ CASES: dict[str, Data] = {
     "attention-gate-head": alone(kv_heads=2, gate="head", bias="qkv"),
     "attention-gate-softplus": alone(kv_heads=2, gate="channel", gate_activation="softplus", bias=True),
     "attention-gate-channel": alone(kv_heads=2, value_dim=5, gate="channel"),
+    "path": design(layer({"kind": "path_attention", "heads": 4}, repeat=2)),
+    "path-convolution": design(
+        layer({"kind": "path_attention", "heads": 3, "short_convolution": convolution("input")}, repeat=2)
+    ),
+    "path-own-widths": design(
+        layer(
+            {
+                "kind": "path_attention",
+                "heads": 6,
+                "kv_heads": 2,
+                "head_dim": 5,
+                "value_dim": 7,
+                "vector_rank": 3,
+                "conv_kernel": 2,
+                "scale": 0.7,
+            },
+            repeat=2,
+        ),
+        norm={"kind": "layer"},
+    ),
     "differential": design(layer(differential(kv_heads=1), repeat=2)),
     "differential-window-own-widths": design(
         layer(differential(4, kv_heads=2, head_dim=5, value_dim=7, window=3, bias=True, position=BUCKETS))
@@ -531,6 +551,13 @@ CASES |= {
     "moe-shared-scale": moe(shared=2, shared_scale=0.5, scale=0.5, shared_gate=True),
     "moe-shared-bias": moe(4, 2, shared=2, bias="shared", capacity_factor=0.8),
     "moe-mlp-shared": moe(expert="mlp", shared=2, shared_gate=True, aux_loss=0.3, z_loss=0.01, bias_update=0.5),
+    "moe-hash": moe(5, 2, selection="hash", aux_loss=0.2, shared=1),
+    "moe-hash-sigmoid": design(
+        layer(attention(3), {"kind": "moe", "experts": 4, "top_k": 1, "hidden": 7, "selection": "hash", "hash_seed": 3,
+                             "routing": "sigmoid", "renormalize": False, "capacity_factor": 0.7}),
+        layer(attention(3), {"kind": "moe", "experts": 6, "top_k": 3, "hidden": 5, "selection": "hash",
+                             "routing": "topk_softmax", "scale": 1.5}),
+    ),
     "moe-every-expert": moe(3, 3, renormalize=False, z_loss=0.1, expert="mlp"),
     "moe-one-expert": moe(1, 1, routing="sigmoid", renormalize=False),
     "moe-sigmoid-eps": moe(6, 2, routing="sigmoid", renormalize_eps=0.5, scale=1.5, bias_update=0.1),

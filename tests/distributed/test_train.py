@@ -154,6 +154,7 @@ def test_what_ranks_cannot_do_is_refused(tmp_path: Path) -> None:
     jobs = {
         "fp8": replace(job, settings=replace(job.settings, precision="bf16", fp8=True)),
         "loss layers": replace(job, distillation=layers),
+        "qk_clip": replace(job, settings=replace(job.settings, qk_clip=100.0)),
     }
     for refusal in built_models.REFUSED_ON_RANKS:
         sentence = f"{refusal.name}: {refusal.reason}"

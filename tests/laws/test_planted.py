@@ -20,6 +20,7 @@ from heddle.model.multi_token import MultiTokenModule, _tokens_ahead, prediction
 from heddle.model.size import measure_size
 from heddle.model.state import State
 from heddle.numerics.activations import swiglu_clamped
+from heddle.numerics.attention.householder import householder_products
 from heddle.numerics.attention.indexer import _block_scores, _selected, blocks_of, select_keys
 from heddle.numerics.attention.latent import (
     _absorbed,
@@ -114,6 +115,7 @@ from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
 from heddle.parts.mixers.mamba2 import Mamba2
 from heddle.parts.mixers.pair import Pair, _larger
+from heddle.parts.mixers.path_attention import PathAttention
 from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.mixers.short_conv import ShortConv
 from heddle.parts.modules.dropout import BranchDropout, Dropout
@@ -305,6 +307,13 @@ BUGS = [
         reads(TokenBias.__call__, "ordered", lambda _: True)),
     Bug("gates that a state does not keep", "chunked_decoding", "attention-forget",
         calls(Attention._attend, "extend", lambda cache, logs, *rest: cache.extend(0.0 * logs, *rest), nth=0)),
+    # PaTH attention, whose formula only its oracle knows (tests/parts/test_path_attention.py)
+    Bug("rates that a state does not keep", "chunked_decoding", "path",
+        calls(PathAttention._attend, "extend", lambda cache, rates, *rest: cache.extend(0.0 * rates, *rest), nth=1)),
+    Bug("vectors of earlier documents in the convolution of a state", "chunked_decoding", "path-own-widths",
+        calls(PathAttention._attend, "next_state", lambda convolution, x, layout, last: last)),
+    Bug("products over the documents before", "document_isolation", "path",
+        reads(householder_products, "segment_ids", lambda _: None, 0)),
     Bug("logits by the distance from the call's first token", "chunked_decoding", "attention-relative",
         calls(TokenBias.__call__, "offsets", lambda mask: mask.offsets() - mask.q_positions[:, :1, None])),
     Bug("relative logits of earlier queries", "padding_invariance", "attention-relative-window",
@@ -752,6 +761,9 @@ BUGS = [
     Bug("a curvature that starts anew in every call", "chunked_decoding", "kda-preconditioned",
         calls(Preconditioner.forward, "_sums", lambda module, inputs, state: module._sums(inputs, None))),
     # RWKV-7
+    # Experts by a hash of the token's id (tests/parts/test_hash_routing.py)
+    Bug("experts of the token before in the call", "chunked_decoding", "moe-hash",
+        reads(MoE._hashed, "tokens", lambda tokens: tokens.roll(1, 1), 0)),
     Bug("an RWKV-7 state that decays at padding", "padding_not_cached", "rwkv7",
         calls(RWKV7._recurrence, "without_padding", lambda _, x, layout: x, nth=2)),
     Bug("padding written into an RWKV-7 state", "padding_not_cached", "rwkv7",

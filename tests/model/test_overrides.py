@@ -23,6 +23,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "linear_attention": {**HEADS, "normalization": "kernel", "feature_map": "learned"},
     "mamba2": {"heads": 4, "state_size": 8},
     "pair": {"first": {"kind": "attention", **HEADS}, "second": {"kind": "mamba2", "heads": 4}},
+    "path_attention": {"heads": 4, "kv_heads": 2, "vector_rank": 6},
     "retention": {**HEADS, "decay": "learned", "gate": "silu"},
     "rwkv7": {"heads": 4, "decay_rank": 4, "gate_rank": 4},
     "short_conv": {"conv_kernel": 4},

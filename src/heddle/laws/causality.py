@@ -173,8 +173,11 @@ def _part_call(model: Decoder, part: Mixer | Feedforward, layout: Layout, draw: 
     """Random inputs of a mixer or a feed-forward, and its outputs. draw: the seed of the inputs."""
     generator = torch.Generator().manual_seed(2 + draw)
     x = normal_tensor((1, layout.positions.shape[1], model.config.width), generator).requires_grad_()
+    layout = replace(layout, handed_over=HandedOver())
+    assert layout.handed_over is not None
     if isinstance(part, Mixer):
-        return x, _after_sources(model, part, x, replace(layout, handed_over=HandedOver()))
+        return x, _after_sources(model, part, x, layout)
+    layout.handed_over.tokens = torch.full(layout.positions.shape, draw)
     y, _ = part(x, layout)
     return x, y
 

@@ -5,6 +5,7 @@ The laws hold for every feed-forward. Without experts they check what any functi
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.random import RandomKey, use_random_key
 from heddle.parts.feedforwards import ExpertInfo, Feedforward
-from heddle.parts.layout import Layout
+from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.modules.router_statistics import RouterStatistics, record_router_statistics
 from heddle.parts.position_table import PositionTable
 
@@ -50,8 +51,15 @@ def _mixtures(config: ModelConfig) -> Iterator[Mixed]:
 
 def _forward(part: Feedforward, x: Tensor, layout: Layout | None = None) -> Tensor:
     with torch.no_grad():
-        y: Tensor = part(x, Layout.causal(*x.shape[:2]) if layout is None else layout)[0]
+        y: Tensor = part(x, _with_ids(x, layout))[0]
     return y
+
+
+def _with_ids(x: Tensor, layout: Layout | None = None) -> Layout:
+    """A layout whose ids of tokens depend on the tokens x [B, T, width] alone. None: one document in each row."""
+    handed_over = HandedOver()
+    handed_over.tokens = (x[..., 0].detach().double() * 1e6).nan_to_num().long()
+    return replace(Layout.causal(*x.shape[:2]) if layout is None else layout, handed_over=handed_over)
 
 
 def _statistics(part: Feedforward, x: Tensor, layout: Layout | None = None) -> RouterStatistics:
@@ -70,8 +78,10 @@ def _experts_of_each_token(part: Feedforward, x: Tensor) -> Tensor:
 
 
 def expert_permutation(config: ModelConfig) -> None:
-    """Permuting the experts and the rows of their router leaves the output unchanged."""
+    """Permuting the experts and the rows of their router leaves the output unchanged, unless a hash selects experts."""
     for part, mixture, x in _mixtures(config):
+        if mixture.hashed:
+            continue
         before = _forward(part, x)
         generator, groups = torch.Generator().manual_seed(7), mixture.groups
         inside = torch.rand(groups, mixture.num_experts // groups, generator=generator, device="cpu").argsort(1)
@@ -105,7 +115,7 @@ def top_k_routing(config: ModelConfig) -> None:
             raise LawViolation(f"tokens have {chosen.sum(1).tolist()} experts instead of top_k = {mixture.top_k}")
         if not torch.equal(_statistics(part, row).expert_counts, chosen.sum(0)):
             raise LawViolation("the loads of a row are not the sum over its tokens, one by one")
-        y, _ = part(row, Layout.causal(1, LENGTH))
+        y, _ = part(row, _with_ids(row))
         last = mixture.weights[-1]  # of the last projection: only hidden activations of zero can hide it
         for token in range(LENGTH):
             (slope,) = torch.autograd.grad(y[0, token].sum(), last, retain_graph=True)
@@ -135,7 +145,7 @@ def idle_experts(config: ModelConfig) -> None:
         def both(
             learned: list[Tensor] = learned, part: Feedforward = part, mixture: ExpertInfo = mixture
         ) -> tuple[Tensor, tuple[Tensor, ...]]:
-            y, _ = part(learned[0], Layout.causal(1, 1))
+            y, _ = part(learned[0], _with_ids(learned[0]))
             gradients = torch.autograd.grad(y.sin().sum(), learned, allow_unused=True)
             if any(slope is None for slope, value in zip(gradients, learned, strict=True) if _within(value, mixture)):
                 raise LawViolation("an expert without tokens has no gradient, instead of zero")
@@ -161,8 +171,10 @@ def _within(value: Tensor, mixture: ExpertInfo) -> bool:
 
 
 def routing_ties(config: ModelConfig) -> None:
-    """Where router scores are equal, every token is routed to the experts with the lowest indices."""
+    """Where router scores are equal, every token is routed to the experts with the lowest indices, if scores select."""
     for part, mixture, x in _mixtures(config):
+        if mixture.hashed:
+            continue
         with torch.no_grad():
             for parameter in mixture.router.parameters():
                 parameter.zero_()

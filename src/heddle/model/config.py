@@ -266,7 +266,9 @@ class ModelConfig(Config):
             return
         if reason := too_many_layers(self.depth + self.multi_token.depth):
             refuse("multi_token.depth", reason)
-        mixer = self.last_layer.mixer
+        mixer, feedforward = self.last_layer.mixer, self.last_layer.feedforward
+        if feedforward is not None and feedforward.reads_tokens:
+            refuse("multi_token", "the last layer selects experts by the ids of tokens; change it, or leave this out")
         if mixer is not None and (mixer.reads_kv or mixer.adds_first_values):
             what = mixer.kv_read[1] if mixer.reads_kv else "values"
             refuse("multi_token", f"the last layer reads {what} of another layer; give it its own, or leave this out")
@@ -341,9 +343,16 @@ class ModelConfig(Config):
 
     @property
     def hands_over(self) -> bool:
-        """Whether a layer reads keys or values of an earlier one, or its own part of the embedding."""
+        """Whether a layer reads keys or values of an earlier one, its own part of the embedding, or token ids."""
         sources = (*self.kv_sources, *self.value_sources)
-        return self.embedding.per_layer is not None or any(source is not None for source in sources)
+        reads_ids = self.embedding.per_layer is not None or self.reads_tokens
+        return reads_ids or any(source is not None for source in sources)
+
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """Whether a feed-forward reads the ids of tokens."""
+        feedforwards = [layer.feedforward for _, layer in self.expand()]
+        return any(feedforward is not None and feedforward.reads_tokens for feedforward in feedforwards)
 
     @cached_property
     def weight_sources(self) -> tuple[int, ...]:

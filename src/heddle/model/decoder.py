@@ -524,6 +524,11 @@ class Decoder(nn.Module):
     def embedded(self, tokens: Tensor, layout: Layout) -> Tensor:
         """tokens [B, T] -> the embedding's output [B, T, width]; what layers read beside it is left in the layout."""
         x: Tensor = self.embed(tokens, layout)
+        if self.config.reads_tokens:
+            if tokens.is_floating_point():
+                raise ConfigError("tokens: are vectors, but a feed-forward (selection: hash) reads ids; give ids")
+            assert layout.handed_over is not None
+            layout.handed_over.tokens = tokens
         if self.embed.per_layer is not None:
             assert layout.handed_over is not None
             layout.handed_over.per_layer = self.embed.per_layer(tokens, x, layout)

@@ -182,12 +182,14 @@ class HandedOver:
     """What layers hand to later ones within a call, by layer index.
 
     per_layer: what the embedding hands to each layer [B, T, layers, dim] (`embedding.per_layer`).
+    tokens: the ids of the call, int64 [B, T], for layers that read them.
     An object, not a dictionary: FSDP copies the dictionaries of a layout for each layer.
     """
 
     def __init__(self) -> None:
         self.by_layer: dict[int, Any] = {}
         self.per_layer: Tensor | None = None
+        self.tokens: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

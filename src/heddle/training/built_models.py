@@ -103,6 +103,12 @@ REFUSED_ON_RANKS = (
     RankRefusal(
         "fp8", "it scales whole matrices, and a rank has only some rows", "leave it out", lambda job: job.settings.fp8
     ),
+    RankRefusal(
+        "qk_clip",
+        "it scales the rows of whole heads, and a rank has only some rows",
+        "leave it out",
+        lambda job: job.settings.qk_clip is not None,
+    ),
     RankRefusal("loss layers", "it runs single layers of a whole model", "compare logits", _compares_layers),
 )
 

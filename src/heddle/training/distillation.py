@@ -150,10 +150,9 @@ class Distillation:
         for field in ("depth", "width", "residual"):
             if getattr(model.config, field) != getattr(teacher.config, field):
                 raise ConfigError(f"loss layers: {field} differs from {self._folder}; compare logits instead")
-        if model.config.embedding.per_layer is not None:
-            raise ConfigError(
-                "loss layers: layers that read per-layer embeddings cannot run alone; compare logits instead"
-            )
+        if model.config.embedding.per_layer is not None or model.config.reads_tokens:
+            reads = "ids of tokens" if model.config.reads_tokens else "per-layer embeddings"
+            raise ConfigError(f"loss layers: layers that read {reads} cannot run alone; compare logits instead")
         if model.config.hands_over:
             raise ConfigError(
                 "loss layers: layers that read the keys or values of others cannot run alone; compare logits instead"

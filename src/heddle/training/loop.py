@@ -79,6 +79,7 @@ def log_line(
         **({"aux_loss": numbers.aux_loss} if numbers.experts or numbers.aux_loss else {}),
         **({"experts": numbers.experts} if numbers.experts else {}),
         **{f"multi_token_loss_{depth}": loss for depth, loss in enumerate(numbers.multi_token, start=1)},
+        **({} if numbers.logits is None else numbers.logits._asdict()),
         "gradient_norm": numbers.gradient_norm,
         "learning_rate": step.learning_rate,
         "skipped": numbers.skipped,
@@ -273,6 +274,8 @@ def train(job: TrainingJob) -> TrainingResult:
     optimizer = build_optimizer(
         models.model, settings.weight_decay, settings.optimizer, settings.lr_scale, scales, rounding
     )
+    if settings.qk_clip is not None:
+        optimizer.check_logits(models.model, settings.qk_clip)
     with ExitStack() as stack:
         if job.ranks.is_first:
             stack.enter_context(RunLock(job.out))
@@ -439,11 +442,17 @@ def _queue_step(job: TrainingJob, state: _LoopState, take: Callable[[int], Prepa
     batch, key = take(progress.step + progress.skipped_batches), (settings.seed, progress.step)
     model, forward_model, teacher = state.models
     batch_result = accumulate_gradients(
-        forward_model, batch, key, settings.gradient_accumulation_steps, job.autocast, teacher
+        forward_model,
+        batch,
+        key,
+        settings.gradient_accumulation_steps,
+        job.autocast,
+        teacher,
+        settings.qk_clip is not None,
     )
     rate = scheduled_learning_rate(settings, progress.step)
     state.optimizer.key = key
-    result = apply_gradients(model, state.optimizer, batch_result, rate, settings.max_gradient_norm)
+    result = apply_gradients(model, state.optimizer, batch_result, rate, settings.max_gradient_norm, settings.qk_clip)
     progress.step += 1
     return QueuedStep(progress.step, batch.batch, result, rate, started)
 

@@ -26,6 +26,7 @@ from heddle.numerics import native
 from heddle.numerics.dispatch import DeviceSize
 from heddle.numerics.norms import euclidean_norms
 from heddle.numerics.random import RandomStream, stochastic_round
+from heddle.parts.mixers import Mixer
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
@@ -419,6 +420,53 @@ class Optimizer:
         self._share_buffers()
         self.masters.write_back(self.key)
         self.discard_gradients()
+
+    # QK-clip (MuonClip; Kimi Team 2025, "Kimi K2", algorithm 1). With S the largest logit of a head in the step, over
+    # all queries and visible keys, before any softcap and bias, and γ = min(1, τ / S):
+    #
+    #     W_q ← √γ W_q,   W_k ← √γ W_k;   W_q ← γ W_q where the keys have other readers
+
+    def check_logits(self, model: Decoder, limit: float) -> None:
+        """Raise ConfigError if QK-clip cannot scale the logits of an attention, or if there is none."""
+        trained, attentions = {id(weight) for weight in self.trainable.values()}, 0
+        for path, mixer in model.named_modules():
+            rows = mixer.logit_rows if isinstance(mixer, Mixer) else None
+            if rows is None:
+                continue
+            if not isinstance(rows, str) and any(id(part.projection.weight) not in trained for part in rows):
+                rows = "has weights of q or k that are not trained"
+            if isinstance(rows, str):
+                raise ConfigError(f"qk_clip {limit:g}: {path} {rows}; leave qk_clip out")
+            attentions += 1
+        if not attentions:
+            raise ConfigError(f"qk_clip {limit:g}: the design has no attention; leave qk_clip out")
+
+    @torch.no_grad()
+    def clip_logits(
+        self, model: Decoder, largest: Mapping[str, Tensor], limit: float, is_applied: Tensor | None = None
+    ) -> None:
+        """Scale weights and biases of q and k so that the logits in `largest` [H], by path, would be at most `limit`.
+
+        is_applied: bool [] on the device; False changes nothing.
+        """
+        names = {id(parameter): name for name, parameter in self.trainable.items()}
+        for path, logits in largest.items():
+            mixer = model.get_submodule(path)
+            rows = mixer.logit_rows if isinstance(mixer, Mixer) else None
+            assert rows is not None
+            assert not isinstance(rows, str)
+            factor = limit / logits.clamp(min=limit)
+            factor = factor if is_applied is None else torch.where(is_applied, factor, 1.0)
+            for projection, parts in rows:
+                per_head = torch.cat([(factor**power)[:, None].expand(-1, count) for count, power in parts], dim=1)
+                for parameter in (projection.weight, projection.bias):
+                    if parameter is None:
+                        continue
+                    copy = None if self.masters.stochastic else self.masters.copies.get(names[id(parameter)])
+                    weight = parameter if copy is None else copy
+                    weight.mul_(per_head.flatten().view(-1, *(1 for _ in weight.shape[1:])))
+                    if copy is not None:
+                        parameter.copy_(copy)
 
     def discard_gradients(self) -> None:
         """Drop all gradients, as after a skipped step."""

@@ -29,6 +29,7 @@ _LATER_FIELDS = (
     "stochastic_rounding",
     "fp8",
     "spike_guard",
+    "qk_clip",
 )  # earlier runs do not have them
 MAX_COUNT = 10**12
 FLOAT8_MULTIPLE = 16  # what sizes of float8 matrices must be multiples of
@@ -50,6 +51,8 @@ class Settings:
     scaled to the model's width (`heddle.training.width_transfer`). None: no scaling.
     spike_guard: after a loss this many deviations above the previous ones, the run returns to its last checkpoint and
     skips the data since then (`heddle.training.loop`). None: never.
+    qk_clip: after a step, q and k of each head whose largest logit in it exceeded this are scaled down to it
+    (`Optimizer.clip_logits`). None: never.
     """
 
     steps: int
@@ -74,6 +77,7 @@ class Settings:
     first_sample: int = 0
     transfer_width: int | None = None
     spike_guard: float | None = None
+    qk_clip: float | None = None
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
@@ -99,6 +103,8 @@ class Settings:
             raise ConfigError(f"seed {self.seed}: must be at least 0 and below 2^62")
         if self.spike_guard is not None and not 0 < self.spike_guard < float("inf"):
             raise ConfigError(f"spike_guard {self.spike_guard}: must be a number above 0, such as 10")
+        if self.qk_clip is not None and not 0 < self.qk_clip < float("inf"):
+            raise ConfigError(f"qk_clip {self.qk_clip}: must be a number above 0, such as 100")
         if self.spike_guard is not None and self.save_every is None:
             raise ConfigError("spike_guard: returns to a checkpoint, and none is saved; set save_every")
         choices_of = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS}
@@ -239,6 +245,9 @@ class TrainSettings(SessionSettings):
     evaluate_every: Annotated[int | None, Option("N", "Steps between evaluations.")] = None
     spike_guard: Annotated[
         float | None, Option("X", "On a loss X deviations above the previous ones, rewind and skip the data.")
+    ] = None
+    qk_clip: Annotated[
+        float | None, Option("X", "QK-clip: scale q and k of heads whose largest logit exceeds X, such as 100.")
     ] = None
     track: Track = ()
     compile: Annotated[bool | None, Option("", "Compile each layer with torch.compile. [where it pays: on CUDA]")] = (

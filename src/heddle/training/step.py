@@ -25,7 +25,7 @@ from heddle.numerics.random import RandomKey, use_random_key
 from heddle.numerics.transfer import HostCopy, to_device
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import EncoderOutput, Layout
-from heddle.parts.modules.router_statistics import IndexLoss, RouterStatistics, record_router_statistics
+from heddle.parts.modules.router_statistics import IndexLoss, LargestLogits, RouterStatistics, record_router_statistics
 from heddle.torch_private import TorchDispatchMode, in_backward_pass, is_mutable, tree_leaves
 from heddle.training.distillation import Teacher
 from heddle.training.optimizer import Optimizer, total_norm
@@ -66,6 +66,7 @@ class RouterMetricsCollector:
     def __init__(self, model: Decoder, batch: Batch) -> None:
         self.model = model
         self.metrics: dict[str, RouterMetrics] = {}  # by the mixture's path
+        self.logits: dict[str, Tensor] = {}  # the largest of each head, by the attention's path
         self.aux_loss = torch.zeros((), dtype=torch.float64, device=model.embed.weight.device)  # mean over tokens
         self._tokens = sum(map(sum, batch.doc_lengths))
         self._source_tokens = 0 if batch.encoder_tokens is None else int((batch.encoder_tokens >= 0).sum())
@@ -98,6 +99,13 @@ class RouterMetricsCollector:
         aux_loss = sum(shares[1:], shares[0])
         self.aux_loss += aux_loss.detach().double()
         return aux_loss
+
+    def add_logits(self, entries: Iterable[LargestLogits]) -> None:
+        """Add the largest logits of one part of the batch."""
+        for entry in entries:
+            name = self._names[entry.mixer]
+            previous = self.logits.get(name)
+            self.logits[name] = entry.logits if previous is None else torch.maximum(previous, entry.logits)
 
     def _tokens_of(self, name: str) -> int:
         """Tokens of the whole batch that a module reads, by its path."""
@@ -145,7 +153,8 @@ class BatchResult:
     float64 []; not part of `loss`. router_metrics: by the path of each mixture of experts. distillation: with a
     teacher, the KL from it ('divergence', mean over targets, in nats) and, if layers are compared, 'layer_error'; each
     without its weight. multi_token: of each depth of a design with multi-token modules, mean over its targets, without
-    its weight; not part of `loss`. ranks: the ranks that share the step.
+    its weight; not part of `loss`. ranks: the ranks that share the step. largest_logits: of each head [H], by the path
+    of its attention; empty unless they were asked for.
     """
 
     loss: Tensor
@@ -154,6 +163,14 @@ class BatchResult:
     distillation: Mapping[str, Tensor] = field(default_factory=dict)
     ranks: Ranks = ONE_PROCESS
     multi_token: Sequence[Tensor] = ()
+    largest_logits: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class LogitSummary(NamedTuple):
+    """largest_logit: of all heads. clipped_heads: how many had a larger one than QK-clip allows."""
+
+    largest_logit: float
+    clipped_heads: int
 
 
 class StepNumbers(NamedTuple):
@@ -161,6 +178,7 @@ class StepNumbers(NamedTuple):
 
     loss: mean nats per target. gradient_norm: before clipping. skipped: the update was not applied. aux_loss,
     distillation and multi_token: as in `BatchResult`. experts: the summary of each mixture of experts, by its path.
+    logits: with QK-clip.
     """
 
     loss: float
@@ -170,6 +188,7 @@ class StepNumbers(NamedTuple):
     distillation: dict[str, float]
     experts: RouterSummary
     multi_token: tuple[float, ...] = ()
+    logits: LogitSummary | None = None
 
 
 class StepResult:
@@ -177,15 +196,18 @@ class StepResult:
 
     `read` waits for this step, but not for work queued after it: a loop that reads a step once the next is queued keeps
     the device busy. `loss`, `gradient_norm` and `skipped` call `read`. is_state_finite: bool [], whether weights and
-    moments were finite before the step.
+    moments were finite before the step. qk_clip: the largest logit that QK-clip leaves as it is.
     """
 
-    def __init__(self, batch: BatchResult, gradient_norm: Tensor, is_state_finite: Tensor) -> None:
+    def __init__(
+        self, batch: BatchResult, gradient_norm: Tensor, is_state_finite: Tensor, qk_clip: float | None = None
+    ) -> None:
         losses = (batch.loss, gradient_norm, batch.aux_loss, *batch.multi_token, *batch.distillation.values())
         checked = torch.stack([value.detach().to(gradient_norm.device, torch.float64) for value in losses])
         self.is_finite = checked.isfinite().all() & is_state_finite  # bool [], on the device: the update may be applied
         metrics = [value.double().flatten() for entry in batch.router_metrics.values() for value in entry]
-        self._copy = HostCopy(torch.cat((checked, self.is_finite.double()[None], *metrics)))
+        self._qk_clip, heads = qk_clip, [logits.double() for logits in batch.largest_logits.values()]
+        self._copy = HostCopy(torch.cat((checked, self.is_finite.double()[None], *metrics, *heads)))
         self._distillation, self._depth = tuple(batch.distillation), len(batch.multi_token)
         self._experts = {path: len(entry.expert_counts) for path, entry in batch.router_metrics.items()}
 
@@ -205,7 +227,11 @@ class StepResult:
             experts[path] = RouterMetrics(counts.long(), dropped.long(), entropy, tokens.long()).summary()
             start += size + 3
         distillation = dict(zip(self._distillation, values[:count], strict=True))
-        return StepNumbers(loss, norm, not is_finite, aux_loss, distillation, experts, multi_token)
+        logits, limit = copy[start:], self._qk_clip
+        summary = None
+        if limit is not None and logits.numel():
+            summary = LogitSummary(float(logits.max()), int((logits > limit).sum()) if is_finite else 0)
+        return StepNumbers(loss, norm, not is_finite, aux_loss, distillation, experts, multi_token, summary)
 
     @property
     def loss(self) -> float:
@@ -334,12 +360,14 @@ def accumulate_gradients(
     accumulation_steps: int = 1,
     autocast: torch.dtype | None = None,
     teacher: Teacher | None = None,
+    record_logits: bool = False,
 ) -> BatchResult:
     """Accumulate the gradients of a batch's mean loss and auxiliary loss in `accumulation_steps` parts of equal rows.
 
     Multi-token modules add `loss_weight` · mean of their losses, unless a distillation compares only layers.
     Targets of −1 do not enter the loss. key: (seed, step), which keys dropout together with the sample, so that the
     number of parts does not change the result. teacher: use the distillation loss. A prepared batch is already split.
+    record_logits: also compute the largest logits of attentions.
     """
     device = model.embed.weight.device
     if isinstance(batch, Batch):
@@ -356,7 +384,11 @@ def accumulate_gradients(
             with automatic_cast:
                 taught = None if teacher is None else teacher.read(model, tokens[:, :-1], layout, tokens_in_batch)
             grad_enabled = teacher is None or teacher.uses_head
-            with record_router_statistics() as recorded, automatic_cast, torch.set_grad_enabled(grad_enabled):
+            with (
+                record_router_statistics(record_logits) as recorded,
+                automatic_cast,
+                torch.set_grad_enabled(grad_enabled),
+            ):
                 if part.encoder is not None:
                     layout = layout.with_encoder_output(model.encode(*part.encoder))
                 hidden, _ = model(tokens[:, :-1], layout)
@@ -371,6 +403,7 @@ def accumulate_gradients(
                     layer_error += taught.layer_error
             # Recording has ended: layers that the backward pass recomputes are not counted twice.
             aux_loss = collector.add(recorded.entries, recorded.index_losses)
+            collector.add_logits(recorded.logits or ())
             # The backward pass stays under the random key: recomputed layers must draw the same dropout.
             if grad_enabled:
                 torch.autograd.backward(sum((loss for loss in (aux_loss, ahead_loss) if loss is not None), objective))
@@ -383,7 +416,9 @@ def accumulate_gradients(
         collector.sum_over(batch.ranks)
     loss = batch.ranks.sum(batch_loss)
     multi_token = ahead.sums_over(batch.ranks)
-    return BatchResult(loss, collector.aux_loss, collector.metrics, distillation, batch.ranks, multi_token)
+    return BatchResult(
+        loss, collector.aux_loss, collector.metrics, distillation, batch.ranks, multi_token, collector.logits
+    )
 
 
 def run_encoder(model: Decoder, encoder_tokens: np.ndarray) -> EncoderOutput:
@@ -399,22 +434,30 @@ def _encoder_input(encoder_tokens: np.ndarray, device: torch.device | str) -> tu
 
 
 def apply_gradients(
-    model: Decoder, optimizer: Optimizer, batch: BatchResult, learning_rate: float, max_gradient_norm: float
+    model: Decoder,
+    optimizer: Optimizer,
+    batch: BatchResult,
+    learning_rate: float,
+    max_gradient_norm: float,
+    qk_clip: float | None = None,
 ) -> StepResult:
     """Clip the gradients and update the weights.
 
     The update is skipped, and weights and optimizer state stay unchanged, if a loss, the gradient norm, a weight or a
     moment is not finite. After an update, each mixture with trained experts or router updates its expert bias once. The
-    norm is global, over all trainable parameters. On an accelerator the host reads nothing; later kernels read a flag.
+    norm is global, over all trainable parameters. qk_clip: scales q and k of heads with larger logits after an update.
+    On an accelerator the host reads nothing; later kernels read a flag.
     """
     updated = optimizer.take_gradients()
     norm = total_norm([weight.grad for weight in updated if weight.grad is not None])
     bad_ranks = batch.ranks.sum((~optimizer.is_finite()).float())
-    result = StepResult(batch, norm, bad_ranks == 0)
+    result = StepResult(batch, norm, bad_ranks == 0, qk_clip)
     on_host = device_type(norm) == "cpu" or not optimizer.skips_on_device
     if not on_host or bool(result.is_finite):
         nn.utils.clip_grads_with_norm_(updated, max_gradient_norm, norm)
         optimizer.step(learning_rate, None if on_host else (~result.is_finite).float())
+        if qk_clip is not None:
+            optimizer.clip_logits(model, batch.largest_logits, qk_clip, None if on_host else result.is_finite)
         trainable_ids = {id(parameter) for parameter in optimizer.trainable.values()}
         for path, metrics in batch.router_metrics.items():
             feedforward = model.get_submodule(path)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from heddle.numerics.attention.householder import BLOCK, householder_flops
 from heddle.numerics.attention.softmax import attention_flops
 from heddle.numerics.linear import linear_flops
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
@@ -297,6 +298,23 @@ def differential_attention(n: Quantities) -> Costs:
     return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
 
 
+@costs_of("mixers", "path_attention")
+def path_attention(n: Quantities) -> Costs:
+    """Projections, the convolution of w, products of its matrices, and visible pairs; the cache has w and β as well."""
+    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width)
+    value_dim, keys = n.default("value_dim", dim), groups * dim
+    block, pairs = n.least(BLOCK, n.tokens), n.tokens * (n.tokens + 1) / 2
+    own = Costs(
+        flops=attention_flops(pairs, 1, n.heads, dim + value_dim)
+        + householder_flops(pairs, n.tokens, n.heads, groups, dim, block),
+        cached=n.tokens * groups * (2 * dim + value_dim),
+        recurrent=n.tokens * groups,
+    )
+    read = projection(n, n.width, n.heads * dim + groups * (dim + value_dim) + n.vector_rank)
+    read += projection(n, n.width, groups, 1) + projection(n, n.vector_rank, keys)
+    return read + convolution_costs(n, keys) + own + projection(n, n.heads * value_dim, n.width)
+
+
 @costs_of("mixers", "latent_attention")
 def latent_attention(n: Quantities) -> Costs:
     """Projections down and up, and visible pairs of expanded keys; the cache holds latents."""
@@ -539,6 +557,14 @@ def _check_mixture(n: Quantities) -> None:
     n.refuse(without_gate, expert="mlp", activation="swiglu_clamped")
     check_activation(n)
     by_group, groups, top_groups = n.equals("routing", "softmax_group_max"), n.has("groups"), n.has("top_groups")
+    hashed, one = n.equals("selection", "hash"), 1 - n.above(n.least(n.top_k, 2), 1)
+    n.refuse((1 - hashed) * n.hash_seed, hash_seed=1)
+    n.refuse(hashed * (1 - groups) * n.equals("routing", "sigmoid_logits"), selection="hash", routing="sigmoid_logits")
+    n.refuse(hashed * groups, selection="hash", routing="sigmoid", groups=2, top_groups=1)
+    n.refuse(hashed * n.has("bias_update"), selection="hash", bias_update=0.1)
+    n.refuse(hashed * (1 - n.above(n.experts, n.top_k)), selection="hash", top_k=8)
+    gate_is_one = one * (1 - eps) * (1 - (1 - renormalized) * (1 - softmax))
+    n.refuse(hashed * gate_is_one, selection="hash", top_k=1)
     sigmoid = n.equals("routing", "sigmoid")
     others = 1 - sigmoid - by_group
     n.refuse(others * groups, n.routing, routing="softmax_topk", groups=4)

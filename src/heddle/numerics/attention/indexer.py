@@ -79,6 +79,18 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor | None) -> Tensor:
         return torch.einsum("bht,bhts->bts", at_least_float32(weights), per_head.relu())[:, None]
 
 
+@torch.no_grad()
+def largest_logits(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """The largest scale · q·k of each head over its visible pairs: [H] in at least float32; −inf without any."""
+    q, k = q.detach(), zero_unused_slots(k.detach(), k.detach(), mask)[0]
+    largest = at_least_float32(q.new_full((q.shape[1],), float("-inf")))
+    for queries in _query_tiles(q, q.shape[0] * q.shape[1] * k.shape[2]):
+        scores = index_scores(q[:, :, queries], k, None) * scale
+        shown = scores.masked_fill(~mask.visible(q.shape[1], queries), float("-inf"))
+        largest = torch.maximum(largest, shown.amax((0, 2, 3))) if shown.numel() else largest
+    return largest
+
+
 def select_keys(q: Tensor, k: Tensor, weights: Tensor | None, mask: AttentionMask, choice: Choice) -> AttentionMask:
     """The mask that shows only the selected keys. Shapes as in `index_scores`. It has no gradient.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from heddle.numerics.attention.householder import HouseholderProducts
 from heddle.numerics.norms import at_least_float32
 
 V = TypeVar("V")
@@ -170,8 +171,8 @@ def visible_pairs(queries: int, keys: int, window: int | None, causal: bool, mos
     return partial_queries * (2 * first_visible + partial_queries - 1) // 2 + (queries - partial_queries) * max_keys
 
 
-# Modifiers of attention scores: softcap (Gemma 2), a score bias (ALiBi, T5), a bias by tokens (FoX, Inkling), attention
-# sink (gpt-oss).
+# Modifiers of attention scores: softcap (Gemma 2), a score bias (ALiBi, T5), a bias by tokens (FoX, Inkling, PaTH),
+# attention sink (gpt-oss).
 #
 #     score = cap · tanh(q k · scale / cap) + bias_h(i − j) + bias_h,i,j,   weights = softmax([scores ; sink_h])[:-1]
 #
@@ -203,20 +204,24 @@ class TokenBias(NamedTuple):
     """What the tokens themselves add to the score of query i and key j, in causal attention.
 
     log_forget [B, H, S]: Σ_l log_forget_l over the tokens l after j up to i, those hidden from i left out. relative
-    [B, H, T, E]: element i − j of query i, and 0 from E on. ordered: whether later keys of a document have later slots.
+    [B, H, T, E]: element i − j of query i, and 0 from E on. products: what they add, without a window. ordered: whether
+    later keys of a document have later slots.
     """
 
     log_forget: Tensor | None = None
     relative: Tensor | None = None
+    products: HouseholderProducts | None = None
     ordered: bool = True
 
     def for_queries(self, queries: slice) -> "TokenBias":
         """The bias of some of the queries."""
-        return self if self.relative is None else self._replace(relative=self.relative[:, :, queries])
+        relative = None if self.relative is None else self.relative[:, :, queries]
+        products = None if self.products is None else self.products._replace(q=self.products.q[:, :, queries])
+        return self._replace(relative=relative, products=products)
 
     def __call__(self, mask: AttentionMask) -> Tensor:
         """[B, H, T, S] in at least float32. Sums run over each query's own keys, so no other document changes a bit."""
-        biases = []
+        biases = [] if self.products is None else [self.products.bias(mask.visible(1)[:, 0])]
         if self.relative is not None:
             offsets, extent = mask.offsets().to(torch.int64)[:, None], self.relative.shape[3]
             index = offsets.clamp(0, extent - 1).expand(*self.relative.shape[:2], -1, -1)
@@ -230,7 +235,7 @@ class TokenBias(NamedTuple):
             shown = at_least_float32(logs).masked_fill(~visible, 0.0)
             later = functional.pad(shown[..., 1:], (0, 1)).flip(3).cumsum(3).flip(3)
             biases.append(later if order is None else later.gather(3, order.argsort(3).expand_as(later)))
-        return biases[0] if len(biases) == 1 else biases[0] + biases[1]
+        return sum(biases[1:], biases[0])
 
 
 class ScoreModifiers(NamedTuple):

@@ -251,9 +251,31 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(at_least_float32(x), at_least_float32(weight), wide)
 
 
-def route(logits: Tensor, balancing_bias: Tensor | None, config: RoutingConfig) -> Route:
+# Hash routing (Roller et al. 2021; the first layers of DeepSeek V4, 2026): a fixed function of the token's id selects
+# experts, and scores only weight them. A token's experts are those with the highest of a 32-bit hash of seed, id and
+# expert, so that they differ, and each expert has about as many ids.
+
+WORD = 2**32 - 1
+MIXERS = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))  # shifts and factors (Wellons 2018, lowbias32)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A permutation of 32-bit numbers, int64, in which every bit depends on every bit."""
+    for shift, factor in MIXERS:
+        x = (x ^ (x >> shift)) * factor & WORD
+    return x
+
+
+def hashed_experts(tokens: Tensor, experts: int, top_k: int, seed: int) -> Tensor:
+    """The experts of token ids int64 [...], int64 [..., k], the highest hash first."""
+    codes = _mixed(torch.arange(experts, device=tokens.device) + experts * seed & WORD)
+    return stable_topk(_mixed(tokens[..., None] & WORD ^ codes), top_k)
+
+
+def route(logits: Tensor, balancing_bias: Tensor | None, config: RoutingConfig, chosen: Tensor | None = None) -> Route:
     """logits [..., experts], balancing_bias [experts] (added for selection only) -> the route.
 
+    chosen: int64 [..., k], the experts, if scores do not select them.
     Gates and probabilities are differentiable, expert indices are not.
     """
     with without_autocast(logits):
@@ -264,7 +286,7 @@ def route(logits: Tensor, balancing_bias: Tensor | None, config: RoutingConfig) 
         with torch.no_grad():
             chosen_by = logits if config.routing == "sigmoid_logits" else scores
             biased = chosen_by if balancing_bias is None else chosen_by + balancing_bias.to(scores.dtype)
-            expert_indices = select_experts(biased, config)
+            expert_indices = select_experts(biased, config) if chosen is None else chosen
         eps = config.renormalize_eps
         if eps is None and (config.renormalize or config.routing == "topk_softmax"):
             gates = log_scores.gather(-1, expert_indices).softmax(-1)

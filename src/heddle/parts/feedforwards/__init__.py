@@ -51,6 +51,11 @@ class FeedforwardConfig(Part, ABC):
         """The number of hidden channels that a token uses; None: not stated."""
         return None
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads the ids of tokens (`HandedOver.tokens`)."""
+        return False
+
     @classmethod
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
         """As many hidden channels as a token used in the previous feed-forward."""
@@ -68,7 +73,8 @@ class ExpertInfo(NamedTuple):
     router: the module that computes the logits [..., experts]. weights: the parameters of the experts, output
     projection last. The first dimension of these, and of the router's own parameters, is the expert.
     groups: number of equal groups of adjacent experts that are selected together. capacity_factor: in training, an
-    expert takes at most this times its even share of a row's choices; None: no limit.
+    expert takes at most this times its even share of a row's choices; None: no limit. hashed: whether the ids of tokens
+    select experts, not their scores.
     """
 
     router: nn.Module
@@ -77,6 +83,7 @@ class ExpertInfo(NamedTuple):
     top_k: int
     groups: int = 1
     capacity_factor: float | None = None
+    hashed: bool = False
 
 
 class Feedforward(nn.Module, ABC):

@@ -19,6 +19,7 @@ from heddle.numerics.experts.mixture import (
     Route,
     Routing,
     RoutingConfig,
+    hashed_experts,
     route,
     router_logits,
     run_experts,
@@ -195,6 +196,9 @@ class MoEConfig(FeedforwardConfig):
     read f(W₂ f(W₁ N(D x + d) + b₁) + b₂), of r elements, in the place of x, with f = gelu and the model's norm N
     (ZAYA1, 2025).
 
+    With `selection: hash` a fixed hash of the token's id selects the experts, and `routing` gives only their gates
+    (Roller et al. 2021; the first layers of DeepSeek V4, 2026). `hash_seed` gives other experts, for other layers.
+
     Load balancing: `aux_loss` and `z_loss` are coefficients of losses that training adds. With `bias_update`, a bias
     that is added only for the selection moves by this much each step (0: it stays as loaded). With
     `capacity_factor`, in training, an expert takes at most ⌈capacity_factor · top_k · tokens / experts⌉ choices of a
@@ -203,7 +207,7 @@ class MoEConfig(FeedforwardConfig):
 
     aliases = ("mixture_of_experts",)
     data_dependent = ("capacity_factor",)
-    later_fields = ("weighted", "router_rank", "router_softcap", "shared_scale")
+    later_fields = ("weighted", "router_rank", "router_softcap", "shared_scale", "selection", "hash_seed")
 
     experts: Width
     top_k: Width
@@ -219,6 +223,8 @@ class MoEConfig(FeedforwardConfig):
     shared_gate: bool = False
     shared_scale: PositiveFloat | None = None  # default: 1
     routing: Routing = "softmax_topk"
+    selection: Literal["scores", "hash"] = "scores"  # of experts: by the router, or by the ids of tokens
+    hash_seed: Annotated[int, Field(ge=0, lt=2**16)] = 0
     renormalize: bool = True
     renormalize_eps: PositiveFloat | None = None
     weighted: Literal["outputs", "inputs"] = "outputs"
@@ -258,7 +264,25 @@ class MoEConfig(FeedforwardConfig):
             refuse("activation", f"'{self.activation}' needs a gate; choose expert: gated, or another activation")
         activation_settings(self.activation, self.limit, self.alpha)
         self._check_groups()
+        self._check_selection()
         return self
+
+    def _check_selection(self) -> None:
+        if self.selection == "scores":
+            if self.hash_seed:
+                refuse(
+                    "hash_seed", f"{self.hash_seed} does nothing without selection: hash; give it, or leave this out"
+                )
+            return
+        if self.groups is not None or self.routing == "sigmoid_logits":
+            name = "routing" if self.groups is None else "groups"
+            refuse(name, "selects experts by scores, but selection is hash; choose another routing, without groups")
+        if self.bias_update is not None:
+            refuse("bias_update", "moves a selection by scores, but selection is hash; leave it out")
+        if self.top_k == self.experts:
+            refuse("selection", f"hash selects all experts if top_k = {self.top_k}; choose fewer, or leave it out")
+        if self.top_k == 1 and self.renormalize_eps is None and (self.renormalize or self.routing == "topk_softmax"):
+            refuse("top_k", "1 makes the gate 1, so with hash nothing reads the router; give renormalize: false")
 
     def _check_groups(self) -> None:
         groups, top_groups = self.groups, self.top_groups
@@ -296,6 +320,11 @@ class MoEConfig(FeedforwardConfig):
             top_groups=None if single_group else self.top_groups,
             **activation_settings(self.activation, self.limit, self.alpha),
         )
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether `selection` is hash."""
+        return self.selection == "hash"
 
     @property
     def active_hidden(self) -> int:
@@ -376,7 +405,8 @@ class MoE(Feedforward):
         projections = [projection for projection in (self.gate, self.up, self.down) if projection is not None]
         weights = tuple(parameter for projection in projections for parameter in projection.parameters())
         routing, config = self.routing_config, self.config
-        return ExpertInfo(self.router, weights, config.experts, routing.top_k, routing.groups, config.capacity_factor)
+        sizes, factor = (config.experts, routing.top_k, routing.groups), config.capacity_factor
+        return ExpertInfo(self.router, weights, *sizes, factor, hashed=config.reads_tokens)
 
     @property
     def inactive_parameters(self) -> int:
@@ -397,16 +427,25 @@ class MoE(Feedforward):
         Raises ConfigError if a capacity factor is used in training mode with a state.
         """
         logits, cap = self.router(x), self.config.router_softcap
-        y = self._routed_experts(x, logits if cap is None else cap * (logits / cap).tanh(), layout)
+        chosen = self._hashed(layout) if self.config.reads_tokens else None
+        y = self._routed_experts(x, logits if cap is None else cap * (logits / cap).tanh(), layout, chosen)
         if self.shared is None:
             return y, None
         shared: Tensor = self.shared(x)
         shared = shared if self.config.shared_scale is None else self.config.shared_scale * shared
         return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()), None
 
+    @layout_dependent
+    def _hashed(self, layout: Layout) -> Tensor:
+        """The experts of each token by its id, int64 [B, T, k]."""
+        tokens, config = None if layout.handed_over is None else layout.handed_over.tokens, self.config
+        if tokens is None:
+            raise ConfigError("selection: hash reads the ids of tokens, which only a model hands over; call the model")
+        return hashed_experts(tokens, config.experts, config.top_k, config.hash_seed)
+
     @eager_on_cpu
-    def _routed_experts(self, x: Tensor, logits: Tensor, layout: Layout) -> Tensor:
-        choice = route(logits, self.router.expert_bias, self.routing_config)
+    def _routed_experts(self, x: Tensor, logits: Tensor, layout: Layout, chosen: Tensor | None) -> Tensor:
+        choice = route(logits, self.router.expert_bias, self.routing_config, chosen)
         is_token = None if layout.padding is None else ~layout.padding
         accepted = self._accepted(choice, is_token, layout)
         if self.training or not torch.compiler.is_compiling():  # a compiled decode step has no recorder

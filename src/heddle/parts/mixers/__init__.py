@@ -6,7 +6,7 @@ sequence. Training passes no state, prefill passes an empty one, and decoding pa
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import model_validator
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from heddle.config import DesignError, Part, refuse
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
+from heddle.parts.modules.linear import Linear
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, check_convolved
 from heddle.parts.states import StateSpec
 
@@ -95,6 +96,17 @@ class MixerConfig(Part, ABC):
         """Build the module. Raises DesignError if the config does not fit the context."""
 
 
+class LogitRows(NamedTuple):
+    """Rows of a projection that set the size of each head's logits.
+
+    parts: of each head's rows, in order, (rows, p): multiplied by f^p, the logits of the head are multiplied by f,
+    together with the other projections.
+    """
+
+    projection: Linear
+    parts: Sequence[tuple[int, float]]
+
+
 class Mixer(nn.Module, ABC):
     """Maps x [B, T, width] to the same shape; each token depends on the tokens that it may see.
 
@@ -135,6 +147,11 @@ class Mixer(nn.Module, ABC):
     def value_fields(self) -> Mapping[str, Any]:
         """Empty: it neither adds values of another layer nor hands over its own."""
         return {}
+
+    @property
+    def logit_rows(self) -> Sequence[LogitRows] | str | None:
+        """What QK-clip scales, or why nothing can be; None: there is no softmax over keys."""
+        return None
 
     @property
     def lookback(self) -> int | None:

@@ -42,7 +42,7 @@ With `indexer` each query attends only to the `top_k` visible keys or blocks tha
 Attention, 2025; MoBA, 2025; MiniMax M3, 2026; see `IndexerConfig`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -68,11 +68,20 @@ from heddle.numerics.norms import at_least_float32, rms_norm
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import HandedOver, Layout
-from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, check_norm_width, merge_heads, split_heads
+from heddle.parts.mixers import (
+    LogitRows,
+    Mixer,
+    MixerConfig,
+    check_head_groups,
+    check_norm_width,
+    merge_heads,
+    split_heads,
+)
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueries, build_indexer
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.modules.router_statistics import record_largest_logits
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, ShortConvolutions, build_convolutions
 from heddle.parts.norms import NormConfig
 from heddle.parts.position_table import PositionTable
@@ -430,6 +439,21 @@ class Attention(SelfInitialized, Mixer):
         return {name: getattr(self, name) for name in names} | {"position": self.rotation}
 
     @property
+    def logit_rows(self) -> Sequence[LogitRows] | str:
+        """q and k of each head alike; q alone where others read the keys: more heads, a later layer, the values."""
+        if self.qk_norm is not None:
+            return f"has norms of q and k (qk_norm {self.qk_norm}), which undo a factor of their weights"
+        if self.qkv_clip is not None:
+            return f"bounds q and k as they are projected (qkv_clip {self.qkv_clip:g}), so logits do not follow weights"
+        convolutions = self.convolutions
+        if convolutions is not None and convolutions.has_activation and ("q" in convolutions or "k" in convolutions):
+            return "has an activation after its convolution of q or k, so logits do not follow weights"
+        has_own = self.k is not None and self.v is not None and self.kv_heads == self.heads
+        if self.k is None or not has_own or self.kv_target is not None:
+            return [LogitRows(self.q, [(self.head_dim, 1.0)])]
+        return [LogitRows(self.q, [(self.head_dim, 0.5)]), LogitRows(self.k, [(self.head_dim, 0.5)])]
+
+    @property
     def value_fields(self) -> Mapping[str, Any]:
         """The shape of the values."""
         return {"kv_heads": self.kv_heads, "value_dim": self.value_dim}
@@ -540,6 +564,7 @@ class Attention(SelfInitialized, Mixer):
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias, bias)
         if self.indexer is not None:
             mask = self.indexer.select(index, lambda: (q, k), mask, self.scale, modifiers)
+        record_largest_logits(self, lambda: (q, k), mask, self.scale)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
         if log_forget is not None:
             assert isinstance(state, KVCache | IndexedCache)

@@ -121,6 +121,11 @@ class CrossAttention(Mixer):
         """0: it reads no earlier token of the decoder."""
         return 0
 
+    @property
+    def logit_rows(self) -> str:
+        """Its logits are not measured."""
+        return "is cross-attention, for which QK-clip is not defined"
+
     def init_state(self, spec: StateSpec) -> ProjectedEncoderOutput | SummarizedEncoderOutput:
         """The projected encoder output; its size does not depend on the cache length."""
         encoder_output = spec.encoder_output

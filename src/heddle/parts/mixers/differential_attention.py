@@ -134,6 +134,11 @@ class DifferentialAttention(SelfInitialized, Mixer):
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             fill_normal(self.get_parameter(name), LAMBDA_STD, draws(name))
 
+    @property
+    def logit_rows(self) -> str:
+        """Its logits are not measured."""
+        return "is differential attention, for which QK-clip is not defined"
+
     def init_state(self, spec: StateSpec) -> KVCache:
         """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more."""
         shape = (spec.batch, self.kv_heads, 2 * self.head_dim, self.value_dim)

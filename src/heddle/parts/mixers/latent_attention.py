@@ -11,6 +11,7 @@ see `IndexerConfig`). With `shared_index` a layer has no indexer, and attends to
 with one for all its heads selected (GLM-5.2, 2026).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -22,10 +23,11 @@ from heddle.config import DesignError, Part, PositiveFloat, Width, build_under, 
 from heddle.numerics.attention.latent import expand_latents, latent_attention
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
+from heddle.parts.mixers import LogitRows, Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueries, build_indexer
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections, weight_matrix
+from heddle.parts.modules.router_statistics import record_largest_logits
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
 from heddle.parts.states import KVCache, StateSpec
@@ -154,6 +156,14 @@ class LatentAttention(Mixer):
         index_queries = ("indexer.q",) if query_rank is None else ()
         self.input_projections = ("q", "q_down", "kv_down", "k_rope", *index_queries, "indexer.k", "indexer.weights")
 
+    @property
+    def logit_rows(self) -> Sequence[LogitRows]:
+        """As Kimi K2: q and k without rotation alike, the rotated q alone, since all heads share the rotated key."""
+        queries = self.q if self.q_up is None else self.q_up
+        assert queries is not None
+        query_parts = [(self.nope_dim, 0.5), (self.rope_dim, 1.0)]
+        return [LogitRows(queries, query_parts), LogitRows(self.k_up, [(self.nope_dim, 0.5)])]
+
     def init_state(self, spec: StateSpec) -> KVCache | IndexedCache:
         """A cache of latents as keys. Values are the first dims of the latents, so their width in the cache is 0."""
         shape = (spec.batch, 1, self.kv_down.weight.shape[0] + self.rope_dim, 0)
@@ -213,6 +223,7 @@ class LatentAttention(Mixer):
         elif self.kv_source is not None:
             assert layout.handed_over is not None
             mask = layout.handed_over.by_layer[self.kv_source]
+        record_largest_logits(self, partial(_attended, queries, latents, up), mask, self.scale)
         return latent_attention(*queries, latents, *up, mask, self.scale), state
 
 

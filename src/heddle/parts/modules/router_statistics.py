@@ -1,4 +1,4 @@
-"""What parts record for training: auxiliary losses, and how often each expert of a mixture was chosen.
+"""What parts record for training: auxiliary losses, how often each expert was chosen, and the largest logits.
 
 A recorder takes entries only inside its `with` block. Layers that run again in the backward pass (activation
 checkpointing) run after the block and are not counted twice; both runs compute the same tensors.
@@ -14,6 +14,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from heddle.numerics.attention.indexer import largest_logits
+from heddle.numerics.attention.mask import AttentionMask
 from heddle.parts.feedforwards import Feedforward
 
 
@@ -44,15 +46,23 @@ class IndexLoss(NamedTuple):
     tokens: Tensor
 
 
+class LargestLogits(NamedTuple):
+    """The largest scaled product of a query and a visible key in one call of an attention, of each head [H]."""
+
+    mixer: nn.Module
+    logits: Tensor
+
+
 @dataclass
 class RouterRecorder:
     """What was recorded in one or several calls, in order. A closed recorder ignores further entries.
 
-    entries: of mixtures of experts. index_losses: of indexers.
+    entries: of mixtures of experts. index_losses: of indexers. logits: of attentions; None: nobody asks for them.
     """
 
     entries: list[RouterStatistics] = field(default_factory=list)
     index_losses: list[IndexLoss] = field(default_factory=list)
+    logits: list[LargestLogits] | None = None
     closed: bool = False
 
     @property
@@ -73,12 +83,13 @@ _traced = _Traced()
 
 
 @contextmanager
-def record_router_statistics() -> Iterator[RouterRecorder]:
+def record_router_statistics(logits: bool = False) -> Iterator[RouterRecorder]:
     """Record the entries of every mixture of experts and every indexer within the block. Results do not change.
 
+    logits: also the largest logits of attentions, which are computed once more for this.
     A model that is compiled as a whole adds its entries when its graph ends.
     """
-    recorder, outer = RouterRecorder(), _traced.recorder
+    recorder, outer = RouterRecorder(logits=[] if logits else None), _traced.recorder
     token = _recorder.set(recorder)
     _traced.recorder = recorder
     try:
@@ -107,6 +118,15 @@ def record_index_loss(make: Callable[[], IndexLoss]) -> None:
     entry = make()
     if not recorder.closed:
         recorder.index_losses.append(entry)
+
+
+def record_largest_logits(
+    mixer: nn.Module, attended: Callable[[], tuple[Tensor, Tensor]], mask: AttentionMask, scale: float
+) -> None:
+    """As `record`, for the logits of an attention. attended: its q [B, H, T, d] and k [B, G, S, d]."""
+    recorder = _current()
+    if recorder is not None and recorder.logits is not None and not recorder.closed:
+        recorder.logits.append(LargestLogits(mixer, largest_logits(*attended(), mask, scale)))
 
 
 def _current() -> RouterRecorder | None:

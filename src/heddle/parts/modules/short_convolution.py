@@ -174,6 +174,7 @@ class ShortConvolutions(nn.ModuleDict):
             }
         )
         self.kernel, self.residual, self.widths = kernel, config.residual, list(channels.values())
+        self.has_activation = silu
 
     def init_state(self, spec: StateSpec, own: MixerState | None = None) -> ConvolvedState:
         """Zeros, next to the part's own state; their size does not depend on the cache length."""
