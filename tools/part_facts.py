@@ -1,6 +1,7 @@
 """Facts for the pages of parts: measured states and costs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer, build
 from heddle.numerics.dispatch import count_flops
 from heddle.parts.build import ResidualContext
-from heddle.parts.layout import EncoderOutput, Layout
+from heddle.parts.layout import EncoderOutput, HandedOver, Layout
 from tests.cases import case
 from tools.markdown import table
 
@@ -48,8 +49,11 @@ def layer_of(config: ModelConfig) -> Layer:
 
 def flops_per_token(tokens: int, run: Callable[[Tensor, Layout], object], width: int) -> int:
     """FLOPs per token of the matrix products of one call on the meta device (a multiply-add is two)."""
+    handed_over = HandedOver()
+    handed_over.tokens = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    layout = replace(Layout.causal(1, tokens, device="meta"), handed_over=handed_over)
     with torch.no_grad(), count_flops() as total:
-        run(torch.zeros(1, tokens, width, device="meta"), Layout.causal(1, tokens, device="meta"))
+        run(torch.zeros(1, tokens, width, device="meta"), layout)
     return round(total[0] / tokens)
 
 

@@ -63,7 +63,9 @@ def their_config(fields: dict[str, Any], folders: list[Path], dtype: str) -> dic
         shared["normalize"] = fields["normalize"]
     if "scale" in fields:
         shared["lambda"] = fields["scale"]
-    models = [{"model": str(folder)} for folder in ([first, *others] if method in ("linear", "slerp") else others)]
+    models: list[dict[str, Any]] = [
+        {"model": str(folder)} for folder in ([first, *others] if method in ("linear", "slerp") else others)
+    ]
     densities = fields.get("densities", (fields.get("density", 1.0),) * len(others))
     for index, model in enumerate(models):
         if method != "slerp":

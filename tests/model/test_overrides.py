@@ -174,11 +174,11 @@ GROUPS = {"vocab_size": 50, "width": 24, "layers": [
 
 def test_a_star_reaches_the_layers_of_groups() -> None:
     config = load_config(GROUPS, ["layers.*.mixer.heads=6", "layers.1.layers.0.mixer.heads=3"])
-    assert [layer.mixer.heads for _, layer in config.expand()] == [6, 3, 6, 3, 6]
+    mixers = [layer.mixer.dump() for _, layer in config.expand() if layer.mixer is not None]
+    assert [mixer["heads"] for mixer in mixers] == [6, 3, 6, 3, 6]
     assert load_config(GROUPS, ["layers.*.repeat=3"]).layers[1].repeat == 3
-    assert {layer.mixer.kind for _, layer in load_config(GROUPS, ["layers.*.mixer=linear_attention"]).expand()} == {
-        "linear_attention"
-    }
+    changed = load_config(GROUPS, ["layers.*.mixer=linear_attention"])
+    assert {getattr(layer.mixer, "kind", None) for _, layer in changed.expand()} == {"linear_attention"}
 
 
 def test_a_group_that_is_named_as_a_layer_names_its_layers() -> None:

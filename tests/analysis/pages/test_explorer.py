@@ -27,7 +27,7 @@ CHOICES = 110
 
 def test_formulas_give_the_sizes_of_built_models() -> None:
     kinds = {(slot, kind.kind) for slot in ("mixers", "feedforwards", "residuals") for kind in kinds_of(slot)}
-    checked = set()
+    checked: set[tuple[str, str]] = set()
     for number, design in enumerate(random_designs(50 * CHOICES, seed=17)):
         if number >= CHOICES and kinds <= checked:
             break
