@@ -268,7 +268,7 @@ def test_what_engines_cannot_hold_is_said_in_one_phrase() -> None:
     assert reasons["gqa"] == {"transformers": "", "vLLM": "", "llama.cpp": ""}
     assert reasons["linear"] == {
         "transformers": "",
-        "vLLM": "has no class HeddleForCausalLM",
+        "vLLM": "no class of its registry holds this design (as HeddleForCausalLM)",
         "llama.cpp": "heddle writes no GGUF",
     }
     assert {

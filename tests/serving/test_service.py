@@ -353,6 +353,25 @@ def test_a_draining_server_ends_running_streams_and_refuses_new_ones() -> None:
         assert server.server.interrupted_by is None
 
 
+def test_a_request_that_the_time_to_finish_cuts_off_is_refused_in_a_sentence() -> None:
+    with running_server(max_new_tokens=1_000_000, drain_seconds=1) as server:
+        answers = []
+        client = threading.Thread(target=lambda: answers.append(server.complete(max_tokens=1_000_000, temperature=0)))
+        client.start()
+        while not server.engine.states:
+            time.sleep(0.005)
+        server.server.handle_exit(15, None)
+        client.join()
+    assert answers[0].status_code == 503
+    assert "shut down before it finished" in answers[0].json()["error"]["message"]
+
+
+def test_the_only_model_need_not_be_named() -> None:
+    with running_server() as server:
+        answer = server.client.post("/v1/completions", json={"prompt": "The weaver", "max_tokens": 1})
+        assert (answer.status_code, answer.json()["model"]) == (200, NAME)
+
+
 def abuse(server: Served, draw: random.Random) -> int:
     """One abusive request; returns its status, 0 for a connection that was broken off."""
     kind = draw.randrange(5)

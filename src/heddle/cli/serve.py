@@ -25,7 +25,10 @@ MIN_TOKEN_CHARACTERS = 16
 
 
 def serve(settings: ServeSettings) -> None:
-    """Serve a model over an OpenAI-compatible HTTP API. On SIGTERM, running requests finish; then it exits with 0."""
+    """Serve a model over an OpenAI-compatible HTTP API.
+
+    On SIGTERM, requests finish within --drain-seconds, and it exits with 0; with 143 if it cut some off.
+    """
     token = _read_token(settings.token_file)
     check_installed()
     with ExitStack() as stack:
@@ -49,7 +52,8 @@ def serve(settings: ServeSettings) -> None:
         access = Access(host_names(host, used_port) if is_loopback else None, token)
         engine = stack.enter_context(Engine(decoder, tokenizer, settings, settings.batch_invariant))
         print_text(f"http://{f'[{host}]' if ':' in host else host}:{used_port}/v1")
-        print_status(f"serve: {reader.name}; on Ctrl-C or SIGTERM, running requests finish first")
+        end = f"running requests finish first, within {settings.drain_seconds} s"
+        print_status(f"serve: {reader.name}; on Ctrl-C or SIGTERM, {end}")
         application = Application(engine, reader, access)
         if token is None:  # a browser that opens the page sends no token
             add_chat_page(application, page_of([(engine, reader)]))

@@ -127,7 +127,7 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
 
     table = Table(box=None, pad_edge=False)
     further = "each further token" if facts["batch_size"] == 1 else "a token more of each"
-    for name in ("context", "FLOPs per token", "of the last", "state", "position tables in it", further):
+    for name in ("context", "FLOPs per token", "to decode the last", "state", "position tables in it", further):
         table.add_column(name, justify="right")
     for context in facts["contexts"]:
         names = ("state_bytes", "position_table_bytes", "state_bytes_per_token")
@@ -144,7 +144,9 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     added = f", with {ahead / 1e6:,.1f} M more per token for multi-token modules" if ahead else ""
     console.print(f"forward FLOPs, the mean over the context; training takes 3 times as many{added}")
     if facts["contexts"][0]["decode_flops"] is not None:
-        console.print("of the last: decoded after a state of the others; latent attention absorbs")
+        console.print(
+            "to decode the last: one token after a state of the others; latent attention reads latents as they are"
+        )
     console.print(table)
     weights, longest = facts["weight_bytes"], facts["contexts"][-1]
     total = format_amount(weights + longest["state_bytes"], "bytes")

@@ -235,7 +235,8 @@ def convert_and_heal(
     if converted.is_dir():
         difference = first_difference(saved_conversion(converted), to_plain_json(description))
         if difference:
-            raise CheckpointError(f"{work}: holds another conversion: {difference}; remove it, or choose another name")
+            remedy = "give its options again, remove it, or choose another name"
+            raise CheckpointError(f"{work}: holds another conversion: {difference}; {remedy}")
     else:
         convert(conversion, converted)
     if adapt_rate:

@@ -134,7 +134,7 @@ def _vllm(model: Decoder, match: FamilyMatch, sizes: Sequence[Size]) -> list[int
     """The blocks of each sequence, as vLLM counts them before it says how many fit."""
     family = match.family.model_type
     if family == HEDDLE or family in NOT_IN_VLLM:
-        raise ConfigError(f"has no class {match.architecture}")
+        raise ConfigError(f"no class of its registry holds this design (as {match.architecture})")
     caches, states = vllm_layers(model, family)
     return [size.batch * block_bytes(caches, states, size.context_length) for size in sizes]
 

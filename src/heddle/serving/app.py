@@ -77,8 +77,12 @@ class Gate:
             await self.app(scope, receive, send)
             return
 
+        answering = False
+
         async def send_counted(message: MutableMapping[str, Any]) -> None:
+            nonlocal answering
             if message["type"] == "http.response.start":
+                answering = True
                 self.answers[message["status"]] = self.answers.get(message["status"], 0) + 1
                 safe = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
                 message["headers"] = [*message.get("headers", []), *safe]
@@ -94,6 +98,11 @@ class Gate:
         else:
             try:
                 await self.app(scope, receive, send_counted)
+            except asyncio.CancelledError:  # the time to finish is over
+                if not answering:
+                    cut = RequestError("the server was shut down before it finished; try again later", status=503)
+                    await refusal(cut)(scope, receive, send_counted)
+                raise
             except Exception as error:  # a bug; FastAPI has answered with 500 and raised it again
                 print_warning(f"serve: {scope['path']} failed inside the server ({type(error).__name__})")
 

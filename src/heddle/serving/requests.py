@@ -204,7 +204,7 @@ class RequestReader:
             if name not in _NEUTRAL:
                 raise RequestError(f"{shorten_value(name)}: is not a field that this server knows; leave it out", name)
             raise RequestError(f"{name}: this server does not support this value; leave it out", name)
-        if fields.get("model") != self.name:
+        if fields.get("model", self.name) != self.name:
             status = 404 if isinstance(fields.get("model"), str) else 400
             raise RequestError(f"model: must be '{self.name}', the only one of this server", "model", status)
         count = int(_number(fields, "n", 1, (1, MAX_CHOICES), whole=True))

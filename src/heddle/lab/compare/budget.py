@@ -276,14 +276,16 @@ def fit_plan(
         fewest = replace(plan, seeds=plan.seeds[: MIN_SEEDS if chooses_seeds else None])
         steps = dict.fromkeys(times, _least_steps(plan, chooses_tokens))
         spent = time.monotonic() - budget.started
-        rest = spent + others - text + recall + _seconds(replace(comparison, plan=fewest), times, steps) / TRAINED_SHARE
+        training = _seconds(replace(comparison, plan=fewest), times, steps) / TRAINED_SHARE
+        rest = spent + others - text + recall + training
         length = f"{_least_steps(plan, chooses_tokens)} steps of {plan.batch_size * plan.sequence_length:,} tokens"
         whole = format_seconds(least_budget(rest))
         timed = _range(sorted(each.step for each in times.values()))
         raise ConfigError(
-            f"--budget {format_seconds(budget.seconds)}: is too short to distinguish the designs: "
-            f"{len(fewest.seeds)} seeds of {len(plan.entries)} designs, {length} each at "
-            f"{timed} s/step, take about {whole}; give at least that, or compare fewer or smaller designs"
+            f"--budget {format_seconds(budget.seconds)}: is too short: the least, {len(fewest.seeds)} seeds of "
+            f"{len(plan.entries)} designs, {length} each at {timed} s/step, take about {whole}; give at least that, or "
+            f"compare fewer or smaller designs ({format_seconds(training)} are to train, {format_seconds(recall)} for "
+            f"recall, {format_seconds(others - text)} for speed, less with --speed-context-length 512)"
         )
     if chooses_tokens:
         notes.insert(0, ("tokens", f"each run trains on {int(chosen.budget_value):,} tokens"))

@@ -271,11 +271,14 @@ class HealingPlan:
         plan = f"healing: {self.steps:,} steps of {tokens:,} tokens"
         print_status(f"{plan}, about {format_duration(seconds * self.steps)} ({seconds:.2g} s/step)")
         if self.settings.heal is not None and self.budget is not None and self.steps > fitting:
-            remedy = f"--heal {fitting * tokens} or fewer, or a larger --budget" if fitting else "a larger --budget"
-            takes = format_duration(seconds * self.steps * count)  # of all variants, not of this one
+            training = seconds * self.steps * count  # of all variants, not of this one
+            missing = training + report + converting - self.budget.remaining
+            larger = f"--budget {math.ceil((self.budget.seconds + missing) / 60)}m or more"
+            remedy = f"--heal {fitting * tokens} or fewer, or {larger}" if fitting else f"{larger}, or --heal 0"
             raise MachineError(
-                f"--heal {self.settings.heal}: takes about {takes}, and --budget {self.settings.budget} leaves "
-                f"{format_duration(left)} beside the report; give {remedy}; converted models are kept"
+                f"--heal {self.settings.heal}: takes about {format_duration(training)}, and --budget "
+                f"{self.settings.budget} leaves {format_duration(left)} beside the report, which takes about "
+                f"{format_duration(report)}; give {remedy}; converted models are kept"
             )
         return self.steps
 

@@ -343,7 +343,8 @@ def _is_complete(conversion: Conversion, folder: Path) -> bool:
     saved.pop("healing", None)
     difference = first_difference(saved, _identity(conversion))
     if difference:
-        raise CheckpointError(f"{folder}: holds another conversion: {difference}; remove it, or choose another name")
+        remedy = "give its options again, remove it, or choose another name"
+        raise CheckpointError(f"{folder}: holds another conversion: {difference}; {remedy}")
     return True
 
 
