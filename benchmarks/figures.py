@@ -111,19 +111,6 @@ def figures_table(folder: Path) -> str:
     return table(("what", "goal", "measured (quartiles)", "", "of the limit", "benchmark"), lines)
 
 
-def limits_table(folder: Path) -> str:
-    """The limits of one machine."""
-    file = folder / "limits.json"
-    if not file.is_file():
-        return "Its limits were not measured."
-    scales = {"FLOP/s": (1e9, "GFLOP/s"), "bytes/s": (1e9, "GB/s"), "seconds": (1e-6, "µs")}
-    rows = []
-    for row in json.loads(file.read_text(encoding="utf-8"))["results"]:
-        scale, unit = scales[row["unit"]]
-        rows.append((row["case"], f"{row['value'] / scale:,.1f} {unit}"))
-    return table(("limit", "measured"), rows)
-
-
 def readme_table() -> str:
     """Ratios beside transformers: of each row the worst and the best machine, by the tuned peer where there is one."""
     lines = []
@@ -195,6 +182,7 @@ def pages(docs: Path, intro: str) -> dict[Path, str]:
         if any("ratio" in row for row, _ in measured(folder).values()):
             contents[docs / f"images/benchmarks-{folder.name}.svg"] = plot(folder)
             blocks.append(f"![Ratios and goals on {folder.name}](images/benchmarks-{folder.name}.svg)")
-        blocks.append(limits_table(folder))
+        if (folder / "limits.json").is_file():
+            blocks.append(f"[The machine's limits](../benchmarks/results/{folder.name}/limits.json)")
     contents[docs / "benchmarks.md"] = "\n\n".join(blocks) + "\n"
     return contents

@@ -1,4 +1,4 @@
-"""Write docs/deploy/transcript.md: one trained run, and how three programs continue its prompts.
+"""Write benchmarks/results/transcript.md: one trained run, and how three programs continue its prompts.
 
     python tools/transcript.py RUN
 
@@ -23,7 +23,7 @@ from heddle.exchange.gguf import export_gguf  # noqa: E402
 from heddle.exchange.imported_checkpoint import open_checkpoint  # noqa: E402
 from tools.llama_cpp.runner import run, version  # noqa: E402
 
-PAGE = ROOT / "docs/deploy/transcript.md"
+PAGE = ROOT / "benchmarks/results/transcript.md"
 PROMPTS = ("def __init__(self", "    @property", "    while True:", "    def test_read(self", "    return ")
 TOKENS = 64
 
@@ -100,9 +100,9 @@ def page(result: Transcript) -> str:
         "<!-- Written by tools/transcript.py. -->",
         "",
         textwrap.fill(
-            f"The model of [README.md](README.md), greedy, {TOKENS} tokens after each prompt in fp32: all three "
-            "programs write the same text, in which a `|` begins each line. The largest difference of any next token's "
-            "probability, over all tokens of all prompts: heddle and "
+            f"The model of [deploy](../../docs/deploy/README.md), greedy, {TOKENS} tokens after each prompt in fp32: "
+            "all three programs write the same text, in which a `|` begins each line. The largest difference of any "
+            "next token's probability, over all tokens of all prompts: heddle and "
             + ", heddle and ".join(f"{name} {value:.0e}" for name, value in result.differences.items())
             + ".",
             width=120,

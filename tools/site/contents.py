@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Serve": (
         "docs/generation.md", "docs/serve.md", "docs/serve/requests.md", "docs/serve/limits.md",
         "docs/deploy/README.md", "docs/deploy/transformers.md", "docs/deploy/llama-cpp.md", "docs/deploy/ollama.md",
-        "docs/deploy/vllm.md", "docs/deploy/transcript.md", "docs/conformance.md",
+        "docs/deploy/vllm.md", "docs/conformance.md",
     ),
     "Evidence": (
         "docs/evidence.md", "docs/extrapolation.md", "docs/residuals.md", "docs/experts.md", "docs/digits.md",
