@@ -244,7 +244,7 @@ def choices() -> Iterator[list[Tensor]]:
     """The list takes, of each mixture of experts and indexer that runs, by how much each token's choice was clear."""
     logits: list[Tensor] = []
 
-    def watched(numbers: Tensor, balance: Tensor | None, rule: mixture.RoutingConfig) -> mixture.Route:
+    def watched(numbers: Tensor, balance: Tensor | None, rule: mixture.RoutingConfig, *chosen: Any) -> mixture.Route:
         scores = numbers.sigmoid() if rule.routing == "sigmoid" else numbers
         scores = scores if balance is None else scores + balance
         clear = torch.full(scores.shape[:-1], math.inf)
@@ -255,7 +255,7 @@ def choices() -> Iterator[list[Tensor]]:
             least = best.topk(rule.top_groups).values[..., -1:]
             scores = inside.masked_fill((best < least)[..., None], -math.inf).flatten(-2)
         logits.append(torch.minimum(clear, margin(scores, rule.top_k)))
-        return mixture.route(numbers, balance, rule)
+        return mixture.route(numbers, balance, rule, *chosen)
 
     def watched_keys(q: Tensor, k: Tensor, weights: Tensor, mask: AttentionMask, choice: Choice) -> AttentionMask:
         top_k = choice.top_k
