@@ -315,7 +315,7 @@ class _WeightLoader:
             raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         self._check_tied_head()
         for prefix in sorted(ignored):
-            print_status(f"ignored: tensors {prefix.removeprefix('*')}…, which heddle does not build")
+            print_status(f"ignored: tensors {prefix}…, which heddle does not build")
         for name, tensor in self.loaded.items():
             owner, _, attribute = name.rpartition(".")
             parameter = nn.Parameter(tensor, self.parameters[name].requires_grad)

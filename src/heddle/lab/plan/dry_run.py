@@ -27,6 +27,7 @@ from heddle.errors import ConfigError
 from heddle.lab.plan.costs import AttentionShapes, Collective, RankLayout
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
+from heddle.numerics.attention.flex import by_sdpa
 from heddle.numerics.dispatch import record_choices
 from heddle.parts.positions import Rotation
 from heddle.torch_private import (
@@ -434,7 +435,7 @@ def _traced(
     shard_model(model, mesh, sharding)
     ranks = Ranks(0, layout.gpus)
     fake = fake_tensors()
-    with fake, record_choices("cuda"):
+    with fake, record_choices("cuda"), by_sdpa():
         model.to_empty(device="cpu")
         model.tie()
         model.train()

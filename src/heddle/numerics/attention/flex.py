@@ -8,7 +8,9 @@ A sink s multiplies the output by its share of the softmax: `y' = y · sigmoid(L
 FlexAttention returns with its gradient. float32 products use TF32 if `torch.set_float32_matmul_precision` allows it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -20,7 +22,6 @@ from torch.nn import functional
 
 from heddle.numerics.attention.mask import AttentionMask, LinearBias, ScoreModifiers, zero_unused_slots
 from heddle.numerics.attention.sdpa import in_autocast_dtype, with_sink
-from heddle.torch_private import is_fake
 
 BLOCK = 128  # queries and keys of a block that is skipped, or computed, as a whole
 FAR = 2**30 + 1  # above any position and document, and adding a window does not overflow
@@ -68,13 +69,29 @@ class TokenTable(NamedTuple):
         return self.q_positions[row, query] - self.k_positions[row, key]
 
 
+_by_sdpa = ContextVar("flex_attention_by_sdpa", default=False)
+
+
+@contextmanager
+def by_sdpa() -> Iterator[None]:
+    """Within the block, FlexAttention is torch's plain attention over as many keys as a query sees on average.
+
+    For fake tensors of a CPU, with gradients, which FlexAttention refuses: as much is saved and as many pairs count.
+    """
+    token = _by_sdpa.set(True)
+    try:
+        yield
+    finally:
+        _by_sdpa.reset(token)
+
+
 def flex_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers
 ) -> Tensor:
     """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]."""
     if q.is_meta:  # torch's function refuses such tensors
         return q.new_empty(*q.shape[:3], v.shape[3])
-    if is_fake(q):  # torch's function refuses those of a CPU: as much is saved, for as many pairs
+    if _by_sdpa.get():
         visible = max(1, round(mask.pairs(q.shape[2], k.shape[2]) / q.shape[2]))
         k, v = k[:, :, :visible], v[:, :, :visible]
         return functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
