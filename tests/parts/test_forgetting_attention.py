@@ -11,16 +11,14 @@ from torch import Tensor
 import heddle
 from heddle.config import parse_config
 from heddle.errors import ConfigError
-from heddle.laws.harness import normal_tensor
 from heddle.model.config import ModelConfig
 from heddle.numerics.attention.mask import TokenBias
 from heddle.parts.build import BuildContext
 from heddle.parts.mixers.attention import Attention, AttentionConfig
 from heddle.parts.norms.rms import RMSConfig
-from heddle.parts.position_table import PositionTable
-from heddle.parts.states import StateSpec
 from tests.cases import alone
 from tests.laws.planting import Plant, calls, reads
+from tests.parts.loops import mixer_errors, with_large_weights
 from tests.parts.test_shared_keys import rotated
 
 WIDTH = 10
@@ -68,37 +66,13 @@ def built(draw: random.Random) -> Attention:
             "position": draw.choice((None, {"kind": "rope"})),
         },
     )  # fmt: skip
-    mixer = config.build(BuildContext(WIDTH, RMSConfig())).double()
-    generator = torch.Generator().manual_seed(draw.randrange(10**6))
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.copy_(normal_tensor(tuple(parameter.shape), generator) * 0.7)
-    return mixer
+    return with_large_weights(config.build(BuildContext(WIDTH, RMSConfig())), draw)
 
 
 def largest_errors(seed: int) -> tuple[float, float]:
-    """Of the outputs, and of the gradients of x and of all weights, for two packed documents.
-
-    The outputs are those of one call and of calls with a state, a few tokens each, over the same documents.
-    """
+    """Of the outputs, with and without a state, and of the gradients, for two packed documents."""
     draw = random.Random(seed)
-    mixer, lengths = built(draw), [draw.randint(2, 5), draw.randint(2, 6)]
-    total, generator = sum(lengths), torch.Generator().manual_seed(seed)
-    x, probe = normal_tensor((total, WIDTH), generator).requires_grad_(), normal_tensor((total, WIDTH), generator)
-    expected = torch.cat([loop(document, mixer) for document in x.split(lengths)])
-    actual = mixer(x[None], heddle.Layout.packed([lengths]))[0][0]
-    errors = [float((actual - expected).detach().abs().max())]
-    with torch.no_grad():
-        table, start = PositionTable.empty(1, mixer.lookback, None, "cpu"), lengths[0]
-        state = mixer.init_state(StateSpec(1, None, torch.float64, "cpu"))
-        for piece in x[lengths[0] :].split(draw.choice((1, 2, 3))):
-            table, layout = table.extend(table.next_layout(len(piece)))
-            y, state = mixer(piece[None], layout, state)
-            errors.append(float((y[0] - expected[start : start + len(piece)]).abs().max()))
-            start += len(piece)
-    inputs = [x, *mixer.parameters()]
-    gradients = [torch.autograd.grad((y * probe).sum(), inputs) for y in (actual, expected)]
-    return max(errors), max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+    return mixer_errors(built(draw), loop, WIDTH, [draw.randint(2, 5), draw.randint(2, 6)], draw)
 
 
 def test_forgetting_is_the_papers_loop() -> None:

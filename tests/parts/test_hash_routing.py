@@ -22,6 +22,7 @@ from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import case, moe
 from tests.laws.planting import Plant, calls, reads
+from tests.parts.loops import gradient_error, with_large_weights
 
 WIDTH = 6
 
@@ -63,12 +64,7 @@ def built(draw: random.Random) -> MoE:
         hash_seed=draw.choice((0, 1, 65535)), routing=draw.choice(("sigmoid", "softmax_topk")),
         renormalize=draw.random() < 0.5, scale=draw.choice((1.0, 1.5)),
     )  # fmt: skip
-    layer = config.build(BuildContext(WIDTH, RMSConfig())).double()
-    generator = torch.Generator().manual_seed(draw.randrange(10**6))
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(normal_tensor(tuple(parameter.shape), generator) * 0.7)
-    return layer
+    return with_large_weights(config.build(BuildContext(WIDTH, RMSConfig())), draw)
 
 
 def drawn(seed: int) -> tuple[MoE, Tensor, list[int], Layout]:
@@ -85,12 +81,8 @@ def largest_errors(seed: int) -> tuple[float, float]:
     layer, x, tokens, layout = drawn(seed)
     probe = normal_tensor((len(tokens), WIDTH), torch.Generator().manual_seed(seed + 99))
     results = layer(x[None], layout)[0][0], loop(x, [token % 2**32 for token in tokens], layer)
-    inputs = [x, *layer.parameters()]
-    gradients = [torch.autograd.grad((y * probe).sum(), inputs) for y in results]
-    return (
-        float((results[0] - results[1]).detach().abs().max()),
-        max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True)),
-    )
+    error = float((results[0] - results[1]).detach().abs().max())
+    return error, gradient_error(*results, probe, [x, *layer.parameters()])
 
 
 def test_tokens_are_routed_as_by_the_plain_loop() -> None:

@@ -20,9 +20,9 @@ from heddle.parts.build import BuildContext
 from heddle.parts.mixers.path_attention import PathAttention, PathAttentionConfig
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.position_table import PositionTable
-from heddle.parts.states import StateSpec
 from tests.cases import case, design, layer
 from tests.laws.planting import Plant, calls, operator, reads
+from tests.parts.loops import mixer_errors, with_large_weights
 
 WIDTH = 10
 
@@ -71,37 +71,13 @@ def built(draw: random.Random) -> PathAttention:
         conv_kernel=draw.randint(1, 4),
         scale=draw.choice((None, 0.4)),
     )
-    mixer = config.build(BuildContext(WIDTH, RMSConfig())).double()
-    generator = torch.Generator().manual_seed(draw.randrange(10**6))
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.copy_(normal_tensor(tuple(parameter.shape), generator) * 0.7)
-    return mixer
+    return with_large_weights(config.build(BuildContext(WIDTH, RMSConfig())), draw)
 
 
 def largest_errors(seed: int) -> tuple[float, float]:
-    """Of the outputs, and of the gradients of x and of all weights, for two packed documents.
-
-    The outputs are those of one call and of calls with a state, a few tokens each, over the same documents.
-    """
+    """Of the outputs, with and without a state, and of the gradients, for two packed documents."""
     draw = random.Random(seed)
-    mixer, lengths = built(draw), [draw.randint(1, 6), draw.randint(2, 9)]
-    total, generator = sum(lengths), torch.Generator().manual_seed(seed)
-    x, probe = normal_tensor((total, WIDTH), generator).requires_grad_(), normal_tensor((total, WIDTH), generator)
-    expected = torch.cat([loop(document, mixer) for document in x.split(lengths)])
-    actual = mixer(x[None], heddle.Layout.packed([lengths]))[0][0]
-    errors = [float((actual - expected).detach().abs().max())]
-    with torch.no_grad():
-        table, start = PositionTable.empty(1, mixer.lookback, None, "cpu"), lengths[0]
-        state = mixer.init_state(StateSpec(1, None, torch.float64, "cpu"))
-        for piece in x[lengths[0] :].split(draw.choice((1, 2, 3))):
-            table, layout = table.extend(table.next_layout(len(piece)))
-            y, state = mixer(piece[None], layout, state)
-            errors.append(float((y[0] - expected[start : start + len(piece)]).abs().max()))
-            start += len(piece)
-    inputs = [x, *mixer.parameters()]
-    gradients = [torch.autograd.grad((y * probe).sum(), inputs) for y in (actual, expected)]
-    return max(errors), max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+    return mixer_errors(built(draw), loop, WIDTH, [draw.randint(1, 6), draw.randint(2, 9)], draw)
 
 
 @pytest.fixture(autouse=True)
