@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics.activations import glu
-from heddle.numerics.experts.grouped import _counts, _order, block_rows
-from heddle.numerics.experts.mixture import RoutingConfig, route, run_experts
+from heddle.numerics.experts.mixture import RoutingConfig, _counts, _order, block_rows, route, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from tests.accelerator.budget_rows import fake
 from tests.accelerator.budgets import count

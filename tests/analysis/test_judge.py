@@ -16,9 +16,8 @@ from heddle.lab import workers as processes
 from heddle.lab.judge import decision as judging
 from heddle.lab.judge import evidence, proposal
 from heddle.lab.judge.judge import judge
-from heddle.lab.judge.leaks import LEAKS
 from heddle.lab.judge.ledger import LEDGER_FILE, Ledger, Windows
-from heddle.lab.judge.proposal import code_hash
+from heddle.lab.judge.proposal import LEAKS, code_hash
 from heddle.lab.verify import DAMAGED, verify_files
 from tests import small
 from tests.analysis.comparison.runs import Workers

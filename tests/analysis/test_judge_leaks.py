@@ -13,9 +13,16 @@ import pytest
 from heddle.data.corpus import prepare_corpus
 from heddle.data.token_file import TokenFile
 from heddle.lab.judge import proposal
-from heddle.lab.judge.leaks import LEAKS, OVERLAP, smallest_leak, training_overlap
 from heddle.lab.judge.ledger import TOKENIZER_FILE, Candidate
-from heddle.lab.judge.proposal import read_proposal, screen, screen_apart
+from heddle.lab.judge.proposal import (
+    LEAKS,
+    OVERLAP,
+    read_proposal,
+    screen,
+    screen_apart,
+    smallest_leak,
+    training_overlap,
+)
 from heddle.model.load_config import load_config
 from tests import small
 

@@ -15,8 +15,7 @@ from playwright.sync_api import Browser, expect
 from heddle.model.size import size
 from heddle.storage.manifest import LogPosition
 from heddle.storage.model import save
-from heddle.storage.run_log import RunLog, read_log
-from heddle.training.smoothed_loss import SmoothedLoss
+from heddle.storage.run_log import RunLog, SmoothedLoss, read_log
 from tests.analysis.test_runs import write_run
 from tests.browser.browser import PHONE, chromium, errors, open_page
 from tests.browser.check_pages import check_page

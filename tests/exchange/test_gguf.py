@@ -14,7 +14,7 @@ from gguf import GGUFReader, GGUFWriter
 import heddle
 from heddle.errors import CheckpointError, ConfigError, DataError, MachineError
 from heddle.exchange import design_parts
-from heddle.exchange.gguf import architectures, export_gguf, tensor_names
+from heddle.exchange.gguf import architectures, export_gguf
 from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf.architectures import ARCHITECTURES
 from heddle.exchange.gguf.export import match_architecture
@@ -507,7 +507,7 @@ PLANTED: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "no multiplier of branches": ("granite", "plain", _drop("residual_scale")),
     "rotated without positions": ("granitemoehybrid", "plain", _drop("rope.scaling.finetuned")),
     "norms exchanged": (
-        "falcon", "new", _graph("falcon", names=tensor_names.FUSED_QKV | {
+        "falcon", "new", _graph("falcon", names=architectures.FUSED_QKV | {
             "residual.norms.mixer": "attn_norm", "residual.norms.feedforward": "attn_norm_2",
         }),
     ),

@@ -45,9 +45,10 @@ from heddle.numerics.attention.tiled import (
     _weights,
 )
 from heddle.numerics.cross_entropy import _chunk_sums
-from heddle.numerics.experts.grouped import _MoveRows, _rows_in_blocks
 from heddle.numerics.experts.mixture import (
+    _MoveRows,
     _per_expert,
+    _rows_in_blocks,
     route,
     router_logits,
     run_experts,

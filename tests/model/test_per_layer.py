@@ -15,7 +15,7 @@ from heddle.errors import ConfigError
 from heddle.laws.harness import forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer
-from heddle.model.per_layer import PerLayerBranch, PerLayerEmbedding
+from heddle.model.embedding import PerLayerBranch, PerLayerEmbedding
 from tests.cases import Data, attention, design, layer
 from tests.conversion.exactness import converted_model, source_model
 from tests.laws.planting import Plant, replaced, wrapped

@@ -11,7 +11,7 @@ from heddle.errors import ConfigError
 from heddle.numerics import activations
 from heddle.numerics.activations import Activation, glu
 from heddle.numerics.dispatch import count_flops, record_choices
-from heddle.numerics.experts import grouped
+from heddle.numerics.experts import mixture
 from heddle.numerics.experts.mixture import EXPERTS, experts_flops, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.kernels import kernels
@@ -122,22 +122,22 @@ def test_kernels_and_their_gradients(name: str, kernel: str) -> None:
 @pytest.mark.parametrize("block_rows", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_of_any_size(name: str, block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "MIN_BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(mixture, "MIN_BLOCK_ROWS", block_rows)
     test_kernels_and_their_gradients(name, "blockwise")
 
 
 @pytest.mark.parametrize(
     "plant",
     [
-        constant(grouped._rows_in_blocks, True, False),  # a block that starts where one ends is the next expert's
-        operand_dropped(grouped._rows_in_blocks, "cumsum"),
+        constant(mixture._rows_in_blocks, True, False),  # a block that starts where one ends is the next expert's
+        operand_dropped(mixture._rows_in_blocks, "cumsum"),
         calls(
-            grouped._rows_in_blocks,
+            mixture._rows_in_blocks,
             "_Rows",
             lambda make, rows, unused, *rest: make(rows, torch.zeros_like(unused), *rest),
         ),
-        calls(grouped._MoveRows.backward, "sum", lambda copies, dim: copies.select(dim, 0)),
-        calls(grouped._BlockLinear.backward, "index_add", lambda total, *blocks: total.index_copy(*blocks)),
+        calls(mixture._MoveRows.backward, "sum", lambda copies, dim: copies.select(dim, 0)),
+        calls(mixture._BlockLinear.backward, "index_add", lambda total, *blocks: total.index_copy(*blocks)),
     ],
     ids=["the expert before", "no shift", "unused rows stay", "one copy's gradient", "one block's gradient"],
 )

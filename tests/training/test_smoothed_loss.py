@@ -2,7 +2,7 @@
 
 import pytest
 
-from heddle.training.smoothed_loss import LOSS_DECAY, SmoothedLoss, step_speed
+from heddle.storage.run_log import LOSS_DECAY, SmoothedLoss, step_speed
 
 
 def test_the_loss_is_smoothed_over_the_last_steps() -> None:

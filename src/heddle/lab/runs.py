@@ -13,8 +13,16 @@ from heddle.errors import CheckpointError, ConfigError, HeddleError
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.file_io import read_json_file
 from heddle.storage.lock import is_locked
-from heddle.storage.run_log import FINAL_FILE, LOG_FILE, RUN_FILE, LogReader, read_log
-from heddle.training.smoothed_loss import RATE_STEPS, SmoothedLoss, step_speed
+from heddle.storage.run_log import (
+    FINAL_FILE,
+    LOG_FILE,
+    RATE_STEPS,
+    RUN_FILE,
+    LogReader,
+    SmoothedLoss,
+    read_log,
+    step_speed,
+)
 from heddle.training.step import RouterSummary, average_router_summaries
 
 METRICS = ("bits_per_byte", "accuracy")

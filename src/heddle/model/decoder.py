@@ -20,10 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from heddle.config import DesignError, build_under
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
-from heddle.model.embedding import Embedding, Head
+from heddle.model.embedding import Embedding, Head, PerLayerBranch
 from heddle.model.initialization import initialize, materialize
 from heddle.model.multi_token import MultiTokenModule, Prediction, predictions
-from heddle.model.per_layer import PerLayerBranch
 from heddle.model.state import State
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext, ResidualContext

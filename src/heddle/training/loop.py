@@ -29,14 +29,13 @@ from heddle.progress import format_amount
 from heddle.signals import Interrupted, StopRequest, catch_stop_signals
 from heddle.storage.file_io import write_json_file
 from heddle.storage.lock import RunLock
-from heddle.storage.run_log import FINAL_FILE, REMEDY, RunLog, open_run, read_log
+from heddle.storage.run_log import FINAL_FILE, RATE_STEPS, REMEDY, RunLog, SmoothedLoss, open_run, read_log, step_speed
 from heddle.training.built_models import BuiltModels, build_models
 from heddle.training.checkpoint import CheckpointSaver, TrainingProgress, resume_run, save_run
 from heddle.training.evaluation.scores import EarlyStop, Scores, TokenObserver, ratio_of_sums, scores_on_ranks
 from heddle.training.job import TrainingJob, peak_process_memory
 from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.settings import Settings, scheduled_learning_rate
-from heddle.training.smoothed_loss import RATE_STEPS, SmoothedLoss, step_speed
 from heddle.training.step import (
     BatchResult,
     PreparedBatch,

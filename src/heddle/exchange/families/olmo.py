@@ -5,7 +5,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _moe, qwen_hybrid
+from heddle.exchange.families import _common, _layer_types, _moe, qwen
 from heddle.exchange.family import DEPTHWISE_CONV, Family, WeightMap
 from heddle.exchange.rope import FULL, read_rope, read_ropes_by_layer_type, write_ropes_by_layer_type
 from heddle.model.config import ModelConfig
@@ -155,10 +155,10 @@ def read_olmo_hybrid(config: ConfigReader) -> dict[str, Any]:
     has_rope = all(table.get(name, True) is not None for name in ("rope_theta", "rope_type"))
     rope = read_rope(config, attention["head_dim"]) | ROPE_CAST
     attention["position"] = rope if has_rope else None
-    delta = qwen_hybrid.read_delta(config, 1e-5)
+    delta = qwen.read_delta(config, 1e-5)
     delta["negative_eigenvalues"] = config.get("linear_allow_neg_eigval", True)
     mixers = {FULL: attention, LINEAR: delta}
-    usual = qwen_hybrid.default_types(4, depth)
+    usual = qwen.default_types(4, depth)
     usual = usual if FULL in usual else [*usual[:-1], FULL]
     types = _layer_types.read_kinds(config, "layer_types", usual, (LINEAR, FULL))
     design = read_design(config, [mixers[kind] for kind in types], eps=1e-6)
@@ -170,7 +170,7 @@ def write_olmo_hybrid(design: ModelConfig) -> dict[str, Any]:
     del fields["head_dim"], fields["rope_theta"]
     if not any(design_parts.has_rope(mixer) for mixer in design_parts.mixers(design)):
         fields |= {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_scaling": None}
-    return fields | qwen_hybrid.write_delta(design) | {"linear_allow_neg_eigval": delta.negative_eigenvalues}
+    return fields | qwen.write_delta(design) | {"linear_allow_neg_eigval": delta.negative_eigenvalues}
 
 
 def map_olmo_hybrid(design: ModelConfig, weights: WeightMap) -> None:

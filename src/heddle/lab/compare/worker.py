@@ -323,11 +323,10 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     from heddle.lab.compare.results import Run, plain
     from heddle.lab.compare.statistics import quartiles
     from heddle.lab.compare.text_profile import measure_text_recall, start_profile
-    from heddle.storage.run_log import read_log
+    from heddle.storage.run_log import read_log, step_speed
     from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
     from heddle.training.job import peak_process_memory
     from heddle.training.loop import train
-    from heddle.training.smoothed_loss import step_speed
     from heddle.training.step import recent_router_summary
 
     job, corpus = _text_job(task)
