@@ -26,7 +26,7 @@ from heddle.conversion.convert import open_source
 from heddle.conversion.heal import calibration_from_corpus
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import prepare_corpus
-from heddle.lab.search.goals import parse_goals, search_tokens
+from heddle.lab.search.search import parse_goals, search_tokens
 from heddle.lab.search.scores import Evaluator, Replacement
 from heddle.lab.search.search import Search, SearchInput
 from heddle.lab.search.solve import Choice, FloatArray

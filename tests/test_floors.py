@@ -96,7 +96,7 @@ READS_ENVIRONMENT = {
     "heddle.lab.show",
     "heddle.lab.workers",
     "heddle.data.cache",
-    "heddle.distributed.started",
+    "heddle.distributed",
     "heddle.extensions",
     "heddle.machine",
     "heddle.progress",

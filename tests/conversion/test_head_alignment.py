@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.conversion.heads.merge import SharedHead, align, aligned_head, least_squares_head, mean_head, similarity
-from heddle.conversion.heads.parameters import (
+from heddle.conversion.head_parameters import (
     HeadFreedom,
     _equal_columns,
     build_mixer,
@@ -23,6 +22,7 @@ from heddle.conversion.heads.parameters import (
     set_output_maps,
     value_freedom,
 )
+from heddle.conversion.merge_heads import SharedHead, align, aligned_head, least_squares_head, mean_head, similarity
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers.attention import AttentionConfig

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from heddle.conversion.heads import merge as head_groups
-from heddle.conversion.heads.merge import Groups, best_groups, contiguous_groups, grouping_cost, pair_rounds
+from heddle.conversion import merge_heads as head_groups
+from heddle.conversion.merge_heads import Groups, best_groups, contiguous_groups, grouping_cost, pair_rounds
 
 
 def groupings(heads: list[int], size: int) -> Iterator[Groups]:

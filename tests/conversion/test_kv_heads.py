@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.conversion.heads.merge import Merge, MergedHeads
-from heddle.conversion.heads.parameters import (
+from heddle.conversion.head_parameters import (
     _heads_of,
     batches,
     build_mixer,
@@ -18,6 +17,7 @@ from heddle.conversion.heads.parameters import (
     select_heads,
     text_statistics,
 )
+from heddle.conversion.merge_heads import Merge, MergedHeads
 from heddle.conversion.rewrites import kv_heads as head_conversion
 from heddle.conversion.rewrites.kv_heads import KVHeads, fit_output
 from heddle.conversion.targets import parse_rewrite

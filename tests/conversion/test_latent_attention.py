@@ -13,8 +13,8 @@ from transformers import DeepseekV3ForCausalLM
 
 import heddle
 from heddle.conversion.convert import Conversion, convert, open_source
-from heddle.conversion.latent.factors import NormalizedHeads, complex_pairs
-from heddle.conversion.latent.layer import (
+from heddle.conversion.latent_factors import NormalizedHeads, complex_pairs
+from heddle.conversion.latent_layer import (
     RopeComponents,
     _add_constant,
     full_rank_factors,

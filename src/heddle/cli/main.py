@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from heddle import __version__
-from heddle.distributed.started import is_first_rank, is_rank
+from heddle.distributed import is_first_rank, is_rank
 from heddle.errors import (
     ConfigError,
     HeddleError,
@@ -101,7 +101,7 @@ class VerbCommand(click.Command):
         file = ctx.params.get(CONFIG)
         if file is None:
             return self.settings.read(given)
-        from heddle.storage.options_file import read_options
+        from heddle.storage.run_log import read_options
 
         return self.settings.read({**read_options(file), **given}, file)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import click
 
-from heddle.distributed.started import LAUNCHER, is_rank
+from heddle.distributed import LAUNCHER, is_rank
 from heddle.errors import ConfigError
 from heddle.training.settings import TrainSettings
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from heddle.config import DesignError, PositiveFloat, PositiveInt
 from heddle.conversion.branches import layer_modules
 from heddle.conversion.fit import OUTPUT_ERROR, FitError, FitResult, check_fit_text, fit_mixer
-from heddle.conversion.heads.parameters import repeat_key_heads
+from heddle.conversion.head_parameters import repeat_key_heads
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, replacement_losses, top_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heddle.errors import CheckpointError
+from heddle.errors import CheckpointError, ConfigError
+from heddle.model.load_config import parse_yaml
 from heddle.progress import print_status, print_warning
 from heddle.storage import file_io
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
@@ -384,3 +385,27 @@ def step_speed(tokens: int, seconds: Sequence[float], last: int | None = None) -
     """
     counted = seconds[1:] or seconds
     return tokens / statistics.median(counted if last is None else counted[-last:])
+
+
+# Files of options: YAML, or the record of a run.
+
+OPTIONS = "options"  # of run.json
+
+
+def read_options(path: Path | str) -> dict[str, Any]:
+    """Return options by name, from a YAML file or a run's folder. Raises ConfigError or CheckpointError."""
+    path = Path(path)
+    if path.is_dir():
+        options = read_json_file(path / RUN_FILE).get(OPTIONS)
+        if not isinstance(options, dict):
+            raise ConfigError(f"{path}: its {RUN_FILE} holds no options; write them to a YAML file")
+        return options
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise ConfigError(f"{path}: cannot be read ({reason}); name a YAML file of options") from error
+    options = parse_yaml(text, str(path))
+    if not isinstance(options, dict):
+        raise ConfigError(f"{path}: is not a table of options; write lines such as steps: 200")
+    return {str(name).rstrip("_"): value for name, value in options.items()}

@@ -13,8 +13,8 @@ from heddle.data.chat import ChatDataset, is_chat_argument, prepare_chat
 from heddle.data.corpus import MANY_BYTES_PER_CHARACTER, Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.recall import TaskStream, is_recall_argument, parse_recall
 from heddle.data.samples import PLAIN_ROWS, RowProtocol
+from heddle.distributed import enter_ranks
 from heddle.distributed.ranks import ParallelDegrees, Ranks
-from heddle.distributed.started import enter_ranks
 from heddle.errors import CheckpointError, ConfigError
 from heddle.generation.generate import generate, sample_text
 from heddle.machine import measured_choices, recorded_choices, slow_precision
@@ -28,8 +28,7 @@ from heddle.runtime import Choices, Runtime, device_name, versions, with_choices
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import shared
 from heddle.storage.file_io import read_json_file
-from heddle.storage.options_file import read_options
-from heddle.storage.run_log import RUN_FILE, read_log
+from heddle.storage.run_log import RUN_FILE, read_log, read_options
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation, LossWeights

@@ -17,10 +17,9 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.lab.compare.budget import TimeBudget
 from heddle.lab.conversion.results import parse_results
 from heddle.lab.pages.conversion import conversion_page
-from heddle.lab.search.goals import kept_layers, parse_goals, search_tokens
 from heddle.lab.search.results import SearchResults
 from heddle.lab.search.scores import Evaluator, put_together
-from heddle.lab.search.search import Search, SearchInput, split_text
+from heddle.lab.search.search import Search, SearchInput, kept_layers, parse_goals, search_tokens, split_text
 from heddle.model.size import size
 from heddle.progress import quiet
 from heddle.storage.file_io import read_json_file

@@ -2,7 +2,7 @@
 
 `groups` says which heads are merged: neighbors, heads with similar queries or with similar keys and values, or heads
 that change the layer's output on the text least when merged. `merge` says how a group becomes one head: see
-`heddle.conversion.heads.merge`. `least-squares` also refits the output projection on the text.
+`heddle.conversion.merge_heads`. `least-squares` also refits the output projection on the text.
 """
 
 import math
@@ -15,8 +15,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, Width, refuse
-from heddle.conversion.heads.merge import Groups, Merge, MergedHeads, best_groups, contiguous_groups, head_outputs
-from heddle.conversion.heads.parameters import (
+from heddle.conversion.head_parameters import (
     HeadStatistics,
     Parameters,
     batches,
@@ -25,6 +24,7 @@ from heddle.conversion.heads.parameters import (
     text_statistics,
     weight_statistics,
 )
+from heddle.conversion.merge_heads import Groups, Merge, MergedHeads, best_groups, contiguous_groups, head_outputs
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import StateBudget, plan_sizes, replacement_losses
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights

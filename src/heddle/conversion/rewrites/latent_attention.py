@@ -1,7 +1,8 @@
 """Softmax attention to latent attention: exact at full rank, else with a smaller state (after Meng et al. 2025).
 
 The rotated keys of all heads become `rope_dim` shared dims; the rest of the keys, and the values, become one latent of
-`kv_rank` dims. Both are chosen on a text so that the layers' outputs change least. See `heddle.conversion.latent`.
+`kv_rank` dims. Both are chosen on a text so that the layers' outputs change least. See
+`heddle.conversion.latent_factors`.
 """
 
 import itertools
@@ -12,8 +13,8 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt, Width, refuse
-from heddle.conversion.latent.factors import attention_factors, head_dims, supported_attention
-from heddle.conversion.latent.layer import (
+from heddle.conversion.latent_factors import attention_factors, head_dims, supported_attention
+from heddle.conversion.latent_layer import (
     LatentPlan,
     check_sizes,
     full_rank_factors,

@@ -460,16 +460,16 @@ def map_diffllama(design: ModelConfig, weights: WeightMap) -> None:
 DIFFLLAMA = Family("diffllama", "DiffLlamaForCausalLM", read_diffllama, write_diffllama, map_diffllama)
 
 
-# Llama 4 (Meta 2025): chunked attention with RoPE beside full attention without, and experts with weighted inputs.
-#
-# Norms of queries and keys have no weights, so that they may stand before the rotation here.
-
 CHUNKED, GROWTH = "chunked_attention", "stepwise_from_one"
 DEFAULT_CHUNK, DEFAULT_THETA, DEFAULT_GROWTH = 8192, 5e5, 0.1
 
 
-def read_config(config: ConfigReader) -> dict[str, Any]:
-    """`layer_types` says which layers have chunks, `no_rope_layers` which rotate, `moe_layers` which have experts."""
+def read_llama4(config: ConfigReader) -> dict[str, Any]:
+    """Llama 4 (Meta 2025): chunked attention with RoPE beside full attention without; experts with weighted inputs.
+
+    Norms of queries and keys have no weights, so that they may stand before the rotation here. `layer_types` says which
+    layers have chunks, `no_rope_layers` which rotate, `moe_layers` which have experts.
+    """
     config.note("router_jitter_noise", "router_aux_loss_coef", "for_llm_compressor")
     config.get("output_router_logits", False)
     heads = _common.read_heads(config, head_dim=128)
@@ -519,8 +519,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     return _common.rms_design(config, 1e-5, _layer_types.merge_repeats(layers))
 
 
-def write_config(design: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_config` reads."""
+def write_llama4(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_llama4` reads."""
     attention = [mixer for mixer in design_parts.mixers(design) if isinstance(mixer, AttentionConfig)]
     first, moe = design_parts.first_attention(design), design_parts.first_moe(design)
     normed = next((mixer for mixer in attention if design_parts.has_rope(mixer)), first)
@@ -572,9 +572,9 @@ def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
     weights.add_tensor(f"{hf}.experts.down_proj", f"{heddle}.down.weight", transform=STACKED_TRANSPOSED)
 
 
-def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+def map_llama4(design: ModelConfig, weights: WeightMap) -> None:
     """Llama's tensor names, and those of the experts."""
     _common.map_weights(design, weights, map_feedforward=map_feedforward, feedforward="feed_forward")
 
 
-FAMILY = Family("llama4_text", "Llama4ForCausalLM", read_config, write_config, map_weights)
+LLAMA4 = Family("llama4_text", "Llama4ForCausalLM", read_llama4, write_llama4, map_llama4)

@@ -63,8 +63,8 @@ from heddle.lab.conversion.run import (
     report_conversion,
     report_variants,
 )
-from heddle.lab.search.goals import kept_layers, parse_goals, search_tokens
 from heddle.lab.search.results import SearchResults
+from heddle.lab.search.search import kept_layers, parse_goals, search_tokens
 from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build

@@ -264,7 +264,7 @@ def _add_row(result: LatentStatistics, factors: AttentionFactors, row: TextRow) 
 
 
 def rotate_pairs(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate heads [T, d], whose dims are ordered as in `heddle.conversion.latent.factors`, by angles [T, P]."""
+    """Rotate heads [T, d], whose dims are ordered as in `heddle.conversion.latent_factors`, by angles [T, P]."""
     pairs = angles.shape[1]
     z = complex_pairs(x.T, pairs) * torch.exp(1j * angles.T)
     return torch.cat((real_dims(z), x.T[2 * pairs :])).T

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heddle.conversion.heads.parameters import (
+from heddle.conversion.head_parameters import (
     HeadFreedom,
     HeadStatistics,
     Parameters,

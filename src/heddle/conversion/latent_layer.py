@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.latent.factors import (
+from heddle.conversion.latent_factors import (
     AttentionFactors,
     LatentStatistics,
     attention_factors,
@@ -317,7 +317,7 @@ def latent_parameters(
 def _add_constant(parameters: dict[str, Tensor]) -> None:
     """Make an RMS norm of the latent all but linear: a large constant entry dominates the root mean square.
 
-    The other entries have variance 1 (see `heddle.conversion.latent.layer`). The norm divides by
+    The other entries have variance 1 (see `heddle.conversion.latent_layer`). The norm divides by
     √((c² r + |entries|²) / r) with c = CONSTANT, which their weight undoes for the mean of |entries|²; so its
     relative error is near 1 / (2 c²).
     """

@@ -1,1 +1,0 @@
-"""Groups of query heads that share keys and values, and how the heads of a group become one."""
