@@ -552,6 +552,13 @@ CASES |= {
     "moe-shared-bias": moe(4, 2, shared=2, bias="shared", capacity_factor=0.8),
     "moe-mlp-shared": moe(expert="mlp", shared=2, shared_gate=True, aux_loss=0.3, z_loss=0.01, bias_update=0.5),
     "moe-hash": moe(5, 2, selection="hash", aux_loss=0.2, shared=1),
+    "ngram-memory": design(
+        layer(None, {"kind": "ngram_memory", "dim": 3, "slots": 20}),
+        layer(attention(3)),
+        layer(attention(3), {"kind": "ngram_memory", "dim": 2, "slots": 9, "order": 2, "heads": 2, "conv_kernel": 2,
+                             "fill": 5, "hash_seed": 3, "index": 1, "id_range": 100,
+                             "short_convolution": convolution("input")}),
+    ),
     "moe-hash-sigmoid": design(
         layer(attention(3), {"kind": "moe", "experts": 4, "top_k": 1, "hidden": 7, "selection": "hash", "hash_seed": 3,
                              "routing": "sigmoid", "renormalize": False, "capacity_factor": 0.7}),

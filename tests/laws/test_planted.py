@@ -109,6 +109,7 @@ from heddle.numerics.rotary import apply_rotary, rotary_table
 from heddle.numerics.rotary import reference as rotate
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.feedforwards.moe import MoE, Router, RouterTrunk, balance_loss, compute_router_statistics
+from heddle.parts.feedforwards.ngram_memory import NGramMemory
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers.attention import Attention, query_temperature
 from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
@@ -762,6 +763,11 @@ BUGS = [
     Bug("a curvature that starts anew in every call", "chunked_decoding", "kda-preconditioned",
         calls(Preconditioner.forward, "_sums", lambda module, inputs, state: module._sums(inputs, None))),
     # RWKV-7
+    # n-gram memory, whose formula only its oracle knows (tests/parts/test_ngram_memory.py)
+    Bug("a memory of the documents before", "document_isolation", "ngram-memory",
+        calls(NGramMemory._look_up, "cached_taps", lambda *_: None)),
+    Bug("n-grams of the next token", "causality", "ngram-memory",
+        reads(NGramMemory._look_up, "ids", lambda ids: ids.roll(-1, 1), 3)),
     # Experts by a hash of the token's id (tests/parts/test_hash_routing.py)
     Bug("experts of the token before in the call", "chunked_decoding", "moe-hash",
         reads(MoE._hashed, "tokens", lambda tokens: tokens.roll(1, 1), 0)),

@@ -32,6 +32,7 @@ FEEDFORWARDS: dict[str, dict[str, Any]] = {
     "gated": {"hidden": 24, "activation": "swiglu_clamped", "limit": 3.0},
     "mlp": {"hidden": 24, "activation": "relu2", "bias": True},
     "moe": {"hidden": 12, "experts": 4, "top_k": 2, "shared": 1, "bias": "shared", "activation": "silu"},
+    "ngram_memory": {"dim": 3, "slots": 20, "order": 2},
 }
 
 
@@ -77,10 +78,15 @@ def test_a_mixer_of_heads_in_the_place_of_one_without_asks_for_them() -> None:
 @pytest.mark.parametrize(("before", "after"), list(permutations(FEEDFORWARDS, 2)))
 def test_every_feedforward_can_come_in_the_place_of_every_other(before: str, after: str) -> None:
     data = design(mixer("attention"), {"kind": before, **FEEDFORWARDS[before]})
-    feedforward = load_config(data, [f"layers.0.feedforward.kind={after}"]).layers[0].feedforward
+    sizes = ["layers.0.feedforward.dim=3", "layers.0.feedforward.slots=9"] if after == "ngram_memory" else []
+    if before == "ngram_memory":  # it has no hidden channels
+        sizes = ["layers.0.feedforward.hidden=24"]
+        sizes += ["layers.0.feedforward.experts=8", "layers.0.feedforward.top_k=2"] if after == "moe" else []
+    feedforward = load_config(data, [f"layers.0.feedforward.kind={after}", *sizes]).layers[0].feedforward
     assert feedforward is not None
     assert feedforward.kind == after
-    assert feedforward.active_hidden == (36 if before == "moe" else 24), "a token uses as many channels as before"
+    if "ngram_memory" not in (before, after):
+        assert feedforward.active_hidden == (36 if before == "moe" else 24), "a token uses as many channels as before"
 
 
 @pytest.mark.parametrize("slot", ["residual", "norm"])

@@ -71,7 +71,8 @@ class Rewrite(Config, ABC):
         """Raises DesignError for a feature of the design that the rewrite neither supports nor keeps.
 
         These are layers that share weights, keys or values, short convolutions, indexers, values that are keys or are
-        normalized, per-layer embeddings, experts by token id, and multi-token modules (built like the last layer).
+        normalized, per-layer embeddings, feed-forwards that read ids, and multi-token modules, which are built like the
+        last layer.
         """
         if design.multi_token is not None and not self.keeps_modules:
             reason = f"{self.name} would leave the modules in the old design"
@@ -79,9 +80,10 @@ class Rewrite(Config, ABC):
         if design.embedding.per_layer is not None and not self.keeps_layers:
             reason = f"gives every layer an embedding of its own, which {self.name} does not support"
             raise DesignError("embedding.per_layer", f"{reason}; convert a design without it")
-        if design.reads_tokens and not self.keeps_layers:
-            reason = f"reads the ids of tokens, which {self.name} does not support"
-            raise DesignError("layers.*.feedforward.selection", f"{reason}; convert a design without it")
+        for index, (_, layer) in enumerate(design.expand()):
+            if layer.feedforward is not None and layer.feedforward.reads_tokens and not self.keeps_layers:
+                reason = f"reads the ids of tokens, which {self.name} does not support"
+                raise DesignError(f"layers.{index}.feedforward", f"{reason}; convert a design without it")
         if design.is_looped and not self.keeps_layers:
             reason = f"shares weights between layers, but {self.name} converts each layer separately"
             raise DesignError("layers.*.shared", f"{reason}; convert a design without it")

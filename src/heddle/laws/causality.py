@@ -95,8 +95,8 @@ def receptive_field(config: ModelConfig) -> None:
     for index, layer in enumerate(model.layers):
         feedforward = layer.feedforward if isinstance(layer, Layer) else None
         if feedforward is not None and feedforward.window > 1:
-            reach = _band(length, feedforward.window - 1)
-            _check_support(partial(_part_call, model, feedforward, layout), reach, f"the feed-forward of layer {index}")
+            reach, what = _feedforward_reach(feedforward, length), f"the feed-forward of layer {index}"
+            _check_support(partial(_part_call, model, feedforward, layout), reach, what)
     _check_support(partial(_model_call, model, layout), _reach(model, length), "the whole model")
 
 
@@ -237,6 +237,12 @@ def _mixer_reach(mixer: Mixer | None, length: int) -> Tensor:
     return reads[0] | _after(reach, reads[1] | reads[2])
 
 
+def _feedforward_reach(feedforward: Feedforward, length: int) -> Tensor:
+    """bool [T, T]: which tokens each token depends on through the input of a feed-forward."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return _band(length, feedforward.window - 1) & (distance % feedforward.dilation == 0)
+
+
 def _reach(model: Decoder, length: int) -> Tensor:
     """The same through the whole model."""
     reach = _band(length, 0)
@@ -249,8 +255,9 @@ def _reach(model: Decoder, length: int) -> Tensor:
 def _layer_reach(layer: Layer, model: Decoder, length: int) -> Tensor:
     """The same through a layer, with its branches in sequence or in parallel."""
     first = _after(_mixer_reach(layer.mixer, length), _band(length, _earlier(layer.mixer_convolution)))
-    beside = _earlier(layer.feedforward_convolution)
-    second = _band(length, beside + (0 if layer.feedforward is None else layer.feedforward.window - 1))
+    second = _band(length, _earlier(layer.feedforward_convolution))
+    if layer.feedforward is not None:
+        second = _after(_feedforward_reach(layer.feedforward, length), second)
     return first | second if isinstance(model.config.residual, ParallelConfig) else _after(second, first)
 
 

@@ -268,7 +268,7 @@ class ModelConfig(Config):
             refuse("multi_token.depth", reason)
         mixer, feedforward = self.last_layer.mixer, self.last_layer.feedforward
         if feedforward is not None and feedforward.reads_tokens:
-            refuse("multi_token", "the last layer selects experts by the ids of tokens; change it, or leave this out")
+            refuse("multi_token", "the last layer's feed-forward reads the ids of tokens; change it, or leave this out")
         if mixer is not None and (mixer.reads_kv or mixer.adds_first_values):
             what = mixer.kv_read[1] if mixer.reads_kv else "values"
             refuse("multi_token", f"the last layer reads {what} of another layer; give it its own, or leave this out")

@@ -525,7 +525,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embed(tokens, layout)
         if self.config.reads_tokens:
             if tokens.is_floating_point():
-                raise ConfigError("tokens: are vectors, but a feed-forward (selection: hash) reads ids; give ids")
+                raise ConfigError("tokens: are vectors, but a feed-forward reads ids; give ids")
             assert layout.handed_over is not None
             layout.handed_over.tokens = tokens
         if self.embed.per_layer is not None:

@@ -82,17 +82,18 @@ class Kind:
     first: dict[str, Any]
 
 
-# Fields that an explored design cannot have: its equal layers read no other layer, and a convolution is several fields.
+# Fields and kinds that an explored design cannot have: its equal layers read no other layer, a convolution is several
+# fields, and the sizes of tables that are prime numbers have no formula.
 NOT_EXPLORED = (
     "shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first", "k_eq_v",
-    "layer_scalar", "per_layer",
+    "layer_scalar", "per_layer", "ngram_memory",
 )  # fmt: skip
 
 
 @cache
 def kinds_of(slot: str) -> tuple[Kind, ...]:
     """All kinds of a slot."""
-    return tuple(_kind(slot, name) for name in kinds(slot))
+    return tuple(_kind(slot, name) for name in kinds(slot) if name not in NOT_EXPLORED)
 
 
 def _kind(slot: str, name: str) -> Kind:

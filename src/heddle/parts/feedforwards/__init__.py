@@ -90,10 +90,12 @@ class Feedforward(nn.Module, ABC):
     """Maps each token on its own, or with the few before it. The layout tells which tokens are padding.
 
     window: how many tokens a token depends on, itself included; if it is more than 1, the feed-forward has a state.
+    dilation: of these, a token depends on the input x of every so many; on the ids of all, if it reads ids.
     input_projections: as in `Mixer`. convolutions: the short convolutions of its hidden channels, if it has any.
     """
 
     window: int = 1
+    dilation: int = 1
     input_projections: Sequence[str] | None = None
 
     def __init__(self) -> None:
