@@ -54,8 +54,9 @@ def check(settings: CheckSettings) -> None:
         print(json.dumps([result._asdict() for result in results], indent=2))
     else:
         count = sum(not result.not_applicable for result in results)
-        others = f"; {len(results) - count} do not apply to this design" if count < len(results) else ""
-        print(f"{count - len(violations)} of {count} laws hold{others}")
+        others = len(results) - count
+        apart = f"; {others} {'does' if others == 1 else 'do'} not apply to this design" if others else ""
+        print(f"{count - len(violations)} of {count} laws hold{apart}")
     if violations:
         raise click.exceptions.Exit(1)
 
