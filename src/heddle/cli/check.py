@@ -34,7 +34,8 @@ def check(settings: CheckSettings) -> None:
     """Run correctness tests on a small version of a design, and print each result as soon as it is known.
 
     They cover chunked decoding, padding, packed documents, causality, NaN propagation, kernels and more. Laws that
-    say nothing about the design are marked –. With --json the results are one list, printed at the end. Exit code: 0 if every law holds, 1 if one is broken, 2 if the design
+    say nothing about the design are marked –. With --json the results are one list, printed at the end.
+    Exit code: 0 if every law holds, 1 if one is broken, 2 if the design
     or an option is invalid.
     """
     with ExitStack() as stack:
