@@ -43,6 +43,19 @@ def test_chosen_laws_are_checked_once_in_the_given_order(design: str, capsys: py
     ]
 
 
+def test_laws_that_say_nothing_are_counted_apart(design: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["check", design, "--law", "top_k_routing", "--law", "tied_head"]
+    assert run_command(asked) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "–       top_k_routing: does not apply: no experts",
+        f"holds   tied_head: {LAWS['tied_head'].statement}",
+        "1 of 1 laws hold; 1 does not apply to this design",
+    ]
+    assert run_command([*asked, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [(result["passed"], result["not_applicable"]) for result in results] == [(True, "no experts"), (True, "")]
+
+
 def test_a_broken_law_is_printed_with_its_violation_and_ends_with_exit_code_1(
     design: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

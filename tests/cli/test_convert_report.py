@@ -458,6 +458,8 @@ def test_a_state_that_grows_is_said_without_a_report(tmp_path: Path, capsys: pyt
     before = json.loads(capsys.readouterr().out)["before"]
     assert before["context_length"] == 32
     assert before["state_bytes"] > 0
+    assert run_command(["convert", str(tmp_path / "model"), *target, "--dry-run"]) == 0
+    assert "\nFLOPs per token at 32 " in capsys.readouterr().out
     assert all(name.isidentifier() for name in before)
     words = ["convert", str(tmp_path / "model"), str(tmp_path / "more"), *target, "--report-tokens", "0", "--quiet"]
     assert run_command(words) == 0

@@ -57,7 +57,8 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed == {group: list(verbs) for group, verbs in VERBS.items()}
     assert sum(map(len, VERBS.values())) <= 12
     for verb, words in SUBCOMMANDS.items():
-        assert f"{verb} {'|'.join(words)}" in " ".join(out.split())
+        assert f"{', '.join(words)} (also below {verb})" in " ".join(out.split())
+    assert "--part FILE" in call(capsys, "train", "--help")[0]
     assert call(capsys)[0] == out
     assert call(capsys, "--version")[0] == f"heddle {__version__}\n"
 
@@ -79,6 +80,11 @@ def test_every_command_explains_each_option(command: str, capsys: pytest.Capture
     assert len(options) >= 2
     assert all(first and first != "-" for _, first in options), out
     assert "<" not in out.partition("Options:")[2]
+    listed = re.findall(
+        r"^  (\S+)", re.split(r"^\w+:\n", out.partition("\nOptions:\n")[2], flags=re.MULTILINE)[0], re.MULTILINE
+    )
+    assert all(word.startswith("-") for word in listed), "arguments have a section of their own"
+    assert out.startswith(f"Usage: heddle {command.split()[-1]} ")
 
 
 def test_help_and_usage_errors_import_nothing_heavy() -> None:

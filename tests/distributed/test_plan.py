@@ -1,12 +1,16 @@
 """The planner agrees with published trainings, its bytes with counted ones, and its refusals are sentences."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 
+import click
 import numpy as np
 import pytest
 
-from heddle.cli.main import run_command
+from heddle.cli.main import VerbCommand, app, run_command
+from heddle.distributed.ranks import ParallelDegrees
 from heddle.errors import ConfigError
 from heddle.lab.plan.costs import (
     AMPERE,
@@ -23,6 +27,9 @@ from heddle.lab.plan.costs import (
 from heddle.lab.plan.gpus import GIB, GPUS
 from heddle.model.load_config import load_config, with_vocab_size
 from heddle.model.size import size
+from heddle.settings import shared
+from heddle.training.job import TrainingJob
+from heddle.training.settings import Settings, TrainSettings
 from tests.distributed.fit_speeds import fit, speeds_in
 from tests.distributed.published import mpt_design, mpt_runs, published_design, published_runs
 from tests.distributed.validation import flops, memory, speed_errors
@@ -184,7 +191,67 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens/s per GPU" in printed
     assert "all_gather" in printed
     assert run_command(["plan", *design, *sizes, "--gpus", "8"]) == 0
-    assert "no layout fits; use more or larger GPUs, or shorter sequences" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    (nearest,) = re.findall("no layout fits; .* shorter sequences: (--gpus [0-9]+) fits", printed)
+    assert run_command(["plan", *design, *sizes, *nearest.split()]) == 0
+    assert "no layout fits" not in capsys.readouterr().out
+    assert run_command(["plan", "preset:gqa-1b", "--gpus", "1", "--gpu", "rtx4090", "--sequence-length", "8k"]) == 0
+    (shorter,) = re.findall("or (--sequence-length [0-9]+) fits", capsys.readouterr().out)
+    assert run_command(["plan", "preset:gqa-1b", "--gpus", "1", "--gpu", "rtx4090", *shorter.split()]) == 0
+    assert "no layout fits" not in capsys.readouterr().out
+
+
+def printed_command(printed: str) -> str:
+    """The command that trains as planned: a line of its own."""
+    (line,) = re.findall(r"^(?:torchrun .*)?heddle train .*$", printed, re.MULTILINE)
+    return str(line)
+
+
+def read_command(line: str) -> TrainSettings:
+    """The settings of a printed `heddle train`."""
+    command = app.get_command(click.Context(app), "train")
+    assert isinstance(command, VerbCommand)
+    words = shlex.split(line.partition("heddle train ")[2])
+    settings = command.read_settings(command.make_context("train", words))
+    assert isinstance(settings, TrainSettings)
+    return settings
+
+
+def test_the_command_of_the_fastest_layout_trains_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "preset:gqa-tiny", "width=64", "--gpus", "4", "--batch-size", "512", "--tokens", "1M"]
+    assert run_command(asked) == 0
+    settings = read_command(printed_command(capsys.readouterr().out))
+    assert (settings.design, settings.overrides, settings.tokens) == ("preset:gqa-tiny", ("width=64",), 10**6)
+    assert run_command([*asked, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    best = next(each for each in facts["layouts"] if each["accumulation"] == 1 or each["reduce_once"])
+    assert best["tokens_per_step"] == 512 * facts["sequence_length"]
+    assert best["batch_size"] == settings.batch_size == 512
+    assert (settings.nproc, settings.precision, settings.sequence_length) == (4, "bf16", facts["sequence_length"])
+    assert settings.gradient_accumulation_steps == best["accumulation"]
+    assert settings.checkpoint_activations == (best["recompute"] == "layers")
+    degrees = ParallelDegrees(**shared(settings, ParallelDegrees))
+    assert degrees.mesh_shape(4) == (best["data_parallel_replicate_degree"], best["data_parallel_shard_degree"])
+    assert run_command(["plan", "preset:gqa-tiny", "--gpus", "32"]) == 0
+    line = printed_command(capsys.readouterr().out)
+    assert line.startswith("torchrun --nnodes 4 --nproc-per-node 8 --node-rank $NODE_RANK ")
+    assert read_command(line).nproc is None
+
+
+def test_what_limits_long_sequences_on_one_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for length, is_said in (("32k", True), ("256", False)):
+        assert run_command(["plan", "preset:mla-medium", "--gpus", "1", "--sequence-length", length]) == 0
+        printed = capsys.readouterr().out
+        assert ("activations limit the micro-batch: one sequence of 32,768 tokens takes " in printed) == is_said
+        assert bool(re.search("attention takes [0-9]+% of a step: ", printed)) == is_said
+    assert "training GFLOPs per token at 256 tokens" in printed
+
+
+def test_an_assumed_vocabulary_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, length in (("show", "--context-length"), ("plan", "--sequence-length")):
+        for override, is_said in ((), True), (("vocab_size=4096",), False):
+            assert run_command([verb, "preset:gqa-tiny", *override, length, "64"]) == 0
+            assert (" assumed" in capsys.readouterr().out) == is_said
 
 
 def test_the_command_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,11 +268,27 @@ def test_a_plan_says_of_which_mixers_no_training_was_fitted(capsys: pytest.Captu
         assert ("no published training with gated_delta was fitted" in printed) == is_said, printed
 
 
+def timed(monkeypatch: pytest.MonkeyPatch, bf16: float) -> list[Settings]:
+    """Steps of 0.5 s in float32, twice as fast in bfloat16, whose products have `bf16` times the speed."""
+    steps: list[Settings] = []
+
+    def time_steps(job: TrainingJob) -> list[float]:
+        steps.append(job.settings)
+        factor = 1.0 if job.settings.precision == "fp32" else 0.5
+        return [factor * each for each in (0.5, 0.25, 4.0)]
+
+    limits = {"fp32_flops_per_second": 1e12, "bf16_flops_per_second": bf16 * 1e12}
+    monkeypatch.setattr("heddle.lab.compare.speed.time_training_steps", time_steps)
+    monkeypatch.setattr("heddle.lab.bench.run.measure_limits", lambda device: limits)
+    return steps
+
+
 def test_a_plan_of_this_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("heddle.lab.compare.speed.time_training_steps", lambda job: [0.5, 0.25, 4.0])
+    steps = timed(monkeypatch, bf16=0.5)
     line = ["plan", "preset:gqa-tiny", "--cpu", "--sequence-length", "64", "--batch-size", "2", "--tokens", "5.12e6"]
     assert run_command([*line, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
+    assert [(each.precision, each.checkpoint_activations) for each in steps] == [("fp32", False)]
     assert facts["step_seconds"] == 0.5
     assert facts["tokens_per_second"] == 256
     assert facts["training_seconds"] == 20_000
@@ -214,7 +297,29 @@ def test_a_plan_of_this_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert facts["flops_per_token"] > 6 * (parameters - 4096 * 128)
     assert 0 < facts["peak_memory"] <= facts["memory"]
     assert run_command(line) == 0
-    assert "256 tokens/s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "256 tokens/s" in printed
+    assert "training GFLOPs per token at 64 tokens" in printed
+    settings = read_command(printed_command(printed))
+    assert (settings.precision, settings.batch_size, settings.sequence_length) == ("fp32", 2, 64)
+
+
+def test_a_plan_of_a_cpu_that_multiplies_bfloat16_fast_and_has_little_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = timed(monkeypatch, bf16=2.0)
+    line = ["plan", "preset:gqa-tiny", "--cpu", "--sequence-length", "512", "--batch-size", "8"]
+    assert run_command([*line, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    sizes = {(each["precision"], each["recompute"]): each["memory_total"] for each in plans}
+    assert [(each.precision, each.checkpoint_activations) for each in steps] == [("fp32", False), ("bf16", False)]
+    steps.clear()
+    little = (sizes["bf16", "none"] + sizes["fp32", "none"]) // 2
+    monkeypatch.setattr("heddle.runtime.hardware", lambda: {"cpu": "small", "memory_bytes": little})
+    assert run_command(line) == 0
+    assert [(each.precision, each.checkpoint_activations) for each in steps] == [("fp32", True), ("bf16", False)]
+    settings = read_command(printed_command(capsys.readouterr().out))
+    assert (settings.precision, settings.checkpoint_activations) == ("bf16", False)
 
 
 @pytest.mark.parametrize("options", [["--gpus", "2"], ["--gpu", "h200"], ["--dry-run"]])
@@ -226,9 +331,13 @@ def test_options_of_gpus_beside_a_cpu_are_refused(options: list[str], capsys: py
 def test_a_cpu_with_too_little_memory_is_refused_before_a_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    timed(monkeypatch, bf16=0.5)
     monkeypatch.setattr("heddle.runtime.hardware", lambda: {"cpu": "small", "memory_bytes": 10**6})
     assert run_command(["plan", "preset:gqa-tiny", "--cpu"]) == 1
     assert "choose a smaller design" in capsys.readouterr().err
     monkeypatch.setattr("heddle.runtime.hardware", lambda: {"cpu": "small", "memory_bytes": 10**8})
     assert run_command(["plan", "preset:gqa-tiny", "--cpu", "--batch-size", "64"]) == 1
-    assert "give a smaller --batch-size or --sequence-length" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    (nearest,) = re.findall("(--batch-size [0-9]+ --sequence-length [0-9]+) fits, with about ", refusal)
+    assert run_command(["plan", "preset:gqa-tiny", "--cpu", *nearest.split()]) == 0
+    assert "fp32, recomputed layers: about " in capsys.readouterr().out

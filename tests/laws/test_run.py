@@ -97,6 +97,36 @@ def test_experts_whose_activations_are_zero_break_no_law() -> None:
     assert result.message == ""
 
 
+OF_EXPERTS = (
+    "expert_permutation", "top_k_routing", "idle_experts", "routing_ties", "router_statistics", "load_balancing",
+    "router_precision",
+)  # fmt: skip
+OF_STATES = (
+    "chunked_decoding", "all_chunkings", "chunked_ragged_batch", "cache_growth", "state_errors",
+    "decoding_after_packing", "nan_in_unused_slots", "padding_not_cached", "fork_isolation", "state_row_selection",
+    "changing_batch", "state_rollback", "rollback_errors", "rollback_size",
+)  # fmt: skip
+REFUSED = "the design refuses multi-token modules"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("attention-gqa", dict.fromkeys(OF_EXPERTS, "no experts") | {"selected_keys": "no indexer"}
+            | {"cross_attention": "no cross-attention", "dropout_off_in_eval": "no dropout"}),
+        ("attention-bidirectional", dict.fromkeys(OF_STATES, "no state, because the design is bidirectional")
+            | {"multi_token_prediction": REFUSED}),
+        ("moe-hash", dict.fromkeys(("expert_permutation", "routing_ties"), "a hash selects the experts")),
+        ("retention-plain", dict.fromkeys(("state_rollback", "rollback_size"), "its state cannot be rolled back")
+            | {"rotary_invariants": "no rotary embedding"}),
+    ],
+)  # fmt: skip
+def test_a_law_that_says_nothing_about_a_design_gives_the_reason(name: str, expected: dict[str, str]) -> None:
+    results = list(run(case(name), [*expected, "tied_head"]))
+    assert all(result.passed and not result.message for result in results)
+    assert {result.name: result.not_applicable for result in results} == {**expected, "tied_head": ""}
+
+
 def test_other_errors_are_reported_as_violations(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(merge_heads, lambda x: torch.flatten(x, 2))(monkeypatch)
     (result,) = run(case("attention-gqa"), ["causality"])

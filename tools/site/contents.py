@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUPS: dict[str, tuple[str, ...]] = {
     "Start": (
         "README.md", "docs/start/README.md", "docs/start/researcher.md", "docs/start/engineer.md",
-        "docs/start/student.md", "docs/tour.md", "docs/glossary.md",
+        "docs/start/student.md", "docs/start/size.md", "docs/start/download.md", "docs/tour.md", "docs/glossary.md",
     ),
     "Designs": (
         "docs/parts/README.md", "docs/parts/mixers.md", "docs/parts/positions.md", "docs/parts/scalings.md",

@@ -3,7 +3,7 @@
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
@@ -12,6 +12,9 @@ from heddle.session import open_session
 from heddle.settings import Device, Json, Option, PartFile, SessionSettings, Threads, VerbSettings, shared
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.training.settings import Design, Overrides
+
+if TYPE_CHECKING:
+    from heddle.laws import Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,9 @@ class CheckSettings(VerbSettings):
 def check(settings: CheckSettings) -> None:
     """Run correctness tests on a small version of a design, and print each result as soon as it is known.
 
-    They cover chunked decoding, padding, packed documents, causality, NaN propagation, kernels and more. With --json
-    the results are one list, printed at the end. Exit code: 0 if every law holds, 1 if one is broken, 2 if the design
+    They cover chunked decoding, padding, packed documents, causality, NaN propagation, kernels and more. Laws that
+    say nothing about the design are marked –. With --json the results are one list, printed at the end.
+    Exit code: 0 if every law holds, 1 if one is broken, 2 if the design
     or an option is invalid.
     """
     with ExitStack() as stack:
@@ -44,12 +48,22 @@ def check(settings: CheckSettings) -> None:
         for result in run(shrink(config), dict.fromkeys(settings.law) if settings.law else None, runtime.device):
             results.append(result)
             if not settings.json:
-                message = LAWS[result.name].statement if result.passed else result.message
-                print(f"{'holds ' if result.passed else 'BROKEN'}  {result.name}: {printable(message)}", flush=True)
+                _print_result(result, LAWS[result.name].statement)
     violations = [result for result in results if not result.passed]
     if settings.json:
         print(json.dumps([result._asdict() for result in results], indent=2))
     else:
-        print(f"{len(results) - len(violations)} of {len(results)} laws hold")
+        count = sum(not result.not_applicable for result in results)
+        others = len(results) - count
+        apart = f"; {others} {'does' if others == 1 else 'do'} not apply to this design" if others else ""
+        print(f"{count - len(violations)} of {count} laws hold{apart}")
     if violations:
         raise click.exceptions.Exit(1)
+
+
+def _print_result(result: "Result", statement: str) -> None:
+    if result.not_applicable:
+        word, message = "–     ", f"does not apply: {result.not_applicable}"
+    else:
+        word, message = ("holds ", statement) if result.passed else ("BROKEN", result.message)
+    print(f"{word}  {result.name}: {printable(message)}", flush=True)

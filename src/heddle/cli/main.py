@@ -118,7 +118,8 @@ class VerbCommand(click.Command):
         if arguments:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
-        shown = [p for p in self.get_params(ctx) if p.name not in self.hidden_options]
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]  # arguments are listed above
+        shown = [p for p in options if p.name not in self.hidden_options]
         with formatter.section("Options"):
             formatter.write_dl([record for p in shown if (record := p.get_help_record(ctx)) is not None])
         if self.subcommands:
@@ -263,9 +264,9 @@ class Heddle(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """`compare ladder …` is the verb ladder."""
+        """`compare ladder …` is the verb ladder, and its help says so."""
         if len(args) > 1 and args[1] in SUBCOMMANDS.get(args[0], {}):
-            return " ".join(args[:2]), self.get_command(ctx, args[1]), args[2:]
+            return args[1], self.get_command(ctx, args[1]), args[2:]
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             raise click.exceptions.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
         return super().resolve_command(ctx, args)
@@ -275,7 +276,7 @@ class Heddle(click.Group):
         for group, verbs in VERBS.items():
             with formatter.section(group):
                 formatter.write_dl([(verb.ljust(8), summary) for verb, summary in verbs.items()])
-        more = [f"{verb} {'|'.join(words)}" for verb, words in SUBCOMMANDS.items()]
+        more = [f"{', '.join(words)} (also below {verb})" for verb, words in SUBCOMMANDS.items()]
         with formatter.section("More"):
             formatter.write_text(", ".join(more))
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from heddle.lab.plan.gpus import GIB
 from heddle.lab.plan.training_plan import PlanSettings
-from heddle.progress import format_amount, format_duration
+from heddle.progress import format_amount, format_duration, terminal_safe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,17 +36,36 @@ def _parameters(facts: dict[str, Any]) -> str:
     return f"{facts['parameters']:,} parameters" + (f" ({modules:,} in multi-token modules)" if modules else "")
 
 
+def _vocabulary(facts: dict[str, Any]) -> str:
+    words = f"vocabulary of {facts['vocab_size']:,} assumed: vocab_size is not set\n"
+    return words if facts["vocab_size_assumed"] else ""
+
+
 def _print_cpu(facts: dict[str, Any]) -> None:
     print(
-        f"{_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.3g} training GFLOPs per token; "
-        f"{facts['cpu']}, {facts['threads']} thread{'s' * (facts['threads'] != 1)}, float32\n"
-        f"a step of {facts['batch_size']:,} × {facts['sequence_length']:,} tokens takes {facts['step_seconds']:.3g} s: "
-        f"{facts['tokens_per_second']:,.0f} tokens/s, {facts['share_of_products']:.0%} of its matmul speed\n"
-        f"memory {format_amount(facts['peak_memory'], 'bytes')} of {format_amount(facts['memory'], 'bytes')}"
+        f"{_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.3g} training GFLOPs per token at "
+        f"{facts['sequence_length']:,} tokens; {facts['cpu']}, {facts['threads']} "
+        f"thread{'s' * (facts['threads'] != 1)}\n{_vocabulary(facts)}"
+    )
+    for plan in facts["plans"]:
+        layers = ", recomputed layers" if plan["recompute"] == "layers" else ""
+        seconds, size = plan["step_seconds"], f"about {format_amount(plan['memory_total'], 'bytes')}"
+        if seconds:
+            rate = f"a step takes {seconds:.3g} s, {facts['tokens_per_step'] / seconds:,.0f} tokens/s"
+        else:
+            rate = "not timed, because it is slower than without" if plan["fits"] else "does not fit"
+        print(f"  {plan['precision']}{layers}: {size}; {rate}")
+    print(
+        f"\nfastest: {facts['precision']}, steps of {facts['batch_size']:,} × {facts['sequence_length']:,} = "
+        f"{facts['tokens_per_step']:,} tokens, {facts['tokens_per_second']:,.0f} tokens/s, "
+        f"{facts['share_of_products']:.0%} of its matmul speed\n"
+        f"memory at most {format_amount(facts['peak_memory'], 'bytes')} of {format_amount(facts['memory'], 'bytes')}"
     )
     seconds = facts["training_seconds"]
     if seconds is not None:
         print(f"training takes {_time(seconds)}, plus evaluations and checkpoints")
+    if facts["command"]:
+        print(f"\n{facts['command']}")
 
 
 def _time(seconds: float) -> str:
@@ -56,21 +75,28 @@ def _time(seconds: float) -> str:
 def _print(design: str, facts: dict[str, Any]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True, width=110)
+    console = Console(highlight=False, soft_wrap=True, width=132)
     console.print(
-        f"{design}: {_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.1f} training GFLOPs per token; "
-        f"{facts['gpus']:,} × {facts['gpu']}, sequences of {facts['sequence_length']:,}\n",
+        f"{design}: {_parameters(facts)}, {facts['flops_per_token'] / 1e9:,.1f} training GFLOPs per token at "
+        f"{facts['sequence_length']:,} tokens; {facts['gpus']:,} × {facts['gpu']}, sequences of that length\n"
+        f"{_vocabulary(facts)}",
         markup=False,
     )
     if facts["layouts"]:
         _print_layouts(console, facts)
         _print_best(console, facts["layouts"][0])
+        for limit in facts["limits"]:
+            console.print(f"  {limit}", markup=False)
+        if facts["command"]:
+            where = ", on each node, with NODE_RANK and MASTER_ADDR set" * facts["command"].startswith("torchrun")
+            print(f"\nthe fastest layout that heddle train has{where}:\n{terminal_safe(facts['command'])}\n")
     if facts["not_fitted"]:
         kinds = " and ".join(facts["not_fitted"])
         console.print(f"no published training with {kinds} was fitted: such kernels may take longer than planned\n")
     _print_too_large(console, facts)
     if not facts["layouts"]:
-        console.print("no layout fits; use more or larger GPUs, or shorter sequences")
+        nearest = f": {' or '.join(facts['nearest'])} fits" if facts["nearest"] else ""
+        console.print(f"no layout fits; use more or larger GPUs, or shorter sequences{nearest}")
     _print_engines(console, facts)
     if "dry_run" in facts:
         _print_dry_run(console, facts["dry_run"])
@@ -98,7 +124,8 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
     has_time = facts["layouts"][0]["training_seconds"] is not None
     degrees = ("replicate", "shard", "sequences", "accumulation", "reduce", "recompute")
     table = Table(box=None, pad_edge=False)
-    for name in (*degrees, "GiB", "tokens/s per GPU", "MFU", "tokens/s", *(["time"] if has_time else [])):
+    speeds = ("GiB", "tokens/s per GPU", "MFU", "tokens/s", *(["time"] if has_time else []))
+    for name in (*degrees, "tokens per step", *speeds):
         table.add_column(name, justify="right")
     for each in facts["layouts"][:MAX_LAYOUTS]:
         table.add_row(
@@ -108,6 +135,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
             str(each["accumulation"]),
             "once" if each["reduce_once"] else "each",
             each["recompute"],
+            f"{each['tokens_per_step']:,}",
             f"{each['memory_total'] / GIB:,.1f}",
             f"{each['tokens_per_second_per_gpu']:,.0f}",
             f"{each['mfu']:.1%}",

@@ -56,7 +56,8 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
     embedding = facts["embedding_parameters"]
     console.print(f"{facts['parameters']:,} parameters, {active_text} per token, {embedding:,} in the embedding")
     head = "tied" if config["head"]["tied"] else "untied"
-    console.print(f"width {config['width']}, vocabulary {config['vocab_size']:,}, {head} head\n")
+    assumed = " assumed (vocab_size is not set)" if facts["vocab_size_assumed"] else ""
+    console.print(f"width {config['width']}, vocabulary {config['vocab_size']:,}{assumed}, {head} head\n")
     _print_layers(console, facts)
     _print_contexts(console, facts)
     _print_engines(console, facts)

@@ -108,12 +108,14 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
 
     equal_bits = choose_deterministic() if settings.deterministic else nullcontext()
     with kernels(**parse_kernels(settings.kernel)), refuse_overflow(), equal_bits:
-        config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
+        loaded = load_config(data)
+        config = with_vocab_size(loaded, DEFAULT_VOCAB_SIZE)
         # Kernels are chosen as on the device, even if this machine lacks it.
         dtype, device = dtype_of(settings.precision), device_name(settings.device)
         imported = imported_family(source) if isinstance(source, str) else None
         lengths, batch = list(settings.context_length), settings.batch_size
         facts = measure(config, lengths, batch, dtype, device, encoder_length, imported)
+        facts["vocab_size_assumed"] = loaded.vocab_size is None
         facts["exports_as"] = family_lines(config, imported)
         if settings.profile:
             facts["profile"] = _profile(config, settings)

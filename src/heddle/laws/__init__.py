@@ -2,7 +2,7 @@
 
 `heddle check DESIGN` and the tests run the same functions. A law is a function of a design. It builds the model in
 float64 with random parameters and raises `LawViolation` with one sentence. Where a law cannot apply (decoding with a
-bidirectional design), it checks that the design refuses.
+bidirectional design), it checks that the design refuses, and raises `DoesNotApply` with the reason.
 """
 
 import time
@@ -25,15 +25,18 @@ from heddle.laws import (
     states,
     training,
 )
-from heddle.laws.harness import LawViolation, ModelCache
+from heddle.laws.harness import DoesNotApply, LawViolation, ModelCache
 from heddle.laws.shrink import shrink
 from heddle.model.config import ModelConfig
 
-__all__ = ["LAWS", "Law", "LawViolation", "Result", "run", "shrink"]
+__all__ = ["LAWS", "DoesNotApply", "Law", "LawViolation", "Result", "run", "shrink"]
 
 
 class Law(NamedTuple):
-    """`statement` is the property, in one sentence. `check` raises LawViolation where it does not hold."""
+    """A property of designs, in one sentence.
+
+    check: raises LawViolation where it does not hold, and DoesNotApply where it says nothing.
+    """
 
     name: str
     statement: str
@@ -41,12 +44,13 @@ class Law(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of one law."""
+    """The result of one law. message: what is violated. not_applicable: why the law says nothing about the design."""
 
     name: str
     passed: bool
     message: str
     seconds: float
+    not_applicable: str = ""
 
 
 def _law(check: Callable[[ModelConfig], None]) -> Law:
@@ -143,15 +147,17 @@ def run(
 
 def _result(law: Law, config: ModelConfig, device: torch.device | str, models: ModelCache) -> Result:
     start = time.perf_counter()
-    message = ""
+    message = reason = ""
     try:
         with _default_device(device), models.use():
             law.check(config)
+    except DoesNotApply as error:
+        reason = str(error)
     except LawViolation as error:
         message = str(error)
     except Exception as error:  # a part that raises any other error violates the law too
         message = f"stopped by {type(error).__name__}: {error}"
-    return Result(law.name, not message, message, time.perf_counter() - start)
+    return Result(law.name, not message, message, time.perf_counter() - start, reason)
 
 
 def _default_device(device: torch.device | str) -> AbstractContextManager[object]:

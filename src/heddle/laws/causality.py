@@ -10,6 +10,7 @@ from torch import Tensor
 
 from heddle.config import Config
 from heddle.laws.harness import (
+    DoesNotApply,
     LawViolation,
     assert_bitwise_equal,
     assert_unaffected,
@@ -109,7 +110,7 @@ def selected_keys(config: ModelConfig) -> None:
     model = model_under_test(config)
     indexed: list[Any] = [module for module in model.layers.modules() if getattr(module, "indexer", None) is not None]
     if not indexed:
-        return
+        raise DoesNotApply("no indexer")
     layout, running = Layout.packed([[5, 8], [13]]), list[Any]()
 
     def check(observation: Observation) -> None:

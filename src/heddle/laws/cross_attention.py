@@ -8,6 +8,7 @@ from torch import Tensor
 
 from heddle.laws.harness import (
     PADDING_TOKEN,
+    DoesNotApply,
     LawViolation,
     assert_bitwise_equal,
     assert_close,
@@ -40,7 +41,7 @@ def cross_attention(config: ModelConfig) -> None:
     tokens = random_tokens(config, ROWS, TOKENS)
     if model.encoder_width is None:
         _refused(model, tokens)
-        return
+        raise DoesNotApply("no cross-attention")
     generator = torch.Generator().manual_seed(6)
     keys, values = (normal_tensor((ROWS, LENGTH, model.encoder_width), generator) for _ in range(2))
     for encoder_output in (EncoderOutput(keys), EncoderOutput(keys, values)):

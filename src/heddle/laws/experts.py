@@ -1,6 +1,7 @@
 """Mixtures of experts: the order of experts does not matter, each choice counts once, idle experts have no effect.
 
-The laws hold for every feed-forward. Without experts they check what any function of single tokens must do, or nothing.
+The laws run on every feed-forward. Without experts they check what any function of single tokens must do, or do not
+apply.
 """
 
 import copy
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from heddle.laws.harness import (
+    DoesNotApply,
     LawViolation,
     assert_bitwise_equal,
     assert_close,
@@ -36,6 +38,8 @@ Mixed = tuple[Feedforward, ExpertInfo, Tensor]
 
 
 def _each(model: Decoder) -> Iterator[Case]:
+    if not feedforwards(model):
+        raise DoesNotApply("no feed-forward")
     generator = torch.Generator().manual_seed(8)
     width = model.embed.weight.shape[1]
     for part in feedforwards(model):
@@ -43,10 +47,14 @@ def _each(model: Decoder) -> Iterator[Case]:
         yield part, normal_tensor((ROWS, LENGTH, own), generator).to(model.embed.weight.dtype)
 
 
-def _mixtures(config: ModelConfig) -> Iterator[Mixed]:
-    for part, x in _each(model_under_test(config)):
-        if part.expert_info is not None:
-            yield part, part.expert_info, x
+def _mixtures(config: ModelConfig, scored: bool = False) -> Iterator[Mixed]:
+    """The mixtures of experts; scored: those whose experts no hash selects. Raises DoesNotApply if there are none."""
+    cases = [(part, part.expert_info, x) for part, x in _each(model_under_test(config)) if part.expert_info is not None]
+    if not cases:
+        raise DoesNotApply("no experts")
+    if scored and not (cases := [each for each in cases if not each[1].hashed]):
+        raise DoesNotApply("a hash selects the experts")
+    yield from cases
 
 
 def _forward(part: Feedforward, x: Tensor, layout: Layout | None = None) -> Tensor:
@@ -79,9 +87,7 @@ def _experts_of_each_token(part: Feedforward, x: Tensor) -> Tensor:
 
 def expert_permutation(config: ModelConfig) -> None:
     """Permuting the experts and the rows of their router leaves the output unchanged, unless a hash selects experts."""
-    for part, mixture, x in _mixtures(config):
-        if mixture.hashed:
-            continue
+    for part, mixture, x in _mixtures(config, scored=True):
         before = _forward(part, x)
         generator, groups = torch.Generator().manual_seed(7), mixture.groups
         inside = torch.rand(groups, mixture.num_experts // groups, generator=generator, device="cpu").argsort(1)
@@ -95,9 +101,10 @@ def expert_permutation(config: ModelConfig) -> None:
 
 def token_permutation(config: ModelConfig) -> None:
     """A feed-forward without a state handles each token separately: permuting the tokens permutes the outputs."""
-    for part, x in _each(model_under_test(config)):
-        if part.window > 1:
-            continue
+    cases = [(part, x) for part, x in _each(model_under_test(config)) if part.window == 1]
+    if not cases:
+        raise DoesNotApply("its feed-forwards read earlier tokens")
+    for part, x in cases:
         order = torch.randperm(ROWS * LENGTH, generator=torch.Generator().manual_seed(5), device="cpu").to(x.device)
         shuffled = x.flatten(0, 1)[order].view(x.shape)
         want = _forward(part, x).flatten(0, 1)[order].view(x.shape)
@@ -172,9 +179,7 @@ def _within(value: Tensor, mixture: ExpertInfo) -> bool:
 
 def routing_ties(config: ModelConfig) -> None:
     """Where router scores are equal, every token is routed to the experts with the lowest indices, if scores select."""
-    for part, mixture, x in _mixtures(config):
-        if mixture.hashed:
-            continue
+    for part, mixture, x in _mixtures(config, scored=True):
         with torch.no_grad():
             for parameter in mixture.router.parameters():
                 parameter.zero_()
@@ -225,6 +230,7 @@ def load_balancing(config: ModelConfig) -> None:
                 with torch.no_grad():
                     value.copy_(before[name] + 0.5)
         assert_close(_forward(part, x), y, "balancing biases were raised equally for all experts")
+    next(_mixtures(config))
 
 
 def router_precision(config: ModelConfig) -> None:

@@ -31,6 +31,10 @@ class LawViolation(AssertionError):
     """A law does not hold. The message is one sentence: what differs, and by how much."""
 
 
+class DoesNotApply(Exception):
+    """A law says nothing about this design. The message is the reason, such as `no experts`."""
+
+
 class ModelCache:
     """The models of several laws: each design is built once, and every law gets an unused copy of its own."""
 
@@ -174,6 +178,14 @@ def supports_state(model: Decoder) -> bool:
     if not model.causal:
         assert_refused(lambda: model.init_state(1), "bidirectional", "a bidirectional design returned a state")
     return model.causal
+
+
+def require_state(model: Decoder, rollback: bool = False) -> None:
+    """Raise DoesNotApply for a design without a state, or, with `rollback`, one whose state cannot be rolled back."""
+    if not supports_state(model):
+        raise DoesNotApply("no state, because the design is bidirectional")
+    if rollback and not new_state(model, 1).can_roll_back(1):
+        raise DoesNotApply("its state cannot be rolled back")
 
 
 def feedforwards(model: Decoder) -> list[Feedforward]:

@@ -21,6 +21,7 @@ from heddle.laws.harness import (
     new_state,
     probe_loss,
     random_tokens,
+    require_state,
     supports_state,
 )
 from heddle.model.config import ModelConfig
@@ -112,8 +113,7 @@ def document_packing(config: ModelConfig) -> None:
 def decoding_after_packing(config: ModelConfig) -> None:
     """Decoding after packed documents continues each row's last document."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     tokens, new_tokens = random_tokens(config, 2, 12), random_tokens(config, 2, NEW_TOKENS, seed=1)
     layout = Layout.packed(PACKED)
     want = []
@@ -236,8 +236,7 @@ def nan_in_padding(config: ModelConfig) -> None:
 def nan_in_unused_slots(config: ModelConfig) -> None:
     """NaN in the unused slots of a cache changes no bit of the tokens decoded next."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     tokens, new_tokens = random_tokens(config, 3, 7), random_tokens(config, 3, 6, seed=1)
     ragged = Layout.padded(POISONED_LENGTHS, 7, side="right")
     for name, layout, cache_length, sizes in (
@@ -277,8 +276,7 @@ def _poison_slots(state: State) -> None:
 def padding_not_cached(config: ModelConfig) -> None:
     """Padding is written to no state: after a padded call, a row's state is the same as after a call on it alone."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     rows = random_tokens(config, 3, max(POISONED_LENGTHS))
     for side in ("left", "right"):
         layout = Layout.padded(POISONED_LENGTHS, 8, side=side)

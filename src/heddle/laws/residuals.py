@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heddle.laws.harness import (
+    DoesNotApply,
     LawViolation,
     assert_close,
     assert_refused,
@@ -112,6 +113,8 @@ def _stacks_with_drop_path(config: ModelConfig) -> Iterator[tuple[str, Decoder]]
     """
     design = config if config.encoder is None else config.replace(encoder=_with_rate(config.encoder))
     stacks = _stacks(model_under_test(_with_rate(design)).train())
+    if all(stack.config.depth == 1 for stack in stacks):
+        raise DoesNotApply("one layer, which refuses stochastic depth")
     for what, stack in zip(("", "encoder: "), stacks, strict=False):
         if stack.config.depth > 1:
             yield what, stack

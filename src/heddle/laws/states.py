@@ -23,7 +23,7 @@ from heddle.laws.harness import (
     model_under_test,
     new_state,
     random_tokens,
-    supports_state,
+    require_state,
     windows,
 )
 from heddle.model.config import ModelConfig
@@ -127,8 +127,7 @@ def _ring_sizes(model: Decoder) -> list[int]:
 def fork_isolation(config: ModelConfig) -> None:
     """A forked state and its original continue independently, bit-equal to states that were never forked."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     tokens, other = random_tokens(config, 2, 9), random_tokens(config, 2, 4, seed=1)
     for cache_length in (None, 14):
         _, untouched = forward_in_chunks(model, tokens, [9], cache_length)
@@ -154,8 +153,7 @@ def fork_isolation(config: ModelConfig) -> None:
 def state_row_selection(config: ModelConfig) -> None:
     """Rows of a state that are selected, repeated or reordered continue as each sequence would alone."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     layouts = {
         "even": None,
         "padded": Layout.padded([4, 8, 2], side="left"),
@@ -179,8 +177,7 @@ def state_row_selection(config: ModelConfig) -> None:
 def changing_batch(config: ModelConfig) -> None:
     """Sequences that join a batch and leave it between steps continue as each would alone."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     alone = [ReferenceState(model, 1) for _ in range(4)]
     for number, (text, lengths) in enumerate(zip(alone, ((3, 4), (2,), (66,), (5, 1)), strict=True)):
         for length in lengths:
@@ -199,8 +196,7 @@ def changing_batch(config: ModelConfig) -> None:
 def state_rollback(config: ModelConfig) -> None:
     """Rolled-back tokens leave no trace: any number, or up to `rollback` once a ring buffer has wrapped around."""
     model = model_under_test(config)
-    if not supports_state(model) or not new_state(model, 1).can_roll_back(1):
-        return
+    require_state(model, rollback=True)
     turn = max(_ring_sizes(model), default=4) + ROLLBACK
     starts: dict[str, Layout | None] = {
         "even": None,
@@ -234,8 +230,7 @@ def _rollback_before_wraparound(model: Decoder, config: ModelConfig, turn: int) 
 def rollback_errors(config: ModelConfig) -> None:
     """An impossible rollback is refused and leaves the state valid; one that is performed consumes the handle."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     forgets = not new_state(model, 1).can_roll_back(1)
     slack = 0 if forgets else 1
     if forgets:
@@ -270,8 +265,7 @@ def rollback_errors(config: ModelConfig) -> None:
 def rollback_size(config: ModelConfig) -> None:
     """The state bytes that `size` reports for a rollback are those allocated, and the state can roll back that far."""
     model = model_under_test(config, torch.float32)
-    if not supports_state(model) or not new_state(model, 1).can_roll_back(1):
-        return
+    require_state(model, rollback=True)
     context = max(_ring_sizes(model), default=4) + ROLLBACK + 2
     reported = size(
         config, context_length=context, batch=2, encoder_length=ENCODER_LENGTH, rollback=ROLLBACK
@@ -289,8 +283,7 @@ def rollback_size(config: ModelConfig) -> None:
 def chunked_decoding(config: ModelConfig) -> None:
     """Reading a sequence in chunks with a state equals reading it in one call, for lengths around every window."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     for length in _lengths(model):
         tokens = random_tokens(config, 2, length)
         full = forward_no_grad(model, tokens)
@@ -329,8 +322,7 @@ def _brief(sizes: list[int]) -> str:
 def all_chunkings(config: ModelConfig, length: int = 6) -> None:
     """All 2^(T−1) ways to split a short sequence into chunks give the hidden states of one call."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     tokens = random_tokens(config, 2, length)
     full = forward_no_grad(model, tokens)
 
@@ -349,8 +341,7 @@ def all_chunkings(config: ModelConfig, length: int = 6) -> None:
 def chunked_ragged_batch(config: ModelConfig) -> None:
     """Reading padded rows and packed documents in chunks equals reading them in one call."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     holes = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 0, 1, 1, 1]])
     layouts = {
         "padded on the left": Layout.padded([5, 9, 1], side="left"),
@@ -372,8 +363,7 @@ def chunked_ragged_batch(config: ModelConfig) -> None:
 def cache_growth(config: ModelConfig) -> None:
     """A cache without a cache_length grows past its initial size and keeps its contents."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     length = INITIAL_SLOTS + 6
     tokens = random_tokens(config, 1, length)
     hidden, _ = forward_in_chunks(model, tokens, [INITIAL_SLOTS - 2, 1, 1, 1, 3, 2])
@@ -383,8 +373,7 @@ def cache_growth(config: ModelConfig) -> None:
 def state_errors(config: ModelConfig) -> None:
     """A state that is full, consumed, of another batch or design, of unknown length or under gradients is refused."""
     model = model_under_test(config)
-    if not supports_state(model):
-        return
+    require_state(model)
     tokens = random_tokens(config, 2, 6)
     _, state = forward_in_chunks(model, tokens, [6], cache_length=6)
     assert_refused(

@@ -12,6 +12,7 @@ from heddle.config import Config, DesignError, Part, Probability, parse_config
 from heddle.laws.harness import (
     ENCODER_LENGTH,
     EXPERT_TOLERANCE,
+    DoesNotApply,
     Gradients,
     LawViolation,
     add_gradients,
@@ -57,6 +58,8 @@ def dropout_off_in_eval(config: ModelConfig) -> None:
     declared = _without_dropout(config, data_dependent=True) != config
     if changed != declared and (declared or config == plain):
         raise LawViolation(f"in training, something was {'' if changed else 'not '}dropped, despite the declared rates")
+    if config == plain and not declared:
+        raise DoesNotApply("no dropout")
 
 
 def _without_dropout(config: C, data_dependent: bool) -> C:
@@ -177,7 +180,7 @@ def multi_token_prediction(config: ModelConfig) -> None:
         reads_others |= feedforward is not None and feedforward.reads_tokens
         if not error.path.startswith("multi_token") or not (reads_others or not bare.causal):
             raise LawViolation(f"with multi_token: refused: {error}") from None
-        return
+        raise DoesNotApply("the design refuses multi-token modules") from None
     model = model_under_test(with_modules)
     if config.multi_token is None:
         _check_main_states(config, model)

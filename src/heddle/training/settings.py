@@ -210,7 +210,8 @@ class TrainSettings(SessionSettings):
     """Settings of `heddle train` and `heddle.train`."""
 
     SHOWN: ClassVar = (
-        "data", "steps", "tokens", "batch_size", "sequence_length", "lr", "seed", "out", "from_", "device", "precision",
+        "data", "steps", "tokens", "batch_size", "sequence_length", "lr", "seed", "out", "from_", "part", "device",
+        "precision",
     )  # fmt: skip
 
     design: Annotated[Any, Argument("DESIGN", "A file, preset:NAME or a folder; leave out with --from.")] = None

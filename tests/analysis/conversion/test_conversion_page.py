@@ -56,7 +56,9 @@ def test_the_page_says_everything(make: Callable[[], ConversionResults]) -> None
 
 def test_the_table_says_numbers_and_judgements() -> None:
     page = Page(conversion_page(single())).text()
-    for words in ("+0.120 ± 0.004 +6.0 % worse", "2.30 kB", "576 B", "594 tok/s", "healed, 91 % of the loss removed"):
+    flops = f"FLOPs per token at {single().text.sequence_length:,}"
+    wanted = ("+0.120 ± 0.004 +6.0 % worse", "2.30 kB", "576 B", "594 tok/s", "healed, 91 % of the loss removed", flops)
+    for words in wanted:
         assert words in page
     for words in ("70 %", "62 %", "LlamaForCausalLM", "948 k", "18.9 MB", "594 tok/s (579 to 606)", "24 %"):
         assert words in page

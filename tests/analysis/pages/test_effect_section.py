@@ -138,6 +138,15 @@ def test_equal_sizes_are_shown_with_their_deviation() -> None:
         assert words in text
 
 
+def test_flops_name_their_context_length() -> None:
+    report = equal_sizes() | {"equal_size": "flops"}
+    title = f"forward FLOPs per token at {report['budget']['sequence_length']} tokens"
+    assert equal_size_table(report).header[2] == title
+    text = Page(report_page(report)).text()
+    assert title in text
+    assert text.count(" FLOPs per token at 256 tokens") > len(report["designs"])
+
+
 def printed(report: dict[str, Any]) -> str:
     file = io.StringIO()
     print_report(report, Console(file=file, width=80))

@@ -304,7 +304,10 @@ def effect_table(field: VariedField) -> TextTable:
 def equal_size_words(report: Report) -> str:
     """The size that all designs share, in words: "parameters"."""
     kind, _, context = (report.equal_size or "").partition("@")
-    return f"state bytes at {context} tokens" if context else SIZE_WORDS[kind][1]
+    if context:
+        return f"state bytes at {context} tokens"
+    at = f" at {report.budget.sequence_length:,} tokens" if kind == "flops" else ""
+    return SIZE_WORDS[kind][1] + at
 
 
 def equal_size_table(report: Report) -> TextTable:

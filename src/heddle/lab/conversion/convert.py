@@ -89,7 +89,7 @@ ROWS = {  # of a dry run's table, by the name in JSON
     "parameters": "parameters",
     "state_bytes_per_token": "state bytes per token",
     "state_bytes": "state bytes at {context_length:,}",
-    "flops_per_token": "FLOPs per token",
+    "flops_per_token": "FLOPs per token at {context_length:,}",
     "architecture": "exports as",
 }
 MIN_WINDOWS = 4  # fewer give no interval
@@ -681,9 +681,9 @@ def _print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> 
     for name, columns in costs.items():
         if len(costs) > 1:
             print_text(name)
-        print_text(f"{'':26}{'before':>24}{'after':>24}")
+        print_text(f"{'':30}{'before':>24}{'after':>24}")
         for name, before in columns["before"].items():
             shown = [f"{value:,}" if isinstance(value, int) else value for value in (before, columns["after"][name])]
             if name in ROWS:
                 row = ROWS[name].format(**columns["before"])
-                print_text(f"{row:26}{shown[0]:>24}{shown[1]:>24}")
+                print_text(f"{row:30}{shown[0]:>24}{shown[1]:>24}")

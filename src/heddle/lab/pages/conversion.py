@@ -385,7 +385,7 @@ def needle_table(results: ConversionResults) -> HeatMap:
 def cost_tables(results: ConversionResults) -> list[TextTable]:
     """Sizes, states over the context, and the class that each model exports as."""
     sizes = TextTable(
-        ["model", "parameters", "FLOPs per token", "state per token"],
+        ["model", "parameters", f"FLOPs per token at {results.text.sequence_length:,}", "state per token"],
         [
             [
                 model.name,

@@ -517,15 +517,23 @@ def plan_training(
     batch_size: sequences per step on all ranks; None: the fastest in one micro-batch. Raises ConfigError for
     a batch size that is not a multiple of the GPUs.
     """
-    if not 1 <= gpus <= MAX_GPUS:
-        raise ConfigError(f"gpus {gpus}: must be between 1 and {MAX_GPUS}")
     if sequence_length < 1:
         raise ConfigError(f"sequence_length {sequence_length}: must be at least 1")
+    _check_counts(gpus, batch_size)
+    return rank_layouts(model_cost(config, sequence_length), gpu, gpus, batch_size)
+
+
+def _check_counts(gpus: int, batch_size: int | None) -> None:
+    if not 1 <= gpus <= MAX_GPUS:
+        raise ConfigError(f"gpus {gpus}: must be between 1 and {MAX_GPUS}")
     if batch_size is not None and (batch_size < gpus or batch_size % gpus):
         below, above = batch_size // gpus * gpus, (batch_size // gpus + 1) * gpus
         near = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(f"batch_size {batch_size}: must be a multiple of the {gpus} GPUs; take {near}")
-    cost = model_cost(config, sequence_length)
+
+
+def rank_layouts(cost: ModelCost, gpu: Gpu, gpus: int, batch_size: int | None = None) -> Plan:
+    """`plan_training` for a design whose costs are known."""
     fitting, too_large = [], []
     for shard in _shard_degrees(gpus, gpu.gpus_per_node):
         leanest = None

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +15,7 @@ from heddle.progress import format_amount
 from heddle.session import load_parts
 from heddle.settings import Json, Option, PartFile, VerbSettings, parse_count, parse_length
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
-from heddle.training.settings import Design, Overrides, Settings
+from heddle.training.settings import Design, Overrides, Settings, TrainSettings
 
 if TYPE_CHECKING:
     from heddle.lab.plan.costs import Candidate, Plan
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 SEQUENCE_LENGTH = 4096
+HALF, FEW_SEQUENCES = 0.5, 8  # from which share, and up to how many sequences of a micro-batch, a limit is named
+MORE_GPUS, SHORTEST = 4096, 128  # how many times the GPUs, and how few tokens, are tried where no layout fits
 STATE_BYTES = 16  # of a parameter in float32: weight, gradient and two moments
 
 
@@ -76,13 +78,16 @@ def plan(
     from heddle.model.load_config import load_config, read_design, with_vocab_size
 
     data, gpu = read_design(settings.design, settings.overrides), find_gpu(settings.gpu)
-    config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
+    loaded = load_config(data)
+    config = with_vocab_size(loaded, DEFAULT_VOCAB_SIZE)
     if settings.cpu:
-        return PlannedTraining(_cpu_facts(settings, config))
+        return PlannedTraining(_cpu_facts(settings, config) | {"vocab_size_assumed": loaded.vocab_size is None})
     from heddle.lab.plan.costs import plan_training
 
     result = plan_training(config, gpu, settings.gpus, _length(settings, config), settings.batch_size)
-    facts = _facts(result, settings.gpu, tokens) | {"engines": _engine_facts(config, result, settings.design)}
+    facts = _facts(result, settings) | {"engines": _engine_facts(config, result, settings.design)}
+    facts["vocab_size"], facts["vocab_size_assumed"] = config.vocab_size, loaded.vocab_size is None
+    facts["nearest"] = [] if result.candidates else _nearest_plans(config, result)
     kinds = {mixer.kind for mixer, _ in config.equal_layers if mixer is not None}
     facts["not_fitted"] = sorted(kinds - FITTED_MIXERS)
     if settings.dry_run:
@@ -95,9 +100,28 @@ def _length(settings: PlanSettings, config: "ModelConfig") -> int:
     return usual if settings.sequence_length is None else settings.sequence_length
 
 
-def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
-    """What training in float32 takes on this CPU, from timed steps. Bytes, seconds, FLOPs.
+def _train_command(settings: PlanSettings, **options: Any) -> str | None:
+    """The command that trains as planned; None for a design that is in no file."""
+    if not isinstance(settings.design, str):
+        return None
+    tokens = None if settings.tokens is None else int(settings.tokens)
+    same = {"design": settings.design, "overrides": settings.overrides, "part": settings.part, "tokens": tokens}
+    return TrainSettings(**same | options).command_line("train")
 
+
+@dataclass(frozen=True)
+class CpuChoice:
+    """How to train on a CPU. memory: bytes, about: weights, gradients, moments and activations."""
+
+    precision: str
+    recompute: bool
+    memory: int
+
+
+def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
+    """What training takes on this CPU, from timed steps. Bytes, seconds, FLOPs.
+
+    Float32, and bfloat16 if this CPU multiplies it faster, are timed each: without recomputed layers if that fits.
     training_seconds leaves out evaluations and checkpoints. Raises ConfigError for GPU options and invalid
     sizes, MachineError if weights, gradients, moments and activations do not fit.
     """
@@ -108,7 +132,7 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
             raise ConfigError(f"--{option} {value}: is for GPUs, and --cpu asks for this CPU; leave one of them out")
     from heddle.lab.bench.run import measure_limits
     from heddle.lab.compare.speed import RandomText, time_training_steps
-    from heddle.machine import measured_choices
+    from heddle.machine import TIE, measured_choices
     from heddle.model.decoder import build
     from heddle.model.size import flops_per_token, parameter_count, parameter_counts
     from heddle.runtime import set_up_runtime
@@ -119,59 +143,124 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
     model = build(config, device="meta")
     parameters = parameter_counts(model)[0]
     runtime = set_up_runtime("cpu", choices=measured_choices())
-    memory, least = runtime.describe()["memory_bytes"], STATE_BYTES * parameters
-    activations = rows * _activation_bytes(config, length)
-    if least > memory:
+    memory, limits = runtime.describe()["memory_bytes"], measure_limits("cpu")
+    is_fast = limits["bf16_flops_per_second"] > TIE * limits["fp32_flops_per_second"]
+    precisions = ("fp32", "bf16") if is_fast else ("fp32",)
+    if STATE_BYTES * parameters > memory:
         raise MachineError(
-            f"{settings.design}: weights, gradients and AdamW's moments take {format_amount(least, 'bytes')}, and this "
-            f"machine has {format_amount(memory, 'bytes')}; choose a smaller design"
+            f"{settings.design}: weights, gradients and AdamW's moments take "
+            f"{format_amount(STATE_BYTES * parameters, 'bytes')}, and this machine has "
+            f"{format_amount(memory, 'bytes')}; choose a smaller design: "
+            f"{format_amount(memory // STATE_BYTES, 'parameters')} fit"
         )
-    if least + activations > memory:
+    choices = _cpu_choices(config, parameters, length, rows, precisions)
+    if all(choice.memory > memory for choice in choices):
+        least = min(choice.memory for choice in choices)
         raise MachineError(
-            f"{settings.design}: a step of {rows} x {length:,} tokens takes about "
-            f"{format_amount(least + activations, 'bytes')}, mostly for activations, and this machine has "
-            f"{format_amount(memory, 'bytes')}; give a smaller --batch-size or "
-            "--sequence-length; heddle train --checkpoint-activations keeps less"
+            f"{settings.design}: a step of {rows} x {length:,} tokens takes about {format_amount(least, 'bytes')}, "
+            f"also with recomputed layers, and this machine has {format_amount(memory, 'bytes')}; "
+            + _nearest_on_cpu(config, parameters, length, rows, precisions, memory)
         )
-    with TemporaryDirectory(prefix="heddle-") as folder:
-        text = RandomText(config.vocab_size or 1, length)
-        job = TrainingJob(config=config, source=text, settings=timed, out=Path(folder), device="cpu", label="plan")
-        times = time_training_steps(job)
-    seconds, flops = statistics.median(times), 3 * flops_per_token(model, length, training=True)
-    products = measure_limits("cpu")["fp32_flops_per_second"]
-    rate = rows * length / seconds
+    plans: list[dict[str, Any]] = []
+    for choice in choices:
+        plan: dict[str, Any] = {"precision": choice.precision, "recompute": "layers" if choice.recompute else "none"}
+        plan |= {"memory_total": choice.memory, "fits": choice.memory <= memory, "step_seconds": None}
+        others = [each for each in plans if each["precision"] == choice.precision and each["fits"]]
+        if plan["fits"] and not others:  # recomputing takes longer where all activations fit
+            how = replace(timed, precision=choice.precision, checkpoint_activations=choice.recompute)
+            with TemporaryDirectory(prefix="heddle-") as folder:
+                text, out = RandomText(config.vocab_size or 1, length), Path(folder)
+                job = TrainingJob(config=config, source=text, settings=how, out=out, device="cpu", label="plan")
+                times = time_training_steps(job)
+            plan |= {"step_seconds": statistics.median(times), "timed_steps": len(times)}
+        plans.append(plan)
+    best = min((plan for plan in plans if plan["step_seconds"]), key=lambda plan: plan["step_seconds"])
+    rate, flops = rows * length / best["step_seconds"], 3 * flops_per_token(model, length, training=True)
     return {
         "parameters": parameters,
         "multi_token_parameters": parameter_count(model.multi_token),
+        "vocab_size": config.vocab_size,
         "flops_per_token": flops,
         "sequence_length": length,
         "batch_size": rows,
+        "tokens_per_step": rows * length,
         "cpu": runtime.describe()["cpu"],
         "threads": runtime.threads,
-        "step_seconds": seconds,
-        "timed_steps": len(times),
+        **{name: best[name] for name in ("precision", "recompute", "step_seconds", "timed_steps")},
         "tokens_per_second": rate,
-        "share_of_products": rate * flops / products,
+        "share_of_products": rate * flops / limits[f"{best['precision']}_flops_per_second"],
         "peak_memory": peak_process_memory(),
         "memory": memory,
         "training_seconds": None if settings.tokens is None else settings.tokens / rate,
+        "plans": plans,
+        "command": _train_command(
+            settings,
+            batch_size=rows,
+            sequence_length=length,
+            precision=best["precision"],
+            checkpoint_activations=best["recompute"] == "layers",
+            device="cpu",
+        ),
     }
 
 
-def _activation_bytes(config: "ModelConfig", length: int) -> int:
-    """Bytes that the backward pass of one sequence needs, in float32, without the loss, which is computed in chunks."""
-    from heddle.lab.plan.costs import RankLayout, model_cost, saved_for_backward
+def _cpu_choices(
+    config: "ModelConfig", parameters: int, length: int, rows: int, precisions: Sequence[str]
+) -> list[CpuChoice]:
+    """Each precision without and with recomputed layers. Under autocast, weights are kept in bfloat16, too.
 
-    if config.encoder is not None:
-        return 0  # unknown before a step
-    return 2 * saved_for_backward(model_cost(config, length), RankLayout(1, 1, 1))  # in bfloat16, hence 2 ×
+    Activations are those of a layer's backward pass without the loss, which is computed in chunks; for a design with an
+    encoder they are not known, and left out.
+    """
+    from heddle.lab.plan.costs import BF16_BYTES, RankLayout, model_cost, saved_for_backward
+
+    cost = None if config.encoder is not None else model_cost(config, length)
+    choices = []
+    for precision in precisions:
+        wide, weights = (2, 0) if precision == "fp32" else (1, BF16_BYTES)  # the activations are counted in bfloat16
+        for recompute in (False, True):
+            layout = RankLayout(1, 1, 1, recompute="layers" if recompute else "none")
+            saved = 0 if cost is None else rows * saved_for_backward(cost, layout) * wide
+            choices.append(CpuChoice(precision, recompute, (STATE_BYTES + weights) * parameters + saved))
+    return choices
 
 
-def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
+def _nearest_on_cpu(
+    config: "ModelConfig", parameters: int, length: int, rows: int, precisions: Sequence[str], memory: int
+) -> str:
+    """The nearest plan that fits: fewer sequences, then shorter ones, each halved."""
+    while rows > 1 or length > 1:
+        rows, length = (rows // 2, length) if rows > 1 else (1, length // 2)
+        least = min(_cpu_choices(config, parameters, length, rows, precisions), key=lambda choice: choice.memory)
+        if least.memory <= memory:
+            fits = f"--batch-size {rows} --sequence-length {length} fits, with about"
+            return f"{fits} {format_amount(least.memory, 'bytes')} in {least.precision} with recomputed layers"
+    return "choose a smaller design"
+
+
+def _nearest_plans(config: "ModelConfig", plan: "Plan") -> list[str]:
+    """Options with which a layout fits: more GPUs, each time twice as many, or shorter sequences, each time half."""
+    from heddle.lab.plan.costs import MAX_GPUS, plan_training, rank_layouts
+
+    found: list[str] = []
+    gpus, length = 2 * plan.gpus, plan.cost.sequence_length // 2
+    while gpus <= min(MAX_GPUS, MORE_GPUS * plan.gpus) and not found:
+        if rank_layouts(plan.cost, plan.gpu, gpus).candidates:
+            found.append(f"--gpus {gpus}")
+        gpus *= 2
+    while length >= SHORTEST:
+        if plan_training(config, plan.gpu, plan.gpus, length).candidates:
+            return [*found, f"--sequence-length {length}"]
+        length //= 2
+    return found
+
+
+def _facts(plan: "Plan", settings: PlanSettings) -> dict[str, Any]:
     """Everything the command prints, as plain data. Bytes, seconds, FLOPs."""
     from heddle.lab.plan.costs import USABLE
 
-    cost = plan.cost
+    cost, tokens = plan.cost, settings.tokens
+    offered = next((each for each in plan.candidates if _is_offered(each)), None)
     return {
         "parameters": cost.parameters,
         "active_parameters": cost.active_parameters,
@@ -179,11 +268,64 @@ def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
         "flops_per_token": 3 * cost.forward_flops / cost.sequence_length,
         "sequence_length": cost.sequence_length,
         "gpus": plan.gpus,
-        "gpu": gpu,
+        "gpu": settings.gpu,
         "usable_memory": USABLE * plan.gpu.memory * GIB,
         "layouts": [_candidate_facts(plan, candidate, tokens) for candidate in plan.candidates],
         "too_large": [_candidate_facts(plan, candidate, tokens) for candidate in plan.too_large],
+        "limits": _limits(plan, plan.candidates[0]) if plan.candidates else [],
+        "command": None if offered is None else _command_of(settings, plan, offered),
     }
+
+
+def _is_offered(candidate: "Candidate") -> bool:
+    """Whether `heddle train` trains in a layout: it reduces gradients once a step."""
+    return candidate.layout.accumulation == 1 or candidate.layout.reduce_once
+
+
+def _command_of(settings: PlanSettings, plan: "Plan", candidate: "Candidate") -> str | None:
+    """The command that trains in a layout; on several nodes, the same on each, started by torchrun."""
+    layout, count = candidate.layout, plan.gpus
+    per_node = next(each for each in range(plan.gpu.gpus_per_node, 0, -1) if count % each == 0)
+    command = _train_command(
+        settings,
+        sequence_length=plan.cost.sequence_length,
+        batch_size=layout.rows * layout.accumulation * count,
+        gradient_accumulation_steps=layout.accumulation,
+        checkpoint_activations=layout.recompute == "layers",
+        precision="bf16",
+        nproc=count if 1 < count == per_node else None,
+        data_parallel_replicate_degree=layout.replicate,
+        data_parallel_shard_degree=layout.shard if layout.replicate > 1 else TrainSettings.data_parallel_shard_degree,
+    )
+    if command is None or count == per_node:
+        return command
+    nodes = f"--nnodes {count // per_node} --nproc-per-node {per_node} --node-rank $NODE_RANK"
+    return f"torchrun {nodes} --master-addr $MASTER_ADDR --master-port 29500 -m {command}"
+
+
+def _limits(plan: "Plan", candidate: "Candidate") -> list[str]:
+    """Sentences about what most of the memory and of the time goes to, where sequences are the reason."""
+    from heddle.lab.plan.costs import USABLE
+
+    layout, memory, time, length = candidate.layout, candidate.memory, candidate.time, plan.cost.sequence_length
+    result, usable = [], USABLE * plan.gpu.memory * GIB
+    one = memory["activations"] / layout.rows
+    if usable < FEW_SEQUENCES * one:
+        kind = "" if layout.recompute == "none" else ", with recomputed layers"
+        result.append(
+            f"activations limit the micro-batch: one sequence of {length:,} tokens takes {one / GIB:,.1f} GiB{kind}"
+        )
+    if memory["loss"] > HALF * candidate.bytes:
+        result.append(
+            f"the loss takes {memory['loss'] / candidate.bytes:.0%} of the memory: logits of "
+            f"{plan.cost.vocab_size:,} tokens of the vocabulary"
+        )
+    if time.attention > HALF * time.seconds:
+        result.append(
+            f"attention takes {time.attention / time.seconds:.0%} of a step: it grows with the square of "
+            f"{length:,} tokens, unless mixers have a window"
+        )
+    return result
 
 
 def _engine_facts(config: "ModelConfig", plan: "Plan", design: Any) -> list[dict[str, Any]]:
@@ -211,6 +353,7 @@ def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None)
         "micro_batch_size": layout.rows,
         "accumulation": layout.accumulation,
         "batch_size": layout.rows * layout.accumulation * layout.gpus,
+        "tokens_per_step": layout.rows * layout.accumulation * layout.gpus * plan.cost.sequence_length,
         "reduce_once": layout.reduce_once,
         "recompute": layout.recompute,
         "memory": candidate.memory,
@@ -237,9 +380,7 @@ def _dry_run_facts(config: "ModelConfig", plan: "Plan") -> dict[str, Any]:
     from heddle.lab.plan.dry_run import dry_run
 
     leanest = sorted(plan.too_large, key=lambda candidate: candidate.bytes)
-    candidate = next(
-        each for each in (*plan.candidates, *leanest) if each.layout.accumulation == 1 or each.layout.reduce_once
-    )
+    candidate = next(each for each in (*plan.candidates, *leanest) if _is_offered(each))
     result = dry_run(config, candidate.layout, plan.cost.sequence_length)
     return {
         "data_parallel_replicate_degree": candidate.layout.replicate,

@@ -110,9 +110,9 @@ function numbers(design) {
   const { sums, slots } = sizes(design, state.layer), own = slots[heldByMixer(design) ? "mixers" : state.slot];
   const shown = DATA.whole ? sums : own ?? [0, 0, 0, 0, 0];
   const cards = [["parameters", shown[0], short(shown[0]), amount(shown[0])], ["active for a token", shown[0] - shown[1], short(shown[0] - shown[1]), amount(shown[0] - shown[1])],
-    ["FLOPs per token", shown[2] / design.tokens, short(shown[2] / design.tokens), "forward pass, averaged over the context"],
+    ["FLOPs per token", shown[2] / design.tokens, short(shown[2] / design.tokens), `forward pass, the mean over ${amount(design.tokens)} tokens`],
     ["state", stateBytes(shown, design), bytesOf(stateBytes(shown, design)), `after ${amount(design.tokens)} tokens, one sequence`]];
-  const share = DATA.whole && own ? html`<p class="small">The ${TITLES[state.slot].toLowerCase()} of one layer: ${amount(own[0])} parameters, ${short(own[2] / design.tokens)} FLOPs per token, ${bytesOf(stateBytes(own, design))} of state.</p>` : heldByMixer(design) ? html`<p class="small">The numbers are for the mixer that contains it.</p>` : state.slot === "norms" ? html`<p class="small">For one norm over the model’s width.</p>` : "";
+  const share = DATA.whole && own ? html`<p class="small">The ${TITLES[state.slot].toLowerCase()} of one layer: ${amount(own[0])} parameters, ${short(own[2] / design.tokens)} FLOPs per token, ${bytesOf(stateBytes(own, design))} of state at ${amount(design.tokens)} tokens.</p>` : heldByMixer(design) ? html`<p class="small">The numbers are for the mixer that contains it.</p>` : state.slot === "norms" ? html`<p class="small">For one norm over the model’s width.</p>` : "";
   return html`<div class="numbers">${cards.map(([name, , big, detail]) => html`<div><span>${name}</span><strong>${big}</strong><small>${detail}</small></div>`)}</div>${share}`;
 }
 
@@ -150,7 +150,7 @@ function curve(title, valueAt, unit, base) {
 function curves() {
   if (undeclared(state.design).length) return "";
   const pick = design => { const all = sizes(design, Math.min(state.layer, design.layers.length - 1)); return DATA.whole ? all.sums : all.slots[state.slot === "scalings" ? "mixers" : state.slot] ?? [0, 0, 0, 0, 0]; };
-  return [curve("state of one sequence, bytes", design => stateBytes(pick(design), design), bytesOf, 2), curve("FLOPs per token, forward pass", design => pick(design)[2] / design.tokens, short, 10)];
+  return [curve("state of one sequence, bytes", design => stateBytes(pick(design), design), bytesOf, 2), curve("FLOPs per token, mean over the context", design => pick(design)[2] / design.tokens, short, 10)];
 }
 
 function pictures(slot, part) {
