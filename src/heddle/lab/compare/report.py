@@ -57,6 +57,7 @@ from heddle.lab.compare.statistics import (
     VALIDATION_WINDOWS,
     Level,
     PairStatistics,
+    adjusted_means,
     describe_method,
     describe_unpaired,
     finished_runs,
@@ -476,7 +477,8 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
     baseline = plan.baseline or plan.entries[0].name
     comparable = {name: results.comparable_runs(name) for name in results.names}
     multiples = comparison.extrapolation.multiples
-    designs = [_design(name, comparable, baseline, results, multiples) for name in results.names]
+    adjusted = adjusted_means(comparable)
+    designs = [_design(name, comparable, baseline, results, multiples, adjusted.get(name)) for name in results.names]
     designs = [replace(design, reading_share=_reading_shares(comparison, results, design)) for design in designs]
     judging = Judging(results.is_anytime, not results.pending, plan.until_resolved, workers.total)
     pairs = pair_report(comparable, baseline, judging)
@@ -649,9 +651,10 @@ def design_facts(comparison: Comparison, entry: DesignEntry) -> DesignFacts:
 
 
 def _design(
-    name: str, comparable: Mapping[str, Sequence[Run]], baseline: str, results: Results, multiples: Sequence[int]
-) -> Design:
-    """The facts of a design and its measurements so far, on its comparable runs."""
+    name: str, comparable: Mapping[str, Sequence[Run]], baseline: str, results: Results, multiples: Sequence[int],
+    adjusted: float | None,
+) -> Design:  # fmt: skip
+    """The facts of a design and its measurements so far, on its comparable runs. adjusted: as in `_mean_so_far`."""
     runs, own, reference = results.runs[name], comparable[name], comparable[baseline]
     memory = [run.peak_memory_bytes for run in runs if run.status == "done" and run.peak_memory_bytes is not None]
     speeds = summarize_speeds(results.speeds[name])
@@ -659,7 +662,7 @@ def _design(
     return Design(
         **vars(results.facts[name]),
         runs=own,
-        bits_per_byte=_mean_so_far(runs, own, sum(1 for pair in results.pending if pair[0] == name)),
+        bits_per_byte=_mean_so_far(runs, own, sum(1 for pair in results.pending if pair[0] == name), adjusted),
         train_tokens_per_second=None if training_speed is None else training_speed[1],
         train_speed_range=None if training_speed is None else training_speed[2:],
         peak_memory_bytes=median_high(memory) if memory else None,
@@ -672,9 +675,16 @@ def _design(
     )
 
 
-def _mean_so_far(runs: Sequence[Run], comparable: Sequence[Run], pending: int) -> MeanLoss:
-    """The mean of the comparable runs, or of all while there are none; its basis says how many are pending."""
+def _mean_so_far(runs: Sequence[Run], comparable: Sequence[Run], pending: int, adjusted: float | None) -> MeanLoss:
+    """The mean of the comparable runs, or of all while there are none; its basis says how many are pending.
+
+    adjusted: the mean if the design had the seeds of the others that it lacks, None if it lacks none.
+    """
     mean = mean_bits_per_byte(comparable or runs)
+    if adjusted is not None and mean.mean is not None:
+        low, high = (None if end is None else end + adjusted - mean.mean for end in (mean.low, mean.high))
+        basis = f"{mean.basis}, adjusted to the seeds of the others"
+        mean = replace(mean, mean=adjusted, low=low, high=high, basis=basis)
     if not pending:
         return mean
     return replace(mean, basis=f"{mean.basis}, {pending} to come" if runs else f"{pending} runs to come")
