@@ -214,6 +214,16 @@ def test_a_machine_that_becomes_slow_ends_in_time_with_what_it_has(
     assert machine.trained[: len(before)] == before
 
 
+def test_the_last_paired_seed_comes_before_speeds(folder: Path, tmp_path: Path, machine: Machine) -> None:
+    """Trainings that take a little longer than planned use the time that was planned for speeds."""
+    machine.slower, machine.speed_steps, started = 1.4, 400, machine.clock.now
+    assert compare(folder, tmp_path, "--budget", "3m", "--speed-context-length", "5600") == 0
+    assert machine.clock.now - started <= 181
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert [len(design["runs"]) for design in report["designs"]] == [3, 3]
+    assert report["progress"]["stop_reason"].startswith("The budget of 3 min ended before the speed of ")
+
+
 def test_speeds_that_the_budget_cuts_are_named(folder: Path, tmp_path: Path, machine: Machine) -> None:
     machine.speed_steps = 10_000
     assert compare(folder, tmp_path / "out", "--budget", "3m") == 0

@@ -40,6 +40,7 @@ OTHER_EVALUATED_TOKENS = 2**15  # at the end of a run: longer sequences, recall 
 END_SHARE, MIN_END_SECONDS = 0.02, 6.0  # reserved for starting the command and writing the last report
 TEXT_SHARE, MAX_TEXT_SECONDS = 0.06, 60.0  # reserved for preparing the text
 SPEED_SHARE, RECALL_SHARE = 0.15, 0.2  # at most, where a budget chooses them
+LATE_SPEED_SHARE = 0.05  # at most, where trainings or recall tasks took longer than planned
 DECODE_SECONDS = 0.5  # for decoding at one context length
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
 UNTIMED_FLOPS = 2e12  # training below this takes seconds, and is not worth timing
@@ -113,18 +114,20 @@ class TimePlan:
         return "" if self.budget is None else f"The budget of {format_duration(self.budget.seconds)} ended"
 
     def training_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
-        """When training must end, to leave time for a round of speed measurements and the recall tasks."""
+        """When training must end. Planned seeds come first; seeds that are bought leave time for the other parts."""
+        if self.budget is None or not self.times or comparison.plan.until_resolved is None:
+            return self.recall_end(comparison)
+        speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts, rounds=1)
+        recall = sum(_recall_seconds(comparison, self.times, choice) for choice in choices)
+        shares = min(recall, RECALL_SHARE * self.budget.seconds), min(speed, SPEED_SHARE * self.budget.seconds)
+        return self.end - sum(shares)
+
+    def recall_end(self, comparison: Comparison) -> float:
+        """When the recall tasks must end, to leave a little time for the speed measurements, which come last."""
         if self.budget is None or not self.times:
             return self.end
         speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts, rounds=1)
-        return self.speed_end(comparison, choices) - min(speed, SPEED_SHARE * self.budget.seconds)
-
-    def speed_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
-        """When the speed measurements must end, to leave time for the recall tasks."""
-        if self.budget is None or not self.times:
-            return self.end
-        recall = sum(_recall_seconds(comparison, self.times, choice) for choice in choices)
-        return self.end - min(recall, RECALL_SHARE * self.budget.seconds)
+        return self.end - min(speed, LATE_SPEED_SHARE * self.budget.seconds)
 
     def affordable(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> list[TaskChoice]:
         """The recall tasks; those that `auto` chose and that do not fit the budget are marked as left out."""

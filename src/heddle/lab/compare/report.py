@@ -14,7 +14,13 @@ import torch
 from heddle import __version__
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
-from heddle.lab.compare.abilities import TaskChoice, extrapolation_facts, length_changes, summarize_abilities
+from heddle.lab.compare.abilities import (
+    TaskChoice,
+    extrapolation_facts,
+    length_changes,
+    summarize_abilities,
+    window_sentences,
+)  # fmt: skip
 from heddle.lab.compare.equal_size import parse_state_context
 from heddle.lab.compare.plan import DesignEntry, plan_warnings, short_titles
 from heddle.lab.compare.power import anytime_level, need_for, round_widths_below, smallest_resolvable
@@ -44,7 +50,6 @@ from heddle.lab.compare.results import (
     Series,
     Stage,
     TextRecallFacts,
-    TuningReport,
     VariedField,
     VariedValue,
     Widths,
@@ -280,16 +285,15 @@ def _all_rows(designs: Sequence[Design], baseline: str, labels_of: dict[str, lis
     changes = [len(labels) - 1 for labels in labels_of.values()]
     count = sum(changes) + sum(first * second for first, second in combinations(changes, 2))
     runs = {design.name: design.runs for design in designs}
-    differences = None
+    differences, names, statistics = None, list(runs), pair_statistics(runs)
     if len(changes) == 1:
-        names, statistics = list(runs), pair_statistics(runs)
         differences = {
             name: _difference(statistics, index, names.index(baseline), runs, judging)
             for index, name in enumerate(names)
             if name != baseline
         }
     base = next(design.varied_fields for design in designs if design.name == baseline)
-    return _Rows(designs, base, judging, pair_statistics(runs), count, differences)
+    return _Rows(designs, base, judging, statistics, count, differences)
 
 
 def parse_number(label: str) -> float | None:
@@ -515,7 +519,9 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
         differences=pairs.differences,
         effects=field_effects(designs, baseline, judging),
         equal_size=plan.equal_size,
-        tuning=_tuning(results),
+        tuning=None
+        if results.tuning is None or results.tuning.state.pending
+        else tuning_report(results.tuning, results.runs, results.shared_runs),
         running=[
             RunningCurve(design=name, seed=seed, curve=curve)
             for (name, seed), curve in results.running.items()
@@ -524,7 +530,8 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
         or None,
     )
     all_runs = [replace(design, runs=results.runs[design.name]) for design in designs]  # so far the comparable ones
-    return replace(report, verdict=_verdict(report, results), designs=all_runs)
+    warnings = [*report.warnings, *window_sentences(report)]
+    return replace(report, verdict=_verdict(report, results), designs=all_runs, warnings=warnings)
 
 
 def _text_recall(comparison: Comparison) -> TextRecallFacts | None:
@@ -532,13 +539,6 @@ def _text_recall(comparison: Comparison) -> TextRecallFacts | None:
     if comparison.corpus is None or not comparison.text_recall_rows:
         return None
     return describe_text_recall(comparison.corpus, comparison.plan.sequence_length, comparison.text_recall_rows)
-
-
-def _tuning(results: Results) -> TuningReport | None:
-    """The tuning report, once tuning has finished."""
-    if results.tuning is None or results.tuning.state.pending:
-        return None
-    return tuning_report(results.tuning, results.runs, results.shared_runs)
 
 
 def _verdict(report: Report, results: Results) -> list[str]:
@@ -654,7 +654,7 @@ def _design(
     name: str, comparable: Mapping[str, Sequence[Run]], baseline: str, results: Results, multiples: Sequence[int],
     adjusted: float | None,
 ) -> Design:  # fmt: skip
-    """The facts of a design and its measurements so far, on its comparable runs. adjusted: as in `_mean_so_far`."""
+    """The facts of a design and its measurements so far, on its comparable runs."""
     runs, own, reference = results.runs[name], comparable[name], comparable[baseline]
     memory = [run.peak_memory_bytes for run in runs if run.status == "done" and run.peak_memory_bytes is not None]
     speeds = summarize_speeds(results.speeds[name])
@@ -676,10 +676,7 @@ def _design(
 
 
 def _mean_so_far(runs: Sequence[Run], comparable: Sequence[Run], pending: int, adjusted: float | None) -> MeanLoss:
-    """The mean of the comparable runs, or of all while there are none; its basis says how many are pending.
-
-    adjusted: the mean if the design had the seeds of the others that it lacks, None if it lacks none.
-    """
+    """The mean of the comparable runs, or of all while there are none. adjusted: as in `adjusted_means`, or None."""
     mean = mean_bits_per_byte(comparable or runs)
     if adjusted is not None and mean.mean is not None:
         low, high = (None if end is None else end + adjusted - mean.mean for end in (mean.low, mean.high))

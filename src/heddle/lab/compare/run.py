@@ -405,8 +405,8 @@ def compare(
         is_fixed = plan.until_resolved is None and time_plan.budget is None
         _train(writer, schedule, _recall_tasks(writer) if is_fixed else {})
         _train_at_shared_values(writer)
-        _measure_speeds(writer)
         _measure_recall(writer)
+        _measure_speeds(writer)
         results.is_complete = True
         return writer.write()
 
@@ -572,8 +572,7 @@ def _measure_speeds(writer: ReportWriter) -> None:
     }
     is_shared = comparison.workers.share is not None
     with wait_for_lock(comparison.out / "runs" / "speed") if is_shared else nullcontext():
-        end = writer.time_plan.speed_end(comparison, results.task_choices)
-        _run(writer, tasks, replace(comparison.workers.first(), share=None), end)
+        _run(writer, tasks, replace(comparison.workers.first(), share=None), writer.time_plan.end)
     slow = [entry.name for entry in comparison.plan.entries if not results.speeds[entry.name]]
     if slow and writer.time_plan.budget is not None and results.stop_reason is None:
         reason = f"{writer.time_plan.ended} before the speed of {join_names(slow)}; raise the budget to continue."
@@ -601,18 +600,15 @@ def _recall_tasks(writer: ReportWriter) -> Tasks:
 
 
 def _measure_recall(writer: ReportWriter) -> None:
-    """Train the remaining recall probes, until the time budget ends."""
-    results, tasks = writer.results, _recall_tasks(writer)
-    _run(writer, tasks, writer.comparison.workers, writer.time_plan.end)
+    """Train the remaining recall probes, until the time budget ends; what is finished then stays."""
+    results, tasks, end = writer.results, _recall_tasks(writer), writer.time_plan.recall_end(writer.comparison)
+    _run(writer, tasks, writer.comparison.workers, end)
     reason = f"{writer.time_plan.ended[:1].lower()}{writer.time_plan.ended[1:]} first"
     cut = {str(task.request["probe"]) for task in tasks if not task.result_file.is_file()}
-    if cut and time.monotonic() >= writer.time_plan.end:
+    if cut and time.monotonic() >= end:
         results.task_choices = [
             replace(choice, reason=reason) if choice.probe in cut else choice for choice in results.task_choices
         ]
-        for of_design in results.recall.values():
-            for probe in cut & of_design.keys():
-                del of_design[probe]
 
 
 def _run(writer: ReportWriter, tasks: Tasks, workers: Workers, until: float) -> None:
