@@ -121,6 +121,13 @@ def test_designs_that_are_added_do_not_change_how_it_stops(folder: Path, tmp_pat
     assert run_command(command(folder, tmp_path, "--seeds", "2")) == 0
     assert run_command(command(folder, tmp_path, "--seeds", "2", designs="abc")) == 0
     assert not any("at whatever number" in row["method"] for row in read_report(tmp_path)["pairs"])
+    # but they narrow no interval of a pair that was there, now and in later calls
+    for _ in range(2):
+        assert read_json_file(tmp_path / "plan.json")["earlier_designs"] == [["a", "b"]]
+        for row in read_report(tmp_path)["pairs"]:
+            is_earlier = {row["design"], row["reference"]} == {"a", "b"}
+            assert ("Designs that were added later do not narrow it." in row["method"]) == is_earlier
+        assert run_command(command(folder, tmp_path, "--seeds", "2", designs="abc")) == 0
 
 
 def test_seeds_added_before_the_first_look_are_no_second_look(folder: Path, tmp_path: Path, workers: Workers) -> None:

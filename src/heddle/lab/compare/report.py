@@ -55,7 +55,7 @@ from heddle.lab.compare.results import (
     Widths,
     WorkerFacts,
 )
-from heddle.lab.compare.speed import Samples, summarize_speeds
+from heddle.lab.compare.speed import Samples, overhead_warning, summarize_speeds
 from heddle.lab.compare.statistics import (
     ALPHA,
     NO_PAIR,
@@ -67,14 +67,16 @@ from heddle.lab.compare.statistics import (
     describe_unpaired,
     finished_runs,
     fixed_level,
+    grown_statistics,
     mean_bits_per_byte,
     moderated_degrees,
     pair_statistics,
     paired_difference,
     pooling_weight,
     t_quantile,
+    widest,
 )
-from heddle.lab.compare.tables import format_percent, join_names, mean_loss, shared_context, value_at
+from heddle.lab.compare.tables import mean_loss
 from heddle.lab.compare.tasks import Comparison
 from heddle.lab.compare.text_profile import describe_text_recall, profile_rows, recall_in_text
 from heddle.lab.compare.tuning import Tuning, tuning_report
@@ -91,13 +93,14 @@ class Judging:
 
     is_anytime: whether the number of seeds depended on results, so that intervals must hold at every number of seeds.
     is_final: whether all planned runs are finished; until then a fixed comparison resolves nothing. half_width: what
-    the user asked for. workers: runs at the same time.
+    the user asked for. workers: runs at the same time. earlier_designs: the designs before each addition of others.
     """
 
     is_anytime: bool = False
     is_final: bool = True
     half_width: float | None = None
     workers: int = 1
+    earlier_designs: Sequence[Sequence[str]] = ()
 
     @property
     def level(self) -> Level:
@@ -108,13 +111,13 @@ class Judging:
 def pair_report(runs: Mapping[str, Sequence[ScoredRun]], baseline: str, judging: Judging | None = None) -> PairReport:
     """All pairs of designs with simultaneous 95 % intervals, in the order of the designs' losses."""
     judging = judging or Judging()
-    statistics = pair_statistics(runs)
+    statistics, *_ = candidates = grown_statistics(runs, judging.earlier_designs)
     effects = statistics.effects
     order = sorted(range(len(effects)), key=lambda design: (math.isnan(effects[design]), effects[design], design))
     names = statistics.names
 
     def row(design: int, reference: int) -> dict[str, Any]:
-        return vars(_difference(statistics, design, reference, runs, judging))
+        return vars(_difference(candidates, names[design], names[reference], runs, judging))
 
     reference = names.index(baseline)
     return PairReport(
@@ -133,8 +136,10 @@ def pair_report(runs: Mapping[str, Sequence[ScoredRun]], baseline: str, judging:
 
 
 def _difference(
-    statistics: PairStatistics, design: int, reference: int, runs: Mapping[str, Sequence[ScoredRun]], judging: Judging
-) -> Difference:
+    candidates: Sequence[PairStatistics], name: str, other: str, runs: Mapping[str, Sequence[ScoredRun]],
+    judging: Judging,
+) -> Difference:  # fmt: skip
+    statistics, design, reference = widest(candidates, name, other, judging.level)
     seeds = int(statistics.seeds[design, reference])
     if not seeds:
         return Difference(mean=None, final=judging.is_final, method=NO_PAIR)
@@ -190,6 +195,8 @@ def _method(
     names, seeds = statistics.names, int(statistics.seeds[design, reference])
     has_text = not math.isnan(statistics.text_error[design, reference])
     method = describe_method(seeds, has_text, VALIDATION_WINDOWS, len(names))
+    if len(names) < len(runs):
+        method += " Designs that were added later do not narrow it."
     if judging.is_anytime and seeds > 1:
         method += " It holds at whatever number of seeds the comparison stops."
     sides = [runs[names[index]] for index in (design, reference)]
@@ -285,12 +292,11 @@ def _all_rows(designs: Sequence[Design], baseline: str, labels_of: dict[str, lis
     changes = [len(labels) - 1 for labels in labels_of.values()]
     count = sum(changes) + sum(first * second for first, second in combinations(changes, 2))
     runs = {design.name: design.runs for design in designs}
-    differences, names, statistics = None, list(runs), pair_statistics(runs)
+    differences, statistics = None, pair_statistics(runs)
     if len(changes) == 1:
+        candidates = grown_statistics(runs, judging.earlier_designs)
         differences = {
-            name: _difference(statistics, index, names.index(baseline), runs, judging)
-            for index, name in enumerate(names)
-            if name != baseline
+            name: _difference(candidates, name, baseline, runs, judging) for name in runs if name != baseline
         }
     base = next(design.varied_fields for design in designs if design.name == baseline)
     return _Rows(designs, base, judging, statistics, count, differences)
@@ -414,7 +420,7 @@ class Results:
     recall: results by probe. task_choices: the recall tasks, once they are chosen. loss_groups: of the loss profile.
     stop_reason: why no more runs were planned, unless the plan itself ended. tuning: the search for training fields.
     shared_runs: runs at values that all designs share, as in `tuning_report`. running: learning curves so far, by
-    (design, seed). is_anytime: whether the number of seeds depended on results, as in a comparison that grew.
+    (design, seed). is_anytime, earlier_designs: as in `Judging`.
     """
 
     names: Sequence[str]
@@ -431,6 +437,7 @@ class Results:
     is_complete: bool = False
     stop_reason: str | None = None
     is_anytime: bool = False
+    earlier_designs: Sequence[Sequence[str]] = ()
     tuning: Tuning | None = None
     shared_runs: dict[str, list[Run]] | None = None
     running: dict[tuple[str, int], Curve] = field(default_factory=dict)
@@ -484,7 +491,9 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
     adjusted = adjusted_means(comparable)
     designs = [_design(name, comparable, baseline, results, multiples, adjusted.get(name)) for name in results.names]
     designs = [replace(design, reading_share=_reading_shares(comparison, results, design)) for design in designs]
-    judging = Judging(results.is_anytime, not results.pending, plan.until_resolved, workers.total)
+    judging = Judging(
+        results.is_anytime, not results.pending, plan.until_resolved, workers.total, results.earlier_designs
+    )
     pairs = pair_report(comparable, baseline, judging)
     drawn, left_out = summarize_abilities(results.task_choices, results.recall, AUTO in plan.recall_probes)
     report = Report(
@@ -586,26 +595,6 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
     notes = "; ".join(sentence for _, sentence in plan.budget_notes)
     chosen = [f"Chosen to fit the time budget: {notes}."] if notes else []
     return [*chosen, *plan_warnings(plan, parameters, trained_tokens, available), *overhead_warning(designs)]
-
-
-MIN_READING_SHARE = 0.5
-
-
-def overhead_warning(designs: Sequence[Design]) -> list[str]:
-    """A caveat if decoding is not limited by reading weights and state."""
-    context = shared_context(designs, "decode")
-    shares = {design.name: value_at(design.reading_share, context) for design in designs}
-    slow = [
-        f"{name} {format_percent(1 - share)}"
-        for name, share in shares.items()
-        if share is not None and share < MIN_READING_SHARE
-    ]
-    if not slow:
-        return []
-    return [
-        f"Decoding at these sizes is mostly overhead of small operations: {join_names(slow, 4)} of a token's time; the "
-        "rest reads weights and state. These speeds say little about larger models, which memory bandwidth limits."
-    ]
 
 
 def _reading_shares(comparison: Comparison, results: Results, design: Design) -> Series | None:

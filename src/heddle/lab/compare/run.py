@@ -144,7 +144,7 @@ def choose_schedule(plan: ComparisonPlan, workers: int = 1, saved: Collection[tu
 # A comparison that grows in place: seeds and designs may be added, and it may continue until it is resolved.
 #
 # Nothing may be changed or removed. Seeds added once all runs were finished may have been added because of the results;
-# from then on the intervals hold at any number of seeds.
+# from then on the intervals hold at any number of seeds. Added designs do not narrow the intervals of the others.
 
 
 REMEDY = "use the same, or another folder"
@@ -189,7 +189,7 @@ def joined_plan(path: Path, plan: ComparisonPlan) -> dict[str, Any]:
         saved["recall_probes"] = [name for name in saved.get("recall_probes", ()) if name != GONE]
     notes = dict(saved.pop("budget_notes", plan.budget_notes))
     is_anytime = saved.pop("is_anytime", False)
-    until_resolved = saved.pop("until_resolved", None)
+    until_resolved, earlier = saved.pop("until_resolved", None), saved.pop("earlier_designs", [])
     if until_resolved is not None and plan.until_resolved is None:
         raise CheckpointError(
             f"{path.parent}: its seeds were bought until resolved (± {until_resolved:g}), and a fixed number of "
@@ -202,7 +202,10 @@ def joined_plan(path: Path, plan: ComparisonPlan) -> dict[str, Any]:
     if more_seeds and all(run_file(path.parent, name, seed).is_file() for name, seed in _planned(saved)):
         is_anytime = True
     is_anytime = is_anytime or plan.until_resolved is not None
+    if not identity["entries"].keys() <= saved["entries"].keys() and saved_runs(path.parent, list(saved["entries"])):
+        earlier = [*earlier, list(saved["entries"])]
     written: dict[str, Any] = identity | {"is_anytime": is_anytime, "until_resolved": plan.until_resolved}
+    written |= {"earlier_designs": earlier} if earlier else {}
     return written | ({"budget_notes": [list(note) for note in notes.items()]} if notes else {})
 
 
@@ -371,8 +374,9 @@ def compare(
         runtime = record_worker_choices(runtime, out)
         names = [entry.name for entry in plan.entries]
         results = Results(names, SPEED_ROUNDS, len(plan.recall_probes), is_anytime=is_anytime)
-        time_plan = time_plan or TimePlan()
-        plan = replace(plan, budget_notes=tuple(map(tuple, read_json_file(out / PLAN_FILE).get("budget_notes", ()))))
+        time_plan, saved = time_plan or TimePlan(), read_json_file(out / PLAN_FILE)
+        plan = replace(plan, budget_notes=tuple(map(tuple, saved.get("budget_notes", ()))))
+        results.earlier_designs = saved.get("earlier_designs", ())
         comparison = Comparison(plan, None, out, runtime, workers, command)
         writer = ReportWriter(comparison, results, live, time_plan)
         schedule = choose_schedule(plan, workers.total, saved_runs(out, names))

@@ -406,6 +406,28 @@ def pair_statistics(runs: Mapping[str, Sequence[ScoredRun]]) -> PairStatistics:
     return seed_statistics(tuple(by_seed), _losses_by_seed(runs), text_error, text_degrees)
 
 
+def grown_statistics(
+    runs: Mapping[str, Sequence[ScoredRun]], earlier_designs: Sequence[Sequence[str]] = ()
+) -> list[PairStatistics]:
+    """The statistics of all designs, and of the designs before each addition of others, on the runs of today."""
+    groups = [runs, *({name: runs[name] for name in names} for names in earlier_designs)]
+    return list(map(pair_statistics, groups))
+
+
+def widest(
+    candidates: Sequence[PairStatistics], name: str, other: str, level: Level = fixed_level
+) -> tuple[PairStatistics, int, int]:
+    """The statistics with the widest interval of a pair, among those with both designs, and the indices of the two.
+
+    An added design adds to the estimate of the spread. A pair that was there could become resolved by this, after a
+    look at it that had its own 5 %.
+    """
+    pairs = [
+        (each, each.names.index(name), each.names.index(other)) for each in candidates if {name, other} <= {*each.names}
+    ]
+    return max(pairs, key=lambda pair: float(np.nan_to_num(pair[0].half_width(pair[1], pair[2], level))))
+
+
 def _losses_by_seed(runs: Mapping[str, Sequence[ScoredRun]]) -> FloatArray:
     """[designs, seeds]; nan where a design did not finish a seed that another one finished."""
     by_seed = [{run.seed: loss_of(run) for run in finished_runs(of_design)} for of_design in runs.values()]
