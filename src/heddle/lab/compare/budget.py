@@ -24,7 +24,7 @@ from heddle.lab.compare.tasks import (
     is_unfinished,
     training_steps,
 )
-from heddle.lab.workers import run_tasks
+from heddle.lab.workers import describe_workers, run_tasks
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token, size
@@ -347,8 +347,8 @@ def describe_plan(
 
     estimate: None where none was timed. finished: whether nothing is left.
     """
-    plan, workers = comparison.plan, comparison.workers.total
-    at_once = f", {workers} at a time" if workers > 1 else ""
+    plan = comparison.plan
+    at_once = f", {describe_workers(comparison.workers, comparison.runtime.threads)}"
     amount = (
         f"{plan.budget_value:,.0f} tokens"
         if plan.budget_kind == "tokens"

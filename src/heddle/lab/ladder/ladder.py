@@ -35,7 +35,7 @@ from heddle.lab.ladder.report import prediction_tables, rung_table
 from heddle.lab.ladder.results import EstimatedRun, LadderEstimate, LadderReport
 from heddle.lab.ladder.run import PLAN_FILE, Ladder, StepTimes, ladder_seconds, open_ladder, run_ladder, time_steps
 from heddle.lab.ladder.settings import DEFAULT_SEEDS, DEFAULT_SIZES, LadderSettings, parse_ratios, parse_sizes
-from heddle.lab.workers import default_workers
+from heddle.lab.workers import default_workers, describe_workers
 from heddle.machine import with_worker_choices
 from heddle.progress import format_duration, print_status, print_text
 from heddle.runtime import Runtime
@@ -120,13 +120,13 @@ def describe_ladder(choice: Choice) -> list[str]:
     ladder, plan = choice.ladder, choice.ladder.plan
     sizes = ", ".join(format_number(size) for size in ladder.sizes)
     ratios = " and ".join(f"{ratio:g}" for ratio in ladder.ratios)
-    workers, (done, count) = ladder.workers.count, ladder.finished
+    done, count = ladder.finished
     left = " left" if done else ""
     sentences = [
         f"plan: {len(ladder.rungs)} design{'s' * (len(ladder.rungs) > 1)} × {len(ladder.sizes)} sizes ({sizes}) × "
         f"{plan.seeds} seed{'s' * (plan.seeds > 1)} on {ratios} tokens per parameter"
         f"{f', {done} of {count} runs finished' if done else ''}"
-        f"{f', {workers} at a time' if workers > 1 else ''}: about {format_seconds(choice.seconds)}{left}"
+        f", {describe_workers(ladder.workers, ladder.runtime.threads)}: about {format_seconds(choice.seconds)}{left}"
     ]
     if plan.target is not None and plan.target > _reach(ladder):
         factor = MAX_EXTRAPOLATION * plan.target / _reach(ladder)
