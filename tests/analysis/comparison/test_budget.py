@@ -44,6 +44,7 @@ class Machine:
         self.clock, self.step, self.slower, self.speed_steps = clock, 0.05, 1.0, 7
         self.running: list[Worker] = []
         self.trained: list[str] = []
+        self.timings = 0
         self.stops_before = ""
         template = reports.make_report({"a": reports.TINY["mha-tiny"]}, seeds=1)["designs"][0]["runs"][0]
         self.template = {**template, "extrapolation": []}
@@ -81,6 +82,7 @@ class Worker:
 
     def result(self) -> dict[str, Any]:
         step, settings = self.machine.step, self.task["settings"]
+        self.machine.timings += self.task["task"] == "calibrate"
         if self.task["task"] == "calibrate":
             return {"status": "done", "seconds_per_step": step, "timed_seconds": 7 * step}
         if self.task["task"] == "speed":
@@ -112,6 +114,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(budget, "final_tokens", lambda *_: 0)  # these workers evaluate in no time
     monkeypatch.setattr(budget, "OTHER_EVALUATED_TOKENS", 0)
     monkeypatch.setattr(budget, "UNTIMED_FLOPS", 0.0)
+    monkeypatch.setattr(budget, "KEPT_SECONDS", 0.0)  # tests share a cache
     return machine
 
 
@@ -183,6 +186,24 @@ def test_what_cannot_fit_is_refused_before_the_text_is_read(
     named = sentence.split("take about ")[1].split(";")[0]
     seconds = sum(float(number) * {"s": 1, "min": 60, "h": 3600}[unit] for number, unit in pairs(named.split()))
     assert compare(folder, tmp_path / "out", *options, "--budget", f"{seconds + 5:.0f}s") == 0
+
+
+def test_a_refused_budget_keeps_its_step_times(
+    folder: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.step = 0.04
+    for kept, options, code, timings in (
+        (0.0, ("--budget", "20s"), 2, 2),
+        (600.0, ("--budget", "20s"), 2, 2),
+        (600.0, ("--budget", "3m", "--dry-run"), 0, 2),
+        (600.0, ("--budget", "3m", "--dry-run", "--lr", "0.1"), 0, 4),  # other settings
+        (600.0, ("--budget", "3m", "--dry-run", "width=32"), 0, 6),  # other designs
+        (0.0, ("--budget", "3m", "--dry-run"), 0, 8),  # too old
+    ):
+        monkeypatch.setattr(budget, "KEPT_SECONDS", kept)
+        assert compare(folder, tmp_path, *options) == code
+        assert machine.timings == timings
+    assert ", 0.04 s/step, " in capsys.readouterr().err
 
 
 def pairs(words: list[str]) -> list[tuple[str, str]]:

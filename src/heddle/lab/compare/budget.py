@@ -9,10 +9,15 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
-from heddle.errors import ConfigError, MachineError
+import torch
+
+from heddle import __version__
+from heddle.data.cache import DataCache
+from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.lab.compare.abilities import TaskChoice
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry, all_candidates
 from heddle.lab.compare.probes import AUTO, RECALL_PROBES, final_tokens
@@ -28,8 +33,10 @@ from heddle.lab.workers import describe_workers, run_tasks
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token, size
-from heddle.progress import format_duration
-from heddle.storage.file_io import read_json_file
+from heddle.progress import format_duration, print_status
+from heddle.runtime import hardware
+from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.run_log import to_plain_json
 
 MIN_STEPS = 64  # of a run whose length the budget chose: a shorter one is mostly warmup and decay
 MIN_SEEDS = 2  # one seed has no interval
@@ -43,6 +50,7 @@ SPEED_SHARE, RECALL_SHARE = 0.15, 0.2  # at most, where a budget chooses them
 LATE_SPEED_SHARE = 0.05  # at most, where trainings or recall tasks took longer than planned
 DECODE_SECONDS = 0.5  # for decoding at one context length
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
+KEPT_SECONDS = 600.0  # for which step times hold: the load of a machine changes
 UNTIMED_FLOPS = 2e12  # training below this takes seconds, and is not worth timing
 
 
@@ -185,9 +193,18 @@ def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
 def time_steps(comparison: Comparison) -> dict[str, StepTime]:
     """Time a training step of each design on random tokens, with all workers busy as in training.
 
-    Raises MachineError where a step cannot be timed.
+    Times that another call measured on this machine within `KEPT_SECONDS` are used, so that a budget that was refused
+    can be corrected at once. Raises MachineError where a step cannot be timed.
     """
-    plan = comparison.plan
+    plan, workers = comparison.plan, comparison.workers
+    file = _times_file(comparison)
+    with suppress(CheckpointError, OSError):
+        saved = read_json_file(file) if file is not None and file.is_file() else {}
+        age = time.time() - saved.get("time", -math.inf)
+        if 0 <= age < KEPT_SECONDS:
+            print_status(f"step times of {format_duration(age)} ago")
+            return {entry.name: StepTime(*each) for entry, each in zip(plan.entries, saved["times"], strict=True)}
+    print_status(f"timing a step of each design, {workers.total} at a time" if workers.total > 1 else "timing steps")
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = replace(comparison, out=Path(folder))
         tasks = [calibration_task(elsewhere, entry) for entry in plan.entries]
@@ -205,7 +222,30 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
         flops = 3 * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
         start = max(0.0, seconds / rounds - result["timed_seconds"])
         times[entry.name] = StepTime(result["seconds_per_step"], start, flops * plan.batch_size * plan.sequence_length)
+    if file is not None:
+        with suppress(MachineError):
+            write_json_file(file, {"time": time.time(), "times": [list(astuple(each)) for each in times.values()]})
     return times
+
+
+def _times_file(comparison: Comparison) -> Path | None:
+    """The cache's file of these designs' step times on this machine; None without a cache, or with parts of files."""
+    plan, workers, runtime = comparison.plan, comparison.workers, comparison.runtime
+    if plan.part_files:
+        return None
+    names = ("design", "settings", "tf32", "deterministic")
+    requests = [calibration_task(comparison, entry).request for entry in plan.entries]
+    machine = [hardware(), torch.__version__, __version__, runtime.threads, runtime.choices_of_worker(workers.threads)]
+    key = [
+        machine,
+        workers.devices,
+        workers.threads,
+        workers.ranks,
+        [[each[name] for name in names] for each in requests],
+    ]
+    with suppress(ConfigError, MachineError):
+        return DataCache(None).path("json", "step times", to_plain_json(key))
+    return None
 
 
 def estimate(

@@ -303,7 +303,6 @@ def _plan_time(
         for sentence in describe_plan(comparison, None, finished=True):
             print_status(sentence)
         return plan, TimePlan(budget)
-    print_status(f"timing a step of each design, {workers.total} at a time" if workers.total > 1 else "timing steps")
     times = time_steps(comparison)
     if budget is not None and not is_begun:
         plan = fit_plan(
