@@ -116,6 +116,19 @@ def default_workers(device: str, threads: int, count: int | None = None) -> Work
     return Workers((device,) * count, None if count == 1 else max(1, threads // count))
 
 
+def describe_workers(workers: Workers, threads: int) -> str:
+    """What runs at the same time: "2 at a time on 1 thread each". threads: of this process."""
+    if workers.devices[0] != "cpu":
+        return f"{workers.total} at a time"
+    each, cores, limit = workers.threads or threads, os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS")
+    idle = (
+        f" (OMP_NUM_THREADS={limit}, of {cores} cores)"
+        if limit == str(threads) and workers.count * each < cores
+        else ""
+    )
+    return f"{workers.total} at a time on {each} thread{'s' * (each > 1)}{' each' * (workers.total > 1)}{idle}"
+
+
 def run_tasks(
     tasks: Iterable[Task],
     workers: Workers,

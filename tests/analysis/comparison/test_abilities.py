@@ -13,7 +13,7 @@ from heddle.model.config import ModelConfig
 from heddle.training.evaluation.scores import EarlyStop
 from tests import small
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import left_out_sentences, print_report, summarize_abilities
+from tests.analysis.comparison.plain import left_out_sentences, print_report, summarize_abilities, window_sentences
 from tests.laws.planting import assigned, condition
 
 LONG_TRAINING = 1e9  # tokens: every task is affordable
@@ -62,6 +62,24 @@ def test_equal_copies_are_trained_once() -> None:
     three = {"a": full(window=8), "b": wide, "c": recurrent()}
     [choice] = [choice for choice in choose_tasks(three, ("auto",), 1e9) if choice.probe == "mqar"]
     assert (choice.copies, choice.reason) == ({"a": "a", "b": "a", "c": "c"}, "")
+
+
+def test_windows_that_hide_nothing_make_equal_copies() -> None:
+    """A row of MQAR has 36 tokens, one of the needle task 128."""
+    wide = full(window=36)
+    alternating = full().replace(layers=(*wide.layers, *full().layers))
+    designs = {"full": full(), "wide": wide, "alternating": alternating, "narrow": full(window=35), "elu": recurrent()}
+    choices = {choice.probe: choice for choice in choose_tasks(designs, ("auto",), 1e9)}
+    deep = full().replace(layers=tuple(layer.replace(repeat=2) for layer in full().layers))
+    assert choices["mqar"].copies == {"full": "full", "wide": "full"} | {
+        name: name for name in ("alternating", "narrow", "elu")
+    }
+    assert choices["needle"].copies["wide"] == "wide"
+    [mqar] = choose_tasks({"deep": deep, "alternating": alternating}, ("mqar",), 1e9)
+    assert mqar.copies == {"deep": "deep", "alternating": "deep"}
+    assert reasons(full=full(), wide=wide)["mqar"] == (
+        "the small copies of all designs are equal: their windows hide none of its 36 tokens"
+    )
 
 
 def test_a_short_training_affords_short_rows_only() -> None:
@@ -130,6 +148,25 @@ def test_the_report_has_what_is_drawn_and_why_the_rest_is_not() -> None:
     recall = {design["name"]: design["recall"] for design in report["designs"]}
     drawn, left_out = summarize_abilities([TaskChoice("parity", {})], recall, is_auto=True)
     assert (list(drawn), left_out) == (["parity"], [])
+
+
+def test_a_task_that_the_budget_cut_shows_what_is_finished() -> None:
+    reason = "the budget of 3 min ended first"
+    recall = {"a": {"mqar": {"accuracy": 0.98}}, "b": {}}
+    drawn, left_out = summarize_abilities([TaskChoice("mqar", {}, reason)], recall, is_auto=True)
+    assert drawn == {}
+    assert left_out[0]["accuracies"] == {"a": 0.98, "b": None}
+    report = {"designs": [{"name": "a"}, {"name": "b"}], "recall": {}, "recall_left_out": left_out}
+    assert left_out_sentences(report) == [f"MQAR: finished only for a, 98 % correct, because {reason}."]
+
+
+def test_a_window_that_a_task_cannot_show_is_said() -> None:
+    report = report_of()
+    for row, windows in zip(report["designs"], ([512], [8, 512]), strict=True):
+        row["windows"] = windows
+    assert window_sentences(report) == [
+        "a: its window of 512 hides none of the 36 tokens of MQAR, which therefore says nothing about the window."
+    ]
 
 
 def test_several_tasks_may_be_named() -> None:

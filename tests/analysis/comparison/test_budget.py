@@ -44,6 +44,7 @@ class Machine:
         self.clock, self.step, self.slower, self.speed_steps = clock, 0.05, 1.0, 7
         self.running: list[Worker] = []
         self.trained: list[str] = []
+        self.timings = 0
         self.stops_before = ""
         template = reports.make_report({"a": reports.TINY["mha-tiny"]}, seeds=1)["designs"][0]["runs"][0]
         self.template = {**template, "extrapolation": []}
@@ -81,6 +82,7 @@ class Worker:
 
     def result(self) -> dict[str, Any]:
         step, settings = self.machine.step, self.task["settings"]
+        self.machine.timings += self.task["task"] == "calibrate"
         if self.task["task"] == "calibrate":
             return {"status": "done", "seconds_per_step": step, "timed_seconds": 7 * step}
         if self.task["task"] == "speed":
@@ -112,6 +114,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(budget, "final_tokens", lambda *_: 0)  # these workers evaluate in no time
     monkeypatch.setattr(budget, "OTHER_EVALUATED_TOKENS", 0)
     monkeypatch.setattr(budget, "UNTIMED_FLOPS", 0.0)
+    monkeypatch.setattr(budget, "KEPT_SECONDS", 0.0)  # tests share a cache
     return machine
 
 
@@ -185,6 +188,24 @@ def test_what_cannot_fit_is_refused_before_the_text_is_read(
     assert compare(folder, tmp_path / "out", *options, "--budget", f"{seconds + 5:.0f}s") == 0
 
 
+def test_a_refused_budget_keeps_its_step_times(
+    folder: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.step = 0.04
+    for kept, options, code, timings in (
+        (0.0, ("--budget", "20s"), 2, 2),
+        (600.0, ("--budget", "20s"), 2, 2),
+        (600.0, ("--budget", "3m", "--dry-run"), 0, 2),
+        (600.0, ("--budget", "3m", "--dry-run", "--lr", "0.1"), 0, 4),  # other settings
+        (600.0, ("--budget", "3m", "--dry-run", "width=32"), 0, 6),  # other designs
+        (0.0, ("--budget", "3m", "--dry-run"), 0, 8),  # too old
+    ):
+        monkeypatch.setattr(budget, "KEPT_SECONDS", kept)
+        assert compare(folder, tmp_path, *options) == code
+        assert machine.timings == timings
+    assert ", 0.04 s/step, " in capsys.readouterr().err
+
+
 def pairs(words: list[str]) -> list[tuple[str, str]]:
     return list(zip(words[::2], words[1::2], strict=True))
 
@@ -212,6 +233,16 @@ def test_a_machine_that_becomes_slow_ends_in_time_with_what_it_has(
     assert compare(folder, tmp_path / "out", "--budget", "1h") == 0
     assert len(machine.trained) == 6
     assert machine.trained[: len(before)] == before
+
+
+def test_the_last_paired_seed_comes_before_speeds(folder: Path, tmp_path: Path, machine: Machine) -> None:
+    """Trainings that take a little longer than planned use the time that was planned for speeds."""
+    machine.slower, machine.speed_steps, started = 1.4, 400, machine.clock.now
+    assert compare(folder, tmp_path, "--budget", "3m", "--speed-context-length", "5600") == 0
+    assert machine.clock.now - started <= 181
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert [len(design["runs"]) for design in report["designs"]] == [3, 3]
+    assert report["progress"]["stop_reason"].startswith("The budget of 3 min ended before the speed of ")
 
 
 def test_speeds_that_the_budget_cuts_are_named(folder: Path, tmp_path: Path, machine: Machine) -> None:
@@ -242,7 +273,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
 ) -> None:
     assert compare(folder, tmp_path / "out", "--dry-run", "--tokens", "64000") == 0
     out, err = capsys.readouterr()
-    assert "plan: 2 designs × 3 seeds on 64,000 tokens, 0.05 s/step, 2 at a time: training" in err
+    assert "plan: 2 designs × 3 seeds on 64,000 tokens, 0.05 s/step, 2 at a time on " in err
     assert out == "Nothing was trained.\n"
     assert not (tmp_path / "out").exists()
 

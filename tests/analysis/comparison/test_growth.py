@@ -119,8 +119,15 @@ def test_the_text_that_scores_a_run_grows_with_its_training(trained: int, length
 
 def test_designs_that_are_added_do_not_change_how_it_stops(folder: Path, tmp_path: Path, workers: Workers) -> None:
     assert run_command(command(folder, tmp_path, "--seeds", "2")) == 0
+    [alone] = read_report(tmp_path)["pairs"]
     assert run_command(command(folder, tmp_path, "--seeds", "2", designs="abc")) == 0
     assert not any("at whatever number" in row["method"] for row in read_report(tmp_path)["pairs"])
+    # but they narrow no interval of a pair that was there, now and in later calls
+    for _ in range(2):
+        assert read_json_file(tmp_path / "plan.json")["earlier_designs"] == [["a", "b"]]
+        [row] = [row for row in read_report(tmp_path)["pairs"] if {row["design"], row["reference"]} == {"a", "b"}]
+        assert row["high"] - row["low"] >= alone["high"] - alone["low"]
+        assert run_command(command(folder, tmp_path, "--seeds", "2", designs="abc")) == 0
 
 
 def test_seeds_added_before_the_first_look_are_no_second_look(folder: Path, tmp_path: Path, workers: Workers) -> None:

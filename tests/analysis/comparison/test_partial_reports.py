@@ -80,6 +80,29 @@ def check_unequal_seeds(running: Running) -> None:
     assert local["basis"] == "1 seed, text only, 1 to come"
 
 
+def test_seeds_that_one_design_lacks_at_the_end_change_no_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The budget ended before seed 1, a costly one, of the design that is worse on the seed that both have."""
+    running = Running(tmp_path)
+    for name, seed, bits in (("full", 0, 3.0), ("full", 1, 3.4), ("local", 0, 3.1)):
+        running.runs[name][seed] |= {"bits_per_byte": bits, "windows": []}
+        running.finish(name, seed)
+    running.results.pending = []
+    report = running.report()
+    full, local = (design["bits_per_byte"] for design in report["designs"])
+    assert (report["leader"], full["mean"]) == ("full", pytest.approx(3.2))
+    assert local["mean"] - full["mean"] == pytest.approx(0.1)
+    assert local["basis"] == "1 seed, no interval, adjusted to the seeds of the others"
+    printed = capsys.readouterr().out
+    assert printed.index("full") < printed.index("local")
+    for words in ("2 seeds", "1 seed"):
+        assert words in printed
+    assert "1 to 2 seeds" in Page(report_page(report)).text()
+    running.finish("local", 1)
+    assert "2 seeds each" in Page(report_page(running.report())).text()
+
+
 def test_before_the_text_is_prepared(tmp_path: Path) -> None:
     running = Running(tmp_path)
     running.results.steps = {}
@@ -207,7 +230,9 @@ def test_a_run_that_failed_is_not_to_come(tmp_path: Path) -> None:
     for name, seed in running.results.pending:
         running.finish(name, seed)
     report = running.report()
-    assert report["designs"][1]["bits_per_byte"]["basis"] == "1 seed, text only, 1 of 2 did not finish"
+    assert report["designs"][1]["bits_per_byte"]["basis"] == (
+        "1 seed, text only, 1 of 2 did not finish, adjusted to the seeds of the others"
+    )
     assert "Left out" in report["differences"][0]["method"]
 
 

@@ -185,3 +185,28 @@ def test_whole_reports_of_equal_designs_rarely_claim_anything(designs: int) -> N
 @pytest.mark.parametrize("designs", [2, 4, 8])
 def test_whole_reports_in_full(designs: int) -> None:
     assert whole_reports(designs, 2000) <= 0.062
+
+
+def test_added_designs_resolve_no_pair_that_was_there() -> None:
+    """Four calmer designs make the spread of all look smaller; a pair that had its look stays as it was."""
+    found = 0
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        losses = rng.normal(size=(6, 2)) * np.array([1.0, 1.0, 0.3, 0.3, 0.3, 0.3])[:, None] + rng.normal(0, 5, 2)
+        alone, later = (simulation.statistics_of(each, None) for each in (losses[:2], losses))
+        mean = abs(alone.mean[0, 1])
+        if not later.half_width(0, 1) < mean < alone.half_width(0, 1):
+            continue
+        found += 1
+        runs = {
+            name: [{"seed": seed, "status": "done", "bits_per_byte": float(loss)} for seed, loss in enumerate(row)]
+            for name, row in zip("abcdef", losses, strict=True)
+        }
+        for earlier, is_resolved in (((), True), (("ab",), False), (("ab", "abc"), False)):
+            report = pair_report(runs, "a", Judging(earlier_designs=earlier))
+            [row] = [row for row in report["differences"] if row["design"] == "b"]
+            assert row["resolved"] == is_resolved
+            assert ("Designs that were added later" in row["method"]) == bool(earlier)
+            [pair] = [row for row in report["pairs"] if {row["design"], row["reference"]} == {"a", "b"}]
+            assert (pair["resolved"], pair["pairs"]) == (is_resolved, 2)
+    assert found

@@ -17,7 +17,7 @@ from heddle.cli.main import run_command
 from heddle.errors import CheckpointError, HeddleError
 from heddle.lab import workers as processes
 from heddle.lab.compare import run, worker
-from heddle.lab.workers import Result, Task, Workers, run_tasks
+from heddle.lab.workers import Result, Task, Workers, default_workers, describe_workers, run_tasks
 from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.lock import RunLock
@@ -237,3 +237,14 @@ def test_a_worker_that_is_really_killed(folder: Path, tmp_path: Path) -> None:
     assert again.communicate() is not None
     report = json.loads((tmp_path / "report.json").read_text())
     assert [design["runs"][0]["status"] for design in report["designs"]] == ["done"]
+
+
+def test_a_plan_says_workers_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one, two = default_workers("cpu", 1), default_workers("cpu", 4, 2)
+    assert describe_workers(one, 1) == "1 at a time on 1 thread (OMP_NUM_THREADS=1, of 4 cores)"
+    assert describe_workers(two, 4) == "2 at a time on 2 threads each"
+    assert describe_workers(Workers(("cuda:0",)), 4) == "1 at a time"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert describe_workers(one, 1) == "1 at a time on 1 thread"

@@ -13,6 +13,7 @@ from heddle.cli.main import run_command
 from heddle.lab import workers as processes
 from heddle.lab.compare.tables import format_number
 from heddle.lab.compare.worker import perform_task
+from heddle.lab.ladder import run as ladder_runs
 from heddle.lab.ladder.ladder import Choice, _plan, describe_ladder
 from heddle.lab.ladder.run import Ladder, StepTimes, open_ladder
 from heddle.lab.ladder.settings import LadderSettings
@@ -86,9 +87,11 @@ def test_a_whole_ladder(folder: Path, tmp_path: Path, workers: Workers, capsys: 
     out, _ = capsys.readouterr()
     report = read_report(tmp_path)
     assert len(workers.ran) == 2 * 4 * 2
-    for size in range(4):  # a seed of every design before the next, so that time that ends leaves each its largest size
-        ran = [re.sub(r"-w\d+-", " ", name) for name in workers.ran[4 * size :][:4]]
-        assert ran == ["one seed0", "two seed0", "one seed1", "two seed1"]
+    # a seed of every size before the next, so that time that ends leaves each design all sizes
+    assert [re.sub(r"-w\d+-", " ", name) for name in workers.ran] == [
+        *["one seed0", "two seed0"] * 4,
+        *["one seed1", "two seed1"] * 4,
+    ]
     assert [design["name"] for design in report["designs"]] == ["one", "two"]
     for design in report["designs"]:
         sizes = [rung["parameters"] for rung in design["rungs"]]
@@ -184,9 +187,8 @@ def test_failed_runs_are_told(folder: Path, tmp_path: Path, workers: Workers) ->
     assert "1 of 16 runs did not finish; a mean without them may look too good." in report["warnings"]
 
 
-def test_a_dry_run_writes_nothing(
-    folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("slow")
+def test_a_dry_run_writes_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = command(folder, tmp_path / "out", "--dry-run", "--json", designs=("one",))
     assert run_command(asked) == 0
     estimate = json.loads(capsys.readouterr().out)
@@ -323,7 +325,6 @@ def test_a_budget_chooses_sizes_that_fit_and_reach_the_target(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--target", "100M", "--budget", "20h"), "nothing is predicted beyond 30 times that; give --target"),
         (("--sizes", SIZES, "--tokens-per-parameter", "20", "--budget", "1m"), "this ladder takes about"),
         (("--budget", "1s"), "--budget 1 s: is too short for 5 sizes"),
         (("--budget", "a day"), "--budget a day: must be a time above 0"),
@@ -336,6 +337,42 @@ def test_a_budget_that_answers_nothing_is_refused(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("slow")
+def test_a_budget_too_short_for_the_target_predicts_as_far_as_it_reaches(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hours(folder, tmp_path / "out", "--target", "100M", "--budget", "20h") == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert 0.3 < estimate["seconds"] / (3600 * 20) < 1
+    assert 30 * max(run["parameters"] for run in estimate["runs"]) < 100e6
+
+
+@pytest.mark.parametrize(("runs", "sizes"), [(5, (3, 2)), (8, (4, 4))])
+def test_time_that_ends_leaves_an_answer(
+    runs: int, sizes: tuple[int, int], folder: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        ladder_runs, "run_tasks", lambda tasks, *rest, **until: processes.run_tasks(list(tasks)[:runs], *rest, **until)
+    )
+    assert run_command(command(folder, tmp_path, "--target", "600k")) == 0
+    report = read_report(tmp_path)
+    finished = [[rung["parameters"] for rung in design["rungs"] if rung["seeds"]] for design in report["designs"]]
+    assert tuple(map(len, finished)) == sizes
+    fitted = [name for name, count in zip(("one", "two"), sizes, strict=True) if count >= 3]
+    reach = 30 * min(max(each) for each, count in zip(finished, sizes, strict=True) if count >= 3)
+    assert report["target"] == pytest.approx(min(6e5, reach))
+    assert [each["design"] for each in report["predictions"] if each["loss"]] == fitted
+    far, lacks = (
+        f"beyond 30 times nothing is predicted, so train larger sizes; the predictions are for {format_number(reach)}.",
+        "two has no prediction: it has a loss at 2 sizes; a fit needs at least 3.",
+    )
+    assert any(far in sentence for sentence in report["verdict"]) == (reach < 6e5)
+    assert (lacks in report["verdict"]) == (sizes == (3, 2))
+    assert report["warnings"][0].startswith(f"The budget of time ended before {16 - runs} of 16 runs; ")
+    assert not any("may look too good" in warning for warning in report["warnings"])
+    assert (tmp_path / "ladder.html").read_text(encoding="utf-8") == ladder_page(report)
+
+
 def test_a_ladder_says_what_it_can_tell(folder: Path, tmp_path: Path, workers: Workers) -> None:
     plan = ladder_plan(folder, tmp_path / "out")
     shares = []
@@ -344,6 +381,10 @@ def test_a_ladder_says_what_it_can_tell(folder: Path, tmp_path: Path, workers: W
         *_, sentence = describe_ladder(choice)
         assert f"it predicts {format_number(target)} parameters" in sentence
         shares.append(float(sentence.split("below about ")[1].split(" %")[0]))
+    far = Choice(replace(plan, plan=replace(plan.plan, target=1e8)), StepTimes({}, 0.0), 60.0)
+    _, reach, sentence = describe_ladder(far)
+    size = reach.split("so the predictions are for ")[1]
+    assert f"it predicts {size} parameters, 30 times" in sentence
     assert shares[0] < shares[1]  # the further, the less it can tell
 
 

@@ -32,7 +32,7 @@ def test_beyond_thirty_times_the_largest_there_is_no_number() -> None:
     beyond = predict_loss(fit, points, "a", 31 * max(SIZES))
     assert (beyond["loss"], beyond["curve"], beyond["measurement"], beyond["forms"]) == (None, None, None, [])
     assert beyond["reason"] == (
-        "is 31 times the largest size of a; beyond 30 times nothing is predicted, so train larger sizes"
+        "is 31 times the largest finished size of a; beyond 30 times nothing is predicted, so train larger sizes"
     )
     assert cost_for_equal_loss(fit, points, "a", "a", 31 * max(SIZES)) is None
 

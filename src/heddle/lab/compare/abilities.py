@@ -2,7 +2,7 @@
 
 `auto` trains only tasks that may distinguish the designs. Before any training it leaves out
 
-- a task for which the small copies of all designs are identical,
+- a task for which the small copies of all designs are equal, but for windows that hide nothing in its sequences,
 - all tasks, if every design's state keeps all tokens of a sequence: such designs recall equally well, and none of them
   tracks a state (Hahn 2020; Merrill & Sabharwal 2023),
 - a task with which a design's tests would read more than `MAX_TOKEN_SHARE` times its own training tokens,
@@ -15,10 +15,12 @@ designs solve, or none, is reported in one line and not plotted.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from heddle.config import DesignError
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
+from heddle.lab.compare.equal_size import with_mixers
 from heddle.lab.compare.probes import AUTO, RECALL_PROBES, RecallProbe
 from heddle.lab.compare.results import (
     ExtrapolationFacts,
@@ -35,6 +37,7 @@ from heddle.lab.compare.statistics import TEXT_SPANS, finished_runs, loss_of, pa
 from heddle.lab.compare.tables import format_percent, join_names
 from heddle.model.config import ModelConfig
 from heddle.model.size import state_bytes
+from heddle.parts.mixers import MixerConfig
 from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, ExtrapolationResult
 from heddle.training.evaluation.scores import ratio_of_sums
 
@@ -83,17 +86,20 @@ def _tokens(probe: RecallProbe) -> int:
 def _choose_task(designs: Mapping[str, ModelConfig], name: str, affordable: float | None = None) -> TaskChoice:
     """Decide on one task. affordable: tokens that a copy may still read; None: the task was requested by name."""
     probe = RECALL_PROBES[name]
-    copies = {design: _copy_or_none(probe, config) for design, config in designs.items()}
+    length, copies = probe.task_stream.length, {each: _copy_or_none(probe, config) for each, config in designs.items()}
+    built = [copy for copy in copies.values() if copy is not None]
+    seen = {design: copy and _without_long_windows(copy, length) for design, copy in copies.items()}
     first_equal = {
-        design: design if copy is None else next(other for other, its_copy in copies.items() if its_copy == copy)
-        for design, copy in copies.items()
+        design: design if copy is None else next(other for other, its_copy in seen.items() if its_copy == copy)
+        for design, copy in seen.items()
     }
     if affordable is None:
         return TaskChoice(name, first_equal)
-    built, length = [copy for copy in copies.values() if copy is not None], probe.task_stream.length
     reason = ""
     if len(set(first_equal.values())) == 1 and len(designs) > 1:
         reason = "the small copies of all designs are equal"
+        if any(copy != built[0] for copy in built):
+            reason += f": their windows hide none of its {length} tokens"
     elif built and all(keeps_every_token(copy, length) for copy in built):
         reason = "every design keeps all tokens of a sequence"
     elif name in SKIPPED_PROBES:
@@ -109,6 +115,25 @@ def _copy_or_none(probe: RecallProbe, config: ModelConfig) -> ModelConfig | None
         return probe.small_copy(config)
     except DesignError:
         return None
+
+
+def _without_long_windows(copy: ModelConfig, length: int) -> ModelConfig:
+    """A copy as it acts on `length` tokens: without windows that hide none of them, each layer written out."""
+
+    def widened(mixer: MixerConfig) -> MixerConfig:
+        values = {name: getattr(mixer, name) for name in type(mixer).model_fields}
+        changes: dict[str, Any] = {
+            name: widened(each) for name, each in values.items() if isinstance(each, MixerConfig)
+        }
+        if (values.get("window") or 0) >= length:
+            changes |= {name: value for name, value in {"window": None, "chunked": False}.items() if name in values}
+        return mixer.replace(**changes)
+
+    try:
+        copy = copy if any(copy.looped_layers) else with_mixers(copy, widened)
+        return copy.replace(layers=tuple(layer.replace(repeat=1) for _, layer in copy.expand()))
+    except DesignError:  # a field needs its window
+        return copy
 
 
 def keeps_every_token(config: ModelConfig, length: int) -> bool:
@@ -161,7 +186,7 @@ def summarize_abilities(
         unfinished = any(result is None for result in of_probe.values())
         reason = choice.reason or (describe_results(accuracies, summary.chance) if is_auto else "")
         if choice.reason or (reason and not unfinished):
-            trained = {} if choice.reason else accuracies
+            trained = accuracies if any(result is not None for result in of_probe.values()) else {}
             left_out.append(LeftOutProbe(name=choice.probe, title=summary.title, reason=reason, accuracies=trained))
         else:
             drawn[choice.probe] = summary
@@ -170,13 +195,31 @@ def summarize_abilities(
 
 def left_out_sentences(report: Report) -> list[str]:
     """A sentence for each reason why tasks are left out: "Not tested: MQAR, Copying: every design keeps …"."""
-    titles: dict[tuple[str, bool], list[str]] = {}
+    titles: dict[tuple[str, str], list[str]] = {}
     for row in report.recall_left_out:
-        titles.setdefault((row.reason, bool(row.accuracies)), []).append(row.title)
-    return [
-        f"{join_names(names, 8)}: {'tested, not plotted' if was_tested else 'not tested'}, because {reason}."
-        for (reason, was_tested), names in titles.items()
-    ]
+        finished = {name: value for name, value in row.accuracies.items() if value is not None}
+        state = "tested, not plotted" if finished else "not tested"
+        if 0 < len(finished) < len(row.accuracies):
+            scores = (f"{name}, {format_percent(value)} correct" for name, value in finished.items())
+            state = f"finished only for {join_names(scores, 8)}"
+        titles.setdefault((row.reason, state), []).append(row.title)
+    return [f"{join_names(names, 8)}: {state}, because {reason}." for (reason, state), names in titles.items()]
+
+
+def window_sentences(report: Report) -> list[str]:
+    """Caveats on designs whose windows are too long for a task to show them."""
+    sentences = []
+    for design in report.designs:
+        titles: dict[int, list[str]] = {}
+        for probe in report.recall.values():
+            if design.windows and min(design.windows) >= probe.sequence_length:
+                titles.setdefault(probe.sequence_length, []).append(probe.title)
+        sentences += [
+            f"{design.name}: its window of {min(design.windows)} hides none of the {length} tokens of "
+            f"{join_names(names, 8)}, which therefore says nothing about the window."
+            for length, names in titles.items()
+        ]
+    return sentences
 
 
 # Length extrapolation: a design's mean loss at each multiple of the trained length, and its paired change.

@@ -9,10 +9,15 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
-from heddle.errors import ConfigError, MachineError
+import torch
+
+from heddle import __version__
+from heddle.data.cache import DataCache
+from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.lab.compare.abilities import TaskChoice
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry, all_candidates
 from heddle.lab.compare.probes import AUTO, RECALL_PROBES, final_tokens
@@ -24,12 +29,14 @@ from heddle.lab.compare.tasks import (
     is_unfinished,
     training_steps,
 )
-from heddle.lab.workers import run_tasks
+from heddle.lab.workers import describe_workers, run_tasks
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token, size
-from heddle.progress import format_duration
-from heddle.storage.file_io import read_json_file
+from heddle.progress import format_duration, print_status
+from heddle.runtime import hardware
+from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.run_log import to_plain_json
 
 MIN_STEPS = 64  # of a run whose length the budget chose: a shorter one is mostly warmup and decay
 MIN_SEEDS = 2  # one seed has no interval
@@ -40,8 +47,10 @@ OTHER_EVALUATED_TOKENS = 2**15  # at the end of a run: longer sequences, recall 
 END_SHARE, MIN_END_SECONDS = 0.02, 6.0  # reserved for starting the command and writing the last report
 TEXT_SHARE, MAX_TEXT_SECONDS = 0.06, 60.0  # reserved for preparing the text
 SPEED_SHARE, RECALL_SHARE = 0.15, 0.2  # at most, where a budget chooses them
+LATE_SPEED_SHARE = 0.05  # at most, where trainings or recall tasks took longer than planned
 DECODE_SECONDS = 0.5  # for decoding at one context length
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
+KEPT_SECONDS = 600.0  # for which step times hold: the load of a machine changes
 UNTIMED_FLOPS = 2e12  # training below this takes seconds, and is not worth timing
 
 
@@ -113,18 +122,20 @@ class TimePlan:
         return "" if self.budget is None else f"The budget of {format_duration(self.budget.seconds)} ended"
 
     def training_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
-        """When training must end, to leave time for a round of speed measurements and the recall tasks."""
+        """When training must end. Planned seeds come first; seeds that are bought leave time for the other parts."""
+        if self.budget is None or not self.times or comparison.plan.until_resolved is None:
+            return self.recall_end(comparison)
+        speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts, rounds=1)
+        recall = sum(_recall_seconds(comparison, self.times, choice) for choice in choices)
+        shares = min(recall, RECALL_SHARE * self.budget.seconds), min(speed, SPEED_SHARE * self.budget.seconds)
+        return self.end - sum(shares)
+
+    def recall_end(self, comparison: Comparison) -> float:
+        """When the recall tasks must end, to leave a little time for the speed measurements, which come last."""
         if self.budget is None or not self.times:
             return self.end
         speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts, rounds=1)
-        return self.speed_end(comparison, choices) - min(speed, SPEED_SHARE * self.budget.seconds)
-
-    def speed_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
-        """When the speed measurements must end, to leave time for the recall tasks."""
-        if self.budget is None or not self.times:
-            return self.end
-        recall = sum(_recall_seconds(comparison, self.times, choice) for choice in choices)
-        return self.end - min(recall, RECALL_SHARE * self.budget.seconds)
+        return self.end - min(speed, LATE_SPEED_SHARE * self.budget.seconds)
 
     def affordable(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> list[TaskChoice]:
         """The recall tasks; those that `auto` chose and that do not fit the budget are marked as left out."""
@@ -182,9 +193,18 @@ def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
 def time_steps(comparison: Comparison) -> dict[str, StepTime]:
     """Time a training step of each design on random tokens, with all workers busy as in training.
 
-    Raises MachineError where a step cannot be timed.
+    Times that another call measured on this machine within `KEPT_SECONDS` are used, so that a budget that was refused
+    can be corrected at once. Raises MachineError where a step cannot be timed.
     """
-    plan = comparison.plan
+    plan, workers = comparison.plan, comparison.workers
+    file = _times_file(comparison)
+    with suppress(CheckpointError, OSError):
+        saved = read_json_file(file) if file is not None and file.is_file() else {}
+        age = time.time() - saved.get("time", -math.inf)
+        if 0 <= age < KEPT_SECONDS:
+            print_status(f"step times of {format_duration(age)} ago")
+            return {entry.name: StepTime(*each) for entry, each in zip(plan.entries, saved["times"], strict=True)}
+    print_status(f"timing a step of each design, {workers.total} at a time" if workers.total > 1 else "timing steps")
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = replace(comparison, out=Path(folder))
         tasks = [calibration_task(elsewhere, entry) for entry in plan.entries]
@@ -202,7 +222,30 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
         flops = 3 * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
         start = max(0.0, seconds / rounds - result["timed_seconds"])
         times[entry.name] = StepTime(result["seconds_per_step"], start, flops * plan.batch_size * plan.sequence_length)
+    if file is not None:
+        with suppress(MachineError):
+            write_json_file(file, {"time": time.time(), "times": [list(astuple(each)) for each in times.values()]})
     return times
+
+
+def _times_file(comparison: Comparison) -> Path | None:
+    """The cache's file of these designs' step times on this machine; None without a cache, or with parts of files."""
+    plan, workers, runtime = comparison.plan, comparison.workers, comparison.runtime
+    if plan.part_files:
+        return None
+    names = ("design", "settings", "tf32", "deterministic")
+    requests = [calibration_task(comparison, entry).request for entry in plan.entries]
+    machine = [hardware(), torch.__version__, __version__, runtime.threads, runtime.choices_of_worker(workers.threads)]
+    key = [
+        machine,
+        workers.devices,
+        workers.threads,
+        workers.ranks,
+        [[each[name] for name in names] for each in requests],
+    ]
+    with suppress(ConfigError, MachineError):
+        return DataCache(None).path("json", "step times", to_plain_json(key))
+    return None
 
 
 def estimate(
@@ -344,8 +387,8 @@ def describe_plan(
 
     estimate: None where none was timed. finished: whether nothing is left.
     """
-    plan, workers = comparison.plan, comparison.workers.total
-    at_once = f", {workers} at a time" if workers > 1 else ""
+    plan = comparison.plan
+    at_once = f", {describe_workers(comparison.workers, comparison.runtime.threads)}"
     amount = (
         f"{plan.budget_value:,.0f} tokens"
         if plan.budget_kind == "tokens"

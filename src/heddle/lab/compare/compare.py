@@ -67,6 +67,7 @@ from heddle.lab.compare.tables import (
     mean_loss,
     ranked_designs,
     recall_accuracy,
+    seed_counts,
 )
 from heddle.lab.compare.tasks import Comparison, choose_recall_tasks, choose_workers, training_steps
 from heddle.lab.compare.tuning import check_tuning, make_search
@@ -302,7 +303,6 @@ def _plan_time(
         for sentence in describe_plan(comparison, None, finished=True):
             print_status(sentence)
         return plan, TimePlan(budget)
-    print_status(f"timing a step of each design, {workers.total} at a time" if workers.total > 1 else "timing steps")
     times = time_steps(comparison)
     if budget is not None and not is_begun:
         plan = fit_plan(
@@ -514,9 +514,13 @@ def _design_table(report: Report) -> Table:
         table.add_column(Text(f"\nright\n{probe[1].title}"), justify="right", no_wrap=True)
     for column in costs:
         table.add_column(_cost_header(column), justify="right", no_wrap=True)
+    seeds = seed_counts(report)
     for design in ranked_designs(report):
         name = Text(design.name, style="bold")
         name.append(f"\n{format_number(design.parameters)} parameters", style="not bold dim")
+        if len(set(seeds.values())) > 1:
+            count = seeds[design.name]
+            name.append(f"\n{count} seed{'' if count == 1 else 's'}", style="not bold dim")
         loss = Text(format_bits(mean_loss(design)))
         half = half_width(design.bits_per_byte)
         if half is not None:

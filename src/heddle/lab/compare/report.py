@@ -14,7 +14,13 @@ import torch
 from heddle import __version__
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
-from heddle.lab.compare.abilities import TaskChoice, extrapolation_facts, length_changes, summarize_abilities
+from heddle.lab.compare.abilities import (
+    TaskChoice,
+    extrapolation_facts,
+    length_changes,
+    summarize_abilities,
+    window_sentences,
+)  # fmt: skip
 from heddle.lab.compare.equal_size import parse_state_context
 from heddle.lab.compare.plan import DesignEntry, plan_warnings, short_titles
 from heddle.lab.compare.power import anytime_level, need_for, round_widths_below, smallest_resolvable
@@ -44,31 +50,33 @@ from heddle.lab.compare.results import (
     Series,
     Stage,
     TextRecallFacts,
-    TuningReport,
     VariedField,
     VariedValue,
     Widths,
     WorkerFacts,
 )
-from heddle.lab.compare.speed import Samples, summarize_speeds
+from heddle.lab.compare.speed import Samples, overhead_warning, summarize_speeds
 from heddle.lab.compare.statistics import (
     ALPHA,
     NO_PAIR,
     VALIDATION_WINDOWS,
     Level,
     PairStatistics,
+    adjusted_means,
     describe_method,
     describe_unpaired,
     finished_runs,
     fixed_level,
+    grown_statistics,
     mean_bits_per_byte,
     moderated_degrees,
     pair_statistics,
     paired_difference,
     pooling_weight,
     t_quantile,
+    widest,
 )
-from heddle.lab.compare.tables import format_percent, join_names, mean_loss, shared_context, value_at
+from heddle.lab.compare.tables import mean_loss
 from heddle.lab.compare.tasks import Comparison
 from heddle.lab.compare.text_profile import describe_text_recall, profile_rows, recall_in_text
 from heddle.lab.compare.tuning import Tuning, tuning_report
@@ -85,13 +93,14 @@ class Judging:
 
     is_anytime: whether the number of seeds depended on results, so that intervals must hold at every number of seeds.
     is_final: whether all planned runs are finished; until then a fixed comparison resolves nothing. half_width: what
-    the user asked for. workers: runs at the same time.
+    the user asked for. workers: runs at the same time. earlier_designs: the designs before each addition of others.
     """
 
     is_anytime: bool = False
     is_final: bool = True
     half_width: float | None = None
     workers: int = 1
+    earlier_designs: Sequence[Sequence[str]] = ()
 
     @property
     def level(self) -> Level:
@@ -102,13 +111,13 @@ class Judging:
 def pair_report(runs: Mapping[str, Sequence[ScoredRun]], baseline: str, judging: Judging | None = None) -> PairReport:
     """All pairs of designs with simultaneous 95 % intervals, in the order of the designs' losses."""
     judging = judging or Judging()
-    statistics = pair_statistics(runs)
+    statistics, *_ = candidates = grown_statistics(runs, judging.earlier_designs)
     effects = statistics.effects
     order = sorted(range(len(effects)), key=lambda design: (math.isnan(effects[design]), effects[design], design))
     names = statistics.names
 
     def row(design: int, reference: int) -> dict[str, Any]:
-        return vars(_difference(statistics, design, reference, runs, judging))
+        return vars(_difference(candidates, names[design], names[reference], runs, judging))
 
     reference = names.index(baseline)
     return PairReport(
@@ -127,8 +136,10 @@ def pair_report(runs: Mapping[str, Sequence[ScoredRun]], baseline: str, judging:
 
 
 def _difference(
-    statistics: PairStatistics, design: int, reference: int, runs: Mapping[str, Sequence[ScoredRun]], judging: Judging
-) -> Difference:
+    candidates: Sequence[PairStatistics], name: str, other: str, runs: Mapping[str, Sequence[ScoredRun]],
+    judging: Judging,
+) -> Difference:  # fmt: skip
+    statistics, design, reference = widest(candidates, name, other, judging.level)
     seeds = int(statistics.seeds[design, reference])
     if not seeds:
         return Difference(mean=None, final=judging.is_final, method=NO_PAIR)
@@ -184,6 +195,8 @@ def _method(
     names, seeds = statistics.names, int(statistics.seeds[design, reference])
     has_text = not math.isnan(statistics.text_error[design, reference])
     method = describe_method(seeds, has_text, VALIDATION_WINDOWS, len(names))
+    if len(names) < len(runs):
+        method += " Designs that were added later do not narrow it."
     if judging.is_anytime and seeds > 1:
         method += " It holds at whatever number of seeds the comparison stops."
     sides = [runs[names[index]] for index in (design, reference)]
@@ -279,16 +292,14 @@ def _all_rows(designs: Sequence[Design], baseline: str, labels_of: dict[str, lis
     changes = [len(labels) - 1 for labels in labels_of.values()]
     count = sum(changes) + sum(first * second for first, second in combinations(changes, 2))
     runs = {design.name: design.runs for design in designs}
-    differences = None
+    differences, statistics = None, pair_statistics(runs)
     if len(changes) == 1:
-        names, statistics = list(runs), pair_statistics(runs)
+        candidates = grown_statistics(runs, judging.earlier_designs)
         differences = {
-            name: _difference(statistics, index, names.index(baseline), runs, judging)
-            for index, name in enumerate(names)
-            if name != baseline
+            name: _difference(candidates, name, baseline, runs, judging) for name in runs if name != baseline
         }
     base = next(design.varied_fields for design in designs if design.name == baseline)
-    return _Rows(designs, base, judging, pair_statistics(runs), count, differences)
+    return _Rows(designs, base, judging, statistics, count, differences)
 
 
 def parse_number(label: str) -> float | None:
@@ -409,7 +420,7 @@ class Results:
     recall: results by probe. task_choices: the recall tasks, once they are chosen. loss_groups: of the loss profile.
     stop_reason: why no more runs were planned, unless the plan itself ended. tuning: the search for training fields.
     shared_runs: runs at values that all designs share, as in `tuning_report`. running: learning curves so far, by
-    (design, seed). is_anytime: whether the number of seeds depended on results, as in a comparison that grew.
+    (design, seed). is_anytime, earlier_designs: as in `Judging`.
     """
 
     names: Sequence[str]
@@ -426,6 +437,7 @@ class Results:
     is_complete: bool = False
     stop_reason: str | None = None
     is_anytime: bool = False
+    earlier_designs: Sequence[Sequence[str]] = ()
     tuning: Tuning | None = None
     shared_runs: dict[str, list[Run]] | None = None
     running: dict[tuple[str, int], Curve] = field(default_factory=dict)
@@ -476,9 +488,12 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
     baseline = plan.baseline or plan.entries[0].name
     comparable = {name: results.comparable_runs(name) for name in results.names}
     multiples = comparison.extrapolation.multiples
-    designs = [_design(name, comparable, baseline, results, multiples) for name in results.names]
+    adjusted = adjusted_means(comparable)
+    designs = [_design(name, comparable, baseline, results, multiples, adjusted.get(name)) for name in results.names]
     designs = [replace(design, reading_share=_reading_shares(comparison, results, design)) for design in designs]
-    judging = Judging(results.is_anytime, not results.pending, plan.until_resolved, workers.total)
+    judging = Judging(
+        results.is_anytime, not results.pending, plan.until_resolved, workers.total, results.earlier_designs
+    )
     pairs = pair_report(comparable, baseline, judging)
     drawn, left_out = summarize_abilities(results.task_choices, results.recall, AUTO in plan.recall_probes)
     report = Report(
@@ -513,7 +528,9 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
         differences=pairs.differences,
         effects=field_effects(designs, baseline, judging),
         equal_size=plan.equal_size,
-        tuning=_tuning(results),
+        tuning=None
+        if results.tuning is None or results.tuning.state.pending
+        else tuning_report(results.tuning, results.runs, results.shared_runs),
         running=[
             RunningCurve(design=name, seed=seed, curve=curve)
             for (name, seed), curve in results.running.items()
@@ -522,7 +539,8 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
         or None,
     )
     all_runs = [replace(design, runs=results.runs[design.name]) for design in designs]  # so far the comparable ones
-    return replace(report, verdict=_verdict(report, results), designs=all_runs)
+    warnings = [*report.warnings, *window_sentences(report)]
+    return replace(report, verdict=_verdict(report, results), designs=all_runs, warnings=warnings)
 
 
 def _text_recall(comparison: Comparison) -> TextRecallFacts | None:
@@ -530,13 +548,6 @@ def _text_recall(comparison: Comparison) -> TextRecallFacts | None:
     if comparison.corpus is None or not comparison.text_recall_rows:
         return None
     return describe_text_recall(comparison.corpus, comparison.plan.sequence_length, comparison.text_recall_rows)
-
-
-def _tuning(results: Results) -> TuningReport | None:
-    """The tuning report, once tuning has finished."""
-    if results.tuning is None or results.tuning.state.pending:
-        return None
-    return tuning_report(results.tuning, results.runs, results.shared_runs)
 
 
 def _verdict(report: Report, results: Results) -> list[str]:
@@ -586,26 +597,6 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
     return [*chosen, *plan_warnings(plan, parameters, trained_tokens, available), *overhead_warning(designs)]
 
 
-MIN_READING_SHARE = 0.5
-
-
-def overhead_warning(designs: Sequence[Design]) -> list[str]:
-    """A caveat if decoding is not limited by reading weights and state."""
-    context = shared_context(designs, "decode")
-    shares = {design.name: value_at(design.reading_share, context) for design in designs}
-    slow = [
-        f"{name} {format_percent(1 - share)}"
-        for name, share in shares.items()
-        if share is not None and share < MIN_READING_SHARE
-    ]
-    if not slow:
-        return []
-    return [
-        f"Decoding at these sizes is mostly overhead of small operations: {join_names(slow, 4)} of a token's time; the "
-        "rest reads weights and state. These speeds say little about larger models, which memory bandwidth limits."
-    ]
-
-
 def _reading_shares(comparison: Comparison, results: Results, design: Design) -> Series | None:
     """At each context length, the time to read weights and state as a share of a decode step."""
     samples = [sample for speeds in results.speeds[design.name] for sample in speeds.get("read", ())]
@@ -649,8 +640,9 @@ def design_facts(comparison: Comparison, entry: DesignEntry) -> DesignFacts:
 
 
 def _design(
-    name: str, comparable: Mapping[str, Sequence[Run]], baseline: str, results: Results, multiples: Sequence[int]
-) -> Design:
+    name: str, comparable: Mapping[str, Sequence[Run]], baseline: str, results: Results, multiples: Sequence[int],
+    adjusted: float | None,
+) -> Design:  # fmt: skip
     """The facts of a design and its measurements so far, on its comparable runs."""
     runs, own, reference = results.runs[name], comparable[name], comparable[baseline]
     memory = [run.peak_memory_bytes for run in runs if run.status == "done" and run.peak_memory_bytes is not None]
@@ -659,7 +651,7 @@ def _design(
     return Design(
         **vars(results.facts[name]),
         runs=own,
-        bits_per_byte=_mean_so_far(runs, own, sum(1 for pair in results.pending if pair[0] == name)),
+        bits_per_byte=_mean_so_far(runs, own, sum(1 for pair in results.pending if pair[0] == name), adjusted),
         train_tokens_per_second=None if training_speed is None else training_speed[1],
         train_speed_range=None if training_speed is None else training_speed[2:],
         peak_memory_bytes=median_high(memory) if memory else None,
@@ -672,9 +664,13 @@ def _design(
     )
 
 
-def _mean_so_far(runs: Sequence[Run], comparable: Sequence[Run], pending: int) -> MeanLoss:
-    """The mean of the comparable runs, or of all while there are none; its basis says how many are pending."""
+def _mean_so_far(runs: Sequence[Run], comparable: Sequence[Run], pending: int, adjusted: float | None) -> MeanLoss:
+    """The mean of the comparable runs, or of all while there are none. adjusted: as in `adjusted_means`, or None."""
     mean = mean_bits_per_byte(comparable or runs)
+    if adjusted is not None and mean.mean is not None:
+        low, high = (None if end is None else end + adjusted - mean.mean for end in (mean.low, mean.high))
+        basis = f"{mean.basis}, adjusted to the seeds of the others"
+        mean = replace(mean, mean=adjusted, low=low, high=high, basis=basis)
     if not pending:
         return mean
     return replace(mean, basis=f"{mean.basis}, {pending} to come" if runs else f"{pending} runs to come")

@@ -144,7 +144,7 @@ def choose_schedule(plan: ComparisonPlan, workers: int = 1, saved: Collection[tu
 # A comparison that grows in place: seeds and designs may be added, and it may continue until it is resolved.
 #
 # Nothing may be changed or removed. Seeds added once all runs were finished may have been added because of the results;
-# from then on the intervals hold at any number of seeds.
+# from then on the intervals hold at any number of seeds. Added designs do not narrow the intervals of the others.
 
 
 REMEDY = "use the same, or another folder"
@@ -189,7 +189,7 @@ def joined_plan(path: Path, plan: ComparisonPlan) -> dict[str, Any]:
         saved["recall_probes"] = [name for name in saved.get("recall_probes", ()) if name != GONE]
     notes = dict(saved.pop("budget_notes", plan.budget_notes))
     is_anytime = saved.pop("is_anytime", False)
-    until_resolved = saved.pop("until_resolved", None)
+    until_resolved, earlier = saved.pop("until_resolved", None), saved.pop("earlier_designs", [])
     if until_resolved is not None and plan.until_resolved is None:
         raise CheckpointError(
             f"{path.parent}: its seeds were bought until resolved (± {until_resolved:g}), and a fixed number of "
@@ -202,7 +202,10 @@ def joined_plan(path: Path, plan: ComparisonPlan) -> dict[str, Any]:
     if more_seeds and all(run_file(path.parent, name, seed).is_file() for name, seed in _planned(saved)):
         is_anytime = True
     is_anytime = is_anytime or plan.until_resolved is not None
+    if not identity["entries"].keys() <= saved["entries"].keys() and saved_runs(path.parent, list(saved["entries"])):
+        earlier = [*earlier, list(saved["entries"])]
     written: dict[str, Any] = identity | {"is_anytime": is_anytime, "until_resolved": plan.until_resolved}
+    written |= {"earlier_designs": earlier} if earlier else {}
     return written | ({"budget_notes": [list(note) for note in notes.items()]} if notes else {})
 
 
@@ -371,8 +374,9 @@ def compare(
         runtime = record_worker_choices(runtime, out)
         names = [entry.name for entry in plan.entries]
         results = Results(names, SPEED_ROUNDS, len(plan.recall_probes), is_anytime=is_anytime)
-        time_plan = time_plan or TimePlan()
-        plan = replace(plan, budget_notes=tuple(map(tuple, read_json_file(out / PLAN_FILE).get("budget_notes", ()))))
+        time_plan, saved = time_plan or TimePlan(), read_json_file(out / PLAN_FILE)
+        plan = replace(plan, budget_notes=tuple(map(tuple, saved.get("budget_notes", ()))))
+        results.earlier_designs = saved.get("earlier_designs", ())
         comparison = Comparison(plan, None, out, runtime, workers, command)
         writer = ReportWriter(comparison, results, live, time_plan)
         schedule = choose_schedule(plan, workers.total, saved_runs(out, names))
@@ -405,8 +409,8 @@ def compare(
         is_fixed = plan.until_resolved is None and time_plan.budget is None
         _train(writer, schedule, _recall_tasks(writer) if is_fixed else {})
         _train_at_shared_values(writer)
-        _measure_speeds(writer)
         _measure_recall(writer)
+        _measure_speeds(writer)
         results.is_complete = True
         return writer.write()
 
@@ -572,8 +576,7 @@ def _measure_speeds(writer: ReportWriter) -> None:
     }
     is_shared = comparison.workers.share is not None
     with wait_for_lock(comparison.out / "runs" / "speed") if is_shared else nullcontext():
-        end = writer.time_plan.speed_end(comparison, results.task_choices)
-        _run(writer, tasks, replace(comparison.workers.first(), share=None), end)
+        _run(writer, tasks, replace(comparison.workers.first(), share=None), writer.time_plan.end)
     slow = [entry.name for entry in comparison.plan.entries if not results.speeds[entry.name]]
     if slow and writer.time_plan.budget is not None and results.stop_reason is None:
         reason = f"{writer.time_plan.ended} before the speed of {join_names(slow)}; raise the budget to continue."
@@ -601,18 +604,15 @@ def _recall_tasks(writer: ReportWriter) -> Tasks:
 
 
 def _measure_recall(writer: ReportWriter) -> None:
-    """Train the remaining recall probes, until the time budget ends."""
-    results, tasks = writer.results, _recall_tasks(writer)
-    _run(writer, tasks, writer.comparison.workers, writer.time_plan.end)
+    """Train the remaining recall probes, until the time budget ends; what is finished then stays."""
+    results, tasks, end = writer.results, _recall_tasks(writer), writer.time_plan.recall_end(writer.comparison)
+    _run(writer, tasks, writer.comparison.workers, end)
     reason = f"{writer.time_plan.ended[:1].lower()}{writer.time_plan.ended[1:]} first"
     cut = {str(task.request["probe"]) for task in tasks if not task.result_file.is_file()}
-    if cut and time.monotonic() >= writer.time_plan.end:
+    if cut and time.monotonic() >= end:
         results.task_choices = [
             replace(choice, reason=reason) if choice.probe in cut else choice for choice in results.task_choices
         ]
-        for of_design in results.recall.values():
-            for probe in cut & of_design.keys():
-                del of_design[probe]
 
 
 def _run(writer: ReportWriter, tasks: Tasks, workers: Workers, until: float) -> None:

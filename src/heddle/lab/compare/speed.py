@@ -16,7 +16,9 @@ import torch
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.lab.bench.run import fastest_seconds, synchronize
+from heddle.lab.compare.results import Design
 from heddle.lab.compare.statistics import quartiles
+from heddle.lab.compare.tables import format_percent, join_names, shared_context, value_at
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
@@ -172,3 +174,23 @@ def time_call(call: Callable[[], Value], model: Decoder) -> tuple[float, Value]:
     result = call()
     synchronize(device)
     return time.perf_counter() - start, result
+
+
+MIN_READING_SHARE = 0.5
+
+
+def overhead_warning(designs: Sequence[Design]) -> list[str]:
+    """A caveat if decoding is not limited by reading weights and state."""
+    context = shared_context(designs, "decode")
+    shares = {design.name: value_at(design.reading_share, context) for design in designs}
+    slow = [
+        f"{name} {format_percent(1 - share)}"
+        for name, share in shares.items()
+        if share is not None and share < MIN_READING_SHARE
+    ]
+    if not slow:
+        return []
+    return [
+        f"Decoding at these sizes is mostly overhead of small operations: {join_names(slow, 4)} of a token's time; the "
+        "rest reads weights and state. These speeds say little about larger models, which memory bandwidth limits."
+    ]

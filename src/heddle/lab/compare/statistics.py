@@ -402,14 +402,46 @@ def pair_statistics(runs: Mapping[str, Sequence[ScoredRun]]) -> PairStatistics:
     Raises DataError where runs of one seed were measured on different text.
     """
     by_seed = {name: {run.seed: run for run in finished_runs(of_design)} for name, of_design in runs.items()}
-    seeds = sorted({seed for of_design in by_seed.values() for seed in of_design})
-    losses = np.full((len(by_seed), len(seeds)), np.nan)
-    for row, of_design in enumerate(by_seed.values()):
-        for column, seed in enumerate(seeds):
-            if seed in of_design:
-                losses[row, column] = loss_of(of_design[seed])
     text_error, text_degrees = _text_errors(list(by_seed.values()))
-    return seed_statistics(tuple(by_seed), losses, text_error, text_degrees)
+    return seed_statistics(tuple(by_seed), _losses_by_seed(runs), text_error, text_degrees)
+
+
+def grown_statistics(
+    runs: Mapping[str, Sequence[ScoredRun]], earlier_designs: Sequence[Sequence[str]] = ()
+) -> list[PairStatistics]:
+    """The statistics of all designs, and of the designs before each addition of others, on the runs of today."""
+    groups = [runs, *({name: runs[name] for name in names} for names in earlier_designs)]
+    return list(map(pair_statistics, groups))
+
+
+def widest(
+    candidates: Sequence[PairStatistics], name: str, other: str, level: Level = fixed_level
+) -> tuple[PairStatistics, int, int]:
+    """The statistics with the widest interval of a pair, among those with both designs, and the indices of the two.
+
+    An added design adds to the estimate of the spread. A pair that was there could become resolved by this, after a
+    look at it that had its own 5 %.
+    """
+    pairs = [
+        (each, each.names.index(name), each.names.index(other)) for each in candidates if {name, other} <= {*each.names}
+    ]
+    return max(pairs, key=lambda pair: float(np.nan_to_num(pair[0].half_width(pair[1], pair[2], level))))
+
+
+def _losses_by_seed(runs: Mapping[str, Sequence[ScoredRun]]) -> FloatArray:
+    """[designs, seeds]; nan where a design did not finish a seed that another one finished."""
+    by_seed = [{run.seed: loss_of(run) for run in finished_runs(of_design)} for of_design in runs.values()]
+    seeds = sorted({seed for of_design in by_seed for seed in of_design})
+    rows = [[of_design.get(seed, np.nan) for seed in seeds] for of_design in by_seed]
+    return np.array(rows, dtype=np.float64).reshape(len(by_seed), len(seeds))
+
+
+def adjusted_means(runs: Mapping[str, Sequence[ScoredRun]]) -> dict[str, float]:
+    """The means of the designs that lack seeds of the others, as if they had them: the effects of `design_effects`."""
+    losses = _losses_by_seed(runs)
+    finished = np.isfinite(losses).sum(1)
+    effects = zip(runs, design_effects(losses), finished, strict=True)
+    return {name: float(effect) for name, effect, count in effects if 0 < count < losses.shape[1]}
 
 
 def seed_statistics(

@@ -17,6 +17,7 @@ from heddle.lab.compare.results import (
     Report,
     VariedField,
 )
+from heddle.lab.compare.statistics import finished_runs
 
 # Format numbers as text: units, percent, signs, intervals, lists of names.
 
@@ -179,10 +180,26 @@ def mean_loss(design: Design) -> float | None:
     return None if design.bits_per_byte is None else design.bits_per_byte.mean
 
 
+def seed_counts(report: Report) -> dict[str, int]:
+    """The finished seeds of each design; while trainings are pending, the planned ones."""
+    stages = (stage for stage in report.progress.stages if stage["title"] == "training runs")
+    if any(stage["finished"] < stage["planned"] for stage in stages):
+        return {design.name: len(report.budget.seeds) for design in report.designs}
+    return {design.name: len(finished_runs(design.runs)) for design in report.designs}
+
+
+def seeds_text(report: Report) -> str:
+    """ "3 seeds each", or "2 to 3 seeds" where designs differ."""
+    counts = sorted(set(seed_counts(report).values()))
+    number = " to ".join(map(str, (counts[0], *counts[1:][-1:])))
+    each = " each" if len(report.designs) > 1 and len(counts) == 1 else ""
+    return f"{number} seed{'' if counts[-1] == 1 else 's'}{each}"
+
+
 def ranked_designs(report: Report) -> list[Design]:
     """The designs, lowest bits per byte first; designs without a finished run are last.
 
-    The leader is first: where seeds were bought of some designs only, their means are over different seeds.
+    The leader is first, also of equal means.
     """
 
     def key(design: Design) -> tuple[bool, float]:

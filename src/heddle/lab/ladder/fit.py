@@ -448,6 +448,15 @@ class LadderFit:
         return {name: each * generator.standard_normal(len(each)) for name, each in self.deviations.items()}
 
 
+def too_few_points(points: SizeLosses) -> str:
+    """Why a design cannot be fitted; "" if it can."""
+    if len(points.sizes) < MIN_SIZES:
+        return f"has a loss at {len(points.sizes)} sizes; a fit needs at least {MIN_SIZES}"
+    if points.tokens and sizes_with_tokens(points) < MIN_COUNT:
+        return "L(N, D) needs at least 3 sizes with 3 numbers of tokens each; train more of them"
+    return ""
+
+
 def fit_ladder(
     points: Mapping[str, SizeLosses],
     seed_deviation: float = 0.0,
@@ -462,10 +471,8 @@ def fit_ladder(
     DataError where a design has too few sizes or numbers of tokens, or its loss does not fall with them.
     """
     for name, each in points.items():
-        if len(each.sizes) < MIN_SIZES:
-            raise DataError(f"{name}: has a loss at {len(each.sizes)} sizes; a fit needs at least {MIN_SIZES}")
-        if each.tokens and sizes_with_tokens(each) < MIN_COUNT:
-            raise DataError(f"{name}: L(N, D) needs at least 3 sizes with 3 numbers of tokens each; train more of them")
+        if reason := too_few_points(each):
+            raise DataError(f"{name}: {reason}")
     center = math.exp(float(np.mean([np.mean(np.log(each.sizes)) for each in points.values()])))
     log_tokens = [np.mean(np.log(each.tokens)) for each in points.values() if each.tokens]
     token_center = math.exp(float(np.mean(log_tokens))) if log_tokens else None

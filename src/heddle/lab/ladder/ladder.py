@@ -35,7 +35,7 @@ from heddle.lab.ladder.report import prediction_tables, rung_table
 from heddle.lab.ladder.results import EstimatedRun, LadderEstimate, LadderReport
 from heddle.lab.ladder.run import PLAN_FILE, Ladder, StepTimes, ladder_seconds, open_ladder, run_ladder, time_steps
 from heddle.lab.ladder.settings import DEFAULT_SEEDS, DEFAULT_SIZES, LadderSettings, parse_ratios, parse_sizes
-from heddle.lab.workers import default_workers
+from heddle.lab.workers import default_workers, describe_workers
 from heddle.machine import with_worker_choices
 from heddle.progress import format_duration, print_status, print_text
 from heddle.runtime import Runtime
@@ -68,8 +68,7 @@ def fit_ladder_plan(
 ) -> Choice:
     """Choose the sizes, tokens per parameter and seeds that fit the budget; explicit settings stay.
 
-    The largest size is as large as fits, and no larger than the target needs. Raises ConfigError if no ladder that
-    reaches the target fits, naming what would.
+    The largest size is as large as fits, and no larger than the target needs. Raises ConfigError if no ladder fits.
     """
     plan = ladder.plan
     count = plan.sizes if isinstance(plan.sizes, int) else len(plan.sizes)
@@ -96,7 +95,7 @@ def fit_ladder_plan(
         choice = _largest_that_fits(ladder, times, budget, count, largest, ratio, number)
         if choice is None:
             continue
-        if max(choice.ladder.sizes) >= least * (1 - 1e-9):
+        if plan.target is None or plan.target <= _reach(choice.ladder):
             return choice
         if best is None or max(choice.ladder.sizes) > max(best.ladder.sizes):
             best = choice
@@ -105,12 +104,15 @@ def fit_ladder_plan(
             f"--budget {format_seconds(budget.seconds)}: is too short for {count} sizes of these designs here; give "
             "more time, fewer designs, or a smaller vocabulary with --vocab-size"
         )
-    reached, within = max(best.ladder.sizes), format_seconds(budget.seconds)
-    raise ConfigError(
-        f"--target {format_number(plan.target or 0)}: in {within} this machine trains ladders up to "
-        f"{format_number(reached)} parameters, and nothing is predicted beyond {MAX_EXTRAPOLATION} times that; give "
-        f"--target {format_number(MAX_EXTRAPOLATION * reached)}, more time, fewer designs or a faster machine"
-    )
+    return best
+
+
+def _reach(ladder: Ladder) -> float:
+    """The largest size that the finished ladder can predict."""
+    plan, ratio = ladder.plan, ladder.ratios[-1]
+    asked = ratio if plan.target_tokens is None or plan.target is None else plan.target_tokens / plan.target
+    largest = min(max(rung.parameters for rung in rungs) for rungs in ladder.rungs.values())
+    return MAX_EXTRAPOLATION * largest * min(1.0, ratio / asked)
 
 
 def describe_ladder(choice: Choice) -> list[str]:
@@ -118,14 +120,21 @@ def describe_ladder(choice: Choice) -> list[str]:
     ladder, plan = choice.ladder, choice.ladder.plan
     sizes = ", ".join(format_number(size) for size in ladder.sizes)
     ratios = " and ".join(f"{ratio:g}" for ratio in ladder.ratios)
-    workers, (done, count) = ladder.workers.count, ladder.finished
+    done, count = ladder.finished
     left = " left" if done else ""
     sentences = [
         f"plan: {len(ladder.rungs)} design{'s' * (len(ladder.rungs) > 1)} × {len(ladder.sizes)} sizes ({sizes}) × "
         f"{plan.seeds} seed{'s' * (plan.seeds > 1)} on {ratios} tokens per parameter"
         f"{f', {done} of {count} runs finished' if done else ''}"
-        f"{f', {workers} at a time' if workers > 1 else ''}: about {format_seconds(choice.seconds)}{left}"
+        f", {describe_workers(ladder.workers, ladder.runtime.threads)}: about {format_seconds(choice.seconds)}{left}"
     ]
+    if plan.target is not None and plan.target > _reach(ladder):
+        factor = MAX_EXTRAPOLATION * plan.target / _reach(ladder)
+        sentences.append(
+            f"the target of {format_number(plan.target)} parameters is {factor:.0f} times the largest size that is "
+            f"trained; beyond {MAX_EXTRAPOLATION} times nothing is predicted, so the predictions are for "
+            f"{format_number(_reach(ladder))}"
+        )
     if (sentence := _resolution(choice)) is not None:
         sentences.append(sentence)
     return sentences
@@ -134,7 +143,7 @@ def describe_ladder(choice: Choice) -> list[str]:
 def _resolution(choice: Choice) -> str | None:
     """The smallest difference at the target that is resolved, from the fit of a typical curve with a typical spread."""
     ladder, names = choice.ladder, list(choice.ladder.rungs)
-    target = ladder.plan.target or 10 * max(ladder.sizes)
+    target = min(ladder.plan.target or 10 * max(ladder.sizes), _reach(ladder))
     if len(names) < 2 or ladder.plan.settings.shares_trunk:
         return None
     deviation = TYPICAL_DEVIATION / math.sqrt(ladder.plan.seeds)
@@ -154,7 +163,7 @@ def _resolution(choice: Choice) -> str | None:
     except DataError:
         return None
     _, low, high = interval(first / second)
-    factor, spread = target / max(ladder.sizes), format_percent(TYPICAL_DEVIATION)
+    factor, spread = MAX_EXTRAPOLATION * target / _reach(ladder), format_percent(TYPICAL_DEVIATION)
     return (
         f"it predicts {format_number(target)} parameters, {factor:.0f} times the largest size; with a seed spread "
         f"of {spread} of the loss, differences at that size below about "

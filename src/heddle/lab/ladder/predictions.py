@@ -113,7 +113,7 @@ def _too_far(losses: SizeLosses, name: str, size: float, tokens: float) -> str |
     """Why nothing is predicted at a size and number of tokens, or None."""
     limit = MAX_EXTRAPOLATION * (1 + 1e-9)
     if (factor := size / max(losses.sizes)) > limit:
-        what, remedy = f"the largest size of {name}", "train larger sizes"
+        what, remedy = f"the largest finished size of {name}", "train larger sizes"
     elif losses.tokens and (factor := tokens / max(losses.tokens)) > limit:
         what, remedy = f"the most tokens of {name}", "train on more tokens per parameter"
     else:

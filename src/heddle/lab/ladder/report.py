@@ -14,7 +14,7 @@ from heddle import __version__
 from heddle.errors import ConfigError, DataError
 from heddle.lab.compare.statistics import t_quantile
 from heddle.lab.compare.tables import NO_VALUE, TextTable, format_bits, format_number, format_percent, join_names
-from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, LadderFit, SizeLosses
+from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, LadderFit, SizeLosses, too_few_points
 from heddle.lab.ladder.plan import Rung, equal_rungs
 from heddle.lab.ladder.predictions import (
     CONFIDENCE,
@@ -37,6 +37,7 @@ from heddle.lab.ladder.results import (
     LadderDesign,
     LadderReport,
     LadderRun,
+    Prediction,
     SizeResult,
 )
 
@@ -87,8 +88,11 @@ def _predictions(report: LadderReport) -> Iterator[str]:
             f", {each.design} {format_bits(each.loss)} ({format_interval(each.measurement)})" for each in rest
         )
         yield f"At {target} parameters and {tokens} tokens {numbers}."
-    for reason in dict.fromkeys(each.reason for each in report.predictions if each.reason):
-        yield f"The target of {target} parameters {reason}."
+    if report.target_note:
+        yield report.target_note
+    for each in report.predictions:
+        if each.reason:
+            yield f"{each.design} has no prediction: it {each.reason}."
 
 
 def best_size_sentence(best: BestSize) -> str:
@@ -201,6 +205,7 @@ def _held_out(report: LadderReport) -> Iterator[str]:
         yield f"Self-test, the largest size predicted from the smaller ones: {'; '.join(parts)}."
 
 
+CUT = "the budget of time ended first"  # the end of the message of a run that did not end in time
 DEFAULT_TARGET = 10  # times the largest size
 CURVE_POINTS = 41  # of each curve in the figure
 TRAINING_FACTOR = 3  # a backward pass costs twice a forward pass
@@ -334,12 +339,19 @@ def _ladder_points(ladder: "Ladder", report: LadderReport, deviation: float) -> 
 def _with_predictions(ladder: "Ladder", report: LadderReport, deviation: float, degrees: int) -> LadderReport:
     """The report with the fit and its predictions, or with the reason why there are none."""
     points = _ladder_points(ladder, report, deviation)
-    names, baseline, target = list(points.losses), report.baseline, report.target
-    others = [name for name in names if name != baseline]
+    lacking = {name: reason for name, each in points.losses.items() if (reason := too_few_points(each))}
+    losses = {name: each for name, each in points.losses.items() if name not in lacking}
+    names, baseline = list(losses), report.baseline
+    if not names:
+        return replace(report, reason=": ".join(next(iter(lacking.items()))))
+    points = replace(points, losses=losses)
+    others = [name for name in names if name != baseline] if baseline in names else []
     try:
         fit = points.fit(report.share_irreducible)
     except DataError as error:
         return replace(report, reason=str(error))
+    report = _within_reach(report, fit, points, has_own_flops=ladder.plan.target_flops is not None)
+    target = report.target
     equal = [cost_for_equal_loss(fit, points, name, baseline, target) for name in others]
     has_best_size = fit.token_center is not None
     return replace(
@@ -352,12 +364,35 @@ def _with_predictions(ladder: "Ladder", report: LadderReport, deviation: float, 
             forms=fit.forms,
             parameters={name: _law_parameters(fit, name) for name in names},
         ),
-        predictions=[predict_loss(fit, points, name, target) for name in names],
+        predictions=[
+            Prediction(design=design.name, size=target, reason=lacking[design.name])
+            if design.name in lacking
+            else predict_loss(fit, points, design.name, target)
+            for design in report.designs
+        ],
         best_sizes=[best_size(fit, points, name, report.target_flops) for name in names] if has_best_size else [],
         equal_loss=[each for each in equal if each is not None],
         crossings=[crossing(fit, points, name, baseline) for name in others],
         held_out=hold_out(points, report.share_irreducible),
         curves={name: _curve(fit, points, name) for name in names},
+    )
+
+
+def _within_reach(report: LadderReport, fit: LadderFit, points: LadderPoints, *, has_own_flops: bool) -> LadderReport:
+    """The report with the largest target that all fitted designs have a prediction for, if its own is larger."""
+    nearest = min(points.losses, key=points.limit)
+    asked, target = report.target, points.limit(nearest)
+    reason = predict_loss(fit, points, nearest, asked).reason
+    if reason is None:
+        return report
+    share = target / asked
+    return replace(
+        report,
+        target=target,
+        target_tokens=share * report.target_tokens,
+        target_flops=report.target_flops * (1 if has_own_flops else share**2),
+        target_note=f"The target of {format_number(asked)} parameters {reason}; the predictions are for "
+        f"{format_number(target)}.",
     )
 
 
@@ -413,10 +448,13 @@ def _curve(fit: LadderFit, points: LadderPoints, name: str) -> list[CurvePoint]:
 def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
     sentences = equal_rungs(ladder.rungs)
     runs = [run for design in report.designs for rung in design.rungs for run in rung.runs]
-    failed = sum(run.bits_per_byte is None for run in runs)
+    cut = sum((run.message or "").endswith(CUT) for run in runs)
+    if cut:
+        sentences.append(f"The budget of time ended before {cut} of {len(runs)} runs; the same command continues them.")
+    failed = sum(run.bits_per_byte is None for run in runs) - cut
     if failed:
         sentences.append(f"{failed} of {len(runs)} runs did not finish; a mean without them may look too good.")
-    if ladder.plan.seeds == 1:
+    if max(rung.seeds for design in report.designs for rung in design.rungs) <= 1:
         sentences.append("One seed: seed variance is estimated only from how far the points lie from the curve.")
     tokens = max(rung.tokens for design in report.designs for rung in design.rungs)
     if tokens > report.data.train_tokens:

@@ -208,7 +208,10 @@ class LadderEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderReport:
-    """The report of a ladder after its runs have ended. reason: why nothing could be fitted, if so."""
+    """The report of a ladder after its runs have ended.
+
+    target_note: why the target is smaller than what was asked for, if so. reason: why nothing could be fitted, if so.
+    """
 
     heddle: str
     created: str
@@ -224,6 +227,7 @@ class LadderReport:
     target: float
     target_tokens: float
     target_flops: float
+    target_note: str | None = None
     tokens_per_parameter: float
     warnings: Sequence[str] = ()
     designs: Sequence[LadderDesign]

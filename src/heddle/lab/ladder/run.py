@@ -1,11 +1,11 @@
 """Train the unfinished runs of a ladder, fit the curves, and write ladder.json and ladder.html."""
 
+import heapq
 import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from heddle.lab.ladder.plan import (
     model_vocab_size,
     save_plan,
 )
-from heddle.lab.ladder.report import ladder_report
+from heddle.lab.ladder.report import CUT, ladder_report
 from heddle.lab.ladder.results import LadderReport
 from heddle.lab.pages.ladder import PAGE_FILE, ladder_page
 from heddle.lab.workers import Result, Task, Workers, default_workers, run_tasks
@@ -96,16 +96,29 @@ class Ladder:
         branch = f"-d{ratio:g}" if self.plan.settings.shares_trunk else ""
         return self.out / "runs" / f"{name}-w{rung.width}-seed{seed}{branch}.json"
 
-    def unfinished_seeds(self, name: str, rung: Rung, ratio: float) -> int:
-        """How many seeds of a run have no result."""
-        return sum(not self.result_file(name, rung, ratio, seed).is_file() for seed in range(self.plan.seeds))
+    @property
+    def waves(self) -> list[list[tuple[str, Rung, float, int]]]:
+        """The runs in their order: one seed of every size before the next seed, small sizes first.
+
+        So if time runs out, as many sizes as possible have a loss. The runs of a wave may run at the same time; longer
+        branches continue the trunks of shorter ones, so each number of tokens is a wave of its own.
+        """
+        runs = [run for same_size in zip(*map(self._runs_of, self.rungs), strict=True) for run in same_size]
+        waves = [
+            [(name, rung, ratio, seed) for name, rung in runs]
+            for seed in range(self.plan.seeds)
+            for ratio in self.ratios
+        ]
+        return waves if self.plan.settings.shares_trunk else [[run for wave in waves for run in wave]]
+
+    def _runs_of(self, name: str) -> list[tuple[str, Rung]]:
+        return [(name, rung) for rung in self.rungs[name]]
 
     @property
     def finished(self) -> tuple[int, int]:
         """How many of the runs have a result, and how many there are."""
-        runs = [(name, rung, ratio) for name, rungs in self.rungs.items() for rung in rungs for ratio in self.ratios]
-        count = self.plan.seeds * len(runs)
-        return count - sum(self.unfinished_seeds(*run) for run in runs), count
+        files = [self.result_file(*run) for wave in self.waves for run in wave]
+        return sum(file.is_file() for file in files), len(files)
 
     def learning_rate(self, name: str, rung: Rung) -> float:
         """The peak learning rate of a rung's runs."""
@@ -137,11 +150,11 @@ def _write_report(ladder: Ladder, results: dict[RunKey, Result]) -> LadderReport
 
 
 def _run_all(ladder: Ladder, until: float) -> dict[RunKey, Result]:
-    """The results of all runs; branches with fewer tokens run first, because longer ones continue their trunks.
+    """The results of all runs.
 
     If time runs out, or a signal arrives, the report of the finished runs is still written.
     """
-    waves = [_training_tasks(ladder, ratio) for ratio in ladder.ratios]
+    waves = [_training_tasks(ladder, wave) for wave in ladder.waves]
     files = [task.result_file for wave in waves for task in wave]
     results: dict[RunKey, Result] = {}
 
@@ -161,7 +174,8 @@ def _run_all(ladder: Ladder, until: float) -> dict[RunKey, Result]:
             tell(task, result)
 
         try:
-            run_tasks(wave, ladder.workers, add, until=until)
+            if time.monotonic() < until:
+                run_tasks(wave, ladder.workers, add, until=until)
         except Interrupted:
             _report_saved(ladder, waves)
             raise
@@ -173,7 +187,7 @@ def _run_all(ladder: Ladder, until: float) -> dict[RunKey, Result]:
 
 
 def _not_run(task: Task) -> Result:
-    return {"status": "failed", "message": f"{task.label}: the budget of time ended first"}
+    return {"status": "failed", "message": f"{task.label}: {CUT}"}
 
 
 def _report_saved(ladder: Ladder, waves: list[dict[Task, RunKey]]) -> None:
@@ -259,27 +273,22 @@ def _check_text(path: Path, corpus: Corpus) -> None:
         )
 
 
-def _training_tasks(ladder: Ladder, ratio: float) -> dict[Task, RunKey]:
-    """A task for each run with these tokens per parameter: small sizes first, and within a size all designs per seed.
-
-    So if time runs out, each design still has its largest size, on fewer seeds.
-    """
+def _training_tasks(ladder: Ladder, wave: Sequence[tuple[str, Rung, float, int]]) -> dict[Task, RunKey]:
     tasks = {}
-    for rungs in zip(*([(name, rung) for rung in each] for name, each in ladder.rungs.items()), strict=True):
-        for seed, (name, rung) in product(range(ladder.plan.seeds), rungs):
-            folder = ladder.out / "runs"
-            stem = f"{name}-w{rung.width}-seed{seed}"
-            label = f"{name}, width {rung.width}, seed {seed}"
-            trunks: dict[str, str | None] = {}
-            if ladder.plan.settings.shares_trunk:
-                fewer = max((each for each in ladder.ratios if each < ratio), default=None)
-                trunks = {"trunk": str(folder / f"{stem}-trunk{ratio:g}")}
-                trunks["previous"] = None if fewer is None else str(folder / f"{stem}-trunk{fewer:g}")
-                label = f"{label}, {ratio:g} tokens per parameter"
-            file = ladder.result_file(name, rung, ratio, seed)
-            out = str(file.with_suffix(""))
-            request = _request(ladder, name, rung, ratio, seed) | {"task": "loss", "out": out} | trunks
-            tasks[Task(label, file, request)] = (name, rung.width, ratio, seed)
+    for name, rung, ratio, seed in wave:
+        folder = ladder.out / "runs"
+        stem = f"{name}-w{rung.width}-seed{seed}"
+        label = f"{name}, width {rung.width}, seed {seed}"
+        trunks: dict[str, str | None] = {}
+        if ladder.plan.settings.shares_trunk:
+            fewer = max((each for each in ladder.ratios if each < ratio), default=None)
+            trunks = {"trunk": str(folder / f"{stem}-trunk{ratio:g}")}
+            trunks["previous"] = None if fewer is None else str(folder / f"{stem}-trunk{fewer:g}")
+            label = f"{label}, {ratio:g} tokens per parameter"
+        file = ladder.result_file(name, rung, ratio, seed)
+        out = str(file.with_suffix(""))
+        request = _request(ladder, name, rung, ratio, seed) | {"task": "loss", "out": out} | trunks
+        tasks[Task(label, file, request)] = (name, rung.width, ratio, seed)
     return tasks
 
 
@@ -343,18 +352,16 @@ def time_steps(ladder: Ladder) -> StepTimes:
 
 
 def ladder_seconds(ladder: Ladder, times: StepTimes) -> float:
-    """Seconds of all runs without a result, with the evaluation at the end of each."""
-    evaluated = FINAL_EVALUATION_TOKENS / ladder.plan.settings.tokens_per_step / 2
-    total, longest, designs, seeds = 0.0, 0.0, set(), 0
-    for name, rungs in ladder.rungs.items():
-        for rung, ratio in product(rungs, ladder.ratios):
-            if count := ladder.unfinished_seeds(name, rung, ratio):
+    """Seconds until all runs have a result, with the evaluation at the end of each, as free workers take the next."""
+    evaluated, end = FINAL_EVALUATION_TOKENS / ladder.plan.settings.tokens_per_step / 2, 0.0
+    for wave in ladder.waves:
+        ends = [end] * ladder.workers.count
+        for name, rung, ratio, seed in wave:
+            if not ladder.result_file(name, rung, ratio, seed).is_file():
                 seconds = times.start + times.step(name, rung) * (ladder.new_steps(rung, ratio) + evaluated)
-                total, longest = total + count * seconds, max(longest, seconds)
-                designs.add(name)
-                seeds = max(seeds, count)
-    last = math.ceil(seeds * len(designs) / ladder.workers.count) * longest  # the largest sizes come last
-    return max(total / ladder.workers.count, last)
+                heapq.heapreplace(ends, ends[0] + seconds)
+        end = max(ends)
+    return end
 
 
 def _seconds_per_step(result: Mapping[str, Any]) -> float:

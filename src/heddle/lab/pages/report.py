@@ -25,6 +25,7 @@ from heddle.lab.compare.tables import (
     mean_loss,
     ranked_designs,
     recall_accuracy,
+    seeds_text,
 )
 from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.pages import sections
@@ -311,6 +312,7 @@ def report_context(report: Report) -> dict[str, Any]:
         "styles": report_styles(report),
         "verdict": verdict,
         "is_long_verdict": sum(len(text) for text, _ in verdict[0]) > LONG_VERDICT,
+        "seeds": seeds_text(report),
         "summary": summary_table(report),
         "resolution": resolution_table(report),
         "overview": sections.overview_cards(report, figures),
