@@ -378,6 +378,12 @@ def write_file(path: Path, content: str | bytes, remedy: str | None = None) -> N
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
+def refuse_existing(path: Path, what: str) -> None:
+    """Raise CheckpointError if there is anything at `path`, where a command is to write `what`."""
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path}: exists already; choose another name for {what}, or remove it")
+
+
 def replace_folder(staged: Path, folder: Path) -> None:
     """Rename a finished folder to its final name, durably. On any failure the earlier folder is restored."""
     aside = leftover_path(folder, "old")
