@@ -381,7 +381,11 @@ def write_file(path: Path, content: str | bytes, remedy: str | None = None) -> N
 def refuse_existing(path: Path, what: str) -> None:
     """Raise CheckpointError if there is anything at `path`, where a command is to write `what`."""
     if os.path.lexists(path):
-        raise CheckpointError(f"{path}: exists already; choose another name for {what}, or remove it")
+        found, remedy = describe_path(path), f"choose another name for {what}"
+        if found not in ("is a file", "is a folder"):
+            raise CheckpointError(f"{path}: {found}; {remedy}")
+        kind = " and is a file" if found == "is a file" else ""
+        raise CheckpointError(f"{path}: exists already{kind}; {remedy}, or remove it")
 
 
 def replace_folder(staged: Path, folder: Path) -> None:
