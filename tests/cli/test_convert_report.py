@@ -9,7 +9,7 @@ import pytest
 
 from heddle.cli.main import run_command
 from heddle.conversion import weights as weights_module
-from heddle.conversion.convert import Conversion
+from heddle.conversion.convert import Conversion, conversion_difference
 from heddle.conversion.heal import convert_and_heal
 from heddle.conversion.targets import conversion_variants
 from heddle.conversion.weights import Weights
@@ -67,10 +67,11 @@ def test_one_conversion_is_measured_before_and_after_healing(
     assert run_command(command(workspace, out, *target, "--heal", "256")) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].endswith(
-        "bits per byte on held-out text after healing (cut anywhere in the text, without BOS, on other sequences than "
+        "bits per byte on held-out text after healing (beginning mid-text, without BOS, on other sequences than "
         "the report's)"
     )
-    assert printed[1].startswith("With half of the state (128 B per token), the model ")
+    assert printed[1].startswith("The original is hardly trained (")
+    assert printed[2].startswith("With half of the state (128 B per token), the model ")
     assert printed[-2:] == [f"report: {out}/convert.html", str(out)]
     results = parse_results(read_json_file(out / "convert.json"))
     assert [model.stage for model in results.models] == ["original", "converted", "healed"]
@@ -81,8 +82,66 @@ def test_one_conversion_is_measured_before_and_after_healing(
     model, tokenizer = load(out)
     assert tokenizer is not None
     assert model.config.resolved().layers[0].mixer.dump()["kv_heads"] == 2  # type: ignore[union-attr]
+    for again, sentence in (
+        ([*target, "--heal", "256"], f"{out}: exists already: this conversion is finished, see {out}/convert.html; "),
+        (target, f"{out}: exists already: another conversion, of `heddle convert "),
+    ):
+        assert run_command(command(workspace, out, *again)) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_a_finished_conversion_without_a_report_says_so(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, target = tmp_path / "exact", ["--to", "position.layout=interleaved", "--report-tokens", "0"]
+    assert run_command(command(workspace, out, *target)) == 0
     assert run_command(command(workspace, out, *target)) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert f"{out}: exists already: this conversion is finished; to convert" in capsys.readouterr().err
+    assert run_command(command(workspace, out, "--to", "fold_norms", "--report-tokens", "0")) == 2
+    assert f"{out}: exists already; choose another name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["kv_heads=2", "kv_heads=1,groups=contiguous,merge=mean", "shared_kv,every=2"])
+def test_a_dry_run_reads_no_text_that_decides_no_size(
+    workspace: Path, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", f"{workspace}/run", "--to", target, "--dry-run"]
+    short = ["--calibration-tokens", "1024", "--sequence-length", "16"]
+    assert run_command([*words, "--data", f"{workspace}/text", *short, "--quiet"]) == 0
+    known = capsys.readouterr().out
+    monkeypatch.setattr(convert_module, "_corpus", lambda *arguments: pytest.fail("the text is read"))
+    assert run_command([*words, "--quiet"]) == 0
+    assert capsys.readouterr().out == known
+    assert "exports as" in known
+
+
+def test_a_dry_run_reads_the_text_that_decides_sizes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[int]()
+    corpus_of = convert_module._corpus
+
+    def watch(*arguments: Any) -> Corpus:
+        read.append(1)
+        return corpus_of(*arguments)
+
+    monkeypatch.setattr(convert_module, "_corpus", watch)
+    words = ["convert", f"{workspace}/run", "--to", "kv_heads,state_budget=50%", "--dry-run", "--quiet"]
+    words += ["--data", f"{workspace}/text", "--calibration-tokens", "256", "--sequence-length", "16"]
+    assert run_command(words) == 0
+    assert read
+
+
+def test_other_options_are_named_as_the_command_line_names_them() -> None:
+    base = {"source": {"name": "a"}, "rewrites": [{"rewrite": "window"}]}
+    text = {"name": "t", "sha256": "0", "samples": 16, "tokens": 256}
+    for path, change, named in (
+        ("text", {**text, "samples": 32, "tokens": 512}, "--calibration-tokens was 256, now it is 512"),
+        ("text", {**text, "samples": 32}, "--sequence-length (text.samples was 16, now it is 32)"),
+        ("text", {**text, "sha256": "1"}, '--data (text.sha256 was "0", now it is "1")'),
+        ("rewrites", [{"rewrite": "depth"}], '--to (rewrites[0].rewrite was "window", now it is "depth")'),
+        ("source", {"name": "b"}, 'MODEL (source.name was "a", now it is "b")'),
+    ):
+        assert conversion_difference(base | {"text": text}, base | {"text": text} | {path: change}) == named
+    assert conversion_difference(base, base) is None
 
 
 def test_a_healing_is_evaluated_on_as_much_text_as_the_report(
@@ -135,9 +194,12 @@ def test_a_healing_says_how_long_it_takes(
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", str(tokens), "--heal-batch-size", "4"]
     words = [word for word in command(workspace, tmp_path / "fewer", *options) if word != "--quiet"]
     assert run_command(words) == 0
-    said = f"healing: {steps} steps of 64 tokens" + (", about 32 min (60 s/step)" if steps > 20 else "")
-    assert said in capsys.readouterr().err.splitlines()
-    assert bool(timed) == (steps > 20)
+    time = ", about 32 min (60 s/step)" if steps > 20 else "; the first will show how long they take"
+    said = f"healing: {steps} steps of 64 tokens{time}"
+    lines = capsys.readouterr().err.splitlines()
+    assert said in lines
+    assert "measuring the loss that the conversion added, which decides the learning rate" in lines
+    assert ("timing the first steps of the healing" in lines) == bool(timed) == (steps > 20)
     assert all(seconds > 0 for seconds in timed)
 
 

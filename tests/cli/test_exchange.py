@@ -86,6 +86,20 @@ def test_a_design_without_a_family_reports_what_would_change_that(
     assert "layers.0.mixer.kind=" in lines[2]
 
 
+@pytest.mark.parametrize("words", [["export", "{run}", "{out}"], ["import", "{run}", "{out}"]])
+def test_nothing_is_replaced(
+    words: list[str], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model folder of another import or training may be the only copy of its weights."""
+    out = tmp_path / "out"
+    model, tokenizer = heddle.load(trained)
+    heddle.save(model, out, tokenizer)
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert run_command([word.format(run=trained, out=out) for word in words]) == 2
+    assert f"{out}: exists already; choose another name for the" in capsys.readouterr().err
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

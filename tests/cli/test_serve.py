@@ -67,4 +67,7 @@ def test_sigterm_lets_a_running_request_end_and_exits_with_0(folder: Path) -> No
         assert answer.read().endswith(b"data: [DONE]\n\n")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert err == "serve: small; on Ctrl-C or SIGTERM, running requests finish first, within 30 s\n"
+    assert err == (
+        "serve: small; prompts up to 8,192 tokens, answers up to 2,048; "
+        "on Ctrl-C or SIGTERM, running requests finish first, within 30 s\n"
+    )

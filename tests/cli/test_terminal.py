@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -102,6 +103,8 @@ def test_no_command_moves_the_cursor(
     assert "--json" in command or "\x1b[2J" in raw
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
+    if command[0] == "export":  # it replaces nothing
+        shutil.rmtree(arguments[2])
     assert run_command(arguments) == 0
     shown = screen.getvalue()
     assert not CONTROL_CHARACTERS.search(shown), shown

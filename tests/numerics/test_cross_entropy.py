@@ -119,6 +119,21 @@ def test_not_a_number_is_not_hidden() -> None:
     assert math.isnan(loss_sum(hidden, weight, targets).item())
 
 
+def test_a_large_vocabulary_adds_no_bias_in_float32() -> None:
+    """Each exponential is rounded in the same direction where a long row is added one by one."""
+    weight = torch.full((2**18, 1), -0.1).index_fill_(0, torch.tensor([0]), 0.0)
+    hidden, targets = torch.ones(1, 1), torch.tensor([0])
+    exact = functional.cross_entropy(weight.double().T, targets).item()
+    assert abs(functional.cross_entropy(weight.T, targets).item() - exact) > 1e-5  # one by one
+    assert abs(cross_entropy.token_losses(hidden, OutputHead(weight), targets).item() - exact) < 2e-6
+    for kernel in ("chunked", "fused", "reference"):
+        with kernels(linear_cross_entropy=kernel):
+            assert abs(loss_sum(hidden, weight, targets).item() - exact) < 2e-6
+    teacher = cross_entropy.TeacherOutput(hidden, OutputHead(weight))
+    sums = cross_entropy.distillation_sums(hidden, OutputHead(weight), targets, teacher, 0.0, 1.0)
+    assert abs(sums.divergence.item()) < 2e-5  # its terms are as large as log 2^18, and cancel
+
+
 def test_within_autocast_the_error_is_that_of_bfloat16() -> None:
     hidden, weight, targets = inputs(count=64, vocab=40, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

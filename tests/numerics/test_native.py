@@ -125,6 +125,14 @@ def test_storage_in_fewer_bits_is_as_exact_as_the_plain_way(dtype: torch.dtype) 
             assert _error(a, c) < 2 * _error(b, c) + torch.finfo(dtype).eps, (operation, [x.shape for x in inputs])
 
 
+@pytest.mark.usefixtures("operators")
+def test_a_large_vocabulary_adds_no_bias_in_float32() -> None:
+    weight, targets = torch.full((2**18, 1), -0.1).index_fill_(0, torch.tensor([0]), 0.0), torch.tensor([0])
+    with kernels(linear_cross_entropy="native"):
+        loss = _loss(targets, 1.0, torch.ones(1, 1), weight)
+    assert abs(loss.item() - weight.double().exp().sum().log().item()) < 1e-5  # 2e-4 if added one by one
+
+
 def _experts(chosen: Tensor, *inputs: Tensor) -> Tensor:
     x, gates, up, down, gate = inputs
     weights = ExpertWeights(up, down, gate)

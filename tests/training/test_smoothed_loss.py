@@ -7,22 +7,25 @@ from heddle.storage.run_log import LOSS_DECAY, SmoothedLoss, step_speed
 
 def test_the_loss_is_smoothed_over_the_last_steps() -> None:
     loss = SmoothedLoss()
-    assert loss.note({"step": 1, "loss": 9.0, "bits_per_byte": 4.0}) == "training 4.000 bits per byte over ~10 steps"
+    assert (
+        loss.note({"step": 1, "loss": 9.0, "bits_per_byte": 4.0})
+        == "training loss 4.000 bits per byte (last ~10 steps)"
+    )
     expected = (2.0 + LOSS_DECAY * 4.0) / (1 + LOSS_DECAY)
     assert (
         loss.note({"step": 2, "loss": 9.0, "bits_per_byte": 2.0})
-        == f"training {expected:.3f} bits per byte over ~10 steps"
+        == f"training loss {expected:.3f} bits per byte (last ~10 steps)"
     )
     for step in range(3, 200):
         text = loss.note({"step": step, "loss": 9.0, "bits_per_byte": 1.0 if step % 2 else 1.5})
-    assert float(text.split()[1]) == pytest.approx(1.25, abs=0.02)
+    assert float(text.split()[2]) == pytest.approx(1.25, abs=0.02)
 
 
 def test_a_skipped_step_is_named_and_leaves_the_loss_as_it_was() -> None:
     loss = SmoothedLoss()
     loss.note({"step": 1, "loss": 2.0})
     assert loss.note({"step": 2, "loss": None}) == "step 2 skipped: its loss is not finite"
-    assert loss.note({"step": 3, "loss": 2.0}) == "training 2.000 nats per answer over ~10 steps"
+    assert loss.note({"step": 3, "loss": 2.0}) == "training loss 2.000 nats per answer (last ~10 steps)"
 
 
 def test_the_speed_is_that_of_the_median_step_without_the_first() -> None:

@@ -46,7 +46,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Serve": (
         "docs/generation.md", "docs/serve.md", "docs/serve/requests.md", "docs/serve/limits.md",
         "docs/deploy/README.md", "docs/deploy/transformers.md", "docs/deploy/llama-cpp.md", "docs/deploy/ollama.md",
-        "docs/deploy/vllm.md", "benchmarks/results/transcript.md", "docs/conformance.md",
+        "docs/deploy/vllm.md", "benchmarks/results/transcript.md", "benchmarks/results/gemma.md",
+        "docs/conformance.md",
     ),
     "Evidence": (
         "docs/evidence.md", "docs/extrapolation.md", "docs/residuals.md", "docs/experts.md", "docs/digits.md",
@@ -116,6 +117,7 @@ def markdown_files() -> tuple[str, ...]:
         ROOT / "CHANGELOG.md",
         ROOT / "benchmarks/README.md",
         ROOT / "benchmarks/results/transcript.md",
+        ROOT / "benchmarks/results/gemma.md",
     ]
     files = [path for path in (*top, *(ROOT / "docs").rglob("*.md")) if path.is_file()]
     return tuple(sorted(path.relative_to(ROOT).as_posix() for path in files))

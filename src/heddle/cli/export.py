@@ -10,6 +10,7 @@ from heddle.errors import ConfigError
 from heddle.progress import print_text
 from heddle.session import open_session
 from heddle.settings import Argument, Option, Quiet, SessionSettings, VerbSettings
+from heddle.storage.file_io import refuse_existing
 
 if TYPE_CHECKING:
     from heddle.exchange.imported_checkpoint import ImportedModel
@@ -40,7 +41,7 @@ class ExportSettings(VerbSettings):
 def export(settings: ExportSettings) -> None:
     """Write a model in its family's format, such as Llama's, or as heddle's own class; print which one and why.
 
-    OUT is written atomically.
+    OUT must not exist; it is written atomically.
     """
     output_format, dtype, family, out = settings.format, settings.dtype, settings.family, settings.out
     if output_format not in FORMATS:
@@ -52,6 +53,7 @@ def export(settings: ExportSettings) -> None:
         raise ConfigError(f"--library: is for --dtype {', '.join(K_QUANTS)}; choose one, or leave it out")
     if family is not None and output_format != "hf":
         raise ConfigError(f"--family {family}: works with --format hf only; leave one of them out")
+    refuse_existing(out, "the export")
     with ExitStack() as stack:
         open_session(stack, SessionSettings(device="cpu", quiet=settings.quiet))
         import torch

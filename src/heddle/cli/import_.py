@@ -9,6 +9,7 @@ from heddle.errors import ConfigError
 from heddle.progress import print_status, print_text
 from heddle.session import open_session
 from heddle.settings import Argument, Option, Quiet, SessionSettings, VerbSettings
+from heddle.storage.file_io import refuse_existing
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -28,11 +29,12 @@ class ImportSettings(VerbSettings):
 def import_(settings: ImportSettings) -> None:
     """Convert a transformers checkpoint or a GGUF into a heddle model, checking every field and tensor.
 
-    No code in the folder runs and no pickle is loaded. OUT is written atomically.
+    No code in the folder runs and no pickle is loaded. OUT must not exist; it is written atomically.
     """
     folder, out, dequantize = settings.folder, settings.out, settings.dequantize
     if dequantize is not None and dequantize not in DTYPES:
         raise ConfigError(f"--dequantize {dequantize}: unknown; choices: {', '.join(DTYPES)}")
+    refuse_existing(out, "the model")
     with ExitStack() as stack:
         open_session(stack, SessionSettings(device="cpu", quiet=settings.quiet))
         import torch

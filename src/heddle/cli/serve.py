@@ -53,7 +53,10 @@ def serve(settings: ServeSettings) -> None:
         engine = stack.enter_context(Engine(decoder, tokenizer, settings, settings.batch_invariant))
         print_text(f"http://{f'[{host}]' if ':' in host else host}:{used_port}/v1")
         end = f"running requests finish first, within {settings.drain_seconds} s"
-        print_status(f"serve: {reader.name}; on Ctrl-C or SIGTERM, {end}")
+        limits = f"prompts up to {settings.max_prompt:,} tokens, answers up to {settings.max_new_tokens:,}"
+        length = decoder.config.position_limit or decoder.imported_config.get("max_position_embeddings")
+        limits += f"; the model was made for {length:,}" if isinstance(length, int) else ""
+        print_status(f"serve: {reader.name}; {limits}; on Ctrl-C or SIGTERM, {end}")
         application = Application(engine, reader, access)
         if token is None:  # a browser that opens the page sends no token
             add_chat_page(application, page_of([(engine, reader)]))

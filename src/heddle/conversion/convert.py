@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heddle.conversion.rewrite import Rewrite, merged_repeats, naming_layers
 from heddle.conversion.weights import CalibrationText, TensorSpec, Weights, build_model
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import ConfigError
 from heddle.exchange.load import LazyCheckpoint
 from heddle.exchange.safetensors_folder import parse_json, read_text_file
 from heddle.model.config import ModelConfig
@@ -20,6 +20,7 @@ from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.progress import progress_bar
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
+from heddle.storage.file_io import refuse_existing
 from heddle.storage.folder import FolderContents, read_folder, tensors_sha256, write_folder
 from heddle.storage.manifest import parse_json_object
 from heddle.storage.model import (
@@ -30,6 +31,7 @@ from heddle.storage.model import (
     read_config,
     read_imported_config,
 )
+from heddle.storage.run_log import first_difference
 from heddle.storage.tensor_file import DTYPES, LazyTensors
 from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
 
@@ -206,6 +208,17 @@ class Conversion:
         }
 
 
+def conversion_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first difference of two conversions (`Conversion.describe`), named by the option that sets it, or None."""
+    texts = before.get("text"), now.get("text")
+    if all(texts) and texts[0]["tokens"] != texts[1]["tokens"]:
+        return first_difference(texts[0]["tokens"], texts[1]["tokens"], "--calibration-tokens")
+    difference = first_difference(dict(before), dict(now))
+    options = {"source": "MODEL", "rewrites": "--to", "text.samples": "--sequence-length", "text": "--data"}
+    option = next((option for path, option in options.items() if difference and difference.startswith(path)), None)
+    return difference if option is None else f"{option} ({difference})"
+
+
 class _ConvertedTensors(LazyTensors):
     """The tensors of a converted model, each made when it is written, with a progress bar."""
 
@@ -237,19 +250,13 @@ def saved_conversion(folder: Path) -> dict[str, Any]:
     return parse_json_object(read_folder(folder).documents.get(CONVERSION_FILE, "{}").encode())
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise CheckpointError if there is anything at `out`."""
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out}: exists already; choose another name for the converted model")
-
-
 def convert(conversion: Conversion, out: Path) -> Weights:
     """Write the converted model as a model folder, atomically; the source is not changed.
 
     Memory: the weights of one layer of the source and of the converted model, and the text's activations. Raises
     ConfigError for a conversion that is not possible, CheckpointError if `out` exists, MachineError for a full disk.
     """
-    refuse_existing(out)
+    refuse_existing(out, "the converted model")
     weights = conversion.plan()
     source = conversion.source
     documents = dict(source.documents) | ({} if source.tokenizer is None else source.tokenizer.to_files())

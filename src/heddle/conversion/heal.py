@@ -21,8 +21,8 @@ from heddle.conversion.convert import (
     CONVERSION_FILE,
     Conversion,
     ConversionSource,
+    conversion_difference,
     convert,
-    refuse_existing,
     saved_conversion,
 )
 from heddle.conversion.weights import CalibrationText, build_model
@@ -30,11 +30,11 @@ from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader, RowProtocol
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.parts.layout import Layout
-from heddle.progress import print_warning
-from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
+from heddle.progress import print_status, print_warning
+from heddle.storage.file_io import read_json_file, refuse_existing, sync_folder, write_json_file
 from heddle.storage.folder import read_folder, write_folder
 from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
-from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
+from heddle.storage.run_log import RUN_FILE, to_plain_json
 from heddle.storage.tensor_file import DTYPES
 from heddle.training.distillation import Distillation
 from heddle.training.evaluation.scores import EvaluationBudget, bits_and_bytes
@@ -227,13 +227,13 @@ def convert_and_heal(
     begin as they did. Raises CheckpointError if `out` exists or the work folder holds another conversion, and what
     `convert` and `train` raise.
     """
-    refuse_existing(out)
+    refuse_existing(out, "the converted model")
     work = partial_folder(out)
     corpus = replace(corpus, rows=interrupted_rows(out) or corpus.rows)
     converted = work / CONVERTED_FOLDER
     description = conversion.describe()
     if converted.is_dir():
-        difference = first_difference(saved_conversion(converted), to_plain_json(description))
+        difference = conversion_difference(saved_conversion(converted), to_plain_json(description))
         if difference:
             remedy = "give its options again, remove it, or choose another name"
             raise CheckpointError(f"{work}: holds another conversion: {difference}; {remedy}")
@@ -266,6 +266,7 @@ def _adapted_rate(source: ConversionSource, converted: Path, corpus: Corpus, set
     """Return the learning rate for the loss that a conversion added; measured once, then read from the file."""
     if file.is_file():
         return float(read_json_file(file)["learning_rate"])
+    print_status("measuring the loss that the conversion added, which decides the learning rate")
     length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
     batch = CorpusLoader(corpus.train, corpus.weights, length, RATE_ROWS, SAMPLE_SEED, eod_id, corpus.rows).batch(0)
     bits = [

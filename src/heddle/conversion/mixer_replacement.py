@@ -64,6 +64,11 @@ class FittedRewrite(Rewrite, ABC):
         """Always: the new mixers are fitted on it."""
         return True
 
+    @property
+    def chooses_on_text(self) -> bool:
+        """True if it chooses layers."""
+        return self.keep is not None
+
     def is_exact(self, design: ModelConfig) -> bool:
         """Never."""
         return False

@@ -56,6 +56,11 @@ class Rewrite(Config, ABC):
         """Whether it reads a calibration text."""
         return False
 
+    @property
+    def chooses_on_text(self) -> bool:
+        """Whether the text decides its design, not only its weights."""
+        return self.needs_text
+
     @abstractmethod
     def is_exact(self, design: ModelConfig) -> bool:
         """Whether the converted model computes the same logits as one of this design, up to rounding."""

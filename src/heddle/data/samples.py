@@ -70,7 +70,7 @@ class RowProtocol:
     def __str__(self) -> str:
         """Return a phrase for a sentence about a loss: "beginning with BOS, which is not scored"."""
         if not self.bos_ids:
-            return "cut anywhere in the text, without BOS"
+            return "beginning mid-text, without BOS"
         return "beginning with BOS, which is not scored"
 
     def record(self) -> dict[str, list[int]]:

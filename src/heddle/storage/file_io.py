@@ -378,6 +378,16 @@ def write_file(path: Path, content: str | bytes, remedy: str | None = None) -> N
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
+def refuse_existing(path: Path, what: str) -> None:
+    """Raise CheckpointError if there is anything at `path`, where a command is to write `what`."""
+    if os.path.lexists(path):
+        found, remedy = describe_path(path), f"choose another name for {what}"
+        if found not in ("is a file", "is a folder"):
+            raise CheckpointError(f"{path}: {found}; {remedy}")
+        kind = " and is a file" if found == "is a file" else ""
+        raise CheckpointError(f"{path}: exists already{kind}; {remedy}, or remove it")
+
+
 def replace_folder(staged: Path, folder: Path) -> None:
     """Rename a finished folder to its final name, durably. On any failure the earlier folder is restored."""
     aside = leftover_path(folder, "old")

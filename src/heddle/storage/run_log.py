@@ -374,7 +374,7 @@ class SmoothedLoss:
             return f"step {line['step']} skipped: its loss is not finite"
         bits = line.get("bits_per_byte")
         smoothed = self.add(line["loss"] if bits is None else bits)
-        return f"training {smoothed:.3f} {'nats per answer' if bits is None else 'bits per byte'} over ~10 steps"
+        return f"training loss {smoothed:.3f} {'nats per answer' if bits is None else 'bits per byte'} (last ~10 steps)"
 
 
 def step_speed(tokens: int, seconds: Sequence[float], last: int | None = None) -> float:

@@ -206,6 +206,11 @@ class KVHeads(Rewrite):
         """True unless heads are grouped and merged by their weights alone."""
         return self.state_budget is not None or self._converter.needs_text
 
+    @property
+    def chooses_on_text(self) -> bool:
+        """True if it chooses each layer's number."""
+        return self.state_budget is not None
+
     def is_exact(self, design: ModelConfig) -> bool:
         """True if heads are only repeated."""
         return self.kv_heads is not None and not _merged(self._mixers(design), self.kv_heads)

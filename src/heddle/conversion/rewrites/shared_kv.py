@@ -61,6 +61,11 @@ class SharedKV(FittedRewrite):
             refuse("every", "1 lets every layer keep its own keys and values; give at least 2")
         return self
 
+    @property
+    def chooses_on_text(self) -> bool:
+        """True if it chooses layers."""
+        return self.keep is not None or self.state_budget is not None
+
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer can share, for one that differs from its source, or for a text too short."""
         assert text is not None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from heddle import __version__
 from heddle.config import Part
-from heddle.errors import CheckpointError, ConfigError, HeddleError
+from heddle.errors import ConfigError, HeddleError
 from heddle.exchange.export import export
 from heddle.exchange.family import Family, families
 from heddle.exchange.family_match import TRAINING_FIELDS, design_from_config
@@ -40,7 +40,7 @@ from heddle.parts.positions import Rotation
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
 from heddle.progress import progress_bar, quiet
-from heddle.storage.file_io import write_file
+from heddle.storage.file_io import refuse_existing, write_file
 from heddle.storage.tensor_file import write_tensor_file
 from heddle.tokenization.tokenizer import TOKENIZER_FILE, BoundaryTokens, Tokenizer
 from heddle.torch_private import LightDispatchMode
@@ -111,8 +111,7 @@ def build_kit(out: Path, names: Sequence[str], gguf: Sequence[str] = ()) -> dict
     for name in names:
         if name not in known:
             raise ConfigError(f"--family {name}: unknown; choices: {', '.join(sorted(known))}")
-    if out.exists():
-        raise CheckpointError(f"{out}: exists already; choose another name for the kit")
+    refuse_existing(out, "the kit")
     chosen = list(dict.fromkeys(names)) or sorted(known)
     work = out.with_name(out.name + ".building")
     shutil.rmtree(work, ignore_errors=True)

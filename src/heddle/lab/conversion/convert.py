@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from pydantic.fields import FieldInfo
 
 from heddle.config import DesignError, literal_values
@@ -19,7 +20,6 @@ from heddle.conversion.convert import (
     Conversion,
     ConversionSource,
     open_source,
-    refuse_existing,
 )
 from heddle.conversion.convert import convert as convert_model
 from heddle.conversion.heal import (
@@ -53,6 +53,7 @@ from heddle.lab.conversion.results import (
     measured_text_sentence,
 )
 from heddle.lab.conversion.run import (
+    AGAIN,
     RESULT_FOLDER,
     RESULTS_FILE,
     ConversionRecord,
@@ -60,6 +61,7 @@ from heddle.lab.conversion.run import (
     interrupted_report_rows,
     is_converted,
     part_path,
+    refuse_finished,
     report_conversion,
     report_variants,
 )
@@ -73,7 +75,7 @@ from heddle.parts.mixers.attention import AttentionConfig
 from heddle.progress import format_duration, print_status, print_text, print_warning, quiet
 from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session, with_measured_choices
-from heddle.storage.file_io import read_json_file, remove_folder, write_json_file
+from heddle.storage.file_io import read_json_file, refuse_existing, remove_folder, write_json_file
 from heddle.storage.run_log import RUN_FILE
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import EvaluationBudget
@@ -252,8 +254,9 @@ class HealingPlan:
             return 0
         tokens = job.settings.tokens_per_step
         if self.budget is None and self.steps is not None and self.steps <= MIN_TIMED_STEPS:  # timing would take longer
-            print_status(f"healing: {self.steps:,} steps of {tokens:,} tokens")
+            print_status(f"healing: {self.steps:,} steps of {tokens:,} tokens; the first will show how long they take")
             return self.steps
+        print_status("timing the first steps of the healing")
         converting = (count - 1) * (time.monotonic() - begun)
         seconds = median(time_training_steps(job))
         # Reading a token costs a third of training on it: the forward pass alone.
@@ -317,8 +320,10 @@ class _ConversionJob:
         if out is None and not settings.dry_run:
             raise ConfigError("OUT: is missing; name the folder to write")
         check_sources(settings.data)
-        if out is not None and not self.is_comparison and not (out / CONVERSION_FILE).is_file():
-            refuse_existing(out)
+        if out is not None:
+            refuse_finished(out, settings.command_line("convert"))
+            if not self.is_comparison and not (out / CONVERSION_FILE).is_file():
+                refuse_existing(out, "the converted model")
         self.source = open_source(settings.model)
         for rewrite in self.rewrites:
             self.source.check_tokenizers(rewrite)
@@ -371,7 +376,12 @@ class _ConversionJob:
         if self.chooses_healing and all(rewrite.is_exact(self.design) for rewrite in self.rewrites):
             print_status("an exact conversion needs no healing, so the budget is ignored")
             self.healing = None
-        if any(rewrite.needs_text and not rewrite.is_exact(self.design) for rewrite in self.rewrites):
+        read = [rewrite for rewrite in self.rewrites if rewrite.needs_text and not rewrite.is_exact(self.design)]
+        reads_default = self.settings.dry_run and not self.settings.data
+        if reads_default and not any(rewrite.chooses_on_text for rewrite in read):
+            shape = -(-self.calibration_tokens // self.settings.sequence_length), self.settings.sequence_length
+            self.text = CalibrationText([torch.empty(shape, dtype=torch.int64, device="meta")], [])  # only its size
+        elif read:
             self._read_calibration_text()
 
     def _read_calibration_text(self) -> None:
@@ -428,7 +438,10 @@ class _ConversionJob:
             if report is not None:
                 report = replace(report, record=replace(report.record, search=searched))
             is_healed = None if self.chooses_healing else self.healing is not None
-            if report is None or not is_converted(conversion, out, is_healed):
+            is_written = is_converted(conversion, out, is_healed)
+            if is_written and report is None:
+                raise CheckpointError(f"{out}: exists already: this conversion is finished; {AGAIN}")
+            if not is_written:
                 write(conversion, out)
             if report is not None:
                 results = report_conversion(conversion, out, report)

@@ -89,6 +89,7 @@ class MeasuredText:
     needle_length: int
     note: str = ""
     bos_ids: tuple[int, ...] = left_out(())  # missing in older files
+    vocab_size: int | None = left_out()  # of the tokenizer; missing in older files
 
 
 @dataclass
@@ -302,6 +303,7 @@ def needle_gain(model: ModelResult) -> Difference:
 # The results of a conversion in sentences: how small the state can get before it hurts.
 
 
+UNTRAINED = 0.9  # of the loss of a uniform guess; a model above it has hardly learned anything
 TOLERANCE = 0.01  # of the original's loss; below it, the page says that a conversion does not hurt
 
 
@@ -311,7 +313,8 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
     if not measured:
         return ["No converted model has a finite loss."]
     designs = {(model.method, model.design_key) for model in measured}
-    sentences = _describe_pair(results, measured) if len(designs) == 1 else _describe_sweep(results, measured)
+    sentences = _describe_untrained(results)
+    sentences += _describe_pair(results, measured) if len(designs) == 1 else _describe_sweep(results, measured)
     if harmed := [model for model in measured if describe_change(healing_change(results, model)) == "worse"]:
         worst = max(harmed, key=lambda model: healing_change(results, model).mean or 0.0)
         which = "the model" if len(designs) == 1 else f"{len(harmed)} of the models, most of all {worst.name}"
@@ -322,6 +325,18 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
     if len(results.original.first_spans) and not copying_gain(results.original).resolved:
         sentences.append("The original hardly copies from its context, so recall says little here.")
     return sentences
+
+
+def _describe_untrained(results: ConversionResults) -> list[str]:
+    """A sentence if the original's loss is about that of guessing each token uniformly."""
+    text, loss = results.text, finite_ratio(results.original.windows)
+    if text.vocab_size is None or loss is None:
+        return []
+    uniform = math.log2(text.vocab_size) * text.windows * text.sequence_length / text.bytes
+    if loss < UNTRAINED * uniform:
+        return []
+    losses = f"{loss:.2f} bits per byte, and guessing has {uniform:.2f}"
+    return [f"The original is hardly trained ({losses}), so this says little about a conversion of a trained model."]
 
 
 def measured_text_sentence(results: ConversionResults) -> str:

@@ -19,8 +19,8 @@ from heddle.conversion.convert import (
     CONVERSION_FILE,
     Conversion,
     ConversionSource,
+    conversion_difference,
     open_source,
-    refuse_existing,
     saved_conversion,
 )
 from heddle.conversion.heal import CONVERTED_FOLDER, interrupted_rows, partial_folder
@@ -51,8 +51,8 @@ from heddle.lab.conversion.results import (
 from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
 from heddle.lab.search.results import SearchResults
 from heddle.progress import print_status, progress_bar
-from heddle.storage.file_io import read_json_file, sync_folder, write_json_file
-from heddle.storage.run_log import first_difference, to_plain_json
+from heddle.storage.file_io import read_json_file, refuse_existing, sync_folder, write_json_file
+from heddle.storage.run_log import to_plain_json
 from heddle.training.evaluation.text_recall import NEEDLE_TOKENS
 
 SPEED_ROUNDS = 2
@@ -159,6 +159,7 @@ def _new_results(text: MeasurementText, record: ConversionRecord) -> ConversionR
         needle_length=NEEDLE_TOKENS,
         note=recall.note,
         bos_ids=corpus.rows.bos_ids,
+        vocab_size=corpus.tokenizer.vocab_size,
     )
     return ConversionResults(
         heddle=__version__,
@@ -223,6 +224,8 @@ def _measure_all_speeds(
 RESULTS_FILE = "convert.json"
 RESULT_FOLDER, MODELS_FOLDER = "result", "models"
 
+AGAIN = "to convert again, choose another name or remove it"
+
 WriteModel = Callable[[Conversion, Path], None]  # converts, and heals if requested, into a folder
 
 
@@ -247,6 +250,14 @@ def interrupted_report_rows(out: Path) -> RowProtocol | None:
         with suppress(CheckpointError, KeyError):  # an unreadable file is measured again
             return RowProtocol.parse(read_json_file(folder / RESULTS_FILE)["text"])
     return None
+
+
+def refuse_finished(out: Path, command: str) -> None:
+    """Raise CheckpointError if `out` holds a conversion with its complete report. command: the user's."""
+    if (out / PAGE_FILE).is_file():
+        wrote = read_json_file(out / RESULTS_FILE).get("command") if (out / RESULTS_FILE).is_file() else None
+        what = "this conversion" if wrote == command else f"another conversion, of `{wrote}`,"
+        raise CheckpointError(f"{out}: exists already: {what} is finished, see {out / PAGE_FILE}; {AGAIN}")
 
 
 def is_converted(conversion: Conversion, out: Path, healed: bool | None) -> bool:
@@ -304,7 +315,7 @@ def report_variants(
     A variant to which the model cannot be converted is left out and named on the page. Raises ConfigError if none
     is left, CheckpointError if `out` exists or its work is for other conversions, and what `measure_conversion` raises.
     """
-    refuse_existing(out)
+    refuse_existing(out, "the report")
     result = partial_folder(out) / RESULT_FOLDER
     folder = result / MODELS_FOLDER
     warnings: list[str] = []
@@ -327,7 +338,7 @@ def report_variants(
     measured = measure_conversion(models, report.corpus, record, report.settings, report.device)
     write_conversion_page(measured, result)
     _move_work_aside(folder)
-    refuse_existing(out)
+    refuse_existing(out, "the report")
     os.rename(result, out)
     with suppress(OSError):  # keep what healing left
         result.parent.rmdir()
@@ -341,7 +352,7 @@ def _is_complete(conversion: Conversion, folder: Path) -> bool:
         return False
     saved = saved_conversion(folder)
     saved.pop("healing", None)
-    difference = first_difference(saved, _identity(conversion))
+    difference = conversion_difference(saved, _identity(conversion))
     if difference:
         remedy = "give its options again, remove it, or choose another name"
         raise CheckpointError(f"{folder}: holds another conversion: {difference}; {remedy}")

@@ -294,18 +294,25 @@ void cross_entropy_rows(T* logits, const int64_t* targets, Wide<T>* losses, int6
         W* e = buffer.data();
         for (int64_t row = begin; row < end; row++) {
             T* z = logits + row * vocab;
-            W largest = -INFINITY, total = 0;
+            W largest = -INFINITY;
 #pragma omp simd reduction(max : largest)
             for (int64_t i = 0; i < vocab; i++) {
                 e[i] = scale * wide(z[i]);
                 largest = std::max(largest, e[i]);
             }
             const W target = e[targets[row]];
-#pragma omp simd reduction(+ : total)
-            for (int64_t i = 0; i < vocab; i++) {
-                e[i] = fast_exp(e[i] - largest);
-                total += e[i];
+            double sum = 0;
+            for (int64_t start = 0; start < vocab; start += 4096) {
+                W part = 0;
+                const int64_t stop = std::min(vocab, start + 4096);
+#pragma omp simd reduction(+ : part)
+                for (int64_t i = start; i < stop; i++) {
+                    e[i] = fast_exp(e[i] - largest);
+                    part += e[i];
+                }
+                sum += double(part);
             }
+            const W total = W(sum);
             losses[row] = std::log(total) + largest - target;
             if (!gradients) continue;
             const W factor = scale * weight / total;
