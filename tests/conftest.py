@@ -56,5 +56,7 @@ def reset_globals() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def separate_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Cache tokenizers and token files of the tests outside the user's cache."""
-    os.environ["HEDDLE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """Cache tokenizers, token files and built operators outside the user's cache, once for all test processes."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    os.environ["HEDDLE_CACHE"] = str(folder / "heddle-cache")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from heddle.config import Config
 from heddle.laws import LAWS, DoesNotApply, LawViolation
+from heddle.laws.options import Behavior, Option, changes, has_effect, options
 from heddle.model.decoder import Decoder, Layer, encode
 from heddle.model.embedding import Embedding, Head
 from heddle.model.initialization import initialize_module
@@ -167,12 +168,13 @@ from tests.laws.planting import (
 
 
 class Bug(NamedTuple):
-    """With the plant, the law must be violated on the case."""
+    """With the plant, the law is violated on the case; with an option, only the fields of this name are checked."""
 
     description: str
     law: str
     case: str
     plant: Plant
+    option: str = ""
 
 
 def in_strides(heads: Tensor, groups: int) -> Tensor:
@@ -285,9 +287,9 @@ BUGS = [
     Bug("a temperature of padding that is not a number", "padding_gradients", "attention-temperature",
         calls(query_temperature, "clamp", lambda x, **_: x, nth=0)),
     Bug("a temperature that nothing reads", "options_have_effect", "attention-temperature",
-        condition(Attention.forward, "temperature_beta", False)),
+        condition(Attention.forward, "temperature_beta", False), option="temperature_beta"),
     Bug("a smooth temperature whose growth nothing reads", "options_have_effect", "attention-temperature-smooth",
-        wrapped(query_temperature, lambda factors, *arguments: factors(*arguments[:4]))),
+        wrapped(query_temperature, lambda factors, *arguments: factors(*arguments[:4])), option="temperature_growth"),
     # Chunks, bounds and factors
     Bug("chunks that count from the start of the call", "chunked_decoding", "attention-chunked",
         wrapped(Layout.in_chunks, lambda cut, layout, mask, width: cut(layout, replace(
@@ -299,9 +301,9 @@ BUGS = [
     Bug("a window in the place of chunks", "receptive_field", "attention-chunked-bidirectional",
         condition(Attention._attend, "chunked", False)),
     Bug("bounds that nothing reads", "options_have_effect", "attention-clip",
-        condition(Attention.forward, "qkv_clip", False)),
+        condition(Attention.forward, "qkv_clip", False), option="qkv_clip"),
     Bug("a factor of the values that nothing reads", "options_have_effect", "attention-value-scale",
-        condition(Attention.forward, "value_multiplier", True)),
+        condition(Attention.forward, "value_multiplier", True), option="value_scale"),
     # Biases by tokens: forget gates and relative logits
     Bug("gates of other documents", "document_isolation", "attention-forget",
         calls(TokenBias.__call__, "materialize", lambda mask: mask.k_positions[:, None] >= 0)),
@@ -324,7 +326,7 @@ BUGS = [
     Bug("the value of the call's first token in the place of a token's own", "chunked_decoding", "attention-exclusive",
         calls(Attention.forward, "without_own_values", lambda change, y, v: change(y, v[:, :, :1].expand_as(v)))),
     Bug("exclusive heads that nothing reads", "options_have_effect", "attention-exclusive-window",
-        condition(Attention.forward, "exclusive", False)),
+        condition(Attention.forward, "exclusive", False), option="exclusive"),
     # Keys and values of another layer
     Bug("values of a state that are not handed over", "chunked_decoding", "attention-shared-keys-repeated",
         calls(Attention._attend, "SharedKeys", lambda make, k, v, mask, own: make(
@@ -344,7 +346,7 @@ BUGS = [
                 mixer.value_source is None else mix(mixer, v, over) + over.by_layer[mixer.value_source].own_values.flip(
                     0))),
     Bug("first values that nothing reads", "options_have_effect", "attention-value-residual-bidirectional",
-        condition(Attention._mixed_values, "value_source", True)),
+        condition(Attention._mixed_values, "value_source", True), option="value_residual"),
     # Layers that are visited several times
     Bug("a later visit with weights of its own", "size_matches_model", "shared-layer",
         condition(Decoder.tie, "source", False)),
@@ -513,7 +515,7 @@ BUGS = [
     Bug("padding normed before it is hidden", "nan_in_padding", "token-types",
         calls(Embedding.forward, "masked_fill", lambda x, *_: x, nth=0)),
     Bug("a first norm that stays although it is left out", "options_have_effect", "residual-pre-norm-no-first",
-        condition(PreNorm.__init__, "layer_index", False)),
+        condition(PreNorm.__init__, "layer_index", False), option="first_norm"),
     Bug("normalization statistics taken over the batch", "nan_in_other_rows", "norm-layer", BATCH_STATISTICS),
     Bug("normalization statistics taken over the batch", "batch_invariance", "norm-layer", BATCH_STATISTICS),
     Bug("normalization statistics taken over the batch", "row_isolation", "norm-layer", BATCH_STATISTICS),
@@ -740,7 +742,7 @@ BUGS = [
         calls(GatedDecay.init_weights, "uniform", lambda stream, start, stop:
               torch.linspace(0.1, 0.9, stop - start, dtype=torch.float64), nth=0)),
     Bug("a factor of β that nothing reads", "options_have_effect", "delta-negative-eigenvalues",
-        condition(DeltaRuleMixer._delta_rule, "negative_eigenvalues", False)),
+        condition(DeltaRuleMixer._delta_rule, "negative_eigenvalues", False), option="negative_eigenvalues"),
     Bug("a decay before each step of a single token", "chunked_decoding", "delta-steps",
         wrapped(one_step, lambda make, inputs, step:
                 make(inputs, step)._replace(log_decay=inputs.log_decay[:, :, :1]))),
@@ -755,7 +757,7 @@ BUGS = [
     Bug("documents that share a recurrent state of many rates", "document_isolation", "kda-own-widths",
         wrapped(mask_documents, lambda mask, products, *rest: (products, mask(products, *rest)[1]))),
     Bug("a bound of decays that nothing reads", "options_have_effect", "kda-decay-bound",
-        reads(BoundedDecay.forward, "bound", lambda bound: 1.0)),
+        reads(BoundedDecay.forward, "bound", lambda bound: 1.0), option="decay_bound"),
     Bug("channel gates that nothing reads", "options_have_effect", "kda-channel-gates",
         calls(DeltaRuleMixer._delta_rule, "split_heads", lambda split, x, heads: 0 * split(x, heads) + 1, nth=2)),
     Bug("a curvature that decays at padding", "padding_not_cached", "delta-preconditioned",
@@ -834,7 +836,7 @@ BUGS = [
     Bug("a token shift that does not read its weights", "options_have_effect", "token-shift",
         calls(ShortConvolution._convolve, "stack", lambda torch, weights, dim: torch.ones(len(weights[0]), 2))),
     Bug("an activation that nothing reads", "options_have_effect", "short-convolution-window",
-        condition(ShortConvolution.forward, "silu", False)),
+        condition(ShortConvolution.forward, "silu", False), option="activation"),
     # Short convolution
     Bug("products of a call that the state forgets", "chunked_decoding", "short-conv",
         calls(ShortConv._convolve, "next_state", lambda convolution, kv, *rest:
@@ -859,11 +861,12 @@ BUGS = [
         calls(measure_size, "init_state", lambda model, batch, length, *rest:
               model.init_state(batch, length + 1, *rest))),
     Bug("a softcap of the logits that nothing reads", "options_have_effect", "layers-feedforward-only",
-        calls(Head.forward, "scale_and_cap", lambda change, logits, scale, softcap: change(logits, scale, None))),
+        calls(Head.forward, "scale_and_cap", lambda change, logits, scale, softcap: change(logits, scale, None)),
+        option="softcap"),
     Bug("a base accepted beside the frequencies that replace it", "options_have_effect", "rope-frequencies",
-        replaced(check_base, lambda base, inv_freq: None)),
+        replaced(check_base, lambda base, inv_freq: None), option="base"),
     Bug("a dropout of the embedding that nothing applies", "options_have_effect", "layers-feedforward-only",
-        calls(Embedding.forward, "dropout", lambda embedding, x: x)),
+        calls(Embedding.forward, "dropout", lambda embedding, x: x), option="dropout"),
     # Encoder outputs and pairs
     Bug("attention to padding of the encoder output", "cross_attention", "cross-grouped",
         calls(CrossAttention._project, "long", lambda is_token: torch.ones_like(is_token, dtype=torch.int64))),
@@ -1077,9 +1080,33 @@ def check_without_bug(law: str, name: str) -> None:
         LAWS[law].check(case(name))
 
 
+def fields_with_effect(bug: Bug, effect: Callable[[Option, Behavior], bool | None]) -> bool:
+    """Whether all fields that the bug is about have an effect; None says that every other value is refused."""
+    behavior = Behavior(case(bug.case))
+    fields = [option for option in options(behavior.config) if option.name == bug.option]
+    assert fields
+    return all(effect(option, behavior) is not False for option in fields)
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=[f"{bug.law}: {bug.description}" for bug in BUGS])
 def test_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug.option:
+        assert fields_with_effect(bug, has_effect)
+        bug.plant(monkeypatch)
+        assert not fields_with_effect(bug, changes)
+        return
     check_without_bug(bug.law, bug.case)
+    bug.plant(monkeypatch)
+    with pytest.raises(LawViolation):
+        LAWS[bug.law].check(case(bug.case))
+
+
+OF_OPTIONS = [bug for bug in BUGS if bug.option]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("bug", OF_OPTIONS, ids=[bug.description for bug in OF_OPTIONS])
+def test_no_number_beside_a_field_hides_that_it_does_nothing(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     bug.plant(monkeypatch)
     with pytest.raises(LawViolation):
         LAWS[bug.law].check(case(bug.case))

@@ -2,8 +2,8 @@
 
 import random
 import warnings
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ with warnings.catch_warnings():
 
 DESIGNS = 96
 TOLERANCE = 1e-9
-PLANTED = 8  # designs that show every planted bug
+PLANTED = 8  # designs by day, which show every planted bug
 OLMO: Data = {
     "kind": "gated_delta", "heads": 4, "key_heads": 2, "head_dim": 5, "value_dim": 7, "negative_eigenvalues": True,
 }  # fmt: skip
@@ -93,23 +93,43 @@ def random_rows(draw: random.Random) -> tuple[Layout, list[list[slice]]]:
     return Layout.packed(documents), spans
 
 
-def largest_difference(number: int) -> float:
-    """Of the outputs, and of the gradients of inputs and parameters, of a random design."""
+class Drawn(NamedTuple):
+    """A random design, its input, the layout of its rows, and the outputs of the loop."""
+
+    fields: Data
+    sharpness: float
+    x: Tensor
+    layout: Layout
+    spans: list[list[slice]]
+    wanted: list[Tensor]
+    slopes: list[Tensor]
+
+
+@cache
+def drawn(number: int) -> Drawn:
+    """The loop's outputs and gradients, computed once for all bugs: it reads nothing but weights."""
     draw = random.Random(number)
     fields, (layout, spans) = random_fields(draw), random_rows(draw)
-    mixer = ours(fields, sharpness=draw.choice([1.0, 8.0]))
-    x = inputs(2, layout.length).requires_grad_()
-    actual = [mixer(x, layout)[0][row, span] for row, row_spans in enumerate(spans) for span in row_spans]
+    sharpness = draw.choice([1.0, 8.0])
+    mixer, x = ours(fields, sharpness), inputs(2, layout.length).requires_grad_()
     wanted = [loop_delta_rule(fields, mixer, x[row, span]) for row, row_spans in enumerate(spans) for span in row_spans]
     assert torch.cat(wanted).std() > 0.02, "outputs this small would agree whatever the module does"
-    tensors = [x, *mixer.parameters()]
-    pairs = [(torch.cat(actual), torch.cat(wanted))]
-    slopes = [torch.autograd.grad(torch.cat(y).sin().sum(), tensors) for y in (actual, wanted)]
-    pairs += list(zip(*slopes, strict=True))
+    slopes = torch.autograd.grad(torch.cat(wanted).sin().sum(), [x, *mixer.parameters()])
+    return Drawn(fields, sharpness, x, layout, spans, [each.detach() for each in wanted], list(slopes))
+
+
+def largest_difference(number: int) -> float:
+    """Of the outputs, and of the gradients of inputs and parameters, of a random design."""
+    fields, sharpness, x, layout, spans, wanted, slopes = drawn(number)
+    mixer = ours(fields, sharpness)
+    y = mixer(x, layout)[0]
+    actual = torch.cat([y[row, span] for row, row_spans in enumerate(spans) for span in row_spans])
+    own = torch.autograd.grad(actual.sin().sum(), [x, *mixer.parameters()], materialize_grads=True)
+    pairs = [(actual, torch.cat(wanted)), *zip(own, slopes, strict=True)]
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("number", by_day(12, DESIGNS))
+@pytest.mark.parametrize("number", by_day(PLANTED, DESIGNS))
 def test_values_and_gradients_equal_a_loop_of_the_papers(number: int) -> None:
     assert largest_difference(number) < TOLERANCE
 
