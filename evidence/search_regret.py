@@ -26,9 +26,8 @@ from heddle.conversion.convert import open_source
 from heddle.conversion.heal import calibration_from_corpus
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import prepare_corpus
-from heddle.lab.search.search import parse_goals, search_tokens
 from heddle.lab.search.scores import Evaluator, Replacement
-from heddle.lab.search.search import Search, SearchInput
+from heddle.lab.search.search import Search, SearchInput, parse_goals, search_tokens
 from heddle.lab.search.solve import Choice, FloatArray
 from heddle.runtime import hardware
 from heddle.training.init_checkpoint import model_rows

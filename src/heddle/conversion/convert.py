@@ -210,9 +210,9 @@ class Conversion:
 
 def conversion_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first difference of two conversions (`Conversion.describe`), named by the option that sets it, or None."""
-    texts = before.get("text"), now.get("text")
-    if all(texts) and texts[0]["tokens"] != texts[1]["tokens"]:
-        return first_difference(texts[0]["tokens"], texts[1]["tokens"], "--calibration-tokens")
+    text, other = before.get("text"), now.get("text")
+    if text and other and text["tokens"] != other["tokens"]:
+        return first_difference(text["tokens"], other["tokens"], "--calibration-tokens")
     difference = first_difference(dict(before), dict(now))
     options = {"source": "MODEL", "rewrites": "--to", "text.samples": "--sequence-length", "text": "--data"}
     option = next((option for path, option in options.items() if difference and difference.startswith(path)), None)
