@@ -205,7 +205,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             print_rewrites()
             return ConvertedModel(None)
         job = _ConversionJob(settings, runtime, started)
-        if choices is None:
+        if choices is None and not settings.dry_run:
             job.runtime = with_measured_choices(runtime, settings.threads, TRAINING_NEEDS)
         job.prepare()
         if settings.dry_run:
