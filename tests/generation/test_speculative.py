@@ -51,8 +51,14 @@ def generate_texts(model: Decoder, prompts: list[list[int]], **settings: Any) ->
     return generate(model, prompts, encoder_output=encoder_output_for(model, len(prompts)), **settings)
 
 
-@pytest.mark.parametrize("kind", DESIGNS)
-@pytest.mark.parametrize("speculative_tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "speculative_tokens"),
+    [
+        pytest.param(kind, tokens, marks=() if number % 2 == turn else pytest.mark.nightly)
+        for number, kind in enumerate(DESIGNS)
+        for turn, tokens in enumerate((4, 1))
+    ],
+)
 def test_greedy_text_equals_decoding_without_a_draft(kind: str, speculative_tokens: int) -> None:
     model = build_model(DESIGNS[kind])
     plain = [greedy_loop(model, prompt, STEPS) for prompt in PROMPTS]
@@ -61,7 +67,8 @@ def test_greedy_text_equals_decoding_without_a_draft(kind: str, speculative_toke
         settings = {"max_new_tokens": STEPS, "draft_model": draft, "speculative_tokens": speculative_tokens}
         texts, rounds = generate_with_rounds(model, PROMPTS, **settings)
         assert texts == plain
-        assert [generate_texts(model, [prompt], **settings)[0] for prompt in PROMPTS] == plain
+        alone = PROMPTS if not acceptance_rates else PROMPTS[:1]
+        assert [generate_texts(model, [prompt], **settings)[0] for prompt in alone] == plain[: len(alone)]
         proposed, accepted, emitted, near_ties = (sum(counts) for counts in zip(*rounds, strict=True))
         acceptance_rates.append(accepted / proposed)
         assert near_ties == 0
