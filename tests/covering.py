@@ -11,7 +11,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from heddle.config import Config, Part
+from heddle.config import Config, Part, Probability
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from tests.cases import CASES, case
@@ -23,6 +23,7 @@ from tests.pairs import (
     MODEL,
     NONE,
     POSITION,
+    RATES,
     Choice,
     Draft,
     Pair,
@@ -34,13 +35,16 @@ from tests.pairs import (
     mixers_of,
     reads_encoder,
     refusal,
+    type_hints,
 )
 
 Key = TypeVar("Key", int, str)
 
 GOLDEN = Path(__file__).parent / "goldens/refused_pairs.txt"
 IN_LAYERS = (MIXER, POSITION, FORWARD)
+RESIDUAL = "residual"
 SIZES = ("repeat", "vocab_size")  # of which any other number is as good
+PATIENCE = 24  # designs that were refused in a row, after which the options left are those of single cases
 TRIES = 4  # variants tried for a plain design around two choices
 
 
@@ -88,16 +92,18 @@ class Search:
         self.uses: Counter[Choice] = Counter()
         self.result = Covering([], {})
 
-    def gain(self, draft: Draft, site: Site, label: str) -> int:
-        """The number of pairs that a label at a site would newly cover."""
-        return sum(pair in self.left for pair in draft.pairs_at(site, label) - draft.pairs())
+    def gain(self, draft: Draft, site: Site, label: str, pairs: set[Pair]) -> int:
+        """The number of pairs that a label at a site would newly cover, beside the pairs of the draft."""
+        return sum(pair in self.left for pair in draft.pairs_at(site, label) - pairs)
 
     def ranked(self, draft: Draft, site: Site) -> list[str]:
         """Labels that fit at a site: the largest gain first, then those with most pairs left."""
-        factor = site[1]
+        factor, pairs = site[1], draft.pairs()
+        if pairs & self.result.refused.keys():
+            return []
         fitting = [label for label in catalogue()[factor] if self.joins(draft, site, label)]
         pairs_left = Counter(choice for pair in self.left for choice in pair)
-        return sorted(fitting, key=lambda label: (-self.gain(draft, site, label), -pairs_left[factor, label]))
+        return sorted(fitting, key=lambda label: (-self.gain(draft, site, label, pairs), -pairs_left[factor, label]))
 
     def joins(self, draft: Draft, site: Site, label: str) -> bool:
         """Whether a label is possible at a site: it fits, no pair was refused, and all mixers are causal or none is.
@@ -114,7 +120,7 @@ class Search:
             len(directions) < 2
             and encoder_is_read(extended.labels)
             and fits(extended.labels)
-            and not (draft.pairs() | draft.pairs_at(site, label)) & self.result.refused.keys()
+            and not draft.pairs_at(site, label) & self.result.refused.keys()
         )
 
     def put(self, draft: Draft, site: Site, label: str) -> Draft:
@@ -153,8 +159,9 @@ class Search:
             if site in fixed:
                 continue
             without = Draft({other: label for other, label in draft.labels.items() if other != site})
+            pairs = without.pairs()
             for label in self.ranked(without, site)[:2]:
-                if self.gain(without, site, label) > self.gain(without, site, draft.labels[site]):
+                if self.gain(without, site, label, pairs) > self.gain(without, site, draft.labels[site], pairs):
                     changed = self.put(draft, site, label)
                     outcome = attempt(changed)
                     if isinstance(outcome, ModelConfig):
@@ -213,13 +220,18 @@ def covering() -> Covering:
 
 
 def options_of(config: Config) -> set[str]:
-    """Each field that is set, as `kind.field: value`. Numbers other than 0 and 1 count as one value."""
+    """Each field that is set, as `kind.field: value`. Numbers other than 0 and 1 count as one value.
+
+    A dropout rate of zero is none: a design with a rate does in eval mode what one without a rate does.
+    """
     options: set[str] = set()
+    hints = type_hints(type(config))
     owner = config.kind if isinstance(config, Part) else type(config).__name__
     for name, value in fields_of(config):
         inner = [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Config)]
         options = options.union(*(options_of(item) for item in inner))
-        if value is not None and not (inner and isinstance(value, tuple)) and name not in SIZES:
+        is_off = value is None or name in SIZES or (hints[name] == Probability and value == 0)
+        if not is_off and not (inner and isinstance(value, tuple)):
             options.add(f"{owner}.{name}: {label_of(value)}")
     return options
 
@@ -244,17 +256,90 @@ def fewest(options: dict[Key, set[str]]) -> list[Key]:
 
 
 @cache
+def options_of_cases() -> set[str]:
+    """Every option of every case."""
+    return set().union(*(options_of(case(name)) for name in CASES))
+
+
+@cache
 def uncovered_cases() -> list[str]:
-    """A few cases that have, together, every option of the cases that no covering design has."""
-    covered = set().union(*(options_of(config) for config, _ in covering().designs))
+    """A few cases that have, together, every option of the cases that no design of `designs_with_every_option` has."""
+    covered = set().union(*map(options_of, designs_with_every_option()))
     return fewest({name: options_of(case(name)) - covered for name in CASES})
+
+
+class Unit(NamedTuple):
+    """A variant of a factor, with the choices that decide what options it has, and these options."""
+
+    labels: dict[str, str]
+    pick: int
+    options: set[str]
+
+
+def plain_labels() -> dict[Site, str]:
+    """The most frequent choice at every site."""
+    return {site: next(iter(catalogue()[site[1]])) for site in sites()}
+
+
+@cache
+def units() -> dict[str, list[Unit]]:
+    """The variants of each factor: a mixer with its position, a residual connection with its dropout rates."""
+    together: dict[str, list[dict[str, str]]] = {
+        factor: [{factor: label} for label in labels]
+        for factor, labels in catalogue().items()
+        if factor not in (MIXER, POSITION, RATES)
+    }
+    rates = catalogue()[RATES]
+    together[RESIDUAL] = [labels | {RATES: rate} for labels in together[RESIDUAL] for rate in rates]
+    pairs = dict.fromkeys((m, p) for m in catalogue()[MIXER] for p in catalogue()[POSITION] if mixers_of(m, p))
+    together[MIXER] = [{MIXER: mixer, POSITION: position} for mixer, position in pairs]
+    found: dict[str, list[Unit]] = {}
+    for factor, choices in together.items():
+        where = 0 if factor in IN_LAYERS else MODEL
+        for labels in choices:
+            draft = Draft(plain_labels() | {(where, name): label for name, label in labels.items()})
+            for pick in range(len(draft.variants((where, factor)))):
+                draft.picks = {(where, factor): pick}
+                try:
+                    unit = Unit(labels, pick, options_of(draft.parsed()))
+                except ConfigError:
+                    continue
+                found.setdefault(factor, []).append(unit)
+    return found
+
+
+def richest(left: set[str], generator: random.Random, plain: float) -> Draft:
+    """The draft whose sites have most of the options left, each; with a probability, the plain choice at a site."""
+    draft, left = Draft(plain_labels()), set(left)
+    for site in sorted(sites(), key=lambda site: generator.random()):
+        where, factor = site
+        if factor in (POSITION, RATES) or generator.random() < plain:
+            continue
+        mixers = [draft.labels[index, MIXER] for index in range(DEPTH) if (index, MIXER) in draft.picks]
+        fitting = [
+            unit
+            for unit in units()[factor]
+            if factor != MIXER
+            or all(is_bidirectional(mixer) == is_bidirectional(unit.labels[MIXER]) for mixer in mixers)
+        ]
+        best = max(fitting, key=lambda unit: len(unit.options & left))
+        draft.labels |= {(where, name): label for name, label in best.labels.items()}
+        draft.picks[site] = best.pick
+        left -= best.options
+    return draft
 
 
 @cache
 def designs_with_every_option() -> list[ModelConfig]:
-    """A few covering designs that have, together, every option of all of them."""
-    designs = [config for config, _ in covering().designs]
-    return [designs[index] for index in fewest({index: options_of(config) for index, config in enumerate(designs)})]
+    """A few designs that have, together, nearly every option of the cases: greedy."""
+    generator, chosen, left, failures = random.Random(0), [], set(options_of_cases()), 0
+    while left and failures < PATIENCE:
+        outcome = attempt(richest(left, generator, plain=0.5 * failures / PATIENCE))
+        failures += 1
+        if isinstance(outcome, ModelConfig) and options_of(outcome) & left:
+            chosen.append(outcome)
+            left, failures = left - options_of(outcome), 0
+    return chosen
 
 
 def random_designs(number: int, seed: int) -> Iterator[ModelConfig | str]:

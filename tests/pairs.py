@@ -56,6 +56,7 @@ def classes(hint: Any) -> list[type]:
     return [hint] if isinstance(hint, type) else [cls for inner in get_args(hint) for cls in classes(inner)]
 
 
+@cache
 def fields_of_slot(cls: type[Config], slot: str) -> list[str]:
     """The fields of a config that hold a part of a slot."""
     hints = type_hints(cls)
@@ -194,15 +195,23 @@ def catalogue() -> dict[str, dict[str, list[Any]]]:
     }
 
 
+_refusals: dict[str, str] = {}
+
+
 def refusal(mixer: Data | None) -> str:
-    """Why a layer's mixer cannot be built; empty if it can."""
-    try:
-        config = None if mixer is None else parse_config(LayerConfig, {MIXER: mixer}).mixer
-        with torch.device("meta"):
-            _ = config is None or build_under(MIXER, config.build, BuildContext(WIDTH, case(next(iter(CASES))).norm))
-    except ConfigError as error:
-        return str(error)
-    return ""
+    """Why a layer's mixer cannot be built; empty if it can. Asked once for each."""
+    key = repr(mixer)
+    if key not in _refusals:
+        _refusals[key] = ""
+        try:
+            config = None if mixer is None else parse_config(LayerConfig, {MIXER: mixer}).mixer
+            with torch.device("meta"):
+                _ = config is None or build_under(
+                    MIXER, config.build, BuildContext(WIDTH, case(next(iter(CASES))).norm)
+                )
+        except ConfigError as error:
+            _refusals[key] = str(error)
+    return _refusals[key]
 
 
 def joined(mixer: Data | None, position: PositionVariant | None) -> Data | None:
@@ -287,6 +296,12 @@ class Draft:
 
     def config(self) -> ModelConfig:
         """The design, built once on the meta device. Raises ConfigError if it is invalid."""
+        config = self.parsed()
+        build(config, device="meta")
+        return config
+
+    def parsed(self) -> ModelConfig:
+        """The design, of which no model was built. Raises ConfigError if its fields are invalid."""
         value = {site: self.variants(site)[self.picks.get(site, 0) % len(self.variants(site))] for site in self.labels}
         encoder = value.get((MODEL, ENCODER))
         mixers = [value[index, MIXER] for index in range(DEPTH)]
@@ -302,6 +317,4 @@ class Draft:
                     data[path] = data.get(path, {}) | {name: variant}
                 else:
                     data[name] = variant
-        config = with_rate(parse_config(ModelConfig, data), value[MODEL, RATES])
-        build(config, device="meta")
-        return config
+        return with_rate(parse_config(ModelConfig, data), value[MODEL, RATES])

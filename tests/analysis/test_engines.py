@@ -70,7 +70,10 @@ IN_FLOAT32 = ["llama", "gemma3_text", "deepseek_v32", "mamba2", "qwen3_next", "f
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, torch.bfloat16) for family in CACHED),
+        *(
+            pytest.param(family, torch.bfloat16, marks=() if number % 4 == 0 else pytest.mark.nightly)
+            for number, family in enumerate(CACHED)
+        ),
         *((family, torch.float32) for family in IN_FLOAT32),
     ],
 )

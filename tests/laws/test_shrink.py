@@ -15,17 +15,15 @@ def shrunk_mixer(data: Data, index: int = 0) -> Any:
     return shrink(load_config(data)).dump()["layers"][index]["mixer"]
 
 
+SLOWER = ["receptive_field", "kernel_equivalence", "position_shift_invariance"]
+
+
+@pytest.mark.parametrize("laws", [["chunked_decoding"], pytest.param(SLOWER, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", names())
-def test_shrunk_presets_are_small_and_satisfy_laws(name: str) -> None:
+def test_shrunk_presets_are_small_and_satisfy_laws(name: str, laws: list[str]) -> None:
     small = shrink(load_config(f"preset:{name}"))
     assert size(small, context_length=16).parameters < 13_000
-    assert [
-        result
-        for result in run(
-            small, ["chunked_decoding", "receptive_field", "kernel_equivalence", "position_shift_invariance"]
-        )
-        if not result.passed
-    ] == []
+    assert [result for result in run(small, laws) if not result.passed] == []
 
 
 @pytest.mark.parametrize("name", CASES)

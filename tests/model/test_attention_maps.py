@@ -51,8 +51,14 @@ def weights_by_loops(monkeypatch: pytest.MonkeyPatch, model: Decoder, tokens: Te
     return layer_weights
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if number % len(LAYOUTS) == turn else pytest.mark.nightly)
+        for number, name in enumerate(NAMES)
+        for turn, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_weights_are_those_of_plain_loops(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch_layout = model_under_test(case(name)), LAYOUTS[layout]()
     tokens = random_tokens(model.config, 2, 9)

@@ -17,6 +17,7 @@ from heddle.numerics.dispatch import KernelChoice, record_choices
 from heddle.numerics.linear import packed_weights
 from heddle.parts.layout import EncoderOutput, Layout
 from tests.cases import CASES, Data, attention, case, design, layer
+from tests.covering import designs_with_every_option, uncovered_cases
 
 CONTEXT, ENCODER_LENGTH, BATCH = 11, 7, 2
 
@@ -93,6 +94,13 @@ def check_against_full_model(config: ModelConfig) -> None:
         assert decoding == decoding_choices_of_full_model(config)
 
 
+@pytest.mark.parametrize("share", range(4))
+def test_every_option(share: int) -> None:
+    for config in [*designs_with_every_option(), *map(case, uncovered_cases())][share::4]:
+        check_against_full_model(config)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name: str) -> None:
     check_against_full_model(case(name))

@@ -98,7 +98,15 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(x, y) for x, y in zip(alone, outcome("native", random(2), torch.float32), strict=True))
 
 
-@pytest.mark.parametrize("name", ["delta", "delta-key-heads", "delta-steps", "kda-own-widths", "mamba2-groups"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "delta-key-heads",
+        "kda-own-widths",
+        "mamba2-groups",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("delta", "delta-steps")),
+    ],
+)
 def test_designs_keep_the_law_of_kernels_and_a_planted_bug_breaks_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
