@@ -112,7 +112,7 @@ def figures_table(folder: Path) -> str:
 
 
 def readme_table() -> str:
-    """Ratios beside transformers: of each row the worst and the best machine, by the tuned peer where there is one."""
+    """Ratios beside transformers, at the worst and the best machine: by the tuned peer if all machines ran it."""
     lines = []
     for text, module, name in README:
         found = []
@@ -122,7 +122,8 @@ def readme_table() -> str:
             for row in content["results"]:
                 if row["case"] == name:
                     found.append((*beside_transformers(row), folder.name, content["date"]))
-        ordered = sorted(found, key=lambda ratios: ratios[1] or ratios[0])
+        tuned = all(ratios[1] is not None for ratios in found)
+        ordered = sorted(found, key=lambda ratios: ratios[tuned])
         cells = [_machine_cell(*ratios) for ratios in (ordered[:1] + ordered[1:][-1:])]
         lines.append((text, *cells, *[""] * (2 - len(cells))))
     return table(("100 M parameters, 2 cores", "worst machine", "best machine"), lines)
