@@ -123,7 +123,7 @@ def readme_table() -> str:
                 if row["case"] == name:
                     found.append((*beside_transformers(row), folder.name, content["date"]))
         tuned = all(ratios[1] is not None for ratios in found)
-        ordered = sorted(found, key=lambda ratios: ratios[tuned])
+        ordered = sorted(found, key=lambda ratios: ratios[1] if tuned and ratios[1] else ratios[0])
         cells = [_machine_cell(*ratios) for ratios in (ordered[:1] + ordered[1:][-1:])]
         lines.append((text, *cells, *[""] * (2 - len(cells))))
     return table(("100 M parameters, 2 cores", "worst machine", "best machine"), lines)

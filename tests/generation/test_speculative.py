@@ -62,7 +62,7 @@ def generate_texts(model: Decoder, prompts: list[list[int]], **settings: Any) ->
 def test_greedy_text_equals_decoding_without_a_draft(kind: str, speculative_tokens: int) -> None:
     model = build_model(DESIGNS[kind])
     plain = [greedy_loop(model, prompt, STEPS) for prompt in PROMPTS]
-    acceptance_rates = []
+    acceptance_rates: list[float] = []
     for draft in (noisy_copy(model, 0.02), build_model(DESIGNS["mqa"], seed=3), model):
         settings = {"max_new_tokens": STEPS, "draft_model": draft, "speculative_tokens": speculative_tokens}
         texts, rounds = generate_with_rounds(model, PROMPTS, **settings)
