@@ -229,3 +229,21 @@ def test_a_true_difference_is_found_with_fewer_runs_than_fixed_seeds() -> None:
     assert "no more seeds were bought" in reason
     counts = np.isfinite(bought).sum(1)
     assert counts[0] == counts[1] > counts[2]
+
+
+def test_added_designs_end_no_pair_that_was_open() -> None:
+    """Calmer designs make the spread of all look smaller; the two that were there first are compared as before."""
+    found = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        losses = rng.normal(size=(6, 3)) * np.array([1.0, 1.0, 0.1, 0.1, 0.1, 0.1])[:, None]
+        losses += np.array([0.0, rng.uniform(2, 40), 90.0, 90.0, 90.0, 90.0])[:, None]
+        alone, later = simulation.statistics_of(losses[:2], None), simulation.statistics_of(losses, None)
+        spending, rule = Spending([3] * 6, [1.0] * 6, 18.0), StoppingRule(0.01)
+        standings = [rule.decide(later, spending, earlier).standings[1] for earlier in ((), (alone,))]
+        if later.half_width(0, 1, anytime_level) < abs(alone.mean[0, 1]) < alone.half_width(0, 1, anytime_level):
+            found += 1
+            assert standings == ["behind", "open"]
+        else:
+            assert standings[0] == standings[1]
+    assert found

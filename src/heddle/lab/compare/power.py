@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from heddle.lab.compare.statistics import Level, PairStatistics, fixed_level, moderated_degrees, pair_critical_value
+from heddle.lab.compare.statistics import (
+    Level,
+    PairStatistics,
+    fixed_level,
+    moderated_degrees,
+    pair_critical_value,
+    widest,
+)
 from heddle.lab.compare.tables import join_names
 from heddle.progress import format_duration
 
@@ -175,8 +182,10 @@ class StoppingRule:
     half_width: float
     budget_seconds: float | None = None
 
-    def decide(self, statistics: PairStatistics, spending: Spending) -> Decision:
-        """Choose the next runs. Each design must have been tried before."""
+    def decide(
+        self, statistics: PairStatistics, spending: Spending, earlier: Sequence[PairStatistics] = ()
+    ) -> Decision:
+        """Choose the next runs. Each design must have been tried before. earlier: as of `grown_statistics`."""
         names, leader = statistics.names, statistics.leader
         if leader is None:
             return Decision((), "No run finished, so no more seeds were bought.", (FAILED,) * len(names))
@@ -184,7 +193,7 @@ class StoppingRule:
             # more than half of its runs ended without a number
             FAILED
             if 2 * statistics.seeds[design, design] < spending.seeds[design]
-            else self._standing(statistics, design, leader)
+            else self._standing([statistics, *earlier], names[design], names[leader])
             for design in range(len(names))
         )
         undecided = [design for design, standing in enumerate(standings) if standing == OPEN]
@@ -198,9 +207,10 @@ class StoppingRule:
             return Decision((), reason, standings)
         return Decision(runs, None, standings)
 
-    def _standing(self, statistics: PairStatistics, design: int, leader: int) -> str:
-        if design == leader:
+    def _standing(self, candidates: Sequence[PairStatistics], name: str, leading: str) -> str:
+        if name == leading:
             return LEADER
+        statistics, design, leader = widest(candidates, name, leading, anytime_level)
         if math.isnan(statistics.mean[design, leader]):
             return FAILED
         difference = abs(float(statistics.mean[design, leader]))

@@ -23,7 +23,7 @@ from heddle.lab.compare.power import MAX_SEEDS, Spending, StoppingRule
 from heddle.lab.compare.probes import GONE, final_tokens
 from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import Report, Run, ScoredRun, plain
-from heddle.lab.compare.statistics import pair_statistics
+from heddle.lab.compare.statistics import grown_statistics
 from heddle.lab.compare.tables import format_bits, join_names
 from heddle.lab.compare.tasks import (
     SPEED_ROUNDS,
@@ -71,7 +71,7 @@ class UntilResolved:
     Every call repeats the decisions from the first one, each from the runs of the earlier batches alone, so that a
     comparison that was interrupted in the middle of a batch resumes as if it had not been. workers: runs at the same
     time, so that their seconds count only in part. saved: (design, seed) of runs with a result from another schedule,
-    such as a smaller budget. They are used before more are bought than decided.
+    such as a smaller budget. They are used before more are bought than decided. earlier_designs: as in `Judging`.
     """
 
     names: tuple[str, ...]
@@ -79,6 +79,7 @@ class UntilResolved:
     rule: StoppingRule
     workers: int = 1
     saved: Collection[tuple[str, int]] = ()
+    earlier_designs: Sequence[Sequence[str]] = ()
     reason: str | None = field(default=None, init=False)
 
     def next_runs(self, runs: Mapping[str, Sequence[ScoredRun]]) -> list[tuple[str, int]]:
@@ -93,7 +94,8 @@ class UntilResolved:
                 return missing
             used += batch
             by_design = {name: [results[pair] for pair in used if pair[0] == name] for name in self.names}
-            decision = self.rule.decide(pair_statistics(by_design), self._spending(by_design))
+            statistics, *earlier = grown_statistics(by_design, self.earlier_designs)
+            decision = self.rule.decide(statistics, self._spending(by_design), earlier)
             batch = [(self.names[design], seed) for design, seed in decision.runs]
             if not batch:
                 batch = self._saved_beyond({name: len(of_design) for name, of_design in by_design.items()})
@@ -133,12 +135,18 @@ class FixedSeeds:
 Schedule = FixedSeeds | UntilResolved
 
 
-def choose_schedule(plan: ComparisonPlan, workers: int = 1, saved: Collection[tuple[str, int]] = ()) -> Schedule:
-    """The schedule of a plan. workers: runs at the same time; saved: (design, seed) of the runs that have a result."""
+def choose_schedule(
+    plan: ComparisonPlan,
+    workers: int = 1,
+    saved: Collection[tuple[str, int]] = (),
+    earlier_designs: Sequence[Sequence[str]] = (),
+) -> Schedule:
+    """The schedule of a plan. workers, saved, earlier_designs: as in `UntilResolved`."""
     names = tuple(entry.name for entry in plan.entries)
     if plan.until_resolved is None:
         return FixedSeeds(names, plan.seeds)
-    return UntilResolved(names, plan.seeds, StoppingRule(plan.until_resolved, plan.time_budget), workers, saved)
+    rule = StoppingRule(plan.until_resolved, plan.time_budget)
+    return UntilResolved(names, plan.seeds, rule, workers, saved, earlier_designs)
 
 
 # A comparison that grows in place: seeds and designs may be added, and it may continue until it is resolved.
@@ -379,7 +387,7 @@ def compare(
         results.earlier_designs = saved.get("earlier_designs", ())
         comparison = Comparison(plan, None, out, runtime, workers, command)
         writer = ReportWriter(comparison, results, live, time_plan)
-        schedule = choose_schedule(plan, workers.total, saved_runs(out, names))
+        schedule = choose_schedule(plan, workers.total, saved_runs(out, names), results.earlier_designs)
         results.pending = list(schedule.next_runs(results.runs))
         with writer.first_report():
             writer.comparison = comparison = replace(comparison, corpus=_prepare_text(comparison))
