@@ -1,6 +1,7 @@
 """`heddle convert` measures what it wrote, compares methods and sizes, and continues after it was killed."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from heddle.conversion.targets import conversion_variants
 from heddle.conversion.weights import Weights
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.errors import ConfigError
-from heddle.lab.compare.speed import time_training_steps
+from heddle.lab.compare.speed import time_reading, time_training_steps
 from heddle.lab.conversion import convert as convert_module
 from heddle.lab.conversion import measure as measure_module
 from heddle.lab.conversion.results import parse_results
@@ -38,6 +39,11 @@ SPEED = ["--speed-context-length", "4", "--speed-context-length", "8", "--device
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, and a run of four heads that trained on it."""
     return small.trained_run(tmp_path_factory.mktemp("workspace"), 2)
+
+
+@pytest.fixture(autouse=True)
+def _reading_takes_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert_module, "time_reading", lambda job: math.inf)
 
 
 def command(workspace: Path, out: Path, *options: str) -> list[str]:
@@ -172,6 +178,21 @@ def test_a_budget_counts_what_is_read_after_healing(
         fits.append(int(capsys.readouterr().err.partition("give --heal ")[2].partition(" ")[0]) // 16)
         monkeypatch.setattr(convert_module, "_evaluation_tokens", lambda settings: 0)
     assert fits[1] - fits[0] in (1, 2)
+
+
+def test_a_budget_knows_that_a_step_may_be_mostly_the_optimizer(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read after healing takes as long as a batch takes to read, not a third of a step of a minute."""
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [60.0])
+    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "1", "--heal", "6400"]
+    reports = []
+    for name in ("a third", "measured"):
+        assert run_command(command(workspace, tmp_path / name, *options, "--budget", "60m")) == 1
+        reports.append(capsys.readouterr().err.partition("the report, which takes about ")[2].partition(";")[0])
+        monkeypatch.setattr(convert_module, "time_reading", time_reading)
+    assert "min" in reports[0]
+    assert re.fullmatch(r"\d+ s", reports[1])
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(256, 4), (2048, 32)])

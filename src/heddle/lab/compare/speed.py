@@ -24,6 +24,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
 from heddle.training.built_models import build_models
+from heddle.training.evaluation.scores import token_scores
 from heddle.training.job import TrainingJob
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
@@ -107,6 +108,13 @@ def time_training_steps(job: TrainingJob) -> list[float]:
         if number and sum(times) > LONGEST_SECONDS and job.ranks.count == 1:
             break
     return times[min(WARMUP_STEPS, len(times) - 1) :]
+
+
+def time_reading(job: TrainingJob) -> float:
+    """Seconds to evaluate one of the job's batches, the better of two times."""
+    model, batch = build_models(job).model, job.training_data.train_batches(replace(job.settings, seed=0))(0)
+    byte_lengths = np.ones(model.embed.weight.shape[0], dtype=np.int64)
+    return min(time_call(lambda: list(token_scores(model, [batch], byte_lengths)), model)[0] for _ in range(2))
 
 
 def summarize_speeds(rounds: Sequence[dict[str, Samples]]) -> dict[str, list[tuple[int, float, float, float]]]:

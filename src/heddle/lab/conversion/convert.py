@@ -45,7 +45,7 @@ from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.exchange.family_match import match_report
 from heddle.lab.compare.budget import END_SHARE, TimeBudget, format_seconds, parse_duration
 from heddle.lab.compare.results import plain
-from heddle.lab.compare.speed import time_training_steps
+from heddle.lab.compare.speed import time_reading, time_training_steps
 from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, measured_rows
 from heddle.lab.conversion.results import (
     ConversionResults,
@@ -259,8 +259,8 @@ class HealingPlan:
         print_status("timing the first steps of the healing")
         converting = (count - 1) * (time.monotonic() - begun)
         seconds = median(time_training_steps(job))
-        # Reading a token costs a third of training on it: the forward pass alone.
-        read = seconds / 3 / tokens
+        # Reading a token costs a third of training on it, or less: a step of few tokens is mostly the optimizer's.
+        read = (seconds / 3 if self.budget is None else min(seconds / 3, time_reading(job))) / tokens
         report = count * _evaluation_tokens(self.settings) * read
         if self.rows:
             report += self.models * (self.rows * self.settings.sequence_length * read + SPEED_SECONDS)
