@@ -9,7 +9,7 @@ own, `slots` or more. Before a document's first token stands `fill`. As the feed
 is Qwen4's, whose norm of queries is then the layer's.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, cast
@@ -24,6 +24,7 @@ from heddle.errors import ConfigError
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
 from heddle.numerics.recurrent.convolution import causal_conv1d, next_conv_state
+from heddle.numerics.transfer import Constants
 from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig
 from heddle.parts.layout import Layout
@@ -41,12 +42,12 @@ class NGramMemoryConfig(FeedforwardConfig):
 
     dim: Width  # of the vector that each hash looks up
     order: Annotated[int, Field(ge=2, le=16)] = 3  # tokens of the longest n-gram
-    heads: Width = 4  # hashes for each n
+    heads: Annotated[int, Field(ge=1, le=32)] = 4  # hashes for each n
     slots: PositiveInt  # the least number of vectors of a hash
     conv_kernel: Width = 4  # taps of the convolution, `order` tokens apart
     fill: Annotated[int, Field(ge=0, lt=2**31)] = 0  # the id that stands before a document
     hash_seed: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    index: Annotated[int, Field(ge=0, lt=2**10)] = 0  # of this memory in a design with several: other hashes and primes
+    index: Annotated[int, Field(ge=0, lt=32)] = 0  # of this memory in a design with several: other hashes and primes
     id_range: PositiveInt = 2**18  # products of smaller ids and a_i do not overflow
 
     @property
@@ -65,13 +66,28 @@ class NGramMemoryConfig(FeedforwardConfig):
 
 
 def primes_from(start: int, skipped: int, count: int) -> list[int]:
-    """`count` primes >= start, without the first `skipped` ones."""
+    """`count` primes >= start, below 2^32, without the first `skipped` ones."""
     found: list[int] = []
     while len(found) < skipped + count:
-        if start > 1 and all(start % divisor for divisor in range(2, math.isqrt(start) + 1)):
+        if _is_prime(start):
             found.append(start)
         start += 1
     return found[skipped:]
+
+
+def _is_prime(number: int) -> bool:
+    """By Miller and Rabin's test with the bases that decide all numbers below 3,215,031,751."""
+    bases = (2, 3, 5, 7)
+    if number < 2 or any(number % base == 0 for base in bases):
+        return number in bases
+    odd = (number - 1) // ((number - 1) & (1 - number))
+    for base in bases:
+        power, exponent = pow(base, odd, number), odd
+        while exponent != number - 1 and power not in (1, number - 1):
+            power, exponent = power * power % number, exponent * 2
+        if power != number - 1 and exponent % 2 == 0:
+            return False
+    return True
 
 
 def multipliers(config: NGramMemoryConfig) -> list[int]:
@@ -103,7 +119,8 @@ class Tables(SelfInitialized):
         self.sizes = primes_from(config.slots, config.index * hashes, hashes)
         self.starts = [0, *accumulate(self.sizes)][:hashes]
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), config.dim))
-        self.multipliers, self.heads, self.fill = multipliers(config), config.heads, config.fill
+        self.multipliers, self.heads, self.fill = tuple(multipliers(config)), config.heads, config.fill
+        self.constants = Constants()
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Draw the weight from normal(0, std)."""
@@ -112,13 +129,16 @@ class Tables(SelfInitialized):
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [B, T, order], oldest first, plus 1; 0: before the document -> [B, T, hashes · dim]."""
         ids = torch.where(ids > 0, ids - 1, self.fill)
-        factors = torch.tensor(self.multipliers, device=ids.device)
+
+        def constant(values: Sequence[int]) -> Tensor:
+            return self.constants.tensor(tuple(values), torch.int64, ids.device)
+
+        factors = constant(self.multipliers)
         mixed, rows = ids[..., -1] * factors[0], []
         for place in range(1, ids.shape[-1]):
             mixed = mixed ^ ids[..., -1 - place] * factors[place]
             head = slice((place - 1) * self.heads, place * self.heads)
-            sizes, starts = (torch.tensor(each[head], device=ids.device) for each in (self.sizes, self.starts))
-            rows.append(mixed[..., None] % sizes + starts)
+            rows.append(mixed[..., None] % constant(self.sizes[head]) + constant(self.starts[head]))
         return functional.embedding(torch.cat(rows, dim=-1), self.weight).flatten(-2)
 
 
