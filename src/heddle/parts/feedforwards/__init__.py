@@ -12,6 +12,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import Part, refuse
+from heddle.errors import ConfigError
 from heddle.numerics.activations import GATED, LEARNED, PLAIN
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
@@ -129,6 +130,14 @@ class Feedforward(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
         """x [B, T, width] -> ([B, T, width], new state, or None without a state). The state passed in is consumed."""
+
+
+def token_ids(layout: Layout, reader: str) -> Tensor:
+    """The ids of the call's tokens, int64 [B, T], which the model hands over. Raises ConfigError, naming `reader`."""
+    tokens = None if layout.handed_over is None else layout.handed_over.tokens
+    if tokens is None:
+        raise ConfigError(f"{reader} reads the ids of tokens, which only a model hands over; call the model")
+    return tokens
 
 
 def activation_settings(name: str | None, limit: float | None, alpha: float | None) -> dict[str, float]:

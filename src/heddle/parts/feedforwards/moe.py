@@ -29,7 +29,14 @@ from heddle.numerics.experts.mixture import (
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
-from heddle.parts.feedforwards import ExpertInfo, Feedforward, FeedforwardConfig, GatedActivation, activation_settings
+from heddle.parts.feedforwards import (
+    ExpertInfo,
+    Feedforward,
+    FeedforwardConfig,
+    GatedActivation,
+    activation_settings,
+    token_ids,
+)
 from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import eager_on_cpu, layout_dependent
@@ -438,10 +445,8 @@ class MoE(Feedforward):
     @layout_dependent
     def _hashed(self, layout: Layout) -> Tensor:
         """The experts of each token by its id, int64 [B, T, k]."""
-        tokens, config = None if layout.handed_over is None else layout.handed_over.tokens, self.config
-        if tokens is None:
-            raise ConfigError("selection: hash reads the ids of tokens, which only a model hands over; call the model")
-        return hashed_experts(tokens, config.experts, config.top_k, config.hash_seed)
+        config = self.config
+        return hashed_experts(token_ids(layout, "selection: hash"), config.experts, config.top_k, config.hash_seed)
 
     @eager_on_cpu
     def _routed_experts(self, x: Tensor, logits: Tensor, layout: Layout, chosen: Tensor | None) -> Tensor:

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heddle.config import PositiveInt, Width
-from heddle.errors import ConfigError
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
 from heddle.numerics.recurrent.convolution import causal_conv1d, next_conv_state
 from heddle.numerics.transfer import Constants
 from heddle.parts.build import BuildContext
-from heddle.parts.feedforwards import Feedforward, FeedforwardConfig
+from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, token_ids
 from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
@@ -66,28 +65,13 @@ class NGramMemoryConfig(FeedforwardConfig):
 
 
 def primes_from(start: int, skipped: int, count: int) -> list[int]:
-    """`count` primes >= start, below 2^32, without the first `skipped` ones."""
-    found: list[int] = []
-    while len(found) < skipped + count:
-        if _is_prime(start):
-            found.append(start)
-        start += 1
-    return found[skipped:]
+    """`count` primes >= start, without the first `skipped` ones."""
+    from sympy import nextprime  # slow to import
 
-
-def _is_prime(number: int) -> bool:
-    """By Miller and Rabin's test with the bases that decide all numbers below 3,215,031,751."""
-    bases = (2, 3, 5, 7)
-    if number < 2 or any(number % base == 0 for base in bases):
-        return number in bases
-    odd = (number - 1) // ((number - 1) & (1 - number))
-    for base in bases:
-        power, exponent = pow(base, odd, number), odd
-        while exponent != number - 1 and power not in (1, number - 1):
-            power, exponent = power * power % number, exponent * 2
-        if power != number - 1 and exponent % 2 == 0:
-            return False
-    return True
+    found = [start - 1]
+    for _ in range(skipped + count):
+        found.append(int(nextprime(found[-1])))
+    return found[1 + skipped :]
 
 
 def multipliers(config: NGramMemoryConfig) -> list[int]:
@@ -195,7 +179,7 @@ class NGramMemory(Feedforward):
     @layout_dependent
     def _look_up(self, layout: Layout, state: NGramState | None) -> Tensor:
         """[B, T, hashes · dim]; `fill` stands at padding."""
-        ids, order = _ids(layout), self.config.order
+        ids, order = self._ids(layout), self.config.order
         taps = cached_taps(layout, order)
         earlier = ids.new_zeros(ids.shape[0], order - 1) if state is None else state.ids
         inputs = torch.cat((earlier, ids), dim=1)
@@ -207,6 +191,10 @@ class NGramMemory(Feedforward):
         found = inputs.gather(1, index.clamp(min=0).flatten(1)).view(index.shape)
         return cast(Tensor, self.tables(found.masked_fill(index < 0, 0)))
 
+    def _ids(self, layout: Layout) -> Tensor:
+        """The ids of the call plus 1, int64 [B, T]."""
+        return token_ids(layout, "kind: ngram_memory") + 1
+
     @layout_dependent
     def _convolve(self, memory: Tensor, layout: Layout, state: NGramState | None) -> tuple[Tensor, NGramState | None]:
         weight, x = self.convolution.spread, self.conv_norm(memory)
@@ -217,14 +205,7 @@ class NGramMemory(Feedforward):
             y = y.masked_fill(layout.padding[..., None], 0.0)
         if state is None:
             return y, None
-        ids = next_conv_state(_ids(layout)[..., None], state.ids[..., None], cached_taps(layout, self.config.order))
+        near = cached_taps(layout, self.config.order)
+        ids = next_conv_state(self._ids(layout)[..., None], state.ids[..., None], near)
         inputs = next_conv_state(x.to(state.conv_state.dtype), state.conv_state, taps)
         return y, NGramState(ids.squeeze(-1), inputs)
-
-
-def _ids(layout: Layout) -> Tensor:
-    """The ids of the call plus 1, int64 [B, T]."""
-    tokens = None if layout.handed_over is None else layout.handed_over.tokens
-    if tokens is None:
-        raise ConfigError("ngram_memory: reads the ids of tokens, which only a model hands over; call the model")
-    return tokens + 1
