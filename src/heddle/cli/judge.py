@@ -15,10 +15,13 @@ def judge(settings: JudgeSettings) -> None:
 
     A proposal is trained beside the incumbent on fresh seeds and scored on fresh held-out text. A submission that was
     killed goes on when it is given again. Exit code of `submit`: 0 better, 3 no clear difference, 4 worse, 5 refused.
+    `mcp` serves `submit` and `show` as tools of the Model Context Protocol, on stdin and stdout.
     """
     from heddle.lab.judge.judge import describe, judge
 
     result = judge(settings)
+    if settings.action == "mcp":  # which has ended, as its client has
+        return
     if settings.json:
         print(json.dumps(result))
     for line in [] if settings.json else describe(result):

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from heddle import progress
 from heddle.data.corpus import prepare_corpus
-from heddle.errors import CheckpointError, ConfigError, MachineError
+from heddle.errors import CheckpointError, ConfigError, HeddleError, MachineError, pip_install
 from heddle.lab.compare.plan import split_designs
 from heddle.lab.compare.statistics import seed_half_width
 from heddle.lab.judge import evidence
@@ -195,6 +197,8 @@ def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> 
         raise ConfigError(f"ACTION {settings.action}: unknown; choices: {', '.join(ACTIONS)}")
     if settings.action == "show":
         return summary(Ledger.open(settings.out))
+    if settings.action == "mcp":
+        return server(settings).run()
     with ExitStack() as stack:
         runtime = open_session(stack, settings)
         stack.enter_context(RunLock(settings.out))
@@ -211,6 +215,57 @@ def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> 
             result = judge.submit(read_proposal(Path(settings.words[0])), settings.more)
         write_file(settings.out / PAGE_FILE, judge_page(summary(judge.ledger)))
         return result
+
+
+def server(settings: JudgeSettings) -> Any:
+    """The ledger `settings.out` as an `MCPServer`: an agent proposes by tools, and needs no way to the files.
+
+    Its `run()` speaks on stdin and stdout until they are closed. Source: https://modelcontextprotocol.io. Raises
+    ConfigError if the library is missing, and CheckpointError if there is no ledger.
+    """
+    try:
+        from mcp.server import MCPServer
+    except ImportError:
+        raise ConfigError(f"mcp: its library is not installed; {pip_install('mcp')}") from None
+    Ledger.open(settings.out)
+    protocol: Any = MCPServer("heddle judge", instructions=(settings.out / AGENTS_FILE).read_text(encoding="utf-8"))
+
+    def submit(proposal: str, files: dict[str, str] | None = None, more: bool = False) -> dict[str, Any]:
+        """Submit a proposal in YAML and get its verdict. files: the text of each file that it names; more: more pairs.
+
+        A call takes as long as the runs: minutes or more. A call that was cut off goes on when it is repeated.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in {**(files or {}), "proposal.yaml": proposal}.items():
+                if Path(name).name != name or name in ("", ".."):
+                    return {"error": f"files: {name!r}: must be a name without folders"}
+                Path(folder, name).write_text(text, encoding="utf-8")
+            words = (str(Path(folder, "proposal.yaml")),)
+            return _answer(replace(settings, action="submit", words=words, more=more, quiet=True))
+
+    def show() -> dict[str, Any]:
+        """Every verdict so far, the decisions that are left, and the incumbent: its design in YAML, its files."""
+        ledger = Ledger.open(settings.out)
+        incumbent = ledger.incumbent
+        pairs = [*incumbent.parts, *(incumbent.trainer or {"files": ()})["files"]]
+        files = {Path(file).name: settings.out / file for file, _ in pairs}
+        return summary(ledger) | {
+            "design": None if incumbent.design is None else yaml.safe_dump(incumbent.design, sort_keys=False),
+            "training": incumbent.training,
+            "files": {name: path.read_text(encoding="utf-8") for name, path in files.items()},
+        }
+
+    for tool in (submit, show):
+        protocol.tool()(tool)
+    return protocol
+
+
+def _answer(settings: JudgeSettings) -> dict[str, Any]:
+    try:
+        verdict: dict[str, Any] = judge(settings)
+    except HeddleError as error:
+        return {"error": str(error)}
+    return verdict
 
 
 def summary(ledger: Ledger) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from heddle.training.settings import (
     Warmup,
 )
 
-ACTIONS = ("init", "submit", "show", "final")
+ACTIONS = ("init", "submit", "show", "final", "mcp")
 MATCHES = ("tokens", "flops", "parameters", "seconds")
 RULES = ("e-lond", "e-lord", "e-saffron")
 
@@ -36,7 +36,7 @@ class JudgeSettings(SessionSettings):
         "out", "more", "data", "tokens", "match", "alpha", "pairs", "windows", "second", "tune", "workers", "json",
     )  # fmt: skip
 
-    action: Annotated[str, Argument("ACTION", "init, submit, show or final.")]
+    action: Annotated[str, Argument("ACTION", "init, submit, show, final or mcp.")]
     words: Annotated[
         tuple[str, ...], Argument("DESIGN|PROPOSAL|FIELD=VALUE", "init: a design, overrides; submit: a YAML file.")
     ] = ()
