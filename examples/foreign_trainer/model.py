@@ -37,7 +37,8 @@ class GPT(nn.Module):
         """rows, int64 [B, T + 1] -> the loss of each token but the first in nats, [B, T]."""
         x = self.tokens(rows[:, :-1]) + self.places.weight[: rows.shape[1] - 1]
         logits = self.head(self.norm(self.blocks(x)))
-        return functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
+        losses: Tensor = functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
+        return losses
 
 
 def build(environment: dict[str, str]) -> GPT:

@@ -35,7 +35,7 @@ async def proposed(ledger: Path) -> list[Any]:
 
         async def call(tool: str, **values: Any) -> None:
             content = (await session.call_tool(tool, values)).content[0]
-            found.append(json.loads(content.text))  # type: ignore[union-attr]
+            found.append(json.loads(content.text))
 
         await call("submit", proposal=yaml.safe_dump(WIDER))
         await call("submit", proposal=yaml.safe_dump(AHEAD))
