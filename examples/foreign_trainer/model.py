@@ -21,7 +21,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=CAUSAL)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(getattr(functional, ACTIVATION)(self.up(self.norms[1](x))))
+        hidden: Tensor = getattr(functional, ACTIVATION)(self.up(self.norms[1](x)))
+        return x + self.down(hidden)
 
 
 class GPT(nn.Module):
