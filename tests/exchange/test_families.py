@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import heddle
 from heddle.exchange.export import export
@@ -32,6 +31,7 @@ from tests.exchange.hf_models import (
     read_json,
     reads_padding,
     saved,
+    tensors_of,
     their_logits,
     with_config_limits,
     write,
@@ -46,10 +46,6 @@ FIRST_VARIANTS = [  # the first variant of each family; in the night, all
 TEXTS = [parameter for parameter in FIRST_VARIANTS if parameter.values[0] not in MASKED]
 BLOCK_SIZES = {"chunk_size", "mamba_chunk_size", "block_size"}  # of sums; other ones round otherwise
 ALIKE = 3e-5  # of a model with one field changed, which may be larger, and its logits with it
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
