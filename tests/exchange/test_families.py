@@ -13,6 +13,7 @@ from heddle.exchange.export import export
 from heddle.exchange.family import families
 from heddle.exchange.family_match import best_match
 from heddle.exchange.load import load, original_design
+from heddle.numerics import norms
 from heddle.parts.norms import rms
 from tests.exchange.cases import CASES, INERT
 from tests.exchange.hf_models import (
@@ -67,7 +68,7 @@ def test_logits_in_bfloat16(family: str, variant: str) -> None:
 
 
 def test_more_rounding_than_theirs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = rms.rms_norm
+    exact = norms.rms_norm
     monkeypatch.setattr(rms, "rms_norm", lambda *inputs: exact(*inputs).to(torch.float8_e4m3fn).bfloat16())
     want, got, true = in_bfloat16("mixtral", "plain")
     assert excess(got, want, true) > 1.25
