@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,7 +49,6 @@ from heddle.lab.conformance.run import (
     run_kit,
     table,
 )
-from heddle.model.decoder import Decoder
 from heddle.numerics.rotary import rotary_table
 from heddle.parts.positions import Rotation
 from heddle.storage.tensor_file import read_tensor_file
@@ -155,22 +154,15 @@ def test_a_lost_cache_is_named(kit: Path) -> None:
             lost = super().answer({"way": "whole", "rows": [0]}, [rows[0][7:]])[0].logits
             return [type(super().answer({"way": "whole", "rows": [0]}, rows)[0])(0, 0, torch.cat((whole[:7], lost)))]
 
-    @contextmanager
-    def opened(folder: Path) -> Iterator[Model]:
-        yield Forgetful(folder, torch.float32)
-
-    wrong = [each for each in run_kit(kit, opened, families=["mistral"]) if each.status == WRONG]
+    findings = run_kit(kit, lambda folder: nullcontext(Forgetful(folder, torch.float32)), families=["mistral"])
+    wrong = [each for each in findings if each.status == WRONG]
     assert [(each.property, each.bug) for each in wrong] == [("cuts", "the cache is lost at a cut")]
 
 
 def wrong_findings(kit: Path, model: type[TransformersModel]) -> set[tuple[str, str | None]]:
     """The properties and names of what a class that feeds transformers wrongly gets."""
-
-    @contextmanager
-    def opened(folder: Path) -> Iterator[Model]:
-        yield model(folder, torch.float32, "eager")
-
-    return {(each.property, each.bug) for each in run_kit(kit, opened, families=["mistral"]) if each.status == WRONG}
+    findings = run_kit(kit, lambda folder: nullcontext(model(folder, torch.float32, "eager")), families=["mistral"])
+    return {(each.property, each.bug) for each in findings if each.status == WRONG}
 
 
 def test_positions_that_restart_at_cuts_are_named(kit: Path) -> None:
@@ -203,11 +195,8 @@ def test_positions_after_rollback_are_named(kit: Path) -> None:
                 answers[1] = replace(answers[1], logits=logits[12:])
             return answers
 
-    @contextmanager
-    def opened(folder: Path) -> Iterator[Model]:
-        yield Late(folder, torch.float32)
-
-    wrong = [each for each in run_kit(kit, opened, families=["mistral"]) if each.status == WRONG]
+    findings = run_kit(kit, lambda folder: nullcontext(Late(folder, torch.float32)), families=["mistral"])
+    wrong = [each for each in findings if each.status == WRONG]
     assert {(each.property, each.bug) for each in wrong} == {("rollback", "removed tokens still count as positions")}, (
         table(wrong)
     )
@@ -241,17 +230,12 @@ def test_half_precision_angles_are_seen_at_long_positions(kit: Path, monkeypatch
 
 
 def test_not_a_number_is_wrong(kit: Path) -> None:
-    def broken(model: Decoder) -> None:
-        model.final_norm.register_forward_hook(lambda module, arguments, output: output * float("nan"))
-
-    @contextmanager
-    def opened(folder: Path) -> Iterator[Model]:
+    def broken(folder: Path) -> nullcontext[HeddleModel]:
         model = HeddleModel(folder, torch.float32)
-        broken(model.model)
-        yield model
+        model.model.final_norm.register_forward_hook(lambda module, arguments, output: output * float("nan"))
+        return nullcontext(model)
 
-    statuses = {each.status for each in run_kit(kit, opened)}
-    assert statuses == {WRONG}
+    assert {each.status for each in run_kit(kit, broken)} == {WRONG}
 
 
 ENGINE = """

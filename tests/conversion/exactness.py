@@ -10,7 +10,7 @@ from heddle.conversion.fit import FitResult
 from heddle.conversion.mixer_replacement import ChosenLayers, NewMixers
 from heddle.conversion.rewrite import Rewrite, merged_repeats
 from heddle.conversion.weights import CalibrationText, ModelWeights, Weights, build_model
-from heddle.laws.harness import model_under_test
+from heddle.laws.harness import layout_for, model_under_test, new_state
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
@@ -63,8 +63,7 @@ def fit_results(weights: Weights) -> Mapping[int, FitResult]:
 def logits(model: Decoder, tokens: Tensor) -> Tensor:
     """Logits [B, T, vocab] of texts without a state."""
     with torch.no_grad():
-        hidden, _ = model(tokens)
-        result: Tensor = model.head(hidden)
+        result: Tensor = model.head(model(tokens, layout_for(model, *tokens.shape))[0])
     return result
 
 
@@ -76,11 +75,11 @@ def difference(model: Decoder, converted: Decoder, text: CalibrationText | None 
 
 def greedy_text(model: Decoder, prompt: Tensor, new_tokens: int = 12) -> Tensor:
     """Greedy continuation with the state, int64 [B, new_tokens]."""
-    state, tokens, out = model.init_state(prompt.shape[0], prompt.shape[1] + new_tokens), prompt, []
+    state, tokens, out = new_state(model, len(prompt), cache_length=prompt.shape[1] + new_tokens), prompt, []
     with torch.no_grad():
         for _ in range(new_tokens):
-            hidden, new_state = model(tokens, None, state)
-            assert new_state is not None
-            state, tokens = new_state, model.head(hidden[:, -1:]).argmax(-1)
+            hidden, state_after = model(tokens, None, state)
+            assert state_after is not None
+            state, tokens = state_after, model.head(hidden[:, -1:]).argmax(-1)
             out.append(tokens)
     return torch.cat(out, dim=1)

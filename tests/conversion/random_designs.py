@@ -25,10 +25,10 @@ from heddle.conversion.rewrites.width import StreamWidth
 from heddle.conversion.rewrites.window import Window
 from heddle.conversion.weights import ModelWeights, Weights, build_model
 from heddle.errors import ConfigError
-from heddle.laws.harness import layout_for, model_under_test, new_state, random_tokens
+from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder
 from heddle.parts.mixers.attention import AttentionConfig
+from tests.conversion.exactness import greedy_text, logits
 from tests.schema_designs import NARROW, WIDE, Draw
 
 SENTENCE = re.compile(r"[a-z][\w.\[\]]*: [^\n]{10,400}")
@@ -115,24 +115,6 @@ def convert_exactly(config: ModelConfig, rewrites: list[Rewrite]) -> bool:
     difference = float((before - after).abs().max()) / max(1.0, float(before.abs().max()))
     assert difference < TOLERANCE, f"logits differ by {difference:.1e}"
     if model.causal:
-        assert torch.equal(greedy(model, tokens), greedy(converted, tokens)), "greedy text differs"
+        written = [greedy_text(each, tokens, NEW_TOKENS) for each in (model, converted)]
+        assert torch.equal(*written), "greedy text differs"
     return True
-
-
-def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T, vocab] without a state."""
-    with torch.no_grad():
-        result: torch.Tensor = model.head(model(tokens, layout_for(model, *tokens.shape))[0])
-    return result
-
-
-def greedy(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """Greedy continuation with a state, int64 [B, NEW_TOKENS]."""
-    state, out = new_state(model, len(tokens), cache_length=64), []
-    with torch.no_grad():
-        for _ in range(NEW_TOKENS):
-            hidden, state_after = model(tokens, None, state)
-            assert state_after is not None
-            state, tokens = state_after, model.head(hidden[:, -1:]).argmax(-1)
-            out.append(tokens)
-    return torch.cat(out, dim=1)

@@ -34,7 +34,8 @@ from heddle.parts.norms.rms import RMSConfig
 from heddle.storage.model import save_lora
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES, case
-from tests.conversion.random_designs import ATTENTION, EXACT, convert_exactly, logits, random_design
+from tests.conversion.exactness import logits
+from tests.conversion.random_designs import ATTENTION, EXACT, convert_exactly, random_design
 from tests.laws.planting import Plant, assigned, calls, condition, replaced, result
 
 QUICK, THOROUGH = 8, 200

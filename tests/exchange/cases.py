@@ -509,10 +509,13 @@ CASES: dict[str, Case] = {
             | {"layer_types": [SLIDING, FULL, FULL, SLIDING, FULL], "global_head_dim": 4}
             | {"rope_parameters": by_type({"rope_type": "default", "rope_theta": 3000.0}, 70.0)},
         },
-        inert=OF_GEMMA4_EXPERTS | {"values-are-keys:vocab_size_per_layer_input"},
+        inert=OF_GEMMA4_EXPERTS
+        | {f"values-are-keys:{name}" for name in ("vocab_size_per_layer_input", "use_bidirectional_attention")}
+        | {"values-are-keys:use_double_wide_mlp"},  # of layers that share keys
         fixed=frozenset({"enable_moe_block"})
         | {f"{variant}:vocab_size_per_layer_input" for variant in ("plain", "untied-biases-all-keys-shared")},
-        refused=OF_GLOBAL_LAYERS,
+        # Their class shares keys only beside embeddings of every layer.
+        refused=OF_GLOBAL_LAYERS | {"values-are-keys:num_kv_shared_layers"},
         exact=True,
     ),
     "gemma3n_text": Case(
@@ -854,6 +857,7 @@ CASES: dict[str, Case] = {
             | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3, **YARN},
         },
         inert=OF_LOSSES,
+        refused=frozenset({"five-heads-tied-window-yarn:num_key_value_heads"}),  # 1 and 5 divide 5
         fixed=frozenset({"router_jitter_noise"}),
     ),
     "minimax_m2": Case(
@@ -1744,7 +1748,8 @@ CASES: dict[str, Case] = {
             "chunks-everywhere-tied-no-norms": OF_LLAMA4
             | {"layer_types": ["chunked_attention"] * 3, "no_rope_layers": [1, 0, 1], "use_qk_norm": False}
             | {"tie_word_embeddings": True, "moe_layers": [1], "num_experts_per_tok": 2, "num_key_value_heads": 1}
-            | {"attn_temperature_tuning": False, **LLAMA3},
+            | {"attn_temperature_tuning": False, **LLAMA3}
+            | {"intermediate_size": 21},  # with 20, two experts of an early token tie where queries are normed
             "full-with-rope-biases": OF_LLAMA4
             | {"layer_types": [FULL, "chunked_attention", FULL], "no_rope_layers": [1, 1, 0], "attention_bias": True}
             | {"attention_chunk_size": 7, "num_key_value_heads": 3, "rms_norm_eps": 1e-3},

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import heddle
@@ -132,6 +133,11 @@ def write(model: Any, max_shard_size: str = "40KB") -> Path:
     folder = Path(tempfile.mkdtemp(dir=FOLDERS.name))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 @cache

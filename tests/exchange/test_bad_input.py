@@ -24,7 +24,7 @@ from heddle.exchange.family import family_of
 from heddle.exchange.load import load, original_design
 from heddle.exchange.safetensors_folder import CONFIG_FILE, INDEX_FILE
 from tests.exchange.cases import CASES
-from tests.exchange.hf_models import config_of, read_json, saved
+from tests.exchange.hf_models import config_of, read_json, saved, tensors_of
 from tests.exchange.tokenizer_cases import tokenizer_json
 from tests.storage.shared import System, standing_in
 
@@ -92,7 +92,7 @@ def as_type(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
 
 def alone(folder: Path) -> Path:
     """All tensors in one file."""
-    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = tensors_of(folder)
     for file in [*folder.glob("*.safetensors"), folder / INDEX_FILE]:
         file.unlink()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -413,7 +413,7 @@ def test_an_export_that_dies_leaves_no_half_of_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_a_tied_head_that_was_written_must_be_the_embedding(same: bool, tmp_path: Path) -> None:
     folder = copy(saved("llama", "llama3-tied-biases")[1], tmp_path / "model")
-    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = tensors_of(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     head = tensors["model.embed_tokens.weight"].clone()

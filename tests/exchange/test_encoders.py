@@ -173,41 +173,6 @@ def test_modernbert_of_older_files() -> None:
     assert first.layers[1].dump()["mixer"]["window"] == 7
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-    ("bert", {"position_embedding_type": "relative_key_query"}, "position_embedding_type"),
-    ("bert", {"is_decoder": True}, "is_decoder"),
-    ("bert", {"add_cross_attention": True}, "add_cross_attention"),
-    ("bert", {"hidden_act": "tanh"}, "hidden_act"),
-    ("bert", {"type_vocab_size": 0}, "type_vocab_size"),
-    ("roberta", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-    ("roberta", {"is_decoder": True}, "is_decoder"),
-    ("roberta", {"add_cross_attention": True}, "add_cross_attention"),
-    ("modernbert", {"local_attention": 1}, "local_attention"),
-    ("modernbert", {"global_attn_every_n_layers": 0}, "global_attn_every_n_layers"),
-    ("modernbert", {"layer_types": ["full_attention"]}, "layer_types"),
-    ("modernbert", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
-    ("modernbert", {"is_decoder": True}, "is_decoder"),
-    ("modernbert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-    ("electra", {"embedding_size": 24}, "embedding_size"),
-    ("electra", {"embedding_size": None}, "embedding_size"),
-    ("distilbert", {"layer_norm_eps": 1e-5}, "layer_norm_eps"),
-    ("distilbert", {"n_heads": 7}, "dim"),
-    ("distilbert", {"hidden_size": 48}, "hidden_size"),
-    ("distilbert", {"type_vocab_size": 2}, "type_vocab_size"),
-    ("roberta", {"pad_token_id": None}, "pad_token_id"),
-    ("roberta", {"pad_token_id": -1}, "pad_token_id"),
-    ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
-]
-
-
-@pytest.mark.parametrize(("family", "fields", "named"), REFUSED)
-def test_it_is_refused_by_name(family: str, fields: dict[str, Any], named: str) -> None:
-    config = read_json(saved(family, next(iter(CASES[family].variants)))[1])
-    with pytest.raises(ConfigError, match=f"^config.json:.*'{named}'"):
-        original_design(config | fields, families()[family], "config.json")
-
-
 WRONG_TYPES = [
     (torch.tensor([[0, 1, 2], [0, 0, 0]]), r"2 .*2 types"),
     (torch.tensor([[0, 1, 1], [0, -1, 0]]), r"-1 .*2 types"),

@@ -26,7 +26,7 @@ from heddle.exchange.safetensors_folder import to_json
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.model.multi_token import MultiTokenModule
-from tests.exchange.hf_models import PLAIN, VOCABULARY, config_of, drawn, our_logits, read_json, write
+from tests.exchange.hf_models import PLAIN, VOCABULARY, config_of, drawn, our_logits, read_json, tensors_of, write
 
 LINEAR, FULL = "linear_attention", "full_attention"
 MIXED = [LINEAR, LINEAR, LINEAR, FULL]  # of the model; the module's layer follows
@@ -223,16 +223,12 @@ def test_states_before_the_models_last_norm_are_told_apart(family: str) -> None:
     assert float((model.head(first.hidden) - saved(family).ahead[0]).detach().abs().max()) > TOLD
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize("family", CASES)
 def test_an_export_writes_them_again(family: str, tmp_path: Path) -> None:
     source = load(saved(family).folder)
     match = export(source.model, tmp_path / "out", imported=source)
     assert match.family.model_type == family
-    mine, theirs = stored(tmp_path / "out"), stored(saved(family).folder)
+    mine, theirs = tensors_of(tmp_path / "out"), tensors_of(saved(family).folder)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
     names = families()[family].multi_token
@@ -351,8 +347,8 @@ def test_a_module_of_another_kind_of_layer_is_left_out_and_refused(
         chosen_match(load_config(data), "deepseek_v3")
 
     export(heddle.build(design.replace(multi_token=None)), tmp_path / "linear", family="qwen3_next")
-    names = {name: tensor for name, tensor in stored(saved("qwen3_next").folder).items() if name.startswith("mtp.")}
-    save_file(stored(tmp_path / "linear") | names, tmp_path / "linear" / "model.safetensors")
+    names = {name: tensor for name, tensor in tensors_of(saved("qwen3_next").folder).items() if name.startswith("mtp.")}
+    save_file(tensors_of(tmp_path / "linear") | names, tmp_path / "linear" / "model.safetensors")
     (tmp_path / "linear" / "manifest.json").unlink()
     assert load(tmp_path / "linear").model.config.multi_token is None
     assert "their layer is of another kind than the last one of the model" in capsys.readouterr().err
@@ -412,7 +408,7 @@ def test_beside_images_and_in_eight_bits(tmp_path: Path) -> None:
     assert error(load(sees).model, family) <= ERROR
 
     name = "model.layers.3.self_attn.o_proj.weight"
-    whole = stored(saved("deepseek_v3").folder)[name]
+    whole = tensors_of(saved("deepseek_v3").folder)[name]
     packed = {name: (whole / 2).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1, 1), 2.0)}
     eight = altered("deepseek_v3", tmp_path / "eight", lambda tensors: tensors | packed)
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -44,34 +44,6 @@ def test_the_lists_are_apart() -> None:
     assert len(frozenset().union(*lists)) == sum(map(len, lists))
 
 
-ON: list[tuple[str, Fields, str]] = [
-    ("qwen2", {"use_mrope": True}, "'use_mrope'"),
-    ("llama", {"rope_interleaved": True}, "'rope_interleaved'"),
-    ("mistral", {"attention_bias": True}, "'attention_bias'"),
-    ("phi3", {"lm_head_bias": True}, "'lm_head_bias'"),
-    ("phi3", {"full_attn_mod": 2}, r"'full_attn_mod'.*2.*1 only"),
-    ("phi3", {"interpolate_factor": 4}, r"'interpolate_factor'.*4.*1 only"),
-    ("phi", {"rotary_dim": 3}, r"'rotary_dim'.*3.*4 only"),
-    ("qwen3_moe", {"qkv_bias": True}, "'qkv_bias'"),
-    ("qwen3_moe", {"use_qk_norm": False}, "'use_qk_norm'"),
-    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, r"'shared_expert_intermediate_size'.*64"),
-    (
-        "hunyuan_v1_dense",
-        {"rope_scaling": {"type": "dynamic", "alpha": "many"}},
-        r"'alpha'.*'many'",
-    ),
-    ("llama", {"tie_encoder_decoder": True}, "'tie_encoder_decoder'"),
-    ("gpt2", {"hidden_size": 7}, r"'hidden_size'.*7.*'n_embd'.*42"),
-    ("gpt2", {"attention_warp": 0}, r"'attention_warp':.*gpt2"),
-]
-
-
-@pytest.mark.parametrize(("family", "fields", "sentence"), ON)
-def test_what_would_change_numbers_is_refused_by_name(family: str, fields: Fields, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        design_from_config(config(family) | fields, families()[family])
-
-
 OWN: list[tuple[str, Fields, tuple[str, ...]]] = [
     ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}, ()),
     ("phi", {"rotary_dim": 4, "attention_bias": False}, ()),

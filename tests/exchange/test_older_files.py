@@ -24,9 +24,9 @@ from tests.exchange.hf_models import (
     imported,
     read_json,
     saved,
+    tensors_of,
     their_logits,
 )
-from tests.exchange.test_families import tensors_of
 
 Tensors = dict[str, torch.Tensor]
 

@@ -14,11 +14,11 @@ from heddle.data.token_file import write_token_file
 from heddle.errors import MachineError
 from heddle.exchange.export import export
 from heddle.exchange.gguf import export_gguf
-from heddle.exchange.imported_checkpoint import save_imported
 from heddle.exchange.load import load
 from heddle.lab.verify import NOT_COVERED, OK, verify_files
 from heddle.model.decoder import build
 from heddle.storage import file_io
+from heddle.storage.model import save
 from heddle.storage.run_log import open_run
 from tests import small
 from tests.storage.shared import Died, System, standing_in
@@ -59,7 +59,7 @@ def make_writers(root: Path) -> dict[str, Callable[[Path], object]]:
     return {
         "export": lambda folder: export(model, folder / "out"),
         "gguf": lambda folder: export_gguf(model, folder / "out.gguf"),
-        "import": lambda folder: save_imported(imported, folder / "out"),
+        "import": lambda folder: save(imported.model, folder / "out", imported.tokenizer, imported.text_files),
         "cache": cached,
         "tokens": tokens,
         "run": run,

@@ -40,8 +40,8 @@ def import_(settings: ImportSettings) -> None:
         import torch
 
         from heddle.data.chat import chat_template_text
-        from heddle.exchange.imported_checkpoint import save_imported
         from heddle.exchange.load import load
+        from heddle.storage.model import save
 
         dtype = None if dequantize is None else getattr(torch, DTYPES[dequantize])
         if folder.suffix == ".gguf":
@@ -50,7 +50,7 @@ def import_(settings: ImportSettings) -> None:
             imported = load_gguf(folder, dtype, settings.allow_non_finite, settings.tokenizer)
         else:
             imported = load(folder, None, dtype, settings.allow_non_finite, settings.tokenizer)
-        save_imported(imported, out)
+        save(imported.model, out, imported.tokenizer, imported.text_files)
         if imported.tokenizer is not None and (template := chat_template_text(imported.text_files)) is not None:
             _warn_of_unknown_names(template, str(folder))
         parameters = sum(parameter.numel() for parameter in imported.model.parameters())

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from heddle.config import DesignError
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder, Layer, build
+from heddle.model.decoder import Decoder, Layer
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.feedforwards.moe import ExpertLinear
 from heddle.parts.mixers import Mixer
@@ -16,11 +16,6 @@ from heddle.parts.norms.rms import RMSConfig
 
 BRANCHES = ("mixer", "feedforward")
 BLOCK = 2**22  # elements that are multiplied in float64 at a time
-
-
-def modules_of(design: ModelConfig) -> Decoder:
-    """The modules of a design, without memory for their parameters."""
-    return build(design, device="meta")
 
 
 def layer_modules(model: Decoder, index: int) -> Layer:
@@ -76,11 +71,6 @@ def gain_offset(norm: NormConfig) -> float:
     if isinstance(norm, RMSConfig | LayerNormConfig):
         return norm.offset
     raise DesignError("norm", f"kind {norm.kind} has an unknown gain; only gains of rms and layer can be rewritten")
-
-
-def layer_path(index: int) -> str:
-    """The path of a layer as messages and parameters name it."""
-    return f"layers.{index}"
 
 
 def check_growth(field: str, before: int, after: int) -> None:

@@ -97,32 +97,20 @@ class FolderWeights(Weights):
         return self.contents.tensor(WEIGHTS_FILE, name)
 
 
-class TransformersWeights(Weights):
+class TransformersWeights(LazyCheckpoint, Weights):
     """The parameters in a folder of transformers."""
 
-    def __init__(self, checkpoint: LazyCheckpoint) -> None:
-        self.design = checkpoint.design.resolved()
-        self.checkpoint = checkpoint
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """As in `Weights`."""
-        return self.checkpoint.specs
-
-    def tensor(self, name: str) -> Tensor:
-        """As in `Weights`."""
-        return self.checkpoint.tensor(name)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.design = self.design.resolved()
 
 
 def open_source(folder: Path) -> ConversionSource:
     """Open a model. Only headers and small files are read. Raises CheckpointError and ConfigError."""
     if is_transformers_folder(folder):
-        checkpoint = LazyCheckpoint(folder)
-        tokenizer, documents = checkpoint.read_tokenizer()
-        weights = TransformersWeights(checkpoint)
-        return ConversionSource(
-            folder, weights, checkpoint.weights_sha256, tokenizer, documents, checkpoint.imported_config
-        )
+        weights = TransformersWeights(folder)
+        tokenizer, documents = weights.read_tokenizer()
+        return ConversionSource(folder, weights, weights.weights_sha256, tokenizer, documents, weights.imported_config)
     contents = read_folder(find_model_folder(folder))
     documents = {name: text for name, text in contents.documents.items() if name in COMPANION_FILES}
     return ConversionSource(

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.conversion.weights import LayerActivations
+from heddle.model.initialization import set_parameter
 from heddle.numerics.attention.observer import Observation, observing_attention
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
@@ -257,9 +258,7 @@ def build_mixer(config: AttentionConfig, context: BuildContext, layer: Parameter
     with torch.device("meta"):
         mixer = config.build(context).eval()
     for name, _ in list(mixer.named_parameters()):
-        owner, _, attribute = name.rpartition(".")
-        value = nn.Parameter(layer[f"mixer.{name}"].double(), requires_grad=False)
-        setattr(mixer.get_submodule(owner), attribute, value)
+        set_parameter(mixer, name, layer[f"mixer.{name}"].double(), requires_grad=False)
     return mixer
 
 

@@ -53,6 +53,7 @@ class FittedRewrite(Rewrite, ABC):
     text the most. fit_steps, fit_learning_rate, seed: of the fit. lowered: the error that the fit lowers.
     """
 
+    exact: ClassVar[bool] = False
     lowered: ClassVar[FitError] = OUTPUT_ERROR
     keep: LayerCount | None = None
     fit_steps: PositiveInt = 500
@@ -68,10 +69,6 @@ class FittedRewrite(Rewrite, ABC):
     def chooses_on_text(self) -> bool:
         """True if it chooses layers."""
         return self.keep is not None
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Never."""
-        return False
 
 
 class FittedMixers(FittedRewrite, ABC):

@@ -15,6 +15,7 @@ from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.modules.indexer import indexer_field
 
+EVERYTHING = frozenset({"attention", "layers", "convolutions", "modules"})  # that a rewrite may keep
 REWRITES_FOLDER = Path(__file__).parent / "rewrites"
 
 
@@ -23,18 +24,15 @@ class Rewrite(Config, ABC):
 
     targets: fields of a design that it changes, each with the option that takes the new value. methods: sets of options
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
-    None: all that it applies to. keeps_attention: whether it leaves attention unchanged, so that layers may share
-    keys and values or have an indexer. keeps_layers: whether it changes no layer, so that layers may be visited
-    several times. keeps_convolutions: whether the inputs of short convolutions stay the same. keeps_modules: whether
-    multi-token modules, which are built like the last layer, still fit.
+    None: all that it applies to. keeps: what it leaves as it is: `attention`, so that layers may share keys and values
+    or have an indexer; `layers`, so that they may be visited several times; the inputs of short `convolutions`; and
+    multi-token `modules`, which are built like the last layer. exact: `is_exact` of those that always or never are.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
     methods: ClassVar[Sequence[Mapping[str, str]]] = ()
-    keeps_attention: ClassVar[bool] = False
-    keeps_layers: ClassVar[bool] = False
-    keeps_convolutions: ClassVar[bool] = False
-    keeps_modules: ClassVar[bool] = False
+    keeps: ClassVar[frozenset[str]] = frozenset()
+    exact: ClassVar[bool]
     layers: tuple[int, ...] | None = None
 
     @property
@@ -61,9 +59,9 @@ class Rewrite(Config, ABC):
         """Whether the text decides its design, not only its weights."""
         return self.needs_text
 
-    @abstractmethod
     def is_exact(self, design: ModelConfig) -> bool:
         """Whether the converted model computes the same logits as one of this design, up to rounding."""
+        return type(self).exact
 
     @abstractmethod
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
@@ -79,26 +77,26 @@ class Rewrite(Config, ABC):
         normalized, per-layer embeddings, feed-forwards that read ids, and multi-token modules, which are built like the
         last layer.
         """
-        if design.multi_token is not None and not self.keeps_modules:
+        if design.multi_token is not None and "modules" not in self.keeps:
             reason = f"{self.name} would leave the modules in the old design"
             raise DesignError("multi_token", f"{reason}; give --to drop_multi_token before it, which leaves them out")
-        if design.embedding.per_layer is not None and not self.keeps_layers:
+        if design.embedding.per_layer is not None and "layers" not in self.keeps:
             reason = f"gives every layer an embedding of its own, which {self.name} does not support"
             raise DesignError("embedding.per_layer", f"{reason}; convert a design without it")
         for index, (_, layer) in enumerate(design.expand()):
-            if layer.feedforward is not None and layer.feedforward.reads_tokens and not self.keeps_layers:
+            if layer.feedforward is not None and layer.feedforward.reads_tokens and "layers" not in self.keeps:
                 reason = f"reads the ids of tokens, which {self.name} does not support"
                 raise DesignError(f"layers.{index}.feedforward", f"{reason}; convert a design without it")
-        if design.is_looped and not self.keeps_layers:
+        if design.is_looped and "layers" not in self.keeps:
             reason = f"shares weights between layers, but {self.name} converts each layer separately"
             raise DesignError("layers.*.shared", f"{reason}; convert a design without it")
         for distinct in design.distinct_layers:
             for name, part in (("mixer", distinct.config.mixer), ("feedforward", distinct.config.feedforward)):
-                if part is not None and has_convolutions(part) and not self.keeps_convolutions:
+                if part is not None and has_convolutions(part) and "convolutions" not in self.keeps:
                     reason = f"is not supported by {self.name}, which would change its input"
                     path = f"layers.{distinct.index}.{name}.short_convolution"
                     raise DesignError(path, f"{reason}; convert a design without it")
-        if not self.keeps_attention:
+        if "attention" not in self.keeps:
             self._check_attention(design)
 
     def _check_attention(self, design: ModelConfig) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
-from heddle.model.initialization import storage_dtype
+from heddle.model.initialization import set_parameter, storage_dtype
 from heddle.parts.layout import HandedOver, Layout
 from heddle.progress import progress_bar
 
@@ -116,9 +116,7 @@ def run_layer(index: int, layer: Layer, streams: Sequence[Any], layouts: Sequenc
 def fill_parameters(module: nn.Module, prefix: str, weights: "Weights", device: torch.device) -> None:
     """Give every parameter of a meta module its values, on a device."""
     for name, parameter in list(module.named_parameters()):
-        owner, _, attribute = name.rpartition(".")
-        value = nn.Parameter(weights.tensor(prefix + name).to(device), requires_grad=parameter.requires_grad)
-        setattr(module.get_submodule(owner), attribute, value)
+        set_parameter(module, name, weights.tensor(prefix + name).to(device), parameter.requires_grad)
 
 
 LAYER_PREFIX = "layers."
@@ -245,8 +243,6 @@ def build_model(weights: Weights) -> Decoder:
     """A model in memory with these weights, in eval mode."""
     model = build(weights.design, device="meta")
     for name, parameter in list(model.named_parameters()):
-        owner, _, attribute = name.rpartition(".")
-        value = torch.nn.Parameter(weights.tensor(name), parameter.requires_grad)
-        setattr(model.get_submodule(owner), attribute, value)
+        set_parameter(model, name, weights.tensor(name), parameter.requires_grad)
     model.tie()
     return model.eval()

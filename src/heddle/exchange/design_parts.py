@@ -21,6 +21,7 @@ from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.positions.rope import RopeConfig
 
 M = TypeVar("M", bound=MixerConfig)
+DENSE, SPARSE = "dense", "sparse"  # in `mlp_layer_types`
 
 HF_ACTIVATIONS = {"relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 HEDDLE_ACTIVATIONS = {hf_name: name for name, hf_name in HF_ACTIVATIONS.items()} | {
@@ -114,6 +115,11 @@ def layer_types(design: ModelConfig) -> list[str]:
     """`sliding_attention` where a layer's attention has a window, else `full_attention`."""
     windows = [getattr(layer.mixer, "window", None) for layer in layers(design)]
     return ["full_attention" if window is None else "sliding_attention" for window in windows]
+
+
+def mlp_layer_types(design: ModelConfig) -> list[str]:
+    """`sparse` where a layer has experts, else `dense`."""
+    return [SPARSE if is_sparse else DENSE for is_sparse in has_experts(design)]
 
 
 def first_window(design: ModelConfig) -> int | None:

@@ -1,4 +1,4 @@
-"""Save an imported model as a heddle checkpoint, with what an export to Hugging Face needs, and open it again."""
+"""What an import left in a checkpoint of heddle, which an export to Hugging Face needs."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from heddle.exchange.safetensors_folder import parse_json, read_text_file
 from heddle.model.decoder import Decoder
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
 from heddle.storage.folder import read_folder
-from heddle.storage.model import IMPORTED_FILE, find_model_folder, load, save
+from heddle.storage.model import IMPORTED_FILE, find_model_folder, load
 from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
 
 # An imported model together with the parts of its folder that heddle does not use but an export writes again.
@@ -28,11 +28,6 @@ class ImportedModel:
     def preserved_config(self) -> dict[str, Any]:
         """The fields of config.json that an export writes again. They belong to the model."""
         return self.model.imported_config
-
-
-def save_imported(imported: ImportedModel, folder: Path) -> None:
-    """Write a heddle checkpoint with the imported tokenizer's files. Raises as `heddle.save`."""
-    save(imported.model, folder, imported.tokenizer, imported.text_files)
 
 
 def imported_family(folder: str | Path) -> str | None:

@@ -1,14 +1,14 @@
 """Load a Hugging Face folder as a heddle model: read config.json field by field, then place the tensors one by one."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.config import parse_config
 from heddle.errors import CheckpointError, ConfigError
@@ -21,7 +21,7 @@ from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder
 from heddle.exchange.tokenizer_files import chosen_tokenizer, read_tokenizer_files
 from heddle.model.config import ModelConfig, MultiTokenConfig
 from heddle.model.decoder import Decoder, build
-from heddle.model.initialization import storage_dtype
+from heddle.model.initialization import set_parameter, storage_dtype
 from heddle.progress import print_status
 from heddle.tokenization.tokenizer import Tokenizer
 
@@ -161,9 +161,7 @@ def _module_difference(
 ) -> str | None:
     """Why a folder's multi-token modules are not those of a design, or None if they are."""
     weight_map = build_weight_map(family, build(design, device="meta"))
-    names = TensorNames(weight_map, stored, str(checkpoint.folder))
-    own = {names(name): name for name in stored}
-    weight_map.use_alternatives(own)
+    own = stored_names(weight_map, stored, str(checkpoint.folder))
     rules = {parameter_name(rule.parameters[0]): rule.hf_name for rule in weight_map.rules.values()}
     wanted = {
         rule.hf_name
@@ -183,6 +181,16 @@ def _module_difference(
             if not torch.equal(copy.to(original.dtype), original):
                 return f"tensor '{name}' is not the model's '{main}', which heddle's share"
     return None
+
+
+def _check_tensor(
+    weight_map: WeightMap, rule: TensorRule, dtype: torch.dtype, shape: Sequence[int], source: str
+) -> None:
+    """Raises CheckpointError for a tensor that is not what its rule needs."""
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise CheckpointError(f"{source} is of type {dtype}; heddle reads unquantized floating-point weights")
+    if tuple(shape) != tuple(expected := weight_map.hf_shape(rule)):
+        raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}")
 
 
 def _missing(name: str) -> str:
@@ -260,6 +268,14 @@ class TensorNames:
         return self.added + name if self.added + name in self.known else name
 
 
+def stored_names(weight_map: WeightMap, stored: Iterable[str], source: str) -> dict[str, str]:
+    """A file's names of its tensors by the family's. The rules' alternatives that the file holds are used."""
+    names = TensorNames(weight_map, stored, source)
+    own = {names(name): name for name in stored}
+    weight_map.use_alternatives(own)
+    return own
+
+
 def _without_wrappers(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in WRAPPERS)
 
@@ -293,7 +309,8 @@ class _WeightLoader:
             own_name, name = name, self.names(name)
             rule = self.missing.pop(name, None)
             if rule is not None:
-                self._check_tensor(rule, tensor, source)
+                _check_tensor(self.weight_map, rule, tensor.dtype, tensor.shape, source)
+                self._check_finite(tensor, source)
                 first = self.parameters[parameter_name(rule.parameters[0])]
                 self._copy_into(rule, tensor if dtype is None else tensor.to(storage_dtype(first, dtype)))
             elif name in self.weight_map.copies:
@@ -317,9 +334,7 @@ class _WeightLoader:
         for prefix in sorted(ignored):
             print_status(f"ignored: tensors {prefix}…, which heddle does not build")
         for name, tensor in self.loaded.items():
-            owner, _, attribute = name.rpartition(".")
-            parameter = nn.Parameter(tensor, self.parameters[name].requires_grad)
-            setattr(self.model.get_submodule(owner), attribute, parameter)
+            set_parameter(self.model, name, tensor, self.parameters[name].requires_grad)
         self.model.tie()
 
     def _ignored_prefix(self, name: str) -> str | None:
@@ -327,11 +342,7 @@ class _WeightLoader:
         patterns = IGNORED_TENSORS + self.family.ignored_tensors + self.checkpoint.ignored_tensors
         return _matching_prefix(name, [pattern.format(depth=self.model.config.depth) for pattern in patterns])
 
-    def _check_tensor(self, rule: TensorRule, tensor: Tensor, source: str) -> None:
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
-            raise CheckpointError(f"{source} is of type {tensor.dtype}; heddle reads unquantized weights")
-        if tensor.shape != (shape := self.weight_map.hf_shape(rule)):
-            raise CheckpointError(f"{source} has shape {list(tensor.shape)}, the config needs {list(shape)}")
+    def _check_finite(self, tensor: Tensor, source: str) -> None:
         if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
             if not self.allow_non_finite:
                 remedy = "download the weights again, or allow such values"
@@ -381,10 +392,8 @@ class LazyCheckpoint:
         self._model = build(self.design, device="meta")
         self._weight_map = build_weight_map(self.family, self._model)
         stored = self.checkpoint.tensor_specs()
-        names = TensorNames(self._weight_map, stored, str(folder))
-        self._names = {names(name): name for name in stored}  # by the family's
+        self._names = stored_names(self._weight_map, stored, str(folder))
         self._stored = {name: stored[own_name] for name, own_name in self._names.items()}
-        self._weight_map.use_alternatives(self._stored)
         self._rules: dict[str, list[TensorRule]] = {}  # of each parameter
         for rule in self._weight_map.rules.values():
             self._check(rule)
@@ -396,11 +405,7 @@ class LazyCheckpoint:
         if name not in self._stored:
             raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         file, dtype, shape = self._stored[name]
-        source = f"{self.checkpoint.folder / file}: tensor '{name}'"
-        if not dtype.is_floating_point or dtype.itemsize == 1:
-            raise CheckpointError(f"{source} is of type {dtype}; heddle reads unquantized floating-point weights")
-        if shape != tuple(expected := self._weight_map.hf_shape(rule)):
-            raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}")
+        _check_tensor(self._weight_map, rule, dtype, shape, f"{self.checkpoint.folder / file}: tensor '{name}'")
 
     @cached_property
     def specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -48,6 +48,12 @@ def storage_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
     return dtype if parameter.requires_grad else torch.promote_types(dtype, torch.float32)
 
 
+def set_parameter(module: nn.Module, name: str, value: torch.Tensor, requires_grad: bool) -> None:
+    """Put a tensor in place of a parameter, such as `mixer.q.weight`; of any dtype, device and shape."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(owner), attribute, nn.Parameter(value, requires_grad))
+
+
 def materialize(model: "Decoder", dtype: torch.dtype, device: torch.device | str) -> None:
     """Allocate every parameter of a meta model, without setting its values. Shared ones stay shared."""
     _replace_values(model, lambda each: torch.empty(each.shape, dtype=storage_dtype(each, dtype), device=device))

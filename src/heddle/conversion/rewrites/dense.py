@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.branches import layer_path, scale_weight
+from heddle.conversion.branches import scale_weight
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
@@ -21,11 +21,8 @@ PROJECTIONS = ("gate", "up", "down")
 class Dense(Rewrite):
     """Replace identical experts by one feed-forward. Layers with different experts are refused."""
 
-    keeps_attention: ClassVar[bool] = True
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Always: experts that differ are refused."""
-        return True
+    keeps: ClassVar[frozenset[str]] = frozenset({"attention"})
+    exact: ClassVar[bool] = True  # experts that differ are refused
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if experts differ, if their gates do not sum to one number, or if there are none."""
@@ -34,13 +31,13 @@ class Dense(Rewrite):
         for index in self.selected_layers(source.design):
             layer = source.design.layers[index]
             if isinstance(layer.feedforward, MoEConfig):
-                path = f"{layer_path(index)}.feedforward"
+                path = f"layers.{index}.feedforward"
                 _check_gates(layer.feedforward, path)
                 _check_equal(source, path)
                 changed[index] = layer.replace(feedforward=_feedforward(layer.feedforward))
                 scales[index] = layer.feedforward.scale
             elif self.layers is not None:
-                raise DesignError(f"{layer_path(index)}.feedforward", "has no experts; leave this layer out")
+                raise DesignError(f"layers.{index}.feedforward", "has no experts; leave this layer out")
         if not changed:
             raise DesignError("feedforward", "no layer has experts, so nothing would change; leave it out")
         return _Dense(source, replace_layers(source.design, changed), scales)

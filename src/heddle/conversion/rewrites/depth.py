@@ -16,26 +16,22 @@ from heddle.conversion.branches import (
     check_growth,
     gain_offset,
     layer_modules,
-    layer_path,
     mixer_kind,
-    modules_of,
     output_projections,
 )
 from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
 
 
 class Depth(Rewrite):
     """`depth`: the number of layers. `at`: new layers `spread` evenly between the old ones, or all at the `end`."""
 
+    exact: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"depth": "depth"}
     depth: PositiveInt
     at: Literal["spread", "end"] = "spread"
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Always."""
-        return True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if the depth does not grow, or if no layer of the design can be the identity."""
@@ -69,20 +65,20 @@ class Depth(Rewrite):
 
     def _check_indices(self, design: ModelConfig, origins: list[tuple[int, bool]]) -> None:
         """Raises DesignError if an old layer that depends on its index would get another one."""
-        model = modules_of(design)
+        model = build(design, device="meta")
         for new_index, (index, is_copy) in enumerate(origins):
             mixer = layer_modules(model, index).mixer
             if mixer is not None and mixer.uses_layer_index and not is_copy and new_index != index:
                 config = design.layers[index].mixer
                 assert config is not None
                 reason = f"kind {config.kind} depends on the index of its layer, which would become {new_index}"
-                raise DesignError(f"{layer_path(index)}.mixer", f"{reason}; give at=end")
+                raise DesignError(f"layers.{index}.mixer", f"{reason}; give at=end")
 
 
 class _Deeper(ConvertedWeights):
     def __init__(self, source: Weights, design: ModelConfig, origins: list[tuple[int, bool]]) -> None:
         super().__init__(source, design)
-        self.origins, self.model = origins, modules_of(source.design)
+        self.origins, self.model = origins, build(source.design, device="meta")
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """An old layer, or a copy of one that writes zero."""

@@ -3,22 +3,15 @@
 from typing import ClassVar
 
 from heddle.config import DesignError
-from heddle.conversion.rewrite import Rewrite
+from heddle.conversion.rewrite import EVERYTHING, Rewrite
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
-from heddle.model.config import ModelConfig
 
 
 class DropMultiToken(Rewrite):
     """Remove the multi-token modules."""
 
-    keeps_attention: ClassVar[bool] = True
-    keeps_layers: ClassVar[bool] = True
-    keeps_convolutions: ClassVar[bool] = True
-    keeps_modules: ClassVar[bool] = True
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Always."""
-        return True
+    keeps: ClassVar[frozenset[str]] = EVERYTHING
+    exact: ClassVar[bool] = True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError for a design without modules."""

@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveFloat, Width
-from heddle.conversion.branches import layer_path
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
@@ -31,7 +30,8 @@ class Experts(Rewrite):
     `moe`. seed: of the router. With `top_k: 1` every gate is 1, so that only `aux_loss` would train the router.
     """
 
-    keeps_attention: ClassVar[bool] = True
+    keeps: ClassVar[frozenset[str]] = frozenset({"attention"})
+    exact: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"experts": "experts"}
     experts: Width
     top_k: Width = 2
@@ -39,21 +39,17 @@ class Experts(Rewrite):
     aux_loss: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     seed: int = 0
 
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Always."""
-        return True
-
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer, or not every named one, has an `mlp` or `gated` feed-forward."""
         changed: dict[int, LayerConfig] = {}
         for index in self.selected_layers(source.design):
             layer = source.design.layers[index]
             if isinstance(layer.feedforward, GatedConfig):
-                _check_multipliers(layer.feedforward, f"{layer_path(index)}.feedforward")
+                _check_multipliers(layer.feedforward, f"layers.{index}.feedforward")
             if isinstance(layer.feedforward, MLPConfig | GatedConfig):
                 changed[index] = layer.replace(feedforward=self.mixture(layer.feedforward))
             elif self.layers is not None:
-                raise DesignError(f"{layer_path(index)}.feedforward", "is neither mlp nor gated; leave this layer out")
+                raise DesignError(f"layers.{index}.feedforward", "is neither mlp nor gated; leave this layer out")
         if not changed:
             raise DesignError("feedforward", "no layer has an mlp or gated feed-forward to copy; leave it out")
         design = replace_layers(source.design, changed)
@@ -104,6 +100,6 @@ class _Experts(ConvertedWeights):
             for name, value in layer.items()
         }
         converted[router] = torch.empty(self.options.experts, self.design.width)
-        draws = ParameterDraws(self.options.seed, f"{layer_path(index)}.feedforward.router")
+        draws = ParameterDraws(self.options.seed, f"layers.{index}.feedforward.router")
         fill_normal(converted[router], self.std, draws("weight"))
         return converted

@@ -14,14 +14,13 @@ from heddle.conversion.branches import (
     gain_offset,
     input_projections,
     layer_modules,
-    layer_path,
     mixer_kind,
-    modules_of,
     scale_weight,
 )
 from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
 from heddle.parts.residuals import FinalNorm
 
 FINAL_NORM, HEAD = "final_norm.norm", "head"
@@ -32,20 +31,17 @@ _Readers = dict[str, list[str]]  # the path of a norm -> the paths of the projec
 class FoldNorms(Rewrite):
     """Fold norms into the projections after them. `final_norm`: also into the head; default: if no layers are named."""
 
-    keeps_attention: ClassVar[bool] = True
+    keeps: ClassVar[frozenset[str]] = frozenset({"attention"})
+    exact: ClassVar[bool] = True
     final_norm: bool | None = None
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Always."""
-        return True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError for a norm that cannot be folded, and if there is none."""
-        design, model = source.design, modules_of(source.design)
+        design, model = source.design, build(source.design, device="meta")
         offset = gain_offset(design.norm)
         readers: dict[int, _Readers] = {}
         for index in self.selected_layers(design):
-            layer, path = layer_modules(model, index), layer_path(index)
+            layer, path = layer_modules(model, index), f"layers.{index}"
             readers[index] = _readers(layer, design, index, path)
             for norm, projections in readers[index].items():
                 _check_biases(layer, norm, projections, path)

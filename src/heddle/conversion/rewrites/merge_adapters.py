@@ -9,10 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from heddle.conversion.branches import modules_of
-from heddle.conversion.rewrite import Rewrite
+from heddle.conversion.rewrite import EVERYTHING, Rewrite
 from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, ConvertedWeights, Weights
-from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
 from heddle.model.lora import merged_weight
 from heddle.storage.model import LoraFolder, digest_tensors, read_lora, with_lora_folder
 
@@ -20,23 +19,17 @@ from heddle.storage.model import LoraFolder, digest_tensors, read_lora, with_lor
 class MergeAdapters(Rewrite):
     """Merge the LoRA adapters in `folder`, as `save_lora` writes it."""
 
-    keeps_attention: ClassVar[bool] = True
-    keeps_layers: ClassVar[bool] = True
-    keeps_convolutions: ClassVar[bool] = True
-    keeps_modules: ClassVar[bool] = True
+    keeps: ClassVar[frozenset[str]] = EVERYTHING
+    exact: ClassVar[bool] = True  # the result computes what the model computes with its adapters
     targets: ClassVar[Mapping[str, str]] = {"adapters": "folder"}
     folder: str
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Always: the result computes what the model computes with its adapters."""
-        return True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Reads all weights once. Raises CheckpointError for damaged adapters, or if they belong to other weights."""
         self.refuse_layers("adapters")
         saved = read_lora(Path(self.folder))
         saved.check_base(digest_tensors(_base_tensors(source)))
-        with_lora_folder(modules_of(source.design), saved)
+        with_lora_folder(build(source.design, device="meta"), saved)
         return _Merged(source, saved)
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from heddle.config import DesignError, FiniteFloat
 from heddle.conversion.convert import open_source
-from heddle.conversion.rewrite import Rewrite
+from heddle.conversion.rewrite import EVERYTHING, Rewrite
 from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, ConvertedWeights, Weights
-from heddle.model.config import ModelConfig
 from heddle.numerics.random import RandomStream
 
 STRAIGHT = 0.9995  # cosine of an angle so small that slerp is linear
@@ -51,10 +50,8 @@ class MergeModels(Rewrite):
     part; by default in linear and ties.
     """
 
-    keeps_attention: ClassVar[bool] = True
-    keeps_layers: ClassVar[bool] = True
-    keeps_convolutions: ClassVar[bool] = True
-    keeps_modules: ClassVar[bool] = True
+    keeps: ClassVar[frozenset[str]] = EVERYTHING
+    exact: ClassVar[bool] = False  # the result is another model
     targets: ClassVar[Mapping[str, str]] = {"merge": "method"}
     method: Literal["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
     models: tuple[str, ...]
@@ -76,10 +73,6 @@ class MergeModels(Rewrite):
     def divides(self) -> bool:
         """Whether the result is divided by the sum of the weights."""
         return self.method in ("linear", "ties") if self.normalize is None else self.normalize
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Never: the result is another model."""
-        return False
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError for models of other designs and for options that do not fit the method."""

@@ -24,12 +24,9 @@ RotaryMixerConfig = AttentionConfig | LatentAttentionConfig
 class RopeLayout(Rewrite):
     """`layout`: the order of RoPE pairs in each head of `attention` and `latent_attention`."""
 
+    exact: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"position.layout": "layout"}
     layout: Literal["half", "interleaved"]
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Always."""
-        return True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer has RoPE in the other layout."""

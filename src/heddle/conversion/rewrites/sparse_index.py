@@ -47,8 +47,7 @@ class SparseIndex(FittedMixers):
     longest_text: tokens of the longest text to be read; if all of its keys are selected, the conversion is exact.
     """
 
-    keeps_attention: ClassVar[bool] = True
-    keeps_convolutions: ClassVar[bool] = True
+    keeps: ClassVar[frozenset[str]] = frozenset({"attention", "convolutions"})
     lowered: ClassVar[FitError] = FitError("nats from dense attention", _divergence, _tokens)
     convertible: ClassVar[str] = "softmax attention that has neither a window nor an indexer"
     top_k: Width

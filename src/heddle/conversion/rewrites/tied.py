@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.rewrite import Rewrite
+from heddle.conversion.rewrite import EVERYTHING, Rewrite
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
-from heddle.model.config import ModelConfig
 
 HEAD, EMBEDDING = "head.weight", "embed.weight"
 
@@ -17,16 +16,10 @@ HEAD, EMBEDDING = "head.weight", "embed.weight"
 class Tied(Rewrite):
     """`tied`: whether the head shares the embedding's weight. True is refused where the two differ."""
 
-    keeps_attention: ClassVar[bool] = True
-    keeps_layers: ClassVar[bool] = True
-    keeps_convolutions: ClassVar[bool] = True
-    keeps_modules: ClassVar[bool] = True
+    keeps: ClassVar[frozenset[str]] = EVERYTHING
+    exact: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"head.tied": "tied"}
     tied: bool
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Always."""
-        return True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if nothing would change, or if the weights to tie differ."""

@@ -25,9 +25,7 @@ class VocabSize(Rewrite):
     The mask gives the design a `head.bias`, which few families can export.
     """
 
-    keeps_attention: ClassVar[bool] = True
-    keeps_layers: ClassVar[bool] = True
-    keeps_convolutions: ClassVar[bool] = True
+    keeps: ClassVar[frozenset[str]] = frozenset({"attention", "layers", "convolutions"})
     targets: ClassVar[Mapping[str, str]] = {"vocab_size": "vocab_size"}
     vocab_size: PositiveInt
     mask: bool = True

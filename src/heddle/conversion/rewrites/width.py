@@ -18,15 +18,13 @@ from heddle.conversion.branches import (
     gain_offset,
     input_projections,
     layer_modules,
-    layer_path,
-    modules_of,
     output_projections,
     scale_weight,
 )
 from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder
+from heddle.model.decoder import Decoder, build
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.mixers.attention import Attention
 from heddle.parts.modules.linear import Linear, fill_normal
@@ -40,14 +38,11 @@ NORM_INPUTS: dict[type[nn.Module], dict[str, str]] = {Attention: {"q_norm": "q",
 class StreamWidth(Rewrite):
     """Widen the residual stream to `width`. `seed`: of the weights that read the new dims."""
 
-    keeps_attention: ClassVar[bool] = True
+    keeps: ClassVar[frozenset[str]] = frozenset({"attention"})
+    exact: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"width": "width"}
     width: Width
     seed: int = 0
-
-    def is_exact(self, design: ModelConfig) -> bool:
-        """Always."""
-        return True
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if the width does not grow, or for a part that depends on the width in another way."""
@@ -78,7 +73,7 @@ class StreamWidth(Rewrite):
 class _Wider(ConvertedWeights):
     def __init__(self, source: Weights, design: ModelConfig, seed: int) -> None:
         super().__init__(source, design)
-        self.seed, self.old, self.new = seed, modules_of(source.design), modules_of(design)
+        self.seed, self.old, self.new = seed, build(source.design, device="meta"), build(design, device="meta")
         self.ratio = source.design.width / design.width
         self.gains = {f"{path}.weight" for path in _grown_norms(self.old, self.new)}
         self.readers = {"head.weight"}
@@ -89,7 +84,7 @@ class _Wider(ConvertedWeights):
 
         Raises DesignError for a layer in which more than readers and writers of the stream depend on the width.
         """
-        old, new, path = layer_modules(self.old, index), layer_modules(self.new, index), layer_path(index)
+        old, new, path = layer_modules(self.old, index), layer_modules(self.new, index), f"layers.{index}"
         self._check_block(old.residual, new.residual, f"{path}.residual")
         scaled = []
         for branch in branch_names(new):

@@ -26,6 +26,7 @@ WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "sliding_window": design_parts.first_window,
     "use_sliding_window": lambda design: design_parts.first_window(design) is not None,
     "layer_types": design_parts.layer_types,
+    "mlp_layer_types": design_parts.mlp_layer_types,
     "norm_topk_prob": lambda design: design_parts.first_moe(design).renormalize,
     **dict.fromkeys(("embd_pdrop", "embedding_dropout"), lambda design: design.embedding.dropout),
     **dict.fromkeys(("hidden_dropout", "resid_pdrop", "residual_dropout"), lambda design: design.residual.dropout),
@@ -62,6 +63,11 @@ class Fields:
 def written(design: ModelConfig, *names: str) -> dict[str, Any]:
     """The fields of these names that `WRITTEN` has."""
     return {name: WRITTEN[name](design) for name in names}
+
+
+def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The fields but for those of these names."""
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def read_activation(config: ConfigReader, name: str = "hidden_act", default: str = "silu") -> str:
@@ -152,9 +158,12 @@ def same_layers(config: ConfigReader, mixer: dict[str, Any], feedforward: dict[s
     return [{"repeat": depth, "mixer": mixer, "feedforward": feedforward}]
 
 
-def rms_design(config: ConfigReader, eps: float, layers: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
-    """As `design_fields`, with RMSNorm; `eps` is the family's default."""
-    return design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", eps)}, layers, **extra)
+def rms_design(
+    config: ConfigReader, eps: float, layers: list[dict[str, Any]], cast: str | None = None, **extra: Any
+) -> dict[str, Any]:
+    """As `design_fields`, with RMSNorm; `eps` is the family's default. cast: of the norm, if not the usual one."""
+    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", eps)} | ({"cast": cast} if cast else {})
+    return design_fields(config, norm, layers, **extra)
 
 
 def layer_norm_design(

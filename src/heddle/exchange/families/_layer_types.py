@@ -26,19 +26,14 @@ def full_every(period: int, config: ConfigReader) -> LayerTypes:
 
 def read_types(config: ConfigReader, default: LayerTypes) -> LayerTypes:
     """The type of each layer, `default` if the field is absent. Raises ConfigError for a wrong one."""
-    types = config.get("layer_types", default)
-    if len(types) != len(default):
-        raise config.invalid("layer_types", f"num_hidden_layers needs {len(default)} entries")
-    if any(kind not in (FULL, SLIDING) for kind in types):
-        raise config.invalid("layer_types", f"this family has {FULL} and {SLIDING}")
-    return types
+    return read_kinds(config, "layer_types", default, (FULL, SLIDING))
 
 
-def read_kinds(config: ConfigReader, name: str, default: LayerTypes, kinds: tuple[str, str]) -> LayerTypes:
-    """Which of two kinds each layer is, as the field `name` says; `default` if it is absent."""
+def read_kinds(config: ConfigReader, name: str, default: LayerTypes, kinds: tuple[str, ...]) -> LayerTypes:
+    """Which of some kinds each layer is, as the field `name` says; `default` if it is absent."""
     types = config.get(name, default)
-    if len(types) != len(default) or set(types) - set(kinds):
-        raise config.invalid(name, f"should say {kinds[0]} or {kinds[1]} of each of {len(default)} layers")
+    if len(types) != len(default) or any(kind not in kinds for kind in types):
+        raise config.invalid(name, f"should say {' or '.join(kinds)} of each of {len(default)} layers")
     return types
 
 

@@ -49,10 +49,11 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     }
     mixers = [mixer | {"window": window, "position": None if window is None else rope} for window in windows]
     feedforwards = [dense if index < first else experts for index in range(len(mixers))]
-    return _common.design_fields(
+    return _common.rms_design(
         config,
-        {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5), "cast": "after"},
+        1e-5,
         _layer_types.layers_of(mixers, feedforwards),
+        cast="after",
         residual={"kind": "sandwich"},
         embedding={"multiplier": width**0.5} if config.get("mup_enabled", False) else {},
     )

@@ -204,10 +204,8 @@ def read_bert_generation(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_bert_generation(design: ModelConfig) -> dict[str, Any]:
-    fields = write_encoder(design, "") | {"is_decoder": True}
-    del fields["type_vocab_size"], fields["position_embedding_type"]
-    fields.pop("architectures", None)
-    return fields
+    fields = _common.without(write_encoder(design, ""), "type_vocab_size", "position_embedding_type", "architectures")
+    return fields | {"is_decoder": True}
 
 
 def map_bert_generation(design: ModelConfig, weights: WeightMap) -> None:
@@ -347,9 +345,8 @@ def read_distilbert(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_distilbert(design: ModelConfig) -> dict[str, Any]:
-    fields = write_encoder(design, DISTILBERT_BASE)
-    for name in ("type_vocab_size", "position_embedding_type", "layer_norm_eps"):
-        del fields[name]
+    absent = ("type_vocab_size", "position_embedding_type", "layer_norm_eps")
+    fields = _common.without(write_encoder(design, DISTILBERT_BASE), *absent)
     return {NAMES.get(name, name): value for name, value in fields.items()}
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.design_parts import DENSE, SPARSE
 from heddle.exchange.families import _common, _layer_types, _moe, deepseek
 from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import FULL, SLIDING, read_rope, read_rope_table, write_rope_table
@@ -125,15 +126,14 @@ def write_compass(design: ModelConfig) -> dict[str, Any]:
     for mixer, kind in zip(mixers, design_parts.layer_types(design), strict=True):
         if design_parts.has_rope(mixer):
             tables[kind] = write_rope_table(design_parts.rope_of(mixer), getattr(mixer, "head_dim", 0) or 1)
-    older = ("rope_scaling", "rope_theta")  # its class would read them over the tables
-    fields = {name: value for name, value in write_cohere2(design).items() if name not in older}
+    # Its class would read them over the tables.
+    fields = _common.without(write_cohere2(design), "rope_scaling", "rope_theta")
     return fields | {"rope_parameters": tables}
 
 
 COMPASS = Family("cohere_compass_text", "CohereCompassForCausalLM", read_compass, write_compass, map_cohere)
 
 
-DENSE, SPARSE = "dense", "sparse"
 ROUTING = {"softmax": "topk_softmax", "sigmoid": "sigmoid"}
 
 
@@ -195,8 +195,7 @@ def write_cohere2_moe(design: ModelConfig) -> dict[str, Any]:
         not is_moe and not design_parts.has_rope(layer.mixer) for layer, is_moe in zip(layers, has_experts, strict=True)
     )
     dense, is_rms = design_parts.first_gated(design).hidden, isinstance(design.norm, RMSConfig)
-    fields = {name: value for name, value in write_cohere2(design).items() if name != "layer_norm_eps"}
-    return fields | {
+    return _common.without(write_cohere2(design), "layer_norm_eps") | {
         "rope_scaling": None,
         "intermediate_size": moe.hidden,
         "hidden_act": _moe.write_activation(design),
@@ -206,7 +205,7 @@ def write_cohere2_moe(design: ModelConfig) -> dict[str, Any]:
         "shared_expert_combination_strategy": "sum" if moe.shared and moe.shared_scale is None else "average",
         "expert_selection_fn": "sigmoid" if moe.routing == "sigmoid" else "softmax",
         "norm_topk_prob": moe.renormalize,
-        "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in has_experts],
+        "mlp_layer_types": design_parts.mlp_layer_types(design),
         "prefix_dense_intermediate_size": None if dense == moe.hidden else dense,
         "prefix_dense_sliding_window_pattern": 2 if bare else 1,
         **({"rms_norm_eps": eps} if is_rms else {"rms_norm_eps": None, "layer_norm_eps": eps}),

@@ -10,6 +10,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.design_parts import DENSE, SPARSE
 from heddle.exchange.families import _common, _layer_types, _moe, granite
 from heddle.exchange.family import Family, ModuleNames, WeightMap, interleaved_by_group
 from heddle.exchange.rope import FULL, SLIDING, read_rope, write_rope
@@ -18,11 +19,15 @@ from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 from heddle.parts.modules.indexer import IndexerConfig
 
-DENSE, SPARSE = "dense", "sparse"  # in `mlp_layer_types`
 LATENTS = {
     "q_proj": "q", "q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up", "kv_a_layernorm": "kv_norm",
     "o_proj": "out",
 }  # fmt: skip
+
+GROUPS = _common.Fields(groups=("n_group", 1), top_groups=("topk_group", 1))
+EXPERTS = _common.Fields(
+    experts=("n_routed_experts", int), top_k=("num_experts_per_tok", int), hidden=("moe_intermediate_size", int)
+)
 
 # The multi-token modules of V3 and of the families that took them over, as further layers. Their feed-forwards are
 # mixtures, also where the model's last layer is dense. Published models have one; of several, each reads the states
@@ -131,9 +136,7 @@ def read_experts(
     config.expect("seq_aux", True, default=True)
     return {
         "kind": "moe",
-        "experts": config.require("n_routed_experts", int),
-        "top_k": config.require("num_experts_per_tok", int),
-        "hidden": config.require("moe_intermediate_size", int),
+        **EXPERTS.read(config),
         "activation": _common.read_activation(config),
         "shared": config.require("n_shared_experts", int) if shared else None,
         "scale": config.require("routed_scaling_factor", float) if shared else config.get("routed_scaling_factor", 1.0),
@@ -151,13 +154,8 @@ def read_sigmoid_routing(config: ConfigReader, renormalize: bool = True) -> dict
     config.ignore(MODULES.count_field, "num_mtp_layers")
     config.expect("scoring_func", "sigmoid", default="sigmoid")
     config.expect("topk_method", "noaux_tc", default="noaux_tc")
-    return {
-        "routing": "sigmoid",
-        "renormalize": config.get("norm_topk_prob", renormalize),
-        "groups": config.get("n_group", 1),
-        "top_groups": config.get("topk_group", 1),
-        "bias_update": 0.0,
-    }
+    normed = config.get("norm_topk_prob", renormalize)
+    return {"routing": "sigmoid", "renormalize": normed, **GROUPS.read(config), "bias_update": 0.0}
 
 
 def write_sigmoid_routing(design: ModelConfig) -> dict[str, Any]:
@@ -166,8 +164,7 @@ def write_sigmoid_routing(design: ModelConfig) -> dict[str, Any]:
     return {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "n_group": moe.groups or 1,
-        "topk_group": moe.top_groups or 1,
+        **GROUPS.write(moe),
         "norm_topk_prob": moe.renormalize,
         "num_nextn_predict_layers": 0,
     }
@@ -211,9 +208,7 @@ def write_layers(design: ModelConfig) -> dict[str, Any]:
         "intermediate_size": design_parts.first_gated(design).hidden,
         "first_k_dense_replace": sparse.index(True) if any(sparse) else design.depth,
         "moe_layer_freq": 1,
-        "n_routed_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.hidden,
+        **EXPERTS.write(moe),
         "n_shared_experts": shared_experts(moe),
         "routed_scaling_factor": moe.scale,
         **loss,
@@ -222,10 +217,8 @@ def write_layers(design: ModelConfig) -> dict[str, Any]:
 
 def write_feedforwards(design: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
     """The fields that `read_feedforwards` reads, by the family's own `names`, and the epsilon of the norms."""
-    types = [SPARSE if is_sparse else DENSE for is_sparse in design_parts.has_experts(design)]
-    fields = write_layers(design) | {"mlp_layer_types": types}
-    for name in ("first_k_dense_replace", "moe_layer_freq"):
-        del fields[name]
+    fields = _common.without(write_layers(design), "first_k_dense_replace", "moe_layer_freq")
+    fields |= _common.written(design, "mlp_layer_types")
     return {names.get(name, name): value for name, value in fields.items()}
 
 
@@ -335,8 +328,7 @@ def read_listed_layers(config: ConfigReader, mixer: dict[str, Any], dense: int) 
 
 def write_lite(design: ModelConfig) -> dict[str, Any]:
     fields = write_deepseek(design) | write_sigmoid_routing(design)
-    for name in ("first_k_dense_replace", "moe_layer_freq", "head_dim"):
-        del fields[name]
+    fields = _common.without(fields, "first_k_dense_replace", "moe_layer_freq", "head_dim")
     return fields | write_feedforwards(design, {}) | write_layout(design)
 
 
@@ -520,12 +512,10 @@ def read_solar_open(config: ConfigReader) -> dict[str, Any]:
 
 def write_solar_open(design: ModelConfig) -> dict[str, Any]:
     experts = write_layers(design) | write_sigmoid_routing(design)
-    for name in ("intermediate_size", "first_k_dense_replace", "moe_layer_freq"):
-        del experts[name]
     return (
         _common.write_common(design)
         | _common.write_attention(design, partial_rotary_factor=1.0)
-        | experts
+        | _common.without(experts, "intermediate_size", "first_k_dense_replace", "moe_layer_freq")
         | {"attention_bias": design_parts.first_attention(design).bias == "qkv"}
     )
 

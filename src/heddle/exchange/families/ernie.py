@@ -5,7 +5,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe, deepseek
-from heddle.exchange.family import Family, TensorTransform, WeightMap
+from heddle.exchange.family import Family, WeightMap, reshaped
 from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
@@ -27,8 +27,7 @@ def read_mixer(config: ConfigReader, bias: bool, head_dim: int | None = None) ->
 
 
 def write_ernie(design: ModelConfig) -> dict[str, Any]:
-    fields = _common.write_decoder(design)
-    del fields["attention_dropout"]  # it has none
+    fields = _common.without(_common.write_decoder(design), "attention_dropout")  # it has none
     return fields | {"use_bias": fields.pop("attention_bias") or design_parts.first_gated(design).bias}
 
 
@@ -36,7 +35,7 @@ ERNIE = Family("ernie4_5", "Ernie4_5ForCausalLM", read_ernie, write_ernie, _comm
 
 
 # The balancing bias, stored for one group of experts.
-ONE_GROUP = TensorTransform(lambda parameters: parameters[0].unsqueeze(0), lambda tensor, shapes: [tensor.squeeze(0)])
+ONE_GROUP = reshaped(1, -1)
 
 
 def read_ernie_moe(config: ConfigReader) -> dict[str, Any]:

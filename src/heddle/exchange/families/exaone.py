@@ -136,10 +136,8 @@ def read_kolibri(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_kolibri(design: ModelConfig) -> dict[str, Any]:
-    moe, fields = design_parts.first_moe(design), write_layers(design)
-    del fields["sliding_window_pattern"]
-    experts = _moe.write_experts(design)
-    del experts["intermediate_size"]
+    moe, fields = design_parts.first_moe(design), _common.without(write_layers(design), "sliding_window_pattern")
+    experts = _common.without(_moe.write_experts(design), "intermediate_size")
     own = {"moe_intermediate_size": moe.hidden, "shared_expert_intermediate_size": moe.shared_hidden or moe.hidden}
     return fields | experts | own | _common.written(design, "norm_topk_prob")
 

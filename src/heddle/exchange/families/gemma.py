@@ -205,10 +205,11 @@ def read_gemma4(config: ConfigReader, window: int = 512, per_layer: int = 256) -
         config.expect("vocab_size_per_layer_input", config.require("vocab_size", int), default=262144)
         embedding["per_layer"] = {"dim": dim, "activation": feedforward["activation"]}
     config.unread.discard("vocab_size_per_layer_input")
-    return _common.design_fields(
+    return _common.rms_design(
         config,
-        {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6), "cast": "after"},
+        1e-6,
         _layer_types.merge_repeats(layers),
+        cast="after",
         embedding=embedding,
         residual={"kind": "sandwich", "layer_scalar": True},
         head={
@@ -356,7 +357,7 @@ def read_unified(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_unified(design: ModelConfig) -> dict[str, Any]:
-    return {name: value for name, value in write_gemma4(design).items() if name not in ABSENT}
+    return _common.without(write_gemma4(design), *ABSENT)
 
 
 GEMMA4_UNIFIED = Family(
@@ -413,10 +414,11 @@ def read_gemma3n(config: ConfigReader) -> dict[str, Any]:
         "laurel_rank": config.get("laurel_rank", 64),
         "altup_streams": config.get("altup_num_inputs", 4),
     }
-    return _common.design_fields(
+    return _common.rms_design(
         config,
-        {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6), "cast": "after"},
+        1e-6,
         _layer_types.layers_of(mixers, feedforwards),
+        cast="after",
         embedding={"scale": True, "per_layer": {"dim": dim, "activation": activation, "vocab_size": rows}},
         residual=residual,
         head={

@@ -167,9 +167,8 @@ def read_gpt(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_openai_gpt(design: ModelConfig) -> dict[str, Any]:
-    fields = write_gpt(design) | {"afn": GPT_AFN.get(design_parts.first_mlp(design).activation, "gelu")}
-    del fields["n_inner"], fields["activation_function"]
-    return fields
+    fields = _common.without(write_gpt(design), "n_inner", "activation_function")
+    return fields | {"afn": GPT_AFN.get(design_parts.first_mlp(design).activation, "gelu")}
 
 
 def map_openai_gpt(design: ModelConfig, weights: WeightMap) -> None:
@@ -443,7 +442,12 @@ def read_biogpt(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_biogpt(design: ModelConfig) -> dict[str, Any]:
-    fields = {BIOGPT_NAMES.get(name, name): value for name, value in write_opt(design).items() if name not in OF_OPT}
+    return _write_renamed_opt(design, BIOGPT_NAMES)
+
+
+def _write_renamed_opt(design: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of OPT by other names, but for those that say its variants."""
+    fields = {names.get(name, name): value for name, value in _common.without(write_opt(design), *OF_OPT).items()}
     return fields | {
         "activation_dropout": design_parts.first_mlp(design).dropout,
         "scale_embedding": design.embedding.multiplier is not None,
@@ -477,11 +481,7 @@ def read_xglm(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_xglm(design: ModelConfig) -> dict[str, Any]:
-    fields = {XGLM_NAMES.get(name, name): value for name, value in write_opt(design).items() if name not in OF_OPT}
-    return fields | {
-        "activation_dropout": design_parts.first_mlp(design).dropout,
-        "scale_embedding": design.embedding.multiplier is not None,
-    }
+    return _write_renamed_opt(design, XGLM_NAMES)
 
 
 XGLM = Family(
@@ -515,10 +515,8 @@ def read_ctrl(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_ctrl(design: ModelConfig) -> dict[str, Any]:
-    fields = write_gpt(design) | {"dff": design_parts.first_mlp(design).hidden}
-    for name in ("n_inner", "activation_function", "attn_pdrop"):
-        del fields[name]
-    return fields
+    fields = _common.without(write_gpt(design), "n_inner", "activation_function", "attn_pdrop")
+    return fields | {"dff": design_parts.first_mlp(design).hidden}
 
 
 def map_ctrl(design: ModelConfig, weights: WeightMap) -> None:

@@ -42,9 +42,14 @@ def _read_alias(config: ConfigReader, default: float, old: str, new: str) -> flo
     return value
 
 
+def _write_equal_heads(design: ModelConfig, partial_rotary_factor: float | None = None) -> dict[str, Any]:
+    """The fields of families whose heads fill the width and have keys of their own; the factor as in `write_rope`."""
+    fields = _common.write_common(design) | _common.write_attention(design, partial_rotary_factor=partial_rotary_factor)
+    return _common.without(fields, "num_key_value_heads", "head_dim")
+
+
 def write_gpt_neox(design: ModelConfig) -> dict[str, Any]:
-    fields = _common.write_common(design) | _common.write_attention(design, partial_rotary_factor=ROTARY_FACTOR)
-    del fields["num_key_value_heads"], fields["head_dim"]
+    fields = _write_equal_heads(design, ROTARY_FACTOR)
     return (
         fields
         | {"rotary_emb_base": fields["rope_theta"], "rotary_pct": fields["partial_rotary_factor"]}
@@ -89,9 +94,8 @@ def read_japanese(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_japanese(design: ModelConfig) -> dict[str, Any]:
-    fields, mlp = write_gpt_neox(design), design_parts.first_mlp(design)
-    for name in ("use_parallel_residual", "attention_bias", "intermediate_size"):
-        del fields[name]
+    mlp, absent = design_parts.first_mlp(design), ("use_parallel_residual", "attention_bias", "intermediate_size")
+    fields = _common.without(write_gpt_neox(design), *absent)
     rope = design_parts.first_rope(design)
     table = write_rope(rope, design_parts.first_attention(design).head_dim or 1, _common.DEFAULT_MAX_POSITIONS, 1.0)
     fields |= table | {"rotary_emb_base": table["rope_theta"], "rotary_pct": table["partial_rotary_factor"]}
@@ -214,9 +218,7 @@ def write_falcon(design: ModelConfig) -> dict[str, Any]:
     mixer, mlp, residual = design_parts.first_attention(design), design_parts.first_mlp(design), design.residual
     norms = residual.norms if isinstance(residual, ParallelConfig) else 1
     is_new = isinstance(residual, ParallelConfig) and (norms == 2 or mixer.kv_heads not in (1, mixer.heads))
-    config = _common.write_common(design) | _common.write_attention(design)
-    del config["num_key_value_heads"], config["head_dim"]
-    return config | {
+    return _write_equal_heads(design) | {
         "new_decoder_architecture": is_new,
         "num_kv_heads": mixer.kv_heads if is_new else mixer.heads,
         "num_ln_in_parallel_attn": norms if is_new else None,
@@ -260,10 +262,12 @@ def read_persimmon(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_persimmon(design: ModelConfig) -> dict[str, Any]:
-    config = _common.write_common(design) | _common.write_attention(design, partial_rotary_factor=0.5)
-    del config["num_key_value_heads"], config["head_dim"]
-    norm = {"qk_layernorm": design_parts.first_attention(design).qk_norm is not None}
-    return config | _common.write_mlp(design) | _common.written(design, "hidden_dropout", "layer_norm_eps") | norm
+    return (
+        _write_equal_heads(design, 0.5)
+        | _common.write_mlp(design)
+        | _common.written(design, "hidden_dropout", "layer_norm_eps")
+        | {"qk_layernorm": design_parts.first_attention(design).qk_norm is not None}
+    )
 
 
 def map_persimmon(design: ModelConfig, weights: WeightMap) -> None:

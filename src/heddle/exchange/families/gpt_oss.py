@@ -34,8 +34,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     usual = [FULL if index % 2 else SLIDING for index in range(_layer_types.read_depth(config))]
     windows = _layer_types.read_windows(config, usual, DEFAULT_WINDOW)
     layers = _layer_types.layers_of([mixer | {"window": window} for window in windows], experts)
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5), "cast": "after"}
-    return _common.design_fields(config, norm, layers)
+    return _common.rms_design(config, 1e-5, layers, cast="after")
 
 
 def _read_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:

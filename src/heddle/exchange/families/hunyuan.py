@@ -147,7 +147,7 @@ def write_hy_v3(design: ModelConfig) -> dict[str, Any]:
     moe, sparse = design_parts.first_moe(design), any(design_parts.has_experts(design))
     bias = moe.bias is not False if sparse else design_parts.first_gated(design).bias
     fields = _common.write_decoder(design) | deepseek.write_feedforwards(design, NAMES) | {"mlp_bias": bias}
-    return {name: value for name, value in fields.items() if name not in ("aux_loss_alpha", "seq_aux")}
+    return _common.without(fields, "aux_loss_alpha", "seq_aux")
 
 
 def _map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.design_parts import DENSE, SPARSE
 from heddle.exchange.families import _common, _layer_types, _moe, deepseek, mistral
-from heddle.exchange.family import DEPTHWISE_CONV, Family, TensorTransform, WeightMap
+from heddle.exchange.family import DEPTHWISE_CONV, Family, WeightMap, reshaped
 from heddle.exchange.rope import FULL
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.kda import KDAConfig
 
 LINEAR = _layer_types.LINEAR
-DENSE, SPARSE = deepseek.DENSE, deepseek.SPARSE
 DELTA = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "b_proj": "beta", "f_a_proj": "decay_down", "f_b_proj": "decay_up",
     "g_a_proj": "gate_down", "g_b_proj": "gate_up", "dt_bias": "decay.bias", "o_norm": "norm", "o_proj": "out",
@@ -32,9 +32,7 @@ ROUTING = _common.Fields(
     top_groups=("topk_group", 1),
 )
 # The logarithm of the rate of decay, stored as [1, 1, heads, 1].
-PER_HEAD = TensorTransform(
-    lambda parameters: parameters[0].view(1, 1, -1, 1), lambda tensor, shapes: [tensor.reshape(shapes[0])]
-)
+PER_HEAD = reshaped(1, 1, -1, 1)
 # Of a RoPE that no layer has, and of training or other programs.
 UNUSED_FIELDS = "head_dim rope_theta rope_parameters rope_scaling use_grouped_topk num_nextn_predict_layers".split()  # noqa: SIM905
 
@@ -116,7 +114,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
             "linear_head_dim": delta.head_dim or design.width,
             "linear_conv_kernel_dim": delta.conv_kernel,
             "intermediate_size": design_parts.first_gated(design).hidden,
-            "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in design_parts.has_experts(design)],
+            "mlp_layer_types": design_parts.mlp_layer_types(design),
             **EXPERTS.write(moe),
             "num_shared_experts": deepseek.shared_experts(moe),
             **ROUTING.write(moe),

@@ -77,11 +77,10 @@ def _read_types(config: ConfigReader) -> list[str]:
 
 
 def write_lfm2(design: ModelConfig) -> dict[str, Any]:
-    conv, attention = design_parts.first_mixer(design, ShortConvConfig()), _common.write_attention(design)
-    del attention["attention_dropout"]  # it has none
+    conv = design_parts.first_mixer(design, ShortConvConfig())
     return (
         _common.write_common(design)
-        | attention
+        | _common.without(_common.write_attention(design), "attention_dropout")  # it has none
         | {
             "intermediate_size": design_parts.first_gated(design).hidden,
             "block_auto_adjust_ff_dim": False,
@@ -148,11 +147,10 @@ def read_lfm2_moe(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_lfm2_moe(design: ModelConfig) -> dict[str, Any]:
-    moe, sparse, fields = design_parts.first_moe(design), design_parts.has_experts(design), write_lfm2(design)
-    del fields["block_auto_adjust_ff_dim"]
+    moe, sparse = design_parts.first_moe(design), design_parts.has_experts(design)
     first = sparse.index(True) if True in sparse else design.depth
     own = {"num_dense_layers": first, "use_expert_bias": moe.bias_update is not None}
-    return fields | EXPERTS.write(moe) | own
+    return _common.without(write_lfm2(design), "block_auto_adjust_ff_dim") | EXPERTS.write(moe) | own
 
 
 def _map_experts(weights: WeightMap, hf: str, heddle: str) -> None:
@@ -184,9 +182,7 @@ def read_lfm3(config: ConfigReader) -> dict[str, Any]:
     """
     depth, eps = _layer_types.read_depth(config), config.get("norm_eps", 1e-5, "rms_norm_eps")
     usual = [{0: SLIDING if index else CONV, 2: FULL}.get(index % 4, CONV) for index in range(depth)]
-    types = config.get("layer_types", usual)
-    if len(types) != depth or set(types) - {FULL, SLIDING, CONV}:
-        raise config.invalid("layer_types", f"should say {FULL}, {SLIDING} or {CONV} of each of {depth} layers")
+    types = _layer_types.read_kinds(config, "layer_types", usual, (FULL, SLIDING, CONV))
     heads, gate = _common.read_heads(config, head_dim=128), config.get("use_attention_gate", True) and "head"
     if gate:
         config.expect("attention_bias", False, None)  # the gate has none
@@ -235,9 +231,8 @@ def _write_rope(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
 
 
 def write_lfm3(design: ModelConfig) -> dict[str, Any]:
-    mixer, fields = design_parts.first_attention(design), write_lfm2(design)
-    for name in ("block_auto_adjust_ff_dim", "rope_theta", "rope_scaling"):
-        del fields[name]
+    mixer = design_parts.first_attention(design)
+    fields = _common.without(write_lfm2(design), "block_auto_adjust_ff_dim", "rope_theta", "rope_scaling")
     mixers = [mixer for mixer in design_parts.mixers(design) if isinstance(mixer, AttentionConfig)]
     ropes = {FULL if each.window is None else SLIDING: design_parts.rope_of(each) for each in reversed(mixers)}
     kinds = zip(fields["layer_types"], design_parts.layer_types(design), strict=True)

@@ -3,12 +3,10 @@
 from functools import partial
 from typing import Any
 
-import torch
-
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
-from heddle.exchange.family import STACKED_TRANSPOSED, Family, TensorTransform, WeightMap
+from heddle.exchange.family import STACKED_TRANSPOSED, Family, TensorTransform, WeightMap, reshaped
 from heddle.exchange.rope import FULL, SLIDING, read_rope, read_rope_or, write_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
@@ -85,13 +83,11 @@ ARCEE = Family("arcee", "ArceeForCausalLM", read_arcee, write_arcee, _common.map
 def read_jais2(config: ConfigReader) -> dict[str, Any]:
     """Jais 2 (Inception, MBZUAI & Cerebras 2025): Llama with LayerNorm, an MLP of squared ReLU, biases everywhere."""
     layers = _read_squared_layers(config, bias=True)
-    return _common.design_fields(config, {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)}, layers)
+    return _common.layer_norm_design(config, layers)
 
 
 def write_jais2(design: ModelConfig) -> dict[str, Any]:
-    fields = write_arcee(design)
-    del fields["rms_norm_eps"]
-    return fields | _common.written(design, "layer_norm_eps")
+    return _common.without(write_arcee(design), "rms_norm_eps") | _common.written(design, "layer_norm_eps")
 
 
 JAIS2 = Family("jais2", "Jais2ForCausalLM", read_jais2, write_jais2, _common.map_weights)
@@ -134,8 +130,7 @@ def read_helium(config: ConfigReader) -> dict[str, Any]:
         raise config.invalid("head_dim", f"all heads together should be as wide as the model, {width}")
     mixer["position"]["layout"] = "interleaved"
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-8), "cast": "after"}
-    return _common.design_fields(config, norm, _common.same_layers(config, mixer, feedforward))
+    return _common.rms_design(config, 1e-8, _common.same_layers(config, mixer, feedforward), cast="after")
 
 
 def write_helium(design: ModelConfig) -> dict[str, Any]:
@@ -239,7 +234,7 @@ APERTUS_ROPE = {  # if the config has no RoPE at all
     "rope_type": "llama3", "rope_theta": APERTUS_THETA, "factor": 8.0, "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
-SCALAR = TensorTransform(lambda parameters: parameters[0].reshape(()), lambda tensor, shapes: [tensor.reshape(1)])
+SCALAR = reshaped()
 
 
 def read_apertus(config: ConfigReader) -> dict[str, Any]:
@@ -311,10 +306,10 @@ def read_starcoder2(config: ConfigReader) -> dict[str, Any]:
     config.note("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     mixer = _common.read_attention(config, bias=bias, window=config.optional("sliding_window"))
     feedforward = _common.read_mlp(config, "gelu_pytorch_tanh", bias)
-    return _common.design_fields(
+    return _common.layer_norm_design(
         config,
-        {"kind": "layer", "eps": config.get("norm_epsilon", 1e-5)},
         _common.same_layers(config, mixer, feedforward),
+        "norm_epsilon",
         tied=True,
         embedding={"dropout": config.get("embedding_dropout", 0.0)},
         residual={"kind": "pre_norm", "dropout": config.get("residual_dropout", 0.0)},
@@ -553,13 +548,6 @@ def write_llama4(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-# Gate and up side by side: a stack of transposed matrices.
-GATE_AND_UP = TensorTransform(
-    lambda parameters: torch.cat(list(parameters), dim=1).mT,
-    lambda tensor, shapes: tensor.mT.split([shape[1] for shape in shapes], dim=1),
-)
-
-
 def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
     """A layer's feed-forward, dense or with experts."""
     if f"{heddle}.router.weight" not in weights.shapes:
@@ -568,7 +556,7 @@ def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
     weights.add_module(f"{hf}.router", f"{heddle}.router")
     _common.map_gated(weights, f"{hf}.shared_expert", f"{heddle}.shared")
     gate_up = (f"{heddle}.gate.weight", f"{heddle}.up.weight")
-    weights.add_tensor(f"{hf}.experts.gate_up_proj", *gate_up, transform=GATE_AND_UP)
+    weights.add_tensor(f"{hf}.experts.gate_up_proj", *gate_up, transform=STACKED_TRANSPOSED)
     weights.add_tensor(f"{hf}.experts.down_proj", f"{heddle}.down.weight", transform=STACKED_TRANSPOSED)
 
 

@@ -135,8 +135,7 @@ def read_mamba2(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_mamba2(design: ModelConfig) -> dict[str, Any]:
-    common = _common.write_common(design) | {"hidden_act": "silu"}
-    del common["max_position_embeddings"]  # it has no positions
+    common = _common.without(_common.write_common(design), "max_position_embeddings") | {"hidden_act": "silu"}
     return common | write_mixer(design, NAMES) | _common.written(design, "layer_norm_epsilon")
 
 
@@ -176,7 +175,7 @@ def write_bamba(design: ModelConfig) -> dict[str, Any]:
     mamba = [isinstance(layer.mixer, Mamba2Config) for layer in design_parts.layers(design)]
     fields = _common.write_decoder(design, "mlp_bias") | write_mixer(design, PREFIXED_NAMES)
     fields |= _common.write_attention(design, partial_rotary_factor=ROTARY_FACTOR)
-    del fields["partial_rotary_factor"]
+    fields = _common.without(fields, "partial_rotary_factor")
     return fields | {"attn_layer_indices": [index for index, is_mamba in enumerate(mamba) if not is_mamba]}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.design_parts import DENSE, SPARSE
 from heddle.exchange.families import _common, _layer_types, deepseek
 from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import FULL, ORIGINAL_LENGTH, SLIDING, read_rope_table, write_rope_table
@@ -22,9 +23,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     depth, empty = _layer_types.read_depth(config), dict[str, Any]()
     usual = [SLIDING if index and (index + 1) % 6 else FULL for index in range(depth)]
     types = _layer_types.read_types(config, usual)
-    sparse = _layer_types.read_kinds(
-        config, "mlp_layer_types", ["dense"] + ["sparse"] * (depth - 1), (deepseek.DENSE, deepseek.SPARSE)
-    )
+    sparse = _layer_types.read_kinds(config, "mlp_layer_types", [DENSE] + [SPARSE] * (depth - 1), (DENSE, SPARSE))
     tables = ConfigReader(config.get("rope_parameters", empty), config.source)
     mixer = {
         "kind": "attention",
@@ -42,8 +41,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     mixers = {kind: mixer | {"position": positions[kind]} for kind in (FULL, SLIDING)}
     mixers[SLIDING] |= windowed
     feedforwards = {
-        deepseek.DENSE: _common.read_gated(config),
-        deepseek.SPARSE: deepseek.read_experts(config, deepseek.read_sigmoid_routing(config), shared=False),
+        DENSE: _common.read_gated(config),
+        SPARSE: deepseek.read_experts(config, deepseek.read_sigmoid_routing(config), shared=False),
     }
     layers = _layer_types.layers_of([mixers[kind] for kind in types], [feedforwards[kind] for kind in sparse])
     return _common.rms_design(config, 1e-5, layers)
@@ -54,8 +53,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     mixer, (full, sliding) = design_parts.first_attention(design), _layer_types.ropes_by_layer_type(design)
     types, head_dim = design_parts.layer_types(design), mixer.head_dim or 2
     fields = _common.write_common(design) | _common.write_attention(design) | deepseek.write_feedforwards(design, {})
-    for name in ("rope_theta", "rope_scaling", ORIGINAL_LENGTH, "n_shared_experts"):
-        fields.pop(name, None)
+    fields = _common.without(fields, "rope_theta", "rope_scaling", ORIGINAL_LENGTH, "n_shared_experts")
     tables = {FULL: full, SLIDING: sliding}
     return fields | deepseek.write_sigmoid_routing(design) | {
         "num_key_value_heads": (mixer.kv_heads or 1) // (1 if types[0] == FULL else 2),

@@ -90,10 +90,9 @@ def write_modernbert(design: ModelConfig, base: str = BASE) -> dict[str, Any]:
     full, sliding = _layer_types.ropes_by_layer_type(design)
     window = design_parts.first_window(design)
     ropes = write_ropes_by_layer_type(full, sliding, mixer.head_dim or design.width)
-    del ropes["rope_theta"], ropes["rope_scaling"]
     return (
         _common.write_common(design)
-        | ropes
+        | _common.without(ropes, "rope_theta", "rope_scaling")
         | _common.base_class(design, base)
         | {
             "global_rope_theta": full.base,

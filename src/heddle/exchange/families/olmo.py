@@ -28,8 +28,7 @@ def read_design(
 ) -> dict[str, Any]:
     """A design with one layer for each mixer. feedforward: by default a gated one. eps: the family's default."""
     layers = _layer_types.layers_of(mixers, feedforward or _common.read_gated(config))
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", eps), "cast": "after"}
-    return _common.design_fields(config, norm, layers, residual={"kind": "reordered"})
+    return _common.rms_design(config, eps, layers, cast="after", residual={"kind": "reordered"})
 
 
 def read_olmo2(config: ConfigReader) -> dict[str, Any]:
@@ -54,9 +53,9 @@ def read_olmo(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_olmo(design: ModelConfig) -> dict[str, Any]:
-    fields = _common.write_decoder(design)
-    del fields["rms_norm_eps"]
-    return fields | {"clip_qkv": design_parts.first_attention(design).qkv_clip}
+    return _common.without(_common.write_decoder(design), "rms_norm_eps") | {
+        "clip_qkv": design_parts.first_attention(design).qkv_clip
+    }
 
 
 OLMO = Family("olmo", "OlmoForCausalLM", read_olmo, write_olmo, _common.map_weights)
@@ -112,8 +111,7 @@ def write_experts(design: ModelConfig) -> dict[str, Any]:
 
 def write_olmoe(design: ModelConfig) -> dict[str, Any]:
     fields = _common.write_decoder(design) | write_experts(design) | {"clip_qkv": None}
-    del fields["head_dim"], fields["num_local_experts"]
-    return fields
+    return _common.without(fields, "head_dim", "num_local_experts")
 
 
 OLMOE = Family("olmoe", "OlmoeForCausalLM", read_olmoe, write_olmoe, _moe.map_weights)
@@ -166,8 +164,8 @@ def read_olmo_hybrid(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_olmo_hybrid(design: ModelConfig) -> dict[str, Any]:
-    fields, delta = _common.write_decoder(design), design_parts.first_gated_delta(design)
-    del fields["head_dim"], fields["rope_theta"]
+    delta = design_parts.first_gated_delta(design)
+    fields = _common.without(_common.write_decoder(design), "head_dim", "rope_theta")
     if not any(design_parts.has_rope(mixer) for mixer in design_parts.mixers(design)):
         fields |= {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_scaling": None}
     return fields | qwen.write_delta(design) | {"linear_allow_neg_eigval": delta.negative_eigenvalues}

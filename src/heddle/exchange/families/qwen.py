@@ -7,7 +7,8 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _moe, deepseek
+from heddle.exchange.design_parts import DENSE, SPARSE
+from heddle.exchange.families import _common, _layer_types, _moe
 from heddle.exchange.family import DEPTHWISE_CONV, Family, ModuleNames, WeightMap, interleaved_by_group
 from heddle.exchange.rope import (
     FULL,
@@ -154,7 +155,6 @@ def write_qwen3_moe(design: ModelConfig) -> dict[str, Any]:
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, _moe.map_weights)
 
 
-DENSE, SPARSE = deepseek.DENSE, deepseek.SPARSE
 MELLUM_WINDOW = 1024
 FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
 
@@ -184,15 +184,14 @@ def read_mellum(config: ConfigReader) -> dict[str, Any]:
 def write_mellum(design: ModelConfig) -> dict[str, Any]:
     head_dim, ropes = design_parts.first_attention(design).head_dim, _layer_types.ropes_by_layer_type(design)
     fields = _common.write_common(design) | _common.write_attention(design) | _moe.write_feedforwards(design)
-    for name in ("rope_theta", "rope_scaling", ORIGINAL_LENGTH, "decoder_sparse_step", "mlp_only_layers"):
-        fields.pop(name, None)
+    older = ("rope_theta", "rope_scaling", ORIGINAL_LENGTH, "decoder_sparse_step", "mlp_only_layers")
     tables = [write_rope_table(rope, head_dim or design.width) for rope in ropes]
     return (
-        fields
+        _common.without(fields, *older)
         | _common.written(design, "attention_bias", "rms_norm_eps")
         | _layer_types.write_windows(design, MELLUM_WINDOW)
         | {"rope_parameters": dict(zip((FULL, SLIDING), tables, strict=True))}
-        | {"mlp_layer_types": [SPARSE if is_sparse else DENSE for is_sparse in design_parts.has_experts(design)]}
+        | _common.written(design, "mlp_layer_types")
     )
 
 
@@ -215,8 +214,7 @@ def read_flint(config: ConfigReader) -> dict[str, Any]:
     mixers = [mixer | {"window": width, "position": None if width is None else rope} for width in windows]
     routing = {"routing": "sigmoid", **read_shared(config), "shared_gate": False}
     feedforwards = _moe.read_feedforwards(config, routing, renormalize=True, dense=[0, 1], default_loss=0.0005)
-    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6), "cast": "after"}
-    return _common.design_fields(config, norm, _layer_types.layers_of(mixers, feedforwards))
+    return _common.rms_design(config, 1e-6, _layer_types.layers_of(mixers, feedforwards), cast="after")
 
 
 def write_flint(design: ModelConfig) -> dict[str, Any]:
@@ -249,7 +247,6 @@ LAGUNA_ROPE: dict[str, dict[str, Any]] = {  # if the config has none
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
 }
 LAGUNA_WINDOW = 512
-SPARSE, DENSE = "sparse", "dense"
 LAGUNA_EXPERTS = _common.Fields(
     experts=("num_experts", 256, "num_local_experts"), top_k=("num_experts_per_tok", 8),
     hidden=("moe_intermediate_size", 512), shared_hidden=("shared_expert_intermediate_size", 512),
@@ -294,10 +291,9 @@ def write_laguna(design: ModelConfig) -> dict[str, Any]:
     for table in tables.values():
         table.pop("truncate", None)
     older = ("rope_theta", "rope_scaling", "partial_rotary_factor")  # its class reads tables by type alone
-    fields = {name: value for name, value in _common.write_attention(design).items() if name not in older}
     return (
         _common.write_common(design)
-        | fields
+        | _common.without(_common.write_attention(design), *older)
         | _layer_types.write_windows(design, LAGUNA_WINDOW)
         | _common.written(design, "rms_norm_eps")
         | LAGUNA_EXPERTS.write(moe)
@@ -308,7 +304,7 @@ def write_laguna(design: ModelConfig) -> dict[str, Any]:
             "num_attention_heads_per_layer": [
                 getattr(layer.mixer, "heads", mixer.heads) for layer in design_parts.layers(design)
             ],
-            "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in design_parts.has_experts(design)],
+            "mlp_layer_types": design_parts.mlp_layer_types(design),
             "rope_parameters": tables,
         }
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heddle.exchange import design_parts
 from heddle.exchange.export import HFTensors
-from heddle.exchange.family import CONCATENATED, Family, TensorTransform, WeightMap, interleaved_by_group
+from heddle.exchange.family import CONCATENATED, Family, TensorTransform, WeightMap, interleaved_by_group, reshaped
 from heddle.exchange.gguf.keys_from_config import (
     SIGMOID,
     ConfigFields,
@@ -147,7 +147,7 @@ def _role(parameter: str, shapes: Mapping[str, torch.Size]) -> tuple[str, str]:
 
 # By a parameter that only they have.
 MIXERS = {"latent": "kv_down.weight", "delta": "beta.weight", "ssm": "skip", "conv": "convolution.weight"}
-COLUMN = TensorTransform(lambda parameters: parameters[0].unsqueeze(1), lambda tensor, shapes: [tensor.squeeze(1)])
+COLUMN = reshaped(-1, 1)
 
 
 def _by_head(heads: int, transposed: bool = False) -> TensorTransform:

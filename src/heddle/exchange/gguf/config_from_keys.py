@@ -1,9 +1,9 @@
 """The keys of a GGUF as the config.json of a family. Only the graphs that heddle writes are read."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -99,6 +99,10 @@ class Keys:
         raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; should be of type {kind.__name__}")
 
 
+Entry = Any  # a field's value: a function of the keys and the shapes, such as a `Key`, or a constant
+FieldTable = dict[str, Any]  # of these
+
+
 def _decimal(value: float) -> Any:
     """A float32 as the shortest decimal number that rounds to it."""
     return float(str(np.float32(value)))
@@ -111,7 +115,9 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
         raise ConfigError(
             f"{keys.source}: its architecture {short_repr(keys.graph)} is not supported; heddle reads {known}"
         )
-    config = _common_fields(keys, shapes) | ARCHITECTURE_FIELDS[keys.graph](keys, shapes)
+    config, table = _common_fields(keys, shapes), ARCHITECTURE_FIELDS[keys.graph]
+    own = table(keys, shapes) if callable(table) else table
+    config |= {name: entry(keys, shapes) if callable(entry) else entry for name, entry in own.items()}
     missing = MISSING_FIELDS.get(keys.graph, ())
     return {name: value for name, value in config.items() if name not in missing}
 
@@ -178,43 +184,73 @@ def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
     raise ConfigError(f"{keys.source}: its RoPE factors match no published Llama 3; import the original folder")
 
 
-def _biases(shapes: Shapes) -> dict[str, Any]:
-    return {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_down.bias" in shapes}
+class Key(NamedTuple):
+    """A key of the graph whose value a field has. default: None: an integer that must be there."""
+
+    name: str
+    default: Any = None
+
+    def __call__(self, keys: Keys, shapes: Shapes) -> Any:
+        """The field's value."""
+        return keys.number(self.name) if self.default is None else keys.of_graph(self.name, self.default)
 
 
-def _llama(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    experts = keys.of_graph("expert_count", 0)
-    if not experts:
-        return {"model_type": "llama", **_biases(shapes)}
-    used = keys.number("expert_used_count")
-    return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
+class Present(NamedTuple):
+    """Whether the file has a tensor of this name in its first layer."""
+
+    name: str
+
+    def __call__(self, keys: Keys, shapes: Shapes) -> bool:
+        """The field's value."""
+        return f"blk.0.{self.name}" in shapes
 
 
-def _experts(keys: Keys, renormalized: bool) -> dict[str, Any]:
-    numbers = {"num_experts": keys.number("expert_count"), "num_experts_per_tok": keys.number("expert_used_count")}
-    return numbers | {"norm_topk_prob": renormalized}
+def _rotary_factor(keys: Keys, shapes: Shapes) -> float:
+    """The share of the dims of a head that RoPE rotates."""
+    return keys.of_graph("rope.dimension_count", keys.head_dim) / max(keys.head_dim, 1)
 
 
-def _qwen3_moe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    experts = _experts(keys, True)
-    return {"model_type": "qwen3_moe", **experts, "moe_intermediate_size": keys.number("expert_feed_forward_length")}
-
-
-def _qwen2_moe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "qwen2_moe",
-        **_experts(keys, False),
-        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": keys.number("expert_shared_feed_forward_length"),
-    }
-
-
-def _olmoe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {"model_type": "olmoe", **_experts(keys, False), "attention_bias": False}
-
-
-def _gemma(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", **GEMMA_ACTIVATION}
+# A field's value: that of a key or a function of the file, or a constant.
+ATTENTION_BIAS = {"attention_bias": Present("attn_q.bias")}
+BIASES = ATTENTION_BIAS | {"mlp_bias": Present("ffn_down.bias")}
+LAYER_NORM_EPS = Key("attention.layer_norm_epsilon", 1e-5)
+RMS_NORM_EPS = Key("attention.layer_norm_rms_epsilon", 1e-5)
+WINDOW = Key("attention.sliding_window")
+COUNT, USED, EXPERT_WIDTH = Key("expert_count"), Key("expert_used_count"), Key("expert_feed_forward_length")
+DENSE_LAYERS, EXPERT_SCALE = Key("leading_dense_block_count", 0), Key("expert_weights_scale", 1.0)
+EXPERTS = {"num_experts": COUNT, "num_experts_per_tok": USED}
+LOCAL_EXPERTS = {"num_local_experts": COUNT, "num_experts_per_tok": USED}
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": COUNT, "num_experts_per_tok": USED, "moe_intermediate_size": EXPERT_WIDTH,
+    "n_shared_experts": Key("expert_shared_count"), "first_k_dense_replace": DENSE_LAYERS,
+    "routed_scaling_factor": EXPERT_SCALE, "norm_topk_prob": Key("expert_weights_norm", False),
+    "n_group": Key("expert_group_count", 1),
+    "topk_group": lambda keys, _: keys.of_graph("expert_group_used_count", keys.of_graph("expert_group_count", 1)),
+}  # fmt: skip
+SHARED_EXPERT = {
+    **EXPERTS, "moe_intermediate_size": EXPERT_WIDTH,
+    "shared_expert_intermediate_size": Key("expert_shared_feed_forward_length"),
+}  # fmt: skip
+GRANITE = {
+    "model_type": "granite",
+    **BIASES,
+    "attention_multiplier": lambda keys, _: keys.of_graph("attention.scale", keys.head_dim**-0.5),
+    "embedding_multiplier": Key("embedding_scale", 1.0),
+    "residual_multiplier": Key("residual_scale", 1.0),
+    "logits_scaling": Key("logit_scale", 1.0),
+}
+GPT2 = {
+    "model_type": "gpt2", "n_inner": Key("feed_forward_length"), "layer_norm_epsilon": LAYER_NORM_EPS,
+    "activation_function": "gelu_new",
+}  # fmt: skip
+COHERE = {"model_type": "cohere", "logit_scale": Key("logit_scale", 0.0625), "layer_norm_eps": LAYER_NORM_EPS}
+GLM = {"model_type": "glm", "partial_rotary_factor": _rotary_factor, **ATTENTION_BIAS}
+# Of a recurrent mixer: heads, head_dim, state, groups and kernel.
+STATE_SIZES: tuple[Entry, ...] = (
+    Key("ssm.time_step_rank"),
+    lambda keys, _: keys.number("ssm.inner_size") // max(keys.number("ssm.time_step_rank"), 1),
+    Key("ssm.state_size"), Key("ssm.group_count"), Key("ssm.conv_kernel"),
+)  # fmt: skip
 
 
 def _query_scale(keys: Keys, depth: int) -> dict[str, Any]:
@@ -222,12 +258,6 @@ def _query_scale(keys: Keys, depth: int) -> dict[str, Any]:
     is_largest = keys.number("block_count") == depth
     dim = keys.number("embedding_length") // keys.number("attention.head_count") if is_largest else keys.head_dim
     return {"query_pre_attn_scalar": dim, "sliding_window": keys.of_graph("attention.sliding_window", 4096)}
-
-
-def _gemma2(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    caps = {name: keys.of_graph(name, default) for name, default in caps.items()}
-    return {"model_type": "gemma2", **GEMMA_ACTIVATION, **_query_scale(keys, 46), **caps}
 
 
 def _ropes(keys: Keys, theta: float, sliding_theta: float) -> dict[str, Any]:
@@ -239,211 +269,41 @@ def _ropes(keys: Keys, theta: float, sliding_theta: float) -> dict[str, Any]:
     return {"rope_parameters": tables, "rope_theta": None}
 
 
-def _gemma3(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+def _gemma3(keys: Keys, shapes: Shapes) -> FieldTable:
     cap = {"final_logit_softcapping": keys.fields.get(f"{keys.graph}.final_logit_softcapping")}
     return {"model_type": "gemma3_text", **GEMMA_ACTIVATION, **_query_scale(keys, 62), **cap, **_ropes(keys, 1e6, 1e4)}
 
 
-def _olmo2(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    window = keys.of_graph("attention.sliding_window", 0)
-    if not window:
+def _olmo2(keys: Keys, shapes: Shapes) -> FieldTable:
+    if not keys.of_graph("attention.sliding_window", 0):
         return {"model_type": "olmo2"}
     theta = keys.of_graph("rope.freq_base", 500000.0)
-    return {"model_type": "olmo3", "sliding_window": window, **_ropes(keys, theta, theta)}
+    return {"model_type": "olmo3", "sliding_window": WINDOW, **_ropes(keys, theta, theta)}
 
 
-def _rotary_factor(keys: Keys) -> float:
-    """The share of the dims of a head that RoPE rotates."""
-    return keys.of_graph("rope.dimension_count", keys.head_dim) / max(keys.head_dim, 1)
-
-
-def _layer_norm_eps(keys: Keys, default: float = 1e-5) -> float:
-    return keys.of_graph("attention.layer_norm_epsilon", default)
-
-
-def _phi3(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {"model_type": "phi3", "partial_rotary_factor": _rotary_factor(keys), "sliding_window": None}
-
-
-def _phi(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    numbers = {"partial_rotary_factor": _rotary_factor(keys), "layer_norm_eps": _layer_norm_eps(keys)}
-    return {"model_type": "phi", **numbers, "hidden_act": "gelu_new"}
-
-
-def _gpt2(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    numbers = {"n_inner": keys.number("feed_forward_length"), "layer_norm_epsilon": _layer_norm_eps(keys)}
-    return {"model_type": "gpt2", **numbers, "activation_function": "gelu_new"}
-
-
-def _gpt_neox(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_neox",
-        "rotary_pct": _rotary_factor(keys),
-        "rotary_emb_base": keys.of_graph("rope.freq_base", 10000.0),
-        "layer_norm_eps": _layer_norm_eps(keys),
-        "hidden_act": "gelu_pytorch_tanh",
-        "use_parallel_residual": keys.of_graph("use_parallel_residual", True),
-    }
-
-
-def _cohere(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    numbers = {"logit_scale": keys.of_graph("logit_scale", 0.0625), "layer_norm_eps": _layer_norm_eps(keys)}
-    if keys.graph == "command-r":
-        return {"model_type": "cohere", **numbers}
-    return {"model_type": "cohere2", **numbers, "sliding_window": keys.number("attention.sliding_window")}
-
-
-def _bert(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "hidden_act": "gelu",
-        "layer_norm_eps": _layer_norm_eps(keys, 1e-12),
-        "max_position_embeddings": shapes.get("position_embd.weight", (512,))[0],
-        "type_vocab_size": shapes.get("token_types.weight", (2,))[0],
-    }
-
-
-def _granite(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "granite",
-        **_biases(shapes),
-        "attention_multiplier": keys.of_graph("attention.scale", keys.head_dim**-0.5),
-        "embedding_multiplier": keys.of_graph("embedding_scale", 1.0),
-        "residual_multiplier": keys.of_graph("residual_scale", 1.0),
-        "logits_scaling": keys.of_graph("logit_scale", 1.0),
-    }
-
-
-def _granite_moe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+def _granite_moe(keys: Keys, shapes: Shapes) -> FieldTable:
     shared = keys.of_graph("expert_shared_feed_forward_length", 0)
-    config = _granite(keys, shapes) | {
-        "model_type": "granitemoeshared" if shared else "granitemoe",
-        "num_local_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        **({"shared_intermediate_size": shared} if shared else {}),
-    }
-    del config["mlp_bias"]
-    return config
+    kind = {"model_type": "granitemoeshared", "shared_intermediate_size": shared} if shared else {}
+    return GRANITE | {"model_type": "granitemoe", "mlp_bias": None} | LOCAL_EXPERTS | kind
 
 
-def _glm(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    """GLM-4, with norms after the branches or without."""
-    return {
-        "model_type": "glm4" if keys.graph == "glm4" else "glm",
-        "partial_rotary_factor": _rotary_factor(keys),
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
-    }
-
-
-def _deepseek_experts(keys: Keys) -> dict[str, Any]:
-    groups = keys.of_graph("expert_group_count", 1)
-    return {
-        "n_routed_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
-        "n_shared_experts": keys.number("expert_shared_count"),
-        "first_k_dense_replace": keys.of_graph("leading_dense_block_count", 0),
-        "routed_scaling_factor": keys.of_graph("expert_weights_scale", 1.0),
-        "norm_topk_prob": keys.of_graph("expert_weights_norm", False),
-        "n_group": groups,
-        "topk_group": keys.of_graph("expert_group_used_count", groups),
-    }
-
-
-def _glm4_moe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "glm4_moe",
-        **_deepseek_experts(keys),
-        "partial_rotary_factor": _rotary_factor(keys),
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
-    }
-
-
-def _deepseek(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
     """DeepSeek-V2 or V3, by the function of its router's logits."""
-    rope_dim, rank = keys.number("rope.dimension_count"), keys.of_graph("attention.q_lora_rank", 0)
-    config = {
-        **_deepseek_experts(keys),
+    rope_dim = keys.number("rope.dimension_count")
+    config = DEEPSEEK_EXPERTS | {
         "model_type": "deepseek_v3",
-        "q_lora_rank": rank or None,
-        "kv_lora_rank": keys.number("attention.kv_lora_rank"),
+        "q_lora_rank": keys.of_graph("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": Key("attention.kv_lora_rank"),
         "qk_rope_head_dim": rope_dim,
         "qk_nope_head_dim": keys.number("attention.key_length_mla") - rope_dim,
-        "v_head_dim": keys.number("attention.value_length_mla"),
+        "v_head_dim": Key("attention.value_length_mla"),
     }
     if keys.of_graph("expert_gating_func", 0) == SIGMOID:
         return config
-    return {name: value for name, value in config.items() if name not in ("n_group", "topk_group")} | {
-        "model_type": "deepseek_v2"
-    }
+    return config | {"model_type": "deepseek_v2", "n_group": None, "topk_group": None}
 
 
-def _stablelm(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "stablelm",
-        "partial_rotary_factor": _rotary_factor(keys),
-        "layer_norm_eps": _layer_norm_eps(keys),
-        "use_qkv_bias": "blk.0.attn_q.bias" in shapes,
-        "qk_layernorm": "blk.0.attn_q_norm.weight" in shapes,
-        "use_parallel_residual": "blk.0.ffn_norm.weight" not in shapes,
-    }
-
-
-def _ernie4_5_moe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    hidden = keys.number("expert_feed_forward_length")
-    return {
-        "model_type": "ernie4_5_moe",
-        "use_bias": False,
-        "moe_num_experts": keys.number("expert_count"),
-        "moe_k": keys.number("expert_used_count"),
-        "moe_intermediate_size": hidden,
-        "moe_num_shared_experts": keys.of_graph("expert_shared_feed_forward_length", 0) // hidden,
-        "moe_layer_start_index": keys.of_graph("leading_dense_block_count", 0),
-        "moe_layer_interval": keys.number("interleave_moe_layer_step"),
-    }
-
-
-def _hunyuan_moe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    numbers = {"num_experts": keys.number("expert_count"), "moe_topk": keys.number("expert_used_count")}
-    return {"model_type": "hunyuan_v1_moe", **numbers, "attention_bias": False}
-
-
-def _minimax_m2(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "minimax_m2",
-        "num_local_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "rotary_dim": keys.of_graph("rope.dimension_count", keys.head_dim),
-    }
-
-
-def _afmoe(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "afmoe",
-        "num_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
-        "num_shared_experts": keys.number("expert_shared_count"),
-        "num_dense_layers": keys.of_graph("leading_dense_block_count", 0),
-        "route_scale": keys.of_graph("expert_weights_scale", 1.0),
-        "sliding_window": keys.number("attention.sliding_window"),
-        "mup_enabled": True,
-    }
-
-
-def _gpt_oss(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_oss",
-        "intermediate_size": keys.number("expert_feed_forward_length"),
-        "num_local_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "sliding_window": keys.number("attention.sliding_window"),
-    }
-
-
-def _ministral3(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+def _ministral3(keys: Keys, shapes: Shapes) -> FieldTable:
     rope = {
         "rope_theta": keys.of_graph("rope.freq_base", 10000.0),
         **_scaling(keys, 0.0, keys.head_dim),
@@ -453,87 +313,58 @@ def _ministral3(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     return {"model_type": "ministral3", "rope_parameters": rope, "sliding_window": None}
 
 
-def _delta(keys: Keys) -> dict[str, Any]:
-    """The fields of Qwen's two kinds of layers."""
+def _delta(keys: Keys, shapes: Shapes) -> FieldTable:
+    """Qwen3.5, with two kinds of layers."""
     depth, interval = keys.number("block_count"), keys.of_graph("full_attention_interval", 4)
     usual = [(index + 1) % max(interval, 1) != 0 for index in range(depth)]
     recurrent = keys.of_graph("attention.recurrent_layers", usual)[: depth - keys.of_graph("nextn_predict_layers", 0)]
-    heads = keys.number("ssm.time_step_rank")
+    names = ("num_value_heads", "value_head_dim", "key_head_dim", "num_key_heads", "conv_kernel_dim")
     return {
-        "partial_rotary_factor": _rotary_factor(keys),
+        "model_type": "qwen3_5_text",
+        "partial_rotary_factor": _rotary_factor,
         "attention_bias": False,
         "layer_types": ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent],
-        "linear_num_value_heads": heads,
-        "linear_num_key_heads": keys.number("ssm.group_count"),
-        "linear_key_head_dim": keys.number("ssm.state_size"),
-        "linear_value_head_dim": keys.number("ssm.inner_size") // max(heads, 1),
-        "linear_conv_kernel_dim": keys.number("ssm.conv_kernel"),
+        **{f"linear_{name}": size for name, size in zip(names, STATE_SIZES, strict=True)},
     }
 
 
-def _qwen3_next(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return _delta(keys) | _qwen2_moe(keys, shapes) | {"model_type": "qwen3_next", "norm_topk_prob": True}
+def _qwen3_next(keys: Keys, shapes: Shapes) -> FieldTable:
+    return _delta(keys, shapes) | SHARED_EXPERT | {"model_type": "qwen3_next", "norm_topk_prob": True}
 
 
-def _mamba(keys: Keys, names: Sequence[str]) -> dict[str, Any]:
-    """The fields of Mamba-2. names: the family's, of heads, head_dim, state, groups and kernel."""
-    heads = keys.number("ssm.time_step_rank")
-    sizes = (
-        heads,
-        keys.number("ssm.inner_size") // max(heads, 1),
-        keys.number("ssm.state_size"),
-        keys.number("ssm.group_count"),
-        keys.number("ssm.conv_kernel"),
-    )
-    return dict(zip(names, sizes, strict=True))
-
-
-def _mamba2(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "model_type": "mamba2",
-        **_mamba(keys, ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")),
-        "expand": keys.number("ssm.inner_size") // max(keys.number("embedding_length"), 1),
-        "layer_norm_epsilon": keys.of_graph("attention.layer_norm_rms_epsilon", 1e-5),
-    }
-
-
-def _granite_hybrid(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+def _granite_hybrid(keys: Keys, shapes: Shapes) -> FieldTable:
     kv_heads = keys.require(f"{keys.graph}.attention.head_count_kv", list)
-    experts, hidden = keys.of_graph("expert_count", 0), keys.number("feed_forward_length")
-    config = _granite(keys, shapes) | {
+    shared = "expert_shared_feed_forward_length" if keys.of_graph("expert_count", 0) else "feed_forward_length"
+    names = ("n_heads", "d_head", "d_state", "n_groups", "d_conv")
+    return GRANITE | {
         "model_type": "granitemoehybrid",
-        **_mamba(keys, ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")),
+        **{f"mamba_{name}": size for name, size in zip(names, STATE_SIZES, strict=True)},
         "attention_bias": any(name.endswith("attn_q.bias") for name in shapes),
+        "mlp_bias": None,
         "layer_types": ["attention" if heads else "mamba" for heads in kv_heads],
         "position_embedding_type": "rope" if keys.of_graph("rope.scaling.finetuned", True) else "nope",
-        "num_local_experts": experts,
-        "num_experts_per_tok": keys.of_graph("expert_used_count", 0),
-        "shared_intermediate_size": keys.of_graph("expert_shared_feed_forward_length", 0) if experts else hidden,
+        "num_local_experts": Key("expert_count", 0),
+        "num_experts_per_tok": Key("expert_used_count", 0),
+        "shared_intermediate_size": Key(shared, 0),
     }
-    del config["mlp_bias"]
-    return config
 
 
-def _lfm2(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+def _lfm2(keys: Keys, shapes: Shapes) -> FieldTable:
     kv_heads = keys.require(f"{keys.graph}.attention.head_count_kv", list)
-    return {
-        "model_type": "lfm2",
-        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
-        "conv_L_cache": keys.number("shortconv.l_cache"),
-        "norm_eps": keys.of_graph("attention.layer_norm_rms_epsilon", 1e-5),
-        "block_auto_adjust_ff_dim": False,
-    }
+    types = ["full_attention" if heads else "conv" for heads in kv_heads]
+    own = {"conv_L_cache": Key("shortconv.l_cache"), "norm_eps": RMS_NORM_EPS, "block_auto_adjust_ff_dim": False}
+    return {"model_type": "lfm2", "layer_types": types, **own}
 
 
-def _falcon(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+def _falcon(keys: Keys, shapes: Shapes) -> FieldTable:
     heads = keys.number("attention.head_count")
     kv_heads, norms = keys.of_graph("attention.head_count_kv", heads), 1 + ("blk.0.attn_norm_2.weight" in shapes)
     is_new = norms == 2 or kv_heads not in (1, heads)
     return {
         "model_type": "falcon",
         "activation": "gelu_pytorch_tanh",
-        "ffn_hidden_size": keys.number("feed_forward_length"),
-        "layer_norm_epsilon": _layer_norm_eps(keys),
+        "ffn_hidden_size": Key("feed_forward_length"),
+        "layer_norm_epsilon": LAYER_NORM_EPS,
         "new_decoder_architecture": is_new,
         "multi_query": kv_heads == 1,
         "num_kv_heads": kv_heads if is_new else heads,
@@ -541,69 +372,111 @@ def _falcon(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _bloom(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    return {"model_type": "bloom", "layer_norm_epsilon": _layer_norm_eps(keys)}
-
-
-def _gpt_bigcode(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    several = keys.of_graph("attention.head_count_kv", keys.number("attention.head_count")) != 1
-    config = _gpt2(keys, shapes) | {"model_type": "gpt_bigcode", "activation_function": "gelu_pytorch_tanh"}
-    return config | {"multi_query": not several}
-
-
-ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, Shapes], dict[str, Any]]] = {
-    "llama": _llama,
-    "qwen2": lambda keys, shapes: {"model_type": "qwen2"},
-    "qwen3": lambda keys, shapes: {"model_type": "qwen3", "attention_bias": False},
-    "qwen3moe": _qwen3_moe,
-    "qwen2moe": _qwen2_moe,
-    "olmoe": _olmoe,
-    "ernie4_5": lambda keys, shapes: {"model_type": "ernie4_5", "use_bias": False},
-    "hunyuan-dense": lambda keys, shapes: {"model_type": "hunyuan_v1_dense", "attention_bias": False},
-    "gemma": _gemma,
-    "gemma2": _gemma2,
+# By graph, the fields beside those that all have, or a function that makes them.
+ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]] = {
+    "llama": lambda keys, _: (
+        {"model_type": "mixtral", **LOCAL_EXPERTS}
+        if keys.of_graph("expert_count", 0)
+        else {"model_type": "llama", **BIASES}
+    ),
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "attention_bias": False},
+    "qwen3moe": {
+        "model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "moe_intermediate_size": EXPERT_WIDTH,
+    },
+    "qwen2moe": {"model_type": "qwen2_moe", **SHARED_EXPERT, "norm_topk_prob": False},
+    "olmoe": {"model_type": "olmoe", **EXPERTS, "norm_topk_prob": False, "attention_bias": False},
+    "ernie4_5": {"model_type": "ernie4_5", "use_bias": False},
+    "hunyuan-dense": {"model_type": "hunyuan_v1_dense", "attention_bias": False},
+    "gemma": {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", **GEMMA_ACTIVATION},
+    "gemma2": lambda keys, _: {
+        "model_type": "gemma2", **GEMMA_ACTIVATION, **_query_scale(keys, 46),
+        "attn_logit_softcapping": Key("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": Key("final_logit_softcapping", 30.0),
+    },
     "gemma3": _gemma3,
     "olmo2": _olmo2,
-    "smollm3": lambda keys, shapes: {"model_type": "smollm3"},
-    "phi3": _phi3,
-    "phi2": _phi,
-    "gpt2": _gpt2,
-    "gptneox": _gpt_neox,
-    "command-r": _cohere,
-    "cohere2": _cohere,
-    "bert": _bert,
-    "arcee": lambda keys, shapes: {"model_type": "arcee"},
-    "granite": _granite,
+    "smollm3": {"model_type": "smollm3"},
+    "phi3": {"model_type": "phi3", "partial_rotary_factor": _rotary_factor, "sliding_window": None},
+    "phi2": {
+        "model_type": "phi", "partial_rotary_factor": _rotary_factor, "layer_norm_eps": LAYER_NORM_EPS,
+        "hidden_act": "gelu_new",
+    },
+    "gpt2": GPT2,
+    "gptneox": {
+        "model_type": "gpt_neox", "rotary_pct": _rotary_factor, "rotary_emb_base": Key("rope.freq_base", 10000.0),
+        "layer_norm_eps": LAYER_NORM_EPS, "hidden_act": "gelu_pytorch_tanh",
+        "use_parallel_residual": Key("use_parallel_residual", True),
+    },
+    "command-r": COHERE,
+    "cohere2": COHERE | {"model_type": "cohere2", "sliding_window": WINDOW},
+    "bert": {
+        "model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu",
+        "layer_norm_eps": Key("attention.layer_norm_epsilon", 1e-12),
+        "max_position_embeddings": lambda _, shapes: shapes.get("position_embd.weight", (512,))[0],
+        "type_vocab_size": lambda _, shapes: shapes.get("token_types.weight", (2,))[0],
+    },
+    "arcee": {"model_type": "arcee"},
+    "granite": GRANITE,
     "granitemoe": _granite_moe,
-    "glm4": _glm,
-    "chatglm": _glm,
-    "glm4moe": _glm4_moe,
-    "exaone4": lambda keys, shapes: {
-        "model_type": "exaone4", "sliding_window": keys.of_graph("attention.sliding_window", 0) or None,
+    "glm4": GLM | {"model_type": "glm4"},  # with norms after the branches
+    "chatglm": GLM,
+    "glm4moe": GLM | DEEPSEEK_EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": Present("attn_q_norm.weight")},
+    "exaone4": {
+        "model_type": "exaone4",
+        "sliding_window": lambda keys, _: keys.of_graph("attention.sliding_window", 0) or None,
     },
-    "seed_oss": lambda keys, shapes: {
-        "model_type": "seed_oss", "attention_bias": "blk.0.attn_q.bias" in shapes, **NO_DROPOUT,
+    "seed_oss": {"model_type": "seed_oss", **ATTENTION_BIAS, **NO_DROPOUT},
+    "stablelm": {
+        "model_type": "stablelm", "partial_rotary_factor": _rotary_factor, "layer_norm_eps": LAYER_NORM_EPS,
+        "use_qkv_bias": Present("attn_q.bias"), "qk_layernorm": Present("attn_q_norm.weight"),
+        "use_parallel_residual": lambda _, shapes: "blk.0.ffn_norm.weight" not in shapes,
     },
-    "stablelm": _stablelm,
-    "starcoder2": lambda keys, shapes: {"model_type": "starcoder2", "norm_epsilon": _layer_norm_eps(keys)},
-    "olmo": lambda keys, shapes: {
-        "model_type": "olmo", "clip_qkv": keys.fields.get("olmo.attention.clamp_kqv"),
+    "starcoder2": {"model_type": "starcoder2", "norm_epsilon": LAYER_NORM_EPS},
+    "olmo": {"model_type": "olmo", "clip_qkv": lambda keys, _: keys.fields.get("olmo.attention.clamp_kqv")},
+    "dots1": {"model_type": "dots1", **DEEPSEEK_EXPERTS, "sliding_window": None},
+    "ernie4_5-moe": {
+        "model_type": "ernie4_5_moe", "use_bias": False, "moe_num_experts": COUNT, "moe_k": USED,
+        "moe_intermediate_size": EXPERT_WIDTH, "moe_layer_start_index": DENSE_LAYERS,
+        "moe_num_shared_experts": lambda keys, shapes: (
+            keys.of_graph("expert_shared_feed_forward_length", 0) // EXPERT_WIDTH(keys, shapes)
+        ),
+        "moe_layer_interval": Key("interleave_moe_layer_step"),
     },
-    "dots1": lambda keys, shapes: {"model_type": "dots1", **_deepseek_experts(keys), "sliding_window": None},
-    "ernie4_5-moe": _ernie4_5_moe,
-    "hunyuan-moe": _hunyuan_moe,
-    "minimax-m2": _minimax_m2,
-    "afmoe": _afmoe,
-    "gpt-oss": _gpt_oss,
+    "hunyuan-moe": {
+        "model_type": "hunyuan_v1_moe", "num_experts": COUNT, "moe_topk": USED, "attention_bias": False,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2", **LOCAL_EXPERTS,
+        "rotary_dim": lambda keys, _: keys.of_graph("rope.dimension_count", keys.head_dim),
+    },
+    "afmoe": {
+        "model_type": "afmoe", **EXPERTS, "moe_intermediate_size": EXPERT_WIDTH,
+        "num_shared_experts": Key("expert_shared_count"), "num_dense_layers": DENSE_LAYERS,
+        "route_scale": EXPERT_SCALE, "sliding_window": WINDOW, "mup_enabled": True,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss", **LOCAL_EXPERTS, "intermediate_size": EXPERT_WIDTH, "sliding_window": WINDOW,
+    },
     "deepseek2": _deepseek,
     "lfm2": _lfm2,
     "mistral3": _ministral3,
     "qwen3next": _qwen3_next,
-    "qwen35": lambda keys, shapes: {"model_type": "qwen3_5_text", **_delta(keys)},
+    "qwen35": _delta,
     "granitehybrid": _granite_hybrid,
-    "mamba2": _mamba2,
+    "mamba2": {
+        "model_type": "mamba2",
+        **dict(zip(("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"), STATE_SIZES, strict=True)),
+        "expand": lambda keys, _: keys.number("ssm.inner_size") // max(keys.number("embedding_length"), 1),
+        "layer_norm_epsilon": RMS_NORM_EPS,
+    },
     "falcon": _falcon,
-    "bloom": _bloom,
-    "starcoder": _gpt_bigcode,
-    "jais2": lambda keys, shapes: {"model_type": "jais2", "layer_norm_eps": _layer_norm_eps(keys)},
+    "bloom": {"model_type": "bloom", "layer_norm_epsilon": LAYER_NORM_EPS},
+    "starcoder": GPT2 | {
+        "model_type": "gpt_bigcode", "activation_function": "gelu_pytorch_tanh",
+        "multi_query": lambda keys, _: (
+            keys.of_graph("attention.head_count_kv", keys.number("attention.head_count")) == 1
+        ),
+    },
+    "jais2": {"model_type": "jais2", "layer_norm_eps": LAYER_NORM_EPS},
 }  # fmt: skip

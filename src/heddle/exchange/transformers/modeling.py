@@ -1,7 +1,7 @@
 """HeddleModel and HeddleForCausalLM: a heddle decoder with the interface of a transformers model."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -325,10 +325,6 @@ class ModelCall:
         inputs: LayoutAndMask = layout_from_inputs(self.tokens, mask, position_ids, cached)
         return inputs
 
-    def record_outputs(self, decoder: Decoder) -> AbstractContextManager[RecordedOutputs]:
-        """Record what is to be returned besides the last hidden states."""
-        return record_outputs(decoder, self.return_states, self.return_weights)
-
 
 class HeddleModel(HeddlePreTrainedModel):
     """Tokens -> hidden states. Raises ConfigError for a design with cross-attention, which is not supported."""
@@ -415,7 +411,7 @@ class HeddleModel(HeddlePreTrainedModel):
         inputs = call.layout(cached, has_external_attention=modules is not None)
         if call.return_weights and cached.length and (cached.is_token is not None or inputs.is_token is not None):
             raise ConfigError("output_attentions: a cache with padding does not keep its columns; use no cache")
-        with call.record_outputs(self.decoder) as recorded:
+        with record_outputs(self.decoder, call.return_states, call.return_weights) as recorded:
             if cache_layer is not None:
                 inputs_and_layout = ModelInputs(tokens, inputs.layout)
                 return cache_layer.run_decoder(self.decoder, inputs_and_layout, inputs.is_token), recorded

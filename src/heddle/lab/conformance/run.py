@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
@@ -85,7 +85,8 @@ class Model(Protocol):
         """Feed the rows as the case says. Raises NotSeenError if the engine cannot."""
 
     def hidden(self, row: Sequence[int]) -> list[Tensor]:
-        """The stream after each layer, [T, width]; [] if the engine does not show it."""
+        """The stream after each layer, [T, width]; [] if the engine does not show it, and for heddle's golden ones."""
+        return []
 
     def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
         """The greedy text after a row. Raises NotSeenError if the engine cannot."""
@@ -235,9 +236,9 @@ def engine_of(name: str, dtype: str) -> Engine:
         script = files("heddle.lab.conformance").joinpath(LLAMA_CPP_FILE)
         return lambda folder: _command(f"node {shlex.quote(str(script))} {{model}} {shlex.quote(rest or '.')}", folder)
     if name == "heddle":
-        return lambda folder: _opened(HeddleModel(folder, DTYPES.get(dtype, torch.float32)))
+        return lambda folder: nullcontext(HeddleModel(folder, DTYPES.get(dtype, torch.float32)))
     if kind == "transformers":
-        return lambda folder: _opened(TransformersModel(folder, DTYPES.get(dtype, torch.float32), rest or "sdpa"))
+        return lambda folder: nullcontext(TransformersModel(folder, DTYPES.get(dtype, torch.float32), rest or "sdpa"))
     if rest.isidentifier():
         try:
             function = getattr(importlib.import_module(kind), rest)
@@ -245,16 +246,11 @@ def engine_of(name: str, dtype: str) -> Engine:
             raise ConfigError(
                 f"--engine {name}: {error}; name a module that can be imported, and its function"
             ) from None
-        return lambda folder: _opened(OneText(function(folder)))
+        return lambda folder: nullcontext(OneText(function(folder)))
     raise ConfigError(
         f"--engine {name}: unknown; give heddle, transformers, transformers:eager, llama.cpp, module:function, or a "
         "command with {model}"
     )
-
-
-@contextmanager
-def _opened(model: Model) -> Iterator[Model]:
-    yield model
 
 
 @contextmanager
@@ -289,7 +285,7 @@ def _command(command: str, folder: Path) -> Iterator[Model]:
             process.kill()
 
 
-class OneText:
+class OneText(Model):
     """An engine that reads one text at a time. read: tokens and how many of the text so far they follow -> logits."""
 
     def __init__(self, read: Callable[[list[int], int], Any]) -> None:
@@ -304,10 +300,6 @@ class OneText:
         if found:
             return found
         raise NotSeenError("it reads one text at a time")
-
-    def hidden(self, row: Sequence[int]) -> list[Tensor]:
-        """Not shown."""
-        return []
 
     def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
         """One token after the other."""
@@ -344,7 +336,7 @@ def _when_it_answers(url: str, folder: Path, process: subprocess.Popen[bytes], n
     raise ConfigError(f"--engine {name}: does not answer at {url}; give the port that its command says")
 
 
-class ServerModel:
+class ServerModel(Model):
     """An OpenAI-compatible server of one model. It tells log probabilities of some tokens: the others are not seen."""
 
     def __init__(self, url: str, folder: Path) -> None:
@@ -423,10 +415,6 @@ class ServerModel:
         found = self._rows([rows[index] for index in chosen])
         return [Answer(index, 0, scores, scores=True) for index, scores in zip(chosen, found, strict=True)]
 
-    def hidden(self, row: Sequence[int]) -> list[Tensor]:
-        """Not shown."""
-        return []
-
     def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
         """The tokens whose log probabilities it tells."""
         written = [token for token, _ in self._scores(self._ask([row], tokens)[0])]
@@ -435,7 +423,7 @@ class ServerModel:
         return [token for token in written if token is not None]
 
 
-class HeddleModel:
+class HeddleModel(Model):
     """heddle itself."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -493,10 +481,6 @@ class HeddleModel:
         except HeddleError as error:
             raise NotSeenError(str(error)) from None
 
-    def hidden(self, row: Sequence[int]) -> list[Tensor]:
-        """Not needed: heddle's streams are the golden ones."""
-        return []
-
     def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
         """By `heddle.generate`."""
         from heddle.generation.generate import generate
@@ -517,7 +501,7 @@ def padded(rows: Sequence[Sequence[int]], chosen: Sequence[int], side: str) -> t
     return torch.tensor(tokens), torch.tensor(masks)
 
 
-class TransformersModel:
+class TransformersModel(Model):
     """transformers. mode: one of MODES, or the name of an attention."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, mode: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.config import DesignError
 from heddle.conversion.convert import Conversion
@@ -24,6 +24,7 @@ from heddle.errors import ConfigError
 from heddle.lab.search.solve import FloatArray
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
+from heddle.model.initialization import set_parameter
 from heddle.model.size import build_distinct_layers, measure_size
 from heddle.numerics.cross_entropy import token_losses
 from heddle.parts.mixers.attention import AttentionConfig
@@ -255,8 +256,7 @@ class Evaluator:
             number, _, relative = name.removeprefix(LAYER_PREFIX).partition(".")
             is_new = name.startswith(LAYER_PREFIX) and int(number) in layers
             value = layers[int(number)][relative].to(self.reference) if is_new else own[name]
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, nn.Parameter(value.detach(), requires_grad=False))
+            set_parameter(model, name, value.detach(), requires_grad=False)
         model.tie()
         return model
 
