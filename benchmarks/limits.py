@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.harness import run_rows
 from benchmarks.machine import THREADS
-from heddle.lab.bench.run import DTYPES, fastest_seconds, measure_limits, product_rate
+from heddle.lab.bench.run import DTYPES, measure_limits, product_rate
 from heddle.machine import measured_choices
 from heddle.numerics.linear import linear, packed_weights
-from heddle.runtime import set_up_runtime
+from heddle.runtime import fastest_seconds, set_up_runtime
 
 QUESTION = "What can this machine reach: products by dtype, route and shape, and reading memory?"
 SHAPES = {"square": (2048, 2048, 2048), "feed-forward": (2048, 768, 2048), "vocabulary": (512, 768, 32000)}

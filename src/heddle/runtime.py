@@ -4,7 +4,8 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +14,7 @@ from heddle.errors import ConfigError
 
 DEVICES = ("cuda", "mps", "cpu")  # the first that is available is the default
 MAX_THREADS = 4096  # per process; torch fails for numbers that no machine has
+MEASUREMENTS = 5  # of which the fastest counts
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
@@ -172,6 +174,29 @@ def device_name(device: str) -> str:
 def kind_of_device(device: str) -> str:
     """The device without its index: `cuda` for `cuda:1`."""
     return device.partition(":")[0]
+
+
+def synchronize(device: str) -> None:
+    """Wait until an accelerator has finished all queued work."""
+    import torch
+
+    kind = kind_of_device(device)
+    if kind == "cuda":
+        torch.cuda.synchronize(device)
+    elif kind == "mps":
+        torch.mps.synchronize()
+
+
+def fastest_seconds(call: Callable[[], object], device: str = "cpu") -> float:
+    """Seconds of the fastest of several calls."""
+    fastest = float("inf")
+    for _ in range(MEASUREMENTS + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
 
 
 def is_available(device: str) -> bool:

@@ -1,9 +1,7 @@
-"""Pages are made of templates, styles and scripts in files of their own, which are shipped with the package."""
+"""Pages are made of templates, styles and scripts in files of their own."""
 
 import ast
-import fnmatch
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,22 +73,6 @@ def test_words_with_signs_are_no_markup() -> None:
         markup_in('"""A docstring with <b>tags</b>."""\nx = "1 < 2 and 3 > 2", "50 % of {x}", "a: b; c", "← better"\n')
         == []
     )
-
-
-def test_every_file_of_the_pages_is_package_data() -> None:
-    project = PACKAGE.parents[1] / "pyproject.toml"
-    patterns = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["heddle"]
-    files = [file for file in (LAB / "pages").rglob("*") if file.suffix in (".html", ".css", ".js")]
-    assert {file.suffix for file in files} == {".html", ".css", ".js"}
-    for file in files:
-        relative = file.relative_to(PACKAGE)
-        # setuptools matches one folder a segment, where fnmatch would match across folders
-        matches = [
-            pattern
-            for pattern in patterns
-            if len(Path(pattern).parts) == len(relative.parts) and fnmatch.fnmatch(str(relative), pattern)
-        ]
-        assert matches, f"{relative} is not shipped"
 
 
 def test_every_template_compiles_and_every_static_file_is_used() -> None:

@@ -10,10 +10,10 @@ import torch
 
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
-from heddle.lab.bench import run
 from heddle.lab.compare.compare import check_workers, choose_devices, parse_devices, parse_process_share
 from heddle.lab.compare.tasks import choose_workers
 from heddle.lab.workers import Workers
+from heddle.runtime import MEASUREMENTS, fastest_seconds
 
 
 @pytest.fixture
@@ -138,5 +138,5 @@ def test_a_gpu_that_is_absent(command: str, tmp_path: Path, monkeypatch: pytest.
 def test_the_doctor_waits_for_the_device_that_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    run.fastest_seconds(lambda: None, "cuda:1")
-    assert waits == ["cuda:1"] * 2 * (run.MEASUREMENTS + 1)
+    fastest_seconds(lambda: None, "cuda:1")
+    assert waits == ["cuda:1"] * 2 * (MEASUREMENTS + 1)

@@ -38,7 +38,7 @@ from heddle.exchange.load import load
 from heddle.lab.conversion import measure as measure_module
 from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, ModelToMeasure, layer_errors
 from heddle.lab.conversion.results import ORIGINAL, ConversionResults, parse_results
-from heddle.lab.conversion.run import ConversionRecord, measure_conversion
+from heddle.lab.conversion.run import ConversionReport, measure_conversion
 from heddle.laws.harness import model_under_test
 from heddle.model.load_config import load_config
 from heddle.storage.file_io import read_json_file
@@ -236,8 +236,8 @@ def test_rows_keep_within_the_positions_of_a_model(gemma: Path, texts: Path, tmp
 
     def measured(length: int) -> ConversionResults:
         settings = MeasurementSettings(sequence_length=length, speed_contexts=(), state_contexts=(), layer_rows=2)
-        record = ConversionRecord(tmp_path / f"{length}.json")
-        return measure_conversion([ModelToMeasure("original", ORIGINAL, weights, "a")], corpus, record, settings)
+        report, path = ConversionReport(corpus, settings), tmp_path / f"{length}.json"
+        return measure_conversion([ModelToMeasure("original", ORIGINAL, weights, "a")], report, path)
 
     assert finite_ratio(measured(LENGTH).models[0].windows) is not None
     with pytest.raises(ConfigError, match=str(LENGTH)):

@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from heddle.lab.plan.costs import FP8_PRODUCTS, ModelCost, RankLayout, Speeds, model_cost, tokens_per_second
-from heddle.lab.plan.gpus import GPUS
+from heddle.lab.plan.costs import ModelCost, RankLayout, Speeds, model_cost, step_time
+from heddle.lab.plan.gpus import GPUS, Gpu
 from tests.distributed.published import mpt_design, mpt_runs
 
 Row = dict[str, str]
+FP8_PRODUCTS = 1.155  # speed of training with products in fp8, over bfloat16
 START = (0.8, 800.0, 0.3, 0.7, 1000.0, 0.2, 0.9, 0.8, 1.2)
 LOWEST = (0.2, 0.0, 0.05, 0.2, 0.0, 0.05, 0.05, 0.0, 1.0)
 HIGHEST = (1.0, 5000.0, 1.0, 1.0, 5000.0, 1.0, 1.0, 1.0, 2.0)
@@ -37,6 +38,12 @@ def layout_of(row: Row) -> RankLayout:
         reshard=row["sharding"] == "full",
         reduce_bytes=2 if row["precision"] == "bf16" else 4,
     )
+
+
+def tokens_per_second(cost: ModelCost, layout: RankLayout, gpu: Gpu, speeds: Speeds | None = None) -> float:
+    """Expected tokens per second on each GPU."""
+    tokens = layout.rows * layout.accumulation * cost.sequence_length
+    return tokens / step_time(cost, layout, gpu, speeds).seconds
 
 
 def predicted(row: Row, speeds: Speeds | None = None, fp8_products: float = FP8_PRODUCTS) -> float:

@@ -22,7 +22,6 @@ from heddle.lab.plan.costs import (
     model_cost,
     plan_training,
     rank_memory,
-    tokens_per_second,
 )
 from heddle.lab.plan.gpus import GIB, GPUS
 from heddle.model.load_config import load_config, with_vocab_size
@@ -30,7 +29,7 @@ from heddle.model.size import size
 from heddle.settings import shared
 from heddle.training.job import TrainingJob
 from heddle.training.settings import Settings, TrainSettings
-from tests.distributed.fit_speeds import fit, speeds_in
+from tests.distributed.fit_speeds import fit, speeds_in, tokens_per_second
 from tests.distributed.published import mpt_design, mpt_runs, published_design, published_runs
 from tests.distributed.validation import flops, memory, speed_errors
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from heddle.lab.compare import abilities, compare, results, statistics, tables, text_profile, tuning, verdict
+from heddle.lab.compare import compare, probes, results, statistics, tables, text_profile, tuning, verdict
 from heddle.lab.compare import report as compare_report
 from heddle.lab.conversion import results as conversion_results
 from heddle.lab.ladder import predictions
@@ -88,6 +88,6 @@ def defines(module: ModuleType, name: str) -> bool:
 
 
 MODULES = (
-    abilities, compare, compare_report, statistics, tables, text_profile, tuning, verdict, conversion_results,
+    probes, compare, compare_report, statistics, tables, text_profile, tuning, verdict, conversion_results,
     predictions, ladder_report, ladder_pages, report, sections, report_figures,
 )  # fmt: skip

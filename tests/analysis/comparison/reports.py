@@ -1,9 +1,11 @@
 """Invented comparison reports of realistic shape, for tests and for looking at."""
 
 import copy
+import io
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from heddle.lab.compare.probes import RECALL_PROBES
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
@@ -13,6 +15,7 @@ from tests.analysis.comparison.plain import (
     length_result,
     mean_bits_per_byte,
     pair_report,
+    print_report,
     verdict_sentences,
 )
 
@@ -223,3 +226,16 @@ def hollow() -> dict[str, Any]:
         for result in row["recall"].values():
             result.update(status="failed", accuracy=None, scored=None, seconds=None, curve=[])
     return finish(report)
+
+
+def printed(report: dict[str, Any], width: int = 80) -> str:
+    """What a file of that width would get of the terminal's tables."""
+    file = io.StringIO()
+    print_report(report, Console(file=file, width=width))
+    return file.getvalue()
+
+
+def template_run() -> dict[str, Any]:
+    """A finished run without longer sequences, whose numbers a stand-in of workers changes."""
+    run: dict[str, Any] = make_report({"a": TINY["mha-tiny"]}, seeds=1)["designs"][0]["runs"][0]
+    return run | {"extrapolation": []}

@@ -2,12 +2,14 @@
 
 import copy
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from heddle.lab.compare.worker import perform_task
 from heddle.signals import Interrupted
 from heddle.storage.file_io import write_json_file
+from tests import small
 
 JAPANESE = (
     "機を織る人は糸を上げて杼を通す。",
@@ -56,6 +58,16 @@ class Ended:
 
     def poll(self) -> int:
         return self.code
+
+
+def equal_designs(root: Path, names: Iterable[str]) -> Path:
+    """A folder of text, and the same small design under each name; returns `root`."""
+    (root / "text").mkdir()
+    for number in range(20):
+        (root / "text" / f"{number}.txt").write_text(f"the {number}th cloth is blue and long. " * 500, encoding="utf-8")
+    for name in names:
+        small.design_file(root / f"{name}.yaml")
+    return root
 
 
 def command(folder: Path, out: Path, *options: str, designs: tuple[str, ...] = ("full", "my local")) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from heddle.lab.compare import statistics as compared
 from heddle.lab.compare.power import Spending, StoppingRule, anytime_level
 from heddle.lab.compare.statistics import (
     PairStatistics,
@@ -44,10 +45,24 @@ def statistics_of(losses: np.ndarray, text_error: np.ndarray | None) -> PairStat
     return seed_statistics(names, losses, text_error, float(TEXT_DEGREES))
 
 
+def half_widths(statistics: PairStatistics, level: Callable[[int], float] = fixed_level) -> np.ndarray:
+    """`half_width` of every pair at once, [designs, designs]."""
+    halves, designs = np.full(statistics.mean.shape, np.nan), len(statistics.names)
+    for seeds in np.unique(statistics.seeds[statistics.seeds >= 2]):
+        # pairs with the same number of seeds have the same degrees of freedom
+        degrees = statistics.degrees[statistics.seeds == seeds][0]
+        critical = compared.pair_critical_value(designs, degrees, level(int(seeds)))
+        halves = np.where(statistics.seeds == seeds, critical * statistics.seed_error, halves)
+    if np.isnan(statistics.text_degrees):
+        return halves
+    text = compared.pair_critical_value(designs, statistics.text_degrees, compared.ALPHA) * statistics.text_error
+    return np.where(np.isnan(halves), text, np.hypot(halves, np.nan_to_num(text)))
+
+
 def misses(statistics: PairStatistics, level: Callable[[int], float] = fixed_level) -> bool:
     """Whether any pair's interval excludes 0."""
     with np.errstate(invalid="ignore"):
-        return bool((np.abs(statistics.mean) > statistics.half_widths(level)).any())
+        return bool((np.abs(statistics.mean) > half_widths(statistics, level)).any())
 
 
 def miss_rate(spreads: Sequence[float], seeds: int, trials: int, text: float = 0.0) -> float:

@@ -18,8 +18,8 @@ from heddle.lab.compare import run as comparison_run
 from heddle.lab.compare.budget import StepTime, TimeBudget, format_seconds, parse_duration
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
-from tests import small
 from tests.analysis.comparison import reports
+from tests.analysis.comparison.runs import equal_designs, read_report
 
 OPTIONS = ["--sequence-length", "32", "--batch-size", "4", "--device", "cpu", "--workers", "2", "--recall", "none"]
 OPTIONS += ["--speed-context-length", "24", "--extrapolate", "1"]
@@ -46,8 +46,7 @@ class Machine:
         self.trained: list[str] = []
         self.timings = 0
         self.stops_before = ""
-        template = reports.make_report({"a": reports.TINY["mha-tiny"]}, seeds=1)["designs"][0]["runs"][0]
-        self.template = {**template, "extrapolation": []}
+        self.template = reports.template_run()
 
     def start(self, request: Path, target: Path) -> "Worker":
         task = json.loads(request.read_text(encoding="utf-8"))
@@ -120,13 +119,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("budget")
-    (root / "text").mkdir()
-    for number in range(20):
-        (root / "text" / f"{number}.txt").write_text(f"the {number}th cloth is blue and long. " * 500, encoding="utf-8")
-    for name in "ab":
-        small.design_file(root / f"{name}.yaml")
-    return root
+    return equal_designs(tmp_path_factory.mktemp("budget"), "ab")
 
 
 def compare(folder: Path, out: Path, *options: str) -> int:
@@ -152,7 +145,7 @@ def test_the_budget_chooses_the_training_and_ends_within_it(
     assert f"2 designs × 3 seeds on {tokens:,} tokens" in printed
     assert "the budget chose: each run trains on" in printed
     assert len(machine.trained) == 6
-    report = json.loads((tmp_path / "short" / "report.json").read_text(encoding="utf-8"))
+    report = read_report(tmp_path / "short")
     assert any(f"{tokens:,} tokens" in warning for warning in report["warnings"])
     assert compare(folder, tmp_path / "long", "--budget", "6m") == 0
     assert plan(tmp_path / "long")[0] > tokens
@@ -224,7 +217,7 @@ def test_a_machine_that_becomes_slow_ends_in_time_with_what_it_has(
     machine.slower, started = 2.5, machine.clock.now
     assert compare(folder, tmp_path / "out", "--budget", "3m") == 0
     assert machine.clock.now - started <= 181
-    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    report = read_report(tmp_path / "out")
     assert report["progress"]["stop_reason"].startswith("The budget of 3 min ended before seed ")
     assert 0 < len(machine.trained) < 6
     assert [len(design["runs"]) for design in report["designs"]] == [len(machine.trained) // 2] * 2
@@ -240,7 +233,7 @@ def test_the_last_paired_seed_comes_before_speeds(folder: Path, tmp_path: Path, 
     machine.slower, machine.speed_steps, started = 1.4, 400, machine.clock.now
     assert compare(folder, tmp_path, "--budget", "3m", "--speed-context-length", "5600") == 0
     assert machine.clock.now - started <= 181
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    report = read_report(tmp_path)
     assert [len(design["runs"]) for design in report["designs"]] == [3, 3]
     assert report["progress"]["stop_reason"].startswith("The budget of 3 min ended before the speed of ")
 
@@ -248,7 +241,7 @@ def test_the_last_paired_seed_comes_before_speeds(folder: Path, tmp_path: Path, 
 def test_speeds_that_the_budget_cuts_are_named(folder: Path, tmp_path: Path, machine: Machine) -> None:
     machine.speed_steps = 10_000
     assert compare(folder, tmp_path / "out", "--budget", "3m") == 0
-    reason = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["progress"]["stop_reason"]
+    reason = read_report(tmp_path / "out")["progress"]["stop_reason"]
     assert reason == "The budget of 3 min ended before the speed of a and b; raise the budget to continue."
 
 
@@ -311,13 +304,11 @@ def test_a_plan_counts_what_is_left_and_keeps_what_the_budget_chose(
     assert compare(folder, out, "--budget", "100s", "--tokens", "64000") == 0
     for again in (["--budget", "100s"], ["--seeds", "2"]):  # the report is written again
         assert compare(folder, out, "--tokens", "64000", *again) == 0
-        warnings = json.loads((out / "report.json").read_text(encoding="utf-8"))["warnings"]
+        warnings = read_report(out)["warnings"]
         assert any(note in warning for warning in warnings), again
     assert "everything is finished" in capsys.readouterr().err
     assert compare(folder, out, "--tokens", "64000", "--seeds", "3") == 0  # then there are 3
-    assert not any(
-        "not 3" in each for each in json.loads((out / "report.json").read_text(encoding="utf-8"))["warnings"]
-    )
+    assert not any("not 3" in each for each in read_report(out)["warnings"])
 
 
 def test_a_plan_that_the_budget_cuts_says_so(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.config import kinds
+from heddle.config import Part, kinds, parse_config
 from heddle.errors import ConfigError
 from heddle.lab.compare import equal_size
 from heddle.lab.compare.equal_size import (
@@ -13,12 +13,19 @@ from heddle.lab.compare.equal_size import (
     equalize_sizes,
     equalize_states,
     parse_state_context,
+    scale_heads,
+    scale_state,
     with_state_factor,
 )
 from heddle.lab.compare.plan import DesignEntry
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
+from heddle.parts.mixers import RecurrentMixer
+from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
+from heddle.parts.mixers.gated_delta import GatedDeltaConfig
+from heddle.parts.mixers.latent_attention import LatentAttentionConfig
+from heddle.parts.mixers.linear_attention import LinearAttentionConfig
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import equal_size_table
 from tests.model.test_overrides import GATED, design, mixer
@@ -133,3 +140,44 @@ def test_the_table_shows_what_was_changed() -> None:
     assert table.header == ["design", "changed", "state bytes at 300 tokens", "deviation"]
     assert table.rows[0][1:] == ["nothing", "1.00 kB", "baseline"]
     assert table.rows[1][1:] == ["layers[0].mixer.kv_heads 4 → 2", "1.00 kB", "+0.1%"]
+
+
+# Which fields of a mixer change, kind by kind, against numbers worked out by hand.
+
+WIDTH = 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "factor", "changed"),
+    [
+        # keys of 64 / 4 = 16 dims become 8, and values stay 16 wide
+        (GatedDeltaConfig, {"heads": 4}, 0.5, {"head_dim": 8, "value_dim": 16}),
+        (GatedDeltaConfig, {"heads": 4, "head_dim": 8}, 0.5, {"head_dim": 4, "value_dim": 8}),
+        (LinearAttentionConfig, {"heads": 4}, 2.0, {"head_dim": 32, "value_dim": 16}),
+        # a latent of 24 and a rotated key of 8: half of 32 less 8
+        (LatentAttentionConfig, {"heads": 4, "kv_rank": 24, "nope_dim": 8, "rope_dim": 8}, 0.5, {"kv_rank": 8}),
+        (LatentAttentionConfig, {"heads": 4, "kv_rank": 24, "nope_dim": 8}, 0.5, {"kv_rank": 12}),
+        (DifferentialAttentionConfig, {"heads": 4}, 0.5, {"kv_heads": 2}),
+        (DifferentialAttentionConfig, {"heads": 4, "window": 10}, 0.5, {"window": 5}),
+    ],
+)
+def test_a_state_is_scaled_by_its_own_fields(
+    kind: type[Any], fields: dict[str, Any], factor: float, changed: dict[str, Any]
+) -> None:
+    config = parse_config(kind, fields)
+    scaled = scale_state(config, factor, WIDTH)
+    assert isinstance(scaled, Part)
+    assert scaled == config.replace(**changed)
+
+
+def test_heads_are_scaled_to_divisors() -> None:
+    """Four of eight heads, halved and doubled, keep their widths; a third more takes eight narrower ones."""
+    assert scale_heads(4, 0.5, 8, (16, 16)) == (2, 16, 16)
+    assert scale_heads(4, 2.0, 8, (16, 16)) == (8, 16, 16)
+    number, key_dim, value_dim = scale_heads(4, 1.5, 8, (16, 16))
+    assert number == 8
+    assert key_dim + value_dim == 24
+
+
+def test_a_recurrent_mixer_reads_no_earlier_token_again() -> None:
+    assert RecurrentMixer.lookback.fget(None) == 0  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from heddle.lab.compare import run
-from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
+from heddle.lab.compare.plan import DesignEntry
 from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import ProbeResult, Run, plain
 from heddle.lab.compare.tasks import Comparison
@@ -19,6 +19,7 @@ from heddle.storage.run_log import RunLog
 from tests import small
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import print_report, report_page, typed
+from tests.analysis.comparison.test_plan import plan
 from tests.html_page import Page
 
 NAMES = ("full", "local")
@@ -35,14 +36,9 @@ class Running:
             DesignEntry("full", "full.yaml", small.config(small.design())),
             DesignEntry("local", "local.yaml", small.config(local)),
         )
-        plan = ComparisonPlan(
-            entries=entries, data=("text",), budget_kind="tokens", budget_value=10_240.0, seeds=(0, 1), batch_size=8,
-            sequence_length=32, learning_rate=1e-3, optimizer="adamw", schedule="wsd", warmup=None, lr_scale=(),
-            precision="fp32", vocab_size=300, tokenizer=None, device="cpu", threads=1, part_files=(),
-            speed_contexts=(32,), recall_probes=("mqar",), max_length_multiple=1,
-        )  # fmt: skip
+        chosen = plan(*entries, budget_value=10_240.0, batch_size=8, sequence_length=32, max_length_multiple=1)
         self.comparison = Comparison(
-            plan, None, folder, set_up_runtime("cpu", 1), Workers(("cpu", "cpu"), 1), "heddle compare"
+            chosen, None, folder, set_up_runtime("cpu", 1), Workers(("cpu", "cpu"), 1), "heddle compare"
         )
         self.results = Results(NAMES, speed_rounds=2, probes=1)
         self.results.facts = {entry.name: design_facts(self.comparison, entry) for entry in entries}

@@ -39,13 +39,6 @@ def test_a_detectable_difference_is_resolved_as_often_as_claimed(degrees: int) -
         assert np.mean(np.abs(shifted) > critical) < 0.78
 
 
-def test_a_power_must_be_possible() -> None:
-    with pytest.raises(ValueError, match="power"):
-        detectable_difference(1.0, 2, 4.3, 0.01)
-    with pytest.raises(ValueError, match="power"):
-        detectable_difference(1.0, 2, 4.3, 1.0)
-
-
 def test_the_smallest_resolvable_difference_of_a_pair() -> None:
     statistics = statistics_of(2, 3)
     error = math.sqrt(2 / 3)

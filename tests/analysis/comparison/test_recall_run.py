@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from heddle.cli.main import run_command
-from heddle.lab.compare import abilities, probes
+from heddle.lab.compare import probes
 from heddle.lab.compare.probes import RecallProbe
 from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
@@ -20,8 +20,7 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
         source = {"mqar": "recall:mqar,pairs=2,keys=2,length=8"}.get(name, f"recall:{name},length=8")
         short[name] = RecallProbe(name.upper(), source, "What?", 2, batch_size=2, mixers_only=name == "mqar")
     monkeypatch.setattr(probes, "FINAL_TOKENS", 360)
-    for module in (probes, abilities):
-        monkeypatch.setattr(module, "RECALL_PROBES", short)
+    monkeypatch.setattr(probes, "RECALL_PROBES", short)
 
 
 @pytest.mark.usefixtures("short_probes")

@@ -87,19 +87,6 @@ def test_longer_texts_can_be_refused_shorter_or_off(
         assert f"--extrapolate {wrong}:" in capsys.readouterr().err
 
 
-def test_another_choice_of_probes_is_another_comparison(
-    folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workers.interrupts = {"full-seed0"}
-    assert run_command(command(folder, tmp_path)) == 143
-    assert run_command(command(folder, tmp_path, "--recall", "mqar")) == 2
-    assert "recall_probes was []" in capsys.readouterr().err
-    assert run_command(command(folder, tmp_path, "--recall", "mqra")) == 2
-    choices = "auto, all, none, mqar, induction, copying, needle, parity, s5"
-    message = f"heddle: recall mqra: unknown choice; did you mean 'mqar'? choices: {choices}\n"
-    assert capsys.readouterr().err == message
-
-
 VARIED = ("--vary", "layers.*.mixer.kv_heads=1,2", "--vary", "norm.kind=layer,rms")
 
 

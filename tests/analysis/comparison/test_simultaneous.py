@@ -13,7 +13,7 @@ from heddle.lab.compare.report import Judging
 from heddle.lab.compare.statistics import PairStatistics, pair_critical_value, range_tail, seed_statistics
 from tests.analysis.comparison import reports, simulation
 from tests.analysis.comparison.plain import pair_report, pair_statistics, paired_difference
-from tests.analysis.comparison.simulation import miss_rate
+from tests.analysis.comparison.simulation import half_widths, miss_rate
 from tests.analysis.comparison.test_statistics import finished_run
 
 # the studentized range as printed in tables: (groups, degrees of freedom, level, value)
@@ -33,26 +33,20 @@ def test_critical_values_match_scipy() -> None:
     assert pair_critical_value(2, 2, 0.05) == pytest.approx(4.303, abs=1e-3)
 
 
-@pytest.mark.parametrize(("designs", "degrees", "alpha"), [(1, 2, 0.05), (2, 0.5, 0.05), (2, 2, 0.0)])
-def test_critical_values_refuse_invalid_arguments(designs: int, degrees: float, alpha: float) -> None:
-    with pytest.raises(ValueError, match="pair_critical_value"):
-        pair_critical_value(designs, degrees, alpha)
-
-
 def test_two_designs_have_the_paired_t_interval() -> None:
     first, second = reports.make_report()["designs"][:2]
     statistics = pair_statistics({"a": first["runs"], "b": second["runs"]})
     row = paired_difference(first["runs"], second["runs"])
     assert statistics.mean[0, 1] == pytest.approx(row["mean"], rel=1e-12)
     assert statistics.half_width(0, 1) == pytest.approx(row["high"] - row["mean"], rel=1e-9)
-    assert statistics.half_widths()[1, 0] == statistics.half_width(1, 0)
+    assert half_widths(statistics)[1, 0] == statistics.half_width(1, 0)
 
 
 def test_every_half_width_is_that_of_its_pair() -> None:
     report = reports.make_report()
     reports.diverge(report["designs"][1]["runs"][2])
     statistics = pair_statistics({design["name"]: design["runs"] for design in report["designs"]})
-    halves = statistics.half_widths()
+    halves = half_widths(statistics)
     for row in range(4):
         for column in range(row):
             assert halves[row, column] == halves[column, row] == statistics.half_width(row, column)
@@ -95,15 +89,12 @@ FIXED = [(2, 2), (2, 3), (2, 8), (4, 2), (4, 3), (4, 8), (8, 3), (8, 8)]
 
 
 @pytest.mark.parametrize(("designs", "seeds"), FIXED)
-def test_all_intervals_of_a_report_cover_as_often_as_they_claim(designs: int, seeds: int) -> None:
+@pytest.mark.parametrize(("trials", "lowest"), [(2000, 0.018), pytest.param(20_000, 0.027, marks=pytest.mark.soak)])
+def test_all_intervals_of_a_report_cover_as_often_as_they_claim(
+    trials: int, lowest: float, designs: int, seeds: int
+) -> None:
     # 2.5 standard errors of 2000 trials beside the 3 % to 6.2 % that are promised
-    assert 0.018 < miss_rate([1.0] * designs, seeds, 2000) < 0.062
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("designs", "seeds"), FIXED)
-def test_coverage_in_full(designs: int, seeds: int) -> None:
-    assert 0.03 - 0.003 < miss_rate([1.0] * designs, seeds, 20_000) < 0.062
+    assert lowest < miss_rate([1.0] * designs, seeds, trials) < 0.062
 
 
 @pytest.mark.parametrize("designs", [4, 8])
@@ -176,15 +167,12 @@ def whole_reports(designs: int, trials: int) -> float:
     return claims / trials
 
 
-@pytest.mark.parametrize("designs", [2, 4])
-def test_whole_reports_of_equal_designs_rarely_claim_anything(designs: int) -> None:
-    assert whole_reports(designs, 80) < 0.11
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("designs", [2, 4, 8])
-def test_whole_reports_in_full(designs: int) -> None:
-    assert whole_reports(designs, 2000) <= 0.062
+@pytest.mark.parametrize(
+    ("designs", "trials", "most"),
+    [(2, 80, 0.109), (4, 80, 0.109), *(pytest.param(n, 2000, 0.062, marks=pytest.mark.soak) for n in (2, 4, 8))],
+)
+def test_whole_reports_of_equal_designs_rarely_claim_anything(designs: int, trials: int, most: float) -> None:
+    assert whole_reports(designs, trials) <= most
 
 
 def test_added_designs_resolve_no_pair_that_was_there() -> None:

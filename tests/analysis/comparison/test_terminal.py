@@ -1,28 +1,17 @@
 """The terminal table: complete at 80 columns, plain off a terminal, and never reading names as markup."""
 
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import print_report
 
 
-def printed(report: dict[str, Any], width: int) -> str:
-    """What a file of that width would get."""
-    console = Console(file=io.StringIO(), width=width)
-    print_report(report, console)
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_every_number_is_there(width: int) -> None:
     report = reports.make_report()
-    text = printed(report, width)
+    text = reports.printed(report, width)
     for words in ("2.249", "+0.031 ± 0.011", "not resolved", "better", "worse", "baseline", "1.31 M", "parameters"):
         assert words in text
     for words in ("21.4 k", "910 MB", "25.2 MB", "125", "tok/s", "at 8k", "Caveats"):
@@ -38,20 +27,20 @@ def test_every_number_is_there(width: int) -> None:
 @pytest.mark.parametrize("make", [reports.single, reports.crowd, reports.hollow])
 def test_unusual_reports_are_printed(make: Any) -> None:
     report = make()
-    text = "".join(printed(report, 80).split())
+    text = "".join(reports.printed(report, 80).split())
     for row in report["designs"]:
         assert row["name"] in text or row["name"][:14] in text
     assert "".join(report["verdict"][0].split()) in text
 
 
 def test_one_design_has_no_difference() -> None:
-    assert "difference" not in printed(reports.single(), 100)
+    assert "difference" not in reports.printed(reports.single(), 100)
 
 
 def test_names_are_not_markup() -> None:
     report = reports.make_report({"[red]a[/red]": reports.TINY["mha-tiny"], "[/]": reports.TINY["gqa-tiny"]})
     report["warnings"] = ["[bold]mind[/bold]"]
-    text = printed(report, 100)
+    text = reports.printed(report, 100)
     for words in ("[red]a[/red]", "[/]", "[bold]mind[/bold]"):
         assert words in text
 

@@ -40,7 +40,7 @@ from heddle.lab.conversion.results import (
     needle_accuracy,
     parse_results,
 )
-from heddle.lab.conversion.run import ConversionRecord, measure_conversion
+from heddle.lab.conversion.run import ConversionReport, measure_conversion
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.parts.layout import Layout
@@ -219,8 +219,10 @@ def results_of(
     models: list[tuple[str, str, Decoder, str]], letters: Corpus, path: Path, **settings: Any
 ) -> ConversionResults:
     measured = [ModelToMeasure(name, stage, ModelWeights(m), key, "noise") for name, stage, m, key in models]
-    record = ConversionRecord(path, "heddle convert a b", "a", {"cpu": "x", "threads": 1, "device": "cpu"})
-    return measure_conversion(measured, letters, record, MeasurementSettings(**(vars(SETTINGS) | settings)))
+    machine, chosen = {"cpu": "x", "threads": 1, "device": "cpu"}, MeasurementSettings(**(vars(SETTINGS) | settings))
+    return measure_conversion(
+        measured, ConversionReport(letters, chosen, "cpu", "heddle convert a b", "a", machine), path
+    )
 
 
 @pytest.fixture(scope="module")

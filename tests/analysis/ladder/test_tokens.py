@@ -14,11 +14,12 @@ from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import parameter_counts
 from heddle.storage.file_io import read_json_file
-from tests import small
 from tests.analysis.comparison.plain import _trunk_correlation, ladder_page
+from tests.analysis.ladder.test_ladder import folder, read_report
 from tests.analysis.scripted_workers import EndedWorkers
 from tests.html_page import Page
 
+__all__ = ["folder"]  # a fixture
 OPTIONS = ["--sizes", "3000,6k,12k,24k", "--batch-size", "8", "--sequence-length", "16", "--device", "cpu"]
 OPTIONS += ["--threads", "1", "--quiet"]
 RATIOS = ["--tokens-per-parameter", "1,2,4,8"]
@@ -52,20 +53,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     return workers
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("ladder")
-    small.folder(root / "text", 30, 2000)
-    small.design_file(root / "one.yaml", small.design(32))
-    return root
-
-
 def command(folder: Path, out: Path, *options: str) -> list[str]:
     return ["ladder", f"{folder}/one.yaml", "--data", f"{folder}/text", "--out", str(out), *OPTIONS, *options]
-
-
-def read_report(out: Path) -> dict[str, Any]:
-    return read_json_file(out / "ladder.json")
 
 
 def test_a_whole_surface(folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:

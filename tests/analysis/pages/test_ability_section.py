@@ -6,13 +6,13 @@ import pytest
 
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import (
-    ability_tables,
     profile_cards,
     profile_figures,
     profile_rows,
     recall_in_text,
     report_page,
-    summary_table,
+    summary_rows,
+    text_recall_table,
 )
 from tests.analysis.comparison.test_text_profile import make_run
 from tests.html_page import Page
@@ -77,9 +77,9 @@ def test_the_page_shows_where_the_loss_lies() -> None:
 
 
 def test_needles_stand_beside_their_control() -> None:
-    section = ability_tables(whole())
-    assert section.text_table is not None
-    first, second, *_ = section.text_table.rows
+    table = text_recall_table(whole())
+    assert table is not None
+    first, second, *_ = table.rows
     assert first[:3] == ["mha-tiny", "50 %", "10 %"]
     assert first[3].startswith("+40")
     assert " ± " in first[3]
@@ -103,10 +103,8 @@ def test_a_report_without_them_has_no_section() -> None:
 
 def test_one_design_has_no_differences() -> None:
     report = whole(designs=1)
-    [position, frequency] = profile_cards(report)
-    assert position.is_drawn
-    assert frequency.is_drawn
     figures = profile_figures(report)
+    assert [card.figure for card in profile_cards(report)] == list(figures)
     assert [figure["layout"]["shapes"] for figure in figures.values()] == [[], []]
     assert figures["profile-frequencies"]["layout"]["yaxis"]["title"]["text"] == "bits per byte"
     assert report_page(report)
@@ -114,7 +112,7 @@ def test_one_design_has_no_differences() -> None:
 
 def test_every_speed_has_its_range() -> None:
     report = reports.make_report()
-    rows = {row.name: row for row in summary_table(report).rows}
+    rows = {row.name: row for row in summary_rows(report)}
     costs = {cost.title: cost.ends for cost in rows["mha-tiny"].costs}
     assert costs == {"Training": "20.8 to 21.8 k", "Peak memory": "", "State at 8k": "", "Decode at 8k": "120 to 128"}
     assert "20.8 to 21.8 k" in Page(report_page(report)).text()

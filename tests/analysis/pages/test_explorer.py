@@ -12,7 +12,7 @@ from heddle.cli.main import run_command
 from heddle.config import DesignError
 from heddle.errors import ConfigError
 from heddle.lab.explore import page as explorer
-from heddle.lab.explore.choices import MISTAKES, SLOTS, explorer_design, kinds_of, published_designs
+from heddle.lab.explore.choices import SLOTS, explorer_design, kinds_of, mistakes, published_designs
 from heddle.lab.explore.costs import Costs, cost_functions
 from heddle.lab.explore.formulas import formulas_of, values_of
 from heddle.lab.explore.page import explorer_page
@@ -147,10 +147,10 @@ def test_published_designs_are_whole() -> None:
 def test_mistakes_are_those_of_the_documentation() -> None:
     page = (ROOT / "docs/commonly-wrong.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^### (.+?)\n(.+?)(?=^##|\Z)", page, re.M | re.S))
-    assert sections.keys() == {mistake.title for mistake in MISTAKES}
-    for mistake in MISTAKES:
-        assert mistake.law in sections[mistake.title].partition("Caught by")[2], mistake.title
-        assert set(mistake.kinds) <= {kind.kind for kind in kinds_of(mistake.slot)}
+    assert sections.keys() == {mistake["title"] for mistake in mistakes()}
+    for mistake in mistakes():
+        assert mistake["law"] in sections[mistake["title"]].partition("Caught by")[2], mistake["title"]
+        assert set(mistake["kinds"]) <= {kind.kind for kind in kinds_of(mistake["slot"])}
 
 
 @pytest.mark.parametrize("slot", [None, "residuals"])

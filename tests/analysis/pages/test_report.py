@@ -1,5 +1,6 @@
 """The report on disk: one page that needs no network, readable without scripts, whole or not at all."""
 
+import html
 import json
 import os
 import re
@@ -13,8 +14,21 @@ from plotly.offline import get_plotlyjs
 from heddle.errors import MachineError
 from heddle.lab.pages import render as render_module
 from heddle.lab.pages.render import DASH_ARRAYS, MARKER_SHAPES, DesignStyle, design_styles, static
+from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 from tests.analysis.comparison import reports
-from tests.analysis.comparison.plain import mean_curve, name_parts, overview_figures, report_page, write_report
+from tests.analysis.comparison.plain import (
+    length_result,
+    mean_curve,
+    name_parts,
+    overview_figures,
+    report_context,
+    report_page,
+    write_report,
+)
+from tests.analysis.comparison.test_effects import varied
+from tests.analysis.comparison.tunings import with_tuning
+from tests.analysis.pages.test_ability_section import whole
+from tests.analysis.pages.test_effect_section import named
 from tests.html_page import Page
 
 MAKERS = [reports.make_report, reports.single, reports.crowd, reports.hollow]
@@ -89,10 +103,13 @@ def attacked() -> dict[str, Any]:
     """A report whose every word comes from someone who would like to run a script."""
     name = f"{ATTACK}%{{x}}"
     report = reports.make_report({"mha-tiny": reports.TINY["mha-tiny"], name: reports.TINY["gqa-tiny"]})
-    for row in report["designs"]:
-        row.update(summary=ATTACK, source=ATTACK)
+    refused = length_result(ExtrapolationResult(4, [], ATTACK))
+    for index, row in enumerate(report["designs"]):
+        row.update(summary=ATTACK, source=ATTACK, varied_fields={"layers.*.mixer.window": f"{index}{ATTACK}"})
         for run in row["runs"]:
-            run.update(sample=ATTACK)
+            experts = {ATTACK: {"load": [0.5, 0.5], "entropy": None, "dropped": 0.0}}
+            run.update(sample=ATTACK, experts=experts, extrapolation=[*run["extrapolation"][:2], refused])
+    report = reports.finish(report)
     report.update(command=ATTACK, warnings=[ATTACK], heddle=ATTACK, created=ATTACK)
     report["data"].update(name=ATTACK, hash=ATTACK)
     report["hardware"].update(cpu=ATTACK)
@@ -105,7 +122,10 @@ def test_words_of_others_stay_words(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = Page(text)
     assert ATTACK not in text
     assert len(parsed.scripts) == 3
-    assert parsed.text().count(ATTACK) >= 12
+    words = parsed.text()
+    assert words.count(ATTACK) >= 20
+    for sentence in (f"rejects 4 ×: {ATTACK}", "Loads of the experts of mha-tiny", f"difference to 0{ATTACK}"):
+        assert sentence in words or sentence in html.unescape(text)
     assert "<" not in parsed.scripts[0]
     names = {trace["name"] for trace in json.loads(parsed.scripts[0])["state"]["data"]}
     assert names == {"mha-tiny", "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;% {x}"}
@@ -116,12 +136,30 @@ def test_words_of_others_stay_words(monkeypatch: pytest.MonkeyPatch) -> None:
         Page(report_page(attacked()))
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_figures_are_what_plotly_knows(make: Any) -> None:
-    painted = re.sub(r'("\w*color":\s*)"[\w-]+"', r'\1"#123456"', json.dumps(overview_figures(make()), allow_nan=False))
-    for figure in json.loads(painted).values():
-        if figure is not None:
-            plotly.graph_objects.Figure(figure)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *MAKERS,
+        varied,
+        lambda: named(["1", "2", "3", "4"]),
+        lambda: named(["a", "b", "<script>%{x}", "d"]),
+        lambda: with_tuning(reports.make_report()),
+        lambda: with_tuning(reports.make_report(), None, "lr=0.001..0.008", "optimizer=adamw,muon"),
+        lambda: with_tuning(reports.make_report(), None, "lr=0.001,0.01", "warmup=0,8"),
+        whole,
+    ],
+)
+def test_figures_are_what_plotly_knows_in_colors_of_the_page(make: Any) -> None:
+    """Of every section; words of others are no markup of plotly's."""
+    drawn = json.dumps(report_context(make())["figures"], allow_nan=False)
+    assert "<script" not in drawn
+    assert "%{x}" not in drawn
+    light, dark = static("base.css").split("prefers-color-scheme: dark")
+    for name in set(re.findall(r'"\w*color": "([\w-]+)"', drawn)):
+        assert f"--{name}: " in light
+        assert name == "clear" or f"--{name}: " in dark
+    for figure in json.loads(re.sub(r'("\w*color":\s*)"[\w-]+"', r'\1"#123456"', drawn)).values():
+        plotly.graph_objects.Figure(figure or {})
     with pytest.raises(ValueError, match="linewidth"):
         plotly.graph_objects.Figure({"data": [{"type": "scatter", "linewidth": 2}]})
 
@@ -160,15 +198,6 @@ def test_designs_can_be_distinguished_without_color() -> None:
     for style in styles.values():
         assert style.dash in DASH_ARRAYS
         assert style.marker == "circle" or style.marker in MARKER_SHAPES
-
-
-def test_every_color_of_a_figure_is_one_of_the_page() -> None:
-    names = set(re.findall(r'"\w*color": "([\w-]+)"', json.dumps(overview_figures(reports.crowd()))))
-    assert {"series-0", "series-6", "ink", "soft", "grid"} <= names
-    light, dark = static("base.css").split("prefers-color-scheme: dark")
-    for name in names:
-        assert f"--{name}: " in light
-        assert name == "clear" or f"--{name}: " in dark
 
 
 def test_names_in_a_sentence_are_marked_whole() -> None:

@@ -28,7 +28,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.size import size
 from heddle.numerics.linear import PackedWeightCache, packed_weights
-from heddle.runtime import kind_of_device
+from heddle.runtime import fastest_seconds
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 
@@ -468,7 +468,6 @@ def check_peer(peer: str | None, designs: Mapping[str, ModelConfig]) -> None:
 # The fastest of several measurements counts: a limit is what the machine can do, not what it does under other load.
 
 
-MEASUREMENTS = 5
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SMALL_OPERATIONS = 200
 
@@ -496,24 +495,3 @@ def product_rate(dtype: torch.dtype, shape: tuple[int, int, int], device: str = 
     rows, inputs, outputs = shape
     x, weight = (torch.ones(count, inputs, dtype=dtype, device=device) for count in (rows, outputs))
     return 2 * rows * inputs * outputs / fastest_seconds(partial(functional.linear, x, weight), device)
-
-
-def fastest_seconds(call: Callable[[], object], device: str = "cpu") -> float:
-    """Seconds of the fastest of several calls."""
-    fastest = float("inf")
-    for _ in range(MEASUREMENTS + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
-
-
-def synchronize(device: str) -> None:
-    """Wait until an accelerator has finished all queued work."""
-    kind = kind_of_device(device)
-    if kind == "cuda":
-        torch.cuda.synchronize(device)
-    elif kind == "mps":
-        torch.mps.synchronize()

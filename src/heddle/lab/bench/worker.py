@@ -81,7 +81,7 @@ class Side:
 
     def seconds(self) -> float:
         """The seconds of running the workload once; per token when decoding."""
-        from heddle.lab.bench.run import synchronize
+        from heddle.runtime import synchronize
 
         assert self.prepared is not None
         argument = self.prepared.before()

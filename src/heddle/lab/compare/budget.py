@@ -18,9 +18,8 @@ import torch
 from heddle import __version__
 from heddle.data.cache import DataCache
 from heddle.errors import CheckpointError, ConfigError, MachineError
-from heddle.lab.compare.abilities import TaskChoice
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry, all_candidates
-from heddle.lab.compare.probes import AUTO, RECALL_PROBES, final_tokens
+from heddle.lab.compare.probes import AUTO, RECALL_PROBES, TaskChoice, final_tokens
 from heddle.lab.compare.tasks import (
     SPEED_ROUNDS,
     Comparison,

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from heddle.data.sources import check_sources
 from heddle.errors import ConfigError
-from heddle.lab.compare.abilities import left_out_sentences
 from heddle.lab.compare.budget import (
     TimeBudget,
     TimePlan,
@@ -43,7 +42,7 @@ from heddle.lab.compare.plan import (
     split_designs,
     tuned_paths,
 )
-from heddle.lab.compare.probes import select_probes
+from heddle.lab.compare.probes import left_out_sentences, select_probes
 from heddle.lab.compare.results import Design, Report, finite, parse, plain
 from heddle.lab.compare.run import PLAN_FILE, REPORT_FILES, joined_plan
 from heddle.lab.compare.run import compare as run_comparison

@@ -362,7 +362,6 @@ def _parse_value(name: str, text: str, argument: str) -> Value:
     return value
 
 
-BUDGET_KINDS = ("tokens", "seconds", "flops")
 MAY_CHANGE = ("baseline", "until_resolved", "time_budget", "trackers", "budget_notes")
 
 
@@ -396,7 +395,7 @@ class ComparisonPlan:
     baseline: str | None = None  # an entry's name; None: the first entry
     equal_size: str | None = None  # one of SIZE_KINDS: the size in which all designs equal the baseline
     data: tuple[str, ...]
-    budget_kind: str  # one of BUDGET_KINDS
+    budget_kind: str  # tokens, seconds or flops
     budget_value: float
     seeds: tuple[int, ...]
     batch_size: int

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from heddle.lab.compare.results import NeededRuns
 from heddle.lab.compare.statistics import (
     Level,
     PairStatistics,
@@ -25,23 +26,8 @@ POWER = 0.8
 MAX_SEEDS = 100
 
 
-class Need(NamedTuple):
-    """What a pair needs for an interval of ± half_width.
-
-    seeds: of each design in total; None if 100 are too few. text_factor: how many times the held-out text; 1 if the
-    present text is enough.
-    """
-
-    half_width: float
-    seeds: int | None
-    text_factor: float
-
-
-def detectable_difference(error: float, degrees_of_freedom: float, critical: float, power: float = POWER) -> float:
-    """The difference whose |t| exceeds a critical value with this probability, from its standard error.
-
-    Raises ValueError for a power that is not above the test's own level or not below 1.
-    """
+def detectable_difference(error: float, degrees_of_freedom: float, critical: float) -> float:
+    """The difference whose |t| exceeds a critical value with probability `POWER`, from its standard error."""
     from scipy.special import nctdtr
 
     def exceeds(noncentrality: float) -> float:
@@ -49,13 +35,11 @@ def detectable_difference(error: float, degrees_of_freedom: float, critical: flo
         return float(1 - nctdtr(degrees_of_freedom, noncentrality, critical))
 
     low, high = 0.0, critical + 1.0
-    if not exceeds(low) < power < 1:
-        raise ValueError(f"detectable_difference needs a power from the test's level to 1, not {power}")
-    while exceeds(high) < power:
+    while exceeds(high) < POWER:
         high *= 2
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if exceeds(middle) < power else (low, middle)
+        low, high = (middle, high) if exceeds(middle) < POWER else (low, middle)
     return error * high
 
 
@@ -80,11 +64,17 @@ def smallest_resolvable(statistics: PairStatistics, row: int, column: int, level
 
 
 def need_for(
-    statistics: PairStatistics, row: int, column: int, half_width: float, level: Level = fixed_level
-) -> Need | None:
+    statistics: PairStatistics,
+    row: int,
+    column: int,
+    half_width: float,
+    level: Level = fixed_level,
+    run_seconds: float = 0.0,
+) -> NeededRuns | None:
     """What an interval of ± half_width needs; None with fewer than two seeds, which say nothing about the spread.
 
-    Where the text makes up more than half of the wanted square, the need is split: more text, so that it is half.
+    run_seconds: of one run of both designs. Where the text makes up more than half of the wanted square, the need is
+    split: more text, so that it is half.
     """
     if statistics.seeds[row, column] < 2:
         return None
@@ -93,7 +83,9 @@ def need_for(
     text_factor, seed_target = 1.0, math.sqrt(max(0.0, half_width**2 - text**2))
     if 2 * text**2 > half_width**2:
         text_factor, seed_target = 2 * text**2 / half_width**2, half_width / math.sqrt(2)
-    return Need(half_width, seeds_for(statistics, row, column, seed_target, level), text_factor)
+    seeds = seeds_for(statistics, row, column, seed_target, level)
+    seconds = None if seeds is None else max(0, seeds - int(statistics.seeds[row, column])) * run_seconds
+    return NeededRuns(half_width=half_width, seeds=seeds, text_factor=text_factor, seconds=seconds)
 
 
 def seeds_for(

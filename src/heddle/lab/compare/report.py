@@ -14,17 +14,10 @@ import torch
 from heddle import __version__
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
-from heddle.lab.compare.abilities import (
-    TaskChoice,
-    extrapolation_facts,
-    length_changes,
-    summarize_abilities,
-    window_sentences,
-)  # fmt: skip
 from heddle.lab.compare.equal_size import parse_state_context
 from heddle.lab.compare.plan import DesignEntry, plan_warnings, short_titles
 from heddle.lab.compare.power import anytime_level, need_for, round_widths_below, smallest_resolvable
-from heddle.lab.compare.probes import AUTO
+from heddle.lab.compare.probes import AUTO, TaskChoice, summarize_abilities, window_sentences
 from heddle.lab.compare.results import (
     BaselineRow,
     Budget,
@@ -78,7 +71,13 @@ from heddle.lab.compare.statistics import (
 )
 from heddle.lab.compare.tables import mean_loss
 from heddle.lab.compare.tasks import Comparison
-from heddle.lab.compare.text_profile import describe_text_recall, profile_rows, recall_in_text
+from heddle.lab.compare.text_profile import (
+    describe_text_recall,
+    extrapolation_facts,
+    length_changes,
+    profile_rows,
+    recall_in_text,
+)
 from heddle.lab.compare.tuning import Tuning, tuning_report
 from heddle.lab.compare.verdict import verdict_sentences
 from heddle.model.config import ModelConfig
@@ -174,13 +173,8 @@ def _needs(
     widths = round_widths_below(half)
     if judging.half_width is not None and judging.half_width < half:
         widths = sorted({*widths, judging.half_width}, reverse=True)
-    rows = []
-    for width in widths:
-        need = need_for(statistics, design, reference, width, anytime_level)
-        if need is not None:
-            more = None if need.seeds is None else max(0, need.seeds - int(statistics.seeds[design, reference]))
-            rows.append(NeededRuns(**need._asdict(), seconds=None if more is None else more * seconds))
-    return rows
+    needs = (need_for(statistics, design, reference, width, anytime_level, seconds) for width in widths)
+    return [need for need in needs if need is not None]
 
 
 def _mean_seconds(runs: Sequence[ScoredRun]) -> float:

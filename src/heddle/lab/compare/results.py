@@ -89,7 +89,11 @@ class MeanLoss(Interval):
 
 @dataclass(frozen=True, kw_only=True)
 class NeededRuns:
-    """What an interval of ± half_width needs: seeds per design (None: too many), multiple of the text, seconds."""
+    """What an interval of ± half_width needs.
+
+    seeds: of each design in total; None if 100 are too few. text_factor: how many times the held-out text; 1 if the
+    present text is enough. seconds: of the runs that are missing.
+    """
 
     half_width: float
     seeds: int | None

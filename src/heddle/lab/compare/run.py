@@ -4,6 +4,7 @@ Several processes may work on one comparison, as in an array of Slurm jobs: each
 waits for the others where it needs all of them.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -16,11 +17,10 @@ from heddle import progress
 from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.samples import check_token_count
 from heddle.errors import CheckpointError, HeddleError, MachineError
-from heddle.lab.compare.abilities import TaskChoice
 from heddle.lab.compare.budget import TimePlan
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
 from heddle.lab.compare.power import MAX_SEEDS, Spending, StoppingRule
-from heddle.lab.compare.probes import GONE, final_tokens
+from heddle.lab.compare.probes import GONE, TaskChoice, final_tokens
 from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import Report, Run, ScoredRun, plain
 from heddle.lab.compare.statistics import grown_statistics
@@ -207,7 +207,8 @@ def joined_plan(path: Path, plan: ComparisonPlan) -> dict[str, Any]:
     more_seeds = identity["seeds"] != saved["seeds"]
     if more_seeds:
         notes.pop("seeds", None)
-    if more_seeds and all(run_file(path.parent, name, seed).is_file() for name, seed in _planned(saved)):
+    planned = itertools.product(saved["entries"], saved["seeds"])
+    if more_seeds and all(run_file(path.parent, name, seed).is_file() for name, seed in planned):
         is_anytime = True
     is_anytime = is_anytime or plan.until_resolved is not None
     if not identity["entries"].keys() <= saved["entries"].keys() and saved_runs(path.parent, list(saved["entries"])):
@@ -215,10 +216,6 @@ def joined_plan(path: Path, plan: ComparisonPlan) -> dict[str, Any]:
     written: dict[str, Any] = identity | {"is_anytime": is_anytime, "until_resolved": plan.until_resolved}
     written |= {"earlier_designs": earlier} if earlier else {}
     return written | ({"budget_notes": [list(note) for note in notes.items()]} if notes else {})
-
-
-def _planned(identity: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(name, seed) for name in identity["entries"] for seed in identity["seeds"]]
 
 
 def _check_unchanged(folder: Path, saved: dict[str, Any], identity: dict[str, Any]) -> None:
@@ -409,7 +406,8 @@ def compare(
         if plan.tuning is not None:
             _tune(writer)
         if plan.until_resolved is not None and time_plan.budget is not None:
-            spent = sum(_saved_seconds(out, pair) for pair in saved_runs(out, names)) / workers.total
+            files = (run_file(out, *pair) for pair in saved_runs(out, names))
+            spent = sum(float(read_json_file(file).get("seconds") or 0.0) for file in files) / workers.total
             seconds = spent + max(0.0, writer.training_end - time.monotonic())
             schedule = choose_schedule(replace(plan, time_budget=seconds), workers.total, saved_runs(out, names))
         # Workers that finish the last trainings start on the recall tasks at once, unless the number of trainings, or
@@ -516,11 +514,6 @@ def _add_run(results: Results, label: str, name: str, seed: int, result: Result)
         progress.print_status(
             f"{label}: {bits} bits per byte of held-out text (run {results.finished_runs} of {total})"
         )
-
-
-def _saved_seconds(out: Path, pair: tuple[str, int]) -> float:
-    """Seconds of a training run that has a result."""
-    return float(read_json_file(run_file(out, *pair)).get("seconds") or 0.0)
 
 
 def _training_task(writer: ReportWriter, entry: DesignEntry, seed: int) -> Task:

@@ -15,7 +15,6 @@ import torch
 
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
-from heddle.lab.bench.run import fastest_seconds, synchronize
 from heddle.lab.compare.results import Design
 from heddle.lab.compare.statistics import quartiles
 from heddle.lab.compare.tables import format_percent, join_names, shared_context, value_at
@@ -23,6 +22,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
+from heddle.runtime import fastest_seconds, synchronize
 from heddle.training.built_models import build_models
 from heddle.training.evaluation.scores import token_scores
 from heddle.training.job import TrainingJob

@@ -9,9 +9,8 @@ from heddle import progress
 from heddle.data.corpus import Corpus
 from heddle.distributed.ranks import Ranks
 from heddle.errors import ConfigError, MachineError
-from heddle.lab.compare.abilities import TaskChoice, choose_tasks
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
-from heddle.lab.compare.probes import plan_evaluations
+from heddle.lab.compare.probes import TaskChoice, choose_tasks, plan_evaluations
 from heddle.lab.compare.results import ProbeResult, Run, parse
 from heddle.lab.compare.speed import Samples
 from heddle.lab.workers import Task, Workers, default_workers, run_tasks

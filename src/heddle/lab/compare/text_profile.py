@@ -1,4 +1,4 @@
-"""Behind a design's mean loss: its loss by position and by token frequency, and its recall in the user's text.
+"""Behind a design's mean loss: by position, token frequency and length of the text, and its recall in the user's text.
 
 Every number of a design is compared with the baseline's by `paired_difference`: the same seeds, the same text.
 """
@@ -12,7 +12,10 @@ import torch
 
 from heddle.data.corpus import Corpus
 from heddle.lab.compare.results import (
+    ExtrapolationFacts,
     FrequencyGroup,
+    LengthChange,
+    LengthResult,
     ProfileGroups,
     ProfileRow,
     RecallGain,
@@ -21,10 +24,11 @@ from heddle.lab.compare.results import (
     TextRecallFacts,
     TextRecallRow,
 )
-from heddle.lab.compare.statistics import TEXT_SPANS, TextSampling, finished_runs, paired_difference
+from heddle.lab.compare.statistics import TEXT_SPANS, TextSampling, finished_runs, loss_of, paired_difference
 from heddle.model.decoder import Decoder
+from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, ExtrapolationResult
 from heddle.training.evaluation.loss_profile import LossProfile, frequency_groups, position_edges, token_frequencies
-from heddle.training.evaluation.scores import FiniteScores, finite_ratio
+from heddle.training.evaluation.scores import FiniteScores, finite_ratio, ratio_of_sums
 from heddle.training.evaluation.text_recall import NEEDLE_TOKENS, TextRecall, TextRecallScores, score_text_recall
 from heddle.training.settings import Settings
 
@@ -184,3 +188,74 @@ def _gain(scores: Scored, control: Scored) -> Scored:
         ]
 
     return gain
+
+
+# Length extrapolation: a design's mean loss at each multiple of the trained length, and its paired change.
+
+
+def length_result(result: ExtrapolationResult) -> LengthResult:
+    """The result at one multiple, as stored in a run."""
+    return LengthResult(
+        multiple=result.multiple,
+        status="done" if result.refusal is None else "refused",
+        message=result.refusal,
+        bits_per_byte=ratio_of_sums(result.scores) if result.scores else None,
+        windows=result.scores,
+    )
+
+
+def extrapolation_facts(plan: ExtrapolationPlan, corpus: Corpus | None) -> ExtrapolationFacts:
+    """What was read at multiples of the trained length.
+
+    corpus: None until it is prepared. `multiples` is empty if nothing was read; `note` says why less was read than
+    requested.
+    """
+    size = 0
+    if corpus is not None:
+        targets = [corpus.validation.read(start + 1, start + plan.span_length + 1) for start in plan.starts]
+        size = sum(int(corpus.tokenizer.byte_lengths[tokens].sum()) for tokens in targets)
+    return ExtrapolationFacts(
+        sequence_length=plan.sequence_length,
+        multiples=list(plan.multiples),
+        spans=len(plan.starts),
+        documents=plan.document_count,
+        tokens=len(plan.starts) * plan.span_length,
+        bytes=size,
+        note=plan.note,
+    )
+
+
+def length_changes(runs: Sequence[Run], multiples: Sequence[int]) -> list[LengthChange]:
+    """A design's mean bits per byte at each multiple, and the change from the trained length, paired by seed."""
+    finished = finished_runs(runs)
+    trained_length = _runs_at(finished, 1)
+    rows = []
+    for multiple in multiples:
+        at_multiple = _runs_at(finished, multiple)
+        values = [loss_of(run) for run in finished_runs(at_multiple)]
+        refusals = [run.message for run in at_multiple if run.status == "refused"]
+        rows.append(
+            LengthChange(
+                multiple=multiple,
+                bits_per_byte=sum(values) / len(values) if values else None,
+                change=paired_difference(at_multiple, trained_length, TEXT_SPANS) if multiple > 1 else None,
+                not_finite=len(at_multiple) - len(values) - len(refusals),
+                refusal=refusals[0] if refusals else None,
+            )
+        )
+    return rows
+
+
+def _runs_at(runs: Sequence[Run], multiple: int) -> list[ScoredRun]:
+    """The results at one multiple in the form of runs."""
+    results = [(run.seed, result) for run in runs for result in run.extrapolation if result.multiple == multiple]
+    return [
+        ScoredRun(
+            seed=seed,
+            status=result.status,
+            message=result.message,
+            bits_per_byte=result.bits_per_byte,
+            windows=result.windows,
+        )
+        for seed, result in results
+    ]

@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from heddle.lab.compare.abilities import solved_accuracy
 from heddle.lab.compare.power import MAX_SEEDS
+from heddle.lab.compare.probes import solved_accuracy
 from heddle.lab.compare.results import Design, Difference, NeededRuns, Report
 from heddle.lab.compare.statistics import finished_runs, ranges_overlap
 from heddle.lab.compare.tables import (

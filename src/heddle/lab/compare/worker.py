@@ -66,8 +66,8 @@ SAVE_SECONDS = 20.0  # of training that a crash may lose; a signal loses none
 # Modules that the tasks import, and what these import at their first use.
 IMPORTED = (
     "heddle.config", "heddle.data.corpus", "heddle.data.recall", "heddle.data.token_file",
-    "heddle.distributed.sharding", "heddle.generation.generate", "heddle.lab.compare.abilities",
-    "heddle.lab.compare.branch", "heddle.lab.compare.speed", "heddle.lab.compare.text_profile",
+    "heddle.distributed.sharding", "heddle.generation.generate", "heddle.lab.compare.branch",
+    "heddle.lab.compare.probes", "heddle.lab.compare.speed", "heddle.lab.compare.text_profile",
     "heddle.model.load_config", "heddle.runtime", "heddle.training.loop", "torch._dynamo",
 )  # fmt: skip
 
@@ -319,10 +319,9 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from heddle.generation.generate import sample_text
-    from heddle.lab.compare.abilities import length_result
     from heddle.lab.compare.results import Run, plain
     from heddle.lab.compare.statistics import quartiles
-    from heddle.lab.compare.text_profile import measure_text_recall, start_profile
+    from heddle.lab.compare.text_profile import length_result, measure_text_recall, start_profile
     from heddle.storage.run_log import read_log, step_speed
     from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
     from heddle.training.job import peak_process_memory

@@ -56,7 +56,6 @@ from heddle.lab.conversion.run import (
     AGAIN,
     RESULT_FOLDER,
     RESULTS_FILE,
-    ConversionRecord,
     ConversionReport,
     interrupted_report_rows,
     is_converted,
@@ -405,9 +404,10 @@ class _ConversionJob:
     def _encoded_text(self) -> Corpus:
         """The text, read once."""
         if self.corpus is None:
-            seconds = None if self.budget is None else self.budget.seconds
-            most = _most_tokens(self.settings, self.calibration_tokens, seconds)
-            self.corpus = _corpus(self.settings, self.source, most, self.rows)
+            healing = self.settings.heal
+            if healing is None:
+                healing = 0 if self.budget is None else int(self.budget.seconds * MOST_TOKENS_A_SECOND)
+            self.corpus = _corpus(self.settings, self.source, 4 * self.calibration_tokens + healing, self.rows)
         return self.corpus
 
     def costs(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -432,11 +432,13 @@ class _ConversionJob:
         write = partial(self._write, plan)
         results = None
         if self.is_comparison:
-            results = report_variants(self.source, self.variants, self.text, write, out, require_report(report))
+            if report is None:
+                raise ConfigError("--sweep and --method: need a report on a text; convert with --to instead")
+            results = report_variants(self.source, self.variants, self.text, write, out, report)
         else:
             conversion, searched = self._conversion(out)
             if report is not None:
-                report = replace(report, record=replace(report.record, search=searched))
+                report = replace(report, search=searched)
             is_healed = None if self.chooses_healing else self.healing is not None
             is_written = is_converted(conversion, out, is_healed)
             if is_written and report is None:
@@ -529,12 +531,6 @@ def _check(settings: ConvertSettings) -> None:
         raise ConfigError(f"--method {settings.method}: {reason}")
 
 
-def _most_tokens(settings: ConvertSettings, calibration_tokens: int, seconds: float | None) -> int:
-    """The most tokens that calibration and healing read. seconds: of a time budget for healing."""
-    healing = int((seconds or 0.0) * MOST_TOKENS_A_SECOND) if settings.heal is None else settings.heal
-    return 4 * calibration_tokens + healing
-
-
 def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int, rows: RowProtocol | None) -> Corpus:
     """The text to calibrate and heal on, in the model's own tokens; how much of it is encoded decides its order.
 
@@ -606,8 +602,7 @@ def conversion_report(
     for warning in warnings:
         print_warning(warning)
     command, folder = settings.command_line("convert"), str(source.folder)
-    record = ConversionRecord(Path(), command, folder, runtime.describe(), warnings)
-    return ConversionReport(corpus, record, measured, runtime.device)
+    return ConversionReport(corpus, measured, runtime.device, command, folder, runtime.describe(), warnings)
 
 
 def _batch_size(design: ModelConfig, length: int) -> int:
@@ -625,13 +620,6 @@ def _unseen_windows(rewrites: Sequence[Rewrite], length: int) -> tuple[str, ...]
         return ()
     fit = f"sequences of {length} tokens fit in a window of {wide[0]}, so the report cannot show its cost"
     return (f"{fit}; give --sequence-length {2 * wide[-1]}",)
-
-
-def require_report(report: ConversionReport | None) -> ConversionReport:
-    """The report. Raises ConfigError where there is none."""
-    if report is None:
-        raise ConfigError("--sweep and --method: need a report on a text; convert with --to instead")
-    return report
 
 
 def print_results(results: ConversionResults | None, out: Path, as_json: bool) -> None:

@@ -61,14 +61,16 @@ REMEDY = "free some space or choose another folder"
 
 
 @dataclass(frozen=True)
-class ConversionRecord:
-    """Where the results are written, and the origin that they name.
+class ConversionReport:
+    """How conversions are measured, and the origin that the results name.
 
-    path: of convert.json. command: the user's command. source: the name of the original. hardware: of the machine.
-    search: how the design was chosen.
+    command: the user's command. source: the name of the original. hardware: of the machine. search: how the design was
+    chosen.
     """
 
-    path: Path
+    corpus: Corpus
+    settings: MeasurementSettings
+    device: str = "cpu"
     command: str = ""
     source: str = ""
     hardware: dict[str, Any] = field(default_factory=dict)
@@ -76,38 +78,32 @@ class ConversionRecord:
     search: SearchResults | None = None
 
 
-def measure_conversion(
-    models: Sequence[ModelToMeasure],
-    corpus: Corpus,
-    record: ConversionRecord,
-    settings: MeasurementSettings | None = None,
-    device: str = "cpu",
-) -> ConversionResults:
+def measure_conversion(models: Sequence[ModelToMeasure], report: ConversionReport, path: Path) -> ConversionResults:
     """Measure every model on the same held-out text and save the results after each.
 
-    models: the first one is the original. A model with weights that were measured before, on the same text and with
-    the same settings, is not measured again. Raises DataError if the corpus has no text to measure on, MachineError if
-    the file cannot be written.
+    models: the first one is the original. path: of convert.json. A model with weights that were measured before, on
+    the same text and with the same settings, is not measured again. Raises DataError if the corpus has no text to
+    measure on, MachineError if the file cannot be written.
     """
     assert models[0].stage == ORIGINAL, "the first model is the one that was converted"
-    text = MeasurementText(corpus, settings or MeasurementSettings())
+    text = MeasurementText(report.corpus, report.settings)
     if not text.windows:
-        raise DataError(f"{corpus.name}: has no held-out text to measure on; give a longer text")
-    results = _new_results(text, record)
-    earlier = _earlier_results(record.path, results)
+        raise DataError(f"{report.corpus.name}: has no held-out text to measure on; give a longer text")
+    results = _new_results(text, report)
+    earlier = _earlier_results(path, results)
     measured = {(model.name, model.stage, model.key): model for model in earlier.models} if earlier else {}
     results.speeds = {} if earlier is None else earlier.speeds
     original = models[0].weights
     for model in models:
         result = measured.get((model.name, model.stage, model.key))
         if result is None:
-            part = _Part(record.path, model, results)
+            part = _Part(path, model, results)
             with progress_bar(f"measuring {model.name}", measured_rows(text), "rows") as bar:
-                result = measure_model(model, original, text, device, bar, part.begun(), part.save)
+                result = measure_model(model, original, text, report.device, bar, part.begun(), part.save)
         results.models.append(result)
-        _save(results, record.path, measured)
-    part_path(record.path).unlink(missing_ok=True)
-    _measure_all_speeds(models, results, text.settings, device, lambda: _save(results, record.path, {}))
+        _save(results, path, measured)
+    part_path(path).unlink(missing_ok=True)
+    _measure_all_speeds(models, results, text.settings, report.device, lambda: _save(results, path, {}))
     return results
 
 
@@ -143,7 +139,7 @@ class _Part:
             self._saved = time.monotonic()
 
 
-def _new_results(text: MeasurementText, record: ConversionRecord) -> ConversionResults:
+def _new_results(text: MeasurementText, report: ConversionReport) -> ConversionResults:
     corpus, recall = text.corpus, text.recall
     measured_text = MeasuredText(
         name=corpus.name,
@@ -164,13 +160,13 @@ def _new_results(text: MeasurementText, record: ConversionRecord) -> ConversionR
     return ConversionResults(
         heddle=__version__,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        command=record.command,
-        source=record.source,
-        hardware=record.hardware | {"torch": str(torch.__version__)},
+        command=report.command,
+        source=report.source,
+        hardware=report.hardware | {"torch": str(torch.__version__)},
         text=measured_text,
         settings=to_plain_json(asdict(text.settings)),
-        warnings=list(record.warnings),
-        search=record.search,
+        warnings=list(report.warnings),
+        search=report.search,
     )
 
 
@@ -229,16 +225,6 @@ AGAIN = "to convert again, choose another name or remove it"
 WriteModel = Callable[[Conversion, Path], None]  # converts, and heals if requested, into a folder
 
 
-@dataclass(frozen=True)
-class ConversionReport:
-    """How conversions are measured. record: its path names the file within the folder of the report."""
-
-    corpus: Corpus
-    record: ConversionRecord
-    settings: MeasurementSettings
-    device: str = "cpu"
-
-
 def interrupted_report_rows(out: Path) -> RowProtocol | None:
     """How rows began in the text that an interrupted call for `out` read; None without one, or if it read none."""
     result = partial_folder(out) / RESULT_FOLDER
@@ -279,8 +265,7 @@ def report_conversion(conversion: Conversion, out: Path, report: ConversionRepor
     """
     method = conversion.rewrites[0].name
     models = [original_model(conversion.source), *_written_models(method, method, out, with_stage=True)]
-    record = replace(report.record, path=out / RESULTS_FILE)
-    results = measure_conversion(models, report.corpus, record, report.settings, report.device)
+    results = measure_conversion(models, report, out / RESULTS_FILE)
     write_conversion_page(results, out)
     return results
 
@@ -334,8 +319,8 @@ def report_variants(
         models += _written_models(variant.name, variant.method, path)
     if len(models) == 1:
         raise ConfigError(f"no conversion is possible: {warnings[0]}")
-    record = replace(report.record, path=result / RESULTS_FILE, warnings=(*report.record.warnings, *warnings))
-    measured = measure_conversion(models, report.corpus, record, report.settings, report.device)
+    report = replace(report, warnings=(*report.warnings, *warnings))
+    measured = measure_conversion(models, report, result / RESULTS_FILE)
     write_conversion_page(measured, result)
     _move_work_aside(folder)
     refuse_existing(out, "the report")

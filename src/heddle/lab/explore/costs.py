@@ -1,78 +1,22 @@
 """Costs of the kinds of parts, and constraints between their fields, as arithmetic over the fields.
 
-A function computes with numbers that stand for the fields of a kind, so the same lines serve any kind of number:
-`formulas` turns them into JavaScript. Your own part may have such a function, under `@costs_of`, which puts its costs
-into the explorer. `model/size.py` measures built models instead, and tests compare the two.
+A function computes with symbols of the fields of a kind, which `formulas` turns into JavaScript. Your own part may have
+such a function, under `@costs_of`, which puts its costs into the explorer. `model/size.py` measures built models
+instead, and tests compare the two. `mixer_costs.py` has the mixers.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from heddle.numerics.attention.householder import BLOCK, householder_flops
-from heddle.numerics.attention.softmax import attention_flops
 from heddle.numerics.linear import linear_flops
-from heddle.numerics.recurrent.causal_sums import causal_sums_flops
-from heddle.numerics.recurrent.convolution import convolution_flops
-from heddle.numerics.recurrent.double_softmax import double_softmax_flops
-from heddle.numerics.recurrent.gated_delta import delta_rule_flops
-from heddle.numerics.recurrent.general_delta import general_delta_flops
-from heddle.parts.mixers.linear_attention import MAP_FIELDS
-from heddle.parts.mixers.rwkv7 import RANK_FACTORS
 
-Number = Any  # an int, a float or a symbol
+if TYPE_CHECKING:
+    from heddle.lab.explore.formulas import Quantities
 
-
-class Quantities(Protocol):
-    """The fields of a part as numbers, and its surroundings.
-
-    width: of the stream. tokens: of the sequence; an encoder output has as many. branches: per layer. layers,
-    all_branches: of the design. count: equal layers in a row, for which the mean is computed; layers_before,
-    branches_before: below them. A field is an attribute: a missing or false one counts 0, true counts 1.
-    """
-
-    width: Number
-    tokens: Number
-    branches: Number
-    layers: Number
-    all_branches: Number
-    count: Number
-    layers_before: Number
-    branches_before: Number
-
-    def __getattr__(self, name: str) -> Number:
-        """A field. A field of a part within this one: `position_buckets`. The length of a list: `count_decay`."""
-
-    def default(self, name: str, value: Number) -> Number:
-        """A field with `value` as its default."""
-
-    def has(self, name: str) -> Number:
-        """1 if a field is given and not false, else 0."""
-
-    def is_false(self, name: str) -> Number:
-        """1 if a field is false, else 0."""
-
-    def equals(self, name: str, value: str) -> Number:
-        """1 if a field is this word, or a part of this kind, else 0."""
-
-    def least(self, first: Number, second: Number) -> Number:
-        """The smaller number."""
-
-    def above(self, number: Number, limit: Number) -> Number:
-        """max(number − limit, 0)."""
-
-    def remainder(self, number: Number, divisor: Number) -> Number:
-        """number mod divisor. Never a factor: sympy 1.14 prints a · (b mod c) as (a · b) mod c."""
-
-    def norm(self, width: Number, heads: Number = 1) -> Number:
-        """The parameters of a norm over `width` elements, or of one for each head."""
-
-    def refuse(self, condition: Number, *shown: Number, **witness: Any) -> None:
-        """Declare that the config rejects its fields if `condition` is above 0.
-
-        witness: fields that are rejected for this reason. The config's own error message about them gives the
-        reason. shown: the numbers of that message that are neither the field itself nor named (`heads = 8`).
-        """
+Number = Any  # a symbol, or a plain number
 
 
 @dataclass(frozen=True)
@@ -90,11 +34,11 @@ class Costs:
     cached: Number = 0
     recurrent: Number = 0
 
-    def __add__(self, other: "Costs") -> "Costs":
+    def __add__(self, other: Costs) -> Costs:
         """The costs of both parts."""
         return Costs(*(mine + its for mine, its in zip(self._values, other._values, strict=True)))
 
-    def scaled(self, count: Number) -> "Costs":
+    def scaled(self, count: Number) -> Costs:
         """The costs of `count` such parts; a count of 0 or 1 switches an option."""
         return Costs(*(count * value for value in self._values))
 
@@ -103,7 +47,7 @@ class Costs:
         return self.parameters, self.inactive, self.flops, self.cached, self.recurrent
 
 
-CostFunction = Callable[[Quantities], Costs]
+CostFunction = Callable[["Quantities"], Costs]
 F = TypeVar("F", bound=CostFunction)
 cost_functions: dict[tuple[str, str], CostFunction] = {}
 
@@ -134,370 +78,10 @@ def projection(n: Quantities, inputs: Number, outputs: Number, bias: Number = 0)
     return Costs(parameters=(inputs + bias) * outputs, flops=linear_flops(n.tokens, inputs, outputs))
 
 
-def pair_count(n: Quantities) -> Number:
-    """(query, key) pairs that the fields `window` and `causal` leave, as `numerics.attention.mask.visible_pairs`."""
-    seen = n.least(n.default("window", n.tokens), n.tokens)
-    each_side = n.least(n.default("window", n.tokens), n.tokens - 1)
-    causal = seen * (seen + 1) / 2 + (n.tokens - seen) * seen
-    both_sides = n.tokens * (2 * each_side + 1) - each_side * (each_side + 1)
-    return n.causal * causal + (1 - n.causal) * both_sides
-
-
-def chunk_pair_count(n: Quantities) -> Number:
-    """The same pairs where the window is a chunk."""
-    width = n.default("window", n.tokens)
-    last = n.remainder(n.tokens, width)
-    chunks = (n.tokens - last) / width
-    causal = chunks * width * (width + 1) / 2 + last * (last + 1) / 2
-    return n.causal * causal + (1 - n.causal) * (chunks * width * width + last * last)
-
-
-def cached_tokens(n: Quantities) -> Number:
-    """Tokens with keys and values in the cache: none if the mixer is bidirectional."""
-    return n.causal * n.least(n.default("window", n.tokens), n.tokens)
-
-
-def head_width(n: Quantities, whole: Number) -> Number:
-    """`head_dim`, by default `whole` / heads, which must be an integer."""
-    no_groups = dict.fromkeys(("kv_heads", "key_heads", "groups"))
-    n.refuse((1 - n.has("head_dim")) * n.remainder(whole, n.heads), n.heads, whole, heads=7, **no_groups)
-    return n.default("head_dim", whole / n.heads)
-
-
-def head_groups(n: Quantities, name: str) -> Number:
-    """A number of groups of heads, by default one for each head; it must divide the heads."""
-    groups = n.default(name, n.heads)
-    n.refuse(n.remainder(n.heads, groups), **{name: 3})
-    return groups
-
-
-def check_rotation(n: Quantities, dims: Number) -> None:
-    """Declare which rotations of `dims` dims the field `position` allows."""
-    partial = n.has("position_rotary_dim")
-    rotated = partial * n.position_rotary_dim + (1 - partial) * dims
-    for kind, multiple in (("rope", 2), ("axial_rope", 4)):
-        refused = n.remainder(rotated, multiple) + n.above(rotated, dims)
-        n.refuse(n.equals("position", kind) * refused, rotated, dims, position={"kind": kind, "rotary_dim": 5})
-
-
-def check_position(n: Quantities, dims: Number) -> None:
-    """Declare which rotations and score biases the field `position` allows, in a mixer with the field `causal`."""
-    check_rotation(n, dims)
-    biased, buckets, later = n.equals("position", "relative_bias"), n.position_buckets, 1 - n.causal
-    one_way = n.causal * buckets + later * (buckets - n.remainder(buckets, 2)) / 2
-    single = (one_way - n.remainder(one_way, 2)) / 2
-    halved = n.above(4, buckets) + n.remainder(buckets, 2)
-    few, far = {"kind": "relative_bias", "buckets": 1}, {"kind": "relative_bias", "buckets": 32, "max_distance": 7}
-    n.refuse(biased * n.causal * n.above(2, buckets), position=few)
-    n.refuse(biased * later * halved, position=few, causal=False)
-    is_within = biased * n.above(single + 1, n.position_max_distance) * (1 - n.above(2, one_way))
-    n.refuse(is_within, single, position=far)
-
-
-def check_norm(n: Quantities, width: Number) -> None:
-    """Declare that a norm over the values of a head needs at least two."""
-    n.refuse(n.above(2, width), value_dim=1)
-
-
 def check_activation(n: Quantities) -> None:
     """Declare which activations take `limit` and `alpha`."""
     for name in ("limit", "alpha"):
         n.refuse((1 - n.equals("activation", "swiglu_clamped")) * n.has(name), **{name: 3.0})
-
-
-def convolution_costs(n: Quantities, channels: Number, bias: Number = 0) -> Costs:
-    """A short convolution; its state is its last inputs."""
-    return Costs(
-        parameters=channels * (n.conv_kernel + bias),
-        flops=convolution_flops(n.tokens, channels, n.conv_kernel),
-        cached=(n.conv_kernel - 1) * channels,
-    )
-
-
-def delta_rule_costs(n: Quantities, dim: Number, value_dim: Number, steps: Number = 1) -> Costs:
-    """The delta rule with keys of `dim` elements and this many steps per token."""
-    flops = delta_rule_flops(n.tokens * steps, n.heads, dim, value_dim)
-    return Costs(flops=flops, recurrent=n.heads * dim * value_dim)
-
-
-def preconditioner_costs(n: Quantities, heads: Number, dim: Number) -> Costs:
-    """A preconditioner of these heads of keys: two projections, the sums of squares, and three numbers per head."""
-    n.refuse(n.preconditioned * n.negative_eigenvalues, preconditioned=True, negative_eigenvalues=True)
-    sums = Costs(3 * heads, flops=causal_sums_flops(n.tokens, 1, heads, (1, dim)), recurrent=heads * dim)
-    return (projection(n, n.width, 2 * heads) + sums).scaled(n.preconditioned)
-
-
-# Mixers
-
-
-@costs_of("mixers", "attention")
-def attention(n: Quantities) -> Costs:
-    """Projections, sinks, norms of q and k, and visible pairs."""
-    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width)
-    value_dim = n.default("value_dim", dim)
-    check_position(n, dim)
-    beta, length = n.has("temperature_beta"), n.has("temperature_length")
-    n.refuse(beta * (1 - length), temperature_beta=0.1)
-    n.refuse(length * (1 - beta), temperature_length=100)
-    for growth in ("smooth", "stepwise_from_one"):
-        n.refuse(n.equals("temperature_growth", growth) * (1 - beta), temperature_growth=growth)
-    own_token = n.exclusive * n.causal * n.has("window") * (1 - n.above(n.least(n.window, 2), 1))
-    n.refuse(own_token, exclusive=True, window=1)
-    n.refuse(n.exclusive * n.above(2, value_dim), exclusive=True, value_dim=1)
-    n.refuse(n.chunked * (1 - n.has("window") * n.above(n.least(n.window, 2), 1)), chunked=True)
-    n.refuse(n.equals("gate_activation", "softplus") * (1 - n.has("gate")), gate_activation="softplus")
-    n.refuse((1 - n.has("qk_norm_weight")) * (1 - n.has("qk_norm")), qk_norm_weight=False)
-    n.refuse((1 - n.has("qk_norm_weight")) * n.equals("qk_norm", "per_head"), qk_norm_weight=False, qk_norm="per_head")
-    rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
-    n.refuse(n.norm_after_rotation * (1 - rotates), norm_after_rotation=True)
-    bias, values = n.has("bias") - n.equals("bias", "out"), n.heads * value_dim
-    has_keys = 1 - n.shared_kv
-    relative, extent = n.has("relative_dim"), n.has("relative_extent")
-    n.refuse(relative * (1 - extent), relative_dim=8)
-    n.refuse(extent * (1 - relative), relative_extent=8)
-    single = n.has("window") * (1 - n.above(n.least(n.window, 2), 1))
-    for is_there, fields in ((n.forget, {"forget": True}), (relative, {"relative_dim": 8, "relative_extent": 8})):
-        n.refuse(is_there * (1 - n.causal), causal=False, **fields)
-        n.refuse(is_there * single, window=1, **fields)
-    key_norm, query_norm = has_keys * n.norm(groups * dim), n.norm(n.heads * dim)
-    norms = n.equals("qk_norm", "head") * (1 + has_keys) * n.norm(dim)
-    norms += (n.equals("qk_norm", "projection") + n.equals("qk_norm", "per_head")) * (key_norm + query_norm)
-    norms *= n.has("qk_norm_weight")
-    pairs = n.chunked * chunk_pair_count(n) + (1 - n.chunked) * pair_count(n)
-    gate = projection(n, n.width, n.heads, bias).scaled(n.equals("gate", "head"))
-    gate += projection(n, n.width, values, bias).scaled(n.equals("gate", "channel"))
-    own = Costs(
-        parameters=n.heads * (n.sink + n.position_buckets) + 2 * n.equals("value_residual", "learned") + norms,
-        flops=attention_flops(pairs, 1, n.heads, dim + value_dim),
-        cached=has_keys * cached_tokens(n) * groups * (dim + value_dim),
-    )
-    n.refuse(n.value_norm * n.above(2, value_dim), value_norm=True, value_dim=1)
-    logits = Costs(
-        n.relative_dim * n.relative_extent, flops=linear_flops(n.tokens * n.heads, n.relative_dim, n.relative_extent)
-    )
-    by_tokens = (projection(n, n.width, n.heads * n.relative_dim) + logits).scaled(relative)
-    by_tokens += (projection(n, n.width, n.heads, 1) + Costs(recurrent=cached_tokens(n) * n.heads)).scaled(n.forget)
-    projected = groups * (dim + (1 - n.k_eq_v) * value_dim)
-    read = projection(n, n.width, n.heads * dim + has_keys * projected, bias)
-    return read + gate + own + by_tokens + projection(n, values, n.width, n.has("bias") - n.equals("bias", "qkv"))
-
-
-@costs_of("mixers", "differential_attention")
-def differential_attention(n: Quantities) -> Costs:
-    """Projections, the vectors of λ, the norm, and visible pairs of both maps."""
-    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width / 2)
-    value_dim = n.default("value_dim", 2 * dim)
-    check_position(n, dim)
-    check_norm(n, value_dim)
-    own = Costs(
-        parameters=4 * dim + n.norm(value_dim) + n.heads * n.position_buckets,
-        flops=2 * attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
-        cached=cached_tokens(n) * groups * (2 * dim + value_dim),
-    )
-    read = projection(n, n.width, 2 * n.heads * dim + groups * (2 * dim + value_dim), n.bias)
-    return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
-
-
-@costs_of("mixers", "path_attention")
-def path_attention(n: Quantities) -> Costs:
-    """Projections, the convolution of w, products of its matrices, and visible pairs; the cache has w and β as well."""
-    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width)
-    value_dim, keys = n.default("value_dim", dim), groups * dim
-    block, pairs = n.least(BLOCK, n.tokens), n.tokens * (n.tokens + 1) / 2
-    own = Costs(
-        flops=attention_flops(pairs, 1, n.heads, dim + value_dim)
-        + householder_flops(pairs, n.tokens, n.heads, groups, dim, block),
-        cached=n.tokens * groups * (2 * dim + value_dim),
-        recurrent=n.tokens * groups,
-    )
-    read = projection(n, n.width, n.heads * dim + groups * (dim + value_dim) + n.vector_rank)
-    read += projection(n, n.width, groups, 1) + projection(n, n.vector_rank, keys)
-    return read + convolution_costs(n, keys) + own + projection(n, n.heads * value_dim, n.width)
-
-
-@costs_of("mixers", "latent_attention")
-def latent_attention(n: Quantities) -> Costs:
-    """Projections down and up, and visible pairs of expanded keys; the cache holds latents."""
-    value_dim, dim = n.default("value_dim", n.nope_dim), n.nope_dim + n.rope_dim
-    queries, pairs = n.has("query_rank"), n.tokens * (n.tokens + 1) / 2
-    rotary, rotates = {"position": {"kind": "rope"}}, n.has("position")
-    n.refuse(n.above(n.kv_rank, n.width), n.kv_rank, kv_rank=700)
-    n.refuse(n.above(n.query_rank, n.width), n.query_rank, query_rank=700)
-    n.refuse(n.has("query_norm") * (1 - queries), query_norm="rms")
-    n.refuse(rotates * (1 - n.has("rope_dim")), rope_dim=None, **rotary)
-    n.refuse(rotates * n.remainder(n.rope_dim, 2), rope_dim=5, **rotary)
-    check_rotation(n, n.rope_dim)
-    norms = (1 - n.equals("kv_norm", "none")) * n.kv_rank + (1 - n.equals("query_norm", "none")) * n.query_rank
-    own = Costs(
-        parameters=norms,
-        flops=attention_flops(pairs, 1, n.heads, dim + value_dim),
-        cached=n.tokens * (n.kv_rank + n.rope_dim),
-    )
-    direct = projection(n, n.width, n.heads * dim, n.query_bias)
-    by_latent = projection(n, n.width, n.query_rank, n.bias)
-    by_latent += projection(n, n.query_rank, n.heads * dim, n.query_bias)
-    read = direct.scaled(1 - queries) + by_latent.scaled(queries)
-    read += projection(n, n.width, n.kv_rank + n.rope_dim, n.bias)
-    read += projection(n, n.kv_rank, n.heads * (n.nope_dim + value_dim))
-    return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
-
-
-@costs_of("mixers", "cross_attention")
-def cross_attention(n: Quantities) -> Costs:
-    """Projections of both sequences, and all pairs; double softmax keeps one matrix for each group."""
-    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width)
-    value_dim, encoder_width = n.default("value_dim", dim), n.default("encoder_width", n.width)
-    bias, double = n.has("bias"), n.equals("normalization", "double_softmax")
-    n.refuse(double * n.has("scale"), scale=0.1, normalization="double_softmax")
-    n.refuse(double * (1 - n.above(n.least(dim, 2), 1)), head_dim=1, normalization="double_softmax")
-    pairs = n.tokens * n.tokens
-    softmax_flops = attention_flops(pairs, 1, n.heads, dim + value_dim)
-    double_flops = double_softmax_flops(1, n.heads * n.tokens, groups * n.tokens, dim * value_dim)
-    own = Costs(
-        flops=(1 - double) * softmax_flops + double * double_flops,
-        cached=(1 - double) * n.tokens * groups * (dim + value_dim),
-        recurrent=double * groups * dim * value_dim,
-    )
-    read = projection(n, n.width, n.heads * dim, bias)
-    read += projection(n, encoder_width, groups * (dim + value_dim), bias)
-    return read + own + projection(n, n.heads * value_dim, n.width, bias - n.equals("bias", "qkv"))
-
-
-@costs_of("mixers", "linear_attention")
-def linear_attention(n: Quantities) -> Costs:
-    """Projections, learned feature maps, and the sums; double softmax has no denominator."""
-    dim = head_width(n, n.width)
-    value_dim, double = n.default("value_dim", dim), n.equals("normalization", "double_softmax")
-    learned, key_learned = n.equals("feature_map", "learned"), n.equals("key_feature_map", "learned")
-    both_sides: dict[str, Any] = {"normalization": "double_softmax", "causal": False}
-    n.refuse(double * n.causal, normalization="double_softmax")
-    n.refuse(double * (1 - n.above(n.least(dim, 2), 1)), head_dim=1, **both_sides)
-    for name in (*MAP_FIELDS, "position"):
-        n.refuse(double * n.has(name), **both_sides, **{name: {"kind": "rope"} if name == "position" else "elu"})
-    given, key_given = n.has("feature_map"), n.has("key_feature_map")
-    differs = (1 - double) * key_given * (learned + key_learned - 2 * learned * key_learned)
-    maps_given = n.key_feature_map, n.feature_map
-    n.refuse(differs * given, *maps_given, feature_map="learned", key_feature_map="relu")
-    n.refuse(differs * (1 - given), key_feature_map="learned")
-    n.refuse(n.has("position_cast"), position={"kind": "rope", "cast": "after"})
-    features = dim * (1 + learned)
-    check_rotation(n, features)
-    maps = Costs(parameters=2 * n.heads * dim * dim, flops=4 * n.tokens * n.heads * dim * dim).scaled(learned)
-    own = Costs(
-        flops=causal_sums_flops(n.tokens, 1, n.heads, (features, value_dim + 1 - double)),
-        recurrent=n.causal * n.heads * features * (value_dim + 1),
-    )
-    read = projection(n, n.width, 2 * n.heads * dim + n.heads * value_dim)
-    return read + maps + own + projection(n, n.heads * value_dim, n.width)
-
-
-@costs_of("mixers", "retention")
-def retention(n: Quantities) -> Costs:
-    """Projections, a norm for each head or for all of them, and the recurrence."""
-    dim = head_width(n, n.width)
-    value_dim = n.default("value_dim", dim)
-    check_rotation(n, dim)
-    check_norm(n, value_dim)
-    together = n.equals("output_norm", "projection")
-    norms = together * n.norm(n.heads * value_dim) + (1 - together) * n.norm(value_dim, n.heads)
-    own = Costs(
-        parameters=norms + n.equals("decay", "learned") * n.heads,
-        flops=causal_sums_flops(n.tokens, 1, n.heads, (dim, value_dim)),
-        recurrent=n.heads * dim * value_dim,
-    )
-    values = n.heads * value_dim
-    read = projection(n, n.width, 2 * n.heads * dim + values + n.has("gate") * values)
-    return read + own + projection(n, values, n.width)
-
-
-@costs_of("mixers", "gated_delta")
-def gated_delta(n: Quantities) -> Costs:
-    """Projections, the convolution, decay and norm, and the delta rule."""
-    key_heads, dim = head_groups(n, "key_heads"), head_width(n, n.width)
-    value_dim = n.default("value_dim", dim)
-    values, keys = n.heads * value_dim, (1 + n.steps) * key_heads * dim
-    check_norm(n, value_dim)
-    own = Costs(parameters=2 * n.heads + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim, n.steps)
-    read = projection(n, n.width, keys + (1 + n.steps) * (values + n.heads))
-    n.refuse(n.preconditioned * n.above(n.steps, 1), preconditioned=True, steps=2)
-    read += preconditioner_costs(n, key_heads, dim)
-    return read + convolution_costs(n, keys + n.steps * values) + own + projection(n, values, n.width)
-
-
-@costs_of("mixers", "kda")
-def kda(n: Quantities) -> Costs:
-    """Projections, low-rank ones for decay and gate, the convolution and norm, and the delta rule."""
-    dim = head_width(n, n.width)
-    value_dim, rank = n.default("value_dim", dim), n.default("gate_rank", dim)
-    values, keys = n.heads * value_dim, 2 * n.heads * dim
-    check_norm(n, value_dim)
-    own = Costs(parameters=n.heads * (1 + dim) + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim)
-    gates = n.channel_gates * n.heads * (dim + value_dim) + (1 - n.channel_gates) * n.heads
-    read = projection(n, n.width, keys + values + gates + 2 * rank) + preconditioner_costs(n, n.heads, dim)
-    read += projection(n, rank, n.heads * dim + values)
-    return read + convolution_costs(n, keys + values) + own + projection(n, values, n.width)
-
-
-@costs_of("mixers", "rwkv7")
-def rwkv7(n: Quantities) -> Costs:
-    """Projections, low-rank ones, vectors, the norm of each head, and the generalized delta rule."""
-    dim = head_width(n, n.width)
-    value_dim = n.default("value_dim", dim)
-    keys, values = n.heads * dim, n.heads * value_dim
-    decay, rate, gate, value = (
-        n.default(name, default_rank(n, factor * n.width**0.5)) for name, factor in RANK_FACTORS.items()
-    )
-    check_norm(n, value_dim)
-    n.refuse(n.has("value_rank") * (1 - n.value_residual), value_rank=3)
-    own = Costs(
-        parameters=6 * n.width + 5 * keys + n.norm(value_dim, n.heads),
-        flops=general_delta_flops(n.tokens, n.heads, dim, value_dim),
-        cached=n.width,
-        recurrent=n.heads * dim * value_dim,
-    )
-    residual = projection(n, n.width, value) + projection(n, value, values) + Costs(parameters=values)
-    read = projection(n, n.width, 2 * keys + values + decay + rate + gate) + residual.scaled(n.value_residual)
-    read += projection(n, decay + rate, keys) + projection(n, gate, values)
-    return read + own + projection(n, values, n.width)
-
-
-def default_rank(n: Quantities, near: Number) -> Number:
-    """The multiple of 32 nearest to a number, at least 32; in a tie the smaller one."""
-    below = 1024.5 - near / 32
-    return 32 * (1 + n.above(1024 - (below - n.remainder(below, 1)), 1))
-
-
-@costs_of("mixers", "mamba2")
-def mamba2(n: Quantities) -> Costs:
-    """Projections, the convolution, decay, skip and norm, and the recurrence."""
-    groups, dim = head_groups(n, "groups"), head_width(n, 2 * n.width)
-    values, keys = n.heads * dim, groups * n.state_size
-    without_norm = n.equals("gated_norm", "none")
-    n.refuse(without_norm * n.has("norm"), gated_norm="none", norm={"kind": "rms"})
-    own = Costs(
-        parameters=3 * n.heads + (1 - without_norm) * n.norm(values),
-        flops=causal_sums_flops(n.tokens, 1, n.heads, (n.state_size, dim)),
-        recurrent=n.heads * n.state_size * dim,
-    )
-    read = projection(n, n.width, 2 * (values + keys) + n.heads, n.bias)
-    convolution = convolution_costs(n, values + 2 * keys, n.conv_bias)
-    return read + convolution + own + projection(n, values, n.width, n.bias)
-
-
-@costs_of("mixers", "short_conv")
-def short_conv(n: Quantities) -> Costs:
-    """Four projections and the convolution."""
-    read = projection(n, n.width, 3 * n.width, n.bias)
-    return read + convolution_costs(n, n.width, n.conv_bias) + projection(n, n.width, n.width, n.bias)
-
-
-@costs_of("mixers", "pair")
-def pair(n: Quantities) -> Costs:
-    """Nothing beside the costs of both mixers."""
-    first, second = n.is_false("first_causal"), n.is_false("second_causal")
-    both_sides = {"kind": "attention", "heads": 8, "causal": False}
-    n.refuse(first + second - 2 * first * second, second=both_sides)
-    return Costs()
 
 
 # Feed-forwards

@@ -12,6 +12,7 @@ from typing import Any
 
 import sympy
 
+import heddle.lab.explore.mixer_costs  # noqa: F401 - it declares the costs of the mixers
 from heddle.config import DesignError, Part
 from heddle.lab.explore.choices import kinds_of
 from heddle.lab.explore.costs import Costs, cost_function, projection
@@ -24,32 +25,37 @@ SCALING = "scalings"
 WITNESS_WIDTH = 480  # of rejected designs: 7 heads do not divide it
 
 
-class Symbols:
-    """`Quantities` as symbols. A symbol `v.heads` is a field of the JavaScript object `v`."""
+class Quantities:
+    """The fields of a part as symbols, and its surroundings. `v.heads` is a field of the JavaScript object `v`.
+
+    width: of the stream. tokens: of the sequence; an encoder output has as many. branches: per layer. layers,
+    all_branches: of the design. count: equal layers in a row, for which the mean is computed; layers_before,
+    branches_before: below them. A field is an attribute: a missing or false one counts 0, true counts 1.
+    """
 
     def __init__(self) -> None:
         self.defaults: dict[str, Any] = {}
         self.refusals: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
-        """A field, or a quantity of the surroundings."""
+        """A field. A field of a part within this one: `position_buckets`. The length of a list: `count_decay`."""
         return sympy.Symbol(f"v.{name}", real=True)
 
     def default(self, name: str, value: Any) -> Any:
-        """A field; its default is recorded."""
+        """A field with `value` as its default, which is recorded."""
         self.defaults.setdefault(name, sympy.sympify(value))
         return getattr(self, name)
 
     def has(self, name: str) -> Any:
-        """1 or 0."""
+        """1 if a field is given and not false, else 0."""
         return getattr(self, f"has_{name}")
 
     def is_false(self, name: str) -> Any:
-        """1 or 0."""
+        """1 if a field is false, else 0."""
         return getattr(self, f"false_{name}")
 
     def equals(self, name: str, value: str) -> Any:
-        """1 or 0."""
+        """1 if a field is this word, or a part of this kind, else 0."""
         return getattr(self, f"is_{name}_{value}")
 
     def least(self, first: Any, second: Any) -> Any:
@@ -57,19 +63,23 @@ class Symbols:
         return sympy.Min(first, second)
 
     def above(self, number: Any, limit: Any) -> Any:
-        """The difference, or 0."""
+        """max(number − limit, 0)."""
         return sympy.Max(number - limit, 0)
 
     def remainder(self, number: Any, divisor: Any) -> Any:
-        """number mod divisor."""
+        """number mod divisor. Never a factor: sympy 1.14 prints a · (b mod c) as (a · b) mod c."""
         return sympy.Mod(number, divisor, evaluate=False)
 
     def norm(self, width: Any, heads: Any = 1) -> Any:
-        """One or two numbers for each element."""
+        """The parameters of a norm over `width` elements, or of one for each head."""
         return self.norm_weights * width * heads
 
     def refuse(self, condition: Any, *shown: Any, **witness: Any) -> None:
-        """Record the refusal."""
+        """Declare that the config rejects its fields if `condition` is above 0.
+
+        witness: fields that are rejected for this reason. The config's own error message about them gives the
+        reason. shown: the numbers of that message that are neither the field itself nor named (`heads = 8`).
+        """
         self.refusals.append((sympy.sympify(condition), tuple(map(sympy.sympify, shown)), witness))
 
 
@@ -165,7 +175,7 @@ def code(formula: Any) -> str:
 @cache
 def model_formulas() -> Formulas:
     """The formulas of the embedding and the head."""
-    n: Any = Symbols()
+    n = Quantities()
     parameters = n.vocab_size * (n.width * (2 - n.head_tied) + n.head_bias)
     parameters += n.token_types * n.width + n.embedding_norm * n.norm(n.width)
     costs = Costs(parameters=parameters, flops=linear_flops(n.tokens, n.width, n.vocab_size))
@@ -179,7 +189,7 @@ def formulas_of(slot: str, kind: str) -> Formulas | None:
     function = cost_function(slot, kind)
     if function is None:
         return None
-    symbols: Any = Symbols()
+    symbols = Quantities()
     declared = function(symbols)
     after = cost_function("final", kind) if slot == RESIDUAL else None
     final = Costs() if after is None else after(symbols)

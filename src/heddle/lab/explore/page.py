@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from latex2mathml.converter import convert
 from markupsafe import Markup
 
-from heddle.lab.explore.choices import MISTAKES, SLOTS, explorer_design, kinds_of, model_fields, published_designs
+from heddle.lab.explore.choices import SLOTS, explorer_design, kinds_of, mistakes, model_fields, published_designs
 from heddle.lab.explore.formulas import formulas_of, model_formulas
 from heddle.lab.pages.render import render
 from heddle.model.config import MAX_DISTINCT_LAYERS, ModelConfig
@@ -152,7 +152,7 @@ def explorer_page(slot: str | None = None, config: ModelConfig | None = None) ->
             "fields": {place: list(map(asdict, fields)) for place, fields in model_fields().items()},
             "most_layers": MAX_DISTINCT_LAYERS,
             "models": published_designs(),
-            "mistakes": [asdict(mistake) for mistake in MISTAKES],
+            "mistakes": mistakes(),
             "start": {"slot": pages[0], "layer": 0, "design": start},
         },
         formulas=Markup(_script()),

@@ -235,12 +235,7 @@ def predicted_chance(total: Floats | float, count: int | Ints, needed: Floats | 
 
 
 def verdict(
-    differences: Sequence[float],
-    noise: Noise,
-    level: float,
-    max_pairs: int = MAX_PAIRS,
-    min_chance: float = MIN_CHANCE,
-    more: int = 0,
+    differences: Sequence[float], noise: Noise, level: float, max_pairs: int = MAX_PAIRS, more: int = 0
 ) -> str | None:
     """`better`, `worse` or `no clear difference`; None: another pair is worth its cost.
 
@@ -251,18 +246,18 @@ def verdict(
         return "better"
     if -math.inf in differences or e_value([-value for value in differences], noise) >= 1 / WORSE_LEVEL:
         return "worse"
-    if len(differences) >= max_pairs + more or chance(differences, noise, level, max_pairs + more) < min_chance:
+    if len(differences) >= max_pairs + more or chance(differences, noise, level, max_pairs + more) < MIN_CHANCE:
         return "no clear difference"
     return None
 
 
-def pairs_to_settle(effect: float, noise: Noise, level: float, power: float = 0.8) -> int | None:
-    """How many planned pairs call a true improvement of `effect` better with this probability; None: none can."""
+def pairs_to_settle(effect: float, noise: Noise, level: float) -> int | None:
+    """How many planned pairs call a true improvement of `effect` better with probability 0.8; None: none can."""
     from scipy.special import ndtri
 
     if effect <= 0 or level <= 0:
         return None
-    deviations = float(needed_sum(1, noise.degrees, level)) + float(ndtri(power))
+    deviations = float(needed_sum(1, noise.degrees, level)) + float(ndtri(0.8))
     return math.ceil((deviations * noise.deviation / effect) ** 2)
 
 

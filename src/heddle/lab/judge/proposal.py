@@ -23,7 +23,7 @@ from heddle.config import load_part
 from heddle.data.corpus import prepare_corpus
 from heddle.data.token_file import TokenFile
 from heddle.errors import ConfigError, HeddleError
-from heddle.lab.compare.equal_size import model_size, resize_to
+from heddle.lab.compare.equal_size import resize_to
 from heddle.lab.judge.ledger import TOKENIZER_FILE, Candidate, checked_file
 from heddle.lab.workers import confine
 from heddle.laws import LAWS, run, shrink
@@ -355,7 +355,7 @@ def _screened(request: Mapping[str, Any]) -> dict[str, Any]:
             "design", f"vocab_size {config.vocab_size}: is below the {request['vocab_size']} tokens of the text"
         )
     if request["equal_to"] is not None:
-        config = _resized(config, load_config(request["equal_to"]), request["sequence_length"])
+        config = _resized(config, load_config(request["equal_to"]))
     candidate = replace(candidate, design=config.dump())
     corpus = prepare_corpus(
         list(candidate.data or request["data"]),
@@ -371,7 +371,8 @@ def _screened(request: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_broken_laws(config, list(LAWS) if candidate.parts else LEAKS)
     sizes = [_size(config, request)]
     if request["second"]:
-        sizes.append(_size(_second(config, request["second"], request["sequence_length"]), request))
+        second = resize_to(config, _parameters, request["second"] * _parameters(config))  # by width
+        sizes.append(_size(second, request))
     return {"candidate": candidate.dump(), "identity": identity, "sizes": sizes}
 
 
@@ -415,28 +416,18 @@ def _refuse_held_out_code(request: Mapping[str, Any], folder: Path, candidate: C
     _refuse_overlap(request, tokenizer.encode_documents(files), "of its files")
 
 
-def _resized(config: ModelConfig, target: ModelConfig, length: int) -> ModelConfig:
+def _parameters(design: ModelConfig) -> float:
+    return float(parameter_counts(build(design, device="meta"))[0])
+
+
+def _resized(config: ModelConfig, target: ModelConfig) -> ModelConfig:
     """The design at the parameters of another one. Raises Refused where no width comes close."""
-
-    def parameters(design: ModelConfig) -> float:
-        return model_size(build(design, device="meta"), "parameters", length)
-
-    wanted = parameters(target)
-    resized = config if parameters(config) == wanted else resize_to(config, parameters, wanted)
-    if abs(parameters(resized) / wanted - 1) > 0.02:
-        raise Refused(
-            "design", f"gets no closer to the incumbent's {wanted:,.0f} parameters than {parameters(resized):,.0f}"
-        )
+    wanted = _parameters(target)
+    resized = config if _parameters(config) == wanted else resize_to(config, _parameters, wanted)
+    reached = _parameters(resized)
+    if abs(reached / wanted - 1) > 0.02:
+        raise Refused("design", f"gets no closer to the incumbent's {wanted:,.0f} parameters than {reached:,.0f}")
     return resized
-
-
-def _second(config: ModelConfig, factor: float, length: int) -> ModelConfig:
-    """The design at about `factor` times its parameters, by width."""
-
-    def parameters(design: ModelConfig) -> float:
-        return model_size(build(design, device="meta"), "parameters", length)
-
-    return resize_to(config, parameters, factor * parameters(config))
 
 
 def _size(config: ModelConfig, request: Mapping[str, Any]) -> dict[str, Any]:

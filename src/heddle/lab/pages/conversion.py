@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from heddle.data.samples import RowProtocol
-from heddle.lab.compare.results import Difference
 from heddle.lab.compare.tables import (
     NO_VALUE,
     TextTable,
@@ -62,7 +61,7 @@ from heddle.lab.pages.figures import (
     value_range,
 )
 from heddle.lab.pages.render import COLOR_COUNT, DASHES, MARKERS, DesignStyle, render_figures
-from heddle.lab.pages.report import INTERVAL_MARGIN, Bar, DifferenceCell, Interval
+from heddle.lab.pages.report import Bar, DifferenceCell, difference_cell, interval_scale
 from heddle.lab.pages.sections import HeatCell, HeatMap, with_range
 from heddle.lab.search.results import SearchResults
 from heddle.storage.file_io import write_file
@@ -207,14 +206,12 @@ def summary_rows(results: ConversionResults) -> list[ModelRow]:
     converted = results.converted_models
     if len({(model.method, model.design_key) for model in converted}) > 1:
         converted = sorted(converted, key=order)
-    changes = [added_loss(results, model) for model in converted]
-    ends = [abs(end) for row in changes for end in row.known]
-    scale = max(ends, default=0.0) * INTERVAL_MARGIN or 1.0
+    scale = interval_scale([added_loss(results, model) for model in converted])
     return [_summary_row(results, model, scale) for model in (results.original, *converted)]
 
 
 def _summary_row(results: ConversionResults, model: ModelResult, scale: float) -> ModelRow:
-    is_original = model.stage == ORIGINAL
+    is_original, change = model.stage == ORIGINAL, added_loss(results, model)
     share = healed_share(results, model)
     healed = f", {format_percent(share)} of the loss removed" if share is not None and share > 0 else ""
     return ModelRow(
@@ -223,21 +220,10 @@ def _summary_row(results: ConversionResults, model: ModelResult, scale: float) -
         size=f"{format_number(model.parameters)} parameters",
         stage=f"{model.stage}{healed}",
         loss=format_bits(finite_ratio(model.windows)),
-        difference=None if is_original else _difference_cell(added_loss(results, model), scale),
+        difference=None if is_original else difference_cell(change, describe_change(change), scale, draws_zero=True),
         percent="" if is_original else format_signed_percent(added_share(results, model)),
         costs=[*_recall_bars(results, model), *_cost_bars(results, model)],
     )
-
-
-def _difference_cell(change: Difference, scale: float) -> DifferenceCell:
-    word = describe_change(change)
-    interval = None
-    if change.mean is not None:
-        ends = (change.mean, change.low, change.high)
-        mean, low, high = (None if end is None else 50 + 50 * end / scale for end in ends)
-        interval = Interval(mean or 50.0, low, high, word in ("better", "worse"))
-    look = word if word in ("better", "worse") else "unresolved"
-    return DifferenceCell(format_difference(change), word, look, "", interval)
 
 
 def _recall_bars(results: ConversionResults, model: ModelResult) -> list[Bar]:

@@ -2,13 +2,15 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heddle.errors import MachineError
 from heddle.lab.compare.plan import format_value
-from heddle.lab.compare.results import Design, Report, TuningReport, finite, plain
+from heddle.lab.compare.probes import left_out_sentences
+from heddle.lab.compare.results import Design, Difference, Report, TuningReport, finite, plain
 from heddle.lab.compare.tables import (
     CostColumn,
     TextTable,
@@ -31,7 +33,6 @@ from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.pages import sections
 from heddle.lab.pages.render import DesignStyle, render_figures, report_styles
 from heddle.lab.pages.report_figures import effect_figures, length_figure, overview_figures, profile, tuning_figures
-from heddle.lab.pages.sections import ability_tables, profile_cards
 from heddle.storage.file_io import write_file
 
 # The data of the report's summary table: a row for each design, with its interval relative to the baseline.
@@ -91,42 +92,21 @@ class SummaryRow:
     costs: list[Bar]
 
 
-@dataclass(frozen=True)
-class SummaryTable:
-    """The rows, lowest bits per byte first. baseline: its name; compares: whether there is a second design.
-
-    recall_title, chance: of the first probe, if there is one; chance is the accuracy of guessing in percent.
-    """
-
-    rows: list[SummaryRow]
-    baseline: str
-    compares: bool
-    recall_title: str | None
-    chance: float | None
+def summary_rows(report: Report) -> list[SummaryRow]:
+    """The designs, lowest bits per byte first."""
+    columns, scale = cost_columns(report), interval_scale(report.differences)
+    return [_row(report, design, columns, scale) for design in ranked_designs(report)]
 
 
-def summary_table(report: Report) -> SummaryTable:
-    """The summary of a report."""
-    columns, scale = cost_columns(report), _scale(report)
-    probe = first_probe(report)
-    return SummaryTable(
-        rows=[_row(report, design, columns, scale) for design in ranked_designs(report)],
-        baseline=report.baseline,
-        compares=len(report.designs) > 1,
-        recall_title=None if probe is None else probe[1].title,
-        chance=None if probe is None else 100 * probe[1].chance,
-    )
-
-
-def _scale(report: Report) -> float:
+def interval_scale(differences: Sequence[Difference]) -> float:
     """The largest difference, with its interval, that the scale must show on both sides of 0."""
-    ends = [abs(end) for row in report.differences for end in row.known]
+    ends = [abs(end) for difference in differences for end in difference.known]
     return max(ends, default=0.0) * INTERVAL_MARGIN or 1.0
 
 
 def _row(report: Report, design: Design, columns: list[CostColumn], scale: float) -> SummaryRow:
     mean, half = mean_loss(design), half_width(design.bits_per_byte)
-    is_baseline = design.name == report.baseline
+    is_baseline, difference = design.name == report.baseline, difference_to_baseline(report, design.name)
     return SummaryRow(
         name=design.name,
         style=report_styles(report)[design.name],
@@ -134,7 +114,7 @@ def _row(report: Report, design: Design, columns: list[CostColumn], scale: float
         loss=format_bits(mean),
         loss_interval="" if half is None else f"± {half:.3f}",
         loss_basis=design.bits_per_byte.basis if design.bits_per_byte else "",
-        difference=None if is_baseline else _difference(report, design.name, scale),
+        difference=None if is_baseline else difference_cell(difference, judgment(difference), scale),
         baseline_point=Interval(50.0, None, None, True) if is_baseline and mean is not None else None,
         recall=_recall(report, design),
         costs=[_cost(column, design.name) for column in columns],
@@ -149,26 +129,17 @@ def parameters_text(design: Design) -> str:
     return f"{text}, {format_number(design.active_parameters)} active"
 
 
-def _difference(report: Report, name: str, scale: float) -> DifferenceCell:
-    row = difference_to_baseline(report, name)
-    word = judgment(row)
+def difference_cell(row: Difference | None, word: str, scale: float, draws_zero: bool = False) -> DifferenceCell:
+    """The cell of a difference. word: what its interval supports. draws_zero: an interval of width 0, too."""
     # one seed gives no certain judgment, so it is styled as unresolved
     look = word if word in ("better", "worse") else "unresolved"
-    interval = None
-    if row is not None and row.mean is not None:
-        half = half_width(row)
-        low, high = (None, None) if not half else (row.mean - half, row.mean + half)
-        interval = Interval(
-            mean=_position(row.mean, scale),
-            low=None if low is None else _position(low, scale),
-            high=None if high is None else _position(high, scale),
-            filled=look != "unresolved",
-        )
-    return DifferenceCell(format_difference(row), word, look, "" if row is None else row.method, interval)
-
-
-def _position(value: float, scale: float) -> float:
-    return 50 + 50 * value / scale
+    if row is None or row.mean is None:
+        return DifferenceCell(format_difference(row), word, look, "" if row is None else row.method, None)
+    ends = (row.low, row.high) if half_width(row) or draws_zero else (None, None)
+    mean, low, high = (None if end is None else 50 + 50 * end / scale for end in (row.mean, *ends))
+    return DifferenceCell(
+        format_difference(row), word, look, row.method, Interval(mean or 0.0, low, high, look != "unresolved")
+    )
 
 
 def _recall(report: Report, design: Design) -> Bar | None:
@@ -192,22 +163,10 @@ def _cost(column: CostColumn, name: str) -> Bar:
 
 
 @dataclass(frozen=True)
-class TuningCard:
-    """The figure of a tuned field and its numbers. is_measured: whether there is anything to draw."""
-
-    name: str
-    title: str
-    note: str
-    is_measured: bool
-    table: TextTable
-
-
-@dataclass(frozen=True)
 class TuningSection:
-    """A card for each field, sentences, the chosen values, and how many were tried on runs of which length."""
+    """(note, numbers) of each field's figure, the chosen values, and how many were tried on runs of which length."""
 
-    cards: list[TuningCard]
-    sentences: list[str]
+    cards: list[tuple[str, TextTable]]
     choices: TextTable
     grid: str
 
@@ -217,7 +176,6 @@ def tuning_section(report: Report) -> TuningSection | None:
     tuning = report.tuning
     if not tuning:
         return None
-    figures = tuning_figures(report)
     header = ["design", *(field.name for field in tuning.fields), "bits per byte of the trial"]
     rows = [
         [design.name, *map(format_value, design.best), format_bits(design.bits_per_byte)] for design in tuning.designs
@@ -226,17 +184,7 @@ def tuning_section(report: Report) -> TuningSection | None:
     [tried] = tuning.rungs
     length = "whole runs" if tried.fraction > 0.999 else f"{tried.fraction:.0%} of a run"
     return TuningSection(
-        cards=[
-            TuningCard(
-                name=f"tuning-{index}",
-                title=field.name,
-                note=_note(tuning, index),
-                is_measured=figures[f"tuning-{index}"] is not None,
-                table=_table(tuning, index),
-            )
-            for index, field in enumerate(tuning.fields)
-        ],
-        sentences=list(tuning.sentences),
+        cards=[(_note(tuning, index), _table(tuning, index)) for index in range(len(tuning.fields))],
         choices=TextTable(header, rows, "Values chosen for each design"),
         grid=f"{len(tried.candidates)} {noun} on {length}",
     )
@@ -305,7 +253,7 @@ def report_page(report: Report, revision: int | None = None, scripts: bool = Tru
 def report_context(report: Report) -> dict[str, Any]:
     """Everything that the templates show, as plain data: values are formatted, nothing is HTML."""
     verdict = [name_parts(report, sentence) for sentence in report.verdict or ["Nothing was compared."]]
-    figures = overview_figures(report)
+    probe = first_probe(report)
     return {
         "report": report,
         "title": "heddle compare: " + join_names(design.name for design in report.designs),
@@ -313,9 +261,10 @@ def report_context(report: Report) -> dict[str, Any]:
         "verdict": verdict,
         "is_long_verdict": sum(len(text) for text, _ in verdict[0]) > LONG_VERDICT,
         "seeds": seeds_text(report),
-        "summary": summary_table(report),
+        "summary": summary_rows(report),
+        "probe": None if probe is None else probe[1],
         "resolution": resolution_table(report),
-        "overview": sections.overview_cards(report, figures),
+        "overview": sections.overview_tables(report),
         "effects": sections.effect_cards(report),
         "interactions": sections.interaction_tables(report),
         "equal_size": sections.equal_size(report),
@@ -323,13 +272,14 @@ def report_context(report: Report) -> dict[str, Any]:
         "lengths": sections.length_rows(report),
         "refusals": sections.refusals(report),
         "recall": sections.recall_rows(report),
-        "abilities": ability_tables(report),
-        "profile": profile_cards(report),
+        "left_out": left_out_sentences(report),
+        "text_recall": sections.text_recall_table(report),
+        "profile": sections.profile_cards(report),
         "experts": sections.expert_cards(sections.router_summaries(report)),
         "designs": sections.design_cards(report),
         "methods": sections.difference_methods(report),
         "figures": {
-            **figures,
+            **overview_figures(report),
             **effect_figures(report),
             **tuning_figures(report),
             "lengths": length_figure(report),

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heddle.lab.compare.abilities import left_out_sentences
 from heddle.lab.compare.results import (
     Design,
     Difference,
@@ -14,7 +13,7 @@ from heddle.lab.compare.results import (
     LengthChange,
     ProfileGroups,
     Report,
-    TextRecallFacts,
+    VariedField,
 )
 from heddle.lab.compare.statistics import finished_runs
 from heddle.lab.compare.tables import (
@@ -55,28 +54,6 @@ RECALL_HEAT, INTERACTION_HEAT = 55, 45
 
 
 @dataclass(frozen=True)
-class OverviewCard:
-    """A figure of the overview and its numbers. is_measured: whether there is anything to draw."""
-
-    name: str
-    is_measured: bool
-    tables: list[TextTable]
-
-
-@dataclass(frozen=True)
-class EffectCard:
-    """A varied field. designs_per_value: how many designs each value's mean is over. methods: of its intervals."""
-
-    name: str
-    title: str
-    baseline: str
-    designs_per_value: int
-    is_measured: bool
-    table: TextTable
-    methods: list[str]
-
-
-@dataclass(frozen=True)
 class HeatCell:
     """A cell of a heat map. heat: the strength of its color, in percent; notes: small lines below the text."""
 
@@ -94,9 +71,9 @@ class HeatMap:
     rows: list[tuple[str, list[HeatCell]]]
 
 
-def overview_cards(report: Report, figures: Mapping[str, Figure | None]) -> list[OverviewCard]:
-    """A card for each figure of the overview."""
-    tables = {
+def overview_tables(report: Report) -> dict[str, list[TextTable]]:
+    """The numbers of each figure of the overview, by its name."""
+    return {
         "loss": [_loss_table(report)],
         "tradeoff": [_tradeoff_table(report)],
         "state": [_series_table(report, "state_bytes", "state at context", format_bytes)],
@@ -105,7 +82,6 @@ def overview_cards(report: Report, figures: Mapping[str, Figure | None]) -> list
             _series_table(report, "prefill", "prefill at context", format_rate),
         ],
     }
-    return [OverviewCard(name, figure is not None, tables[name]) for name, figure in figures.items()]
 
 
 def _loss_table(report: Report) -> TextTable:
@@ -143,20 +119,17 @@ def _tradeoff_table(report: Report) -> TextTable:
     return TextTable(["design", "bits per byte", f"difference to {report.baseline}", state_title], rows)
 
 
-def effect_cards(report: Report) -> list[EffectCard]:
-    """A card for each varied field."""
+def effect_cards(report: Report) -> list[tuple[VariedField, int, TextTable, list[str]]]:
+    """Each varied field, how many designs a value's mean is over, the table, and the methods of its intervals."""
     return [
-        EffectCard(
-            name=f"effect-{index}",
-            title=field.title,
-            baseline=field.baseline,
-            designs_per_value=max(len(value.designs) for value in field.values),
-            is_measured=any(value.mean is not None for value in field.values),
-            table=effect_table(field),
+        (
+            field,
+            max(len(value.designs) for value in field.values),
+            effect_table(field),
             # values that were measured alike share a method
-            methods=list(dict.fromkeys(value.difference.method for value in field.values if value.difference)),
+            list(dict.fromkeys(value.difference.method for value in field.values if value.difference)),
         )
-        for index, field in enumerate(report.effects.fields)
+        for field in report.effects.fields
     ]
 
 
@@ -282,29 +255,14 @@ PROFILE_HEAT = 55  # the strongest background of a cell, in percent
 
 
 @dataclass(frozen=True)
-class AbilityTables:
-    """The recall data beside the table of tasks. left_out: sentences on tasks that are not in that table."""
-
-    left_out: list[str]
-    text_table: TextTable | None
-    text: TextRecallFacts | None
-
-
-@dataclass(frozen=True)
 class ProfileCard:
-    """Loss by position or frequency. figure: its name; is_drawn: whether there is one."""
+    """Loss by position or frequency. figure: its name."""
 
     title: str
     note: str
     figure: str
-    is_drawn: bool
     map: HeatMap
     groups: TextTable | None = None
-
-
-def ability_tables(report: Report) -> AbilityTables:
-    """The section on recall."""
-    return AbilityTables(left_out_sentences(report), text_recall_table(report), report.text_recall)
 
 
 def text_recall_table(report: Report) -> TextTable | None:
@@ -354,7 +312,7 @@ def profile_cards(report: Report) -> list[ProfileCard]:
     groups = report.loss_profile
     if not groups or not any(design.profile("positions") for design in report.designs):
         return []
-    figures, (ranges, frequencies) = profile_figures(report), profile_labels(groups)
+    ranges, frequencies = profile_labels(groups)
     rows = [
         [number, format_percent(group.share), str(group.tokens), " ".join(group.examples)]
         for number, group in zip(frequencies, groups.frequencies, strict=True)
@@ -365,7 +323,6 @@ def profile_cards(report: Report) -> list[ProfileCard]:
             "The position of a token in its document, within a window. A design that uses its context gains with the "
             "position.",
             "profile-positions",
-            figures["profile-positions"] is not None,
             profile_map(report, "positions", ranges),
         ),
         ProfileCard(
@@ -373,7 +330,6 @@ def profile_cards(report: Report) -> list[ProfileCard]:
             "Tokens are sorted by their count in the training text, the most frequent first, and cut into groups that "
             "each make up about a tenth of it.",
             "profile-frequencies",
-            figures["profile-frequencies"] is not None,
             profile_map(report, "frequencies", frequencies),
             TextTable(["group", "share of the text", "tokens", "the most frequent"], rows, "Groups of tokens"),
         ),

@@ -391,7 +391,6 @@ def _loss(cost: ModelCost, layout: RankLayout, tokens: int) -> int:
 
 
 OPTIMIZER_BYTES = 32  # read and written for each parameter: weight, gradient, two moments, and again all but one
-FP8_PRODUCTS = 1.155  # speed of training with products in fp8, over bfloat16
 # Selective recomputation recomputes every second product of a layer: k, the output and up of a Llama layer's seven,
 # which are 36 % of its FLOPs from 8B to 405B.
 _SELECTIVE = 0.35
@@ -459,12 +458,6 @@ def step_time(cost: ModelCost, layout: RankLayout, gpu: Gpu, speeds: Speeds | No
         optimizer=OPTIMIZER_BYTES * cost.parameters / layout.shard / (gpu.bandwidth * 1e9),
         overlap=speeds.overlap,
     )
-
-
-def tokens_per_second(cost: ModelCost, layout: RankLayout, gpu: Gpu, speeds: Speeds | None = None) -> float:
-    """Expected tokens per second on each GPU."""
-    tokens = layout.rows * layout.accumulation * cost.sequence_length
-    return tokens / step_time(cost, layout, gpu, speeds).seconds
 
 
 # The layouts of ranks for a design and a number of GPUs, fastest first, and layouts that do not fit.
