@@ -2,7 +2,6 @@
 
 import math
 import random
-import warnings
 from typing import Any
 
 import pytest
@@ -322,34 +321,3 @@ def test_sums_of_exclusive_heads_are_wide() -> None:
 def test_exclusive_heads_of_which_nothing_is_left_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(heddle.errors.ConfigError, match="exclusive: leaves nothing"):
         model_of(exclusive=True, **fields)
-
-
-@pytest.mark.parametrize("length", [1, 3, 8])
-def test_the_smooth_growth_is_inklings(length: int) -> None:
-    """transformers' queries with the scale are those without it times our factors: the same bits."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
-        from transformers.models.inkling import modeling_inkling as inkling
-    seen: list[torch.Tensor] = []
-
-    def record(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append(query)
-        return query.transpose(1, 2), None
-
-    x = torch.randn(1, 21, 8, generator=torch.Generator().manual_seed(4))
-    for floor in (None, length):
-        config = inkling.InklingTextConfig(
-            hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_hidden_layers=1, vocab_size=8,
-            layer_types=["hybrid"], log_scaling_n_floor=floor, log_scaling_alpha=0.6,
-        )  # fmt: skip
-        inkling.ALL_ATTENTION_FUNCTIONS.register("recorded", record)
-        config._attn_implementation = "recorded"
-        torch.manual_seed(0)
-        module = inkling.InklingAttention(config, 0).requires_grad_(False)
-        for parameter in module.parameters():
-            parameter.normal_()
-        module(x, None)
-    plain, scaled = seen
-    factors = query_temperature(heddle.Layout.causal(1, 21), length, 0.6, torch.float32, "smooth")
-    assert torch.equal(plain * factors, scaled)
-    assert float((scaled - plain).abs().max()) > 0.1

@@ -31,7 +31,7 @@ from heddle.parts.norms.rms import RMSConfig
 from tests.cases import SHIFT, Data, attention, by_day, case, convolution, design, layer
 from tests.conversion.exactness import converted_model, source_model
 from tests.laws.planting import calls
-from tests.parity.test_residual_layers import ExactRMS
+from tests.parity.reference import ExactRMS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
