@@ -8,10 +8,9 @@ from torch import Tensor
 
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
-from heddle.parts.position_table import PositionTable
-from heddle.parts.states import StateSpec
 from tests.cases import Data
 from tests.parity.reference import close
+from tests.parts.loops import in_pieces, sigmoid
 
 WIDTH = 24
 EPS = 1e-4  # of the norm of a head's output
@@ -34,17 +33,6 @@ def randomize(module: torch.nn.Module) -> None:
             parameter.copy_(drawn * (0.35 if parameter.dim() in (2, 3) else 0.7))
             if name.endswith(("A_log", "decay.rate")):
                 parameter.sub_(1.5)
-
-
-def in_pieces(mixer: Mixer, x: Tensor, sizes: list[int]) -> Tensor:
-    """The outputs of calls with these numbers of tokens, one after the other with a state."""
-    table, out = PositionTable.empty(len(x), 0, None, "cpu"), []
-    state = mixer.init_state(StateSpec(len(x), None, torch.float64, "cpu"))
-    for piece in x.split(sizes, dim=1):
-        table, layout = table.extend(table.next_layout(piece.shape[1]))
-        y, state = mixer(piece, layout, state)
-        out.append(y)
-    return torch.cat(out, dim=1)
 
 
 def compare_with_loop(mixer: Mixer, loop: Callable[[Mixer, Tensor], Tensor]) -> None:
@@ -132,8 +120,3 @@ def loop_preconditioner(mixer: Any, x: Tensor, k: Tensor, head: int, before: Ten
     curvature = decay * before + sigmoid(module.beta.weight[head] @ x) * k**2
     distance = torch.log(curvature + 1e-6) - module.center[head]
     return torch.exp(-torch.log(torch.tensor(1.5, dtype=x.dtype)) * distance / (1 + distance.abs())), curvature
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(−x))."""
-    return 1 / (1 + torch.exp(-x))

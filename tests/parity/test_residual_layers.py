@@ -18,7 +18,7 @@ from heddle.parts.residuals.pre_norm import NormGate, PreNormConfig
 from tests.cases import attention, design, layer
 from tests.laws.planting import calls
 from tests.parity.reference import ExactRMS
-from tests.parts.loops import gradient_error
+from tests.parts.loops import Errors, errors
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -67,7 +67,7 @@ def test_layers_are_those_of_torch(norm_first: bool, right: dict[str, Any], wron
     assert float((got - want).abs().max()) > 0.1
 
 
-def gated_norm_errors(seed: int) -> tuple[float, float]:
+def gated_norm_errors(seed: int) -> Errors:
     """The largest difference of a gated norm and of its gradients, of random widths and ranks, from A.X K2's."""
     draw = random.Random(seed)
     width, rank, eps = draw.randint(2, 12), draw.randint(1, 6), draw.choice((1e-6, 0.1))
@@ -83,8 +83,7 @@ def gated_norm_errors(seed: int) -> tuple[float, float]:
     module.mlp.fc1.weight, module.mlp.fc2.weight = gate.down.weight, gate.up.weight
     x = torch.randn(2, draw.randint(1, 5), width, dtype=torch.float64, requires_grad=True)
     ours, theirs = block(x, {"mixer": lambda y: y}) - x, module(x)
-    error = gradient_error(ours, theirs, torch.randn_like(x), [x, *block.parameters()])
-    return float((ours - theirs).detach().abs().max()), error
+    return errors(ours, theirs, [x, *block.parameters()])
 
 
 def test_gated_norms_are_those_of_axk2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,9 @@ from torch import Tensor
 
 import heddle
 from heddle.config import parse_config
-from heddle.conversion.convert import Conversion
-from heddle.conversion.targets import parse_rewrite
-from heddle.conversion.weights import ModelWeights
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
-from heddle.exchange.family_match import chosen_match
 from heddle.exchange.transformers import HeddleForCausalLM
-from heddle.lab.explore.choices import explorer_design
 from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
 from heddle.laws.shrink import shrink
 from heddle.model.config import ModelConfig, describe
@@ -43,24 +38,11 @@ from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 from heddle.training.step import accumulate_gradients
 from tests.cases import MOBA, Data, alone, attention, by_day, case, design, indexer, latent, layer
-from tests.conversion.exactness import converted_model, difference, source_model
 from tests.laws.planting import calls, operator, reads
+from tests.parts.loops import rotated
 
 WIDTH = 12
 INDEXED = alone(kv_heads=2, indexer=indexer())
-
-
-def rotated(x: Tensor, position: int, dims: int, interleaved: bool) -> Tensor:
-    """RoPE of the first dims of one head."""
-    x, half = x.clone(), dims // 2
-    for i in range(half):
-        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        angle = position * 10000.0 ** (-i / half)
-        first, second = x[a], x[b]
-        x = x.index_copy(0, torch.tensor([a, b]), torch.stack((
-            first * math.cos(angle) - second * math.sin(angle), second * math.cos(angle) + first * math.sin(angle),
-        )))  # fmt: skip
-    return x
 
 
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
@@ -422,20 +404,6 @@ def test_a_state_that_grows_and_rolls_back() -> None:
     torch.testing.assert_close(got, want[:, 9:], rtol=0, atol=1e-10)
 
 
-def test_recomputed_layers_have_the_same_gradients() -> None:
-    model = model_under_test(parse_config(ModelConfig, INDEXED)).train()
-    tokens, gradients = random_tokens(model.config, 2, 9), []
-    for model.checkpointing in (False, True):
-        with record_router_statistics() as recorded:
-            value = model(tokens)[0].square().sum()
-        assert len(recorded.index_losses) == 2
-        (value + sum(recorded.losses)).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        model.zero_grad()
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-12)
-
-
 def test_a_training_step_counts_tokens_and_not_parts() -> None:
     """The loss of a step is a mean over tokens, however the batch is split."""
     tokens = np.random.default_rng(1).integers(1, 61, (4, 13))
@@ -560,45 +528,6 @@ def test_a_shared_index_is_that_of_the_last_indexer(is_handed_over: bool) -> Non
 def test_a_selection_that_there_is_not_is_refused(layers: list[Data], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         heddle.load_config(design(*map(layer, layers)))
-
-
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_no_family_takes_them(family: str) -> None:
-    name = "attention-indexer" if family == "llama" else "latent-indexer"
-    with pytest.raises(ConfigError, match="indexer"):
-        chosen_match(case(name), family)
-
-
-@pytest.mark.parametrize("target", ["width=32", "head.tied=false", "fold_norms,final_norm=false"])
-@pytest.mark.parametrize("name", ["attention-indexer", "latent-indexer", "latent-indexer-full-query"])
-def test_conversions_that_leave_attention_alone_keep_the_logits(name: str, target: str) -> None:
-    source = source_model(case(name))
-    assert difference(source, converted_model(source, parse_rewrite(target))) < 1e-10
-
-
-@pytest.mark.parametrize(
-    "target", ["kv_heads=1,groups=contiguous,merge=mean", "window,window=2", "rope_layout,layout=interleaved"]
-)
-def test_other_conversions_are_refused(target: str) -> None:
-    source: Any = SimpleNamespace(
-        weights=ModelWeights(source_model(parse_config(ModelConfig, INDEXED))), tokenizer=None
-    )
-    with pytest.raises(ConfigError, match=r"layers.0.mixer.indexer .*: selects the keys of each query"):
-        Conversion(source, (parse_rewrite(target),)).plan()
-
-
-def test_an_index_within_a_pair_is_refused_by_its_path() -> None:
-    pair = {"kind": "pair", "first": attention(), "second": attention(indexer=indexer())}
-    source: Any = SimpleNamespace(
-        weights=ModelWeights(source_model(parse_config(ModelConfig, design(layer(pair))))), tokenizer=None
-    )
-    with pytest.raises(ConfigError, match=r"layers.0.mixer.second.indexer"):
-        Conversion(source, (parse_rewrite("window,window=2"),)).plan()
-
-
-def test_the_explorer_does_not_show_them() -> None:
-    with pytest.raises(ConfigError, match=r"layers\[0\].mixer.indexer: is not a field of the explorer"):
-        explorer_design(case("latent-indexer"))
 
 
 # Faults that the checks above see
