@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heddle.laws.harness import normal_tensor
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
@@ -88,12 +89,14 @@ def normalized(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     return x / (x.square().mean() + 1e-5).sqrt() * gain
 
 
-def rotated(x: Tensor, position: int, dims: int | None = None, interleaved: bool = False) -> Tensor:
+def rotated(
+    x: Tensor, position: int, dims: int | None = None, interleaved: bool = False, base: float = 10000.0
+) -> Tensor:
     """RoPE of the first dims of one head; pairs are halves apart, or neighbors."""
     result, dims = list(x), len(x) if dims is None else dims
     for i in range(dims // 2):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + dims // 2)
-        angle = position * 10000.0 ** (-2 * i / dims)
+        angle = position * base ** (-2 * i / dims)
         result[a] = x[a] * math.cos(angle) - x[b] * math.sin(angle)
         result[b] = x[b] * math.cos(angle) + x[a] * math.sin(angle)
     return torch.stack(result)
@@ -121,9 +124,9 @@ class DecoderLoop:
     What a layer reads of earlier ones is found by walking back over them.
     """
 
-    def __init__(self, model: Decoder) -> None:
-        self.parameters = dict(model.named_parameters())
-        self.layers = model.config.resolved().layers
+    def __init__(self, module: nn.Module, config: ModelConfig) -> None:
+        self.parameters = dict(module.named_parameters())
+        self.layers = config.resolved().layers
         self.prefix = ""
         self.kept: list[tuple[Any, list[list[Tensor]], list[list[Tensor]]]] = []  # window, keys and values
 
@@ -141,14 +144,19 @@ class DecoderLoop:
         """Embeddings [T][width] -> hidden states [T, width]."""
         self.kept = []
         for index, layer_config in enumerate(self.layers):
-            self.prefix = f"layers.{index}"
-            for name, run in (("mixer", self.attend), ("feedforward", self.feed_forward)):
-                part = getattr(layer_config, name)
-                if part is not None:
-                    inputs = [normalized(x, self.get(f"residual.norms.{name}.weight")) for x in stream]
-                    inputs = self.convolve(part, "input", f"{name}_convolution.input", inputs)
-                    stream = [x + y for x, y in zip(stream, run(part, inputs), strict=True)]
+            stream = self.layer(layer_config, f"layers.{index}", stream)
         return torch.stack([normalized(x, self.parameters["final_norm.norm.weight"]) for x in stream])
+
+    def layer(self, layer_config: Any, prefix: str, stream: list[Tensor]) -> list[Tensor]:
+        """One layer, whose parameters have this prefix."""
+        self.prefix = prefix
+        for name, run in (("mixer", self.attend), ("feedforward", self.feed_forward)):
+            part = getattr(layer_config, name)
+            if part is not None:
+                inputs = [normalized(x, self.get(f"residual.norms.{name}.weight")) for x in stream]
+                inputs = self.convolve(part, "input", f"{name}_convolution.input", inputs)
+                stream = [x + y for x, y in zip(stream, run(part, inputs), strict=True)]
+        return stream
 
     def heads(self, name: str, mixer: Any, inputs: list[Tensor], width: int) -> list[list[Tensor]]:
         """q, k or v, [token][head]."""
@@ -160,7 +168,9 @@ class DecoderLoop:
         heads = self.heads(name, mixer, inputs, mixer.head_dim)
         if mixer.qk_norm is not None:
             heads = [[normalized(x, self.get(f"mixer.{name}_norm.weight")) for x in token] for token in heads]
-        return heads if mixer.position is None else [[rotated(x, t) for x in token] for t, token in enumerate(heads)]
+        if mixer.position is None:
+            return heads
+        return [[rotated(x, t, base=mixer.position.base) for x in token] for t, token in enumerate(heads)]
 
     def values(self, mixer: Any, inputs: list[Tensor]) -> list[list[Tensor]]:
         """v of the layer, mixed with those of the first one."""
@@ -207,4 +217,4 @@ class DecoderLoop:
 
 def decoder_loop(model: Decoder, stream: list[Tensor]) -> Tensor:
     """The hidden states [T, width] of one document of embeddings."""
-    return DecoderLoop(model).hidden(stream)
+    return DecoderLoop(model, model.config).hidden(stream)

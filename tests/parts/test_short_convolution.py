@@ -77,7 +77,7 @@ def largest_errors(model: Decoder, seed: int) -> tuple[float, float]:
     segment_ids[0] = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])
     layout = heddle.Layout(positions, segment_ids)
     embedded = normal_tensor((3, 9, WIDTH), generator).requires_grad_()
-    hidden, loop = model(embedded, layout)[0], DecoderLoop(model)
+    hidden, loop = model(embedded, layout)[0], DecoderLoop(model, model.config)
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     places = [(0, start, start + length) for start, length in zip(starts, lengths, strict=True)]
     places += [(1, left, 9), (2, 0, 9 - right)]
