@@ -20,6 +20,7 @@ from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import ROPE, design, differential, layer
 from tests.laws.planting import calls, operand_dropped, operator, reads, wrapped
+from tests.parts.loops import rotated
 
 WIDTH, HEADS, GROUPS, DIM, LENGTH, EPS = 48, 4, 2, 6, 13, 1e-5
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -34,17 +35,6 @@ def part(layer_index: int, **fields: Any) -> Any:
         for parameter in mixer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.4)
     return mixer
-
-
-def angles(positions: Tensor) -> Tensor:
-    """[T, DIM / 2]."""
-    return positions.double()[:, None] * 10000.0 ** (-torch.arange(0, DIM, 2).double() / DIM)
-
-
-def rotated(x: Tensor, position: int) -> Tensor:
-    angle = angles(torch.tensor([position]))[0]
-    first, second = x[: DIM // 2], x[DIM // 2 :]
-    return torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()))
 
 
 def loops(mixer: Any, x: Tensor, layer_number: int, window: int) -> Tensor:

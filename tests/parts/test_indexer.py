@@ -336,45 +336,35 @@ def test_of_equal_blocks_the_lowest_win_whole_or_cut(score: str) -> None:
 # States, sizes and names
 
 
-def test_the_attentions_own_keys_need_no_state_and_no_parameters() -> None:
+PROJECTED = 2 * 8 + 8  # of two heads and a key
+
+
+@pytest.mark.parametrize(
+    ("inner", "projected", "score", "most", "index"),
+    [
+        (indexer(), PROJECTED + 2, 2 * 2 * (8 + 1), 3, [(2, 1, 20, 8)] * 2),
+        (indexer(heads=2, head_dim=8, block=2, per_head=True), PROJECTED, 2 * 2 * 8, 6, [(2, 1, 20, 8)] * 2),
+        (MOBA, 0, 2 * 4 * 6, 6, None),  # the attention's own keys
+    ],
+    ids=["keys", "heads without weights", "own keys"],
+)
+def test_states_parameters_and_flops(inner: Data, projected: int, score: int, most: int, index: Any) -> None:
+    """projected: outputs of the indexer's projections. score: FLOPs of a pair. most: keys that a query sees."""
     dense, own = (
-        heddle.build(parse_config(ModelConfig, alone(kv_heads=2, **each))) for each in ({}, {"indexer": MOBA})
+        heddle.build(parse_config(ModelConfig, alone(kv_heads=2, **each))) for each in ({}, {"indexer": inner})
     )
-    assert own.init_state(2, 20).bytes == dense.init_state(2, 20).bytes
-    sizes = [heddle.size(each.config, 20) for each in (own, dense)]
-    assert sizes[0].parameters == sizes[1].parameters
+    state: Any = own.init_state(2, 20)
+    keys = sum(math.prod(shape) for shape in index or ())
+    assert state.bytes - dense.init_state(2, 20).bytes == 4 * keys
+    if index is not None:
+        assert [tuple(each.index.keys.shape) for each in state.layers] == index
+    larger, smaller = (heddle.size(each.config, 20) for each in (own, dense))
+    assert larger.state_bytes - smaller.state_bytes == 4 * keys // 2
+    assert larger.parameters - smaller.parameters == 2 * (24 * projected + (2 * 8 if projected else 0))
     pairs = 20 * 21 // 2
-    score, attended = 2 * 4 * 6 * pairs / 20, 2 * 4 * 12 * (visible_pairs(20, 20, None, True, 6) - pairs) / 20
-    assert sizes[0].flops_per_token - sizes[1].flops_per_token == pytest.approx(2 * (score + attended))
-
-
-def test_heads_of_the_index_without_weights_cost_none() -> None:
-    inner = indexer(heads=2, head_dim=8, block=2, per_head=True)
-    dense, indexed = (heddle.size(heddle.build(parse_config(ModelConfig, alone(kv_heads=2, **each))).config, 20)
-                      for each in ({}, {"indexer": inner}))  # fmt: skip
-    assert indexed.parameters - dense.parameters == 2 * (24 * (2 * 8 + 8) + 2 * 8)
-    assert indexed.state_bytes - dense.state_bytes == 2 * 20 * 8 * 4
-    pairs = 20 * 21 // 2
-    score, attended = 2 * 2 * 8 * pairs / 20, 2 * 4 * 12 * (visible_pairs(20, 20, None, True, 6) - pairs) / 20
-    projections = 2 * 24 * (2 * 8 + 8)
-    assert indexed.flops_per_token - dense.flops_per_token == pytest.approx(2 * (projections + score + attended))
-
-
-def test_the_state_has_the_keys_of_the_index() -> None:
-    config = parse_config(ModelConfig, INDEXED)
-    model = heddle.build(config)
-    dense = heddle.build(parse_config(ModelConfig, alone(kv_heads=2)))
-    state: Any = model.init_state(2, 20)
-    assert state.bytes - dense.init_state(2, 20).bytes == 2 * 2 * 20 * 8 * 4
-    assert [tuple(layer.index.keys.shape) for layer in state.layers] == [(2, 1, 20, 8)] * 2
-    parameters = 2 * (24 * (2 * 8 + 8 + 2) + 2 * 8)
-    assert model.init_state(1, 8).bytes > 0
-    sizes = [heddle.size(each.config, 20) for each in (model, dense)]
-    assert sizes[0].parameters - sizes[1].parameters == parameters
-    projections, score = 2 * 24 * (2 * 8 + 8 + 2), 2 * 2 * (8 + 1) * (20 * 21 // 2) / 20
-    attended = 2 * 4 * 12 * (visible_pairs(20, 20, None, True, 3) - 20 * 21 // 2) / 20
-    assert sizes[0].flops_per_token - sizes[1].flops_per_token == pytest.approx(2 * (projections + score + attended))
-    assert sizes[0].state_bytes - sizes[1].state_bytes == 2 * 20 * 8 * 4
+    attended = 2 * 4 * 12 * (visible_pairs(20, 20, None, True, most) - pairs) / 20
+    flops = 2 * 24 * projected + score * pairs / 20 + attended
+    assert larger.flops_per_token - smaller.flops_per_token == pytest.approx(2 * flops)
 
 
 @pytest.mark.parametrize("window", [None, 2, 3, 5])
