@@ -1,4 +1,4 @@
-"""Per-layer embeddings and scalars of layers: hidden states by hand, states, sizes, and what is refused."""
+"""Per-layer embeddings and scalars of layers: hidden states by hand, sizes, and what is refused."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from heddle.config import parse_config
 from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.targets import parse_rewrite
 from heddle.errors import ConfigError
-from heddle.laws.harness import forward_with_state, model_under_test, random_tokens
+from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer
 from heddle.model.embedding import PerLayerBranch, PerLayerEmbedding
@@ -125,22 +125,6 @@ WRONG: dict[str, Plant] = {
 def test_a_wrong_formula_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     WRONG[name](monkeypatch)
     assert largest_errors()[0] > 1e-3
-
-
-def test_a_text_in_pieces_and_a_padded_one_have_the_same_hidden_states() -> None:
-    model = model_under_test(
-        parse_config(ModelConfig, design(layer(attention(window=3), repeat=2), embedding={"per_layer": {"dim": DIM}}))
-    )
-    tokens = random_tokens(model.config, 2, LENGTH)
-    with torch.no_grad():
-        whole = model(tokens)[0]
-        first, state = forward_with_state(model, model.init_state(2), tokens[:, :4])
-        last, _ = forward_with_state(model, state, tokens[:, 4:])
-        torch.testing.assert_close(torch.cat((first, last), 1), whole, rtol=0, atol=1e-10)
-        layout = heddle.Layout.padded([LENGTH, 4], side="left")
-        shifted = torch.cat((tokens[1:, :5], tokens[1:, :4]), 1)
-        padded = model(torch.cat((tokens[:1], shifted)), layout)[0]
-    torch.testing.assert_close(padded[1, 5:], whole[1, :4], rtol=0, atol=1e-10)
 
 
 def test_sizes() -> None:

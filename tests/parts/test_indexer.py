@@ -37,7 +37,7 @@ from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 from heddle.training.step import accumulate_gradients
-from tests.cases import MOBA, Data, alone, attention, by_day, case, design, indexer, latent, layer
+from tests.cases import MOBA, Data, alone, attention, by_day, design, indexer, latent, layer
 from tests.laws.planting import calls, operator, reads
 from tests.parts.loops import rotated
 
@@ -378,20 +378,6 @@ def test_pairs_are_those_of_a_count(window: int | None, most: int) -> None:
         both = [min(t, seen) + min(keys - 1 - t, seen) + 1 for t in range(keys)]
         if window is None or most <= 2 * window:
             assert visible_pairs(keys, keys, window, False, most) == sum(min(most, each) for each in both)
-
-
-def test_a_state_that_grows_and_rolls_back() -> None:
-    """After a roll-back the same tokens give the same outputs as if nothing had been added."""
-    model = model_under_test(case("attention-indexer-window"))
-    tokens, others = random_tokens(model.config, 3, 16), random_tokens(model.config, 3, 4, seed=1)
-    with torch.no_grad():
-        want = model(tokens)[0]
-        state = model.init_state(3, 16, rollback=4)
-        _, state = model(tokens[:, :9], None, state)
-        _, state = model(others, None, state)
-        state = state.rollback(4)
-        got, _ = model(tokens[:, 9:], None, state)
-    torch.testing.assert_close(got, want[:, 9:], rtol=0, atol=1e-10)
 
 
 def test_a_training_step_counts_tokens_and_not_parts() -> None:

@@ -12,7 +12,7 @@ import heddle
 from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws import LAWS, DoesNotApply
-from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_test, new_state, random_tokens
+from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, general_delta, ssd
@@ -171,6 +171,7 @@ RECURRENT = [
     "retention-rope-gate",
     "retention-learned-decays",
     "kda-own-widths",
+    "delta-key-heads",
     "delta-negative-eigenvalues",
     "delta-steps",
     "mamba2-groups",
@@ -260,26 +261,6 @@ def test_no_position_is_stored_of_a_longer_text(name: str) -> None:
     short, long = (heddle.size(case(name), context_length=tokens) for tokens in (64, 1024))
     assert short.state_bytes == long.state_bytes
     assert short.position_table_bytes == long.position_table_bytes
-
-
-def test_padding_does_not_decay_the_state() -> None:
-    """The state decays once per token: padding of any length between two tokens changes nothing."""
-    model = model_of(RETENTION, decay=[0.9, 0.5, 0.1])
-    tokens = random_tokens(model.config, 1, 4)
-    want = forward_no_grad(model, tokens)
-    positions = torch.tensor([[-1, 0, -1, -1, -1, 1, 2, -1, 3, -1]])
-    padded = torch.zeros(1, 10, dtype=torch.int64)
-    padded[positions >= 0] = tokens[0]
-    got = forward_no_grad(model, padded, Layout(positions))[positions >= 0]
-    torch.testing.assert_close(got, want[0], rtol=0, atol=1e-12)
-    hidden, _ = forward_in_chunks(model, padded, [1, 2, 4, 3], None, Layout(positions))
-    torch.testing.assert_close(hidden[positions >= 0], want[0], rtol=0, atol=1e-12)
-
-
-def test_rollback_is_refused() -> None:
-    for mixer in (LINEAR, RETENTION):
-        with pytest.raises(ConfigError, match="a recurrence cannot roll back"):
-            new_state(model_of(mixer), 1, rollback=2)
 
 
 @pytest.mark.parametrize(

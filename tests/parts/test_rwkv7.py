@@ -12,7 +12,7 @@ from torch.nn import functional
 import heddle
 from heddle.config import parse_config
 from heddle.errors import ConfigError
-from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_test, normal_tensor, random_tokens
+from heddle.laws.harness import forward_no_grad, model_under_test, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.recurrent.general_delta import _chunked, general_delta_flops
@@ -263,14 +263,6 @@ def test_long_texts_of_one_token_stay_finite() -> None:
     assert bool(hidden.isfinite().all())
 
 
-def test_chunks_with_a_state_keep_the_last_token() -> None:
-    model = model_under_test(case("rwkv7-value-residual"))
-    tokens = random_tokens(model.config, 2, 11)
-    want = forward_no_grad(model, tokens)
-    got, _ = forward_in_chunks(model, tokens, [4, 1, 6])
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -295,9 +287,3 @@ def test_chunks_with_a_state_keep_the_last_token() -> None:
 def test_what_does_not_fit_is_refused(data: Data, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         heddle.load_config(data)
-
-
-def test_rollback_is_refused() -> None:
-    model = heddle.build(case("rwkv7"))
-    with pytest.raises(ConfigError, match="a recurrence cannot roll back"):
-        model.init_state(1, rollback=2)
