@@ -2,7 +2,8 @@
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,19 +113,27 @@ def forget_parts() -> None:
     kind_class.cache_clear()
 
 
-def same_after_a_signal(make: Callable[[str], TrainingJob], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job stopped after step 3 and resumed has the same scores and weights, bit for bit, as an undisturbed one."""
-    undisturbed, stop_if_diverged = train(make("whole")), loop._stop_if_diverged
+@contextmanager
+def signalled(monkeypatch: pytest.MonkeyPatch, step: int, match: str | None = None) -> Iterator[None]:
+    """A training within gets a signal after this step, and ends by it."""
+    stop_if_diverged = loop._stop_if_diverged
 
-    def watch(job: TrainingJob, run: Any, step: Any) -> None:
-        stop_if_diverged(job, run, step)
-        if run.progress.step == 3:
+    def watch(job: TrainingJob, run: Any, taken: Any) -> None:
+        stop_if_diverged(job, run, taken)
+        if run.progress.step == step:
             run.stop_request.signal_number = 15
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "_stop_if_diverged", watch)
-        with pytest.raises(Interrupted):
-            train(make("cut"))
+        with pytest.raises(Interrupted, match=match):
+            yield
+
+
+def same_after_a_signal(make: Callable[[str], TrainingJob], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job stopped after step 3 and resumed has the same scores and weights, bit for bit, as an undisturbed one."""
+    undisturbed = train(make("whole"))
+    with signalled(monkeypatch, 3):
+        train(make("cut"))
     resumed = train(make("cut"))
     assert resumed.scores == undisturbed.scores
     assert all(

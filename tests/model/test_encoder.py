@@ -158,6 +158,12 @@ def test_generation_reads_the_encoder_output_of_each_row() -> None:
         heddle.generate(model, [[1]], max_new_tokens=1)
 
 
+def outputs_of(*models: Decoder) -> list[Tensor]:
+    source, layout = source_of(models[0])
+    tokens = random_tokens(models[0].config, 3, 4)
+    return [each(tokens, Layout.causal(3, 4).with_encoder_output(each.encode(source, layout)))[0] for each in models]
+
+
 def test_save_and_load(tmp_path: Path) -> None:
     model = heddle.build(case("encoder"), seed=3).eval()
     heddle.save(model, tmp_path / "saved")
@@ -165,12 +171,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert loaded.config == model.config
     assert loaded.encoder is not None
     assert loaded.encoder.head.weight is loaded.encoder.embed.weight
-    source, layout = source_of(model)
-    tokens = random_tokens(model.config, 3, 4)
-    outputs = [
-        decoder(tokens, Layout.causal(3, 4).with_encoder_output(decoder.encode(source, layout)))[0]
-        for decoder in (model, loaded)
-    ]
+    outputs = outputs_of(model, loaded)
     assert torch.equal(*outputs)
     names = [name for name, _ in model.named_parameters()]
     assert {"encoder.embed.weight", "encoder.layers.1.mixer.q.weight", "layers.1.mixer.k.weight"} <= set(names)
@@ -243,12 +244,7 @@ def test_the_compiled_model_shares_the_encoder() -> None:
     config = load_config(TRANSFORMER, ["encoder.layers.0.repeat=1", "layers.0.repeat=1"])
     model = heddle.build(config).eval()
     compiled_model = compiled(model, backend="eager")
-    source, layout = source_of(model)
-    tokens = random_tokens(model.config, 3, 4)
-    outputs = [
-        decoder(tokens, Layout.causal(3, 4).with_encoder_output(decoder.encode(source, layout)))[0]
-        for decoder in (model, compiled_model)
-    ]
+    outputs = outputs_of(model, compiled_model)
     torch.testing.assert_close(outputs[1], outputs[0])
     assert {id(value) for value in compiled_model.parameters()} == {id(value) for value in model.parameters()}
 

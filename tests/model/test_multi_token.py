@@ -1,6 +1,5 @@
 """Multi-token modules against a plain loop of DeepSeek-V3's formula, a document and a token at a time."""
 
-import math
 import random
 from typing import Any
 
@@ -9,16 +8,15 @@ import torch
 from torch import Tensor
 
 from heddle.laws.harness import model_under_test
-from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.multi_token import MultiTokenModule
 from heddle.parts.layout import Layout
 from tests.cases import by_day
+from tests.parts.loops import DecoderLoop, normalized
 from tests.random_layouts import random_layout
 
 DESIGNS = 48
 VOCABULARY = 29
-EPS = 1e-5
 
 
 def random_design(draw: random.Random) -> dict[str, Any]:
@@ -39,70 +37,22 @@ def random_design(draw: random.Random) -> dict[str, Any]:
         "vocab_size": VOCABULARY,
         "width": draw.choice((8, 12, 24)),
         "layers": [layer(heads, {"kind": "mlp", "hidden": 6}), layer(kv_heads, feedforward)],
-        "norm": {"kind": "rms", "eps": EPS},
+        "norm": {"kind": "rms", "eps": 1e-5},
         "head": {"tied": draw.random() < 0.5},
         "multi_token": {"depth": draw.choice((1, 2, 3)), "loss_weight": 0.3},
     }
 
 
-class Loop:
-    """The module of the loop: its weights by name, and what a design says of its layer."""
-
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
-        self.mixer: Any = config.layers[-1].mixer
-        self.feedforward: Any = config.layers[-1].feedforward
-        self.weights = weights
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return x / torch.sqrt((x * x).mean() + EPS) * self.weights[name]
-
-    def rotate(self, x: Tensor, position: int) -> Tensor:
-        if self.mixer.position is None:
-            return x
-        half, parts = len(x) // 2, list(x)
-        for pair in range(half):
-            angle = position * self.mixer.position.base ** (-2 * pair / len(x))
-            a, b = x[pair], x[pair + half]
-            parts[pair] = a * math.cos(angle) - b * math.sin(angle)
-            parts[pair + half] = b * math.cos(angle) + a * math.sin(angle)
-        return torch.stack(parts)
-
-    def attention(self, xs: list[Tensor], t: int) -> Tensor:
-        heads, dim = self.mixer.heads, self.mixer.head_dim
-        shared, out = heads // self.mixer.kv_heads, []
-        for head in range(heads):
-            rows, kv = slice(head * dim, (head + 1) * dim), slice(head // shared * dim, (head // shared + 1) * dim)
-            q = self.rotate(self.weights["layer.mixer.q.weight"][rows] @ xs[t], t)
-            first = 0 if self.mixer.window is None else max(0, t + 1 - self.mixer.window)
-            keys = [self.rotate(self.weights["layer.mixer.k.weight"][kv] @ xs[s], s) for s in range(first, t + 1)]
-            values = [self.weights["layer.mixer.v.weight"][kv] @ xs[s] for s in range(first, t + 1)]
-            scores = [torch.exp(q @ k / math.sqrt(dim)) for k in keys]
-            total = sum(scores, torch.zeros((), dtype=q.dtype))
-            out.append(
-                sum((s / total * v for s, v in zip(scores, values, strict=True)), torch.zeros(dim, dtype=q.dtype))
-            )
-        return self.weights["layer.mixer.out.weight"] @ torch.cat(out)
-
-    def branch(self, x: Tensor) -> Tensor:
-        up = self.weights["layer.feedforward.up.weight"] @ x
-        if self.feedforward.kind == "gated":
-            gate = self.weights["layer.feedforward.gate.weight"] @ x
-            return self.weights["layer.feedforward.down.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
-        return self.weights["layer.feedforward.down.weight"] @ up.clamp(min=0)
+class Loop(DecoderLoop):
+    """The modules: a projection of two normed vectors, and a layer like the last one."""
 
     def predict(self, hidden: list[Tensor], embedding: list[Tensor]) -> list[Tensor]:
         """The states of one document: hidden[t] with embedding[t], which is that of the token ahead."""
-        joined = zip(hidden, embedding, strict=True)
-        xs = [
-            self.weights["projection.weight"]
-            @ torch.cat((self.norm("embedding_norm.weight", e), self.norm("hidden_norm.weight", h)))
-            for h, e in joined
-        ]
-        normed = [self.norm("layer.residual.norms.mixer.weight", x) for x in xs]
-        xs = [x + self.attention(normed, t) for t, x in enumerate(xs)]
-        if self.feedforward is not None:
-            xs = [x + self.branch(self.norm("layer.residual.norms.feedforward.weight", x)) for x in xs]
-        return [self.norm("final_norm.norm.weight", x) for x in xs]
+        gains = self.parameters["embedding_norm.weight"], self.parameters["hidden_norm.weight"]
+        pairs = [(normalized(e, gains[0]), normalized(h, gains[1])) for h, e in zip(hidden, embedding, strict=True)]
+        stream = [self.parameters["projection.weight"] @ torch.cat(pair) for pair in pairs]
+        stream = self.layer(self.layers[-1], "layer", stream)
+        return [normalized(x, self.parameters["final_norm.norm.weight"]) for x in stream]
 
 
 def documents(layout: Layout) -> list[tuple[int, list[int]]]:
@@ -135,7 +85,7 @@ def test_modules_are_those_of_a_plain_loop(number: int) -> None:
     for ahead, (got, ahead_layout) in enumerate(predicted, start=1):
         module = model.multi_token[ahead - 1]
         assert isinstance(module, MultiTokenModule)
-        loop = Loop(config, dict(module.named_parameters()))
+        loop = Loop(module, config)
         next_states: dict[tuple[int, int], Tensor] = {}
         for row, columns in texts:
             first, later = columns[: max(0, len(columns) - ahead)], columns[ahead:]

@@ -1,39 +1,22 @@
-"""Shared by the parity tests of recurrent mixers: random inputs, calls piece by piece, transformers in float64."""
+"""Shared by the parity tests of recurrent mixers: random inputs and weights, calls piece by piece, plain loops."""
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
-from heddle.parts.position_table import PositionTable
-from heddle.parts.states import StateSpec
 from tests.cases import Data
+from tests.parity.reference import close
+from tests.parts.loops import in_pieces, sigmoid
 
 WIDTH = 24
 EPS = 1e-4  # of the norm of a head's output
 PIECES = [40, 1, 1, 3, 1, 29]
 DOCUMENTS = [31, 2, 1, 41]
 LENGTH = sum(PIECES)
-
-
-class _Torch:
-    """torch, whose float32 is float64."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def compute_in_float64(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """What a module of transformers computes in float32 is computed in float64."""
-    patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    patch.setattr(module, "torch", _Torch())
 
 
 def inputs(rows: int, length: int = LENGTH) -> Tensor:
@@ -50,23 +33,6 @@ def randomize(module: torch.nn.Module) -> None:
             parameter.copy_(drawn * (0.35 if parameter.dim() in (2, 3) else 0.7))
             if name.endswith(("A_log", "decay.rate")):
                 parameter.sub_(1.5)
-
-
-def close(got: Tensor, want: Tensor) -> None:
-    """Equal to 1e-10, where the outputs are not small."""
-    assert float(want.detach().std()) > 0.1, "outputs this small would agree whatever the module does"
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-
-
-def in_pieces(mixer: Mixer, x: Tensor, sizes: list[int]) -> Tensor:
-    """The outputs of calls with these numbers of tokens, one after the other with a state."""
-    table, out = PositionTable.empty(len(x), 0, None, "cpu"), []
-    state = mixer.init_state(StateSpec(len(x), None, torch.float64, "cpu"))
-    for piece in x.split(sizes, dim=1):
-        table, layout = table.extend(table.next_layout(piece.shape[1]))
-        y, state = mixer(piece, layout, state)
-        out.append(y)
-    return torch.cat(out, dim=1)
 
 
 def compare_with_loop(mixer: Mixer, loop: Callable[[Mixer, Tensor], Tensor]) -> None:
@@ -154,8 +120,3 @@ def loop_preconditioner(mixer: Any, x: Tensor, k: Tensor, head: int, before: Ten
     curvature = decay * before + sigmoid(module.beta.weight[head] @ x) * k**2
     distance = torch.log(curvature + 1e-6) - module.center[head]
     return torch.exp(-torch.log(torch.tensor(1.5, dtype=x.dtype)) * distance / (1 + distance.abs())), curvature
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(−x))."""
-    return 1 / (1 + torch.exp(-x))

@@ -1,21 +1,28 @@
-"""DeepSeek-V3 of transformers with random weights and dense layers: the same attention, logits and greedy text."""
+"""The attention of DeepSeek-V3 in transformers with random weights, in float64: with and without YaRN, in each form."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import heddle
 from heddle.config import parse_config
-from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder
-from heddle.model.load_config import DEFAULTS
 from heddle.numerics.kernels import kernels
-from tests.parity import reference
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
+from heddle.parts.mixers.latent_attention import LatentAttentionConfig
+from heddle.parts.norms.rms import RMSConfig
+from tests.parity.recurrence import randomize
+from tests.parity.reference import ExactRMS, close, latent_weights, scaling_options
 
-HEADS, RANK, NOPE, ROPE, VALUE = 3, 20, 10, 8, 7
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+WIDTH, HEADS, RANK, NOPE, ROPE, VALUE = 42, 3, 20, 10, 8, 7
 YARN = {"factor": 8.0, "original_length": 32, "beta_fast": 4.0}
 BASE = 100.0  # pairs of both kinds and between, within 32 tokens
 YARNS: dict[str, dict[str, Any]] = {
@@ -26,94 +33,28 @@ YARNS: dict[str, dict[str, Any]] = {
 }
 
 
-def design(yarn: dict[str, Any], query_rank: int | None = 17, layout: str = "interleaved", **mixer: Any) -> Any:
-    position: dict[str, Any] = {"kind": "rope", "base": BASE, "layout": layout}
-    if yarn:
-        position["scaling"] = {"kind": "yarn", **yarn}
-    sizes = {"heads": HEADS, "kv_rank": RANK, "nope_dim": NOPE, "rope_dim": ROPE, "value_dim": VALUE}
-    latent = {"kind": "latent_attention", "query_rank": query_rank, "position": position, **sizes, **mixer}
-    feedforward = {"kind": "gated", "hidden": reference.HIDDEN}
-    layer = {"repeat": reference.DEPTH, "mixer": latent, "feedforward": feedforward}
-    # The model's epsilon is another than that of the latents' norms.
-    return {"norm": {"kind": "rms", "eps": 1e-3}, "layers": [layer], "head": {"tied": False}}
-
-
-def theirs(yarn: dict[str, Any], query_rank: int | None = 17, layout: str = "interleaved", bias: bool = False) -> Any:
+def theirs(yarn: dict[str, Any]) -> Any:
     default = {"rope_type": "default", "rope_theta": BASE}
-    return reference.theirs(
-        "deepseek",
-        HEADS,
-        HEADS,
-        kv_lora_rank=RANK,
-        q_lora_rank=query_rank,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=VALUE,
-        first_k_dense_replace=reference.DEPTH,
-        num_mtp_layers=0,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-3,
-        rope_interleave=layout == "interleaved",
-        rope_parameters=reference.scaling_options("yarn", BASE, yarn) if yarn else default,
-        attention_bias=bias,
-        tie_word_embeddings=False,
-    )
+    config = DeepseekV3Config(
+        hidden_size=WIDTH, num_attention_heads=HEADS, num_key_value_heads=HEADS, kv_lora_rank=RANK, q_lora_rank=17,
+        qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE, max_position_embeddings=256,
+        rope_parameters=scaling_options("yarn", BASE, yarn) if yarn else default, attn_implementation="sdpa",
+    )  # fmt: skip
+    attention: Any = DeepseekV3Attention(config, 0).double().eval()
+    randomize(attention)
+    for norm in ("q_a_layernorm", "kv_a_layernorm"):
+        setattr(attention, norm, ExactRMS(getattr(attention, norm), 0.0, 1e-6))
+    return attention
 
 
-def ours(data: Any, model: Any, strict: bool = True) -> Decoder:
-    config = parse_config(ModelConfig, DEFAULTS | {"vocab_size": reference.VOCABULARY, "width": reference.WIDTH} | data)
-    mine = heddle.build(config).eval()
-    mine.load_state_dict(reference.renamed(split(model.state_dict()), tied=False), strict=strict)
-    return mine
-
-
-def split(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Theirs fuse the two projections from the stream, and the two from the latent, head by head."""
-    renamed: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        prefix, what = name.rpartition(".")[::2]
-        if prefix.endswith("kv_a_proj_with_mqa"):
-            role = prefix.removesuffix("kv_a_proj_with_mqa")
-            renamed[f"{role}kv_down.{what}"], renamed[f"{role}k_rope.{what}"] = value.split((RANK, ROPE))
-        elif prefix.endswith("kv_b_proj"):
-            role = prefix.removesuffix("kv_b_proj")
-            k_up, v_up = value.unflatten(0, (HEADS, -1)).split((NOPE, VALUE), dim=1)
-            renamed[f"{role}k_up.{what}"], renamed[f"{role}v_up.{what}"] = k_up.flatten(0, 1), v_up.flatten(0, 1)
-        else:
-            renamed[name] = value
-    return renamed
-
-
-@pytest.mark.parametrize("query_rank", [17, None])
-@pytest.mark.parametrize("name", YARNS)
-def test_whole_models(name: str, query_rank: int | None) -> None:
-    model = theirs(YARNS[name], query_rank)
-    reference.compare(ours(design(YARNS[name], query_rank), model), model, [17, 5, 11], count=24)
-
-
-@pytest.mark.parametrize("options", [{"layout": "half"}, {"bias": True}])
-def test_options(options: dict[str, Any]) -> None:
-    model = theirs(YARN, **options)
-    reference.compare(ours(design(YARN, **options), model), model, [17, 9], count=16)
-
-
-EQUAL = YARNS["yarn with equal factors"]
-WRONG: dict[str, Any] = {
-    "pairs of the other layout": design(EQUAL, layout="half"),
-    "no scaling": design({}),
-    "scores not multiplied": design(YARN | {"attention_factor": 1.0}),
-    "a scale of the dims not turned": design(EQUAL, scale=NOPE**-0.5),
-    "no norm of the latent": design(EQUAL, kv_norm="none"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_another_design_is_told_apart(name: str) -> None:
-    model = theirs(EQUAL)
-    tokens, _, _ = reference.left_padded([17])
-    want = reference.their_logits(model, tokens)
-    mine = ours(WRONG[name], model, strict=name != "no norm of the latent")  # whose weight is then left over
-    assert float((reference.logits(mine, tokens) - want).abs().max()) > 1e-3
+def ours(yarn: dict[str, Any], attention: Any) -> Any:
+    position: dict[str, Any] = {"kind": "rope", "base": BASE, "layout": "interleaved"}
+    position |= {"scaling": {"kind": "yarn", **yarn}} if yarn else {}
+    sizes = {"heads": HEADS, "kv_rank": RANK, "nope_dim": NOPE, "rope_dim": ROPE, "value_dim": VALUE, "query_rank": 17}
+    config = parse_config(LatentAttentionConfig, sizes | {"position": position})
+    mixer = config.build(BuildContext(WIDTH, RMSConfig())).double()
+    mixer.load_state_dict(latent_weights(attention.state_dict(), HEADS, NOPE, ROPE))
+    return mixer
 
 
 def exact_table(positions: Tensor, yarn: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -131,23 +72,23 @@ def exact_table(positions: Tensor, yarn: dict[str, Any]) -> tuple[Tensor, Tensor
     return (angle.cos() * amplitude)[None], (angle.sin() * amplitude)[None]
 
 
+def both(yarn: dict[str, Any], mixer_yarn: dict[str, Any], form: str | None = None) -> tuple[Tensor, Tensor]:
+    """Their outputs with one scaling and ours with another."""
+    attention = theirs(yarn)
+    x, hidden = torch.randn(2, 40, WIDTH, dtype=torch.float64), torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad(), kernels(**({} if form is None else {"latent": form})):
+        want, _ = attention(x, exact_table(torch.arange(40), yarn), hidden)
+        return want, ours(mixer_yarn, attention)(x, Layout.causal(2, 40))[0]
+
+
 @pytest.mark.parametrize("form", ["absorbed", "reference", None])
 @pytest.mark.parametrize("name", YARNS)
 def test_their_attention_in_float64(name: str, form: str | None) -> None:
-    """Their norms and tables are float32 whatever the model's: exact ones take their place."""
-    model = theirs(YARNS[name])
-    attention = model.model.layers[1].self_attn.double()
-    attention.config._attn_implementation = "sdpa"
-    for norm in ("q_a_layernorm", "kv_a_layernorm"):
-        exact = nn.RMSNorm(getattr(attention, norm).weight.shape, eps=1e-6, dtype=torch.float64)
-        exact.load_state_dict(getattr(attention, norm).state_dict())
-        setattr(attention, norm, exact)
-    mixer = ours(design(YARNS[name]), model).double().mixers()[1]
-    assert mixer is not None
-    x, positions = torch.randn(2, 40, reference.WIDTH, dtype=torch.float64), torch.arange(40)
-    hidden = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
-    with torch.no_grad(), kernels(**({} if form is None else {"latent": form})):
-        want, _ = attention(x, exact_table(positions, YARNS[name]), hidden)
-        got, _ = mixer(x, heddle.Layout.causal(2, 40))
-    assert float(want.std()) > 0.1
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    want, got = both(YARNS[name], YARNS[name], form)
+    close(got, want)
+
+
+@pytest.mark.parametrize("wrong", [{}, YARN | {"attention_factor": 1.0}])
+def test_another_scaling_is_told_apart(wrong: dict[str, Any]) -> None:
+    want, got = both(YARNS["yarn with equal factors"], wrong)
+    assert float((got - want).abs().max()) > 1e-3

@@ -21,14 +21,13 @@ from tests.parity.recurrence import (
     EPS,
     PIECES,
     WIDTH,
-    close,
     compare_with_loop,
-    compute_in_float64,
-    in_pieces,
     inputs,
     loop_delta_rule,
     randomize,
 )
+from tests.parity.reference import close, compute_in_float64
+from tests.parts.loops import in_pieces
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours

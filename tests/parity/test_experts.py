@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from heddle.config import parse_config
 from heddle.numerics.experts.mixture import route
@@ -20,7 +20,7 @@ from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 from tests.laws.planting import calls
-from tests.parity.test_residual_layers import ExactRMS
+from tests.parity.reference import ExactRMS, compute_in_float64
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -156,30 +156,6 @@ def ours(block: Any, fields: dict[str, Any]) -> Feedforward:
     return part
 
 
-def exact(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their routers say float32 whatever the model's dtype; within the test that word means float64."""
-    module = importlib.import_module(type(block).__module__)
-    stand_in = _Wide(torch)
-    monkeypatch.setattr(module, "torch", stand_in)
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    original = Tensor.type
-    monkeypatch.setattr(
-        Tensor, "type", lambda x, dtype=None: original(x, torch.float64 if dtype is stand_in.float32 else dtype)
-    )
-
-
-class _Wide:
-    """The module torch, whose float32 is float64."""
-
-    float32 = float = torch.float64
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-
 def compared(name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> float:
     """The largest difference of answers and gradients of the input."""
     block = theirs(BLOCKS[name][0])
@@ -187,7 +163,7 @@ def compared(name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(3, 17, WIDTH, dtype=torch.float64, requires_grad=True)
     got, _ = part(x, Layout.causal(3, 17))
     with monkeypatch.context() as patch:
-        exact(block, patch)
+        compute_in_float64(patch, importlib.import_module(type(block).__module__))
         want = block(x)
         want = (want[0] if isinstance(want, tuple) else want).view(x.shape)
     assert float(want.detach().std()) > 0.1

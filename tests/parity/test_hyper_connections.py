@@ -17,7 +17,7 @@ from heddle.parts.build import ResidualContext
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.residuals.hyper_connections import GateMaps, HyperConnectionsConfig, MixingMaps
 from tests.laws.planting import Plant, calls, reads, wrapped
-from tests.parity.test_residual_layers import ExactRMS
+from tests.parity.reference import ExactRMS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours

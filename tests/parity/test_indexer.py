@@ -19,7 +19,8 @@ from heddle.parts.mixers.latent_attention import LatentAttention
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import by_day
 from tests.laws.planting import calls
-from tests.parity.recurrence import close, compute_in_float64, randomize
+from tests.parity.recurrence import randomize
+from tests.parity.reference import close, compute_in_float64, latent_weights
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -117,18 +118,7 @@ def our_layer(family: str, sizes: Sizes, layer: Any) -> LatentAttention:
     config: Any = parse_config(MixerConfig, data)  # type: ignore[type-abstract]
     mixer = config.build(BuildContext(sizes.width, RMSConfig())).double().eval()
     theirs = layer.state_dict()
-    down = theirs["kv_a_proj_with_mqa.weight"].split((sizes.kv_rank, sizes.rope))
-    up = theirs["kv_b_proj.weight"].unflatten(0, (sizes.heads, -1)).split((sizes.nope, sizes.value), dim=1)
-    weights = {
-        "q_down.weight": theirs["q_a_proj.weight"],
-        "q_norm.weight": theirs["q_a_layernorm.weight"],
-        "q_up.weight": theirs["q_b_proj.weight"],
-        "kv_norm.weight": theirs["kv_a_layernorm.weight"],
-        "kv_down.weight": down[0],
-        "k_rope.weight": down[1],
-        "k_up.weight": up[0].flatten(0, 1),
-        "v_up.weight": up[1].flatten(0, 1),
-        "out.weight": theirs["o_proj.weight"],
+    weights = latent_weights(theirs, sizes.heads, sizes.nope, sizes.rope) | {
         "indexer.q.weight": theirs["indexer.wq_b.weight"],
         "indexer.k.weight": theirs["indexer.wk.weight"],
         "indexer.k_norm.weight": theirs["indexer.k_norm.weight"],

@@ -13,7 +13,7 @@ from heddle.config import parse_config
 from heddle.parts.build import ResidualContext
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import ResidualConfig
-from tests.parity.test_residual_layers import ExactRMS
+from tests.parity.reference import ExactRMS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours

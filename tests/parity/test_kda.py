@@ -1,8 +1,6 @@
-"""Kimi Delta Attention against a loop of the paper's formulas and against transformers, in float64."""
+"""Kimi Delta Attention against a loop of the paper's formulas in float64; first decays, its state, and errors."""
 
-import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,29 +11,12 @@ from heddle.config import DesignError, parse_config
 from heddle.model.config import ModelConfig
 from heddle.numerics.recurrent.batched_chunks import channel_decays
 from heddle.parts.build import BuildContext
-from heddle.parts.layout import Layout
 from heddle.parts.mixers.kda import KDA, KDAConfig
 from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, design, layer
 from tests.laws.planting import calls, result, wrapped
-from tests.parity.recurrence import (
-    EPS,
-    PIECES,
-    WIDTH,
-    close,
-    compare_with_loop,
-    compute_in_float64,
-    in_pieces,
-    inputs,
-    loop_delta_rule,
-    randomize,
-)
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
-    from transformers import DynamicCache, KimiLinearConfig
-    from transformers.models.kimi_linear import modeling_kimi_linear
+from tests.parity.recurrence import EPS, WIDTH, compare_with_loop, loop_delta_rule, randomize
 
 PLAIN: Data = {"heads": 3}
 OTHERS: Data = {"heads": 4, "head_dim": 5, "conv_kernel": 2}
@@ -80,58 +61,6 @@ def test_a_planted_bug_is_caught_by_the_loop(bug: str, monkeypatch: pytest.Monke
     BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
         compare(OTHERS)
-
-
-def their_config(mixer: KDA) -> Any:
-    return KimiLinearConfig(
-        hidden_size=WIDTH,
-        linear_num_heads=mixer.heads,
-        linear_head_dim=mixer.head_dim,
-        linear_conv_kernel_dim=mixer.conv_kernel,
-        num_hidden_layers=2,
-        rms_norm_eps=EPS,
-    )
-
-
-@pytest.fixture
-def float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute_in_float64(monkeypatch, modeling_kimi_linear)
-
-
-def theirs(mixer: KDA) -> Any:
-    """Their module with our weights."""
-    module, ours = modeling_kimi_linear.KimiLinearDeltaAttention(their_config(mixer), 0), mixer.state_dict()
-    names = {
-        "q": "q_proj", "k": "k_proj", "v": "v_proj", "beta": "b_proj", "decay_down": "forget_gate.f_a_proj",
-        "decay_up": "forget_gate.f_b_proj", "gate_down": "g_a_proj", "gate_up": "g_b_proj", "norm": "o_norm",
-        "out": "o_proj",
-    }  # fmt: skip
-    weights = {f"{name}.weight": ours[f"{own}.weight"] for own, name in names.items()}
-    weights["conv1d.weight"] = ours["convolution.weight"][:, None]
-    weights["forget_gate.A_log"] = ours["decay.rate"][None, None, :, None]
-    weights["forget_gate.dt_bias"] = ours["decay.bias"]
-    module.double().eval().load_state_dict(weights)
-    return module
-
-
-@pytest.mark.parametrize("sizes", [PLAIN, OTHERS])
-@pytest.mark.usefixtures("float64")
-@torch.no_grad()
-def test_outputs_equal_those_of_transformers(sizes: Data) -> None:
-    """At once, and decoded with their cache."""
-    mixer, x = ours(sizes), inputs(2)
-    module, cache = theirs(mixer), DynamicCache(config=their_config(mixer))
-    close(mixer(x, Layout.causal(*x.shape[:2]))[0], module(x))
-    want = torch.cat([module(piece, cache_params=cache) for piece in x.split(PIECES, dim=1)], dim=1)
-    close(in_pieces(mixer, x, PIECES), want)
-
-
-@pytest.mark.usefixtures("float64")
-@torch.no_grad()
-def test_padded_rows_equal_those_of_transformers() -> None:
-    layout = Layout.padded([23, 9, 2])
-    mixer, x, real = ours(OTHERS), inputs(3, 23), layout.positions >= 0
-    close(mixer(x, layout)[0][real], theirs(mixer)(x, attention_mask=real.long())[real])
 
 
 def test_each_channel_draws_its_own_initial_decay() -> None:

@@ -20,10 +20,11 @@ from heddle.parts.residuals import Residual, ResidualConfig
 from heddle.parts.residuals.attention_residuals import (
     AttentionResiduals,
     AttentionResidualsConfig,
+    MixFinalNorm,
     SourceMix,
 )
 from tests.cases import attention, by_day, design, layer
-from tests.laws.planting import Plant, calls, condition
+from tests.laws.planting import Plant, calls, condition, reads, result
 
 ROWS, LENGTH = 3, 2
 BRANCHES = (("mixer", "feedforward"), ("mixer",), ("feedforward",))
@@ -155,6 +156,14 @@ BUGS: dict[str, Plant] = {
     "a block that a dropped branch takes out": calls(
         AttentionResiduals._written, "maximum", lambda torch, present, kept: kept
     ),
+    "keys that are not normed": result(SourceMix._inverse_rms, torch.ones_like),
+    "values that are normed": condition(SourceMix.forward, "value_norm", True),
+    "values that are not normed": condition(SourceMix.forward, "value_norm", False),
+    "scores divided by the root of the width": calls(
+        SourceMix.forward, "sum", lambda x, *rest, **options: x.sum(*rest, **options) / 2
+    ),
+    "no last mix": calls(MixFinalNorm.forward, "mix", lambda mix, stream: stream[0]),
+    "blocks of one layer more": reads(AttentionResiduals.__init__, "layer_index", lambda index: index + 1, nth=1),
     "weights that do not reach the keys": calls(
         SourceMix.forward, "_inverse_rms", lambda mix, source, dtype: mix._inverse_rms(source.detach(), dtype)
     ),

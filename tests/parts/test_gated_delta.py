@@ -12,7 +12,6 @@ from heddle.laws.harness import forward_no_grad, forward_with_state, model_under
 from heddle.model.config import ModelConfig
 from heddle.numerics.random import ParameterDraws
 from heddle.numerics.recurrent.gated_delta import gated_delta_rule
-from heddle.parts.layout import Layout
 from heddle.parts.modules import recurrent
 from heddle.parts.modules.recurrent import GatedDecay
 from tests.cases import case, delta, design
@@ -113,22 +112,6 @@ def test_a_call_without_tokens_changes_nothing() -> None:
     assert hidden.shape == (2, 0, 24)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors().items())
     assert forward_no_grad(model, tokens[:, :0]).shape == (2, 0, 24)
-
-
-def test_many_chunks_of_packed_and_padded_rows() -> None:
-    """Longer than the laws' texts: documents and padding at and around the edges of chunks."""
-    model = model_under_test(case("delta-key-heads"))
-    lengths = [[31, 33, 1, 2, 63], [64, 32, 34], [130]]
-    tokens, layout = random_tokens(model.config, 3, 130), Layout.packed(lengths)
-    hidden = forward_no_grad(model, tokens, layout)
-    for row, sizes in enumerate(lengths):
-        alone = torch.cat([forward_no_grad(model, piece[None])[0] for piece in tokens[row].split(sizes)])
-        torch.testing.assert_close(hidden[row], alone, rtol=0, atol=1e-10)
-    padded = Layout.padded([130, 97, 33], side="left")
-    hidden = forward_no_grad(model, tokens, padded)
-    for row, length in enumerate((130, 97, 33)):
-        alone = forward_no_grad(model, tokens[row : row + 1, 130 - length :])
-        torch.testing.assert_close(hidden[row, 130 - length :], alone[0], rtol=0, atol=1e-10)
 
 
 def test_autocast_keeps_the_recurrence_in_float32() -> None:

@@ -14,14 +14,9 @@ from torch import Tensor
 
 import heddle
 from heddle.config import parse_config
-from heddle.conversion.convert import Conversion
-from heddle.conversion.targets import parse_rewrite
-from heddle.conversion.weights import ModelWeights
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
-from heddle.exchange.family_match import chosen_match
 from heddle.exchange.transformers import HeddleForCausalLM
-from heddle.lab.explore.choices import explorer_design
 from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
 from heddle.laws.shrink import shrink
 from heddle.model.config import ModelConfig, describe
@@ -42,25 +37,12 @@ from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 from heddle.training.step import accumulate_gradients
-from tests.cases import MOBA, Data, alone, attention, by_day, case, design, indexer, latent, layer
-from tests.conversion.exactness import converted_model, difference, source_model
+from tests.cases import MOBA, Data, alone, attention, by_day, design, indexer, latent, layer
 from tests.laws.planting import calls, operator, reads
+from tests.parts.loops import rotated
 
 WIDTH = 12
 INDEXED = alone(kv_heads=2, indexer=indexer())
-
-
-def rotated(x: Tensor, position: int, dims: int, interleaved: bool) -> Tensor:
-    """RoPE of the first dims of one head."""
-    x, half = x.clone(), dims // 2
-    for i in range(half):
-        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        angle = position * 10000.0 ** (-i / half)
-        first, second = x[a], x[b]
-        x = x.index_copy(0, torch.tensor([a, b]), torch.stack((
-            first * math.cos(angle) - second * math.sin(angle), second * math.cos(angle) + first * math.sin(angle),
-        )))  # fmt: skip
-    return x
 
 
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
@@ -354,45 +336,35 @@ def test_of_equal_blocks_the_lowest_win_whole_or_cut(score: str) -> None:
 # States, sizes and names
 
 
-def test_the_attentions_own_keys_need_no_state_and_no_parameters() -> None:
+PROJECTED = 2 * 8 + 8  # of two heads and a key
+
+
+@pytest.mark.parametrize(
+    ("inner", "projected", "score", "most", "index"),
+    [
+        (indexer(), PROJECTED + 2, 2 * 2 * (8 + 1), 3, [(2, 1, 20, 8)] * 2),
+        (indexer(heads=2, head_dim=8, block=2, per_head=True), PROJECTED, 2 * 2 * 8, 6, [(2, 1, 20, 8)] * 2),
+        (MOBA, 0, 2 * 4 * 6, 6, None),  # the attention's own keys
+    ],
+    ids=["keys", "heads without weights", "own keys"],
+)
+def test_states_parameters_and_flops(inner: Data, projected: int, score: int, most: int, index: Any) -> None:
+    """projected: outputs of the indexer's projections. score: FLOPs of a pair. most: keys that a query sees."""
     dense, own = (
-        heddle.build(parse_config(ModelConfig, alone(kv_heads=2, **each))) for each in ({}, {"indexer": MOBA})
+        heddle.build(parse_config(ModelConfig, alone(kv_heads=2, **each))) for each in ({}, {"indexer": inner})
     )
-    assert own.init_state(2, 20).bytes == dense.init_state(2, 20).bytes
-    sizes = [heddle.size(each.config, 20) for each in (own, dense)]
-    assert sizes[0].parameters == sizes[1].parameters
+    state: Any = own.init_state(2, 20)
+    keys = sum(math.prod(shape) for shape in index or ())
+    assert state.bytes - dense.init_state(2, 20).bytes == 4 * keys
+    if index is not None:
+        assert [tuple(each.index.keys.shape) for each in state.layers] == index
+    larger, smaller = (heddle.size(each.config, 20) for each in (own, dense))
+    assert larger.state_bytes - smaller.state_bytes == 4 * keys // 2
+    assert larger.parameters - smaller.parameters == 2 * (24 * projected + (2 * 8 if projected else 0))
     pairs = 20 * 21 // 2
-    score, attended = 2 * 4 * 6 * pairs / 20, 2 * 4 * 12 * (visible_pairs(20, 20, None, True, 6) - pairs) / 20
-    assert sizes[0].flops_per_token - sizes[1].flops_per_token == pytest.approx(2 * (score + attended))
-
-
-def test_heads_of_the_index_without_weights_cost_none() -> None:
-    inner = indexer(heads=2, head_dim=8, block=2, per_head=True)
-    dense, indexed = (heddle.size(heddle.build(parse_config(ModelConfig, alone(kv_heads=2, **each))).config, 20)
-                      for each in ({}, {"indexer": inner}))  # fmt: skip
-    assert indexed.parameters - dense.parameters == 2 * (24 * (2 * 8 + 8) + 2 * 8)
-    assert indexed.state_bytes - dense.state_bytes == 2 * 20 * 8 * 4
-    pairs = 20 * 21 // 2
-    score, attended = 2 * 2 * 8 * pairs / 20, 2 * 4 * 12 * (visible_pairs(20, 20, None, True, 6) - pairs) / 20
-    projections = 2 * 24 * (2 * 8 + 8)
-    assert indexed.flops_per_token - dense.flops_per_token == pytest.approx(2 * (projections + score + attended))
-
-
-def test_the_state_has_the_keys_of_the_index() -> None:
-    config = parse_config(ModelConfig, INDEXED)
-    model = heddle.build(config)
-    dense = heddle.build(parse_config(ModelConfig, alone(kv_heads=2)))
-    state: Any = model.init_state(2, 20)
-    assert state.bytes - dense.init_state(2, 20).bytes == 2 * 2 * 20 * 8 * 4
-    assert [tuple(layer.index.keys.shape) for layer in state.layers] == [(2, 1, 20, 8)] * 2
-    parameters = 2 * (24 * (2 * 8 + 8 + 2) + 2 * 8)
-    assert model.init_state(1, 8).bytes > 0
-    sizes = [heddle.size(each.config, 20) for each in (model, dense)]
-    assert sizes[0].parameters - sizes[1].parameters == parameters
-    projections, score = 2 * 24 * (2 * 8 + 8 + 2), 2 * 2 * (8 + 1) * (20 * 21 // 2) / 20
-    attended = 2 * 4 * 12 * (visible_pairs(20, 20, None, True, 3) - 20 * 21 // 2) / 20
-    assert sizes[0].flops_per_token - sizes[1].flops_per_token == pytest.approx(2 * (projections + score + attended))
-    assert sizes[0].state_bytes - sizes[1].state_bytes == 2 * 20 * 8 * 4
+    attended = 2 * 4 * 12 * (visible_pairs(20, 20, None, True, most) - pairs) / 20
+    flops = 2 * 24 * projected + score * pairs / 20 + attended
+    assert larger.flops_per_token - smaller.flops_per_token == pytest.approx(2 * flops)
 
 
 @pytest.mark.parametrize("window", [None, 2, 3, 5])
@@ -406,34 +378,6 @@ def test_pairs_are_those_of_a_count(window: int | None, most: int) -> None:
         both = [min(t, seen) + min(keys - 1 - t, seen) + 1 for t in range(keys)]
         if window is None or most <= 2 * window:
             assert visible_pairs(keys, keys, window, False, most) == sum(min(most, each) for each in both)
-
-
-def test_a_state_that_grows_and_rolls_back() -> None:
-    """After a roll-back the same tokens give the same outputs as if nothing had been added."""
-    model = model_under_test(case("attention-indexer-window"))
-    tokens, others = random_tokens(model.config, 3, 16), random_tokens(model.config, 3, 4, seed=1)
-    with torch.no_grad():
-        want = model(tokens)[0]
-        state = model.init_state(3, 16, rollback=4)
-        _, state = model(tokens[:, :9], None, state)
-        _, state = model(others, None, state)
-        state = state.rollback(4)
-        got, _ = model(tokens[:, 9:], None, state)
-    torch.testing.assert_close(got, want[:, 9:], rtol=0, atol=1e-10)
-
-
-def test_recomputed_layers_have_the_same_gradients() -> None:
-    model = model_under_test(parse_config(ModelConfig, INDEXED)).train()
-    tokens, gradients = random_tokens(model.config, 2, 9), []
-    for model.checkpointing in (False, True):
-        with record_router_statistics() as recorded:
-            value = model(tokens)[0].square().sum()
-        assert len(recorded.index_losses) == 2
-        (value + sum(recorded.losses)).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        model.zero_grad()
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-12)
 
 
 def test_a_training_step_counts_tokens_and_not_parts() -> None:
@@ -560,45 +504,6 @@ def test_a_shared_index_is_that_of_the_last_indexer(is_handed_over: bool) -> Non
 def test_a_selection_that_there_is_not_is_refused(layers: list[Data], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         heddle.load_config(design(*map(layer, layers)))
-
-
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_no_family_takes_them(family: str) -> None:
-    name = "attention-indexer" if family == "llama" else "latent-indexer"
-    with pytest.raises(ConfigError, match="indexer"):
-        chosen_match(case(name), family)
-
-
-@pytest.mark.parametrize("target", ["width=32", "head.tied=false", "fold_norms,final_norm=false"])
-@pytest.mark.parametrize("name", ["attention-indexer", "latent-indexer", "latent-indexer-full-query"])
-def test_conversions_that_leave_attention_alone_keep_the_logits(name: str, target: str) -> None:
-    source = source_model(case(name))
-    assert difference(source, converted_model(source, parse_rewrite(target))) < 1e-10
-
-
-@pytest.mark.parametrize(
-    "target", ["kv_heads=1,groups=contiguous,merge=mean", "window,window=2", "rope_layout,layout=interleaved"]
-)
-def test_other_conversions_are_refused(target: str) -> None:
-    source: Any = SimpleNamespace(
-        weights=ModelWeights(source_model(parse_config(ModelConfig, INDEXED))), tokenizer=None
-    )
-    with pytest.raises(ConfigError, match=r"layers.0.mixer.indexer .*: selects the keys of each query"):
-        Conversion(source, (parse_rewrite(target),)).plan()
-
-
-def test_an_index_within_a_pair_is_refused_by_its_path() -> None:
-    pair = {"kind": "pair", "first": attention(), "second": attention(indexer=indexer())}
-    source: Any = SimpleNamespace(
-        weights=ModelWeights(source_model(parse_config(ModelConfig, design(layer(pair))))), tokenizer=None
-    )
-    with pytest.raises(ConfigError, match=r"layers.0.mixer.second.indexer"):
-        Conversion(source, (parse_rewrite("window,window=2"),)).plan()
-
-
-def test_the_explorer_does_not_show_them() -> None:
-    with pytest.raises(ConfigError, match=r"layers\[0\].mixer.indexer: is not a field of the explorer"):
-        explorer_design(case("latent-indexer"))
 
 
 # Faults that the checks above see

@@ -15,6 +15,7 @@ from heddle.parts.positions.relative_bias import RelativeBiasConfig
 from heddle.parts.positions.sinusoidal import SinusoidalConfig
 from tests.cases import CASES, alone, attention, design, layer
 from tests.laws.planting import calls
+from tests.parts.loops import decoder_loop
 
 LEARNED = parse_config(
     ModelConfig, design(layer(attention(position=None)), embedding={"position": {"kind": "learned", "length": 8}})
@@ -68,25 +69,6 @@ def test_one_rotary_table_serves_queries_and_keys_of_all_layers(monkeypatch: pyt
     assert len(calls) == 3
 
 
-def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-
-
-def rotated(x: torch.Tensor, base: float | None) -> torch.Tensor:
-    """x [T, d] by complex numbers, pairs of the half layout; a base of None rotates nothing."""
-    if base is None:
-        return x
-    half = x.shape[1] // 2
-    thetas = torch.tensor([base ** (-2 * i / x.shape[1]) for i in range(half)], dtype=x.dtype)
-    angles = torch.arange(len(x))[:, None] * thetas
-    pairs = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((pairs.real, pairs.imag), dim=1)
-
-
-BASES = [100.0, 100.0, 100.0, 1000000.0, 100.0, 100.0, 100.0, None]
-WINDOWS = [4, 4, 4, None, 4, 4, 4, None]
-
-
 def test_local_and_global_layers_with_different_bases_equal_plain_loops() -> None:
     local = attention(position={"kind": "rope", "base": 100.0}, window=4, kv_heads=2)
     wide = attention(position={"kind": "rope", "base": 1000000.0}, kv_heads=2)
@@ -95,26 +77,7 @@ def test_local_and_global_layers_with_different_bases_equal_plain_loops() -> Non
         parse_config(ModelConfig, design(*entries, layer(attention(position=None, kv_heads=2), None)))
     )
     tokens = random_tokens(model.config, 1, 11)
-    x = model.embed.weight[tokens[0]]
-    with torch.no_grad():
-        for entry, base, window in zip(model.layers, BASES, WINDOWS, strict=True):
-            weights = dict(entry.named_parameters())
-            y = rms(x, weights["residual.norms.mixer.weight"])
-            read = []
-            for head in range(4):
-                group = slice(head // 2 * 6, head // 2 * 6 + 6)
-                q = rotated(y @ weights["mixer.q.weight"][head * 6 : head * 6 + 6].T, base)
-                k = rotated(y @ weights["mixer.k.weight"][group].T, base)
-                v = y @ weights["mixer.v.weight"][group].T
-                for i in range(11):
-                    first = 0 if window is None else max(0, i - window + 1)
-                    shares = (k[first : i + 1] @ q[i] / 6**0.5).softmax(0)
-                    read.append((i, head, shares @ v[first : i + 1]))
-            out = torch.zeros(11, 24, dtype=torch.float64)
-            for i, head, value in read:
-                out[i, head * 6 : head * 6 + 6] = value
-            x = x + out @ weights["mixer.out.weight"].T
-        want = rms(x, model.get_parameter("final_norm.norm.weight"))
+    want = decoder_loop(model, list(model.embed.weight[tokens[0]])).detach()
     torch.testing.assert_close(forward_no_grad(model, tokens)[0], want, rtol=0, atol=1e-10)
 
 

@@ -12,7 +12,7 @@ import heddle
 from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws import LAWS, DoesNotApply
-from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_test, new_state, random_tokens
+from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, general_delta, ssd
@@ -21,6 +21,7 @@ from heddle.parts.mixers import Mixer
 from heddle.parts.mixers.retention import Retention
 from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
 from tests.laws.planting import Plant, assigned, calls, condition
+from tests.parts.loops import rotated
 
 
 def model_of(mixer: dict[str, Any], **fields: Any) -> Decoder:
@@ -39,13 +40,9 @@ def project(mixer: Mixer, name: str, x: Tensor, heads: int) -> Tensor:
     return torch.stack([(x @ weight.T)[:, h * (d := len(weight) // heads) : (h + 1) * d] for h in range(heads)])
 
 
-def rotated(x: Tensor) -> Tensor:
-    """One head [T, d] rotated by its positions with complex numbers; pairs are (i, i + d/2)."""
-    half = x.shape[1] // 2
-    theta = torch.tensor([10000.0 ** (-i / half) for i in range(half)], dtype=torch.float64)
-    angle = torch.arange(len(x), dtype=torch.float64)[:, None] * theta
-    pairs = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat((pairs.real, pairs.imag), dim=1)
+def turned(x: Tensor) -> Tensor:
+    """One head [T, d] rotated by its positions."""
+    return torch.stack([rotated(token, t) for t, token in enumerate(x)])
 
 
 def features(x: Tensor, kind: str, weight: Tensor | None) -> Tensor:
@@ -76,7 +73,7 @@ def test_linear_attention_equals_its_formula(maps: tuple[str, str], position: An
             q, k, v = (project(mixer, name, x[0], 3)[h] for name in "qkv")
             weights = [mixer.get_parameter(f"{n}_map.weight")[h] if maps[0] == "learned" else None for n in "qk"]
             plain = [features(q, maps[0], weights[0]), features(k, maps[1], weights[1])]
-            inputs = plain if position is None else [rotated(z) for z in plain]
+            inputs = plain if position is None else [turned(z) for z in plain]
             rows = []
             for i in range(9):
                 visible = range(i + 1) if causal else range(9)
@@ -99,34 +96,43 @@ def test_double_softmax_equals_its_formula() -> None:
     torch.testing.assert_close(got[0], want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("gate", [None, "silu", "sigmoid"])
-@pytest.mark.parametrize("decay", [None, "learned", [1.0, 0.9, 0.25]])
-@pytest.mark.parametrize("position", [None, ROPE])
-def test_retention_equals_its_formula(position: Any, decay: Any, gate: str | None) -> None:
-    mixer = mixer_of(model_of(RETENTION, value_dim=5, position=position, decay=decay, gate=gate))
-    x = torch.randn(1, 9, 24, dtype=torch.float64)
+def retention_distance(**fields: Any) -> float:
+    """Of the module from a loop over tokens: `W_out (norm(y) ⊙ g(W_g x))`, y from the activations of q, k and v."""
+    mixer, x = mixer_of(model_of(RETENTION, value_dim=5, **fields)), torch.randn(1, 9, 24, dtype=torch.float64)
+    decay, gate, eps = fields["decay"], fields["gate"], fields.get("norm", {"eps": 1e-5})["eps"]
     with torch.no_grad():
         got, _ = mixer(x, Layout.causal(1, 9))
         gammas = [1 - 2.0 ** (-5 - h) for h in range(3)] if decay is None else decay
         if decay == "learned":
             gammas = mixer.get_parameter("decay.weight").sigmoid().tolist()
         heads = []
-        for h in range(3):
+        for h, gamma in enumerate(gammas):
             q, k, v = (project(mixer, name, x[0], 3)[h] for name in "qkv")
-            if position is not None:
-                q, k = rotated(q), rotated(k)
+            if "activation" in fields:
+                q, k, v = ((z * z.sigmoid() if fields["activation"] == "silu" else z.clamp(min=0)) for z in (q, k, v))
+            if fields.get("position") is not None:
+                q, k = turned(q), turned(k)
             state, rows = torch.zeros(8, 5, dtype=torch.float64), []
             for t in range(9):
-                state = gammas[h] * state + torch.outer(k[t], v[t])
-                y = q[t] @ state
-                rows.append(y / (y.pow(2).mean() + 1e-5).sqrt() * mixer.get_parameter("norm.weight")[h])
+                state = gamma * state + torch.outer(k[t], v[t])
+                rows.append(q[t] @ state)
             heads.append(torch.stack(rows))
-        want = torch.cat(heads, dim=1)
+        gains = mixer.get_parameter("norm.weight").detach()
+        if fields.get("output_norm") == "projection":
+            heads, gains = [torch.cat(heads, dim=1)], gains[None]
+        normed = [y / (y.pow(2).mean(1, keepdim=True) + eps).sqrt() * gains[h] for h, y in enumerate(heads)]
+        want = torch.cat(normed, dim=1)
         if gate is not None:
             gate_logits = x[0] @ mixer.get_parameter("gate.weight").T
             want = want * (gate_logits.sigmoid() * (gate_logits if gate == "silu" else 1.0))
-        want = want @ mixer.get_parameter("out.weight").T
-    torch.testing.assert_close(got[0], want, rtol=0, atol=1e-11)
+        return float((got[0] - want @ mixer.get_parameter("out.weight").T).abs().max())
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "sigmoid"])
+@pytest.mark.parametrize("decay", [None, "learned", [1.0, 0.9, 0.25]])
+@pytest.mark.parametrize("position", [None, ROPE])
+def test_retention_equals_its_formula(position: Any, decay: Any, gate: str | None) -> None:
+    assert retention_distance(position=position, decay=decay, gate=gate) < 1e-11
 
 
 LIGHTNING: dict[str, Any] = {
@@ -134,46 +140,14 @@ LIGHTNING: dict[str, Any] = {
     "gate": "sigmoid",
     "output_norm": "projection",
     "norm": {"kind": "rms", "eps": 0.1},
+    "decay": [0.9, 0.5, 0.3],
 }
 
 
 @pytest.mark.parametrize("output_norm", ["per_head", "projection"])
 @pytest.mark.parametrize("function", ["silu", "relu"])
 def test_lightning_attention_equals_its_formula(function: str, output_norm: str) -> None:
-    """A loop over tokens: `W_out (norm(y) ⊙ σ(W_g x))`, y from the activations of q, k and v."""
-    fields = {
-        "activation": function,
-        "output_norm": output_norm,
-        "gate": "sigmoid",
-        "norm": {"kind": "rms", "eps": 0.1},
-    }
-    mixer = mixer_of(model_of(RETENTION, value_dim=5, decay=[0.9, 0.5, 0.3], **fields))
-    x = torch.randn(1, 9, 24, dtype=torch.float64)
-    assert lightning_distance(mixer, x, fields) < 1e-11
-
-
-def lightning_distance(mixer: Any, x: Tensor, fields: dict[str, Any]) -> float:
-    """The largest difference between the module and the loop."""
-    with torch.no_grad():
-        got, _ = mixer(x, Layout.causal(1, 9))
-        heads = []
-        for h, gamma in enumerate((0.9, 0.5, 0.3)):
-            q, k, v = (project(mixer, name, x[0], 3)[h] for name in "qkv")
-            q, k, v = ((z * z.sigmoid() if fields["activation"] == "silu" else z.clamp(min=0.0)) for z in (q, k, v))
-            state, rows = torch.zeros(q.shape[1], v.shape[1], dtype=torch.float64), []
-            for t in range(9):
-                state = gamma * state + torch.outer(k[t], v[t])
-                rows.append(q[t] @ state)
-            heads.append(torch.stack(rows))
-        gain = mixer.get_parameter("norm.weight")
-        if fields["output_norm"] == "per_head":
-            normed = [y / (y.pow(2).mean(1, keepdim=True) + 0.1).sqrt() * gain[h] for h, y in enumerate(heads)]
-            want = torch.cat(normed, dim=1)
-        else:
-            want = torch.cat(heads, dim=1)
-            want = want / (want.pow(2).mean(1, keepdim=True) + 0.1).sqrt() * gain
-        want = want * (x[0] @ mixer.get_parameter("gate.weight").T).sigmoid()
-        return float((got[0] - want @ mixer.get_parameter("out.weight").T).abs().max())
+    assert retention_distance(**LIGHTNING | {"activation": function, "output_norm": output_norm}) < 1e-11
 
 
 @pytest.mark.parametrize(
@@ -187,8 +161,7 @@ def lightning_distance(mixer: Any, x: Tensor, fields: dict[str, Any]) -> float:
 )
 def test_a_wrong_lightning_attention_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    mixer = mixer_of(model_of(RETENTION, value_dim=5, decay=[0.9, 0.5, 0.3], **LIGHTNING))
-    assert lightning_distance(mixer, torch.randn(1, 9, 24, dtype=torch.float64), LIGHTNING) > 1e-3
+    assert retention_distance(**LIGHTNING) > 1e-3
 
 
 RECURRENT = [
@@ -198,6 +171,7 @@ RECURRENT = [
     "retention-rope-gate",
     "retention-learned-decays",
     "kda-own-widths",
+    "delta-key-heads",
     "delta-negative-eigenvalues",
     "delta-steps",
     "mamba2-groups",
@@ -287,26 +261,6 @@ def test_no_position_is_stored_of_a_longer_text(name: str) -> None:
     short, long = (heddle.size(case(name), context_length=tokens) for tokens in (64, 1024))
     assert short.state_bytes == long.state_bytes
     assert short.position_table_bytes == long.position_table_bytes
-
-
-def test_padding_does_not_decay_the_state() -> None:
-    """The state decays once per token: padding of any length between two tokens changes nothing."""
-    model = model_of(RETENTION, decay=[0.9, 0.5, 0.1])
-    tokens = random_tokens(model.config, 1, 4)
-    want = forward_no_grad(model, tokens)
-    positions = torch.tensor([[-1, 0, -1, -1, -1, 1, 2, -1, 3, -1]])
-    padded = torch.zeros(1, 10, dtype=torch.int64)
-    padded[positions >= 0] = tokens[0]
-    got = forward_no_grad(model, padded, Layout(positions))[positions >= 0]
-    torch.testing.assert_close(got, want[0], rtol=0, atol=1e-12)
-    hidden, _ = forward_in_chunks(model, padded, [1, 2, 4, 3], None, Layout(positions))
-    torch.testing.assert_close(hidden[positions >= 0], want[0], rtol=0, atol=1e-12)
-
-
-def test_rollback_is_refused() -> None:
-    for mixer in (LINEAR, RETENTION):
-        with pytest.raises(ConfigError, match="a recurrence cannot roll back"):
-            new_state(model_of(mixer), 1, rollback=2)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from heddle.numerics.norms import sinkhorn
 from heddle.parts.build import ResidualContext
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import FinalNorm, ResidualConfig
-from heddle.parts.residuals.attention_residuals import AttentionResiduals, MixFinalNorm, SourceMix
 from heddle.parts.residuals.deep_norm import DeepNorm
 from heddle.parts.residuals.hyper_connections import HyperConnections, MixingMaps
 from heddle.parts.residuals.parallel import Parallel
@@ -57,14 +56,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "parallel, two norms": {"kind": "parallel", "norms": 2},
     "residual_dual": {},
     "hyper_connections": {"streams": 3, "iterations": 7},
-    "attention_residuals": {},
-    "attention_residuals, normed values": {"kind": "attention_residuals", "value_norm": True, "eps": 0.1},
-    "attention_residuals, blocks": {"kind": "attention_residuals", "block_size": 2},
 }
 
 
 def test_every_kind_is_tested() -> None:
-    assert {config(name).kind for name in KINDS} == set(kinds("residuals"))
+    """Attention residuals have a file of their own."""
+    assert {config(name).kind for name in KINDS} | {"attention_residuals"} == set(kinds("residuals"))
 
 
 def config(name: str, **fields: Any) -> ResidualConfig:
@@ -124,6 +121,9 @@ def norm(x: Array, gain: Array) -> Array:
 def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
     """The kinds with a single stream and sequential branches."""
     for index in range(depth):
+        if name.startswith("sandwich"):
+            x = sandwich(name, x, weights, names, index)
+            continue
         entered = x
         for branch in names:
             f, gain = PLAIN[branch], weights[f"layers.{index}.norms.{branch}.weight"]
@@ -143,14 +143,8 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
                 x = norm(1.7 * x + 0.8 * f(x) if branch == "mixer" else 0.6 * x + 1.3 * f(x), gain)
             elif name == "reordered, norms first" and index == 1:
                 x = x + f(norm(x, gain))
-            elif name.startswith("reordered"):
-                x = x + norm(f(x), gain)
             else:
-                after = norm(f(norm(x, gain)), weights[f"layers.{index}.after.{branch}.weight"])
-                if "laurel" in name and branch == names[0]:
-                    x = laurel(x, norm(x, gain), after, weights, f"layers.{index}.laurel.")
-                else:
-                    x = x + KINDS[name].get("multiplier", 1.0) * after
+                x = x + norm(f(x), gain)
         if name.endswith("outer sum"):
             x = entered + x
     return x if name.startswith(("post_norm", "deep_norm")) else norm(x, weights["final_norm.norm.weight"])
@@ -196,9 +190,8 @@ def altup(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth: 
                 predicted[row, token, i] = streams[row, token, i] + sum(
                     mixing[i, j] * streams[row, token, j] for j in range(n)
                 )
-        layer_weights = {key.replace(f"layers.{index}.", "layers.0."): value for key, value in weights.items()}
         block = "sandwich, laurel" if "laurel" in name else "sandwich"
-        y = sandwich(block, predicted[:, :, 0], layer_weights, names)
+        y = sandwich(block, predicted[:, :, 0], weights, names, index)
         for row, token in np.ndindex(x.shape[:2]):
             shares = np.tanh(router @ norm(y[row, token], gain) / WIDTH)
             factors = 1 + weights[prefix + "correction.weight"] @ shares
@@ -212,13 +205,15 @@ def altup(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth: 
     return norm(merged, weights["final_norm.norm.weight"])
 
 
-def sandwich(name: str, x: Array, weights: Weights, names: tuple[str, ...]) -> Array:
+def sandwich(name: str, x: Array, weights: Weights, names: tuple[str, ...], index: int) -> Array:
     """One layer, without the final norm."""
     for branch in names:
-        u = norm(x, weights[f"layers.0.norms.{branch}.weight"])
-        after = KINDS[name].get("multiplier", 1.0) * norm(PLAIN[branch](u), weights[f"layers.0.after.{branch}.weight"])
-        is_first = "laurel" in name and branch == names[0]
-        x = laurel(x, u, after, weights, "layers.0.laurel.") if is_first else x + after
+        u = norm(x, weights[f"layers.{index}.norms.{branch}.weight"])
+        after = norm(PLAIN[branch](u), weights[f"layers.{index}.after.{branch}.weight"])
+        if "laurel" in name and branch == names[0]:
+            x = laurel(x, u, after, weights, f"layers.{index}.laurel.")
+        else:
+            x = x + KINDS[name].get("multiplier", 1.0) * after
     return x
 
 
@@ -270,43 +265,12 @@ def hyper(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Arr
     return norm(streams.mean(2), weights["final_norm.norm.weight"])
 
 
-def mixed(sources: list[Array], query: Array, name: str) -> Array:
-    """Kimi Team 2026, equations 2 to 4: a softmax over the sources, for each token."""
-    roots = [np.sqrt((v**2).mean(-1, keepdims=True) + KINDS[name].get("eps", 1e-6)) for v in sources]
-    scores = [np.exp(v / root @ query[0])[..., None] for v, root in zip(sources, roots, strict=True)]
-    values = [v / root for v, root in zip(sources, roots, strict=True)] if "value_norm" in KINDS[name] else sources
-    total: Array = sum(score * v for score, v in zip(scores, values, strict=True)) / sum(scores)
-    return total
-
-
-def attention_residuals(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
-    """Each output is a source; with blocks, `sources` are finished ones and `current` is the sum of the last."""
-    sources, current, size = [x], None, KINDS[name].get("block_size")
-    for index in range(depth):
-        for branch in names:
-            if size is not None and index % size == 0 and branch == names[0] and current is not None:
-                sources, current = [*sources, current], None
-            seen = sources if current is None else [*sources, current]
-            query = weights.get(f"layers.{index}.mixes.{branch}.query")
-            h = x if query is None else mixed(seen, query, name)
-            assert (query is None) == (len(seen) == 1)
-            y = PLAIN[branch](norm(h, weights[f"layers.{index}.norms.{branch}.weight"]))
-            if size is None:
-                sources = [*sources, y]
-            else:
-                current = y if current is None else current + y
-    seen = sources if current is None else [*sources, current]
-    return norm(mixed(seen, weights["final_norm.mix.query"], name), weights["final_norm.norm.weight"])
-
-
 def oracle(name: str, x: Array, weights: Weights, names: tuple[str, ...] = NAMES, depth: int = DEPTH) -> Array:
     oracles = {"residual_dual": residual_dual, "hyper_connections": hyper}
     if name in oracles:
         return oracles[name](x, weights, names, depth)
     if "altup" in name:
         return altup(name, x, weights, names, depth)
-    if name.startswith("attention_residuals"):
-        return attention_residuals(name, x, weights, names, depth)
     if name.startswith("parallel"):
         return parallel(x, weights, names, depth)
     return serial(name, x, weights, names, depth)
@@ -420,24 +384,6 @@ BUGS: dict[str, tuple[str, Plant]] = {
     "streams mixed backwards": (
         "hyper_connections",
         calls(HyperConnections.forward, "_mix_streams", lambda mix, maps, stream: mix(maps.mT, stream)),
-    ),
-    "keys that are not normed": (
-        "attention_residuals",
-        result(SourceMix._inverse_rms, torch.ones_like),
-    ),
-    "values that are normed": ("attention_residuals", condition(SourceMix.forward, "value_norm", True)),
-    "values that are not normed": (
-        "attention_residuals, normed values",
-        condition(SourceMix.forward, "value_norm", False),
-    ),
-    "scores divided by the root of the width": (
-        "attention_residuals",
-        calls(SourceMix.forward, "sum", lambda x, *rest, **options: x.sum(*rest, **options) / WIDTH**0.5),
-    ),
-    "no last mix": ("attention_residuals, blocks", calls(MixFinalNorm.forward, "mix", lambda mix, stream: stream[0])),
-    "blocks of one layer more": (
-        "attention_residuals, blocks",
-        reads(AttentionResiduals.__init__, "layer_index", lambda index: index + 1, nth=1),
     ),
     "rows before columns": (
         "hyper_connections",

@@ -12,8 +12,7 @@ from torch.nn import functional
 import heddle
 from heddle.config import parse_config
 from heddle.errors import ConfigError
-from heddle.exchange.family_match import chosen_match
-from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_test, normal_tensor, random_tokens
+from heddle.laws.harness import forward_no_grad, model_under_test, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.recurrent.general_delta import _chunked, general_delta_flops
@@ -23,14 +22,9 @@ from heddle.parts.modules.recurrent import token_before
 from heddle.training.width_transfer import transfer_over_width
 from tests.cases import Data, attention, by_day, case, design, layer, rwkv7
 from tests.laws.planting import Plant, calls, condition, reads, result
-from tests.parts.test_shared_keys import normalized
+from tests.parts.loops import assert_none, decoder_errors, normalized, sigmoid
 
 WIDTH, LENGTH = 12, 37
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(−x))."""
-    return 1 / (1 + torch.exp(-x))
 
 
 def time_mixing(
@@ -76,7 +70,7 @@ def time_mixing(
     return outputs, values
 
 
-def loop(model: Decoder, stream: list[Tensor]) -> list[Tensor]:
+def loop(model: Decoder, stream: list[Tensor]) -> Tensor:
     """The hidden states of one document of embeddings, in a model whose layers have this mixer alone."""
     first, parameters = None, dict(model.named_parameters())
     for index, config in enumerate(model.config.resolved().layers):
@@ -85,7 +79,7 @@ def loop(model: Decoder, stream: list[Tensor]) -> list[Tensor]:
         outputs, values = time_mixing(get, config.mixer, inputs, first)
         first = first or values
         stream = [x + y for x, y in zip(stream, outputs, strict=True)]
-    return [normalized(x, parameters["final_norm.norm.weight"]) for x in stream]
+    return torch.stack([normalized(x, parameters["final_norm.norm.weight"]) for x in stream])
 
 
 def random_design(seed: int) -> Data:
@@ -107,26 +101,10 @@ def embeddings(seed: int, length: int = LENGTH) -> Tensor:
     return normal_tensor((1, length, WIDTH), torch.Generator().manual_seed(seed))
 
 
-def largest_errors(model: Decoder, seed: int) -> tuple[float, float]:
-    """The largest difference of the hidden states, and of the gradients of all weights and embeddings."""
-    embedded, probe = embeddings(seed).requires_grad_(), embeddings(seed + 1000)[0]
-    actual, expected = model(embedded)[0][0], torch.stack(loop(model, list(embedded[0])))
-    inputs = [embedded, *model.layers.parameters()]
-    gradients = [torch.autograd.grad((y * probe).sum(), inputs) for y in (actual, expected)]
-    return (
-        float((actual - expected).detach().abs().max()),
-        max(
-            float((got - want).abs().max() / want.abs().max().clamp(min=1.0))
-            for got, want in zip(*gradients, strict=True)
-        ),
-    )
-
-
 @pytest.mark.parametrize("seed", by_day(12, 48))
 def test_values_and_gradients_are_those_of_a_plain_loop(seed: int) -> None:
-    errors = largest_errors(model_under_test(parse_config(ModelConfig, random_design(seed))), seed)
-    assert errors[0] < 1e-10
-    assert errors[1] < 1e-9
+    model = model_under_test(parse_config(ModelConfig, random_design(seed)))
+    assert_none(decoder_errors(model, loop, seed, LENGTH))
 
 
 PAIR = design(
@@ -149,13 +127,13 @@ def test_any_cut_gives_the_loop(pair: Decoder, pieces: list[int]) -> None:
     for piece in x.split(pieces, dim=1):
         hidden, state = pair(piece, None, state)
         got.append(hidden)
-    torch.testing.assert_close(torch.cat(got, dim=1)[0], torch.stack(loop(pair, list(x[0]))), rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.cat(got, dim=1)[0], loop(pair, list(x[0])), rtol=0, atol=1e-10)
 
 
 @torch.no_grad()
 def test_packed_documents_and_padded_rows_give_the_loop(pair: Decoder) -> None:
     x, documents = embeddings(6), [1, 2, 20, 14]
-    want = torch.cat([torch.stack(loop(pair, list(piece))) for piece in x[0].split(documents)])
+    want = torch.cat([loop(pair, list(piece)) for piece in x[0].split(documents)])
     torch.testing.assert_close(pair(x, Layout.packed([documents]))[0][0], want, rtol=0, atol=1e-10)
     layout = Layout.padded([23, 9, 2])
     rows = x[:, :23].expand(3, -1, -1)
@@ -164,7 +142,7 @@ def test_packed_documents_and_padded_rows_give_the_loop(pair: Decoder) -> None:
         real = got[row][layout.positions[row] >= 0]
         tokens = rows[row][layout.positions[row] >= 0]
         assert len(tokens) == length
-        torch.testing.assert_close(real, torch.stack(loop(pair, list(tokens))), rtol=0, atol=1e-10)
+        torch.testing.assert_close(real, loop(pair, list(tokens)), rtol=0, atol=1e-10)
 
 
 WRONG: dict[str, Plant] = {
@@ -184,7 +162,7 @@ WRONG: dict[str, Plant] = {
 def test_the_loop_sees_a_mistake(bug: str, pair: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     WRONG[bug](monkeypatch)
     x = embeddings(7)
-    assert float((pair(x)[0][0] - torch.stack(loop(pair, list(x[0])))).abs().max()) > 1e-3
+    assert float((pair(x)[0][0] - loop(pair, list(x[0]))).abs().max()) > 1e-3
 
 
 def test_sizes() -> None:
@@ -285,14 +263,6 @@ def test_long_texts_of_one_token_stay_finite() -> None:
     assert bool(hidden.isfinite().all())
 
 
-def test_chunks_with_a_state_keep_the_last_token() -> None:
-    model = model_under_test(case("rwkv7-value-residual"))
-    tokens = random_tokens(model.config, 2, 11)
-    want = forward_no_grad(model, tokens)
-    got, _ = forward_in_chunks(model, tokens, [4, 1, 6])
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -317,11 +287,3 @@ def test_chunks_with_a_state_keep_the_last_token() -> None:
 def test_what_does_not_fit_is_refused(data: Data, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         heddle.load_config(data)
-
-
-def test_rollback_is_refused_and_no_family_takes_it() -> None:
-    model = heddle.build(case("rwkv7"))
-    with pytest.raises(ConfigError, match="a recurrence cannot roll back"):
-        model.init_state(1, rollback=2)
-    with pytest.raises(ConfigError, match=r"mixer.kind is rwkv7"):
-        chosen_match(case("rwkv7"), "llama")

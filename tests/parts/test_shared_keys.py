@@ -1,83 +1,23 @@
-"""Keys and values that a layer reads from an earlier one: a plain loop, states, sizes, and what is refused."""
+"""Keys and values of earlier layers that a layer reads, or adds to its own: a plain loop, states, sizes, refusals."""
 
-import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import heddle
 from heddle.config import parse_config
-from heddle.conversion.convert import Conversion
-from heddle.conversion.targets import parse_rewrite
-from heddle.conversion.weights import ModelWeights
 from heddle.errors import ConfigError
-from heddle.exchange.family_match import chosen_match
-from heddle.laws.harness import model_under_test, normal_tensor, random_tokens
+from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
+from heddle.parts.mixers.attention import Attention
 from tests.cases import Data, attention, by_day, case, design, layer
-from tests.conversion.exactness import converted_model, difference, source_model
-from tests.laws.planting import calls
+from tests.laws.planting import Plant, calls, condition, reads
+from tests.parts.loops import assert_none, decoder_errors, decoder_loop
 
-WIDTH, LENGTH = 12, 7
-
-
-def normalized(x: Tensor, gain: Tensor) -> Tensor:
-    """RMSNorm of one vector."""
-    return x / (x.square().mean() + 1e-5).sqrt() * gain
-
-
-def rotated(x: Tensor, position: int) -> Tensor:
-    """RoPE of one head, each dim of the first half with one of the second."""
-    half, parts = len(x) // 2, []
-    angles = [position * 10000.0 ** (-i / half) for i in range(half)]
-    parts += [x[i] * math.cos(angle) - x[i + half] * math.sin(angle) for i, angle in enumerate(angles)]
-    parts += [x[i + half] * math.cos(angle) + x[i] * math.sin(angle) for i, angle in enumerate(angles)]
-    return torch.stack(parts)
-
-
-def loop(model: Decoder, stream: list[Tensor]) -> list[Tensor]:
-    """The hidden states of one sequence of embeddings, a layer, a head and a token at a time.
-
-    What a layer reads is found here by walking back over the layers.
-    """
-    kept: list[tuple[Any, list[list[Tensor]], list[list[Tensor]]]] = []  # window, keys and values [token][head]
-    parameters = dict(model.named_parameters())
-    for index, config in enumerate(model.config.resolved().layers):
-        mixer: Any = config.mixer
-        get = lambda name, index=index: parameters[f"layers.{index}.{name}"]  # noqa: E731
-        inputs = [normalized(x, get("residual.norms.mixer.weight")) for x in stream]
-        d, d_v, size = mixer.head_dim, mixer.value_dim, mixer.heads // mixer.kv_heads
-
-        def head(name: str, x: Tensor, number: int, t: int, get: Any = get, mixer: Any = mixer, d: int = d) -> Tensor:
-            y = get(f"mixer.{name}.weight")[number * d : (number + 1) * d] @ x
-            y = y if mixer.qk_norm is None else normalized(y, get(f"mixer.{name}_norm.weight"))
-            return y if mixer.position is None else rotated(y, t)
-
-        if mixer.shared_kv:
-            keys, values = next((k, v) for window, k, v in reversed(kept) if window == mixer.window)
-        else:
-            keys = [[head("k", x, g, t) for g in range(mixer.kv_heads)] for t, x in enumerate(inputs)]
-            w = get("mixer.k.weight" if mixer.k_eq_v else "mixer.v.weight")
-            values = [[w[g * d_v : (g + 1) * d_v] @ x for g in range(mixer.kv_heads)] for x in inputs]
-            if mixer.value_norm:
-                values = [[normalized(v, torch.ones(d_v)) for v in heads] for heads in values]
-            kept.append((mixer.window, keys, values))
-        outputs = []
-        for t, x in enumerate(inputs):
-            first, heads = 0 if mixer.window is None else max(0, t + 1 - mixer.window), []
-            for number in range(mixer.heads):
-                q, g = head("q", x, number, t), number // size
-                scores = torch.stack([q @ keys[s][g] for s in range(first, t + 1)]) / math.sqrt(d)
-                weights = scores.exp() / scores.exp().sum()
-                heads.append(sum((weights[s - first] * values[s][g] for s in range(first, t + 1)), torch.zeros(d_v)))
-            outputs.append(get("mixer.out.weight") @ torch.cat(heads))
-        stream = [x + y for x, y in zip(stream, outputs, strict=True)]
-    return [normalized(x, parameters["final_norm.norm.weight"]) for x in stream]
+WIDTH = 12
 
 
 def random_design(seed: int) -> Data:
@@ -105,33 +45,11 @@ def random_design(seed: int) -> Data:
     return design(*layers, width=WIDTH)
 
 
-def largest_errors(model: Decoder, seed: int) -> tuple[float, float]:
-    """The largest difference of the hidden states, and of the gradients of all weights and embeddings."""
-    generator = torch.Generator().manual_seed(seed)
-    embedded = normal_tensor((1, LENGTH, WIDTH), generator).requires_grad_()
-    probe = normal_tensor((LENGTH, WIDTH), generator)
-    actual, expected = model(embedded)[0][0], torch.stack(loop(model, list(embedded[0])))
-    inputs = [embedded, *model.layers.parameters()]
-    gradients = [torch.autograd.grad((y * probe).sum(), inputs) for y in (actual, expected)]
-    return (
-        float((actual - expected).detach().abs().max()),
-        max(float((got - want).abs().max()) for got, want in zip(*gradients, strict=True)),
-    )
-
-
 @pytest.mark.parametrize("seed", by_day(12, 48))
 def test_shared_keys_are_those_of_a_plain_loop(seed: int) -> None:
     config = parse_config(ModelConfig, random_design(seed))
     assert any(source is not None for source in config.kv_sources)
-    with torch.device("cpu"):
-        model = model_under_test(config)
-    torch.set_default_dtype(torch.float64)
-    try:
-        errors = largest_errors(model, seed)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert errors[0] < 1e-10
-    assert errors[1] < 1e-9
+    assert_none(decoder_errors(model_under_test(config), decoder_loop, seed))
 
 
 READERS = design(
@@ -228,42 +146,6 @@ def test_a_call_leaves_nothing_behind() -> None:
     assert layout.handed_over is None
 
 
-def test_recomputed_layers_have_the_same_gradients() -> None:
-    """A checkpointed reader finds in the backward pass what its source handed over in the forward pass."""
-    model = model_under_test(parse_config(ModelConfig, READERS)).train()
-    tokens, gradients = random_tokens(model.config, 2, 9), []
-    for model.checkpointing in (False, True):
-        model(tokens)[0].square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        model.zero_grad()
-    for plain, recomputed in zip(*gradients, strict=True):
-        assert plain is not None
-        assert recomputed is not None
-        torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-12)
-
-
-def test_no_family_takes_them() -> None:
-    with pytest.raises(ConfigError, match="shared_kv is true"):
-        chosen_match(case("attention-shared-keys-repeated"), "llama")
-
-
-@pytest.mark.parametrize("target", ["width=32", "head.tied=false", "fold_norms,final_norm=false"])
-def test_conversions_that_leave_attention_alone_keep_the_logits(target: str) -> None:
-    source = source_model(parse_config(ModelConfig, READERS))
-    assert difference(source, converted_model(source, parse_rewrite(target))) < 1e-10
-
-
-@pytest.mark.parametrize(
-    "target", ["kv_heads=1,groups=contiguous,merge=mean", "window,window=2", "rope_layout,layout=interleaved"]
-)
-def test_other_conversions_are_refused(target: str) -> None:
-    source: Any = SimpleNamespace(
-        weights=ModelWeights(source_model(parse_config(ModelConfig, READERS))), tokenizer=None
-    )
-    with pytest.raises(ConfigError, match=r"layers.2.mixer.shared_kv .*: reads the keys and values of layer 0"):
-        Conversion(source, (parse_rewrite(target),)).plan()
-
-
 def first_sources(config: ModelConfig) -> tuple[int | None, ...]:
     """A mistake: the first layer of a window in the place of the last."""
     first: dict[Any, int] = {}
@@ -280,14 +162,135 @@ def test_the_loop_sees_another_source(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config(
         ModelConfig, design(*(layer(attention(2, shared_kv=i == 2), None) for i in range(3)), width=12)
     )
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert largest_errors(model_under_test(config), 0)[0] > 1e-3
-    finally:
-        torch.set_default_dtype(torch.float32)
+    assert decoder_errors(model_under_test(config), decoder_loop, 0)[0] > 1e-3
 
 
 def test_a_kept_dictionary_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     calls(Decoder._run, "replace", lambda change, layout, **_: layout)(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_call_leaves_nothing_behind()
+
+
+# Values of the first layer that later ones add to theirs
+
+
+def random_value_design(seed: int) -> Data:
+    """Layers of attention alone; the second one and some later ones add the first layer's values."""
+    draw = random.Random(seed)
+    kv_heads, value_dim = draw.choice((1, 2)), draw.randint(1, 5)
+
+    def mixer(residual: Any) -> Data:
+        return attention(
+            kv_heads * draw.choice((1, 2)),
+            draw.choice((None, {"kind": "rope"})),
+            kv_heads=kv_heads,
+            head_dim=draw.choice((2, 4, 6)),
+            value_dim=value_dim,
+            window=draw.choice((None, 2, 3)),
+            value_residual=residual,
+        )
+
+    numbers = [round(draw.uniform(-1.5, 1.5), 3), round(draw.uniform(0.1, 1.5), 3)]
+    kinds = [None, draw.choice(("learned", numbers)), *(draw.choice((None, "learned", numbers)) for _ in range(3))]
+    return design(*(layer(mixer(kind), None) for kind in kinds[: draw.randint(2, 5)]), width=WIDTH)
+
+
+@pytest.mark.parametrize("seed", by_day(12, 48))
+def test_mixed_values_are_those_of_a_plain_loop(seed: int) -> None:
+    config = parse_config(ModelConfig, random_value_design(seed))
+    assert config.value_sources[:2] == (None, 0)
+    assert_none(decoder_errors(model_under_test(config), decoder_loop, seed))
+
+
+WRONG: dict[str, Plant] = {
+    "the two numbers in each other's place": calls(Attention._mixed_values, "unbind", lambda x: x.flip(0).unbind()),
+    "the first values without their factor": reads(Attention._mixed_values, "factors", lambda f: (f[0], 1.0), nth=2),
+    "own values alone": condition(Attention._mixed_values, "value_source", True),
+}
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_the_loop_sees_a_wrong_mixture(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WRONG[bug](monkeypatch)
+    data = design(*(layer(attention(2, value_residual=each), None) for each in (None, "learned", "learned")), width=12)
+    assert decoder_errors(model_under_test(parse_config(ModelConfig, data)), decoder_loop, 0)[0] > 1e-3
+
+
+VALUE_READERS = design(
+    layer({"kind": "retention", "heads": 2}),
+    layer(attention(kv_heads=2, value_dim=5, window=3)),
+    layer(attention(kv_heads=2, value_dim=5)),
+    layer(attention(kv_heads=2, value_dim=5, value_residual="learned"), repeat=2),
+    layer(attention(kv_heads=2, value_dim=5, value_residual=[1.0, 0.5])),
+)
+
+
+def test_value_residuals_cost_two_numbers() -> None:
+    config = parse_config(ModelConfig, VALUE_READERS)
+    assert config.value_sources == (None, None, None, 1, 1, 1)
+    first, *rest = VALUE_READERS["layers"]
+    rest = [each | {"mixer": each["mixer"] | {"value_residual": None}} for each in rest]
+    plain = parse_config(ModelConfig, VALUE_READERS | {"layers": [first, *rest]})
+    sizes = [heddle.size(each, 20) for each in (config, plain)]
+    assert sizes[0].parameters - sizes[1].parameters == 2 * 2
+    assert sizes[0].parameters == sum(each.numel() for each in heddle.build(config).parameters())
+    assert sizes[0].state_bytes == sizes[1].state_bytes
+    assert sizes[0].flops_per_token == sizes[1].flops_per_token
+
+
+def test_learned_numbers_begin_at_one_half() -> None:
+    model = heddle.build(parse_config(ModelConfig, VALUE_READERS))
+    assert model.get_parameter("layers.3.mixer.value_mix").tolist() == [0.5, 0.5]
+
+
+def test_the_cache_holds_mixed_values() -> None:
+    """So a layer that shares keys and values reads the mixed ones, and a state has no first values."""
+    config = case("attention-value-residual")
+    assert config.kv_sources[-1] == 3
+    own: list[Any] = [each.mixer for each in config.layers]
+    own = [mixer.replace(value_residual=None) if hasattr(mixer, "value_residual") else mixer for mixer in own]
+    layers = tuple(each.replace(mixer=mixer) for each, mixer in zip(config.layers, own, strict=True))
+    states = [heddle.build(each).init_state(2, 9) for each in (config, config.replace(layers=layers))]
+    assert set(states[0].tensors()) == set(states[1].tensors())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            design(layer({"kind": "retention", "heads": 2}), layer(attention(value_residual="learned"))),
+            r"layers\[1\].mixer.value_residual: no earlier layer has attention",
+        ),
+        (design(layer(attention(value_residual="learned"))), r"layers\[0\].mixer.value_residual: no earlier layer has"),
+        (
+            design(layer(attention(kv_heads=2)), layer(attention(kv_heads=1, value_residual="learned"))),
+            r"layers\[1\].mixer.kv_heads: differs from that of layers\[0\], whose values it adds; make the two equal",
+        ),
+        (
+            design(layer(attention(value_dim=4)), layer(attention(value_dim=5, value_residual="learned"))),
+            r"layers\[1\].mixer.value_dim: differs from",
+        ),
+        (
+            design(layer(attention()), layer(attention(value_residual=[0.5]))),
+            r"layers\[1\].mixer.value_residual: \[0.5\] should be two numbers",
+        ),
+        (
+            design(layer(attention()), layer(attention(value_residual=[0.5, 0.0]))),
+            r"layers\[1\].mixer.value_residual: adds nothing",
+        ),
+        (
+            design(layer(attention()), layer(attention(shared_kv=True, value_residual="learned"))),
+            r"layers\[1\].mixer.value_residual: has no effect with shared_kv",
+        ),
+        (
+            design(
+                layer(attention()),
+                layer({"kind": "pair", "first": attention(), "second": attention(value_residual="learned")}),
+            ),
+            r"layers\[1\].mixer.second.value_residual: is for a layer",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(data: Data, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        heddle.load_config(data)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from heddle.storage import file_io
 from heddle.storage.folder import read_folder, tensors_sha256, write_folder
+from heddle.storage.run_log import read_log
 from tools.kill_test import MEASURED as MEASURED
 
 COUNTED = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "listdir")
@@ -51,6 +52,11 @@ def written(folder: Path, seed: int) -> State:
     result = state(folder)
     assert result is not None
     return result
+
+
+def untimed_log(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log without their times."""
+    return [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(run)]
 
 
 class Died(BaseException):

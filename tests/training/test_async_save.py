@@ -9,25 +9,18 @@ import torch
 
 from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError, MachineError
-from heddle.signals import Interrupted
 from heddle.storage import checkpoints
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps, latest_checkpoint
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.manifest import LogPosition
-from heddle.storage.run_log import read_log
 from heddle.training import checkpoint, loop
 from heddle.training.checkpoint import CheckpointSaver
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from tests import small
-from tests.storage.shared import MEASURED, Died, System, standing_in
+from tests.storage.shared import Died, System, standing_in, untimed_log
 
 STEPS = 7
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
 
 
 def job(texts: Corpus, out: Path, async_save: bool = True) -> TrainingJob:
@@ -37,8 +30,7 @@ def job(texts: Corpus, out: Path, async_save: bool = True) -> TrainingJob:
 
 def ending(out: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The lines of the log but their times, and the SHA-256 of all tensors of each checkpoint."""
-    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
-    return lines, [tensors_sha256(checkpoint_folder(out, step)) for step in checkpoint_steps(out)]
+    return untimed_log(out), [tensors_sha256(checkpoint_folder(out, step)) for step in checkpoint_steps(out)]
 
 
 @pytest.fixture(scope="module")
@@ -129,17 +121,8 @@ def test_a_failed_save_is_loud_and_replaces_no_good_checkpoint(
 def test_a_signal_waits_for_the_save(
     texts: Corpus, tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_if_diverged = loop._stop_if_diverged
-
-    def signal_after_three(job: TrainingJob, state: Any, step: Any) -> None:
-        stop_if_diverged(job, state, step)
-        if step.number == 3:
-            state.stop_request.signal_number = 15
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "_stop_if_diverged", signal_after_three)
-        with pytest.raises(Interrupted, match="step 3"):
-            train(job(texts, tmp_path))
+    with small.signalled(monkeypatch, 3, "step 3"):
+        train(job(texts, tmp_path))
     assert checkpoint_steps(tmp_path) == [2, 3]
     train(job(texts, tmp_path))
     assert ending(tmp_path)[0] == whole[0]

@@ -25,15 +25,10 @@ from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import evaluate, train
 from tests import small
-from tests.storage.shared import MEASURED
+from tests.storage.shared import untimed_log
 from tests.training.test_resume import dying
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +85,7 @@ def test_weights_texts_and_tokenizer_go_along(texts: Corpus, first: Path, tmp_pa
 
 
 def ending(out: Path) -> tuple[str, list[dict[str, Any]]]:
-    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
-    return tensors_sha256(checkpoint_folder(out, STEPS)), lines
+    return tensors_sha256(checkpoint_folder(out, STEPS)), untimed_log(out)
 
 
 def test_a_run_that_saved_nothing_yet_says_so(tmp_path: Path) -> None:

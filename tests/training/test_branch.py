@@ -5,26 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from heddle.data.corpus import Corpus
 from heddle.distributed.ranks import Ranks
 from heddle.errors import CheckpointError, ConfigError
 from heddle.lab.compare.branch import train_branch
-from heddle.signals import Interrupted
 from heddle.storage.run_log import read_log
 from heddle.training import loop
 from heddle.training.job import TrainingJob
 from heddle.training.loop import TrainingResult, train
 from tests import small
 from tests.laws.planting import assigned
+from tests.training.gradients import same_weights
 
 LENGTHS = (6, 10, 15)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
 
 
 def job(texts: Corpus, out: Path, steps: int, **settings: Any) -> TrainingJob:
@@ -33,8 +27,7 @@ def job(texts: Corpus, out: Path, steps: int, **settings: Any) -> TrainingJob:
 
 def assert_same(branch: TrainingResult, alone: TrainingResult) -> None:
     assert branch.scores == alone.scores
-    pairs = zip(branch.model.parameters(), alone.model.parameters(), strict=True)
-    assert all(torch.equal(first, second) for first, second in pairs)
+    assert same_weights(branch.model, alone.model)
 
 
 def branches(texts: Corpus, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[TrainingResult], int]:
@@ -82,18 +75,9 @@ def test_a_trunk_that_goes_on_too_long_is_noticed(
 def test_an_interrupted_branch_ends_with_the_same_bits(
     step: int, texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_if_diverged = loop._stop_if_diverged
-
-    def watch(running: TrainingJob, state: Any, *rest: Any) -> None:
-        stop_if_diverged(running, state, *rest)
-        if state.progress.step == step:
-            state.stop_request.signal_number = 15
-
     asked = job(texts, tmp_path / "branch", 15)
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "_stop_if_diverged", watch)
-        with pytest.raises(Interrupted):
-            train_branch(asked, tmp_path / "trunk")
+    with small.signalled(monkeypatch, step):
+        train_branch(asked, tmp_path / "trunk")
     assert_same(train_branch(asked, tmp_path / "trunk"), train(job(texts, tmp_path / "alone", 15)))
 
 

@@ -19,6 +19,7 @@ from heddle.data.samples import Batch
 from heddle.errors import CheckpointError, ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.cross_entropy import step_in_place
+from heddle.parts.layout import Layout
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.model import load, save
@@ -32,10 +33,10 @@ from heddle.training.optimizer import build_optimizer
 from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
 from tests import small
 from tests.laws.planting import Plant, calls, constant, wrapped
-from tests.storage.shared import MEASURED, Died
+from tests.storage.shared import Died, untimed_log
+from tests.training.gradients import KEY, batch, furthest, gradients_of
 from tools.kill_test import ending, killed, moments, undisturbed
 
-KEY = (5, 7)
 MIXED = LossWeights(logits=0.7, text=0.2, layers=3.0)
 
 
@@ -49,13 +50,6 @@ def student(data: dict[str, Any] | None = None, dtype: torch.dtype = torch.float
     return build(small.config(data or small.design()), dtype=dtype, seed=3).train()
 
 
-def rows(count: int = 4, length: int = 12) -> Batch:
-    draw = np.random.default_rng(1)
-    tokens = draw.integers(1, small.VOCABULARY, (count, length + 1))
-    lengths = ((length,), (5, length - 5), (1, 1, length - 2), (3, length - 3))[:count]
-    return Batch(tokens, lengths, np.arange(20, 20 + count))
-
-
 def asked(batch: Batch) -> Batch:
     """Some scored targets, unevenly many in each row."""
     draw = np.random.default_rng(2)
@@ -64,17 +58,10 @@ def asked(batch: Batch) -> Batch:
     return dataclasses.replace(batch, labels=labels)
 
 
-def taught(model: Decoder, teacher: Teacher, batch: Batch, parts: int = 1) -> dict[str, Tensor]:
+def taught(model: Decoder, teacher: Teacher, rows: Batch, parts: int = 1) -> dict[str, Tensor]:
     """The gradients of a batch and its losses, by name."""
-    model.zero_grad(set_to_none=True)
-    result = accumulate_gradients(model, batch, KEY, parts, teacher=teacher)
-    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    gradients, result = gradients_of(model, rows, parts, teacher)
     return gradients | {"loss": result.loss, "aux_loss": result.aux_loss, **result.distillation}
-
-
-def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 # The oracle: torch's own functions and optimizer
@@ -147,11 +134,10 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_each_layer_learns_from_what_enters_the_teachers_layer() -> None:
     """The layer loss by hand: one layer at a time on the teacher's stream."""
     model, original = student(small.dropping()).eval(), wide_teacher(width=16).eval()
-    batch = rows(4)
-    batch = dataclasses.replace(batch, doc_lengths=((12,),) * 4)
-    ours = taught(model, Teacher(original, LossWeights(logits=0.0, layers=1.0), (1,)), batch)
+    rows = batch(((12,),) * 4)
+    ours = taught(model, Teacher(original, LossWeights(logits=0.0, layers=1.0), (1,)), rows)
     with torch.no_grad():
-        stream = original.embed(torch.from_numpy(batch.tokens[:, :-1]), layout := original_layout(batch))
+        stream = original.embed(torch.from_numpy(rows.tokens[:, :-1]), layout := Layout.packed(rows.doc_lengths))
         entering, _ = original.layers[0](stream, layout)
         leaving, _ = original.layers[1](entering, layout)
     error = (model.layers[1](entering, layout)[0] - leaving).square().mean()
@@ -160,13 +146,7 @@ def test_each_layer_learns_from_what_enters_the_teachers_layer() -> None:
     assert float(ours.pop("layer_error")) == pytest.approx(float(error.detach()), abs=1e-12)
     assert {name for name in ours if name.startswith("layers")} == set(names)
     assert "embed.weight" not in ours
-    assert difference({name: ours[name] for name in names}, dict(zip(names, plain, strict=True))) <= 1e-10
-
-
-def original_layout(batch: Batch) -> Any:
-    from heddle.parts.layout import Layout
-
-    return Layout.packed(batch.doc_lengths, batch.tokens.shape[1] - 1, torch.device("cpu"))
+    assert furthest({name: ours[name] for name in names}, dict(zip(names, plain, strict=True))) <= 1e-10
 
 
 # Any split of a batch
@@ -177,11 +157,11 @@ def original_layout(batch: Batch) -> Any:
 def test_any_split_of_a_batch_has_the_same_gradients(parts: int, scored: Callable[[Batch], Batch]) -> None:
     model = student(small.dropping())
     teacher = Teacher(wide_teacher(width=16), MIXED, (0, 1))
-    whole = taught(model, teacher, scored(rows()))
+    whole = taught(model, teacher, scored(batch()))
     assert {"divergence", "layer_error"} <= whole.keys()
-    assert difference(whole, taught(model, teacher, scored(rows()), parts)) <= 1e-12
+    assert furthest(whole, taught(model, teacher, scored(batch()), parts)) <= 1e-12
     model.checkpointing = True
-    assert difference(whole, taught(model, teacher, scored(rows()), parts)) <= 1e-12
+    assert furthest(whole, taught(model, teacher, scored(batch()), parts)) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -201,15 +181,15 @@ def test_any_split_of_a_batch_has_the_same_gradients(parts: int, scored: Callabl
 def test_a_mean_over_the_part_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     model, teacher = student(small.dropping()), Teacher(wide_teacher(width=16), MIXED, (0, 1))
-    assert difference(taught(model, teacher, rows()), taught(model, teacher, rows(), 2)) > 1e-6
+    assert furthest(taught(model, teacher, batch()), taught(model, teacher, batch(), 2)) > 1e-6
 
 
 def test_experts_keep_their_losses_and_the_teachers_do_not_count() -> None:
     data = small.dropping()
     data["layers"][0]["feedforward"] = small.MOE
     model = student(data)
-    plain = accumulate_gradients(model, rows(), KEY)
-    result = accumulate_gradients(model, rows(), KEY, 2, teacher=Teacher(wide_teacher(layers=data["layers"]), MIXED))
+    plain = accumulate_gradients(model, batch(), KEY)
+    result = accumulate_gradients(model, batch(), KEY, 2, teacher=Teacher(wide_teacher(layers=data["layers"]), MIXED))
     assert float(plain.aux_loss) > 0
     assert float(result.aux_loss) == pytest.approx(float(plain.aux_loss), abs=1e-12)
     for path, metrics in plain.router_metrics.items():
@@ -221,7 +201,7 @@ def leaks(original: Decoder) -> bool:
     before, model = copy.deepcopy(original), student(small.dropping())
     teacher = Teacher(original, MIXED, (1,))
     optimizer = build_optimizer(model, 0.1)
-    apply_gradients(model, optimizer, accumulate_gradients(model, rows(), KEY, teacher=teacher), 1e-2, 1.0)
+    apply_gradients(model, optimizer, accumulate_gradients(model, batch(), KEY, teacher=teacher), 1e-2, 1.0)
     assert not original.training
     same = all(torch.equal(a, b) for a, b in zip(original.parameters(), before.parameters(), strict=True))
     return not same or any(x.grad is not None for x in original.parameters())
@@ -237,7 +217,7 @@ def test_the_teacher_gets_no_gradient_and_keeps_its_values(monkeypatch: pytest.M
 
 def test_a_model_equal_to_its_teacher_has_no_divergence_and_learns_nothing() -> None:
     model = student()
-    gradients = taught(model, Teacher(student(), LossWeights(), (0,)), rows())
+    gradients = taught(model, Teacher(student(), LossWeights(), (0,)), batch())
     losses = {name: float(gradients.pop(name)) for name in ("loss", "aux_loss", "divergence", "layer_error")}
     assert abs(losses["divergence"]) <= 1e-12
     assert losses["layer_error"] <= 1e-24
@@ -246,17 +226,12 @@ def test_a_model_equal_to_its_teacher_has_no_divergence_and_learns_nothing() -> 
 
 def test_a_divergence_that_is_not_finite_skips_the_step() -> None:
     model = student()
-    accumulate_gradients(model, rows(), KEY)
+    accumulate_gradients(model, batch(), KEY)
     bad = BatchResult(torch.tensor(1.0), distillation={"divergence": torch.tensor(float("nan"))})
     assert apply_gradients(model, build_optimizer(model, 0.1), bad, 1e-3, 1.0).skipped
 
 
 # Runs
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -280,10 +255,7 @@ def test_a_distillation_stopped_and_resumed_has_the_same_bits(
     texts: Corpus, tmp_path: Path, teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small.same_after_a_signal(lambda name: job(texts, tmp_path / name, teacher_folder), monkeypatch)
-    lines = [
-        [{key: value for key, value in line.items() if key not in MEASURED} for line in read_log(tmp_path / name)]
-        for name in ("whole", "cut")
-    ]
+    lines = [untimed_log(tmp_path / name) for name in ("whole", "cut")]
     assert lines[0] == lines[1]
     assert all(min(line["divergence"], line["layer_error"], line["loss"]) > 0 for line in lines[0])
     assert {path.name for path in checkpoint_folder(tmp_path / "cut", 7).iterdir()} == {

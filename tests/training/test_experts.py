@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from heddle.data.corpus import Corpus
-from heddle.data.samples import Batch
 from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.parts.feedforwards import Feedforward
@@ -36,10 +35,10 @@ from heddle.training.step import (
     recent_router_summary,
 )
 from tests import small
-from tests.storage.shared import MEASURED
+from tests.storage.shared import untimed_log
+from tests.training.gradients import CONTEXT, ROWS, batch, furthest, gradients_of
 
-KEY = (5, 7)
-ROWS, CONTEXT, WIDTH = 4, 12, 16
+WIDTH = 16
 LAYERS = ["layers.0.feedforward", "layers.1.feedforward"]
 
 
@@ -58,29 +57,11 @@ def double(data: dict[str, Any] | None = None) -> Decoder:
     return model
 
 
-def batch() -> Batch:
-    draw = np.random.default_rng(1)
-    tokens = draw.integers(1, small.VOCABULARY, (ROWS, CONTEXT + 1))
-    return Batch(tokens, ((CONTEXT,), (5, 7), (1, 1, 10), (3, 9)), np.arange(20, 20 + ROWS))
-
-
-def of(model: Decoder, pieces: int = 1, rows: Batch | None = None) -> tuple[dict[str, Tensor], BatchResult]:
-    """The gradients of a batch, and what else came of it."""
-    model.zero_grad(set_to_none=True)
-    result = accumulate_gradients(model, rows or batch(), KEY, pieces)
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}, result
-
-
-def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
-
-
 def test_loss_and_penalty_are_those_of_plain_autograd() -> None:
     model = double(mixing() | {"embedding": {}, "residual": {"kind": "pre_norm"}})
     for mixer in model.mixers():
         mixer.eval()  # type: ignore[union-attr]
-    gradients, result = of(model)
+    gradients, result = gradients_of(model)
     rows = batch()
     with record_router_statistics() as recorder:
         hidden, _ = model(torch.from_numpy(rows.tokens[:, :-1]), Layout.packed(rows.doc_lengths))
@@ -100,9 +81,9 @@ def test_loss_and_penalty_are_those_of_plain_autograd() -> None:
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_any_split_of_a_batch_is_the_same(pieces: int, checkpointing: bool) -> None:
     model = double()
-    whole, unsplit = of(model)
+    whole, unsplit = gradients_of(model)
     model.checkpointing = checkpointing
-    gradients, split = of(model, pieces)
+    gradients, split = gradients_of(model, None, pieces)
     assert furthest(whole, gradients) <= 1e-12
     assert float(split.aux_loss) == pytest.approx(float(unsplit.aux_loss), abs=1e-12)
     assert list(split.router_metrics) == list(unsplit.router_metrics) == LAYERS
@@ -113,20 +94,12 @@ def test_any_split_of_a_batch_is_the_same(pieces: int, checkpointing: bool) -> N
         assert float(got.entropy) == pytest.approx(float(want.entropy), abs=1e-12)
 
 
-def test_recomputed_activations_give_the_same_bits() -> None:
-    model = double()
-    plain, _ = of(model)
-    model.checkpointing = True
-    recomputed, _ = of(model)
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
-
-
 def test_a_penalty_averaged_by_the_piece_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = double()
-    whole, _ = of(model)
+    whole, _ = gradients_of(model)
     right = experts.RouterMetricsCollector.add
     monkeypatch.setattr(experts.RouterMetricsCollector, "add", lambda self, *recorded: 2 * right(self, *recorded))  # type: ignore[operator]
-    assert furthest(whole, of(model, 2)[0]) > 1e-6
+    assert furthest(whole, gradients_of(model, None, 2)[0]) > 1e-6
 
 
 def test_a_ledger_that_stays_open_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +114,7 @@ def test_a_ledger_that_stays_open_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(router_statistics, "RouterRecorder", Open)
     recorded: list[list[RouterStatistics]] = []
     monkeypatch.setattr(experts.RouterMetricsCollector, "add", lambda self, entries, _: recorded.append(entries))
-    of(model)
+    gradients_of(model)
     assert [len(entries) for entries in recorded] == [4]
 
 
@@ -154,10 +127,10 @@ def test_an_encoder_is_balanced_over_its_source() -> None:
     model = build(small.config(data), dtype=torch.float64).train()
     source = np.array([[1, 2, 3], [4, -1, -1], [5, 6, -1], [-1, 7, 8]])
     rows = dataclasses.replace(batch(), encoder_tokens=source)
-    whole, unsplit = of(model, 1, rows)
+    whole, unsplit = gradients_of(model, rows)
     assert int(unsplit.router_metrics["encoder.layers.0.feedforward"].tokens) == 8
     assert 0.45 < float(unsplit.aux_loss) < 1.5
-    gradients, split = of(model, 4, rows)
+    gradients, split = gradients_of(model, rows, 4)
     assert furthest(whole, gradients) <= 1e-12
     assert float(split.aux_loss) == pytest.approx(float(unsplit.aux_loss), abs=1e-12)
 
@@ -180,7 +153,7 @@ def balanced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Feedforward, list[in
 def test_each_mixture_is_told_its_loads_once_a_step(balanced: Any, pieces: int) -> None:
     model = double()
     optimizer = build_optimizer(model, 0.1)
-    _, result = of(model, pieces)
+    _, result = gradients_of(model, None, pieces)
     assert balanced == []
     assert not apply_gradients(model, optimizer, result, 1e-3, 1.0).skipped
     expected = [(model.get_submodule(path), result.router_metrics[path].expert_counts.tolist()) for path in LAYERS]
@@ -192,7 +165,7 @@ def test_each_mixture_is_told_its_loads_once_a_step(balanced: Any, pieces: int) 
 def test_a_step_that_is_not_taken_balances_nothing(balanced: Any, bad_value: str) -> None:
     model = double()
     optimizer = build_optimizer(model, 0.1)
-    _, result = of(model)
+    _, result = gradients_of(model)
     if bad_value == "gradient":
         model.embed.weight.grad = torch.full_like(model.embed.weight, math.nan)
     else:
@@ -204,7 +177,7 @@ def test_a_step_that_is_not_taken_balances_nothing(balanced: Any, bad_value: str
 def test_frozen_experts_are_not_balanced(balanced: Any) -> None:
     model = double()
     optimizer = build_optimizer(model, 0.1, lr_scale=[("layers.0.feedforward", 0.0)])
-    assert not apply_gradients(model, optimizer, of(model)[1], 1e-3, 1.0).skipped
+    assert not apply_gradients(model, optimizer, gradients_of(model)[1], 1e-3, 1.0).skipped
     assert [mixture for mixture, _ in balanced] == [model.get_submodule(LAYERS[1])]
 
 
@@ -212,9 +185,9 @@ def test_frozen_experts_are_not_balanced(balanced: Any) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_twin_balances_the_same_weights() -> None:
     model = double()
-    want, plain = of(model)
+    want, plain = gradients_of(model)
     twin = compiled(model, backend="eager")
-    got, result = of(twin)
+    got, result = gradients_of(twin)
     assert furthest(want, got) <= 1e-12
     assert list(result.router_metrics) == LAYERS
     assert all(
@@ -250,14 +223,8 @@ def test_the_end_of_a_log_is_meant() -> None:
     assert recent_router_summary([]) is None
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
-
-
 def ending(out: Path, steps: int) -> tuple[str, list[dict[str, Any]]]:
-    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
-    return tensors_sha256(checkpoint_folder(out, steps)), lines
+    return tensors_sha256(checkpoint_folder(out, steps)), untimed_log(out)
 
 
 def test_the_log_tells_the_penalty_apart(texts: Corpus, tmp_path: Path) -> None:

@@ -12,11 +12,6 @@ from heddle.training.loop import train
 from tests import small
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
 def test_a_design_beyond_the_memory_is_refused(texts: Corpus, tmp_path: Path, precision: str) -> None:
     wide = small.design(width=2**18)

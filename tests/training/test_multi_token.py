@@ -21,15 +21,15 @@ from heddle.model.decoder import Decoder, build
 from heddle.parts.layout import Layout
 from heddle.storage.run_log import read_log
 from heddle.training.loop import train
-from heddle.training.step import BatchResult, accumulate_gradients
 from tests import small
+from tests.training.gradients import CONTEXT, ROWS, furthest, gradients_of
 
 pytestmark = [  # of the compiler itself, as in tests/model/test_compile.py
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
-WEIGHT, DEPTH, ROWS, CONTEXT = 0.4, 2, 4, 12
+WEIGHT, DEPTH = 0.4, 2
 MODULES: dict[str, Any] = {"depth": DEPTH, "loss_weight": WEIGHT}
 LENGTHS = ((CONTEXT,), (5, 7), (1, 1, 8), (2, 9))  # with padding in two rows
 
@@ -45,12 +45,6 @@ def batch(labels: bool = False) -> Batch:
     for row, lengths in zip(kept, LENGTHS, strict=True):
         row[sum(lengths) :] = False  # padding has no target
     return Batch(tokens, LENGTHS, np.arange(ROWS), labels=np.where(kept, tokens[:, 1:], -1))
-
-
-def of(model: Decoder, rows: Batch, pieces: int = 1) -> tuple[dict[str, Tensor], BatchResult]:
-    model.zero_grad(set_to_none=True)
-    result = accumulate_gradients(model, rows, (3, 5), pieces)
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}, result
 
 
 def plain(model: Decoder, rows: Batch) -> tuple[dict[str, Tensor], Tensor, list[Tensor]]:
@@ -77,11 +71,6 @@ def plain(model: Decoder, rows: Batch) -> tuple[dict[str, Tensor], Tensor, list[
     return dict(zip(named, gradients, strict=True)), main, others
 
 
-def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
-
-
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_losses_and_gradients_are_those_of_plain_autograd(pieces: int, labels: bool) -> None:
@@ -89,7 +78,7 @@ def test_losses_and_gradients_are_those_of_plain_autograd(pieces: int, labels: b
     wanted, main, others = plain(model, rows)
     for checkpointing in (False, True):
         model.checkpointing = checkpointing
-        gradients, result = of(model, rows, pieces)
+        gradients, result = gradients_of(model, rows, pieces)
         assert furthest(gradients, wanted) <= 1e-12
         assert float(result.loss) == pytest.approx(float(main.detach()), abs=1e-12)
         assert [float(each) for each in result.multi_token] == pytest.approx(
@@ -100,15 +89,15 @@ def test_losses_and_gradients_are_those_of_plain_autograd(pieces: int, labels: b
 @pytest.mark.parametrize("design", [small.dropping(), small.design(layers=[small.design()["layers"][0]] * 2)])
 def test_compiled_layers_give_the_same_gradients(design: dict[str, Any]) -> None:
     model, rows = build(small.config(design | {"multi_token": MODULES}), dtype=torch.float64).train(), batch()
-    wanted, result = of(model, rows, 2)
+    wanted, result = gradients_of(model, rows, 2)
     torch._dynamo.reset()
     other = compiled(model, backend=(counter := CompileCounter()))
-    gradients, compiled_result = of(other, rows, 2)
+    gradients, compiled_result = gradients_of(other, rows, 2)
     frames = counter.frame_count
     assert frames > 0
     assert furthest(gradients, wanted) <= 1e-12
     assert float(result.loss) == pytest.approx(float(compiled_result.loss), abs=1e-12)
-    of(other, dataclasses.replace(rows, doc_lengths=((4, 8), (CONTEXT,), (3, 9), (6, 6))), 2)
+    gradients_of(other, dataclasses.replace(rows, doc_lengths=((4, 8), (CONTEXT,), (3, 9), (6, 6))), 2)
     assert counter.frame_count == frames  # another layout compiles nothing
 
 
@@ -121,14 +110,14 @@ def test_weights_and_main_losses_do_not_depend_on_the_modules() -> None:
     assert {name.split(".")[0] for name in weights.keys() - dict(plain_model.named_parameters()).keys()} == {
         "multi_token"
     }
-    _, with_modules = of(model, batch())
-    _, without = of(plain_model, batch())
+    _, with_modules = gradients_of(model, batch())
+    _, without = gradients_of(plain_model, batch())
     assert torch.equal(with_modules.loss, without.loss)
 
 
 def test_documents_shorter_than_a_depth_have_no_loss() -> None:
     rows = Batch(batch().tokens, ((1,) * CONTEXT,) * ROWS, np.arange(ROWS))
-    gradients, result = of(model_of(), rows)
+    gradients, result = gradients_of(model_of(), rows)
     assert [float(each) for each in result.multi_token] == [0.0, 0.0]
     assert float(sum(value.abs().sum() for name, value in gradients.items() if name.startswith("multi_token"))) == 0.0
 

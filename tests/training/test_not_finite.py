@@ -20,11 +20,6 @@ from heddle.training.step import accumulate_gradients
 from tests import small
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
-
-
 def poisoning(monkeypatch: pytest.MonkeyPatch, bad: range) -> None:
     """The losses of some steps, counted from 1, are not a number."""
     right = accumulate_gradients

@@ -49,11 +49,6 @@ WIDE = small.design(
 )
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
-
-
 @pytest.fixture
 def float8_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchao's stand-in, and a device that multiplies float8."""

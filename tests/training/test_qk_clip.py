@@ -242,11 +242,6 @@ def test_a_skipped_step_clips_nothing() -> None:
     assert result.read().logits.clipped_heads == 0  # type: ignore[union-attr]
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
-
-
 def test_a_run_logs_the_largest_logit_and_resumes_with_equal_bits(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

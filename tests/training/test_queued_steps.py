@@ -20,14 +20,9 @@ from heddle.training.job import TrainingJob
 from heddle.training.loop import Diverged, Prefetcher, train
 from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
 from tests import small
-from tests.storage.shared import MEASURED
+from tests.storage.shared import untimed_log
 
 EXPERTS = small.design(layers=[{"mixer": {"kind": "attention", "heads": 2}, "feedforward": small.MOE}])
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
@@ -43,10 +38,9 @@ def job(texts: Corpus, out: Path, **settings: Any) -> TrainingJob:
 
 def result(out: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The lines of the log without their seconds, and the hashes of all tensors of each checkpoint."""
-    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
     folders = [checkpoint_folder(out, step) for step in checkpoint_steps(out)]
     names = ("model.safetensors", "training.safetensors")
-    return lines, [tensors_sha256(read_folder(folder), name) for folder in folders for name in names]
+    return untimed_log(out), [tensors_sha256(read_folder(folder), name) for folder in folders for name in names]
 
 
 @pytest.fixture(scope="module")

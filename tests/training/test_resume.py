@@ -29,14 +29,9 @@ from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from heddle.training.step import accumulate_gradients, apply_gradients
 from tests import small
-from tests.storage.shared import MEASURED, Died, System, standing_in
+from tests.storage.shared import Died, System, standing_in, untimed_log
 
 STEPS = 7
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
 
 
 def job(texts: Corpus, out: Path, **settings: Any) -> TrainingJob:
@@ -46,8 +41,7 @@ def job(texts: Corpus, out: Path, **settings: Any) -> TrainingJob:
 def ending(out: Path) -> tuple[str, str, list[dict[str, Any]]]:
     """All that must be equal: every tensor, the progress, and each line of the log but its time."""
     last = checkpoint_folder(out, STEPS)
-    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
-    return tensors_sha256(last), (last / snapshot.PROGRESS_FILE).read_text(), lines
+    return tensors_sha256(last), (last / snapshot.PROGRESS_FILE).read_text(), untimed_log(out)
 
 
 @pytest.fixture(scope="module")

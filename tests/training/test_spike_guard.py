@@ -9,19 +9,14 @@ import torch
 
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError, MachineError
-from heddle.signals import Interrupted
 from heddle.storage.run_log import read_log
 from heddle.training import loop
 from heddle.training.job import TrainingJob
-from heddle.training.loop import MIN_LOSSES, SpikeGuard, TrainingResult, train
+from heddle.training.loop import MIN_LOSSES, SpikeGuard, train
 from heddle.training.settings import Settings
 from heddle.training.step import accumulate_gradients
 from tests import small
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
+from tests.training.gradients import same_weights
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +42,6 @@ def spiking(patch: pytest.MonkeyPatch, *batches: int) -> list[int]:
     return trained
 
 
-def weights(result: TrainingResult) -> list[torch.Tensor]:
-    return [parameter.detach() for parameter in result.model.parameters()]
-
-
 def test_a_spike_leads_back_to_the_checkpoint_and_past_the_data(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,20 +62,12 @@ def test_a_run_that_was_killed_goes_back_as_an_undisturbed_one(
     spiking(monkeypatch, 9, 13)
     whole = train(job(texts, tmp_path / "whole"))
     for stop_at in (6, 9, 10, 11, 13):
-        stop_if_diverged, out = loop._stop_if_diverged, tmp_path / f"cut{stop_at}"
-
-        def watch(job: TrainingJob, run: Any, step: Any, stop_at: int = stop_at, check: Any = stop_if_diverged) -> None:
-            check(job, run, step)
-            if step.number == stop_at:
-                run.stop_request.signal_number = 15
-
-        with monkeypatch.context() as patch:
-            patch.setattr(loop, "_stop_if_diverged", watch)
-            with pytest.raises(Interrupted, match=r"step (4|8|12);"):
-                train(job(texts, out))
+        out = tmp_path / f"cut{stop_at}"
+        with small.signalled(monkeypatch, stop_at, r"step (4|8|12);"):
+            train(job(texts, out))
         resumed = train(job(texts, out))
         assert resumed.progress == whole.progress
-        assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(whole), strict=True))
+        assert same_weights(resumed.model, whole.model)
         losses = [[line["loss"] for line in read_log(path)] for path in (out, tmp_path / "whole")]
         assert losses[0] == losses[1]
 

@@ -25,11 +25,6 @@ STEPS = 3
 Received = list[tuple[int, dict[str, float]]]
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("text"))
-
-
 class StandIn:
     """All four libraries at once: what a run, a writer or a client of theirs receives."""
 

@@ -236,11 +236,6 @@ def test_a_part_that_grows_in_another_way_is_refused(tmp_path: Path) -> None:
         small.forget_parts()
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small.corpus(tmp_path_factory.mktemp("texts") / "text")
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_at_its_own_width_nothing_changes(texts: Corpus, tmp_path: Path, optimizer: str) -> None:
     results = [
