@@ -105,7 +105,7 @@ READS_ENVIRONMENT = {
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 # Functions that import the module their first argument names.
 IMPORTING = {"import_module", "__import__"}
-# What numerics may import from outside the package and the standard library. Weights are drawn with numpy: decision 149.
+# What numerics may import from outside the package and the standard library. Numpy draws weights: decision 149.
 NUMERICS_MAY_USE = {"torch"}
 DRAWS_MAY_USE = {"heddle.numerics.random": {"numpy"}}
 
