@@ -26,13 +26,13 @@ SEQUENCE_LENGTH = 32
 
 
 def hybrid() -> ModelConfig:
-    """Attention once, then five times a block of a delta rule with experts and attention."""
+    """Attention once, then eight times a block of a delta rule with experts and attention."""
     block = [{"mixer": DELTA, "feedforward": EXPERTS}, {"mixer": ATTENTION, "feedforward": GATED}]
-    layers = [{"mixer": ATTENTION, "feedforward": GATED}, {"repeat": 5, "layers": block}]
+    layers = [{"mixer": ATTENTION, "feedforward": GATED}, {"repeat": 8, "layers": block}]
     return load_config({"vocab_size": 128, "width": 32, "layers": layers})
 
 
-def uniform(repeat: int = 5, width: int = 64, vocab_size: int = 128, **residual: Any) -> ModelConfig:
+def uniform(repeat: int = 8, width: int = 64, vocab_size: int = 128, **residual: Any) -> ModelConfig:
     layer = {"repeat": repeat, "mixer": ATTENTION, "feedforward": {"kind": "gated", "hidden": 2 * width}}
     data = {"vocab_size": vocab_size, "width": width, "layers": [layer]}
     return load_config(data | ({"residual": residual} if residual else {}))
@@ -47,7 +47,7 @@ def looped() -> ModelConfig:
 
 def windowed() -> ModelConfig:
     """Windows, whose attention is compiled FlexAttention on a GPU."""
-    layer = {"repeat": 5, "mixer": {**ATTENTION, "window": 8}, "feedforward": GATED}
+    layer = {"repeat": 8, "mixer": {**ATTENTION, "window": 8}, "feedforward": GATED}
     return load_config({"vocab_size": 128, "width": 64, "layers": [layer]})
 
 
@@ -69,7 +69,7 @@ CASES = {
     "hybrid": (hybrid, RankLayout(1, 4, rows=2)),
     "growing": (growing, RankLayout(1, 2, rows=1)),
     "windowed": (windowed, RankLayout(1, 1, rows=2)),
-    "accumulated": (uniform, RankLayout(2, 4, rows=1, accumulation=2, recompute="layers", reduce_once=True)),
+    "accumulated": (uniform, RankLayout(2, 4, rows=1, accumulation=4, recompute="layers", reduce_once=True)),
 }
 
 
