@@ -61,6 +61,7 @@ def all_pairs() -> list[Pair]:
     return [frozenset(pair) for first, second in combinations(factors, 2) for pair in product(first, second)]
 
 
+@cache
 def sites() -> list[Site]:
     """Every site of a design, those with the most labels first."""
     all_sites = [(where, f) for f in catalogue() for where in (range(DEPTH) if f in IN_LAYERS else (MODEL,))]

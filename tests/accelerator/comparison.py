@@ -1,6 +1,8 @@
 """A design on the simulated GPU and on the CPU: the same weights, the same inputs, the same results."""
 
+import copy
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,8 +28,14 @@ KEY = (5, 7)
 
 def model_of(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.float64) -> Decoder:
     """A model in eval mode; on every device it has the same weights."""
-    model = build(config, dtype=dtype, device="cpu", seed=3).eval()
+    model = copy.deepcopy(_built(config, dtype))
     return model if device == CPU else moved(model)
+
+
+@lru_cache(maxsize=2)
+def _built(config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    """Built once for all layouts and devices: drawing weights takes longer than a forward pass."""
+    return build(config, dtype=dtype, device="cpu", seed=3).eval()
 
 
 def layouts() -> dict[str, Callable[[], Layout]]:

@@ -759,7 +759,8 @@ BUGS = [
     Bug("a bound of decays that nothing reads", "options_have_effect", "kda-decay-bound",
         reads(BoundedDecay.forward, "bound", lambda bound: 1.0), option="decay_bound"),
     Bug("channel gates that nothing reads", "options_have_effect", "kda-channel-gates",
-        calls(DeltaRuleMixer._delta_rule, "split_heads", lambda split, x, heads: 0 * split(x, heads) + 1, nth=2)),
+        calls(DeltaRuleMixer._delta_rule, "split_heads", lambda split, x, heads: 0 * split(x, heads) + 1, nth=2),
+        option="negative_eigenvalues"),
     Bug("a curvature that decays at padding", "padding_not_cached", "delta-preconditioned",
         calls(Preconditioner.forward, "without_padding", lambda _, x, layout: x)),
     Bug("a curvature that starts anew in every call", "chunked_decoding", "kda-preconditioned",
@@ -980,7 +981,7 @@ BUGS = [
         KEYED_BY_ROW),
     # Experts
     Bug("an eps beside the sum that nothing reads", "options_have_effect", "moe-sigmoid-eps",
-        condition(route, "eps", False, nth=1)),
+        condition(route, "eps", False, nth=1), option="renormalize_eps"),
     Bug("inputs that are weighted by the gates of other tokens", "token_permutation", "moe-weighted-inputs",
         wrapped(run_on_weighted_inputs, lambda run, x, assignment, *rest:
                 run(x, assignment._replace(gates=assignment.gates.roll(1, 0)), *rest))),

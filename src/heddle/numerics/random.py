@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -23,10 +25,11 @@ from heddle.numerics.transfer import to_device
 # and a 64-bit key to four words. Element i of a stream is word `i mod 4` of the block with counter `i // 4`, so no
 # earlier element has to be drawn. The quantile function of the normal distribution (Wichura 1988, AS 241) turns one
 # word into one normal number. It is computed from sums, products and quotients alone: every machine rounds these alike,
-# while math libraries differ in the last bits of their logarithms and square roots.
+# while math libraries differ in the last bits of their logarithms.
 
 
 WORD = 0xFFFFFFFF
+FACTOR_0, FACTOR_1 = 0xD2511F53, 0xCD9E8D57  # of Philox4x32
 CHUNK = 2**16  # elements drawn at once, so that intermediate results stay in a CPU's cache
 
 # Coefficients of AS 241, constant terms first: near the median, and in the tails down to a probability of 1e-11.
@@ -55,8 +58,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
     k0, k1 = key & WORD, key >> 32 & WORD
     for _ in range(10):
         # A product of two 32-bit words has 64 bits: int64 may call it negative, but holds every one of them.
-        x0.mul_(0xD2511F53)
-        x2.mul_(0xCD9E8D57)
+        x0.mul_(FACTOR_0)
+        x2.mul_(FACTOR_1)
         torch.bitwise_right_shift(x0, 32, out=high0)
         torch.bitwise_right_shift(x2, 32, out=high1)
         high0.bitwise_and_(WORD).bitwise_xor_(x3).bitwise_xor_(k1)
@@ -78,20 +81,30 @@ class RandomStream(NamedTuple):
         digest = hashlib.sha256("/".join(map(str, purpose)).encode()).digest()
         return RandomStream(int.from_bytes(digest[:8], "little"))
 
-    def words(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop`: int64 [stop − start] on the CPU, each from 0 to 2^32 − 1."""
-        block = torch.arange(start // 4, -(-stop // 4), dtype=torch.int64, device="cpu")
-        zero = torch.zeros_like(block)
-        words = torch.stack(philox((block & WORD, block >> 32, zero, zero), self.key), dim=-1).flatten()
-        return words[start % 4 : start % 4 + stop - start]
+    def words(self, start: int, stop: int) -> NDArray[np.uint64]:
+        """Elements `start` to `stop`: [stop − start], each from 0 to 2^32 − 1.
+
+        As `philox` with counters `block, block >> 32, 0, 0`, in numpy: its calls on the few elements of a small
+        parameter are several times shorter.
+        """
+        block = np.arange(start // 4, -(-stop // 4), dtype=np.uint64)
+        word, half = np.uint64(WORD), np.uint64(32)
+        x0, x1, k0, k1 = block & word, block >> half, self.key & WORD, self.key >> 32 & WORD
+        x2 = x3 = np.zeros_like(block)
+        for _ in range(10):
+            first, second = x0 * np.uint64(FACTOR_0), x2 * np.uint64(FACTOR_1)
+            x0, x1 = second >> half ^ x1 ^ np.uint64(k0), second & word
+            x2, x3 = first >> half ^ x3 ^ np.uint64(k1), first & word
+            k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
+        return np.stack((x0, x1, x2, x3), axis=-1).ravel()[start % 4 : start % 4 + stop - start]
 
     def normal(self, start: int, stop: int) -> Tensor:
-        """Standard normal numbers, float64 [stop − start]; the largest possible is 6.4."""
-        return normal_quantile(self.words(start, stop))
+        """Standard normal numbers, float64 [stop − start] on the CPU; the largest possible is 6.4."""
+        return torch.from_numpy(normal_quantile(self.words(start, stop)))
 
     def uniform(self, start: int, stop: int) -> Tensor:
-        """Numbers strictly between 0 and 1, float64 [stop − start]."""
-        return (self.words(start, stop).double() + 0.5) * 2.0**-32
+        """Numbers strictly between 0 and 1, float64 [stop − start] on the CPU."""
+        return torch.from_numpy((self.words(start, stop) + 0.5) * 2.0**-32)
 
     def normal_chunks(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """The same numbers as `normal` in pieces of at most CHUNK: (first element, float64)."""
@@ -110,48 +123,36 @@ class ParameterDraws(NamedTuple):
         return RandomStream.of(self.seed, f"{self.module}.{parameter}" if self.module else parameter)
 
 
-def normal_quantile(words: Tensor) -> Tensor:
-    """Words, int64 [N] from 0 to 2^32 − 1 -> the normal quantile at (word + ½) / 2^32, float64, to a relative 1e-15."""
-    from_median = words.double().add_(0.5 - 2.0**31).mul_(2.0**-32)  # the probability less ½: exact
-    square = from_median * from_median
-    ratio = polynomial(square.neg_().add_(0.180625), MEDIAN_NUMERATOR)
-    result = ratio.div_(polynomial(square, MEDIAN_DENOMINATOR)).mul_(from_median)
-    tail = from_median.abs().gt_(0.425).nonzero().squeeze(-1)
+def normal_quantile(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Words [N] from 0 to 2^32 − 1 -> the normal quantile at (word + ½) / 2^32, to a relative 1e-15."""
+    from_median = (words + (0.5 - 2.0**31)) * 2.0**-32  # the probability less ½: exact
+    square = 0.180625 - from_median * from_median
+    result = polynomial(square, MEDIAN_NUMERATOR) / polynomial(square, MEDIAN_DENOMINATOR) * from_median
+    tail = np.flatnonzero(np.abs(from_median) > 0.425)
     probability = from_median[tail]
-    distance = square_root(logarithm(0.5 - probability.abs()).neg_()).sub_(1.6)
-    quantile = polynomial(distance, TAIL_NUMERATOR).div_(polynomial(distance, TAIL_DENOMINATOR))
-    return result.index_copy_(0, tail, quantile.mul_(probability.sign()))
+    distance = np.sqrt(-logarithm(0.5 - np.abs(probability))) - 1.6  # numpy's root is the processor's: exactly rounded
+    quantile = polynomial(distance, TAIL_NUMERATOR) / polynomial(distance, TAIL_DENOMINATOR)
+    result[tail] = quantile * np.sign(probability)
+    return result
 
 
-def polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+def polynomial(x: NDArray[np.float64], coefficients: tuple[float, ...]) -> NDArray[np.float64]:
     """Σ c_i x^i by Horner's rule, constant term first."""
-    total = torch.full_like(x, coefficients[-1])
+    total = np.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
-        total.mul_(x).add_(coefficient)
+        total *= x
+        total += coefficient
     return total
 
 
-def logarithm(x: Tensor) -> Tensor:
+LOGARITHM = tuple(2.0 / power for power in range(1, 27, 2))
+
+
+def logarithm(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """log(x) of float64 from 1e-300 to 0.1, to a relative 1e-15."""
-    mantissa, exponent = torch.frexp(x)  # mantissa from ½ to 1
-    ratio = mantissa.sub(0.75).div_(mantissa.add(0.75))  # log(m / ¾) = 2 atanh(ratio), |ratio| <= 1/5
-    series = polynomial(ratio * ratio, tuple(2.0 / power for power in range(1, 27, 2)))
-    return series.mul_(ratio).add_(exponent.double() * 0.6931471805599453).add_(-0.2876820724517809)
-
-
-def square_root(x: Tensor) -> Tensor:
-    """√x of float64 from 1e-100 to 1e100, correctly rounded.
-
-    A library's root may be wrong in its last bit, on each CPU in other elements (Intel's MKL on AMD's and on its own).
-    One Newton step with an exact remainder mends that: Dekker (1971), "A floating-point technique for extending the
-    available precision", splits the root into two halves whose products are exact.
-    """
-    root = x.sqrt()
-    scaled = root * (2.0**27 + 1)
-    upper = scaled - (scaled - root)
-    lower = root - upper
-    remainder = ((x - upper * upper) - 2 * upper * lower) - lower * lower
-    return root.add_(remainder.div_(root * 2))
+    mantissa, exponent = np.frexp(x)  # mantissa from ½ to 1
+    ratio = (mantissa - 0.75) / (mantissa + 0.75)  # log(m / ¾) = 2 atanh(ratio), |ratio| <= 1/5
+    return polynomial(ratio * ratio, LOGARITHM) * ratio + exponent * 0.6931471805599453 - 0.2876820724517809
 
 
 class RandomKey(NamedTuple):

@@ -263,7 +263,7 @@ def rows_of(model: Decoder) -> list[list[int]]:
 
     def row(name: str, length: int) -> list[int]:
         words = RandomStream.of("conformance", name).words(0, min(length, limit))
-        return (1 + words % (vocabulary - 1)).tolist()
+        return [int(word) for word in 1 + words % (vocabulary - 1)]
 
     rows = [row(f"row {index}", length) for index, length in enumerate(ROW_LENGTHS)]
     rows.append([*rows[0][:ROLLBACK_TO], *row("another end", 9)])
