@@ -327,6 +327,7 @@ def contents(workspace: Path) -> dict[str, bytes]:
         ("generate {run} --prompts {root}/empty.txt", "empty.txt: is empty"),
         ("generate {hf}", "hf: is a transformers folder; first `heddle import "),
         ("compare ladder {root}/good.yaml --sequence-length 0", "sequence_length 0: must be at least 1"),
+        ("train {root}/good.yaml --warmup 1000 --steps 10", "--warmup 1000: is longer than the run of 10 steps"),
     ],
 )
 def test_what_options_decide_is_refused_before_text_and_weights_are_read(
