@@ -488,6 +488,12 @@ def test_a_refused_healing_is_left_out_as_the_refusal_says(
         (["--to", "kv_heads=3"], "kv_heads"),
         (["--to", "kv_heads=2", "--to", "kv_heads=3"], "kv_heads"),
         (["--to", "vocab_size=3"], "vocab_size: 3"),
+        (["--search", "state@1k=50%", "--keep", "7"], "--keep 7:"),
+        (["--search", "state@1k=50%", "--only", "foo", "--calibration-tokens", "1k"], "foo"),
+        (
+            ["--search", "state@1k=50%", "--calibration-tokens", "64"],
+            "--calibration-tokens 64: are too few for a search",
+        ),
         (["--to", "kv_heads=2", "--calibration-tokens", "0"], "--calibration-tokens 0:"),
         (["--to", "kv_heads=2", "--sequence-length", "0"], "--sequence-length 0:"),
         (["--to", "kv_heads=2", "--heal", "100"], "--heal 100: is less than one step of 128 tokens"),

@@ -112,7 +112,8 @@ def test_added_designs_do_not_narrow_the_rows_that_were_there() -> None:
 
     def interaction(judging: Judging) -> dict[str, Any]:
         cells = field_effects(designs, BASE, judging)["interactions"][0]["cells"]
-        return next(cell["interaction"] for cell in cells if cell["values"] == ["1", "parallel"])  # type: ignore[no-any-return]
+        found: dict[str, Any] = next(cell["interaction"] for cell in cells if cell["values"] == ["1", "parallel"])
+        return found
 
     at_once, grown = interaction(Judging()), interaction(Judging(earlier_designs=(earlier,)))
     assert grown["high"] - grown["low"] > 1.2 * (at_once["high"] - at_once["low"])

@@ -22,6 +22,7 @@ from heddle.conversion.convert import (
 )
 from heddle.conversion.convert import convert as convert_model
 from heddle.conversion.heal import (
+    CALIBRATION_BATCH,
     CALIBRATION_TOKENS,
     CONVERTED_FOLDER,
     HEAL_FOLDER,
@@ -331,6 +332,7 @@ class _ConversionJob:
         self.design = self.source.weights.design
         self.goals: list[Goal] = []
         if settings.search:
+            from heddle.lab.search.scores import chosen_targets
             from heddle.lab.search.search import kept_layers, parse_goals, search_tokens
 
             self.goals = parse_goals(settings.search)
@@ -344,6 +346,12 @@ class _ConversionJob:
         if self.goals:
             self.kept = kept_layers(settings.keep, self.design)
             self.calibration_tokens = search_tokens(self.calibration_tokens)
+            chosen_targets(self.design, settings.sequence_length, settings.only)  # raises for what is none
+            if calibration_samples(self.calibration_tokens, settings.sequence_length) < 3 * CALIBRATION_BATCH:
+                raise ConfigError(
+                    f"--calibration-tokens {tokens}: are too few for a search, which fits, scores and checks on three "
+                    f"texts; give {3 * CALIBRATION_BATCH * settings.sequence_length} or more"
+                )
         self.distillation = Distillation(
             self.source, LossWeights.parse(settings.heal_loss, "--heal-loss"), settings.heal_parameters or "all"
         )
