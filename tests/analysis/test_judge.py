@@ -77,7 +77,7 @@ def test_a_proposal_that_learns_becomes_the_incumbent(ledger: Path) -> None:
     assert found.incumbent.training == {"learning_rate": 0.01}
     page = (ledger / "judge.html").read_text()
     assert "The incumbent is faster" in page
-    assert f"{verdict['improvement']['mean']:+.4f}" in page
+    assert f"{verdict['improvement']['mean']:+.4f}" in page  # positive, so without a minus
     # an incumbent of earlier, and the same again, are no change; a rate that is too low is no improvement
     back = submit(ledger, {"training": {"lr": 1e-5}})
     assert (back["verdict"], back["rule"]) == ("refused", "copy")

@@ -313,6 +313,44 @@ def contents(workspace: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in workspace.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("train --from {root}/wider --lora 0", "lora: rank = 0"),
+        ("train --from {root}/wider --lora 4 --lora-targets foo", "no projection matches 'foo'"),
+        ("train --from {root}/wider --lr-scale foo=2", "no trainable parameter is at 'foo'"),
+        ("train --from {root}/wider --out {root}/mine", "holds something else (thesis.tex)"),
+        ("generate {run} --max-new-tokens 0", "max_new_tokens 0:"),
+        ("generate {run} --temperature -1", "temperature -1.0:"),
+        ("generate {run} --top-p 2", "top_p 2.0:"),
+        ("generate {run} --num-beams 0", "num_beams 0:"),
+        ("generate {run} --prompts {root}/empty.txt", "empty.txt: is empty"),
+        ("generate {hf}", "hf: is a transformers folder; first `heddle import "),
+        ("compare ladder {root}/good.yaml --sequence-length 0", "sequence_length 0: must be at least 1"),
+        ("train {root}/good.yaml --warmup 1000 --steps 10", "--warmup 1000: is longer than the run of 10 steps"),
+    ],
+)
+def test_what_options_decide_is_refused_before_text_and_weights_are_read(
+    workspace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    sentence: str,
+) -> None:
+    hf = tmp_path / "hf"
+    if "{hf}" in options:
+        assert run_command(["export", f"{workspace}/run", str(hf)]) == 0
+        capsys.readouterr()
+    for path in ("heddle.training.run._open_data", "heddle.storage.tensor_file._BlockReader.read"):
+        monkeypatch.setattr(path, lambda *arguments: pytest.fail("text or weights are read"))
+    words = options.format(run=f"{workspace}/run", root=workspace, hf=hf).split()
+    assert run_command([*words, "--device", "cpu", "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["flipped", "cut"])
 def test_generating_from_a_damaged_checkpoint_names_file_and_tensor(
     name: str, workspace: Path, capsys: pytest.CaptureFixture[str]

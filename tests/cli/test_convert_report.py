@@ -10,7 +10,7 @@ import pytest
 
 from heddle.cli.main import run_command
 from heddle.conversion import weights as weights_module
-from heddle.conversion.convert import Conversion, conversion_difference
+from heddle.conversion.convert import Conversion, FolderWeights, conversion_difference
 from heddle.conversion.heal import convert_and_heal
 from heddle.conversion.targets import conversion_variants
 from heddle.conversion.weights import Weights
@@ -19,12 +19,14 @@ from heddle.errors import ConfigError
 from heddle.lab.compare.speed import time_reading, time_training_steps
 from heddle.lab.conversion import convert as convert_module
 from heddle.lab.conversion import measure as measure_module
+from heddle.lab.conversion.convert import _ConversionJob
 from heddle.lab.conversion.results import parse_results
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.storage.file_io import read_json_file
 from heddle.storage.model import load, save
 from heddle.training import loop
+from heddle.training.built_models import BuiltModels, build_models
 from heddle.training.evaluation.scores import Scores
 from heddle.training.job import TrainingJob
 from heddle.training.loop import TrainingResult, evaluate
@@ -43,7 +45,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _reading_takes_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert_module, "time_reading", lambda job: math.inf)
+    monkeypatch.setattr(convert_module, "time_reading", lambda job, model: math.inf)
 
 
 def command(workspace: Path, out: Path, *options: str) -> list[str]:
@@ -103,7 +105,7 @@ def test_a_finished_conversion_without_a_report_says_so(
     assert run_command(command(workspace, out, *target)) == 0
     assert run_command(command(workspace, out, *target)) == 2
     assert f"{out}: exists already: this conversion is finished; to convert" in capsys.readouterr().err
-    assert run_command(command(workspace, out, "--to", "fold_norms", "--report-tokens", "0")) == 2
+    assert run_command(command(workspace, out, "--to", "fold_norms,final_norm=false", "--report-tokens", "0")) == 2
     assert f"{out}: exists already; choose another name" in capsys.readouterr().err
 
 
@@ -113,12 +115,15 @@ def test_a_dry_run_reads_no_text_that_decides_no_size(
 ) -> None:
     words = ["convert", f"{workspace}/run", "--to", target, "--dry-run"]
     short = ["--calibration-tokens", "1024", "--sequence-length", "16"]
-    assert run_command([*words, "--data", f"{workspace}/text", *short, "--quiet"]) == 0
-    known = capsys.readouterr().out
     monkeypatch.setattr(convert_module, "_corpus", lambda *arguments: pytest.fail("the text is read"))
+    assert run_command([*words, "--data", f"{workspace}/text", *short]) == 0
+    known = capsys.readouterr()
+    files = list((workspace / "text").iterdir())
+    size = sum(path.stat().st_size for path in files)
+    assert f"text: {len(files)} files, {size / 1000:.1f} kB; listed, not read" in known.err
     assert run_command([*words, "--quiet"]) == 0
-    assert capsys.readouterr().out == known
-    assert "exports as" in known
+    assert capsys.readouterr().out == known.out
+    assert "exports as" in known.out
 
 
 def test_a_dry_run_reads_the_text_that_decides_sizes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +175,7 @@ def test_a_budget_counts_what_is_read_after_healing(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a report, too: four rows take as long as 1.3 steps of one row."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [60.0])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [60.0])
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "1", "--heal", "6400"]
     words, fits = [*options, "--report-tokens", "0", "--budget", "30m"], []
     for name in ("counted", "not counted"):
@@ -184,7 +189,7 @@ def test_a_budget_knows_that_a_step_may_be_mostly_the_optimizer(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read after healing takes as long as a batch takes to read, not a third of a step of a minute."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [60.0])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [60.0])
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "1", "--heal", "6400"]
     reports = []
     for name in ("a third", "measured"):
@@ -207,8 +212,8 @@ def test_a_healing_says_how_long_it_takes(
     """From timed steps towards the teacher, before the first one; a short one is not timed, nor one that goes on."""
     timed: list[float] = []
 
-    def time_steps(job: TrainingJob) -> list[float]:
-        timed.extend(time_training_steps(job))
+    def time_steps(job: TrainingJob, built: BuiltModels) -> list[float]:
+        timed.extend(time_training_steps(job, built))
         return [60.0, 50.0, 100.0]
 
     monkeypatch.setattr(convert_module, "time_training_steps", time_steps)
@@ -228,7 +233,7 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its first step; what was converted is kept, and a command with as many tokens as are named goes on."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [60.0])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [60.0])
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
     words = [word for word in command(workspace, tmp_path / "fewer", *options) if word != "--quiet"]
     assert run_command([*words, "--heal", "6400"]) == 1
@@ -241,7 +246,7 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
     assert (tmp_path / "fewer.work").is_dir()
     assert run_command([*words, "--heal", str(fits)]) == 0
     assert f"healing: {fits // 64} steps of 64 tokens, about" in capsys.readouterr().err
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1e6])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e6])
     words[2] = str(tmp_path / "other")
     assert run_command([*words, "--heal", "6400"]) == 1
     assert re.search(r"; give --budget \d+m or more, or --heal 0; ", capsys.readouterr().err)
@@ -250,7 +255,7 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
 def test_a_sweep_is_refused_by_the_time_of_all_healings(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [60.0])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [60.0])
     options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
     assert run_command([*command(workspace, tmp_path / "sweep", *options), "--heal", "1280"]) == 1
     assert "--heal 1280: takes about 40 min" in capsys.readouterr().err
@@ -260,7 +265,7 @@ def test_a_budget_alone_heals_for_what_it_leaves(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All variants as long, also those that a later call heals, whatever a step takes then."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [6.0])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [6.0])
     options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
     words = [word for word in command(workspace, tmp_path / "sweep", *options) if word != "--quiet"]
     with dying(monkeypatch, "apply_gradients", 3, before=True):
@@ -269,7 +274,7 @@ def test_a_budget_alone_heals_for_what_it_leaves(
     steps = int(said.partition("the budget chose: --heal ")[2].partition(" ")[0]) // 64
     assert 100 < steps < 150  # of 6 s twice, in 30 minutes less the report of five models
     assert f"{steps * 64} (what the budget leaves)" in said
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1.0])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1.0])
     assert run_command(words) == 0
     assert "the budget chose" not in capsys.readouterr().err
     documents = sorted((tmp_path / "sweep").rglob("conversion.json"))
@@ -281,7 +286,7 @@ def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later call has more time for the variants that are left, and would heal these alone; the next one is new."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [600.0])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [600.0])
     options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
     words = [word for word in command(workspace, tmp_path / "sweep", *options) if word != "--quiet"]
     with monkeypatch.context() as patch:
@@ -297,7 +302,7 @@ def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
         assert run_command(words) != 0
     assert "the budget chose: no healing" in capsys.readouterr().err
     assert (chosen[0] / "conversion.json").is_file()
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1e-3])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e-3])
     assert run_command(words) == 0
     results = parse_results(read_json_file(tmp_path / "sweep/convert.json"))
     assert [model.stage for model in results.models] == ["original", "converted", "converted"]
@@ -313,7 +318,7 @@ def test_a_budget_chooses_the_calibration_and_refuses_one_that_does_not_fit(
 ) -> None:
     """On the shortest text, 64 tokens, it takes 40 s; a later call keeps to what was chosen."""
     monkeypatch.setattr(convert_module, "calibration_seconds", lambda *_: 40.0)
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1e4])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e4])
     words = command(workspace, tmp_path / "fewer", "--to", "kv_heads=2")
     words = [word for word in words if word not in ("--quiet", "--calibration-tokens", "256")]
     assert run_command([*words, "--budget", "30s"]) == 2
@@ -343,7 +348,7 @@ def dying_report(*arguments: Any) -> None:
 def test_a_long_budget_reads_the_text_once(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job: [1e-3])
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e-3])
     words = command(workspace, tmp_path / "fewer", "--to", "kv_heads=2,groups=contiguous,merge=mean", "--budget", "9h")
     assert run_command([word for word in words if word != "--quiet"]) == 0
     said = capsys.readouterr().err
@@ -445,6 +450,29 @@ def test_methods_are_compared_before_and_after_healing(
     assert sorted(path.name for path in aside.iterdir()) == [f"{name}.work" for name in names]
 
 
+def test_a_refused_healing_is_left_out_as_the_refusal_says(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that was kept is not called healed, and one model is built to time steps and reading."""
+    builds = list[int]()
+
+    def build_once(job: TrainingJob) -> BuiltModels:
+        builds.append(1)
+        return build_models(job)
+
+    monkeypatch.setattr(convert_module, "build_models", build_once)
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e6])
+    out = tmp_path / "out"
+    words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", "--budget", "30m")
+    assert run_command([*words, "--heal", "6400"]) == 1
+    assert "or --heal 0; converted models are kept" in capsys.readouterr().err
+    assert builds == [1]
+    assert run_command([*words, "--heal", "0"]) == 0
+    stages = [model.stage for model in parse_results(read_json_file(out / "convert.json")).models]
+    assert stages == ["original", "converted"]
+    assert not out.with_name("out.work").joinpath("converted").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -454,14 +482,35 @@ def test_methods_are_compared_before_and_after_healing(
         (["--to", "kv_heads=2", "--report-tokens", "60"], "--report-tokens 60:"),
         (
             ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--speed-context-length", "0"],
-            "--speed-context-length:",
+            "--speed-context-length 0:",
         ),
-        (["--sweep", "kv_heads=3,groups=contiguous,merge=mean"], "kv_heads=3"),
+        (["--sweep", "kv_heads=3,groups=contiguous,merge=mean"], "kv_heads"),
+        (["--to", "kv_heads=3"], "kv_heads"),
+        (["--to", "kv_heads=2", "--to", "kv_heads=3"], "kv_heads"),
+        (["--to", "vocab_size=3"], "vocab_size: 3"),
+        (["--search", "state@1k=50%", "--keep", "7"], "--keep 7:"),
+        (["--search", "state@1k=50%", "--only", "foo", "--calibration-tokens", "1k"], "foo"),
+        (
+            ["--search", "state@1k=50%", "--calibration-tokens", "64"],
+            "--calibration-tokens 64: are too few for a search",
+        ),
+        (["--to", "kv_heads=2", "--calibration-tokens", "0"], "--calibration-tokens 0:"),
+        (["--to", "kv_heads=2", "--sequence-length", "0"], "--sequence-length 0:"),
+        (["--to", "kv_heads=2", "--heal", "100"], "--heal 100: is less than one step of 128 tokens"),
+        (["--to", "kv_heads=2", "--heal", "200", "--heal-lr", "0"], "--heal-lr 0.0:"),
+        (["--to", "kv_heads=2", "--heal", "200", "--heal-parameters", "foo"], "parameters foo:"),
     ],
 )
-def test_bad_requests_are_one_sentence_and_write_nothing(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+def test_bad_requests_are_one_sentence_before_anything_is_read(
+    workspace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    sentence: str,
 ) -> None:
+    for cls, name in ((FolderWeights, "tensor"), (_ConversionJob, "_encoded_text")):
+        monkeypatch.setattr(cls, name, lambda *arguments: pytest.fail("a weight or the text is read"))
     assert run_command(command(workspace, tmp_path / "out", *options)) == 2
     error = capsys.readouterr().err
     assert sentence in error
@@ -504,13 +553,14 @@ def test_the_list_says_which_options_are_required(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("target", ["kv_heads=2", "latent_attention,kv_rank=4,rope_dim=2", "gated_delta,fit_steps=1"])
 def test_a_text_too_short_names_the_option_and_what_is_enough(
-    target: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+    target: str, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["convert", f"{workspace}/run", "--data", f"{workspace}/text", *QUICK, "--to", target, "--dry-run"]
-    assert run_command([*words, "--calibration-tokens", "16"]) == 2
+    words = ["convert", f"{workspace}/run", "--data", f"{workspace}/text", *QUICK, "--to", target]
+    assert run_command([*words, "--dry-run", "--calibration-tokens", "16"]) == 2
     enough = capsys.readouterr().err.partition("--calibration-tokens ")[2].split()[0]
-    assert run_command([*words, "--calibration-tokens", enough]) == 0
-    assert run_command([*words, "--calibration-tokens", "100M"]) == 2
+    assert run_command([*words, "--dry-run", "--calibration-tokens", enough]) == 0
+    assert run_command([*words, "--calibration-tokens", "100M", str(tmp_path / "out")]) == 2
+    assert "give more text, or --calibration-tokens " in capsys.readouterr().err
 
 
 def test_a_refused_layer_of_a_repeated_entry_is_called_a_layer(

@@ -40,6 +40,7 @@ from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, 
 from heddle.lab.conversion.results import ORIGINAL, ConversionResults, parse_results
 from heddle.lab.conversion.run import ConversionReport, measure_conversion
 from heddle.laws.harness import model_under_test
+from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.storage.file_io import read_json_file
 from heddle.storage.model import load as load_checkpoint
@@ -225,6 +226,22 @@ def test_rows_of_recall_begin_with_bos(gemma: Path, texts: Path) -> None:
             assert np.array_equal(
                 row[first + 1 : first + 1 + spans.length], row[second + 1 : second + 1 + spans.length]
             )
+
+
+def test_an_inspected_text_begins_with_bos(gemma: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported, read = tmp_path / "imported", list[list[int]]()
+
+    def watch(model: Decoder, tokens: list[int]) -> None:
+        read.append(tokens)
+        raise ConfigError("seen")
+
+    assert run_command(["import", str(gemma), str(imported), "--quiet"]) == 0
+    monkeypatch.setattr("heddle.lab.inspect.inspect_layers", watch)
+    assert run_command(["inspect", str(imported), "--text", "a word", "--out", f"{tmp_path}/page.html"]) == 2
+    _, tokenizer = load_checkpoint(imported)
+    assert tokenizer is not None
+    assert read == [[*tokenizer.bos_ids, *tokenizer.encode("a word")]]
+    assert len(tokenizer.bos_ids) == 1
 
 
 def test_rows_keep_within_the_positions_of_a_model(gemma: Path, texts: Path, tmp_path: Path) -> None:

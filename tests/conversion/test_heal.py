@@ -185,7 +185,10 @@ def dying(*arguments: Any, **named: Any) -> None:
         (["--heal-loss", "text"], "--heal-loss text: has no effect without healing; give --heal or --budget too"),
         (["--heal-batch-size", "2"], "--heal-batch-size 2: has no effect without healing; give --heal or --budget too"),
         (["--heal", "4096", "--heal-batch-size", "0"], "--heal-batch-size 0: must be at least 1"),
-        (["--heal", "9"], "healing tokens 9: are less than one step of 2048 tokens; give more"),
+        (
+            ["--heal", "9"],
+            "--heal 9: is less than one step of 2,048 tokens; give more, 0 for none, or a smaller --heal-batch-size",
+        ),
         (["--heal", "4096", "--heal-loss", "logit"], "unknown loss 'logit'; choices: logits, text, layers"),
         (["--heal", "4096", "--heal-parameters", "some"], "unknown parameters; choices: all, touched"),
     ],

@@ -55,8 +55,8 @@ def test_each_step_draws_another_mask() -> None:
     assert not torch.equal(drop(module, x, step=1), drop(module, x, step=2))
 
 
-def model_with(drop_path: float) -> Decoder:
-    residual = {"kind": "pre_norm", "drop_path": drop_path}
+def model_with(drop_path: float, first: float = 0.0) -> Decoder:
+    residual = {"kind": "pre_norm", "drop_path": drop_path, "drop_path_first": first}
     return build(parse_config(ModelConfig, design(layer(attention(), repeat=5), residual=residual)))
 
 
@@ -68,6 +68,8 @@ def test_every_dropout_has_its_own_site() -> None:
 def test_rates_grow_linearly_with_depth() -> None:
     drops = [module for module in model_with(0.4).modules() if isinstance(module, Dropout) and module.per_sample]
     assert [module.rate for module in drops] == pytest.approx([0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4])
+    equal = [module for module in model_with(0.3, 0.3).modules() if isinstance(module, Dropout) and module.per_sample]
+    assert [module.rate for module in equal] == pytest.approx([0.3] * 10)
 
 
 def test_the_embedding_drops_elements_of_its_output() -> None:

@@ -66,10 +66,15 @@ def generate(settings: GenerateSettings) -> None:
             tf32=settings.tf32,
             deterministic=settings.deterministic,
         )
+        from heddle.generation.generate import check_decoding
         from heddle.generation.generate import generate as generate_texts
         from heddle.storage.model import load
 
         run, dtype, bits = settings.run, dtype_of(settings.precision), _bits_of(settings.weights)
+        check_decoding(**shared(settings, check_decoding))
+        prompts = [_read_prompt(text) for text in settings.prompt or (() if settings.prompts else ("",))]
+        if settings.prompts is not None:
+            prompts += _read_prompts(settings.prompts)
         model, tokenizer = load(run, dtype=dtype, device=runtime.device)
         if tokenizer is None:
             raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a prompt; train it with heddle")
@@ -79,10 +84,8 @@ def generate(settings: GenerateSettings) -> None:
             draft, draft_tokenizer = load(settings.draft_model, dtype=dtype, device=runtime.device)
             _check_same_tokenizer(settings.draft_model, draft_tokenizer, run, tokenizer)
         rounds: list[SpeculativeRound] = []
-        prompts = [_read_prompt(text) for text in settings.prompt or (() if settings.prompts else ("",))]
         streams, has_draft = settings.streams, draft is not None or settings.multi_token_draft
         if settings.prompts is not None:
-            prompts += _read_prompts(settings.prompts)
             takes_turns = settings.batch_invariant or settings.num_beams > 1 or has_draft
             streams = (None if takes_turns else DEFAULT_STREAMS) if streams is None else streams
         streaming = len(prompts) == 1 and not settings.json

@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from heddle.conversion.convert import ConversionSource
     from heddle.data.corpus import Corpus
-    from heddle.data.samples import Batch, RowProtocol
+    from heddle.data.samples import RowProtocol
 
 SEQUENCE_LENGTH = 1024
 BATCH_TOKENS = 4096
@@ -157,7 +157,7 @@ def _read(source: "ConversionSource", settings: LossSettings, device: str) -> _R
 
     from heddle.conversion.weights import build_model
     from heddle.data.corpus import prepare_corpus
-    from heddle.data.samples import evaluation_windows
+    from heddle.data.samples import evaluation_windows, joined
     from heddle.training.evaluation.scores import token_scores
     from heddle.training.init_checkpoint import model_rows
 
@@ -171,7 +171,7 @@ def _read(source: "ConversionSource", settings: LossSettings, device: str) -> _R
     files = [corpus.validation] if settings.held_out else [*corpus.train, corpus.validation]
     every = -(-sum(-(-(len(file) - 1) // length) for file in files) // max(1, settings.tokens // length))
     windows = chain.from_iterable(evaluation_windows(file, length, 1, rows) for file in files)
-    batches = list(_joined(islice(windows, 0, None, max(1, every)), max(1, BATCH_TOKENS // length)))
+    batches = list(joined(islice(windows, 0, None, max(1, every)), max(1, BATCH_TOKENS // length)))
     model = build_model(source.weights).to(device, dtype_of(settings.precision))
     bits, sizes, tokens = [], [], 0
     with progress_bar(source.folder.name, sum(len(batch.tokens) for batch in batches), "sequences") as bar:
@@ -184,19 +184,6 @@ def _read(source: "ConversionSource", settings: LossSettings, device: str) -> _R
         raise DataError(f"--data {' '.join(data)}: holds fewer than two tokens to score; give more text")
     text = _Text(tokenizer.hash, corpus.hash, length, rows)
     return _ReadText(str(source.folder), text, np.array(bits), np.array(sizes, dtype=np.float64), tokens)
-
-
-def _joined(sequences: "Iterable[Batch]", count: int) -> "Iterator[Batch]":
-    """Batches of up to `count` sequences of one length, from batches of one."""
-    import numpy as np
-
-    from heddle.data.samples import Batch
-
-    for _, same in groupby(sequences, lambda batch: batch.tokens.shape[1]):
-        while group := list(islice(same, count)):
-            tokens = np.concatenate([batch.tokens for batch in group])
-            numbers = np.concatenate([batch.sample_indices for batch in group])
-            yield Batch(tokens, tuple(lengths for batch in group for lengths in batch.doc_lengths), numbers)
 
 
 def _warn_of_training_text(folder: Path, corpus: "Corpus") -> None:

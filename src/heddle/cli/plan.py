@@ -89,7 +89,7 @@ def _print(design: str, facts: dict[str, Any]) -> None:
             console.print(f"  {limit}", markup=False)
         if facts["command"]:
             where = ", on each node, with NODE_RANK and MASTER_ADDR set" * facts["command"].startswith("torchrun")
-            print(f"\nthe fastest layout that heddle train has{where}:\n{terminal_safe(facts['command'])}\n")
+            print(f"\nthe fastest layout{where}:\n{terminal_safe(facts['command'])}\n")
     if facts["not_fitted"]:
         kinds = " and ".join(facts["not_fitted"])
         console.print(f"no published training with {kinds} was fitted: such kernels may take longer than planned\n")
@@ -122,7 +122,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
     from rich.table import Table
 
     has_time = facts["layouts"][0]["training_seconds"] is not None
-    degrees = ("replicate", "shard", "sequences", "accumulation", "reduce", "recompute")
+    degrees = ("replicate", "shard", "sequences", "accumulation", "recompute")
     table = Table(box=None, pad_edge=False)
     speeds = ("GiB", "tokens/s per GPU", "MFU", "tokens/s", *(["time"] if has_time else []))
     for name in (*degrees, "tokens per step", *speeds):
@@ -133,7 +133,6 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
             f"{each['data_parallel_shard_degree']:,}",
             str(each["micro_batch_size"]),
             str(each["accumulation"]),
-            "once" if each["reduce_once"] else "each",
             each["recompute"],
             f"{each['tokens_per_step']:,}",
             f"{each['memory_total'] / GIB:,.1f}",

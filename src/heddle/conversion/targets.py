@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heddle.config import DesignError, parse_config
+from pydantic.fields import FieldInfo
+
+from heddle.config import DesignError, literal_values, parse_config
 from heddle.conversion.rewrite import Rewrite, rewrites
 from heddle.errors import ConfigError, choices_hint
 from heddle.model.load_config import parse_yaml
+from heddle.progress import print_text
 
 LAYERS = re.compile(r"layers\.(?P<layers>\*|\d+(?:,\d+)*)\.")
 PART_NAMES = ("mixer.", "feedforward.")
@@ -143,3 +146,24 @@ def _method(rewrite: Rewrite) -> str:
     named = sorted(rewrite.model_fields_set, key=order.index)
     words = [str(value) for name in named if isinstance(value := getattr(rewrite, name), str)]
     return ", ".join([rewrite.name, *words])
+
+
+def print_rewrites() -> None:
+    """Every rewrite with its targets and options."""
+    for name, cls in rewrites().items():
+        targets = [f"{target}={option.upper()}" for target, option in cls.targets.items()] or [name]
+        print_text(f"{', '.join(targets)}")
+        print_text(f"    {(cls.__doc__ or '').strip().splitlines()[0]}")
+        for option, field in cls.model_fields.items():
+            if option not in ("layers", *cls.targets.values()):
+                print_text(f"        {_describe_option(option, field)}")
+
+
+def _describe_option(option: str, field: FieldInfo) -> str:
+    """The option with its choices and its default, such as `merge=mean|first [mean]`, or that it is required."""
+    annotation, default = field.annotation, field.default
+    choices = "|".join(map(str, literal_values(annotation))) or ("true|false" if annotation is bool else "…")
+    shown = str(default).lower() if isinstance(default, bool) else str(default)
+    if field.is_required():
+        return f"{option}={choices} [required]"
+    return f"{option}={choices}" + ("" if default is None else f" [{shown}]")

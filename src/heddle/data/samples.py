@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import groupby, islice
 from math import gcd, isqrt, lcm
 from typing import Any
 
@@ -194,6 +195,16 @@ def evaluation_windows(
     if remainder and -(-window_count // batch_size) % every == 0:
         tokens = rows.begin(token_file.read(window_count * sequence_length, len(token_file))[None])
         yield Batch(tokens, document_lengths(tokens, token_file.eod_id), np.array([window_count], dtype=np.int64))
+
+
+def joined(windows: Iterable[Batch], count: int) -> Iterator[Batch]:
+    """Yield batches of up to `count` windows of one length, from batches of one."""
+    for _, same in groupby(windows, lambda window: window.tokens.shape[1]):
+        while group := list(islice(same, count)):
+            tokens, numbers = (
+                np.concatenate(column) for column in zip(*((x.tokens, x.sample_indices) for x in group), strict=True)
+            )
+            yield Batch(tokens, tuple(lengths for window in group for lengths in window.doc_lengths), numbers)
 
 
 def feistel_permute(positions: np.ndarray, size: int, key: tuple[int, int, int]) -> np.ndarray:

@@ -18,7 +18,7 @@ from heddle.data.cache import DataCache
 from heddle.data.documents import SkippedRecords, UnreadableError, looks_like_text, text_suffix
 from heddle.data.recall import is_recall_argument
 from heddle.errors import CheckpointError, DataError, describe_path
-from heddle.progress import printable
+from heddle.progress import format_amount, printable
 from heddle.storage.file_io import read_json_file
 
 TEXT_SUFFIXES = frozenset(
@@ -178,6 +178,19 @@ def check_sources(arguments: Collection[str]) -> None:
         name, _ = _split_weight(argument)
         if name and ":" not in name and "\0" not in name and name != "stdlib":
             _existing(name)
+
+
+def describe_files(arguments: Collection[str]) -> str:
+    """How many files and bytes sources hold, as their folders list them; data sets are only named."""
+    parts = []
+    for argument in arguments:
+        if hub.is_hf_argument(_split_weight(argument)[0]):
+            parts.append(printable(argument))
+            continue
+        source, _ = parse_source(argument)
+        files = f"{len(source.files):,} file{'s' * (len(source.files) != 1)}"
+        parts.append(f"{source.name}: {files}, {format_amount(source.size, 'bytes')}")
+    return "; ".join(parts)
 
 
 def _existing(argument: str) -> Path:

@@ -352,8 +352,8 @@ def generate(
     Raises ConfigError for prompts that are empty or malformed, and for a setting that is invalid, conflicts with
     another or would do nothing.
     """
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens {max_new_tokens}: must be at least 1")
+    stop_strings = [stop] if isinstance(stop, str) else stop
+    check_decoding(max_new_tokens, temperature, top_k, top_p, stop_strings, num_beams)
     if tokenizer is None and (stop or on_text is not None):
         raise ConfigError(f"{'stop' if stop else 'on_text'}: needs a tokenizer; pass one, or leave it out")
     if draft_model is not None and multi_token_draft:
@@ -363,7 +363,7 @@ def generate(
         raise ConfigError("on_speculative_round: there are no rounds without a draft_model; give one, or leave it out")
     batch = read_prompts(prompts, tokenizer is not None)
     speculative = SpeculativeConfig(draft_model, speculative_tokens, on_speculative_round) if has_draft else None
-    _check_compatible(model, temperature, prefix, num_beams, speculative)
+    _check_compatible(model, prefix, num_beams, speculative)
     if is_sharded(model):
         drafts = draft_model is not None, multi_token_draft
         _check_sharded(num_beams > 1, *drafts, streams is not None, batch_invariant, compile_decoding)
@@ -397,8 +397,26 @@ def generate(
         new_tokens = decode(model, request, finished)
     if tokenizer is None:
         return batch.restore(collect_tokens(new_tokens, len(finished)))
-    stop_strings = [stop] if isinstance(stop, str) else stop
     return batch.restore(collect_texts(new_tokens, request, tokenizer, finished, stop_strings, on_text))
+
+
+def check_decoding(
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop: Sequence[str],
+    num_beams: int,
+) -> None:
+    """Raise ConfigError for settings of `generate` that no model takes."""
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens {max_new_tokens}: must be at least 1")
+    if num_beams < 1:
+        raise ConfigError(f"num_beams {num_beams}: must be at least 1")
+    if num_beams > 1 and temperature != 0.0:
+        raise ConfigError(f"num_beams {num_beams}: beam search does not sample; leave temperature at 0")
+    Sampler(temperature, top_k, top_p)
+    StopStringBuffer(stop)
 
 
 def sample_text(model: Decoder, tokenizer: TokenizerProtocol, sequence_length: int) -> str:
@@ -425,16 +443,11 @@ def prefix(model: Decoder, text: str | Sequence[int] | Tensor, tokenizer: Tokeni
 
 def _check_compatible(
     model: Decoder,
-    temperature: float,
     shared_prefix: Prefix | None,
     num_beams: int,
     speculative: SpeculativeConfig | None,
 ) -> None:
     """Raise ConfigError for settings that cannot be combined."""
-    if num_beams < 1:
-        raise ConfigError(f"num_beams {num_beams}: must be at least 1")
-    if num_beams > 1 and temperature != 0.0:
-        raise ConfigError(f"num_beams {num_beams}: beam search does not sample; leave temperature at 0")
     if num_beams > 1 and speculative is not None:
         name = "multi_token_draft" if speculative.draft_model is None else "draft_model"
         raise ConfigError(f"num_beams {num_beams}: beam search takes no {name}; leave out one of the two")

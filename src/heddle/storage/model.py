@@ -110,7 +110,11 @@ def read_config(contents: FolderContents) -> dict[str, Any]:
     """Return the design in a folder, as plain data. Raises CheckpointError."""
     if CONFIG_FILE not in contents.documents:
         raise CheckpointError(f"{contents.folder}/{CONFIG_FILE}: is missing; this is not a model folder")
-    return _parse_document(contents, CONFIG_FILE)
+    config = _parse_document(contents, CONFIG_FILE)
+    if "model_type" in config:
+        folder = contents.folder
+        raise CheckpointError(f"{folder}: is a transformers folder; first `heddle import {folder} NAME`, then give it")
+    return config
 
 
 def read_imported_config(contents: FolderContents) -> dict[str, Any]:

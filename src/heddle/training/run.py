@@ -20,15 +20,16 @@ from heddle.generation.generate import generate, sample_text
 from heddle.machine import measured_choices, recorded_choices, slow_precision
 from heddle.model import copies
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder
+from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config, with_vocab_size
+from heddle.model.lora import add_lora
 from heddle.notebook import html_table
 from heddle.progress import print_status, print_text
 from heddle.runtime import Choices, Runtime, device_name, versions, with_choices
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import shared
 from heddle.storage.file_io import read_json_file
-from heddle.storage.run_log import RUN_FILE, read_log, read_options
+from heddle.storage.run_log import RUN_FILE, read_log, read_options, refuse_other_content
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation, LossWeights
@@ -36,6 +37,7 @@ from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings, model_
 from heddle.training.job import TrainingJob
 from heddle.training.loop import TrainingResult
 from heddle.training.loop import train as run_job
+from heddle.training.optimizer import learning_rate_factors
 from heddle.training.settings import Settings, TrainSettings
 from heddle.training.trackers import check_trackers
 
@@ -129,6 +131,7 @@ def _train(settings: TrainSettings) -> TrainedRun:
         init_checkpoint = None if settings.from_ is None else open_init_checkpoint(settings.from_, ranks)
         distillation = _distillation(settings)
         config = _design(settings, init_checkpoint, distillation)
+        _check_paths(settings.out, config, resolved, lora)
         source: Corpus | ChatDataset | TaskStream
         text_tokenizer: Tokenizer | None = None
         if task is None:
@@ -202,6 +205,18 @@ def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None)
         reason = f"is longer than the run of {resolved.steps} steps, which would never reach --lr"
         raise ConfigError(f"--warmup {settings.warmup}: {reason}; give fewer steps")
     return resolved
+
+
+def _check_paths(out: Path, config: ModelConfig, resolved: Settings, lora: LoraSettings | None) -> None:
+    """Raise for adapters, factors and folders that cannot be, before text and weights are read."""
+    if out.is_dir() and not (out / RUN_FILE).is_file():
+        refuse_other_content(out)
+    if lora is None and not resolved.lr_scale:
+        return
+    model = build(with_vocab_size(config, DEFAULT_VOCAB_SIZE), device="meta")
+    if lora is not None:
+        model = add_lora(model, lora.targets, lora.rank)
+    learning_rate_factors(model, resolved.lr_scale)
 
 
 def _command(settings: TrainSettings) -> str:

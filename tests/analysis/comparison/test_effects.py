@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.lab.compare.report import parse_number
+from heddle.lab.compare.report import Judging, parse_number
 from heddle.lab.compare.statistics import t_quantile, text_half_width
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import field_effects, mean_bits_per_byte
@@ -98,6 +98,27 @@ def test_the_interaction_of_two_fields() -> None:
     assert 0.03 < interaction["mean"] < 0.07
     assert interaction["resolved"]
     assert not cells["4", "parallel"]["interaction"]["resolved"]
+
+
+def test_added_designs_do_not_narrow_the_rows_that_were_there() -> None:
+    """Designs without seed variance are added: the rows of the others stay as wide, as the differences of pairs do."""
+    designs = varied()["designs"]
+    earlier = [design["name"] for design in designs if design["varied_fields"]["layers.*.mixer.kv_heads"] != "4"]
+    for design in designs:
+        for seed, run in enumerate(design["runs"]):
+            if design["name"] not in earlier:
+                others = [other["runs"][seed]["bits_per_byte"] for other in designs if other["name"] in earlier]
+                run["bits_per_byte"] = float(np.mean(others))
+
+    def interaction(judging: Judging) -> dict[str, Any]:
+        cells = field_effects(designs, BASE, judging)["interactions"][0]["cells"]
+        found: dict[str, Any] = next(cell["interaction"] for cell in cells if cell["values"] == ["1", "parallel"])
+        return found
+
+    at_once, grown = interaction(Judging()), interaction(Judging(earlier_designs=(earlier,)))
+    assert grown["high"] - grown["low"] > 1.2 * (at_once["high"] - at_once["low"])
+    assert "Designs that were added later do not narrow it." in grown["method"]
+    assert "added later" not in at_once["method"]
 
 
 def test_one_field_is_the_designs_own_differences() -> None:

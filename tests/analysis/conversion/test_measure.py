@@ -94,6 +94,19 @@ def test_the_text_does_not_depend_on_how_many_rows_are_read_at_a_time(letters: C
         assert max(len(batch.tokens) for batch in text.windows) == text.settings.batch_size
 
 
+@pytest.mark.parametrize("asked", [1, 4, 5, 9])
+def test_as_many_windows_are_read_as_were_asked_for(letters: Corpus, asked: int) -> None:
+    """Whatever the batch size; spread over the text, and all of a text that has fewer."""
+    text = MeasurementText(letters, replace(SETTINGS, windows=asked))
+    everything = MeasurementText(letters, replace(SETTINGS, windows=10**6))
+    numbers = [int(number) for batch in text.windows for number in batch.sample_indices]
+    assert len(numbers) == text.window_count == asked < everything.window_count
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] >= everything.window_count * (asked - 1) // (2 * asked)
+    length = SETTINGS.sequence_length
+    assert everything.window_count == -(-(len(letters.validation) - 1) // length)
+
+
 def make_original() -> Decoder:
     mixer = {"kind": "attention", "heads": 2, "position": {"kind": "rope"}}
     return source_model(design(mixer, vocab_size=VOCABULARY)).float()

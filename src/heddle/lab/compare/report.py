@@ -1,7 +1,7 @@
 """The report of a comparison as plain data: complete at the end, partial after each task until then."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import combinations, product
@@ -220,28 +220,37 @@ FieldLabels = Mapping[str, str]  # the value of each varied field, as its label
 
 @dataclass(frozen=True)
 class _Rows:
-    """All rows of a report, judged at once. statistics: of the designs; differences: of one field, by design."""
+    """All rows of a report, judged at once. differences: of one field, by design.
+
+    candidates: statistics of the designs, and of those before each addition of others.
+    """
 
     designs: Sequence[Design]
     base: FieldLabels
     judging: Judging
-    statistics: PairStatistics
+    candidates: Sequence[PairStatistics]
     count: int
     differences: dict[str, Difference] | None
 
-    def half_width(self, contrast: PairStatistics, parts: float) -> float | None:
+    def half_width(self, contrast: PairStatistics, parts: float, names: Set[str]) -> tuple[float | None, bool]:
         """Half of the interval of a contrast between sums of designs; None where there is none.
 
-        contrast: of its two sides as if they were designs; parts: the sum of its squared weights.
+        contrast: of its two sides as if they were designs; parts: the sum of its squared weights. names: its designs;
+        others that were added to them do not narrow it, as in `widest`. Returns, too, whether they would have.
         """
+        halves = [self._half_width(each, contrast, parts) for each in self.candidates if names <= {*each.names}]
+        widest = max(halves, key=lambda half: half or 0.0)
+        return widest, widest != halves[0]
+
+    def _half_width(self, statistics: PairStatistics, contrast: PairStatistics, parts: float) -> float | None:
         seeds = int(contrast.seeds[0, 1])
         text = contrast.text_error[0, 1] * self._critical(ALPHA, contrast.text_degrees)
         if seeds < 2:
             return None if math.isnan(text) else float(text)
         weight = float(pooling_weight(seeds))
-        own, designs = float(contrast.variance[0, 1]), len(self.statistics.names)
-        variance = weight * own + (1 - weight) * parts * self.statistics.run_variance
-        degrees = float(moderated_degrees(designs, seeds, self.statistics.pooled_degrees))
+        own, designs = float(contrast.variance[0, 1]), len(statistics.names)
+        variance = weight * own + (1 - weight) * parts * statistics.run_variance
+        degrees = float(moderated_degrees(designs, seeds, statistics.pooled_degrees))
         seed = self._critical(self.judging.level(seeds), degrees) * math.sqrt(variance / seeds)
         return math.hypot(seed, 0.0 if math.isnan(text) else text)
 
@@ -286,14 +295,13 @@ def _all_rows(designs: Sequence[Design], baseline: str, labels_of: dict[str, lis
     changes = [len(labels) - 1 for labels in labels_of.values()]
     count = sum(changes) + sum(first * second for first, second in combinations(changes, 2))
     runs = {design.name: design.runs for design in designs}
-    differences, statistics = None, pair_statistics(runs)
+    differences, candidates = None, grown_statistics(runs, judging.earlier_designs)
     if len(changes) == 1:
-        candidates = grown_statistics(runs, judging.earlier_designs)
         differences = {
             name: _difference(candidates, name, baseline, runs, judging) for name in runs if name != baseline
         }
     base = next(design.varied_fields for design in designs if design.name == baseline)
-    return _Rows(designs, base, judging, statistics, count, differences)
+    return _Rows(designs, base, judging, candidates, count, differences)
 
 
 def parse_number(label: str) -> float | None:
@@ -369,9 +377,11 @@ def _contrast(rows: _Rows, plus: Sequence[Sequence[Design]], minus: Sequence[Seq
     if rows.count > 1:
         method += f" It holds for all {rows.count} rows of the varied fields at once."
     if difference.mean is not None:
-        half = rows.half_width(
-            pair_statistics({"plus": plus_runs, "minus": minus_runs}), (len(plus) + len(minus)) / count
-        )
+        sides = pair_statistics({"plus": plus_runs, "minus": minus_runs})
+        names = {design.name for group in (*plus, *minus) for design in group}
+        half, is_kept_wide = rows.half_width(sides, (len(plus) + len(minus)) / count, names)
+        if is_kept_wide:
+            method += " Designs that were added later do not narrow it."
         mean = difference.mean
         difference = replace(
             difference,

@@ -23,7 +23,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
 from heddle.runtime import fastest_seconds, synchronize
-from heddle.training.built_models import build_models
+from heddle.training.built_models import BuiltModels, build_models
 from heddle.training.evaluation.scores import token_scores
 from heddle.training.job import TrainingJob
 from heddle.training.optimizer import build_optimizer
@@ -86,14 +86,14 @@ class RandomText:
         return {"task": "random tokens", "vocab_size": self.vocab_size, "length": self.length}
 
 
-def time_training_steps(job: TrainingJob) -> list[float]:
-    """Seconds of a few training steps, without evaluations, on a model that is thrown away.
+def time_training_steps(job: TrainingJob, built: BuiltModels | None = None) -> list[float]:
+    """Seconds of a few training steps, without evaluations, on a model that is thrown away. built: trained if given.
 
     Timing stops after two steps that took `LONGEST_SECONDS` in total; the second one's time is then enough.
     """
     settings = job.settings
     batch_of = job.training_data.train_batches(replace(settings, seed=0))
-    model, _, teacher = build_models(job)
+    model, _, teacher = built or build_models(job)
     optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
     times = []
     for number in range(WARMUP_STEPS + MEASURED_STEPS):
@@ -110,9 +110,9 @@ def time_training_steps(job: TrainingJob) -> list[float]:
     return times[min(WARMUP_STEPS, len(times) - 1) :]
 
 
-def time_reading(job: TrainingJob) -> float:
+def time_reading(job: TrainingJob, model: Decoder) -> float:
     """Seconds to evaluate one of the job's batches, the better of two times."""
-    model, batch = build_models(job).model, job.training_data.train_batches(replace(job.settings, seed=0))(0)
+    batch = job.training_data.train_batches(replace(job.settings, seed=0))(0)
     byte_lengths = np.ones(model.embed.weight.shape[0], dtype=np.int64)
     return min(time_call(lambda: list(token_scores(model, [batch], byte_lengths)), model)[0] for _ in range(2))
 

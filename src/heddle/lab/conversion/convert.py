@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic.fields import FieldInfo
 
-from heddle.config import DesignError, literal_values
+from heddle.config import DesignError
 from heddle.conversion.convert import (
     CONVERSION_FILE,
     Conversion,
@@ -23,7 +22,9 @@ from heddle.conversion.convert import (
 )
 from heddle.conversion.convert import convert as convert_model
 from heddle.conversion.heal import (
+    CALIBRATION_BATCH,
     CALIBRATION_TOKENS,
+    CONVERTED_FOLDER,
     HEAL_FOLDER,
     HEALING_BATCH,
     calibration_from_corpus,
@@ -33,20 +34,26 @@ from heddle.conversion.heal import (
     healing_settings,
     partial_folder,
 )
-from heddle.conversion.rewrite import Rewrite, naming_layers, rewrites
+from heddle.conversion.rewrite import Rewrite, naming_layers
 from heddle.conversion.rewrites.window import Window
 from heddle.conversion.settings import ConvertSettings
-from heddle.conversion.targets import ConversionVariant, conversion_variants
+from heddle.conversion.targets import ConversionVariant, conversion_variants, print_rewrites
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
-from heddle.data.sources import check_sources
+from heddle.data.sources import check_sources, describe_files
 from heddle.errors import CheckpointError, ConfigError, MachineError
-from heddle.exchange.family_match import match_report
 from heddle.lab.compare.budget import END_SHARE, TimeBudget, format_seconds, parse_duration
 from heddle.lab.compare.results import plain
 from heddle.lab.compare.speed import time_reading, time_training_steps
-from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, measured_rows
+from heddle.lab.conversion.measure import (
+    DRY_RUN_CONTEXT,
+    MeasurementSettings,
+    MeasurementText,
+    conversion_costs,
+    measured_rows,
+    print_costs,
+)
 from heddle.lab.conversion.results import (
     ConversionResults,
     conversion_verdict,
@@ -65,7 +72,6 @@ from heddle.lab.conversion.run import (
     report_variants,
 )
 from heddle.lab.search.results import SearchResults
-from heddle.lab.search.search import kept_layers, parse_goals, search_tokens
 from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -76,6 +82,7 @@ from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session, with_measured_choices
 from heddle.storage.file_io import read_json_file, refuse_existing, remove_folder, write_json_file
 from heddle.storage.run_log import RUN_FILE
+from heddle.training.built_models import build_models
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.init_checkpoint import model_rows
@@ -83,16 +90,11 @@ from heddle.training.job import TrainingJob
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
 from heddle.training.settings import Settings
 
+if TYPE_CHECKING:
+    from heddle.lab.search.search import Goal
+
 CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: every healing has the same length
 SEARCH_FOLDER = "search"  # in the work folder
-DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
-ROWS = {  # of a dry run's table, by the name in JSON
-    "parameters": "parameters",
-    "state_bytes_per_token": "state bytes per token",
-    "state_bytes": "state bytes at {context_length:,}",
-    "flops_per_token": "FLOPs per token at {context_length:,}",
-    "architecture": "exports as",
-}
 MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
 BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
@@ -209,7 +211,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         job.prepare()
         if settings.dry_run:
             costs = job.costs()
-            _print_costs(costs, settings.json)
+            print_costs(costs, settings.json)
             return ConvertedModel(None, costs=costs)
         assert settings.out is not None
         results = job.run(settings.out)
@@ -257,9 +259,10 @@ class HealingPlan:
             return self.steps
         print_status("timing the first steps of the healing")
         converting = (count - 1) * (time.monotonic() - begun)
-        seconds = median(time_training_steps(job))
+        built = build_models(job)
+        seconds = median(time_training_steps(job, built))
         # Reading a token costs a third of training on it, or less: a step of few tokens is mostly the optimizer's.
-        read = (seconds / 3 if self.budget is None else min(seconds / 3, time_reading(job))) / tokens
+        read = (seconds / 3 if self.budget is None else min(seconds / 3, time_reading(job, built.model))) / tokens
         report = count * _evaluation_tokens(self.settings) * read
         if self.rows:
             report += self.models * (self.rows * self.settings.sequence_length * read + SPEED_SECONDS)
@@ -314,7 +317,6 @@ class _ConversionJob:
             self.variants = conversion_variants(settings.to, settings.sweep, settings.method == "all")
         self.rewrites = [rewrite for variant in self.variants for rewrite in variant.rewrites]
         self.is_comparison = bool(settings.sweep or settings.method)
-        check_report_tokens(settings.report_tokens, settings.sequence_length, self.is_comparison)
         out = settings.out
         if out is None and not settings.dry_run:
             raise ConfigError("OUT: is missing; name the folder to write")
@@ -327,13 +329,14 @@ class _ConversionJob:
         for rewrite in self.rewrites:
             self.source.check_tokenizers(rewrite)
         self.design = self.source.weights.design
-        self.goals = parse_goals(settings.search)
+        self.goals: list[Goal] = []
+        if settings.search:
+            from heddle.lab.search.scores import chosen_targets
+            from heddle.lab.search.search import kept_layers, parse_goals, search_tokens
+
+            self.goals = parse_goals(settings.search)
         if self.goals and not can_report(self.source):
             raise ConfigError("--search: needs a causal language model with a tokenizer; convert with --to instead")
-        for variant in self.variants:
-            for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
-                with naming_layers(self.design):
-                    rewrite.check_layers(self.design)
         self.rows = None if out is None else interrupted_report_rows(out)
         self.choice = None if out is None else partial_folder(out) / CHOICE_FILE
         self.chosen = {} if self.choice is None else _chosen(self.choice)
@@ -342,21 +345,50 @@ class _ConversionJob:
         if self.goals:
             self.kept = kept_layers(settings.keep, self.design)
             self.calibration_tokens = search_tokens(self.calibration_tokens)
+            chosen_targets(self.design, settings.sequence_length, settings.only)  # raises for what is none
+            if calibration_samples(self.calibration_tokens, settings.sequence_length) < 3 * CALIBRATION_BATCH:
+                raise ConfigError(
+                    f"--calibration-tokens {tokens}: are too few for a search, which fits, scores and checks on three "
+                    f"texts; give {3 * CALIBRATION_BATCH * settings.sequence_length} or more"
+                )
         self.distillation = Distillation(
             self.source, LossWeights.parse(settings.heal_loss, "--heal-loss"), settings.heal_parameters or "all"
         )
         self.text: CalibrationText | None = None
         self.corpus: Corpus | None = None
         self.healing = self._healing()
+        self._check_variants()
 
     @property
     def chooses_healing(self) -> bool:
         """Whether the budget chooses the length of a healing."""
         return self.settings.heal is None and self.healing is not None
 
+    @property
+    def _size_of_text(self) -> CalibrationText:
+        """A text of the calibration's size, without tokens: enough to plan what does not choose on a text."""
+        length = self.settings.sequence_length
+        shape = -(-self.calibration_tokens // length), length
+        return CalibrationText([torch.empty(shape, dtype=torch.int64, device="meta")], [])
+
+    def _check_variants(self) -> None:
+        """Raise DesignError or ConfigError where no variant is possible, before any text or weight is read."""
+        errors = []
+        for variant in self.variants:
+            try:
+                for rewrite in variant.rewrites[:1]:  # later ones apply to the design that it makes
+                    with naming_layers(self.design):
+                        rewrite.check_layers(self.design)
+                if not any(rewrite.needs_text and rewrite.chooses_on_text for rewrite in variant.rewrites):
+                    Conversion(self.source, variant.rewrites, self._size_of_text).plan()
+            except (DesignError, ConfigError) as error:
+                errors.append(error)
+        if errors and len(errors) == len(self.variants):
+            raise errors[0]
+
     def _healing(self) -> Settings | None:
         settings = self.settings
-        if settings.heal is None and self.budget is None:
+        if settings.heal == 0 or (settings.heal is None and self.budget is None):
             return None
         batch_size = HEALING_BATCH if settings.heal_batch_size is None else settings.heal_batch_size
         length = settings.sequence_length
@@ -376,10 +408,13 @@ class _ConversionJob:
             print_status("an exact conversion needs no healing, so the budget is ignored")
             self.healing = None
         read = [rewrite for rewrite in self.rewrites if rewrite.needs_text and not rewrite.is_exact(self.design)]
-        reads_default = self.settings.dry_run and not self.settings.data
-        if reads_default and not any(rewrite.chooses_on_text for rewrite in read):
-            shape = -(-self.calibration_tokens // self.settings.sequence_length), self.settings.sequence_length
-            self.text = CalibrationText([torch.empty(shape, dtype=torch.int64, device="meta")], [])  # only its size
+        if self.settings.dry_run and not any(rewrite.chooses_on_text for rewrite in read):
+            if self.settings.data:
+                counted = f"{describe_files(self.settings.data)}; listed, not read"
+                print_status(
+                    f"{counted}: sizes and costs follow from the design, and whether the text is enough is open"
+                )
+            self.text = self._size_of_text
         elif read:
             self._read_calibration_text()
 
@@ -413,7 +448,7 @@ class _ConversionJob:
     def costs(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The costs of every conversion, before and after."""
         plans = {each.name: Conversion(self.source, each.rewrites, self.text).plan().design for each in self.variants}
-        return {name: _costs(self.source, plan) for name, plan in plans.items()}
+        return {name: conversion_costs(self.source.weights, plan) for name, plan in plans.items()}
 
     def run(self, out: Path) -> ConversionResults | None:
         """Write the converted models, and measure them unless no report is wanted."""
@@ -478,6 +513,8 @@ class _ConversionJob:
         """Write one converted model, healed if it is to be."""
         if self.healing is None:
             convert_model(conversion, folder)
+            if self.settings.heal == 0:  # as a refused --heal proposes, which kept the same model there
+                remove_folder(partial_folder(folder) / CONVERTED_FOLDER)
             return
         assert self.corpus is not None
         order = [variant.rewrites for variant in self.variants]
@@ -516,8 +553,23 @@ def _check(settings: ConvertSettings) -> None:
     for name, value in healing.items():
         if settings.heal is None and settings.budget is None and value is not None:
             raise ConfigError(f"--heal-{name} {value}: has no effect without healing; give --heal or --budget too")
-    if settings.heal_batch_size is not None and settings.heal_batch_size < 1:
-        raise ConfigError(f"--heal-batch-size {settings.heal_batch_size}: must be at least 1")
+    least = {"calibration-tokens": settings.calibration_tokens, "sequence-length": settings.sequence_length}
+    least |= {
+        "heal-batch-size": settings.heal_batch_size,
+        "speed-context-length": min(settings.speed_context_length, default=1),
+    }
+    for name, value in least.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: must be at least 1")
+    if settings.heal_lr is not None and not 0 < settings.heal_lr < math.inf:
+        raise ConfigError(f"--heal-lr {settings.heal_lr}: must be a number above 0")
+    step = (settings.heal_batch_size or HEALING_BATCH) * settings.sequence_length
+    if settings.heal and settings.heal < step:
+        raise ConfigError(
+            f"--heal {settings.heal}: is less than one step of {step:,} tokens; give more, 0 for none, or a smaller "
+            "--heal-batch-size"
+        )
+    check_report_tokens(settings.report_tokens, settings.sequence_length, bool(settings.sweep or settings.method))
     if settings.model is None:
         raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
     if settings.search and (settings.to or settings.sweep or settings.method or settings.dry_run):
@@ -580,14 +632,9 @@ def conversion_report(
     runtime: Runtime,
     rewrites: Sequence[Rewrite] = (),
 ) -> ConversionReport:
-    """How the conversions of a model are measured. Raises ConfigError for a context that is not positive.
-
-    Warns of rewrites with windows as long as the sequences of the report, which cannot show their cost.
-    """
+    """How the conversions of a model are measured. Warns where no sequence fills a window."""
     default = MeasurementSettings()
     contexts = tuple(sorted(set(settings.speed_context_length or default.speed_contexts)))
-    if min(contexts) < 1:
-        raise ConfigError("--speed-context-length: must be at least 1")
     length = settings.sequence_length
     windows, design = settings.report_tokens // length, source.weights.design
     measured = MeasurementSettings(
@@ -634,57 +681,3 @@ def print_results(results: ConversionResults | None, out: Path, as_json: bool) -
         print_text(sentence)
     print_text(f"report: {out / 'convert.html'}")
     print_text(str(out))
-
-
-def print_rewrites() -> None:
-    """Every rewrite with its targets and options."""
-    for name, cls in rewrites().items():
-        targets = [f"{target}={option.upper()}" for target, option in cls.targets.items()] or [name]
-        print_text(f"{', '.join(targets)}")
-        print_text(f"    {(cls.__doc__ or '').strip().splitlines()[0]}")
-        for option, field in cls.model_fields.items():
-            if option not in ("layers", *cls.targets.values()):
-                print_text(f"        {_describe_option(option, field)}")
-
-
-def _describe_option(option: str, field: FieldInfo) -> str:
-    """The option with its choices and its default, such as `merge=mean|first [mean]`, or that it is required."""
-    annotation, default = field.annotation, field.default
-    choices = "|".join(map(str, literal_values(annotation))) or ("true|false" if annotation is bool else "…")
-    shown = str(default).lower() if isinstance(default, bool) else str(default)
-    if field.is_required():
-        return f"{option}={choices} [required]"
-    return f"{option}={choices}" + ("" if default is None else f" [{shown}]")
-
-
-def _costs(source: ConversionSource, design: Any) -> dict[str, dict[str, Any]]:
-    """Sizes and costs of both designs."""
-    columns = {}
-    context = source.weights.design.usual_length(DRY_RUN_CONTEXT)
-    for label, config in (("before", source.weights.design), ("after", design)):
-        costs = size(config, context, dtype=source.weights.dtype)
-        columns[label] = {
-            "parameters": costs.parameters,
-            "context_length": context,
-            "state_bytes_per_token": costs.state_bytes_per_token,
-            "state_bytes": costs.state_bytes,
-            "flops_per_token": round(costs.flops_per_token),
-            "architecture": match_report(config).architecture,
-        }
-    return columns
-
-
-def _print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> None:
-    """Print the costs of each conversion, without its name if there is only one."""
-    if as_json:
-        print_text(json.dumps(next(iter(costs.values())) if len(costs) == 1 else costs, indent=2))
-        return
-    for name, columns in costs.items():
-        if len(costs) > 1:
-            print_text(name)
-        print_text(f"{'':30}{'before':>24}{'after':>24}")
-        for name, before in columns["before"].items():
-            shown = [f"{value:,}" if isinstance(value, int) else value for value in (before, columns["after"][name])]
-            if name in ROWS:
-                row = ROWS[name].format(**columns["before"])
-                print_text(f"{row:30}{shown[0]:>24}{shown[1]:>24}")

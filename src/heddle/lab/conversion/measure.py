@@ -1,5 +1,6 @@
 """Measure one model of a conversion: loss on held-out text, recall, errors of its layers, and sizes."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,19 +14,18 @@ from torch import Tensor
 
 from heddle.conversion.weights import CalibrationText, Weights, build_model, layer_activations, run_layer
 from heddle.data.corpus import Corpus
-from heddle.data.samples import Batch
+from heddle.data.samples import Batch, evaluation_windows, joined
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import match_report
 from heddle.lab.conversion.results import LayerError, ModelResult
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.model.size import build_distinct_layers, measure_size, summarize_design
+from heddle.model.size import build_distinct_layers, measure_size, size, summarize_design
 from heddle.parts.layout import Layout
-from heddle.progress import ProgressBar
+from heddle.progress import ProgressBar, print_text
 from heddle.training.evaluation.loss_profile import position_edges, position_groups, scores_by_group
 from heddle.training.evaluation.scores import FiniteScores, finite_scores, row_sums, token_bits, token_scores
 from heddle.training.evaluation.text_recall import TextRecall, TextRecallScores, score_text_recall, unread
-from heddle.training.settings import Settings
-from heddle.training.training_data import TextData
 
 # How far each layer of a converted model is from the original's, on held-out text, with two layers in memory.
 
@@ -112,12 +112,12 @@ class MeasurementText:
 
     @cached_property
     def windows(self) -> list[Batch]:
-        """Windows in order, spread evenly over the text: the same ones for every batch size."""
-        length, groups_of = self.settings.sequence_length, MeasurementSettings.batch_size
-        training = Settings(steps=1, batch_size=groups_of, sequence_length=length, learning_rate=1e-3)
-        groups = TextData(self.corpus).validation_batches(training, self.settings.windows * length)
-        rows = self.settings.batch_size
-        return [_rows(group, first, rows) for group in groups for first in range(0, len(group.tokens), rows)]
+        """At most `settings.windows` windows in order, spread evenly over the text: the same for every batch size."""
+        file, length, wanted = self.corpus.validation, self.settings.sequence_length, self.settings.windows
+        every = max(1, -(-(len(file) - 1) // length) // wanted)
+        read = list(evaluation_windows(file, length, 1, self.corpus.rows, every))
+        kept = [read[index * len(read) // wanted] for index in range(wanted)] if len(read) > wanted else read
+        return list(joined(kept, self.settings.batch_size))
 
     @property
     def window_count(self) -> int:
@@ -266,3 +266,49 @@ def _state_bytes(shapes: Decoder, contexts: Sequence[int]) -> list[tuple[int, in
             break
         sizes.append((context, measured.state_bytes - measured.position_table_bytes))
     return sizes
+
+
+# What a dry run prints.
+
+
+DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
+ROWS = {  # of a dry run's table, by the name in JSON
+    "parameters": "parameters",
+    "state_bytes_per_token": "state bytes per token",
+    "state_bytes": "state bytes at {context_length:,}",
+    "flops_per_token": "FLOPs per token at {context_length:,}",
+    "architecture": "exports as",
+}
+
+
+def conversion_costs(weights: Weights, design: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Sizes and costs of both designs."""
+    columns = {}
+    context = weights.design.usual_length(DRY_RUN_CONTEXT)
+    for label, config in (("before", weights.design), ("after", design)):
+        costs = size(config, context, dtype=weights.dtype)
+        columns[label] = {
+            "parameters": costs.parameters,
+            "context_length": context,
+            "state_bytes_per_token": costs.state_bytes_per_token,
+            "state_bytes": costs.state_bytes,
+            "flops_per_token": round(costs.flops_per_token),
+            "architecture": match_report(config).architecture,
+        }
+    return columns
+
+
+def print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> None:
+    """Print the costs of each conversion, without its name if there is only one."""
+    if as_json:
+        print_text(json.dumps(next(iter(costs.values())) if len(costs) == 1 else costs, indent=2))
+        return
+    for name, columns in costs.items():
+        if len(costs) > 1:
+            print_text(name)
+        print_text(f"{'':30}{'before':>24}{'after':>24}")
+        for name, before in columns["before"].items():
+            shown = [f"{value:,}" if isinstance(value, int) else value for value in (before, columns["after"][name])]
+            if name in ROWS:
+                row = ROWS[name].format(**columns["before"])
+                print_text(f"{row:30}{shown[0]:>24}{shown[1]:>24}")

@@ -225,8 +225,8 @@ class SharedSettings:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
-        return self.batch_size * self.sequence_length
+        """Tokens of one optimizer step; at least 1, so that `Settings` can refuse what is not."""
+        return max(1, self.batch_size * self.sequence_length)
 
     def steps(self, parameters: float, ratio: float) -> int:
         """Optimizer steps of a design of this size at one of the `tokens_per_parameter`."""

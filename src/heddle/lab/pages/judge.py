@@ -110,10 +110,12 @@ def _name(verdict: Mapping[str, Any]) -> str:
 def _amount(improvement: Mapping[str, Any] | None) -> str:
     if improvement is None or improvement["mean"] is None:
         return ""
-    text = f"{improvement['mean']:+.4f}"
-    if improvement["low"] is None or improvement["high"] is None:
-        return text
-    return f"{text} ({improvement['low']:+.4f} to {improvement['high']:+.4f})"
+    mean, low, high = (_signed(improvement[name]) for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})" if low and high else mean
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.4f}".replace("-", "−") if round(value, 4) else "0.0000"
 
 
 def _size(size: Mapping[str, Any]) -> str:

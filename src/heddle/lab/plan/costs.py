@@ -505,7 +505,7 @@ class Plan:
 def plan_training(
     config: ModelConfig, gpu: Gpu, gpus: int, sequence_length: int = 4096, batch_size: int | None = None
 ) -> Plan:
-    """Rank the data-parallel layouts of a training.
+    """Rank the data-parallel layouts in which heddle trains: whole layers recomputed or none, reduced once a step.
 
     batch_size: sequences per step on all ranks; None: the fastest in one micro-batch. Raises ConfigError for
     a batch size that is not a multiple of the GPUs.
@@ -572,7 +572,5 @@ def _layouts(gpus: int, shard: int, recompute: Recompute, batch_size: int | None
     while rows <= min(rows_of_step, MAX_ROWS):
         if batch_size is None or rows_of_step % rows == 0:
             accumulation = 1 if batch_size is None else rows_of_step // rows
-            yield RankLayout(gpus // shard, shard, rows, accumulation, recompute)
-            if accumulation > 1:
-                yield RankLayout(gpus // shard, shard, rows, accumulation, recompute, reduce_once=True)
+            yield RankLayout(gpus // shard, shard, rows, accumulation, recompute, reduce_once=accumulation > 1)
         rows *= 2

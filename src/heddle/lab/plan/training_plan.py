@@ -260,7 +260,6 @@ def _facts(plan: "Plan", settings: PlanSettings) -> dict[str, Any]:
     from heddle.lab.plan.costs import USABLE
 
     cost, tokens = plan.cost, settings.tokens
-    offered = next((each for each in plan.candidates if _is_offered(each)), None)
     return {
         "parameters": cost.parameters,
         "active_parameters": cost.active_parameters,
@@ -273,13 +272,8 @@ def _facts(plan: "Plan", settings: PlanSettings) -> dict[str, Any]:
         "layouts": [_candidate_facts(plan, candidate, tokens) for candidate in plan.candidates],
         "too_large": [_candidate_facts(plan, candidate, tokens) for candidate in plan.too_large],
         "limits": _limits(plan, plan.candidates[0]) if plan.candidates else [],
-        "command": None if offered is None else _command_of(settings, plan, offered),
+        "command": _command_of(settings, plan, plan.candidates[0]) if plan.candidates else None,
     }
-
-
-def _is_offered(candidate: "Candidate") -> bool:
-    """Whether `heddle train` trains in a layout: it reduces gradients once a step."""
-    return candidate.layout.accumulation == 1 or candidate.layout.reduce_once
 
 
 def _command_of(settings: PlanSettings, plan: "Plan", candidate: "Candidate") -> str | None:
@@ -376,11 +370,11 @@ def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None)
 
 
 def _dry_run_facts(config: "ModelConfig", plan: "Plan") -> dict[str, Any]:
-    """What a traced step takes in the fastest layout that the trainer offers, or in the leanest if none fits."""
+    """What a traced step takes in the fastest layout, or in the leanest if none fits."""
     from heddle.lab.plan.dry_run import dry_run
 
     leanest = sorted(plan.too_large, key=lambda candidate: candidate.bytes)
-    candidate = next(each for each in (*plan.candidates, *leanest) if _is_offered(each))
+    candidate = (*plan.candidates, *leanest)[0]
     result = dry_run(config, candidate.layout, plan.cost.sequence_length)
     return {
         "data_parallel_replicate_degree": candidate.layout.replicate,
