@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from heddle.errors import ConfigError
+from heddle.model.config import ModelConfig
 from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import DistillationSums, OutputHead, TeacherOutput, distillation_sums
 from heddle.numerics.norms import at_least_float32
 from heddle.parts.layout import Layout
 from heddle.tokenization.tokenizer import Tokenizer
-from heddle.training.init_checkpoint import InitCheckpoint
 
 TRAINED_PARAMETERS = ("all", "touched")
 
@@ -61,6 +61,29 @@ class LossWeights:
         return cls(**weights)
 
 
+class TeacherSource(Protocol):
+    """A saved model that can teach, such as an `InitCheckpoint`."""
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder it was read from."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Return its design."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Return its tokenizer, None if it has none."""
+
+    @property
+    def weights_sha256(self) -> str:
+        """Return the SHA-256 of all weights."""
+
+    def build_model(self, config: ModelConfig, device: str) -> Decoder:
+        """Build its design with its weights, in float32."""
+
+
 @dataclass(frozen=True)
 class Distillation:
     """A teacher and how to learn from it.
@@ -69,7 +92,7 @@ class Distillation:
     before the first step, and all weights of a mixer or feed-forward with such a weight or another design.
     """
 
-    teacher: InitCheckpoint
+    teacher: TeacherSource
     weights: LossWeights = LossWeights()
     parameters: str = "all"
 
