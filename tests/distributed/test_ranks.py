@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ def test_first_weights_are_those_of_one_process(count: int, monkeypatch: pytest.
     """Bit for bit, a tied head stays tied, and all ranks together draw hardly more numbers than one process."""
     drawn, words = [], RandomStream.words
 
-    def counted(stream: RandomStream, start: int, stop: int) -> Tensor:
+    def counted(stream: RandomStream, start: int, stop: int) -> np.ndarray:
         drawn.append(stop - start)
         return words(stream, start, stop)
 
