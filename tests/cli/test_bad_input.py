@@ -327,6 +327,9 @@ def contents(workspace: Path) -> dict[str, bytes]:
         ("generate {run} --prompts {root}/empty.txt", "empty.txt: is empty"),
         ("generate {hf}", "hf: is a transformers folder; first `heddle import "),
         ("compare ladder {root}/good.yaml --sequence-length 0", "sequence_length 0: must be at least 1"),
+        ("compare {root}/good.yaml --dry-run --out {root}/mine", "holds something else (thesis.tex)"),
+        ("compare {root}/good.yaml --out {root}/mine/thesis.tex", "thesis.tex: is a file"),
+        ("compare ladder {root}/good.yaml --dry-run --out {root}/mine", "holds something else (thesis.tex)"),
         ("train {root}/good.yaml --warmup 1000 --steps 10", "--warmup 1000: is longer than the run of 10 steps"),
     ],
 )
@@ -342,8 +345,9 @@ def test_what_options_decide_is_refused_before_text_and_weights_are_read(
     if "{hf}" in options:
         assert run_command(["export", f"{workspace}/run", str(hf)]) == 0
         capsys.readouterr()
-    for path in ("heddle.training.run._open_data", "heddle.storage.tensor_file._BlockReader.read"):
-        monkeypatch.setattr(path, lambda *arguments: pytest.fail("text or weights are read"))
+    read = ("training.run._open_data", "storage.tensor_file._BlockReader.read", "lab.compare.compare.comparison_plan")
+    for path in (*read, "lab.ladder.ladder._plan_time"):
+        monkeypatch.setattr(f"heddle.{path}", lambda *arguments: pytest.fail("text or weights are read"))
     words = options.format(run=f"{workspace}/run", root=workspace, hf=hf).split()
     assert run_command([*words, "--device", "cpu", "--quiet"]) == 2
     error = capsys.readouterr().err

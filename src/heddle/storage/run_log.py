@@ -63,9 +63,14 @@ def open_run(folder: Path, identity: dict[str, Any], environment: dict[str, Any]
     return False
 
 
-def refuse_other_content(folder: Path) -> None:
-    """Raise CheckpointError, naming it, if a folder holds anything that is not hidden."""
-    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+def refuse_other_content(folder: Path, own: str = "") -> None:
+    """Raise CheckpointError, naming it, if a folder holds anything that is not hidden, and no file named `own`."""
+    if own and (folder / own).is_file():
+        return
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file; choose an empty or new folder")
+    entries = folder.iterdir() if folder.exists() else ()
+    names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
     if names:
         raise CheckpointError(f"{folder}: holds something else ({names[0]}); choose an empty or new folder")
 

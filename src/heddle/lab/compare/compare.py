@@ -81,7 +81,7 @@ from heddle.session import ALL_NEEDS, TRAINING_NEEDS, dtype_of, open_session
 from heddle.settings import shared
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file
-from heddle.storage.run_log import to_plain_json
+from heddle.storage.run_log import refuse_other_content, to_plain_json
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.run import parse_scales, trackers_of, transfer_width_of, warn_of_precision
@@ -210,6 +210,7 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         device = devices[0] if devices else settings.device
         runtime = open_session(stack, settings, device=device, tf32=settings.tf32, deterministic=settings.deterministic)
         check_sources(settings.data)
+        refuse_other_content(settings.out, PLAN_FILE)
         plan = comparison_plan(settings, runtime)
         workers = choose_workers(
             plan, runtime, count=settings.workers, devices=devices, share=share, ranks=settings.nproc

@@ -445,8 +445,7 @@ def _open(out: Path, plan: ComparisonPlan, is_shared: bool) -> Iterator[bool]:
 
 def _check_folder(out: Path, plan: ComparisonPlan) -> bool:
     """Check that a folder is new or holds this comparison, and write its plan; returns as `check_plan` does."""
-    if not (out / PLAN_FILE).is_file():
-        refuse_other_content(out)
+    refuse_other_content(out, PLAN_FILE)
     return check_plan(out / PLAN_FILE, plan)
 
 

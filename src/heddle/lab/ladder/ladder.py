@@ -42,6 +42,7 @@ from heddle.runtime import Runtime
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import parse_named, shared
 from heddle.storage.file_io import read_json_file
+from heddle.storage.run_log import refuse_other_content
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 
@@ -245,6 +246,7 @@ def _ladder(settings: LadderSettings) -> TrainedLadder:
     with ExitStack() as stack:
         runtime = open_session(stack, settings)
         check_sources(settings.data)
+        refuse_other_content(settings.out, PLAN_FILE)
         plan = _plan(settings, runtime)
         threads = plan.threads or default_workers(runtime.device, runtime.threads).threads or runtime.threads
         runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, {threads: TRAINING_NEEDS})

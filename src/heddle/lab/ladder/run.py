@@ -133,8 +133,7 @@ def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str, unti
     resumes.
     """
     with RunLock(out):
-        if not (out / PLAN_FILE).is_file():
-            refuse_other_content(out)
+        refuse_other_content(out, PLAN_FILE)
         ladder = prepare_ladder(join_with_saved(out / PLAN_FILE, plan), out, runtime, command)
         _check_text(out / DATA_FILE, ladder.corpus)
         save_plan(out / PLAN_FILE, ladder.plan, ladder.sizes)
