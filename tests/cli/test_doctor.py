@@ -11,7 +11,6 @@ import torch
 from heddle.cli import doctor
 from heddle.cli.main import run_command
 from heddle.cli.show import print_kernels
-from heddle.lab.bench import run
 from heddle.runtime import device_name, is_available
 
 PRESET = "preset:gqa-tiny"
@@ -26,7 +25,7 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(run, "MEASUREMENTS", 1)
+    monkeypatch.setattr("heddle.runtime.MEASUREMENTS", 1)
 
 
 def test_doctor_says_that_there_is_no_gpu_and_chooses_as_on_one(capsys: pytest.CaptureFixture[str]) -> None:
