@@ -286,7 +286,7 @@ class KilledCommand:
         codes = {0} if self.name == "serve" else set[int]()
         if ended.code == 128 + number and not (ended.err or ended.out).strip().endswith(_last_sentence(ended.err)):
             yield f"no sentence: {ended}"
-        if ended.code not in codes | {128 + number, 0} and AGAIN not in ended.err:
+        if ended.code not in codes | {128 + number, 0, self.command.code} and AGAIN not in ended.err:
             yield f"code {ended.code}: {ended.err[-500:]}"
 
     def _has_printed(self) -> bool:
