@@ -14,20 +14,13 @@ from heddle.exchange.family_match import chosen_match
 from heddle.lab.explore.choices import explorer_design
 from heddle.laws.harness import random_tokens
 from heddle.model.config import ModelConfig
-from tests.cases import Data, alone, attention, case, convolution, design, indexer, layer
+from tests.cases import Data, alone, attention, case, design, indexer, layer
 from tests.conversion.exactness import converted_model, difference, source_model
 from tests.parts.test_shared_keys import READERS, VALUE_READERS
+from tests.parts.test_short_convolution import ALL as CONVOLVED
 
 INDEXED = alone(kv_heads=2, indexer=indexer())
 INDEX_IN_PAIR = design(layer({"kind": "pair", "first": attention(), "second": attention(indexer=indexer())}))
-CONVOLVED = design(
-    layer(
-        attention(kv_heads=2, window=5, short_convolution=convolution("input", "q", "v")),
-        {"kind": "gated", "hidden": 10, "short_convolution": convolution("input", "hidden", conv_kernel=3)},
-        repeat=2,
-    ),
-    layer(None, {"kind": "mlp", "hidden": 7, "short_convolution": convolution("hidden", conv_kernel=2)}),
-)
 ATTENTION_ALONE = ("width=32", "head.tied=false", "fold_norms,final_norm=false")
 CHANGED = ("kv_heads=1,groups=contiguous,merge=mean", "window,window=2", "rope_layout,layout=interleaved")
 
