@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import CheckpointError, ConfigError, describe_path
 from heddle.model.load_config import parse_yaml
 from heddle.progress import print_status, print_warning
 from heddle.storage import file_io
@@ -68,7 +68,7 @@ def refuse_other_content(folder: Path, own: str = "") -> None:
     if own and (folder / own).is_file():
         return
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: is a file; choose an empty or new folder")
+        raise CheckpointError(f"{folder}: {describe_path(folder)}; choose an empty or new folder")
     entries = folder.iterdir() if folder.exists() else ()
     names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
     if names:
