@@ -883,6 +883,18 @@ def by_day(days: int, number: int) -> list[Any]:
     return [pytest.param(each, marks=() if each < days else pytest.mark.nightly) for each in range(number)]
 
 
+def in_turn(parameters: Iterable[Any], turn: int, turns: int = 4) -> list[Any]:
+    """One of `turns` parameters by day, beginning with number `turn`; the others in the night.
+
+    Tests of the same parameters take different turns, so that each parameter is in one of them by day.
+    """
+    result = []
+    for number, parameter in enumerate(parameters):
+        values = parameter if isinstance(parameter, tuple) else (parameter,)
+        result.append(pytest.param(*values, marks=() if number % turns == turn else pytest.mark.nightly))
+    return result
+
+
 def parts_of(config: Config) -> set[tuple[str, str]]:
     """(slot, kind) of every part within a config."""
     parts = {(config.slot, config.kind)} if isinstance(config, Part) else set()

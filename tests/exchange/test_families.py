@@ -15,6 +15,7 @@ from heddle.exchange.family_match import best_match
 from heddle.exchange.load import load, original_design
 from heddle.numerics import norms
 from heddle.parts.norms import rms
+from tests.cases import in_turn
 from tests.exchange.cases import CASES, INERT
 from tests.exchange.hf_models import (
     MASKED,
@@ -40,13 +41,18 @@ from tests.exchange.hf_models import (
 
 VARIANTS = [(family, variant) for family, case in CASES.items() for variant in case.variants]
 WRITTEN = 64  # tokens of a greedy text
-FIRST_VARIANTS = [  # the first variant of each family; in the night, all
-    pytest.param(family, variant, marks=() if variant == next(iter(CASES[family].variants)) else pytest.mark.nightly)
-    for family, variant in VARIANTS
-]
-TEXTS = [parameter for parameter in FIRST_VARIANTS if parameter.values[0] not in MASKED]
+FIRST = [(family, next(iter(case.variants))) for family, case in CASES.items()]
 BLOCK_SIZES = {"chunk_size", "mamba_chunk_size", "block_size"}  # of sums; other ones round otherwise
 ALIKE = 3e-5  # of a model with one field changed, which may be larger, and its logits with it
+
+
+def by_day(turn: int) -> list[Any]:
+    """Every variant of every family; by day the first variants of every fourth family, and in the night all."""
+    others = [pytest.param(*pair, marks=pytest.mark.nightly) for pair in VARIANTS if pair not in FIRST]
+    return in_turn(FIRST, turn) + others
+
+
+TEXTS = [parameter for parameter in by_day(turn=0) if parameter.values[0] not in MASKED]
 
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
@@ -58,7 +64,7 @@ def test_logits(family: str, variant: str) -> None:
     assert alone <= (0.0 if case.exact and not windows and variant not in case.inexact else 1e-5)
 
 
-@pytest.mark.parametrize(("family", "variant"), FIRST_VARIANTS)
+@pytest.mark.parametrize(("family", "variant"), by_day(turn=3))
 def test_logits_in_bfloat16(family: str, variant: str) -> None:
     """Theirs bit for bit, or else as near to those in float32 as theirs are."""
     want, got, true = in_bfloat16(family, variant)
@@ -124,7 +130,7 @@ def test_a_masked_language_model_writes_no_text(family: str) -> None:
         heddle.generate(model, [[5, 9]], max_new_tokens=2)
 
 
-@pytest.mark.parametrize(("family", "variant"), FIRST_VARIANTS)
+@pytest.mark.parametrize(("family", "variant"), by_day(turn=1))
 def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path: Path) -> None:
     theirs, folder = saved(family, variant)
     result = export(
@@ -159,7 +165,7 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     assert {k: config[k] for k in before if k not in ignored} == {k: v for k, v in before.items() if k not in ignored}
 
 
-@pytest.mark.parametrize(("family", "variant"), FIRST_VARIANTS)
+@pytest.mark.parametrize(("family", "variant"), by_day(turn=2))
 def test_back_and_forth_design_and_weights_are_bit_equal(family: str, variant: str, tmp_path: Path) -> None:
     source = imported(family, variant)
     model = heddle.build(source.model.config.replace(initialization=source.model.config.initialization), seed=5)
@@ -210,14 +216,14 @@ FIELDS = [
 
 
 FIRST_OF_ALL = {path.rpartition(".")[2]: (family, variant, path) for family, variant, path in reversed(FIELDS)}
-FIRST = {(family, path): variant for family, variant, path in reversed(FIELDS)}
+FIRST_WITH = {(family, path): variant for family, variant, path in reversed(FIELDS)}
 
 
 def of_field(family: str, variant: str, path: str) -> Any:
     """A field in the first family that has it; in the night in all families, and in the soak in every variant."""
     if FIRST_OF_ALL[path.rpartition(".")[2]] == (family, variant, path):
         return pytest.param(family, variant, path)
-    night = FIRST[family, path] == variant
+    night = FIRST_WITH[family, path] == variant
     return pytest.param(family, variant, path, marks=pytest.mark.nightly if night else pytest.mark.soak)
 
 
@@ -339,9 +345,8 @@ def test_a_field_that_nobody_knows_is_refused_by_name(family: str, tmp_path: Pat
         load(tmp_path)
 
 
-@pytest.mark.parametrize("family", CASES)
-def test_every_parameter_has_its_rule_and_every_family_fits_its_own(family: str) -> None:
-    for variant in CASES[family].variants:
-        model = imported(family, variant).model
-        assert best_match(model.config, family).family.model_type == family
-        assert config_of(family, variant).model_type == family
+@pytest.mark.parametrize(("family", "variant"), by_day(turn=3))
+def test_every_parameter_has_its_rule_and_every_family_fits_its_own(family: str, variant: str) -> None:
+    model = imported(family, variant).model
+    assert best_match(model.config, family).family.model_type == family
+    assert config_of(family, variant).model_type == family

@@ -16,6 +16,7 @@ from heddle.storage.manifest import LogPosition
 from heddle.training.checkpoint import CheckpointSaver, TrainingProgress, save_run
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.optimizer import build_optimizer
+from tests.cases import in_turn
 from tests.exchange.cases import CASES
 from tests.exchange.hf_models import AutoConfig, imported, read_json, saved
 
@@ -24,7 +25,7 @@ LIKE_OTHERS = {"mistral": "no-window-tied", "phi3": "all-longer"}
 VARIANTS = [(family, LIKE_OTHERS.get(family, next(iter(case.variants)))) for family, case in CASES.items()]
 
 
-@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+@pytest.mark.parametrize(("family", "variant"), in_turn(VARIANTS, turn=0))
 def test_each_leaves_as_what_it_came(family: str, variant: str, tmp_path: Path) -> None:
     """In memory, and after `heddle.save` and `heddle.load`: the same config.json, with its lengths and token ids."""
     model = imported(family, variant).model

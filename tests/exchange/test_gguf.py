@@ -26,6 +26,7 @@ from heddle.lab.verify import DAMAGED, NOT_COVERED, OK, verify_files
 from heddle.model.config import ModelConfig
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES as DESIGNS
+from tests.cases import in_turn
 from tests.exchange.cases import LLAMA3, Fields, scaled
 from tests.exchange.hf_models import (
     AutoConfig,
@@ -352,7 +353,7 @@ def distance(file: Path, theirs: Any) -> float:
     return float((torch.tensor(answer["logits"]) - want).abs().max())
 
 
-@pytest.mark.parametrize(("family", "variant"), PAIRS)
+@pytest.mark.parametrize(("family", "variant"), in_turn(PAIRS, turn=0, turns=2))
 def test_llama_cpp_computes_what_transformers_does(family: str, variant: str, tmp_path: Path) -> None:
     theirs, ours = model_pair(family, variant)
     file = tmp_path / "model.gguf"
