@@ -15,6 +15,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
+from tests.cases import in_turn
 from tests.generation.loops import amplify_layers, beam_search_loop, designs, greedy_loop, most_likely_text
 
 DESIGNS = designs()
@@ -70,8 +71,10 @@ def test_enough_beams_find_the_likeliest_of_all_longer_texts() -> None:
     assert 0 < ended < 12
 
 
-@pytest.mark.parametrize("kind", DESIGNS)
-@pytest.mark.parametrize("num_beams", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "num_beams"),
+    [each for turn, beams in enumerate((2, 3)) for each in in_turn([(kind, beams) for kind in DESIGNS], turn, 2)],
+)
 def test_few_beams_are_the_plain_search(kind: str, num_beams: int) -> None:
     model = tiny_model(DESIGNS[kind], vocab_size=11).eval()
     for end in (None, 3):

@@ -15,7 +15,7 @@ from heddle.laws.harness import encoder_output_for, layout_for
 from heddle.model.config import ModelConfig, MultiTokenConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
-from tests.cases import case
+from tests.cases import case, in_turn
 from tests.generation.loops import amplify_layers, designs, greedy_loop
 from tests.generation.test_speculative import WORDS, distance, exact_probabilities
 from tests.laws.planting import Plant, calls, replaced
@@ -58,8 +58,10 @@ def texts_and_rounds(
     return texts, rounds
 
 
-@pytest.mark.parametrize("kind", DESIGNS)
-@pytest.mark.parametrize("speculative_tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "speculative_tokens"),
+    [each for turn, tokens in enumerate((1, 4)) for each in in_turn([(kind, tokens) for kind in DESIGNS], turn, 2)],
+)
 def test_greedy_text_equals_plain_decoding(kind: str, speculative_tokens: int) -> None:
     model = build_model(DESIGNS[kind])
     plain = [greedy_loop(model, prompt, STEPS) for prompt in PROMPTS]

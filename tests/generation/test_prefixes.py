@@ -13,6 +13,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.parts.layout import EncoderOutput
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
+from tests.cases import in_turn
 from tests.generation.loops import amplify_layers, designs, greedy_loop
 
 DESIGNS = {name: config for name, config in designs().items() if build(config, device="meta").encoder_width is None}
@@ -39,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("kind", DESIGNS)
+@pytest.mark.parametrize("kind", in_turn(DESIGNS, 0, 2))
 def test_a_prefix_over_several_calls(kind: str) -> None:
     model = build_model(kind)
     before = heddle.prefix(model, SHARED)
@@ -55,7 +56,7 @@ def test_a_prefix_over_several_calls(kind: str) -> None:
     assert heddle.generate(model, [[9]], max_new_tokens=70, prefix=before)[0] == greedy_loop(model, [*SHARED, 9], 70)
 
 
-@pytest.mark.parametrize("kind", DESIGNS)
+@pytest.mark.parametrize("kind", in_turn(DESIGNS, 1, 2))
 def test_tokens_shared_by_all_prompts_are_read_once(kind: str, calls: list[tuple[int, ...]]) -> None:
     model = build_model(kind)
     texts = heddle.generate(model, [SHARED + end for end in SUFFIXES], max_new_tokens=STEPS)

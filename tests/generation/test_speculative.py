@@ -17,7 +17,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
-from tests.cases import case
+from tests.cases import case, in_turn
 from tests.generation.loops import amplify_layers, designs, greedy_loop, next_log_probs
 
 DESIGNS = designs()
@@ -53,11 +53,7 @@ def generate_texts(model: Decoder, prompts: list[list[int]], **settings: Any) ->
 
 @pytest.mark.parametrize(
     ("kind", "speculative_tokens"),
-    [
-        pytest.param(kind, tokens, marks=() if number % 2 == turn else pytest.mark.nightly)
-        for number, kind in enumerate(DESIGNS)
-        for turn, tokens in enumerate((4, 1))
-    ],
+    [each for turn, tokens in enumerate((4, 1)) for each in in_turn([(kind, tokens) for kind in DESIGNS], turn, 2)],
 )
 def test_greedy_text_equals_decoding_without_a_draft(kind: str, speculative_tokens: int) -> None:
     model = build_model(DESIGNS[kind])

@@ -146,8 +146,11 @@ def rank_families(design: ModelConfig, preferred: str | None = None) -> list[Fam
 
 
 def _matches(design: ModelConfig, preferred: str | None) -> Iterator[FamilyMatch]:
-    """The match of every family but heddle's own, in order of priority. A base class counts for `preferred` alone."""
-    items = families().items()
+    """The match of every family but heddle's own: `preferred`, then the others in order of priority.
+
+    A base class counts for `preferred` alone.
+    """
+    items = sorted(families().items(), key=lambda item: item[0] != preferred)
     return (match_family(design, family, name == preferred) for name, family in items if name != HEDDLE)
 
 
@@ -157,9 +160,8 @@ def _total_weight(match: FamilyMatch) -> int:
 
 def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch:
     """The family that an export uses: `preferred` if it matches exactly, else another that does, else heddle's own."""
-    exact = [match for match in rank_families(design, preferred) if not match.mismatches]
-    exact.sort(key=lambda match: match.family.model_type != preferred)
-    return exact[0] if exact else match_family(design, families()[HEDDLE])
+    exact = (match for match in _matches(design, preferred) if not match.mismatches)
+    return next(exact, None) or match_family(design, families()[HEDDLE])
 
 
 def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -168,7 +170,6 @@ def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str
     First comes the default of an export, `preferred` if it fits; heddle's own family loses nothing.
     """
     matches = [match for match in _matches(design, preferred) if not match.mismatches]
-    matches.sort(key=lambda match: match.family.model_type != preferred)
     fitting = {}
     for match in [*matches, match_family(design, families()[HEDDLE])]:
         lost = differences(design, exported_design(design, match.config, match.family), training=True)
