@@ -1,7 +1,7 @@
 """The figures: one row for each goal of speed on a CPU, its table and its plot, from the results of every machine.
 
-A row is measured by one benchmark, whose `Case.figure` (or the key `figure` of a row that it writes) names it. A row
-that no result answers stands in the table as not measured.
+A row is measured by one benchmark, whose `Case.figure` (or the key `figure` of a row that it writes) names it. Below
+the table stand the benchmarks of rows that no result answers.
 """
 
 import json
@@ -92,23 +92,23 @@ def value_of(row: dict[str, Any]) -> str:
     """A ratio with its quartiles, or a value."""
     if "ratio" in row:
         low, high = row["quartiles"]
-        return f"{row['ratio']:.2f}× ({low:.2f}–{high:.2f})"
+        return f"{row['ratio']:.2f}× ({low:.2f}–{high:.2f}){', unsteady' if row.get('unsteady') else ''}"
     return f"{row['value']:g}"
 
 
 def figures_table(folder: Path) -> str:
     """The table of one machine."""
-    rows_of, lines = measured(folder), []
+    rows_of, lines, missing = measured(folder), [], dict[str, None]()
     for figure in FIGURES:
         if figure.name not in rows_of:
-            benchmark = f"`{figure.module}.py`" if figure.module else "none yet"
-            lines.append((figure.text, "", "not measured", "", "", benchmark))
+            missing[f"`{figure.module}.py`" if figure.module else f"{figure.text} (no benchmark yet)"] = None
             continue
         row, date = rows_of[figure.name]
         share = next((f"{value:g} %" for name, value in row.items() if name.endswith("% of the limit")), "")
         met = ("met" if row["met"] else "not met") if "met" in row else ""
         lines.append((figure.text, row.get("goal", ""), value_of(row), met, share, f"`{figure.module}.py`, {date}"))
-    return table(("what", "goal", "measured (quartiles)", "", "of the limit", "benchmark"), lines)
+    head = ("what", "goal", "measured (quartiles)", "", "of the limit", "benchmark")
+    return table(head, lines) + (f"\n\nNot measured: {', '.join(missing)}." if missing else "")
 
 
 def readme_table() -> str:
