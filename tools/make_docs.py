@@ -101,8 +101,8 @@ BENCHMARKS = f"""# Benchmarks
 {WRITTEN}
 
 Goals of speed on a CPU, and what was measured beside a peer in the same run: [how](../benchmarks/README.md).
-`make bench` measures every row in about 40 minutes on two cores, on the machine at hand. A ratio is the peer's time over
-heddle's: the median of alternated turns, quartiles. *Unsteady*: other programs disturbed many turns.
+`make bench` measures every row in about 40 minutes on two cores, on the machine at hand. A ratio is the peer's time
+over heddle's: the median of alternated turns, quartiles. *Unsteady*: other programs disturbed many turns.
 """
 OPTIONS = f"""# Options
 
