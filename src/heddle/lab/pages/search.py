@@ -9,7 +9,7 @@ from heddle.lab.compare.tables import TextTable, format_context, format_percent,
 from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, log_range
 from heddle.lab.pages.render import DASHES, MARKERS, DesignStyle
 from heddle.lab.pages.sections import HeatCell, HeatMap
-from heddle.lab.search.results import Interval, SearchResults, WholeModel
+from heddle.lab.search.results import FrontierPoint, Interval, SearchResults, WholeModel
 
 MAP_HEAT = 55  # percent, of the largest value of a map
 LEAST_KL = 1e-6  # of the map's colors, which follow the logarithm
@@ -104,6 +104,12 @@ def _measured_columns(results: SearchResults) -> dict[str, Callable[[WholeModel]
     return columns
 
 
+def distinct_points(results: SearchResults) -> list[FrontierPoint]:
+    """The points of the frontier, each choice at the least budget for which it is best."""
+    following = [*results.frontier[1:], None]
+    return [a for a, b in zip(results.frontier, following, strict=True) if b is None or a.choice != b.choice]
+
+
 def frontier_table(results: SearchResults) -> TextTable:
     """The best choice within each budget, measured on text that no score read, and all costs as shares of MODEL's."""
     names = [name for name in results.frontier[0].shares if name == results.axis or not name.startswith("reads")]
@@ -111,15 +117,16 @@ def frontier_table(results: SearchResults) -> TextTable:
     rows = [
         [
             format_percent(point.budget),
+            str(sum(map(bool, point.choice))),
             *(format_percent(point.shares[name]) for name in names),
             f"{point.added_bits:+.4f}",
             f"{point.kl:.4g}",
             f"{point.predicted:.4g}",
             *(cell(point) for cell in columns.values()),
         ]
-        for point in results.frontier
+        for point in distinct_points(results)
     ]
-    header = ["budget", *map(cost_name, names), "bits per byte added", "KL", "predicted KL", *columns]
+    header = ["budget", "changed layers", *map(cost_name, names), "bits per byte added", "KL", "predicted KL", *columns]
     return TextTable(header, rows, "The frontier")
 
 
@@ -141,8 +148,12 @@ def tried_table(results: SearchResults) -> TextTable | None:
 
 def lost_maps(results: SearchResults) -> list[HeatMap]:
     """What the frontier and the other choices lost by position, by frequency of the token, and in recall by depth."""
-    frontier = {f"frontier, budget {format_percent(point.budget)}": point for point in results.frontier}
-    models: dict[str, WholeModel] = {**frontier, **{spaced(each.name): each for each in results.measured}}
+    frontier = {f"frontier, budget {format_percent(point.budget)}": point for point in distinct_points(results)}
+    named: dict[str, WholeModel] = {**frontier, **{spaced(each.name): each for each in results.measured}}
+    models: dict[str, WholeModel] = {}
+    for name, model in named.items():
+        if all(model.choice != other.choice for other in models.values()):
+            models[f"chosen: {name}" if model.choice == results.chosen else name] = model
     groups = len(results.frontier[0].frequencies)
     parts: list[tuple[str, list[str], dict[str, Row]]] = [
         (

@@ -358,10 +358,14 @@ def single_scores(evaluator: Evaluator, items: Sequence[Replacement], folder: Pa
     for item in items:
         path = hidden_path(item, folder)
         if not path.is_file():
-            hidden = evaluator.hidden(evaluator.replaced([item])).cpu().numpy()
-            with replace_file(path) as temporary, temporary.open("wb") as file:
-                np.save(file, hidden)
+            save_array(path, evaluator.hidden(evaluator.replaced([item])).cpu().numpy())
             yield item
+
+
+def save_array(path: Path, values: np.ndarray) -> None:
+    """Write an array atomically."""
+    with replace_file(path) as temporary, temporary.open("wb") as file:
+        np.save(file, values)
 
 
 def hidden_path(item: Replacement, folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """Search a design inside a trained model: fit and score each layer's alternatives, solve, check whole models."""
 
+import hashlib
 import itertools
 import math
 import time
@@ -48,6 +49,7 @@ from heddle.lab.search.scores import (
     chosen_targets,
     measure_singles,
     put_together,
+    save_array,
     saved_costs,
     single_scores,
 )
@@ -68,7 +70,7 @@ from heddle.progress import format_duration, print_status, progress_bar
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import first_difference
 from heddle.training.evaluation.loss_profile import frequency_groups, position_edges, token_frequencies
-from heddle.training.evaluation.scores import correct_predictions, ratio_of_sums
+from heddle.training.evaluation.scores import correct_predictions
 
 SCORE_TOKENS, CHECK_TOKENS = 2**12, 2**14  # at most
 
@@ -268,13 +270,14 @@ class Search(Plan):
         return frequency_groups(token_frequencies(self.given.corpus))
 
     def _losses(self, choice: Choice) -> FloatArray:
-        """`Evaluator.losses` of a whole model on the text of the checks."""
-        items, lengths = [self.items[item] for item in choice], self.given.corpus.tokenizer.byte_lengths
-        flat = self._once(
-            f"losses {' '.join(map(str, choice))}",
-            lambda: self.checking.losses(items, lengths, self._token_groups).flatten(),
-        )
-        return flat.reshape(-1, sum(map(len, self.check.batches)), 2)
+        """`Evaluator.losses` of a whole model on the text of the checks, read from the folder if it was made."""
+        name = hashlib.sha256(repr(choice).encode()).hexdigest()[:16]
+        path = self.given.folder / f"losses-{name}.npy"
+        if not path.is_file():
+            items, lengths = [self.items[item] for item in choice], self.given.corpus.tokenizer.byte_lengths
+            save_array(path, self.checking.losses(items, lengths, self._token_groups))
+        found: FloatArray = np.load(path)
+        return found
 
     def added(self, choice: Choice) -> list[Interval | None]:
         """The bits per byte that a whole model adds on the text of the checks, in each group of `Evaluator.losses`."""
@@ -291,13 +294,14 @@ class Search(Plan):
         return recall_rows(self.given.corpus, self.check, self.given.folder / "recall.tokens")
 
     def recall(self, choice: Choice) -> FloatArray:
-        """The accuracy of a whole model at each depth of the needles, and without them."""
+        """The accuracy of a whole model on each needle [D + 1, N]: at each depth, and without it."""
 
         def accuracies() -> Iterable[float]:
             model = self.checking.replaced([self.items[item] for item in choice])
-            return [ratio_of_sums(correct_predictions(model, batches)) for _, batches in self.needles]
+            found = (correct_predictions(model, batches) for _, batches in self.needles)
+            return [correct / scored for rows in found for correct, scored in rows]
 
-        return self._once(f"recall {' '.join(map(str, choice))}", accuracies)
+        return self._once(f"recall {' '.join(map(str, choice))}", accuracies).reshape(len(self.needles), -1)
 
     def speeds(self, choice: Choice, context: int) -> FloatArray:
         """Decoded tokens per second of MODEL and of a whole model, [rounds, 2]."""
@@ -339,11 +343,17 @@ class Search(Plan):
         return not missed
 
     def _check_recall(self) -> None:
-        """Raises ConfigError if MODEL does not recall, so that its share of it would say nothing."""
+        """Raises ConfigError if MODEL does not clearly recall more than it guesses: a share of that says nothing."""
         for goal in self.measured_goals:
-            if goal.name == "recall" and (found := self.recall(()))[:-1].mean() <= found[-1]:
-                shown = f"finds {found[:-1].mean():.1%} of the hidden tokens, and guesses {found[-1]:.1%} without them"
-                raise ConfigError(f"--search {goal.text}: MODEL {shown}, so it recalls nothing; leave the goal out")
+            if goal.name == "recall":
+                found = self.recall(())
+                gain, half = mean_and_half(found[:-1].mean(0) - found[-1])
+                if gain <= half:
+                    shown = f"finds {found[:-1].mean():.1%} of the hidden tokens, and guesses {found[-1].mean():.1%}"
+                    raise ConfigError(
+                        f"--search {goal.text}: MODEL {shown} without them ({gain:+.1%} ± {half:.1%}), so it hardly "
+                        "recalls; leave the goal out, or give a longer --sequence-length"
+                    )
 
     def scores(self) -> tuple[FloatArray, ScoreTable]:
         """Fit and score all replacements: the KL of each by sequence, and the table to solve."""
@@ -581,7 +591,8 @@ class Search(Plan):
     def _probe(self) -> RecallProbe | None:
         if all(goal.name != "recall" for goal in self.measured_goals):
             return None
-        found, depths = self.recall(()).tolist(), [depth for depth, _ in self.needles if depth is not None]
+        found = self.recall(()).mean(1).tolist()
+        depths = [depth for depth, _ in self.needles if depth is not None]
         return RecallProbe(self.needles[0][1][0].targets.shape[1], depths, found[:-1], found[-1])
 
     def _whole(self, table: ScoreTable, choice: Choice, with_decode: bool = True) -> dict[str, Any]:
@@ -597,7 +608,7 @@ class Search(Plan):
             "added_bits": self.added_bits(choice),
             "positions": added[1:ranges],
             "frequencies": added[ranges:],
-            "recall": self.recall(choice)[:-1].tolist() if "recall" in goals else [],
+            "recall": self.recall(choice).mean(1)[:-1].tolist() if "recall" in goals else [],
             "decode": self.value(goals["decode"], choice) if "decode" in goals and with_decode else None,
         }
 
