@@ -60,8 +60,8 @@ def second_sentences(results: SearchResults) -> list[str]:
         return []
     layers = f"{second.same_layers} of {len(second.choice)} layers"
     return [
-        f"The same search on {second.tokens:,} tokens of {second.name} agrees in {layers}, and the ranks of the scores "
-        f"correlate by {second.correlation:.2f}."
+        f"By scores on {second.tokens:,} tokens of {second.name}, the second text, the best choice agrees in {layers} "
+        f"with that of the first one, and the ranks of the scores correlate by {second.correlation:.2f}."
     ]
 
 
@@ -152,7 +152,7 @@ def lost_maps(results: SearchResults) -> list[HeatMap]:
     named: dict[str, WholeModel] = {**frontier, **{spaced(each.name): each for each in results.measured}}
     models: dict[str, WholeModel] = {}
     for name, model in named.items():
-        if all(model.choice != other.choice for other in models.values()):
+        if any(model.choice) and all(model.choice != other.choice for other in models.values()):
             models[f"chosen: {name}" if model.choice == results.chosen else name] = model
     groups = len(results.frontier[0].frequencies)
     parts: list[tuple[str, list[str], dict[str, Row]]] = [
@@ -187,7 +187,7 @@ def _lost_map(title: str, columns: list[str], values: dict[str, Row]) -> HeatMap
         for each in row:
             heat = 0.0 if each is None or largest <= 0 else MAP_HEAT * max(0.0, each[0]) / largest
             cells.append(
-                HeatCell("", 0.0) if each is None else HeatCell(f"{each[0]:+.3f}", heat, (f"± {each[1]:.2g}",))
+                HeatCell("", 0.0) if each is None else HeatCell(f"{each[0]:+.3f}", heat, (f"±\u00a0{each[1]:.3f}",))
             )
         rows.append((name, cells))
     return HeatMap([title], columns, rows)
