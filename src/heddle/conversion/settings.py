@@ -35,8 +35,8 @@ class ConvertSettings(SessionSettings):
         Option(
             "GOAL",
             "Instead of --to: choose what each layer becomes. Shares of MODEL's state@32k=25% (always with its context "
-            "length), flops=80%, parameters=90%; of whole models decode@32k=2x (speed, measured here), recall>=95% (of "
-            "MODEL's accuracy), quality<=0.02 (added bits per byte); repeatable.",
+            "length), flops=80%, parameters=90%; of whole models decode@32k=2x (speed, measured here), recall=95% (of "
+            "MODEL's accuracy), quality=0.02 (added bits per byte); repeatable.",
         ),
     ] = ()
     only: Annotated[
