@@ -313,6 +313,16 @@ def search_choice(search: Search, targets: list[str]) -> tuple[int, ...]:
 def test_a_model_that_decodes_faster_at_the_least_loss(workspace: Path, finished: Search, tmp_path: Path) -> None:
     found = check_decode(again(workspace, finished, tmp_path / "work", "decode@64=1.3x", timer=timed))
     assert found.axis == "reads@64"
+    calls: list[Any] = []
+
+    def counted(*arguments: Any) -> float:
+        calls.append(arguments)
+        return timed(*arguments)
+
+    with quiet():  # as after a kill
+        _, same = Search(given(workspace, tmp_path / "work", "decode@64=1.3x", timer=counted)).run()
+    assert replace(same, seconds=0.0) == replace(found, seconds=0.0)
+    assert len(calls) == 1  # which tells how long a search takes
     assert found.decode_context == 64
     assert [point.decode for point in found.frontier] == sorted(point.decode or 0.0 for point in found.frontier)
     assert found.frontier[0].decode == 1.0
