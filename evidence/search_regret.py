@@ -26,8 +26,9 @@ from heddle.conversion.convert import open_source
 from heddle.conversion.heal import calibration_from_corpus
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import prepare_corpus
+from heddle.lab.search.goals import parse_goals
 from heddle.lab.search.scores import Evaluator, Replacement
-from heddle.lab.search.search import Search, SearchInput, parse_goals, search_tokens
+from heddle.lab.search.search import Search, SearchInput, search_tokens
 from heddle.lab.search.solve import Choice, FloatArray
 from heddle.runtime import hardware
 from heddle.training.init_checkpoint import model_rows
@@ -99,11 +100,11 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
     text = calibration_from_corpus(corpus, search_tokens(CALIBRATION_TOKENS) + FINAL_TOKENS, LENGTH)
     read = replace(text, batches=text.batches[:-1], layouts=text.layouts[:-1])
     final = replace(text, batches=text.batches[-1:], layouts=text.layouts[-1:])
-    lengths, found = source.tokenizer.byte_lengths, dict[str, dict[str, Any]]()
+    found = dict[str, dict[str, Any]]()
     kl, choices = np.zeros(0), list[Choice]()
     for budget in BUDGETS:
         began, goals = time.process_time(), parse_goals([f"state@2k={budget}"])
-        given = SearchInput(source, read, goals, ALTERNATIVES, (), LENGTH, folder / f"search-{seed}", lengths)
+        given = SearchInput(source, read, goals, ALTERNATIVES, (), LENGTH, folder / f"search-{seed}", corpus)
         search = Search(given)
         _, results = search.run()
         seconds = time.process_time() - began

@@ -9,7 +9,10 @@ from heddle import laws
 from heddle.conversion.fit import Chunk, fit_chunks, fit_mixer, relative_error
 from heddle.conversion.mixer_replacement import MixerReplacement
 from heddle.conversion.rewrites.gated_delta import GatedDeltaReplacement
+from heddle.conversion.rewrites.kda import KDAReplacement
 from heddle.conversion.rewrites.linear_attention import LinearAttentionReplacement
+from heddle.conversion.rewrites.mamba2 import Mamba2Replacement
+from heddle.conversion.rewrites.rwkv7 import RWKV7Replacement
 from heddle.conversion.weights import CalibrationText, LayerActivations, ModelWeights, build_model, layer_activations
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
@@ -31,7 +34,12 @@ GQA = {"kind": "attention", "heads": 4, "kv_heads": 2, "position": {"kind": "rop
 REWRITES: dict[str, type[MixerReplacement]] = {
     "gated_delta": GatedDeltaReplacement,
     "linear_attention": LinearAttentionReplacement,
+    "kda": KDAReplacement,
+    "mamba2": Mamba2Replacement,
+    "rwkv7": RWKV7Replacement,
 }
+# A parameter that attention has not.
+FRESH = {"gated_delta": "gate", "linear_attention": "q_map", "kda": "gate_up", "mamba2": "gate", "rwkv7": "gate_up"}
 every_rewrite = pytest.mark.parametrize("rewrite", REWRITES.values(), ids=REWRITES)
 FEW_STEPS = 10
 LAWS = ["chunked_decoding", "causality", "size_matches_model"]
@@ -65,7 +73,7 @@ def test_the_error_falls_on_other_text(rewrite: type[MixerReplacement]) -> None:
 
 @every_rewrite
 def test_two_conversions_are_equal_to_the_bit(rewrite: type[MixerReplacement]) -> None:
-    fresh = "q_map.weight" if rewrite is LinearAttentionReplacement else "gate.weight"
+    fresh = f"{FRESH[rewrite.__module__.rpartition('.')[2]]}.weight"
     source, text = small_source(), random_text(rows=4, length=16)
     first, second = (converted_model(source, rewrite(fit_steps=5), text=text) for _ in range(2))
     other_seed = converted_model(source, rewrite(fit_steps=5, seed=1), text=text)

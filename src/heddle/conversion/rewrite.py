@@ -59,6 +59,11 @@ class Rewrite(Config, ABC):
         """Whether the text decides its design, not only its weights."""
         return self.needs_text
 
+    @property
+    def sizes_on_text(self) -> bool:
+        """Whether the text decides sizes, and so what the design costs."""
+        return self.chooses_on_text
+
     def is_exact(self, design: ModelConfig) -> bool:
         """Whether the converted model computes the same logits as one of this design, up to rounding."""
         return type(self).exact

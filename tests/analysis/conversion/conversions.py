@@ -64,6 +64,7 @@ def model(name: str, stage: str, method: str, heads: int = 16, added: float = 0.
         layer_errors=[]
         if stage == ORIGINAL
         else [LayerError(i, min(0.9, added * (i + 1)), min(0.9, added * (i + 1) / 3)) for i in range(3)],
+        frequencies=[scores(loss * (0.2 + 0.2 * i), seed + i, WINDOWS, 60, noise) for i in range(10)],
     )
 
 
@@ -125,6 +126,7 @@ def broken() -> ConversionResults:
         fields = vars(whole.models[index]) | {
             "windows": nothing,
             "positions": [nothing] * len(POSITIONS),
+            "frequencies": [nothing] * 10,
             "first_spans": [(None, size) for _, size in whole.models[1].first_spans],
             "layer_errors": [],
         }

@@ -260,9 +260,10 @@ def test_every_model_is_measured_on_the_same_windows(
     for model in three.models:
         assert [size for _, size in model.windows] == [size for _, size in first.windows]
         for window, (bits, size) in enumerate(model.windows):
-            parts = [scores[window] for scores in model.positions]
-            assert sum(part for _, part in parts) == size
-            assert math.isclose(sum(part or 0 for part, _ in parts), bits or 0, rel_tol=1e-12)
+            for groups in (model.positions, model.frequencies):
+                parts = [scores[window] for scores in groups]
+                assert sum(part for _, part in parts) == size
+                assert math.isclose(sum(part or 0 for part, _ in parts), bits or 0, rel_tol=1e-12)
     assert healed.windows == first.windows != second.windows
     assert three.text.windows == len(first.windows)
     assert three.text.bytes == sum(size for _, size in first.windows)

@@ -118,7 +118,8 @@ def test_layers_are_put_together_as_they_were_scored(lossy: Scored) -> None:
     assert difference(whole, build_model(put_together(scored.source, chosen, tmp_path))) == 0.0
     assert difference(whole, scored.evaluator.replaced(chosen)) == 0.0
     costs, totals = saved_costs(scored.source, scored.items, (16, 512))
-    assert set(totals) == {"parameters", "state@16", "state@512", "flops@16", "flops@512"}
+    at_lengths = {f"{cost}@{length}" for cost in ("state", "flops", "reads") for length in (16, 512)}
+    assert set(totals) == {"parameters"} | at_lengths
     numbers = [scored.items.index(item) for item in chosen]
     for name, total in costs_of(whole.config, (16, 512), torch.float64).items():
         assert totals[name] + costs[name][numbers].sum() == pytest.approx(total, rel=1e-12)
@@ -156,7 +157,9 @@ def test_which_layers_and_targets(tmp_path: Path) -> None:
     config = design(MIXER, depth=3).resolved()
     assert chosen_targets(config, 16, ()) == [
         *("kv_heads=1", "latent_attention,kv_rank=6,rope_dim=2", "latent_attention,kv_rank=4"),
-        *("window=8", "window=4", "shared_kv", "gated_delta", "linear_attention"),
+        *("window=8", "window=4", "sparse_index,top_k=4,heads=1,head_dim=4", "shared_kv"),
+        *("gated_delta", "kda", "mamba2", "rwkv7", "linear_attention", "hidden=18", "hidden=12"),
+        *("remove=feedforward", "remove=mixer"),
     ]  # fmt: skip
     assert chosen_targets(config, 16, ("window", "kv_heads=4")) == ["window=8", "window=4", "kv_heads=4"]
     with pytest.raises(ConfigError, match="banana"):

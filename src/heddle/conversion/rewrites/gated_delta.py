@@ -6,10 +6,9 @@ which leaves a quarter less error than a random one; decay, β and the gate are 
 per-channel gate is copied. Positions are left out: the decay and the convolution encode the order.
 """
 
-import torch
 from torch import Tensor
 
-from heddle.conversion.mixer_replacement import MixerReplacement, features
+from heddle.conversion.mixer_replacement import MixerReplacement, identity_convolution
 from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDelta, GatedDeltaConfig
@@ -23,15 +22,10 @@ class GatedDeltaReplacement(MixerReplacement):
         return GatedDeltaConfig(heads=mixer.heads, head_dim=mixer.head_dim, value_dim=mixer.value_dim)
 
     def missing_features(self, mixer: AttentionConfig) -> list[str]:
-        """Everything but positions and a gate per channel."""
-        has_gate = mixer.gate == "channel"
-        return [
-            name for name in features(mixer) if not name.startswith("position") and not (has_gate and name == "gate")
-        ]
+        """Not a gate per channel either."""
+        return [name for name in super().missing_features(mixer) if name != "gate" or mixer.gate != "channel"]
 
     def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
         """The identity as the convolution."""
         assert isinstance(mixer, GatedDelta)
-        weight = torch.zeros(sum(mixer.conv_widths), mixer.conv_kernel)
-        weight[:, -1] = 1.0
-        return {"convolution.weight": weight}
+        return identity_convolution(mixer.conv_widths, mixer.conv_kernel)

@@ -81,6 +81,11 @@ class LatentAttentionReplacement(Rewrite):
         """True unless the conversion is at full rank."""
         return not self.is_full_rank
 
+    @property
+    def sizes_on_text(self) -> bool:
+        """True if a budget decides them."""
+        return self.state_budget is not None
+
     def is_exact(self, design: ModelConfig) -> bool:
         """Only at full rank."""
         return self.is_full_rank
@@ -93,7 +98,11 @@ class LatentAttentionReplacement(Rewrite):
             return _Converted(source, _with_mixers(source.design, configs), {})
         assert text is not None
         _check_text(text, source.design.width)
-        plans = self._plans(source, text, mixers)
+        if self.kv_rank is not None and text.device.type == "meta":  # no tokens, but the sizes are known
+            pairs = (self.rope_dim or 0) // 2
+            plans = dict.fromkeys(mixers, LatentPlan(self.kv_rank, (), (pairs,), (1.0,) * pairs))
+        else:
+            plans = self._plans(source, text, mixers)
         configs = {index: self._config(mixer, plans[index]) for index, mixer in mixers.items()}
         return _Converted(source, _with_mixers(source.design, configs), plans, text)
 

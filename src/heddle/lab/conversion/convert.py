@@ -91,7 +91,7 @@ from heddle.training.loop import FINAL_EVALUATION_TOKENS
 from heddle.training.settings import Settings
 
 if TYPE_CHECKING:
-    from heddle.lab.search.search import Goal
+    from heddle.lab.search.goals import Goal
 
 CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: every healing has the same length
 SEARCH_FOLDER = "search"  # in the work folder
@@ -320,7 +320,7 @@ class _ConversionJob:
         out = settings.out
         if out is None and not settings.dry_run:
             raise ConfigError("OUT: is missing; name the folder to write")
-        check_sources(settings.data)
+        check_sources((*settings.data, *settings.second_data))
         if out is not None:
             refuse_finished(out, settings.command_line("convert"))
             if not self.is_comparison and not (out / CONVERSION_FILE).is_file():
@@ -331,8 +331,8 @@ class _ConversionJob:
         self.design = self.source.weights.design
         self.goals: list[Goal] = []
         if settings.search:
-            from heddle.lab.search.scores import chosen_targets
-            from heddle.lab.search.search import kept_layers, parse_goals, search_tokens
+            from heddle.lab.search.goals import parse_goals
+            from heddle.lab.search.search import check_goals, kept_layers, search_tokens
 
             self.goals = parse_goals(settings.search)
         if self.goals and not can_report(self.source):
@@ -345,16 +345,18 @@ class _ConversionJob:
         if self.goals:
             self.kept = kept_layers(settings.keep, self.design)
             self.calibration_tokens = search_tokens(self.calibration_tokens)
-            chosen_targets(self.design, settings.sequence_length, settings.only)  # raises for what is none
             if calibration_samples(self.calibration_tokens, settings.sequence_length) < 3 * CALIBRATION_BATCH:
                 raise ConfigError(
                     f"--calibration-tokens {tokens}: are too few for a search, which fits, scores and checks on three "
                     f"texts; give {3 * CALIBRATION_BATCH * settings.sequence_length} or more"
                 )
+            text, weights = self._size_of_text, self.source.weights
+            check_goals(weights, text, self.goals, settings.only, self.kept, settings.sequence_length)
         self.distillation = Distillation(
             self.source, LossWeights.parse(settings.heal_loss, "--heal-loss"), settings.heal_parameters or "all"
         )
         self.text: CalibrationText | None = None
+        self.second: CalibrationText | None = None
         self.corpus: Corpus | None = None
         self.healing = self._healing()
         self._check_variants()
@@ -435,6 +437,10 @@ class _ConversionJob:
             if self.healing is not None:
                 self.healing = replace(self.healing, first_sample=calibration_samples(count, length))
         self.text = calibration_from_corpus(corpus, self.calibration_tokens, length, device)
+        if self.settings.second_data:
+            settings = replace(self.settings, data=self.settings.second_data)
+            other = _corpus(settings, self.source, 4 * self.calibration_tokens, corpus.rows)
+            self.second = calibration_from_corpus(other, self.calibration_tokens, length, device)
 
     def _encoded_text(self) -> Corpus:
         """The text, read once."""
@@ -498,12 +504,11 @@ class _ConversionJob:
         from heddle.lab.search.search import Search, SearchInput
 
         assert self.text is not None
-        assert self.source.tokenizer is not None
+        assert self.corpus is not None
         settings, folder = self.settings, partial_folder(out) / SEARCH_FOLDER
-        lengths = self.source.tokenizer.byte_lengths
         given = SearchInput(
-            self.source, self.text, self.goals, settings.only, self.kept, settings.sequence_length, folder, lengths,
-            self.budget,
+            self.source, self.text, self.goals, settings.only, self.kept, settings.sequence_length, folder, self.corpus,
+            self.budget, self.second,
         )  # fmt: skip
         conversion, results = Search(given).run()
         self.variants = (ConversionVariant("search", "layerwise", conversion.rewrites),)
@@ -574,8 +579,8 @@ def _check(settings: ConvertSettings) -> None:
         raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
     if settings.search and (settings.to or settings.sweep or settings.method or settings.dry_run):
         raise ConfigError("--search: chooses the conversion itself; leave out --to, --sweep, --method and --dry-run")
-    if not settings.search and (settings.only or settings.keep):
-        raise ConfigError("--only and --keep: have no effect without --search; give a goal such as state@32k=25%")
+    if not settings.search and (settings.only or settings.keep or settings.second_data):
+        raise ConfigError("--only, --keep and --second-data: have no effect without --search; give a goal")
     if not settings.to and not settings.sweep and not settings.search:
         raise ConfigError("--to: is missing; say what to change, such as --to kv_heads=2 (--list prints the choices)")
     if settings.method not in (None, "all"):

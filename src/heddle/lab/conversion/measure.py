@@ -23,7 +23,13 @@ from heddle.model.decoder import Decoder
 from heddle.model.size import build_distinct_layers, measure_size, size, summarize_design
 from heddle.parts.layout import Layout
 from heddle.progress import ProgressBar, print_text
-from heddle.training.evaluation.loss_profile import position_edges, position_groups, scores_by_group
+from heddle.training.evaluation.loss_profile import (
+    frequency_groups,
+    position_edges,
+    position_groups,
+    scores_by_group,
+    token_frequencies,
+)
 from heddle.training.evaluation.scores import FiniteScores, finite_scores, row_sums, token_bits, token_scores
 from heddle.training.evaluation.text_recall import TextRecall, TextRecallScores, score_text_recall, unread
 
@@ -136,6 +142,11 @@ class MeasurementText:
         return list(pairwise(position_edges(self.settings.sequence_length)))
 
     @cached_property
+    def token_groups(self) -> np.ndarray:
+        """The group of each token by its frequency in the training text, int64 [vocab]; 0: the most frequent ones."""
+        return frequency_groups(token_frequencies(self.corpus))
+
+    @cached_property
     def recall(self) -> TextRecall:
         """The rows of the recall tests."""
         settings = self.settings
@@ -176,11 +187,13 @@ class ModelToMeasure:
 class ReadScores:
     """The scores of the rows that a model has read so far.
 
-    windows: of each window. positions: for each range of positions, of the tokens in it, by window.
+    windows: of each window. positions: for each range of positions, of the tokens in it, by window. frequencies: for
+    each group of tokens by frequency.
     """
 
     windows: FiniteScores
     positions: list[FiniteScores]
+    frequencies: list[FiniteScores]
     recall: TextRecallScores
 
 
@@ -203,7 +216,9 @@ def measure_model(
     begun: scores of the first rows from an earlier call. save: called after each batch with the scores so far, and
     whether they are all.
     """
-    scores = begun or ReadScores([], [[] for _ in text.position_ranges], TextRecallScores([], [], []))
+    positions: list[FiniteScores] = [[] for _ in text.position_ranges]
+    frequencies: list[FiniteScores] = [[] for _ in range(int(text.token_groups.max()) + 1)]
+    scores = begun or ReadScores([], positions, frequencies, TextRecallScores([], [], []))
     decoder = build_model(model.weights).to(device)
 
     def advance(rows: int) -> None:
@@ -231,6 +246,7 @@ def measure_model(
         state_bytes=_state_bytes(shapes, text.settings.state_contexts),
         windows=scores.windows,
         positions=scores.positions,
+        frequencies=scores.frequencies,
         first_spans=recall.first_spans,
         repeated_spans=recall.repeated_spans,
         needles=recall.needles,
@@ -248,11 +264,13 @@ def _score_windows(decoder: Decoder, text: MeasurementText, scores: ReadScores, 
     for batch, tokens in token_scores(decoder, rest, text.corpus.tokenizer.byte_lengths):
         bits, sizes = token_bits(tokens), tokens.sizes.cpu().numpy()
         scores.windows.extend(finite_scores(row_sums(bits, sizes)))
-        groups = position_groups(batch.doc_lengths, edges)
-        for own, added in zip(
-            scores.positions, scores_by_group(bits, sizes, groups, len(scores.positions)), strict=True
+        by_frequency = text.token_groups[np.clip(batch.targets, 0, None)]
+        for collected, groups in (
+            (scores.positions, position_groups(batch.doc_lengths, edges)),
+            (scores.frequencies, by_frequency),
         ):
-            own.extend(finite_scores(added))
+            for own, added in zip(collected, scores_by_group(bits, sizes, groups, len(collected)), strict=True):
+                own.extend(finite_scores(added))
         advance(len(batch.tokens))
 
 

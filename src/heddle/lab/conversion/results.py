@@ -45,8 +45,8 @@ class ModelResult:
 
     key: identifies its weights. method: its line in the figures. architecture: the transformers class.
     state_bytes: [(context, bytes)]. windows: of the held-out text. positions: for each range of positions, of each
-    window. first_spans, repeated_spans: of the spans that are repeated in each row. layer_errors: empty for the
-    original, and if layers do not correspond.
+    window; frequencies: for each group of tokens, the most frequent first. first_spans, repeated_spans: of the spans
+    that are repeated in each row. layer_errors: empty for the original, and if layers do not correspond.
     """
 
     name: str
@@ -66,6 +66,7 @@ class ModelResult:
     repeated_spans: FiniteScores
     needles: list[NeedleScores]
     layer_errors: list[LayerError]
+    frequencies: list[FiniteScores] = field(default_factory=list)  # missing in older files
 
 
 @dataclass(frozen=True)

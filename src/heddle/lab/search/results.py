@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+Interval = tuple[float, float]  # a mean, and half of its 95 % interval
+
 
 @dataclass(frozen=True)
 class ScoredReplacement:
@@ -15,33 +17,54 @@ class ScoredReplacement:
 
 
 @dataclass(frozen=True)
-class FrontierPoint:
-    """The best choice within a share of the axis' cost. gap: proven, as a share of predicted."""
+class WholeModel:
+    """A whole model on text that no score read.
 
-    share: float
-    predicted: float
-    gap: float
+    choice: of each layer, "" as it is. shares: of MODEL's costs, by name; share: of the axis' cost. kl, predicted: in
+    nats per token. added_bits: per byte; positions, frequencies: those of tokens in each range of positions, and in
+    each group, the most frequent first; None where the text has none. recall: accuracy at each depth; [] unless a goal
+    asks. decode: speed as a multiple of MODEL's; None unless a goal asks.
+    """
+
     choice: list[str]
+    share: float
+    shares: dict[str, float]
+    predicted: float
+    kl: float
+    added_bits: float
+    positions: list[Interval | None]
+    frequencies: list[Interval | None]
+    recall: list[float]
+    decode: float | None
 
 
 @dataclass(frozen=True)
-class MeasuredChoice:
-    """A whole model on text that no score read.
+class FrontierPoint(WholeModel):
+    """The best choice within a budget, a share of the axis' cost. gap: proven, as a share of predicted."""
 
-    choice: of each layer, "" as it is. share: of the axis' cost. kl: in nats per token. difference: to the chosen one,
-    paired over sequences, with its interval. added_bits: per byte.
-    """
+    budget: float
+    gap: float
+
+
+@dataclass(frozen=True)
+class MeasuredChoice(WholeModel):
+    """A choice and its difference in KL to the chosen one, paired over sequences, with its interval."""
 
     name: str
-    choice: list[str]
-    share: float
-    predicted: float
-    kl: float
     difference: float
     low: float
     high: float
-    added_bits: float
     is_baseline: bool
+
+
+@dataclass(frozen=True)
+class TriedChoice:
+    """A choice on the way to the goals. measured: by goal, up to the first one that is missed, named by `missed`."""
+
+    budget: float
+    choice: list[str]
+    measured: dict[str, str]
+    missed: str
 
 
 @dataclass(frozen=True)
@@ -54,10 +77,36 @@ class PairCheck:
 
 
 @dataclass(frozen=True)
+class SecondText:
+    """The same search on another calibration text.
+
+    choice: the best there. same_layers: how many of its layers are as in the best on the first text. correlation: of
+    the ranks of the scores on both texts.
+    """
+
+    name: str
+    tokens: int
+    choice: list[str]
+    same_layers: int
+    correlation: float
+
+
+@dataclass(frozen=True)
+class RecallProbe:
+    """Needles at each depth of sequences of `length` tokens. accuracy: of MODEL; guessed: without the needles."""
+
+    length: int
+    depths: list[float]
+    accuracy: list[float]
+    guessed: float
+
+
+@dataclass(frozen=True)
 class SearchResults:
     """goals: as written. axis: the cost of the frontier. left_out: why a target replaces no layer. seconds: spent.
 
-    fit_tokens, score_tokens, check_tokens: of the texts, which share nothing.
+    fit_tokens, score_tokens, check_tokens: of the texts, which share nothing. positions: ranges [first, end).
+    decode_speed: of MODEL, in tokens per second.
     """
 
     goals: list[str]
@@ -72,5 +121,11 @@ class SearchResults:
     pair_check: PairCheck
     frontier: list[FrontierPoint]
     measured: list[MeasuredChoice]
+    tried: list[TriedChoice]
+    positions: list[tuple[int, int]]
+    recall: RecallProbe | None
+    decode_context: int | None
+    decode_speed: float | None
+    second: SecondText | None
     evaluations: int
     seconds: float

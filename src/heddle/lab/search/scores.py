@@ -4,6 +4,7 @@ A replacement is fitted once, to the source's activations, and saved; every scor
 together from these files.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -27,12 +28,17 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import set_parameter
 from heddle.model.size import build_distinct_layers, measure_size
 from heddle.numerics.cross_entropy import token_losses
+from heddle.parts.feedforwards.gated import GatedConfig
+from heddle.parts.feedforwards.mlp import MLPConfig
+from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions.rope import RopeConfig
 from heddle.storage.file_io import replace_file
 from heddle.storage.tensor_file import read_tensor_file, write_tensor_file
+from heddle.training.evaluation.loss_profile import position_edges
 
 LATENT_SHARES = (0.5, 0.25)  # of a layer's state per token
+KEPT_SHARES = (0.75, 0.5)  # of hidden channels, and of experts
 WINDOW_SHARES = (2, 4)  # of a sequence: longer windows would show no cost
 CHUNK_ELEMENTS = 2**25  # of changed logits in memory
 
@@ -65,15 +71,25 @@ def default_targets(design: ModelConfig, sequence_length: int) -> list[str]:
     mixers = [layer.mixer for layer in design.layers if isinstance(layer.mixer, AttentionConfig)]
     heads = {count for mixer in mixers for count in ((mixer.kv_heads or 0) // 2, (mixer.kv_heads or 0) // 4, 1)}
     targets = [f"kv_heads={count}" for count in sorted(heads - {0}, reverse=True)]
-    for mixer in {(each.kv_heads, each.head_dim, each.value_dim, each.position) for each in mixers}:
-        kv_heads, head_dim, value_dim, position = mixer
+    sizes = ((each.kv_heads, each.head_dim, each.value_dim, each.position) for each in mixers)
+    for kv_heads, head_dim, value_dim, position in dict.fromkeys(sizes):
         for share in LATENT_SHARES:
             size = int(share * (kv_heads or 0) * ((head_dim or 0) + (value_dim or 0)))
             rope = min(head_dim or 0, size // 4) // 2 * 2 if isinstance(position, RopeConfig) else 0
             options = f"kv_rank={size - rope}" + (f",rope_dim={rope}" if rope else "")
             targets.append(f"latent_attention,{options}")
     targets += [f"window={sequence_length // share}" for share in WINDOW_SHARES if sequence_length >= share]
-    return [*dict.fromkeys(targets), "shared_kv", "gated_delta", "linear_attention"]
+    for count, dim in dict.fromkeys((mixer.heads, mixer.head_dim) for mixer in mixers):
+        options = f"top_k={max(1, sequence_length // 4)},heads={max(1, count // 4)},head_dim={dim}"
+        targets.append(f"sparse_index,{options}")
+    targets += ["shared_kv", "gated_delta", "kda", "mamba2", "rwkv7", "linear_attention"]
+    feedforwards = dict.fromkeys(layer.feedforward for layer in design.layers)
+    for part, share in itertools.product(feedforwards, KEPT_SHARES):
+        if isinstance(part, MLPConfig | GatedConfig):
+            targets.append(f"hidden={max(1, int(share * part.hidden))}")
+        elif isinstance(part, MoEConfig):
+            targets.append(f"keep_experts={max(part.top_k, int(share * part.experts))}")
+    return [*dict.fromkeys(targets), "remove=feedforward", "remove=mixer"]
 
 
 def chosen_targets(design: ModelConfig, sequence_length: int, only: Sequence[str]) -> list[str]:
@@ -113,16 +129,28 @@ class Replacements:
         self._converted: dict[str, list[Weights]] = {}
         layers = [index for index in range(source.design.depth) if index not in keep]
         for target in targets:
-            groups = [(index,) for index in layers] if target.startswith("shared_kv") else [tuple(layers)]
+            one_by_one = target.startswith(("shared_kv", "remove"))  # what others become decides whether they can
+            groups = [(index,) for index in layers] if one_by_one else [tuple(layers)]
             self._converted[target] = [made for group in groups for made in self._apply(target, group)]
             own = {item.layer: item for made in self._converted[target] for item in self._changed(target, made)}
             self.items += own.values()
             if own:
                 self.left_out.pop(target, None)
         self.items.sort(key=lambda item: item.layer)  # stable: in the order of targets
+        self._check_any()
+
+    def _check_any(self) -> None:
         if not self.items:
             reasons = "; ".join(f"{target}: {reason}" for target, reason in self.left_out.items())
             raise ConfigError(f"--search: no layer can become anything else ({reasons}); give others with --only")
+
+    def keep_only(self, useful: Sequence[int]) -> None:
+        """Leave out the items that are not numbered here, since they save nothing that a goal limits."""
+        self.items = [self.items[number] for number in useful]
+        for target in self._converted:
+            if all(item.target != target for item in self.items):
+                self.left_out.setdefault(target, "saves nothing that the goals limit")
+        self._check_any()
 
     def _apply(self, target: str, layers: tuple[int, ...]) -> Iterator[Weights]:
         """The model with a target in all of these layers that it can convert; nothing if there are none."""
@@ -164,10 +192,11 @@ class Replacements:
 
     def fit_all(self, folder: Path) -> Iterator[Replacement]:
         """Fit and save those that are not, target by target, with one layer's activations in memory; yield each."""
+        wanted = {(item.layer, item.target) for item in self.items}
         for target, made in self._converted.items():
             for converted in made:
                 for item in self._changed(target, converted):
-                    if not (folder / item.file_name).is_file():
+                    if (item.layer, target) in wanted and not (folder / item.file_name).is_file():
                         _save(converted, item, folder)
                         yield item
             made.clear()  # with their activations
@@ -198,7 +227,10 @@ class SearchedConversion(Conversion):
 
 
 def costs_of(design: ModelConfig, lengths: Sequence[int], dtype: torch.dtype) -> dict[str, float]:
-    """`parameters`, and at each context length the bytes of state `state@N` and the FLOPs per token `flops@N`."""
+    """`parameters`; at each context length N bytes of state `state@N`, FLOPs per token `flops@N`, and `reads@N`.
+
+    reads: the bytes of weights and state that are read to decode a token after N, which limit its speed.
+    """
     shapes = build_distinct_layers(design, dtype)
     costs: dict[str, float] = {}
     for length in lengths:
@@ -206,6 +238,8 @@ def costs_of(design: ModelConfig, lengths: Sequence[int], dtype: torch.dtype) ->
         costs[f"state@{length}"] = measured.state_bytes - measured.position_table_bytes
         costs[f"flops@{length}"] = measured.flops_per_token
         costs["parameters"] = measured.parameters
+        read = measured.active_parameters - (0 if design.head.tied else measured.embedding_parameters)
+        costs[f"reads@{length}"] = read * dtype.itemsize + costs[f"state@{length}"]
     return costs
 
 
@@ -240,6 +274,7 @@ class Evaluator:
         counts = [int(count) for layout in text.layouts for count in (layout.positions >= 0).sum(1)]
         self.rows = np.repeat(np.arange(len(counts)), counts)  # of each token
         self.row_count = len(counts)
+        self.longest = max(batch.shape[1] for batch in text.batches)
 
     @torch.no_grad()
     def hidden(self, model: Decoder) -> Tensor:
@@ -266,12 +301,14 @@ class Evaluator:
         return kl
 
     @torch.no_grad()
-    def bits(self, items: Sequence[Replacement], byte_lengths: np.ndarray) -> tuple[float, int]:
-        """The bits and bytes of all next tokens within documents, with some layers replaced.
+    def losses(self, items: Sequence[Replacement], byte_lengths: np.ndarray, token_groups: np.ndarray) -> FloatArray:
+        """The bits and bytes of next tokens within documents, with some layers replaced [1 + P + F, S, 2].
 
-        byte_lengths: of each token; those of 0 or -1 bytes (end tokens) count for nothing.
+        Of each sequence: all tokens, those at each of P ranges of positions, and those of each of F groups.
+        byte_lengths: of each token; those of 0 or -1 bytes (end tokens) count for nothing. token_groups: int64 [vocab].
         """
-        hidden, start, bits, size = self.hidden(self.replaced(items)), 0, 0.0, 0
+        hidden, start, first, edges = self.hidden(self.replaced(items)), 0, 0, position_edges(self.longest)
+        found = np.zeros((len(edges) + int(token_groups.max()) + 1, self.row_count, 2))
         for batch, layout in zip(self.text.batches, self.text.layouts, strict=True):
             is_token, ids = layout.positions >= 0, layout.dense_segment_ids
             own = torch.full((*batch.shape, hidden.shape[1]), 0.0).to(hidden)
@@ -279,9 +316,14 @@ class Evaluator:
             start += int(is_token.sum())
             lengths = torch.from_numpy(np.asarray(byte_lengths)).to(batch.device)[batch[:, 1:]]
             scored = is_token[:, :-1] & is_token[:, 1:] & (ids[:, 1:] == ids[:, :-1]) & (lengths > 0)
-            losses = token_losses(own[:, :-1][scored], self.model.head.output_head, batch[:, 1:][scored])
-            bits, size = bits + float(losses.double().sum()) / math.log(2), size + int(lengths[scored].sum())
-        return bits, size
+            targets, rows = batch[:, 1:][scored], first + scored.nonzero()[:, 0].cpu().numpy()
+            losses = token_losses(own[:, :-1][scored], self.model.head.output_head, targets)
+            values = torch.stack((losses.double() / math.log(2), lengths[scored].double()), dim=1).cpu().numpy()
+            positions = np.searchsorted(edges, layout.positions[:, :-1][scored].cpu().numpy(), side="right")
+            for group in (np.zeros_like(positions), positions, len(edges) + token_groups[targets.cpu().numpy()]):
+                np.add.at(found, (group, rows), values)
+            first += len(batch)
+        return found
 
     @torch.no_grad()
     def measure(self, changed: Sequence[np.ndarray]) -> tuple[FloatArray, FloatArray]:
@@ -316,10 +358,14 @@ def single_scores(evaluator: Evaluator, items: Sequence[Replacement], folder: Pa
     for item in items:
         path = hidden_path(item, folder)
         if not path.is_file():
-            hidden = evaluator.hidden(evaluator.replaced([item])).cpu().numpy()
-            with replace_file(path) as temporary, temporary.open("wb") as file:
-                np.save(file, hidden)
+            save_array(path, evaluator.hidden(evaluator.replaced([item])).cpu().numpy())
             yield item
+
+
+def save_array(path: Path, values: np.ndarray) -> None:
+    """Write an array atomically."""
+    with replace_file(path) as temporary, temporary.open("wb") as file:
+        np.save(file, values)
 
 
 def hidden_path(item: Replacement, folder: Path) -> Path:

@@ -1,29 +1,55 @@
 """Search a design inside a trained model: fit and score each layer's alternatives, solve, check whole models."""
 
+import hashlib
 import itertools
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from heddle.conversion.convert import ConversionSource
 from heddle.conversion.rewrites.layerwise import Layerwise
-from heddle.conversion.weights import CalibrationText
+from heddle.conversion.targets import parse_rewrite
+from heddle.conversion.weights import CalibrationText, Weights
+from heddle.data.corpus import Corpus
+from heddle.data.samples import Batch
 from heddle.errors import CheckpointError, ConfigError
 from heddle.lab.compare.budget import TimeBudget, format_seconds
 from heddle.lab.compare.statistics import seed_half_width
-from heddle.lab.search.results import FrontierPoint, MeasuredChoice, PairCheck, ScoredReplacement, SearchResults
+from heddle.lab.search.goals import (
+    DECODE_ROUNDS,
+    DEFAULT_LENGTH,
+    MEASURED,
+    DecodeTimer,
+    Goal,
+    check_recall_length,
+    decode_speed,
+    recall_rows,
+)
+from heddle.lab.search.results import (
+    FrontierPoint,
+    Interval,
+    MeasuredChoice,
+    PairCheck,
+    RecallProbe,
+    ScoredReplacement,
+    SearchResults,
+    SecondText,
+    TriedChoice,
+)
 from heddle.lab.search.scores import (
     Evaluator,
     Replacements,
     SearchedConversion,
     chosen_targets,
     measure_singles,
+    put_together,
+    save_array,
     saved_costs,
     single_scores,
 )
@@ -43,60 +69,10 @@ from heddle.model.config import ModelConfig
 from heddle.progress import format_duration, print_status, progress_bar
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import first_difference
-
-# What a search is asked for: goals such as `state@32k=25%`, and layers that stay.
+from heddle.training.evaluation.loss_profile import frequency_groups, position_edges, token_frequencies
+from heddle.training.evaluation.scores import correct_predictions
 
 SCORE_TOKENS, CHECK_TOKENS = 2**12, 2**14  # at most
-FLOPS_LENGTH = 2048  # where no goal names a length
-GOAL = re.compile(
-    r"(state@(\d+)(k?)|flops|parameters|quality)(?:(?:<=|=)\+?(\d*\.?\d+)(%?))?"  # cost, length, k, limit, percent
-)
-EXAMPLE = "state@32k=25%, flops=80%, parameters=90% or quality<=0.02"
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A limit of a cost or of quality. limit: a share of MODEL's cost, or added bits per byte; None: the least.
-
-    cost: as in `costs_of`, or "quality".
-    """
-
-    text: str
-    cost: str
-    limit: float | None
-
-
-def parse_goals(texts: Sequence[str]) -> list[Goal]:
-    """Read goals such as `state@32k=25%`. Raises ConfigError."""
-    found = [(text, GOAL.fullmatch(text)) for text in texts]
-    for text, match in found:
-        if match is None:
-            raise ConfigError(f"--search {text}: is not a goal; write {EXAMPLE}")
-    lengths = [int(m[2]) * (1024 if m[3] else 1) for _, m in found if m is not None and m[2]]
-    if not all(lengths):
-        raise ConfigError(f"--search {' '.join(texts)}: a context of 0 tokens has no state; write {EXAMPLE}")
-    goals = [_goal(text, match, max(lengths, default=FLOPS_LENGTH)) for text, match in found if match is not None]
-    costs = [goal.cost for goal in goals]
-    if len(set(costs)) < len(costs):
-        raise ConfigError(f"--search {' '.join(texts)}: two goals limit the same; give one of them")
-    if costs == ["quality"]:
-        raise ConfigError(f"--search {texts[0]}: says nothing to save; add another goal, such as state@32k")
-    if goals and "quality" not in costs and all(goal.limit is None for goal in goals):
-        raise ConfigError(f"--search {texts[0]}: has no limit; write {EXAMPLE}")
-    return goals
-
-
-def _goal(text: str, match: re.Match[str], longest: int) -> Goal:
-    limit = None if match[4] is None else float(match[4]) / (100 if match[5] else 1)
-    if match[1] == "quality":
-        if limit is None or match[5]:
-            raise ConfigError(f"--search {text}: needs added bits per byte; write quality<=0.02")
-        return Goal(text, "quality", limit)
-    if limit is not None and not 0 < limit <= 1:
-        raise ConfigError(f"--search {text}: is not a share of MODEL's; write {EXAMPLE}")
-    length = longest if match[2] is None else int(match[2]) * (1024 if match[3] else 1)
-    cost = match[1].split("@")[0]
-    return Goal(text, cost if cost == "parameters" else f"{cost}@{length}", limit)
 
 
 def search_tokens(calibration_tokens: int) -> int:
@@ -118,6 +94,7 @@ def kept_layers(text: str | None, design: ModelConfig) -> tuple[int, ...]:
 CHECKED_PAIRS = 60
 CANDIDATES = 4  # of the solver, checked on whole models
 FRONTIER_POINTS = 8
+REFINEMENTS = 3  # budgets that are tried between the last that misses a goal and the first that meets all
 WORST_KL = 1e3  # of a replacement whose logits are not finite: it is never chosen where there is another
 
 
@@ -139,47 +116,43 @@ def split_text(text: CalibrationText) -> tuple[CalibrationText, CalibrationText,
     return parts[0], parts[1], parts[2]
 
 
-@dataclass(frozen=True)
-class SearchInput:
-    """What a search reads. folder: of its work, which the same search continues from. byte_lengths: of the tokens."""
-
-    source: ConversionSource
-    text: CalibrationText
-    goals: Sequence[Goal]
-    only: Sequence[str]
-    keep: Sequence[int]
-    sequence_length: int
-    folder: Path
-    byte_lengths: np.ndarray
-    budget: TimeBudget | None = None
+def _axis(goals: Sequence[Goal]) -> str:
+    """The cost of the frontier: what should be least, or what decoding reads, or the first that has a limit."""
+    priced = [goal for goal in goals if not goal.is_measured]
+    least = [goal.cost for goal in priced if goal.limit is None]
+    read = [f"reads@{goal.length}" for goal in goals if goal.name == "decode"]
+    return [*least, *read, *(goal.cost for goal in priced)][0]
 
 
-class Search:
-    """One search. fit, score, check: the three texts."""
+class Plan:
+    """What each layer could become, what it would save, and the goals; no weights are read and nothing is fitted.
 
-    def __init__(self, given: SearchInput) -> None:
-        self.given, self.began = given, time.monotonic()
-        self.weights = given.source.weights
-        self.fit, self.score, self.check = split_text(given.text)
-        targets = chosen_targets(self.weights.design, given.sequence_length, given.only)
-        self.replacements = Replacements(self.weights, self.fit, targets, given.keep)
-        self.items = self.replacements.items
-        self.targets = [target for target in targets if any(item.target == target for item in self.items)]
-        for target, reason in self.replacements.left_out.items():
-            print_status(f"search: without {target}: {reason}")
-        priced = [goal for goal in given.goals if goal.cost != "quality"]
-        lengths = sorted({int(goal.cost.split("@")[1]) for goal in priced if "@" in goal.cost} or {FLOPS_LENGTH})
-        self.axis = priced[0].cost
-        self.costs, self.totals = saved_costs(self.weights, self.items, lengths)
-        self.quality = next((goal.limit for goal in given.goals if goal.cost == "quality"), None)
+    text: that replacements are fitted to, or one of its size. axis: the cost of the frontier. limits: of costs.
+    """
+
+    def __init__(
+        self, weights: Weights, text: CalibrationText, goals: Sequence[Goal], only: Sequence[str], keep: Sequence[int],
+        sequence_length: int,
+    ) -> None:  # fmt: skip
+        """Raises ConfigError for goals that no choice meets, with what is possible."""
+        self.weights = weights
+        targets = chosen_targets(weights.design, sequence_length, only)
+        self.replacements = Replacements(weights, text, targets, keep)
+        order = list(MEASURED)
+        self.measured_goals = sorted(
+            (goal for goal in goals if goal.is_measured), key=lambda goal: order.index(goal.name)
+        )
+        priced = [goal for goal in goals if not goal.is_measured]
+        lengths = sorted({goal.length for goal in goals if goal.length} or {DEFAULT_LENGTH})
+        self.axis = _axis(goals)
+        costs, self.totals = saved_costs(weights, self.replacements.items, lengths)
         self.limits = {goal.cost: goal.limit * self.totals[goal.cost] for goal in priced if goal.limit is not None}
-        self._check_limits(priced)
-        self._check_folder()
-
-    def _check_limits(self, priced: Sequence[Goal]) -> None:
-        """Raises ConfigError, with what is possible, before anything is fitted."""
-        zeros = np.zeros(len(self.items))
-        table = self._table(zeros, np.zeros((len(self.items), len(self.items))))
+        saved = np.stack([costs[name] for name in {self.axis: 0, **self.limits}]).min(0)
+        useful = np.flatnonzero(saved < 0)
+        self.replacements.keep_only(useful.tolist())
+        self.items, self.costs = self.replacements.items, {name: row[useful] for name, row in costs.items()}
+        self.targets = [target for target in targets if any(item.target == target for item in self.items)]
+        table = self._table(np.zeros(len(self.items)), np.zeros((len(self.items), len(self.items))))
         if solve(table, self.limits, pairs=False) is None:
             least = {goal.text: self._least(replace(table, kl=self.costs[goal.cost]), goal.cost) for goal in priced}
             shown = ", ".join(f"{text} reaches {share:.1%}" for text, share in least.items())
@@ -196,6 +169,58 @@ class Search:
         needs = {number: item.needs for number, item in enumerate(items) if item.needs}
         layers, names = tuple(item.layer for item in items), tuple(item.target for item in items)
         return ScoreTable(depth, layers, names, kl, gram, self.costs, self.totals, needs)
+
+
+def check_goals(
+    weights: Weights,
+    text: CalibrationText,
+    goals: Sequence[Goal],
+    only: Sequence[str],
+    keep: Sequence[int],
+    length: int,
+) -> None:
+    """Raises ConfigError for goals that no choice meets, before the text is read, unless it decides what there is.
+
+    text: of the text's size. length: of its sequences.
+    """
+    check_recall_length(goals, length)
+    targets = chosen_targets(weights.design, length, only)
+    if not any(parse_rewrite(f"layers.0.{target}").sizes_on_text for target in targets):
+        Plan(weights, text, goals, only, keep, length)
+
+
+@dataclass(frozen=True)
+class SearchInput:
+    """What a search reads. folder: of its work, which the same search continues from. corpus: of the text.
+
+    second: another text, of the same number of tokens, and its name. timer: measures tokens per second.
+    """
+
+    source: ConversionSource
+    text: CalibrationText
+    goals: Sequence[Goal]
+    only: Sequence[str]
+    keep: Sequence[int]
+    sequence_length: int
+    folder: Path
+    corpus: Corpus
+    budget: TimeBudget | None = None
+    second: CalibrationText | None = None
+    timer: DecodeTimer = decode_speed
+
+
+class Search(Plan):
+    """One search. fit, score, check: the three texts. tried: on the way to the goals."""
+
+    def __init__(self, given: SearchInput) -> None:
+        self.given, self.began = given, time.monotonic()
+        self.fit, self.score, self.check = split_text(given.text)
+        super().__init__(given.source.weights, self.fit, given.goals, given.only, given.keep, given.sequence_length)
+        for target, reason in self.replacements.left_out.items():
+            print_status(f"search: without {target}: {reason}")
+        self.tried: list[TriedChoice] = []
+        self._values: dict[Goal, list[float]] = {goal: [] for goal in self.measured_goals}
+        self._check_folder()
 
     def _check_folder(self) -> None:
         """Raises CheckpointError if the folder has another search."""
@@ -239,14 +264,96 @@ class Search:
         key = f"{'check' if on_check else 'score'} {' '.join(map(str, choice))}"
         return self._once(key, lambda: evaluator.divergence(items))
 
+    @cached_property
+    def _token_groups(self) -> np.ndarray:
+        """The group of each token by its frequency, int64 [vocab]."""
+        return frequency_groups(token_frequencies(self.given.corpus))
+
+    def _losses(self, choice: Choice) -> FloatArray:
+        """`Evaluator.losses` of a whole model on the text of the checks, read from the folder if it was made."""
+        name = hashlib.sha256(repr(choice).encode()).hexdigest()[:16]
+        path = self.given.folder / f"losses-{name}.npy"
+        if not path.is_file():
+            items, lengths = [self.items[item] for item in choice], self.given.corpus.tokenizer.byte_lengths
+            save_array(path, self.checking.losses(items, lengths, self._token_groups))
+        found: FloatArray = np.load(path)
+        return found
+
+    def added(self, choice: Choice) -> list[Interval | None]:
+        """The bits per byte that a whole model adds on the text of the checks, in each group of `Evaluator.losses`."""
+        return [added_interval(*pair) for pair in zip(self._losses(()), self._losses(choice), strict=True)]
+
     def added_bits(self, choice: Choice) -> float:
         """The added bits per byte of a whole model on the text of the checks."""
+        added = self.added(choice)[0]
+        return 0.0 if added is None else added[0]
 
-        def bits(of: Choice) -> tuple[float, int]:
-            return self.checking.bits([self.items[item] for item in of], self.given.byte_lengths)
+    @cached_property
+    def needles(self) -> list[tuple[float | None, list[Batch]]]:
+        """In the text of the checks."""
+        return recall_rows(self.given.corpus, self.check, self.given.folder / "recall.tokens")
 
-        before, after = (self._once(f"bits {' '.join(map(str, of))}", partial(bits, of)) for of in ((), choice))
-        return float((after[0] - before[0]) / max(1.0, before[1]))
+    def recall(self, choice: Choice) -> FloatArray:
+        """The accuracy of a whole model on each needle [D + 1, N]: at each depth, and without it."""
+
+        def accuracies() -> Iterable[float]:
+            model = self.checking.replaced([self.items[item] for item in choice])
+            found = (correct_predictions(model, batches) for _, batches in self.needles)
+            return [correct / scored for rows in found for correct, scored in rows]
+
+        return self._once(f"recall {' '.join(map(str, choice))}", accuracies).reshape(len(self.needles), -1)
+
+    def speeds(self, choice: Choice, context: int) -> FloatArray:
+        """Decoded tokens per second of MODEL and of a whole model, [rounds, 2]."""
+        new = put_together(self.weights, [self.items[item] for item in choice], self.given.folder).design
+        pair, device = (self.weights.design, new), str(self.fit.device)
+        timed = (partial(self.given.timer, design, context, device, self.weights.dtype) for design in pair)
+        calls = [*timed] * DECODE_ROUNDS
+        flat = self._once(f"decode@{context} {' '.join(map(str, choice))}", lambda: [call() for call in calls])
+        return flat.reshape(-1, 2)
+
+    def value(self, goal: Goal, choice: Choice) -> float:
+        """What a whole model has of a measured goal, in the unit of its limit."""
+        if goal.name == "quality":
+            return self.added_bits(choice)
+        if goal.name == "recall":
+            own, of_source = (float(self.recall(each)[:-1].mean()) for each in (choice, ()))
+            return own / of_source
+        assert goal.length is not None
+        if not choice:
+            return 1.0
+        before, after = self.speeds(choice, goal.length).T
+        return float(np.median(after / before))
+
+    def meets(self, choice: Choice, budget: float) -> bool:
+        """Whether a whole model is within all measured goals; it is told among the choices that were tried."""
+        measured, missed = dict[str, str](), ""
+        for goal in self.measured_goals:
+            value = self.value(goal, choice)
+            measured[goal.text] = goal.show(value)
+            self._values[goal].append(value)
+            if not goal.is_met(value):
+                missed = goal.text
+                break
+        tried = TriedChoice(budget, self._by_layer(choice), measured, missed)
+        if measured and all(each.choice != tried.choice for each in self.tried):
+            self.tried.append(tried)
+            shown = f"misses {missed} ({measured[missed]})" if missed else "meets the goals"
+            print_status(f"search: {self._describe(choice)}: {shown}")
+        return not missed
+
+    def _check_recall(self) -> None:
+        """Raises ConfigError if MODEL does not clearly recall more than it guesses: a share of that says nothing."""
+        for goal in self.measured_goals:
+            if goal.name == "recall":
+                found = self.recall(())
+                gain, half = mean_and_half(found[:-1].mean(0) - found[-1])
+                if gain <= half:
+                    shown = f"finds {found[:-1].mean():.1%} of the hidden tokens, and guesses {found[-1].mean():.1%}"
+                    raise ConfigError(
+                        f"--search {goal.text}: MODEL {shown} without them ({gain:+.1%} ± {half:.1%}), so it hardly "
+                        "recalls; leave the goal out, or give a longer --sequence-length"
+                    )
 
     def scores(self) -> tuple[FloatArray, ScoreTable]:
         """Fit and score all replacements: the KL of each by sequence, and the table to solve."""
@@ -270,8 +377,19 @@ class Search:
                 left += (len(own) - 1) * (time.monotonic() - began)
         began = time.monotonic()
         self.scoring.divergence(self.items[:1])
-        seconds = time.monotonic() - began
-        left += seconds * (2 * len(self.items) + CHECKED_PAIRS + len(self.targets) * CHECK_TOKENS / SCORE_TOKENS)
+        seconds = (time.monotonic() - began) / self.score.tokens
+        walked = FRONTIER_POINTS + CANDIDATES + (REFINEMENTS if self.measured_goals else 0)
+        read = 2 * self.check.tokens  # of a whole model: KL, and losses
+        for goal in self.measured_goals:
+            if goal.name == "recall":
+                read += sum(batch.targets.size for _, batches in self.needles for batch in batches)
+            elif goal.length is not None:
+                began = time.monotonic()
+                self.given.timer(self.weights.design, goal.length, str(self.fit.device), self.weights.dtype)
+                left += 2 * DECODE_ROUNDS * walked * (time.monotonic() - began)
+        left += seconds * (2 * len(self.items) + CHECKED_PAIRS) * self.score.tokens
+        left *= 1 if self.given.second is None else 2
+        left += seconds * (walked + 2 * len(self.targets)) * read
         print_status(
             f"search: {len(self.items)} replacements of {len(self.targets)} kinds, about {format_duration(left)}"
         )
@@ -299,22 +417,29 @@ class Search:
 
     def run(self) -> tuple[SearchedConversion, SearchResults]:
         """Search. Raises ConfigError for goals that cannot be met, CheckpointError for another search's folder."""
+        self._check_recall()
         by_row, table = self.scores()
         pair_check = self.check_pairs(table)
         points = frontier(table, self.axis, self._shares(table), self._other_limits())
         limits, candidates = self.limits, dict[Choice, str]()
-        if self.quality is not None:
-            limits, cheapest = self._cheapest(points)
-            candidates[cheapest] = "search, frontier"
+        if self.measured_goals:
+            limits, found = self._walk(table, points)
+            candidates[found] = "search, frontier"
         candidates = self._candidates(table, limits) | candidates
-        good = [each for each in candidates if self.quality is None or self.added_bits(each) <= self.quality]
+        budget = limits.get(self.axis, self.totals[self.axis]) / self.totals[self.axis]
+        good = [each for each in candidates if self.meets(each, budget)]
         chosen = min(good, key=lambda choice: (float(self.kl(choice, True).mean()), choice))
         if not chosen:
             raise ConfigError("--search: the best that meets the goals is the model as it is; ask for a smaller cost")
         measured = [self._measure(table, chosen, name, choice) for choice, name in candidates.items()]
-        for name, choice in self._baselines(table, limits).items():
+        others = self._baselines(table, limits)
+        second = None
+        if self.given.second is not None:
+            second, others[f"search on {self.given.second.name}, the second text"] = self._second(table, limits)
+        for name, choice in others.items():
             measured.append(self._measure(table, chosen, name, choice, is_baseline=True))
         print_status(f"search: chosen: {self._describe(chosen)}")
+        decode = next((goal.length for goal in self.measured_goals if goal.name == "decode"), None)
         results = SearchResults(
             goals=[goal.text for goal in self.given.goals],
             axis=self.axis,
@@ -327,9 +452,16 @@ class Search:
             scores=[self._scored(item, row) for item, row in enumerate(by_row)],
             pair_check=pair_check,
             frontier=[
-                FrontierPoint(share, found.value, found.gap, self._by_layer(found.choice)) for share, found in points
+                FrontierPoint(**self._whole(table, found.choice), budget=share, gap=found.gap)
+                for share, found in points
             ],
             measured=measured,
+            tried=self.tried,
+            positions=[*itertools.pairwise(position_edges(max(batch.shape[1] for batch in self.check.batches)))],
+            recall=self._probe(),
+            decode_context=decode,
+            decode_speed=None if decode is None else float(np.median(self.speeds(chosen, decode)[:, 0])),
+            second=second,
             evaluations=len(self.items) + len(self._measured),
             seconds=time.monotonic() - self.began,
         )
@@ -354,27 +486,51 @@ class Search:
 
     def _shares(self, table: ScoreTable) -> list[float]:
         """The shares of the frontier: evenly in their logarithms from the least possible to 1, and the goal's."""
-        least = self._least(replace(table, kl=self.costs[self.axis]), self.axis)
-        shares = np.geomspace(max(least, 0.01), 1.0, FRONTIER_POINTS).tolist()
+        least, most = self._least(replace(table, kl=self.costs[self.axis]), self.axis), 1.0
+        if self._other_limits():  # they may need more of the axis than MODEL has
+            found = solve(table, self.limits, pairs=False)
+            assert found is not None
+            most = max(most, table.cost(self.axis, found.choice) / self.totals[self.axis])
+        shares = np.geomspace(max(least, 0.01), most, FRONTIER_POINTS).tolist()
         goal = self.limits.get(self.axis)
         return sorted({*shares, *([] if goal is None else [goal / self.totals[self.axis]])})
 
     def _other_limits(self) -> dict[str, float]:
         return {name: limit for name, limit in self.limits.items() if name != self.axis}
 
-    def _cheapest(self, points: Sequence[tuple[float, Solution]]) -> tuple[dict[str, float], Choice]:
-        """The least share of the axis whose best choice adds few enough bits per byte, as limits, and the choice."""
-        assert self.quality is not None
-        most = self.limits.get(self.axis, math.inf) / self.totals[self.axis] + SLACK
+    def _walk(self, table: ScoreTable, points: Sequence[tuple[float, Solution]]) -> tuple[dict[str, float], Choice]:
+        """The limits with a budget of the axis whose best choice meets the measured goals, and that choice.
+
+        The least budget; for a goal of speed alone the largest, whose choice adds the least KL.
+        """
+        total = self.totals[self.axis]
+        most = self.limits.get(self.axis, math.inf) / total + SLACK
         possible = [(share, found.choice) for share, found in points if share <= most]
-        for share, choice in possible[::-1]:
-            if self.added_bits(choice) <= self.quality:
-                return {**self.limits, self.axis: share * self.totals[self.axis]}, choice
-        least = min(self.added_bits(choice) for _, choice in possible)
-        raise ConfigError(
-            f"--search quality<={self.quality:g}: the best choice within the other goals adds {least:.3g} bits per "
-            "byte; give a larger one, or larger goals"
-        )
+        if any(goal.name != "decode" for goal in self.measured_goals):
+            possible.reverse()
+        met = next((number for number, (share, choice) in enumerate(possible) if self.meets(choice, share)), None)
+        if met is None:
+            raise ConfigError(self._why_none())
+        (budget, choice), missed = possible[met], possible[met - 1][0] if met else None
+        for _ in range(0 if missed is None else REFINEMENTS):
+            assert missed is not None
+            middle = math.sqrt(budget * missed)
+            found = solve(table, {**self._other_limits(), self.axis: middle * total})
+            if found is not None and self.meets(found.choice, middle):
+                budget, choice = middle, found.choice
+            else:
+                missed = middle
+        return {**self.limits, self.axis: budget * total}, choice
+
+    def _why_none(self) -> str:
+        """A sentence on the goals that no choice of the frontier meets."""
+        for goal, values in self._values.items():
+            if values and not any(map(goal.is_met, values)):
+                best = goal.show(min(values) if goal.name == "quality" else max(values))
+                reason = f"the best of {len(values)} choices of the frontier has {best}"
+                return f"--search {goal.text}: {reason}; ask for less of it, or loosen the other goals"
+        texts = " ".join(goal.text for goal in self.given.goals)
+        return f"--search {texts}: no choice of the frontier meets all of them; ask for less of one"
 
     def _candidates(self, table: ScoreTable, limits: Mapping[str, float]) -> dict[Choice, str]:
         """The choices that are checked, with their names: the solver's best, the best of single scores, greedy's."""
@@ -413,21 +569,59 @@ class Search:
         order = sorted(items, key=lambda item: (gains[item], item))
         return single_kind(table, limits, target, [table.layers[item] for item in order])
 
+    def _second(self, table: ScoreTable, limits: Mapping[str, float]) -> tuple[SecondText, Choice]:
+        """The same scores and budgets on the second text: what is best there, and how far the scores agree."""
+        text = self.given.second
+        assert text is not None
+        print_status(f"search: again on {text.name}")
+        other = Search(replace(self.given, text=text, second=None, folder=self.given.folder / "second"))
+        if [item.file_name for item in other.items] != [item.file_name for item in self.items]:
+            raise ConfigError("--second-data: makes other alternatives; give those of --only with their sizes")
+        vars(other)["scoring"] = Evaluator(self.weights, other.score, other.given.folder, self.scoring.model)
+        _, scores = other.scores()
+        here, there = solve(table, limits), solve(scores, limits)
+        assert here is not None
+        assert there is not None
+        layers = [self._by_layer(each.choice) for each in (here, there)]
+        ranks = [np.argsort(np.argsort(each.kl)) for each in (table, scores)]
+        correlation = float(np.asarray(np.corrcoef(ranks))[0, 1]) if len(self.items) > 1 else 1.0
+        same = sum(a == b for a, b in zip(*layers, strict=True))
+        return SecondText(text.name, text.tokens, layers[1], same, correlation), there.choice
+
+    def _probe(self) -> RecallProbe | None:
+        if all(goal.name != "recall" for goal in self.measured_goals):
+            return None
+        found = self.recall(()).mean(1).tolist()
+        depths = [depth for depth, _ in self.needles if depth is not None]
+        return RecallProbe(self.needles[0][1][0].targets.shape[1], depths, found[:-1], found[-1])
+
+    def _whole(self, table: ScoreTable, choice: Choice, with_decode: bool = True) -> dict[str, Any]:
+        """The fields of `WholeModel`."""
+        added, ranges = self.added(choice), len(position_edges(max(batch.shape[1] for batch in self.check.batches)))
+        goals = {goal.name: goal for goal in self.measured_goals}
+        return {
+            "choice": self._by_layer(choice),
+            "share": table.cost(self.axis, choice) / self.totals[self.axis],
+            "shares": {name: table.cost(name, choice) / total for name, total in self.totals.items() if total},
+            "predicted": table.value(choice),
+            "kl": float(self.kl(choice, True).mean()),
+            "added_bits": self.added_bits(choice),
+            "positions": added[1:ranges],
+            "frequencies": added[ranges:],
+            "recall": self.recall(choice).mean(1)[:-1].tolist() if "recall" in goals else [],
+            "decode": self.value(goals["decode"], choice) if "decode" in goals and with_decode else None,
+        }
+
     def _measure(
         self, table: ScoreTable, chosen: Choice, name: str, choice: Choice, is_baseline: bool = False
     ) -> MeasuredChoice:
-        kl = self.kl(choice, True)
-        difference, half = mean_and_half(kl - self.kl(chosen, True))
+        difference, half = mean_and_half(self.kl(choice, True) - self.kl(chosen, True))
         return MeasuredChoice(
+            **self._whole(table, choice, with_decode=not is_baseline),
             name=name,
-            choice=self._by_layer(choice),
-            share=table.cost(self.axis, choice) / self.totals[self.axis],
-            predicted=table.value(choice),
-            kl=float(kl.mean()),
             difference=difference,
             low=difference - half,
             high=difference + half,
-            added_bits=self.added_bits(choice),
             is_baseline=is_baseline,
         )
 
@@ -441,3 +635,15 @@ def mean_and_half(values: FloatArray) -> tuple[float, float]:
     count = len(values)
     half = seed_half_width(values.tolist()) if count > 1 else 0.0
     return float(values.mean()), half
+
+
+def added_interval(before: FloatArray, after: FloatArray) -> Interval | None:
+    """Added bits per byte with half of its 95 % interval over sequences; None without bytes.
+
+    before, after: bits and bytes of each sequence [S, 2]. The error of the ratio of sums is linearized.
+    """
+    bits, sizes = after[:, 0] - before[:, 0], before[:, 1]
+    if not sizes.any():
+        return None
+    ratio = bits.sum() / sizes.sum()
+    return mean_and_half(ratio + (bits - ratio * sizes) / sizes.mean())

@@ -1,0 +1,115 @@
+"""Narrower feed-forwards: the hidden channels that write most stay, and take over what the others wrote.
+
+A channel writes E[a²] ‖w‖² on the text, with its activation a and its column w of the last projection. With the Gram
+matrix G = Σ a aᵀ, kept channels S and removed ones R, the columns that change the output least are, by least squares,
+
+    W_S + W_R G_RS G_SS⁺
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heddle.config import DesignError, PositiveInt
+from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights
+from heddle.model.config import LayerConfig, ModelConfig
+from heddle.parts.feedforwards import FeedforwardConfig
+from heddle.parts.feedforwards.gated import GatedConfig
+from heddle.parts.feedforwards.mlp import MLPConfig
+
+NEGLIGIBLE = 1e-10  # singular values of G_SS, as shares of the largest: directions that the text hardly has
+
+
+class Hidden(Rewrite):
+    """`hidden`: the channels that `mlp` and `gated` feed-forwards keep, chosen and refitted on the text."""
+
+    keeps: ClassVar[frozenset[str]] = frozenset({"attention"})
+    exact: ClassVar[bool] = False
+    targets: ClassVar[Mapping[str, str]] = {"hidden": "hidden"}
+    hidden: PositiveInt
+
+    @property
+    def needs_text(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def chooses_on_text(self) -> bool:
+        """False: the width is given."""
+        return False
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError if no layer, or not every named one, has such a wider feed-forward."""
+        changed: dict[int, LayerConfig] = {}
+        for index in self.selected_layers(source.design):
+            layer = source.design.layers[index]
+            obstacle = self._obstacle(layer.feedforward)
+            if obstacle is None and layer.feedforward is not None:
+                changed[index] = layer.replace(feedforward=layer.feedforward.replace(hidden=self.hidden))
+            elif self.layers is not None:
+                raise DesignError(f"layers.{index}.feedforward", f"{obstacle}; leave this layer out")
+        if not changed:
+            reason = f"no layer has an mlp or gated feed-forward wider than {self.hidden}"
+            raise DesignError("feedforward", f"{reason}; give fewer channels")
+        return _Narrower(source, replace_layers(source.design, changed), text, changed)
+
+    def _obstacle(self, feedforward: FeedforwardConfig | None) -> str | None:
+        if not isinstance(feedforward, MLPConfig | GatedConfig):
+            return "is neither mlp nor gated"
+        if feedforward.hidden <= self.hidden:
+            return f"has no more than {self.hidden} channels"
+        if isinstance(feedforward, GatedConfig) and feedforward.sparsity is not None:
+            return "compares its channels with each other (sparsity)"
+        return None
+
+
+class _Narrower(ConvertedWeights):
+    def __init__(
+        self, source: Weights, design: ModelConfig, text: CalibrationText | None, changed: Mapping[int, LayerConfig]
+    ) -> None:
+        super().__init__(source, design, text)
+        self.changed = changed
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """The layer with fewer rows of its first projections, and refitted columns of the last one."""
+        layer = self.source.layer(index)
+        if index not in self.changed:
+            return layer
+        gram, down = gram_matrix(self.activations(index)), layer["feedforward.down.weight"].double()
+        gram = gram.to(down.device)
+        written = gram.diagonal() * down.square().sum(0)
+        order = written.sort(descending=True, stable=True).indices
+        kept = self.specs[f"layers.{index}.feedforward.down.weight"][1][1]
+        stays, goes = order[:kept].sort().values, order[kept:]
+        moved = torch.linalg.pinv(gram[stays][:, stays], rtol=NEGLIGIBLE, hermitian=True) @ gram[stays][:, goes]
+        for name in ("gate.weight", "gate.bias", "up.weight", "up.bias"):
+            if f"feedforward.{name}" in layer:
+                layer[f"feedforward.{name}"] = layer[f"feedforward.{name}"][stays]
+        layer["feedforward.down.weight"] = down[:, stays] + down[:, goes] @ moved.T
+        return layer
+
+
+@torch.no_grad()
+def gram_matrix(activations: LayerActivations) -> Tensor:
+    """Σ a aᵀ over the tokens of a text, of the hidden channels of a layer's feed-forward: float64 [hidden, hidden]."""
+    assert activations.layer.feedforward is not None
+    down, grams, layouts = (
+        activations.layer.feedforward.get_submodule("down"),
+        list[Tensor](),
+        iter(activations.layouts),
+    )
+
+    def add(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        tokens = inputs[0][next(layouts).positions >= 0].double()
+        grams.append(tokens.T @ tokens)
+
+    handle = down.register_forward_pre_hook(add)
+    try:
+        for stream, layout in zip(activations.streams, activations.layouts, strict=True):
+            activations.layer(stream, layout)
+    finally:
+        handle.remove()
+    return torch.stack(grams).sum(0)

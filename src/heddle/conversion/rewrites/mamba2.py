@@ -1,0 +1,28 @@
+"""Full attention becomes Mamba-2: a state of fixed size in place of a cache (Mamba in the Llama, Wang et al. 2024).
+
+Mamba-2's C, B and x start from attention's queries, keys and values, its output projection from attention's, and the
+convolution as the identity; key and value heads are repeated for the query heads they serve, so each head is a group.
+"""
+
+from torch import Tensor
+
+from heddle.conversion.mixer_replacement import MixerReplacement, identity_convolution
+from heddle.parts.mixers import Mixer, MixerConfig
+from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.mixers.mamba2 import Mamba2, Mamba2Config
+
+
+class Mamba2Replacement(MixerReplacement):
+    """Replace full attention by `mamba2`, fitted to attention's outputs."""
+
+    def new_config(self, mixer: AttentionConfig) -> MixerConfig:
+        """As many heads and groups; the state is as large as a head of queries times one of values."""
+        assert mixer.head_dim is not None
+        return Mamba2Config(
+            heads=mixer.heads, head_dim=mixer.value_dim, state_size=mixer.head_dim, groups=mixer.heads
+        )  # fmt: skip
+
+    def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
+        """The identity as the convolution."""
+        assert isinstance(mixer, Mamba2)
+        return identity_convolution(mixer.conv_widths, mixer.conv_kernel)
