@@ -161,7 +161,8 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     # What this variant computes nothing with is not in its design.
     ignored |= {name.removeprefix(f"{variant}:") for name in CASES[family].inert if name.startswith(f"{variant}:")}
     for table in (config, before):
-        table.get("attn_config", {}).pop("dtype", None)  # MPT's inner table has one, too
+        for name in ("attn_config", "ffn_config"):  # inner tables of MPT and DBRX have one, too
+            table.get(name, {}).pop("dtype", None)
     assert {k: config[k] for k in before if k not in ignored} == {k: v for k, v in before.items() if k not in ignored}
 
 
@@ -315,6 +316,9 @@ def follow(data: dict[str, Any], changed: str, value: Any) -> None:
         data.pop("num_key_value_heads", None)
     if changed.endswith(("_attn_alpha_factor", "_attn_beta_factor")):
         data |= {re.sub("^[a-z]+", kind, changed): value for kind in ("full", "linear")}
+    if changed == "rope_theta" and "attn_config" in data:  # of DBRX, which says it twice
+        for table in (data["attn_config"], rope):
+            table[changed] = value
     if changed == "qk_rope_head_dim":
         data.pop("head_dim", None)
     if changed in ("hidden_size", "num_attention_heads") and data["model_type"] in ("cohere2", "cohere_compass_text"):

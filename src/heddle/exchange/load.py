@@ -328,6 +328,7 @@ class _WeightLoader:
                 raise CheckpointError(
                     f"{source} belongs to no part of a {self.family.architecture} with this config; restore it"
                 )
+        self._fill_absent()
         for name in self.missing:
             raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         self._check_tied_head()
@@ -336,6 +337,12 @@ class _WeightLoader:
         for name, tensor in self.loaded.items():
             set_parameter(self.model, name, tensor, self.parameters[name].requires_grad)
         self.model.tie()
+
+    def _fill_absent(self) -> None:
+        """Zeros for the tensors that the family's class fills with them where a file lacks them."""
+        for name in [name for name in self.missing if _matching_prefix(name, self.family.zeros_if_absent)]:
+            rule = self.missing.pop(name)
+            self._copy_into(rule, torch.zeros(self.weight_map.hf_shape(rule)))
 
     def _ignored_prefix(self, name: str) -> str | None:
         """The prefix of tensors to ignore that matches a name, or None."""
