@@ -701,6 +701,12 @@ CASES: dict[str, Case] = {
         fixed=BERT_FIXED | {"use_task_id"},
         live=frozenset({"max_position_embeddings"}),
     ),
+    "roformer": Case(
+        {"plain": {}, "three-types-relu": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
+        inert=BERT_INERT,
+        base=BERT_BASE,
+        fixed=BERT_FIXED | {"rotary_value", "embedding_size"},
+    ),
     "megatron-bert": Case(
         {"plain": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
         inert=BERT_INERT,

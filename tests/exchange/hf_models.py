@@ -69,6 +69,8 @@ WRITTEN_NAMES = {
     "kimi_linear": (r"block_sparse_moe\.(gate_proj|up_proj|down_proj)", r"mlp.\1"),
     "olmo_hybrid": (r"([13])\.feedforward_layer_norm", r"\1.post_attention_layernorm"),  # layers with attention
 }
+# What transformers writes, and computes anew where a file lacks it, so that an export leaves it out.
+LEFT_OUT = {"roformer": "roformer.encoder.embed_positions.weight"}
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 
