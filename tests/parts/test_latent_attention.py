@@ -149,7 +149,8 @@ def test_unset_fields_are_not_dumped() -> None:
 @pytest.mark.parametrize("planted", [False, True])
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_a_gate_multiplies_what_out_reads(gate: str, planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    gated, bare = (model_under_test(config(**fields)).layers[0].mixer for fields in ({"gate": gate}, {}))
+    options: tuple[dict[str, Any], ...] = ({"gate": gate}, {})
+    gated, bare = (model_under_test(config(**fields)).layers[0].mixer for fields in options)
     assert isinstance(gated, LatentAttention)
     assert isinstance(bare, LatentAttention)
     own, read = gated.state_dict(), list[torch.Tensor]()
