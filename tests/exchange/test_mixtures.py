@@ -15,7 +15,7 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
 from heddle.exchange.family_match import HEDDLE, best_match, chosen_match, design_from_config, match_family
-from heddle.exchange.load import load, original_design
+from heddle.exchange.load import LazyCheckpoint, load, original_design
 from heddle.model.config import ModelConfig
 from heddle.numerics.experts.mixture import route
 from heddle.parts.feedforwards.moe import MoE
@@ -334,3 +334,5 @@ def test_axk1_without_balancing_biases_has_zeros(tmp_path: Path) -> None:
     biases = [value for name, value in model.named_parameters() if name.endswith("expert_bias")]
     assert len(biases) == 2
     assert not any(bool(bias.any()) for bias in biases)
+    lazy = LazyCheckpoint(folder)
+    assert all(torch.equal(lazy.tensor(name), parameter) for name, parameter in model.named_parameters())

@@ -26,6 +26,7 @@ from heddle.progress import print_status
 from heddle.tokenization.tokenizer import Tokenizer
 
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]  # file, dtype and shape
+ABSENT: TensorSpec = ("", torch.float32, ())
 EMBEDDING, HEAD_WEIGHT = "embed.weight", "head.weight"
 HF_HEAD_WEIGHTS = (
     "lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight", "decoder.weight",
@@ -410,6 +411,8 @@ class LazyCheckpoint:
     def _check(self, rule: TensorRule) -> None:
         name = rule.hf_name
         if name not in self._stored:
+            if _matching_prefix(name, self.family.zeros_if_absent) is not None:
+                return
             raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         file, dtype, shape = self._stored[name]
         _check_tensor(self._weight_map, rule, dtype, shape, f"{self.checkpoint.folder / file}: tensor '{name}'")
@@ -418,7 +421,7 @@ class LazyCheckpoint:
     def specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and shape of every parameter, by its name in heddle."""
         return {
-            name: (self._stored[self._rules[name][0].hf_name][1], tuple(parameter.shape))
+            name: (self._stored.get(self._rules[name][0].hf_name, ABSENT)[1], tuple(parameter.shape))
             for name, parameter in self._model.named_parameters()
         }
 
@@ -427,6 +430,8 @@ class LazyCheckpoint:
         dtype, shape = self.specs[name]
         whole: Tensor | None = None
         for rule in self._rules[name]:
+            if rule.hf_name not in self._stored:
+                return torch.zeros(shape)
             value = self.checkpoint.tensor(self._stored[rule.hf_name][0], self._names[rule.hf_name])
             parts = rule.transform.split(value, self._weight_map.parameter_shapes(rule))
             for ref, part in zip(rule.parameters, parts, strict=True):
