@@ -32,11 +32,22 @@ GEMMA: Fields = {
     "model_type": "gemma4_vision", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20, "patch_size": 4, "position_embedding_size": 16,
 }  # fmt: skip
+GOT: Fields = {
+    "hidden_size": 16, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4, "mlp_dim": 20, "window_size": 2, "global_attn_indexes": [0],
+}  # fmt: skip
+M3: Fields = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20, "image_size": 16,
+    "patch_size": 4, "temporal_patch_size": 1,
+}  # fmt: skip
 SEEING = [
     ("qwen3_5", "qwen3_5_text", QWEN_VISION),
     ("qwen3_5_moe", "qwen3_5_moe_text", QWEN_VISION),
     ("mistral3", "ministral3", PIXTRAL),
     ("gemma4", "gemma4_text", GEMMA),
+    ("got_ocr2", "qwen2", GOT),
+    ("fuyu", "persimmon", {}),
+    ("minimax_m3_vl", "minimax_m3_vl_text", M3),
 ]
 
 
