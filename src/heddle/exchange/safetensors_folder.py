@@ -35,6 +35,7 @@ TEXT_MODELS = {
     "minimax_m3_vl": ("minimax_m3_vl_text",),
     "got_ocr2": ("qwen2",),
     "fuyu": ("persimmon",),
+    "moss_transcribe_diarize": ("qwen3",),
 }
 IMAGE_FIELDS = frozenset(
     """
@@ -43,7 +44,7 @@ IMAGE_FIELDS = frozenset(
     language_model_only eoi_token_index
     audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id
     vision_soft_tokens_per_image video_token_index projector_hidden_size image_seq_length image_size patch_size
-    num_channels merged_hidden_size
+    num_channels merged_hidden_size projector_bias audio_merge_size audio_chunk_size
     """.split()  # noqa: SIM905
 )
 IMAGE_TENSORS = (
