@@ -973,6 +973,18 @@ CASES: dict[str, Case] = {
         },
         fixed=frozenset({"tie_word_embeddings", "moe_normalize_expert_weights", "is_encoder_decoder"}),
     ),
+    "emu3_text_model": Case(
+        {
+            "plain": {"attention_dropout": 0.2, "bos_token_id": 1},
+            "biases-tied-yarn": {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": True,
+                "bos_token_id": 1,
+            }
+            | YARN,
+        }
+    ),
     "qwen3_moe": Case(
         {
             "dense-between": EXPERTS

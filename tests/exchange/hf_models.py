@@ -30,11 +30,14 @@ from tests.exchange.cases import BASE, CASES, Fields
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+    from transformers.models.emu3 import Emu3ForCausalLM, Emu3TextConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
+# The automatic class knows it by the config of the whole model alone.
+AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 VOCABULARY = BASE["vocab_size"]
 FOLDERS = tempfile.TemporaryDirectory(prefix="heddle-exchange-")  # of all models, gone when the tests end
 # Their faster experts refuse rows that are not whole multiples of 16 bytes; in older versions their faster attention
