@@ -45,6 +45,10 @@ MOSS: Fields = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20, "num_mel_bins": 8,
     "max_source_positions": 16,
 }  # fmt: skip
+EMU3: Fields = {
+    "codebook_size": 8, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1],
+    "num_res_blocks": 1, "attn_resolutions": [2], "hidden_size": 32,
+}  # fmt: skip
 SEEING = [
     ("qwen3_5", "qwen3_5_text", QWEN_VISION),
     ("qwen3_5_moe", "qwen3_5_moe_text", QWEN_VISION),
@@ -54,6 +58,7 @@ SEEING = [
     ("fuyu", "persimmon", {}),
     ("minimax_m3_vl", "minimax_m3_vl_text", M3),
     (HEARS, "qwen3", MOSS),
+    ("emu3", "emu3_text_model", EMU3),
 ]
 
 
@@ -61,7 +66,10 @@ def seeing(model_type: str, family: str, vision: Fields, folder: Path) -> Any:
     """A model of transformers that also sees, with random weights, and the folder that it was saved in."""
     text = json.loads(config_of(family, next(iter(CASES[family].variants)), tie_word_embeddings=False).to_json_string())
     vision = vision | ({} if "patch_size" not in vision or model_type == "mistral3" else {"out_hidden_size": 42})
-    tables = {"text_config": text, "audio_config" if model_type == HEARS else "vision_config": vision}
+    encoder = {HEARS: "audio_config", "emu3": "vq_config"}.get(model_type, "vision_config")
+    tables: Fields = {"text_config": text, encoder: vision}
+    if model_type == "emu3":
+        tables["vocabulary_map"] = {"<image>": 5, "<|extra_200|>": 6}
     config = AutoConfig.for_model(model_type, **tables, tie_word_embeddings=False)
     torch.manual_seed(4)
     kind = AutoModelForCausalLM if model_type == HEARS else AutoModelForImageTextToText
