@@ -199,6 +199,11 @@ CASES: dict[str, Data] = {
         sink=True,
         indexer=indexer(top_k=2, block=2, local=1, per_head=True, loss_keys="selected"),
     ),
+    "attention-indexer-norms": alone(
+        kv_heads=2,
+        indexer=indexer(top_k=2, block=2, per_head=True, norm={"kind": "rms", "offset": 1.0}, query_norm=True),
+    ),
+    "latent-indexer-query-norm": design(layer(latent(query_rank=9, indexer=indexer(query_norm=True)), repeat=2)),
     "attention-indexer-blocks-bidirectional": alone(
         kv_heads=1, causal=False, position=None, indexer=indexer(top_k=2, block=3, block_score="mean")
     ),
@@ -265,6 +270,7 @@ CASES: dict[str, Data] = {
         layer(latent(query_bias=True)),
         layer(latent({"kind": "rope", "layout": "interleaved"}, query_rank=9, query_bias=True)),
     ),
+    "latent-gate": design(layer(latent(gate="head", query_rank=9)), layer(latent(heads=4, gate="channel", bias=True))),
     "latent-no-rope": design(layer(latent(None), repeat=2)),
     "latent-shared-unturned": design(layer(latent(None, rope_dim=3, heads=1, bias=True), repeat=2)),
     "latent-no-norms": design(layer(latent(query_rank=11, kv_norm="none", query_norm="none"), repeat=2)),
@@ -549,6 +555,12 @@ CASES |= {
     ),
     "moe-shared-gate": moe(shared=1, shared_hidden=11, shared_gate=True, bias=True, dropout=0.3, aux_loss=0.5),
     "moe-shared-scale": moe(shared=2, shared_scale=0.5, scale=0.5, shared_gate=True),
+    "moe-output-norm": moe(shared=1, output_norm=True, scale=0.5),
+    "moe-output-norm-layer": design(
+        layer(attention(3), moe(4, 2, output_norm=True, expert="mlp")["layers"][0]["feedforward"]), norm=LAYER_NORM
+    ),
+    "moe-sparse-mixer": moe(5, 2, routing="sparse_mixer", renormalize=False, router_tolerance=0.8, aux_loss=0.1),
+    "moe-sparse-mixer-renormalized": moe(4, 3, routing="sparse_mixer", router_tolerance=1.5, bias_update=0.1),
     "moe-shared-bias": moe(4, 2, shared=2, bias="shared", capacity_factor=0.8),
     "moe-mlp-shared": moe(expert="mlp", shared=2, shared_gate=True, aux_loss=0.3, z_loss=0.01, bias_update=0.5),
     "moe-hash": moe(5, 2, selection="hash", aux_loss=0.2, shared=1),
@@ -645,6 +657,9 @@ CASES |= {
         layer({"kind": "kda", "heads": 3, "value_dim": 5, "negative_eigenvalues": True}, repeat=2)
     ),
     "kda-decay-bound": design(layer({"kind": "kda", "heads": 2, "head_dim": 5, "decay_bound": 1.5}, repeat=2)),
+    "kda-full-gates": design(
+        layer({"kind": "kda", "heads": 3, "value_dim": 5, "full_gates": True, "decay_bound": 2.0}, repeat=2)
+    ),
     "kda-channel-gates": design(
         layer({"kind": "kda", "heads": 3, "channel_gates": True, "negative_eigenvalues": True}, repeat=2)
     ),

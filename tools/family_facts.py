@@ -77,7 +77,8 @@ def _not_read() -> Iterator[str]:
     renamed = _listed(f"`{name}` as `{target}`" for name, target in other.items())
     yield f"""transformers {transformers.__version__} has {len(names)} causal types. heddle reads {read} of them:
 families above (BERT and its followers as encoders), and {renamed}."""
-    yield f"No family reads these yet, though no part is missing ({len(writable)}): {', '.join(writable)}."
+    if writable:
+        yield f"No family reads these yet, though no part is missing ({len(writable)}): {', '.join(writable)}."
     yield "The others are refused by name, with what they need and heddle lacks:"
     yield "\n".join(f"- {missing}: {', '.join(types)}" for missing, types in sorted(needs.items()))
 

@@ -189,7 +189,8 @@ def read_by(module: nn.Module, wider: nn.Module) -> set[str]:
         for name, value in module.named_parameters()
         if name.endswith("weight")
         and value.shape[-1] != shapes[name].shape[-1]
-        # a branch as wide as the model ends with a projection that reads what the branch made
+        # a branch as wide as the model may end with a norm, and ends with a projection, of what the branch made
+        and name != "output_norm.weight"
         and not getattr(module.get_submodule(name.rpartition(".")[0]), "output_projection", False)
     }
 

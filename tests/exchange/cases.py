@@ -355,6 +355,31 @@ OF_OLMOE: dict[str, Fields] = {
     | {"attention_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "num_experts_per_tok": 3},
 }
 
+M3_SPARSE = "minimax_m3_sparse"
+# No token has an embedding of zeros, for which every block would be as good.
+MINIMAX_M3: Fields = MINIMAX_M2 | {
+    "dense_intermediate_size": 28, "intermediate_size": 20, "shared_intermediate_size": 15, "index_n_heads": 2,
+    "index_head_dim": 10, "index_block_size": 3, "index_topk_blocks": 3, "index_local_blocks": 1, "swiglu_limit": 1.1,
+    "swiglu_alpha": 0.9, "pad_token_id": None,
+}  # fmt: skip
+BAILING: Fields = (
+    {name: value for name, value in KIMI.items() if name != "q_lora_rank"} | GROUPS | {"num_mtp_layers": 0}
+)
+BAILING_INERT = OF_LATENTS | {
+    "head_dim", "model_max_length", "short_conv_kernel_size", "layer_group_size", "first_k_dense_replace",
+    "mtp_loss_scaling_factor", "num_nextn_predict_layers", "rope_theta",
+}  # fmt: skip
+PHIMOE: Fields = {"num_local_experts": 6, "router_jitter_noise": 0.3}
+MIXED_LONG = scaled(
+    "longrope", short_factor=[1.0, 1.1, 1.3, 1.7], long_factor=[1.2, 2.0, 3.5, 6.0],
+    original_max_position_embeddings=512, short_mscale=1.2, long_mscale=1.2,
+)  # fmt: skip
+DBRX: Fields = {"ffn_hidden_size": 20, "moe_num_experts": 6, "moe_top_k": 2}
+OF_DBRX = frozenset(
+    {"max_seq_len", "emb_pdrop", "resid_pdrop", "output_router_logits", "num_key_value_heads", "attn_config.attn_pdrop"}
+    | {"ffn_config.hidden_size", "ffn_config.moe_loss_weight"}
+    | {f"{table}.{name}" for table in ("attn_config", "ffn_config") for name in OF_INNER_TABLES}
+)
 KOLIBRI: Fields = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 15,
 }  # fmt: skip
@@ -676,6 +701,12 @@ CASES: dict[str, Case] = {
         fixed=BERT_FIXED | {"use_task_id"},
         live=frozenset({"max_position_embeddings"}),
     ),
+    "roformer": Case(
+        {"plain": {}, "three-types-relu": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
+        inert=BERT_INERT,
+        base=BERT_BASE,
+        fixed=BERT_FIXED | {"rotary_value", "embedding_size"},
+    ),
     "megatron-bert": Case(
         {"plain": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
         inert=BERT_INERT,
@@ -872,6 +903,87 @@ CASES: dict[str, Case] = {
         },
         inert=frozenset({"router_aux_loss_coef"}),
         fixed=frozenset({"router_jitter_noise", "output_router_logits"}),
+    ),
+    "minimax_m3_vl_text": Case(
+        {
+            "plain": MINIMAX_M3
+            | {"layer_types": [M3_SPARSE, FULL, M3_SPARSE], "mlp_layer_types": ["sparse", "dense", "sparse"]}
+            | {"rope_parameters": HALF_TURNED},
+            "one-kv-head-tied-yarn": MINIMAX_M3
+            | {"layer_types": [M3_SPARSE] * 3, "index_n_heads": 1, "index_local_blocks": 0, "index_block_size": 2}
+            | {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "index_topk_blocks": 5}
+            | YARN,
+        },
+        inert=frozenset({"router_aux_loss_coef", "rotary_dim", "one-kv-head-tied-yarn:dense_intermediate_size"}),
+        fixed=frozenset({"router_jitter_noise", "output_router_logits"}),
+    ),
+    "axk1": Case(
+        {
+            "plain": OF_GLM_LITE | {"n_routed_experts": 12},
+            "by-types-halves": OF_GLM_LITE
+            | {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_interleave": False, "norm_topk_prob": False}
+            | {"routed_scaling_factor": 0.75, "rms_norm_eps": 1e-3},
+            "yarn-bias-tied": OF_GLM_LITE | FACTORS | {"attention_bias": True, "tie_word_embeddings": True},
+        },
+        inert=OF_LATENTS,
+        fixed=frozenset({"head_dim"}),
+    ),
+    "bailing_hybrid": Case(
+        {
+            "plain": BAILING
+            | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"], "short_conv_kernel_size": 3}
+            | {"layer_types": [LINEAR, FULL, LINEAR, FULL, LINEAR]},
+            "unbounded-biases-yarn": BAILING
+            | {"kda_safe_gate": False, "attention_bias": True, "linear_num_heads": 4, "linear_conv_kernel_dim": 4}
+            | {"layer_types": [FULL, LINEAR, LINEAR, FULL], "mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}
+            | {"num_hidden_layers": 4, "norm_topk_prob": False, "rope_theta": 5000.0, **FACTORS},
+        },
+        inert=BAILING_INERT | {"unbounded-biases-yarn:kda_lower_bound"},
+        fixed=frozenset({"tie_word_embeddings"}),
+    ),
+    "phimoe": Case(
+        {
+            "plain": PHIMOE | {"attention_bias": True, "lm_head_bias": True, "sliding_window": 9},
+            "longrope-tied": PHIMOE
+            | {"tie_word_embeddings": True, "num_key_value_heads": 1, "router_jitter_noise": 0.05, **MIXED_LONG},
+        },
+        inert=OF_LOSSES
+        | {"input_jitter_noise", "longrope-tied:original_max_position_embeddings"}
+        | {f"longrope-tied:rope_parameters.{name}" for name in ("original_max_position_embeddings", "long_factor")},
+        refused=frozenset({"rope_parameters.short_mscale", "rope_parameters.long_mscale"}),
+        fixed=frozenset({"num_experts_per_tok"}),
+    ),
+    "dbrx": Case(
+        {
+            "plain": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.6, "rope_theta": 10000.0}, "ffn_config": DBRX},
+            "three-key-heads-gelu-yarn": {
+                "attn_config": {"kv_n_heads": 3, "clip_qkv": 1.5, "rope_theta": 5000.0},
+                "ffn_config": DBRX | {"moe_normalize_expert_weights": None, "ffn_act_fn": {"name": "gelu"}},
+                **YARN,
+            },
+        },
+        inert=OF_DBRX,
+        base={
+            "vocab_size": 97,
+            "d_model": 48,
+            "n_heads": 6,
+            "n_layers": 3,
+            "initializer_range": 0.15,
+            "pad_token_id": 0,
+        },
+        fixed=frozenset({"tie_word_embeddings", "moe_normalize_expert_weights", "is_encoder_decoder"}),
+    ),
+    "emu3_text_model": Case(
+        {
+            "plain": {"attention_dropout": 0.2, "bos_token_id": 1},
+            "biases-tied-yarn": {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": True,
+                "bos_token_id": 1,
+            }
+            | YARN,
+        }
     ),
     "qwen3_moe": Case(
         {

@@ -20,7 +20,7 @@ import heddle
 from heddle.exchange.family import families
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
-from heddle.numerics.attention.indexer import Choice, index_scores, select_keys
+from heddle.numerics.attention.indexer import Choice, _block_scores, blocks_of, index_scores, select_keys
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.experts import mixture
 from heddle.parts.feedforwards import moe
@@ -30,11 +30,14 @@ from tests.exchange.cases import BASE, CASES, Fields
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+    from transformers.models.emu3 import Emu3ForCausalLM, Emu3TextConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
+# The automatic class knows it by the config of the whole model alone.
+AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 VOCABULARY = BASE["vocab_size"]
 FOLDERS = tempfile.TemporaryDirectory(prefix="heddle-exchange-")  # of all models, gone when the tests end
 # Their faster experts refuse rows that are not whole multiples of 16 bytes; in older versions their faster attention
@@ -62,12 +65,15 @@ READS_PADDING = {
     "granitemoehybrid": "mamba_proj_bias",
     "bamba": "mamba_proj_bias",
     "falcon_h1": "mamba_proj_bias",
+    "minimax_m3_vl_text": "index_block_size",  # whose blocks count padding
 }  # by model_type, if true
 # Names that transformers writes, and those of published files, which an export writes.
 WRITTEN_NAMES = {
     "kimi_linear": (r"block_sparse_moe\.(gate_proj|up_proj|down_proj)", r"mlp.\1"),
     "olmo_hybrid": (r"([13])\.feedforward_layer_norm", r"\1.post_attention_layernorm"),  # layers with attention
 }
+# What transformers writes, and computes anew where a file lacks it, so that an export leaves it out.
+LEFT_OUT = {"roformer": "roformer.encoder.embed_positions.weight"}
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 
@@ -260,15 +266,28 @@ def choices() -> Iterator[list[Tensor]]:
             clear = margin(best, rule.top_groups)
             least = best.topk(rule.top_groups).values[..., -1:]
             scores = inside.masked_fill((best < least)[..., None], -math.inf).flatten(-2)
+        if rule.routing == "sparse_mixer":  # whether an expert is near another is a choice, too
+            own, others = numbers.topk(rule.top_k).values[..., None], numbers[..., None, :]
+            apart = (own - others) / torch.maximum(others.abs(), own)
+            clear = (apart - rule.tolerance).abs().flatten(-2).amin(-1)
         logits.append(torch.minimum(clear, margin(scores, rule.top_k)))
         return mixture.route(numbers, balance, rule, *chosen)
 
-    def watched_keys(q: Tensor, k: Tensor, weights: Tensor, mask: AttentionMask, choice: Choice) -> AttentionMask:
-        top_k = choice.top_k
-        scores = index_scores(q, k, weights)[:, 0].masked_fill(~mask.materialize(), -math.inf)
-        gap, best = margin(scores, top_k).nan_to_num(nan=math.inf), scores.topk(top_k).values
+    def watched_keys(
+        q: Tensor, k: Tensor, weights: Tensor | None, mask: AttentionMask, choice: Choice
+    ) -> AttentionMask:
+        top_k, blocks, visible = choice.top_k, blocks_of(mask, choice.block), mask.materialize()[:, None]
+        scores = index_scores(q, k, weights)
+        of_block = _block_scores(scores, visible, blocks.of_key[:, None, None].expand_as(scores), blocks, choice)
+        if of_block.shape[-1] <= top_k:
+            return select_keys(q, k, weights, mask, choice)
+        largest = of_block.masked_fill(of_block.isinf(), 0.0).abs().amax(-1) if choice.local else of_block.amax(-1)
+        own = mask.q_positions.div(choice.block, rounding_mode="floor")[:, None, :, None]
+        is_local = (own - blocks.numbers[:, None, None]).abs() < choice.local
+        of_block = of_block.masked_fill(is_local & ~of_block.isinf(), math.inf)
+        gap, best = margin(of_block, top_k).nan_to_num(nan=math.inf), of_block.topk(top_k).values
         last = best[..., -1].abs().clamp(1e-9, 1e9)  # ours compares its 16 first bits; both round the largest
-        logits.append(torch.minimum(gap / last, 50 * gap / best[..., 0].abs().clamp(min=1e-9)))
+        logits.append(torch.minimum(gap / last, 50 * gap / largest.abs().clamp(min=1e-9)).amin(1))
         return select_keys(q, k, weights, mask, choice)
 
     with patch.object(moe, "route", watched), patch.object(indexer, "select_keys", watched_keys):

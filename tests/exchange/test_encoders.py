@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.modernbert import modeling_modernbert
+from transformers.models.roformer.modeling_roformer import RoFormerSinusoidalPositionalEmbedding
 
 import heddle
 from heddle.errors import ConfigError
+from heddle.exchange.families.bert import read_roformer
 from heddle.exchange.families.modernbert import _read_layers, map_weights
 from heddle.exchange.family import families
 from heddle.exchange.load import LazyCheckpoint, load, original_design
@@ -52,11 +54,19 @@ def angles(module: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type:
     return torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
 
 
+def sines(module: Any, shape: torch.Size, past: int = 0, position_ids: Any = None) -> torch.Tensor:
+    """RoFormer's table in float64; transformers' own is in float32."""
+    width = module.weight.shape[1]
+    angle = torch.arange(past, past + shape[1])[:, None] * 10000.0 ** -(torch.arange(0, width, 2).double() / width)
+    return torch.cat((angle.sin(), angle.cos()), -1)
+
+
 @pytest.fixture(autouse=True)
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ModernBERT rotates in float32 whatever its dtype; here it rotates in the dtype of its tokens."""
+    """ModernBERT and RoFormer rotate by angles in float32 whatever their dtype; here in the dtype of their tokens."""
     monkeypatch.setattr(modeling_modernbert, "apply_rotary_pos_emb", turned)
     monkeypatch.setattr(modeling_modernbert.ModernBertRotaryEmbedding, "forward", angles)
+    monkeypatch.setattr(RoFormerSinusoidalPositionalEmbedding, "forward", sines)
 
 
 def wide_logits(family: str, variant: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,6 +84,10 @@ def test_logits_in_float64(family: str, variant: str) -> None:
     assert float((theirs - ours).abs().max()) <= 1e-10
 
 
+def in_halves(layer: dict[str, Any]) -> dict[str, Any]:
+    return layer | {"mixer": layer["mixer"] | {"position": {"kind": "rope", "layout": "half"}}}
+
+
 def halves_exchanged(weights: Any, name: str, *parts: str) -> None:
     weights.add_module(name, *(parts[::-1] if name.endswith("mlp.Wi") else parts))
 
@@ -88,6 +102,10 @@ BUGS = {
     "positions without their offset": (
         "roberta",
         calls(Learned.forward, "clamp", lambda positions, *, self, **limit: positions.clamp(**limit) - self.offset),
+    ),
+    "halves rotated in place of neighbors": (
+        "roformer",
+        result(read_roformer, lambda design: design | {"layers": [in_halves(layer) for layer in design["layers"]]}),
     ),
     "no norm before a branch": ("modernbert", calls(PreNorm.forward, "norms", lambda norm, stream: stream)),
     "a wider window": (

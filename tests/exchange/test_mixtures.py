@@ -15,11 +15,14 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
 from heddle.exchange.family_match import HEDDLE, best_match, chosen_match, design_from_config, match_family
-from heddle.exchange.load import load, original_design
+from heddle.exchange.load import LazyCheckpoint, load, original_design
 from heddle.model.config import ModelConfig
 from heddle.numerics.experts.mixture import route
 from heddle.parts.feedforwards.moe import MoE
 from heddle.parts.mixers.attention import Attention
+from heddle.parts.mixers.kda import KDA
+from heddle.parts.mixers.latent_attention import LatentAttention
+from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.layer import LayerNorm
 from heddle.parts.positions.sinusoidal import Sinusoidal
@@ -58,6 +61,16 @@ BUGS = {
     "branches without their multiplier": ("hyperclovax", "plain", condition(Sandwich._process, "multiplier", True)),
     "positions without their offset": ("xglm", "plain", reads(Sinusoidal.forward, "offset", lambda offset: 0)),
     "no bias of attention's output": ("gpt_neo", "plain", reads(Attention.forward, "out", without_bias)),
+    "a mixture without its norm": ("axk1", "plain", condition(MoE.forward, "output_norm", True)),
+    "heads without their gates": ("bailing_hybrid", "plain", condition(LatentAttention.forward, "gate", False)),
+    "the decay by the matrix of the gate": (
+        "bailing_hybrid",
+        "plain",
+        assigned(KDA.forward, "decay_and_gate", lambda pair: pair[::-1]),
+    ),
+    "index queries without their norm": ("minimax_m3_vl_text", "plain", condition(Indexer.forward, "q_norm", True)),
+    "gates over more experts": ("phimoe", "plain", reads(route, "tolerance", lambda tolerance: 4 * tolerance)),
+    "unclipped queries and keys": ("dbrx", "plain", condition(Attention.forward, "qkv_clip", False)),
 }
 
 
@@ -270,3 +283,56 @@ def test_experts_of_a_shared_bias_have_none() -> None:
     named = {name.partition("feedforward.")[2] for name, _ in model.named_parameters() if name.endswith("bias")}
     assert named - {""} == {f"{prefix}{role}.bias" for prefix in ("", "shared.") for role in ("gate", "up", "down")}
     assert "layers.1.feedforward.up.bias" not in dict(model.named_parameters())
+
+
+def published_m3(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor of MiniMax M3 by the names of published files, which hold its text model below `language_model`."""
+    name = name.replace(".self_attn.indexer.", ".self_attn.index_")
+    for part in ("gate.", "experts.", "shared_experts."):
+        name = name.replace(f".mlp.{part}", f".block_sparse_moe.{part}")
+    name = "language_model." + name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")
+    if name.endswith("experts.gate_up_proj"):
+        halves = zip(("w1", "w3"), tensor.chunk(2, dim=1), strict=True)
+        pieces = {f"{index}.{role}": row for role, half in halves for index, row in enumerate(half)}
+    elif name.endswith("experts.down_proj"):
+        pieces = {f"{index}.w2": row for index, row in enumerate(tensor)}
+    elif name.endswith(".gate_up_proj.weight"):
+        return {name.replace("gate_up", role): half for role, half in zip(("gate", "up"), tensor.chunk(2), strict=True)}
+    else:
+        return {name: tensor}
+    return {f"{name.rpartition('.')[0]}.{piece}.weight": row for piece, row in pieces.items()}
+
+
+def test_minimax_m3_is_read_by_the_names_of_published_files(tmp_path: Path) -> None:
+    folder, tensors = saved("minimax_m3_vl_text", "plain")[1], dict[str, torch.Tensor]()
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            tensors |= {new: each.contiguous() for new, each in published_m3(name, tensor).items()}
+    tensors["vision_tower.patch.weight"] = torch.ones(2, 3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    inner = read_json(folder)
+    config = {"model_type": "minimax_m3_vl", "text_config": inner, "image_token_index": 9, "projector_hidden_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": inner["tie_word_embeddings"]}))
+    published, plain = load(tmp_path).model, imported("minimax_m3_vl_text", "plain").model
+    assert published.config == plain.config
+    assert all(torch.equal(value, published.get_parameter(name)) for name, value in plain.named_parameters())
+
+
+def test_axk1_without_balancing_biases_has_zeros(tmp_path: Path) -> None:
+    folder = copy("axk1", "plain", tmp_path)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
+        save_file(kept, file, metadata={"format": "pt"})
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {
+        name: file for name, file in index["weight_map"].items() if not name.endswith("e_score_correction_bias")
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    add(folder, "model.layers.0.post_mlp_layernorm.weight")
+    model = load(folder).model
+    biases = [value for name, value in model.named_parameters() if name.endswith("expert_bias")]
+    assert len(biases) == 2
+    assert not any(bool(bias.any()) for bias in biases)
+    lazy = LazyCheckpoint(folder)
+    assert all(torch.equal(lazy.tensor(name), parameter) for name, parameter in model.named_parameters())

@@ -50,6 +50,9 @@ CASES = {
     "deepseek_v32": Case("plain", 3, 1, DEEPSEEK, "deepseek_v32", {}),
     "glm4_moe": Case("plain", 3, 2, DEEPSEEK, "glm4_moe", {}),
     "glm4_moe_lite": Case("plain", 3, 1, DEEPSEEK, "glm4_moe_lite", {}),
+    "bailing_hybrid": Case(
+        "plain", 4, 1, DEEPSEEK, "bailing_hybrid", {"layer_types": [LINEAR, LINEAR, FULL, FULL, FULL]}
+    ),
     "qwen3_next": Case("plain", 4, 1, QWEN, "qwen3_next", {"layer_types": [*MIXED, FULL]}),
     "qwen3_5_text": Case("plain", 4, 1, QWEN, "qwen3_5", {"layer_types": [*MIXED, FULL]}),
     "qwen3_5_moe_text": Case("plain", 4, 1, QWEN, "qwen3_5_moe", {"layer_types": [*MIXED, FULL]}),
@@ -134,7 +137,10 @@ def _publish(family: str, folder: Path, theirs: Any, modules: list[Any]) -> None
         if case.names is QWEN:
             tensors = {name.replace(f"{layer}.", "mtp.layers.0."): tensor for name, tensor in tensors.items()}
         else:
-            tensors[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            embedding = next(
+                name for name in tensors if name.endswith(("embed_tokens.weight", "word_embeddings.weight"))
+            )
+            tensors[f"{layer}.embed_tokens.weight"] = tensors[embedding].clone()
             tensors[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
     config.pop("num_mtp_layers", None)

@@ -29,7 +29,7 @@ def test_nothing_is_listed_that_is_read_or_gone() -> None:
     ("model_type", "why"),
     [
         ("mamba", "needs Mamba's first selective scan, which heddle lacks"),
-        ("roformer", "no family supports it yet"),
+        ("glm5_next_text", "needs an indexer over pooled keys, which heddle lacks"),
     ],
 )
 def test_the_refusal_says_why(model_type: str, why: str) -> None:

@@ -41,6 +41,11 @@ COUNTED = [
     "tencent/Hy3-preview",
     "allenai/FlexOlmo-7x7B-1T",
     "zai-org/GLM-5",
+    "MiniMax M3, text model, defaults of the class",
+    "A.X K1, defaults of the class",
+    "Ling 3.0 Flash, defaults of the class",
+    "microsoft/Phi-3.5-MoE-instruct",
+    "databricks/dbrx-base",
 ]
 
 DTYPES_OF_STATES = {"mamba_ssm_dtype", "mamba_ssm_cache_dtype"}

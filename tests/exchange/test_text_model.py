@@ -13,7 +13,7 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.load import LazyCheckpoint, load
 from tests.exchange.cases import CASES
-from tests.exchange.hf_models import PLAIN, AutoConfig, batch, config_of, our_logits, read_json
+from tests.exchange.hf_models import PLAIN, AutoConfig, AutoModelForCausalLM, batch, config_of, our_logits, read_json
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -32,11 +32,33 @@ GEMMA: Fields = {
     "model_type": "gemma4_vision", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20, "patch_size": 4, "position_embedding_size": 16,
 }  # fmt: skip
+GOT: Fields = {
+    "hidden_size": 16, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4, "mlp_dim": 20, "window_size": 2, "global_attn_indexes": [0],
+}  # fmt: skip
+M3: Fields = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20, "image_size": 16,
+    "patch_size": 4, "temporal_patch_size": 1,
+}  # fmt: skip
+HEARS = "moss_transcribe_diarize"  # with an encoder of audio
+MOSS: Fields = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20, "num_mel_bins": 8,
+    "max_source_positions": 16,
+}  # fmt: skip
+EMU3: Fields = {
+    "codebook_size": 8, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1],
+    "num_res_blocks": 1, "attn_resolutions": [2], "hidden_size": 32,
+}  # fmt: skip
 SEEING = [
     ("qwen3_5", "qwen3_5_text", QWEN_VISION),
     ("qwen3_5_moe", "qwen3_5_moe_text", QWEN_VISION),
     ("mistral3", "ministral3", PIXTRAL),
     ("gemma4", "gemma4_text", GEMMA),
+    ("got_ocr2", "qwen2", GOT),
+    ("fuyu", "persimmon", {}),
+    ("minimax_m3_vl", "minimax_m3_vl_text", M3),
+    (HEARS, "qwen3", MOSS),
+    ("emu3", "emu3_text_model", EMU3),
 ]
 
 
@@ -44,9 +66,14 @@ def seeing(model_type: str, family: str, vision: Fields, folder: Path) -> Any:
     """A model of transformers that also sees, with random weights, and the folder that it was saved in."""
     text = json.loads(config_of(family, next(iter(CASES[family].variants)), tie_word_embeddings=False).to_json_string())
     vision = vision | ({} if "patch_size" not in vision or model_type == "mistral3" else {"out_hidden_size": 42})
-    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, tie_word_embeddings=False)
+    encoder = {HEARS: "audio_config", "emu3": "vq_config"}.get(model_type, "vision_config")
+    tables: Fields = {"text_config": text, encoder: vision}
+    if model_type == "emu3":
+        tables["vocabulary_map"] = {"<image>": 5, "<|extra_200|>": 6}
+    config = AutoConfig.for_model(model_type, **tables, tie_word_embeddings=False)
     torch.manual_seed(4)
-    model = AutoModelForImageTextToText.from_config(config, **PLAIN).float().eval()
+    kind = AutoModelForCausalLM if model_type == HEARS else AutoModelForImageTextToText
+    model = kind.from_config(config, **PLAIN).float().eval()
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.add_(torch.randn_like(tensor) * 0.1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from heddle.numerics.experts.mixture import (
     Route,
     RoutingConfig,
+    near_gates,
     route,
     router_logits,
     select_experts,
@@ -29,6 +30,9 @@ CONFIGS = {
     "softmax, best groups": RoutingConfig("softmax_group_max", 4, False, 4, 2, 16.0),
     "softmax, best groups, renormalized": RoutingConfig("softmax_group_max", 1, True, 6, 1),
     "all of them": RoutingConfig("softmax_topk", 12, renormalize=False),
+    "sparse mixer": RoutingConfig("sparse_mixer", 3, renormalize=False, scale=1.5, tolerance=0.7),
+    "sparse mixer, renormalized": RoutingConfig("sparse_mixer", 2, tolerance=1.2),
+    "sparse mixer, its first": RoutingConfig("sparse_mixer", 1, renormalize=False, tolerance=0.4),
 }
 
 
@@ -41,14 +45,20 @@ def softmax(numbers: list[float]) -> list[float]:
     return [exponential / math.fsum(exponentials) for exponential in exponentials]
 
 
+def near_gate(logits: list[float], chosen: list[int], place: int, tolerance: float) -> float:
+    """The gate of the expert chosen in this place: a softmax over the logits near its own, without those before it."""
+    own, left = logits[chosen[place]], [index for index in range(len(logits)) if index not in chosen[:place]]
+    near = [index for index in left if own - logits[index] <= tolerance * max(abs(logits[index]), own)]
+    return softmax([own, *(logits[index] for index in near if index != chosen[place])])[0]
+
+
 def route_token(
     logits: list[float], balancing_bias: list[float], config: RoutingConfig
 ) -> tuple[list[int], list[float], list[float]]:
     """Expert indices, gates and probabilities of one token."""
     sigmoids = [1 / (1 + math.exp(-number)) for number in logits]
-    scores = {"sigmoid": sigmoids, "sigmoid_logits": sigmoids, "topk_softmax": logits}.get(
-        config.routing, softmax(logits)
-    )
+    own = {"sigmoid": sigmoids, "sigmoid_logits": sigmoids, "topk_softmax": logits, "sparse_mixer": logits}
+    scores = own.get(config.routing, softmax(logits))
     chosen_by = logits if config.routing == "sigmoid_logits" else scores
     biased = [score + bias for score, bias in zip(chosen_by, balancing_bias, strict=True)]
     if config.groups > 1:
@@ -59,6 +69,8 @@ def route_token(
         biased = [score if index // size in best_groups else -math.inf for index, score in enumerate(biased)]
     expert_indices = ranked(biased, config.top_k)
     gates = [scores[index] for index in expert_indices]
+    if config.routing == "sparse_mixer":
+        gates = [near_gate(logits, expert_indices, place, config.tolerance) for place in range(config.top_k)]
     if config.routing == "topk_softmax":
         gates = softmax(gates)
     elif config.renormalize:
@@ -93,10 +105,10 @@ def test_formulas(name: str, balanced: bool) -> None:
 
 
 MISTAKES = [
-    ("softmax", condition(route, "renormalize", True)),
+    ("softmax", condition(route, "renormalize", True, nth=1)),
     (
         "top-k before the softmax",
-        assigned(route, "gates", lambda _, *, scores, expert_indices: scores.gather(-1, expert_indices), nth=0),
+        assigned(route, "gates", lambda _, *, scores, expert_indices: scores.gather(-1, expert_indices), nth=2),
     ),
     ("sigmoid, renormalized", condition(route, "routing", False, nth=0)),
     ("softmax, renormalized", result(route, lambda route: route._replace(probabilities=2 * route.probabilities))),
@@ -106,6 +118,9 @@ MISTAKES = [
     ("sigmoid, best groups", condition(select_experts, "routing", False)),
     ("softmax, best groups", condition(select_experts, "routing", True)),
     ("softmax, best groups", reads(select_experts, "top_groups", lambda count: count + 1)),
+    ("sparse mixer", reads(route, "tolerance", lambda tolerance: tolerance / 2)),
+    ("sparse mixer", calls(near_gates, "cumsum", lambda selected, dim: 0 * selected.cumsum(dim))),
+    ("sparse mixer, renormalized", condition(route, "renormalize", False, nth=0)),
     ("sigmoid", calls(route, "gather", lambda _, dim, experts, *, biased: biased.gather(dim, experts), nth=1)),
 ]
 

@@ -74,8 +74,11 @@ def loop_delta_rule(fields: Data, mixer: Any, x: Tensor) -> Tensor:
         factor * sigmoid(projected(mixer, "beta", x)),
     )
     if is_kda:
-        decays = projected(mixer, "decay_up", projected(mixer, "decay_down", x)).unflatten(1, (heads, d_k))
-        gates = sigmoid(projected(mixer, "gate_up", projected(mixer, "gate_down", x)))
+        down = {
+            name: x if fields.get("full_gates") else projected(mixer, name, x) for name in ("decay_down", "gate_down")
+        }
+        decays = projected(mixer, "decay_up", down["decay_down"]).unflatten(1, (heads, d_k))
+        gates = sigmoid(projected(mixer, "gate_up", down["gate_down"]))
     else:
         decays, gates = projected(mixer, "a", x)[:, :, None], projected(mixer, "gate", x)
         gates = sigmoid(gates) * (1 if fields.get("gate") == "sigmoid" else gates)

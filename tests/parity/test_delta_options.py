@@ -72,6 +72,8 @@ def random_fields(draw: random.Random) -> Data:
         fields |= {"preconditioned": True, "negative_eigenvalues": False}
     if fields["kind"] == "kda":
         fields |= {"gate_rank": draw.randint(1, 5), "decay_bound": draw.choice([None, 0.3, 1.0, 5.0])}
+        if fields["gate_rank"] == 5:
+            fields |= {"gate_rank": None, "full_gates": True}
         return fields | {"channel_gates": draw.random() < 0.6}
     key_heads = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
     fields |= {"key_heads": key_heads, "steps": 1 if preconditioned else draw.randint(1, 3)}
@@ -285,9 +287,9 @@ def test_a_bounded_decay_equals_that_of_glm_5_next(bound: float | None, monkeypa
 
 @pytest.mark.parametrize("bound", [None, 5.0])
 def test_a_bounded_decay_equals_that_of_bailing_hybrid(bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its projections of decay and gate have full rank: ours are their products."""
+    """Its projections of decay and gate are whole matrices."""
     compute_in_float64(monkeypatch, modeling_bailing_hybrid)
-    mixer = ours(SIZES | {"decay_bound": bound})
+    mixer = ours(SIZES | {"decay_bound": bound, "full_gates": True})
     config = BailingHybridConfig(
         hidden_size=WIDTH,
         num_attention_heads=3,
@@ -300,8 +302,8 @@ def test_a_bounded_decay_equals_that_of_bailing_hybrid(bound: float | None, monk
     )
     own = mixer.state_dict()
     weights = kda_weights(mixer) | {
-        "forget_gate.f_proj.weight": own["decay_up.weight"] @ own["decay_down.weight"],
-        "g_proj.weight": own["gate_up.weight"] @ own["gate_down.weight"],
+        "forget_gate.f_proj.weight": own["decay_up.weight"],
+        "g_proj.weight": own["gate_up.weight"],
     }
     module = modeling_bailing_hybrid.BailingHybridDeltaAttention(config, 0)
     module.double().eval().load_state_dict(weights)

@@ -51,6 +51,14 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
     return centered / (centered.square().mean() + 1e-6).sqrt() * gain + bias
 
 
+def normed(inner: Any, get: Any, name: str, x: Tensor) -> Tensor:
+    """The indexer's norm of one vector: LayerNorm, or RMSNorm with an offset of 1."""
+    gain = get(f"indexer.{name}")
+    if inner.norm is None:
+        return layer_norm(x, gain, get(f"indexer.{name}", "bias"))
+    return (1.0 + gain) * x / (x.square().mean() + inner.norm.eps).sqrt()
+
+
 def scores_by_loop(
     config: Any, get: Any, x: Tensor, position: list[int], attended: tuple[list[list[Tensor]], list[list[Tensor]]]
 ) -> list[list[list[Tensor]]]:
@@ -67,12 +75,14 @@ def scores_by_loop(
     interleaved = inner.rope_layout == "interleaved"
     keys = []
     for s in tokens:
-        key = layer_norm(get("indexer.k") @ x[s], get("indexer.k_norm"), get("indexer.k_norm", "bias"))
+        key = normed(inner, get, "k_norm", get("indexer.k") @ x[s])
         keys.append(rotated(key, position[s], dims, interleaved))
     selections = [[[x.new_zeros(()) for _ in tokens] for _ in tokens] for _ in range(heads if inner.per_head else 1)]
     for h in range(heads):
         for t in tokens:
-            query = rotated(get("indexer.q")[h * d : (h + 1) * d] @ x[t], position[t], dims, interleaved)
+            query = get("indexer.q")[h * d : (h + 1) * d] @ x[t]
+            query = normed(inner, get, "q_norm", query) if inner.query_norm else query
+            query = rotated(query, position[t], dims, interleaved)
             for s in tokens:
                 if inner.per_head:
                     selections[h][t][s] = query @ keys[s] / math.sqrt(d)
@@ -158,6 +168,8 @@ def random_mixer(seed: int, blocks: bool = False) -> tuple[Any, Any, Layout, lis
         if draw.random() < 0.3:
             inner = {name: inner[name] for name in ("top_k", "block", "block_score", "local")}
             data["indexer"] = inner
+    if data["indexer"].get("heads") and seed % 3 == 1:
+        data["indexer"] |= {"query_norm": True} | ({"norm": {"kind": "rms", "offset": 1.0}} if seed % 2 else {})
     config: Any = parse_config(MixerConfig, data)  # type: ignore[type-abstract]
     mixer = config.build(BuildContext(WIDTH, RMSConfig())).double()
     generator = torch.Generator().manual_seed(seed)
@@ -442,6 +454,7 @@ def test_designs_without_an_indexer_keep_their_names() -> None:
         (attention(indexer={"top_k": 2, "heads": 2}), r"layers\[0\].mixer.indexer.head_dim: is missing"),
         (attention(indexer={"top_k": 2, "head_dim": 2}), r"layers\[0\].mixer.indexer.heads: is missing"),
         (attention(indexer={"top_k": 2, "loss_keys": "selected"}), r"layers\[0\].mixer.indexer.loss_keys: is about"),
+        (attention(indexer={"top_k": 2, "query_norm": True}), r"layers\[0\].mixer.indexer.query_norm: is about"),
         (attention(indexer=MOBA | {"block": 1}), r"layers\[0\].mixer.indexer.block_score: does nothing for single"),
         (attention(indexer=MOBA | {"local": 2}), r"layers\[0\].mixer.indexer.local: 2 leaves none of the 2"),
         (
@@ -533,6 +546,11 @@ def test_the_loop_sees_scores_without_relu(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_loop_sees_keys_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     calls(Indexer.forward, "k_norm", lambda inner, k: inner.k_norm(k).flip(-1))(monkeypatch)
     assert max(largest_errors(seed)[1] for seed in range(4)) > 1e-3
+
+
+def test_the_loop_sees_queries_without_their_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls(Indexer.forward, "q_norm", lambda inner, q: q + 0 * inner.q_norm(q))(monkeypatch)
+    assert max(largest_errors(seed)[1] for seed in (1, 4)) > 1e-3
 
 
 def test_ties_of_the_highest_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from heddle.model.load_config import load_config
 from heddle.model.size import kernel_choices
 from heddle.numerics.dispatch import count_flops
 from heddle.numerics.kernels import kernels
+from heddle.parts.mixers.latent_attention import LatentAttention
 from tests.cases import YARN, case, design, latent, layer
+from tests.laws.planting import condition
 
 
 def config(position: dict[str, Any] | None = YARN, **fields: Any) -> ModelConfig:
@@ -142,3 +144,23 @@ def test_unset_fields_are_not_dumped() -> None:
     data = design(layer({"kind": "latent_attention", "heads": 2, "kv_rank": 8, "nope_dim": 6}))
     mixer = parse_config(ModelConfig, data).dump()["layers"][0]["mixer"]
     assert mixer == {"kind": "latent_attention", "heads": 2, "kv_rank": 8, "nope_dim": 6, "bias": False}
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_a_gate_multiplies_what_out_reads(gate: str, planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: tuple[dict[str, Any], ...] = ({"gate": gate}, {})
+    gated, bare = (model_under_test(config(**fields)).layers[0].mixer for fields in options)
+    assert isinstance(gated, LatentAttention)
+    assert isinstance(bare, LatentAttention)
+    own, read = gated.state_dict(), list[torch.Tensor]()
+    bare.load_state_dict({name: value for name, value in own.items() if name != "gate.weight"})
+    bare.out.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
+    bare(x, heddle.Layout.causal(2, 7))
+    gates = (x @ own["gate.weight"].T).sigmoid().repeat_interleave(5 if gate == "head" else 1, dim=-1)
+    want = (read[0] * gates) @ own["out.weight"].T
+    if planted:
+        condition(LatentAttention.forward, "gate", False)(monkeypatch)
+    apart = float((gated(x, heddle.Layout.causal(2, 7))[0] - want).abs().max().detach())
+    assert (apart > 1e-3) if planted else (apart < 1e-10)

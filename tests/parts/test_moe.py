@@ -19,6 +19,7 @@ from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import RouterStatistics, _traced, record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import attention, case, design, layer
+from tests.laws.planting import condition
 
 WIDTH = 10
 
@@ -53,6 +54,7 @@ def build_moe(**fields: Any) -> MoE:
         ({"routing": "sigmoid", "groups": 4, "top_groups": 2}, "groups: 4"),
         ({"routing": "sigmoid", "groups": 2, "top_groups": 3}, "top_groups: 3"),
         ({"routing": "softmax_group_max", "groups": 4, "top_groups": 1}, "top_k: 2"),
+        ({"router_tolerance": 0.1}, "router_tolerance: is not used by softmax_topk"),
         ({"routing": "topk"}, "routing:"),
         ({"aux_loss": -0.1}, "aux_loss: should be"),
         ({"capacity_factor": 0.0}, "capacity_factor: should be"),
@@ -69,6 +71,20 @@ def statistics_of(part: MoE, x: Tensor, layout: Layout) -> RouterStatistics:
         part(x, layout)
     (entry,) = recorder.entries
     return entry
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_output_norm_reads_all_experts(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    normed, bare = build_moe(shared=1, output_norm=True), build_moe(shared=1)
+    own = normed.state_dict()
+    bare.load_state_dict({name: value for name, value in own.items() if name != "output_norm.weight"})
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    y, _ = bare(x, Layout.causal(2, 5))
+    want = own["output_norm.weight"] * y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    if planted:
+        condition(MoE.forward, "output_norm", True)(monkeypatch)
+    apart = float((normed(x, Layout.causal(2, 5))[0] - want).abs().max().detach())
+    assert (apart > 1e-3) if planted else (apart < 1e-10)
 
 
 TOKEN_MASK = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 0, 1], [0, 0, 1, 1, 1, 0, 1, 1, 0]])

@@ -235,6 +235,7 @@ class Family:
     map_weights: adds the rules between the family's tensors and the model's parameters.
     ignored_tensors: prefixes of tensor names that heddle skips with a notice. {depth} stands for the number of layers,
     * for anything.
+    zeros_if_absent: patterns of tensors that are zeros where a file lacks them.
     priority: if several families match a design exactly, the one with the lowest number is used.
     documents: text files that an export writes beside the weights, by name.
     multi_token: the names of its multi-token modules, if heddle reads them. Those that a file holds are read, whatever
@@ -247,6 +248,7 @@ class Family:
     write_config: Callable[[ModelConfig], dict[str, Any]]
     map_weights: Callable[[ModelConfig, WeightMap], None]
     ignored_tensors: tuple[str, ...] = ()
+    zeros_if_absent: tuple[str, ...] = ()
     priority: int = 100
     documents: Mapping[str, str] = field(default_factory=dict)
     multi_token: ModuleNames | None = None

@@ -26,6 +26,7 @@ from heddle.progress import print_status
 from heddle.tokenization.tokenizer import Tokenizer
 
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]  # file, dtype and shape
+ABSENT: TensorSpec = ("", torch.float32, ())
 EMBEDDING, HEAD_WEIGHT = "embed.weight", "head.weight"
 HF_HEAD_WEIGHTS = (
     "lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight", "decoder.weight",
@@ -328,6 +329,7 @@ class _WeightLoader:
                 raise CheckpointError(
                     f"{source} belongs to no part of a {self.family.architecture} with this config; restore it"
                 )
+        self._fill_absent()
         for name in self.missing:
             raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         self._check_tied_head()
@@ -336,6 +338,12 @@ class _WeightLoader:
         for name, tensor in self.loaded.items():
             set_parameter(self.model, name, tensor, self.parameters[name].requires_grad)
         self.model.tie()
+
+    def _fill_absent(self) -> None:
+        """Zeros for the tensors that the family's class fills with them where a file lacks them."""
+        for name in [name for name in self.missing if _matching_prefix(name, self.family.zeros_if_absent)]:
+            rule = self.missing.pop(name)
+            self._copy_into(rule, torch.zeros(self.weight_map.hf_shape(rule)))
 
     def _ignored_prefix(self, name: str) -> str | None:
         """The prefix of tensors to ignore that matches a name, or None."""
@@ -403,6 +411,8 @@ class LazyCheckpoint:
     def _check(self, rule: TensorRule) -> None:
         name = rule.hf_name
         if name not in self._stored:
+            if _matching_prefix(name, self.family.zeros_if_absent) is not None:
+                return
             raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         file, dtype, shape = self._stored[name]
         _check_tensor(self._weight_map, rule, dtype, shape, f"{self.checkpoint.folder / file}: tensor '{name}'")
@@ -411,7 +421,7 @@ class LazyCheckpoint:
     def specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and shape of every parameter, by its name in heddle."""
         return {
-            name: (self._stored[self._rules[name][0].hf_name][1], tuple(parameter.shape))
+            name: (self._stored.get(self._rules[name][0].hf_name, ABSENT)[1], tuple(parameter.shape))
             for name, parameter in self._model.named_parameters()
         }
 
@@ -420,6 +430,8 @@ class LazyCheckpoint:
         dtype, shape = self.specs[name]
         whole: Tensor | None = None
         for rule in self._rules[name]:
+            if rule.hf_name not in self._stored:
+                return torch.zeros(shape)
             value = self.checkpoint.tensor(self._stored[rule.hf_name][0], self._names[rule.hf_name])
             parts = rule.transform.split(value, self._weight_map.parameter_shapes(rule))
             for ref, part in zip(rule.parameters, parts, strict=True):

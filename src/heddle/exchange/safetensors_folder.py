@@ -32,6 +32,11 @@ TEXT_MODELS = {
     "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
+    "minimax_m3_vl": ("minimax_m3_vl_text",),
+    "got_ocr2": ("qwen2",),
+    "fuyu": ("persimmon",),
+    "emu3": ("emu3_text_model",),
+    "moss_transcribe_diarize": ("qwen3",),
 }
 IMAGE_FIELDS = frozenset(
     """
@@ -39,17 +44,23 @@ IMAGE_FIELDS = frozenset(
     image_token_index multimodal_projector_bias projector_hidden_act spatial_merge_size vision_feature_layer
     language_model_only eoi_token_index
     audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id
-    vision_soft_tokens_per_image
+    vision_soft_tokens_per_image video_token_index projector_hidden_size image_seq_length image_size patch_size
+    num_channels merged_hidden_size projector_bias audio_merge_size audio_chunk_size vq_config
+    vocabulary_map
     """.split()  # noqa: SIM905
 )
 IMAGE_TENSORS = (
     "model.visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.",
     "vision_model.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.",
+    "patch_merge_mlp.", "model.vision_embed_tokens.", "vision_embed_tokens.", "vqmodel.", "model.vqmodel.",
 )  # fmt: skip
 PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "model.text_model.": "model.",
+    "text_model.model.": "model.",
+    "text_model.lm_head.": "lm_head.",
 }
 TIED = "tie_word_embeddings"
 

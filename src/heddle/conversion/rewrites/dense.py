@@ -65,6 +65,8 @@ def _check_gates(config: MoEConfig, path: str) -> None:
     """Raises DesignError unless the output is the experts' common output times a constant."""
     if config.shared is not None:
         raise DesignError(f"{path}.shared", "a shared expert is added to the others; leave this layer out")
+    if config.output_norm:
+        raise DesignError(f"{path}.output_norm", "norms what the experts give; leave this layer out")
     if config.renormalize_eps is not None:
         raise DesignError(f"{path}.renormalize_eps", "lets the sum of the gates vary; leave this layer out")
     if config.weighted == "inputs":

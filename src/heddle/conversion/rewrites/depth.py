@@ -96,4 +96,6 @@ class _Deeper(ConvertedWeights):
                 layer[f"{name}.weight"] = torch.full_like(layer[f"{name}.weight"], weight)
                 if f"{name}.bias" in layer:
                     layer[f"{name}.bias"] = torch.zeros_like(layer[f"{name}.bias"])
+            if (bias := f"{branch}.output_norm.bias") in layer:  # of a mixture's norm, which zeros pass
+                layer[bias] = torch.zeros_like(layer[bias])
         return layer

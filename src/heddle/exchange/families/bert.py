@@ -177,6 +177,38 @@ ERNIE = replace(
 )
 
 
+def read_roformer(config: ConfigReader) -> dict[str, Any]:
+    """RoFormer (Su et al. 2021): BERT with rotated queries and keys in place of learned positions.
+
+    The table of sines that its files hold follows from the positions: it is left out of exports, and transformers
+    computes it anew. Embeddings of another width and rotated values are refused.
+    """
+    config.expect("embedding_size", config.require("hidden_size", int), None)
+    config.expect("rotary_value", False, default=False)
+    design = read_encoder(config, "RoFormerModel")
+    design["layers"][0]["mixer"] |= {"position": {"kind": "rope", "layout": "interleaved"}}
+    return design | {"embedding": _common.without(design["embedding"], "position")}
+
+
+def write_roformer(design: ModelConfig) -> dict[str, Any]:
+    fields = _common.without(write_encoder(design, "RoFormerModel"), "position_embedding_type")
+    return fields | {"embedding_size": design.width, "rotary_value": False}
+
+
+SINES = "encoder.embed_positions."
+ROFORMER = replace(
+    BERT,
+    model_type="roformer",
+    architecture="RoFormerForMaskedLM",
+    read_config=read_roformer,
+    write_config=write_roformer,
+    map_weights=partial(map_bert, hf="roformer"),
+    ignored_tensors=(
+        SINES, f"roformer.{SINES}", *(name.replace("bert.", "roformer.") for name in BERT.ignored_tensors),
+    ),
+)  # fmt: skip
+
+
 def read_megatron_bert(config: ConfigReader) -> dict[str, Any]:
     """Megatron-BERT (Shoeybi et al. 2019): BERT with norms before the branches, and none after the embeddings."""
     return read_encoder(config, "MegatronBertModel", pre_norm=True, embedding_norm=False)

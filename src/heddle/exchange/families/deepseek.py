@@ -57,7 +57,9 @@ def read_attention(
     """
     rope_dim = config.require("qk_rope_head_dim", int)
     config.expect("head_dim", rope_dim, None)  # written as the width of the rotated part
-    return read_latents(config, query_rank, value_dim) | {"position": _read_rope(config, rope_dim) | {"layout": layout}}
+    return read_latents(config, query_rank, value_dim) | {
+        "position": read_latent_rope(config, rope_dim) | {"layout": layout}
+    }
 
 
 def read_latents(config: ConfigReader, query_rank: int | None, value_dim: int | None = None) -> dict[str, Any]:
@@ -79,13 +81,14 @@ def read_latents(config: ConfigReader, query_rank: int | None, value_dim: int | 
     }
 
 
-def _read_rope(config: ConfigReader, rope_dim: int) -> dict[str, Any]:
+def read_latent_rope(config: ConfigReader, rope_dim: int, theta: float = 10000.0) -> dict[str, Any]:
+    """RoPE of all of `rope_dim` dims; `theta` is the family's default."""
     table = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
     if table.get("mscale_all_dim") and (table.get("attention_factor") or not table.get("mscale")):
         raise config.invalid(
             "rope_parameters", "mscale_all_dim is supported only with mscale, and without attention_factor"
         )
-    rope = read_rope(config, rope_dim)
+    rope = read_rope(config, rope_dim, theta)
     if "rotary_dim" in rope:
         raise config.invalid("partial_rotary_factor", "all dims of qk_rope_head_dim are rotated; leave it out")
     return rope
@@ -255,9 +258,9 @@ def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
     weights.add_tensor(f"{hf}.gate.e_score_correction_bias", f"{heddle}.router.expert_bias")
 
 
-def map_attention(weights: WeightMap, hf: str, heddle: str, heads: int) -> None:
+def map_attention(weights: WeightMap, hf: str, heddle: str, heads: int, names: Mapping[str, str] = LATENTS) -> None:
     """The projections of latent attention; those to keys and to values are one tensor, interleaved by head."""
-    weights.add_modules(hf, heddle, LATENTS)
+    weights.add_modules(hf, heddle, names)
     weights.add_module(f"{hf}.kv_a_proj_with_mqa", f"{heddle}.kv_down", f"{heddle}.k_rope")
     weights.add_module(f"{hf}.kv_b_proj", f"{heddle}.k_up", f"{heddle}.v_up", transform=interleaved_by_group(heads))
 
@@ -319,10 +322,13 @@ def read_lite(config: ConfigReader) -> dict[str, Any]:
     return _common.rms_design(config, 1e-5, read_listed_layers(config, mixer, dense=1))
 
 
-def read_listed_layers(config: ConfigReader, mixer: dict[str, Any], dense: int) -> list[dict[str, Any]]:
-    """Layers that `mlp_layer_types` says are dense or mixtures; where it is absent, the first `dense` are dense."""
+def read_listed_layers(config: ConfigReader, mixer: dict[str, Any], dense: int, **extra: Any) -> list[dict[str, Any]]:
+    """Layers that `mlp_layer_types` says are dense or mixtures; where it is absent, the first `dense` are dense.
+
+    extra: further fields of the mixtures.
+    """
     config.expect("moe_layer_freq", 1, default=1)
-    feedforwards = read_feedforwards(config, read_sigmoid_routing(config), dense, bias=False)
+    feedforwards = read_feedforwards(config, read_sigmoid_routing(config) | extra, dense, bias=False)
     return _layer_types.layers_of([mixer] * len(feedforwards), feedforwards)
 
 
@@ -333,6 +339,36 @@ def write_lite(design: ModelConfig) -> dict[str, Any]:
 
 
 GLM4_MOE_LITE = with_modules("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_lite, write_lite, map_deepseek)
+
+
+def read_axk1(config: ConfigReader) -> dict[str, Any]:
+    """A.X K1 (SK Telecom 2026): DeepSeek-V3, with a norm of what a mixture gives.
+
+    Published files hold no balancing biases, which are zeros then, and norms of dense layers, which nothing reads.
+    """
+    mixer = read_attention(config, read_layout(config))
+    if mixer["query_rank"] is None:
+        raise config.invalid("q_lora_rank", "its class projects queries from a latent; give its width")
+    layers = read_listed_layers(config, mixer, config.get("first_k_dense_replace", 1), output_norm=True)
+    return _common.rms_design(config, 1e-6, layers)
+
+
+def map_axk1(design: ModelConfig, weights: WeightMap) -> None:
+    """Those of V3, and the norms after mixtures."""
+    map_deepseek(design, weights)
+    for hf, heddle, _ in _common.named_layers(design):
+        weights.add_module(f"{hf}.post_mlp_layernorm", f"{heddle}.feedforward.output_norm")
+
+
+AXK1 = Family(
+    "axk1",
+    "AXK1ForCausalLM",
+    read_axk1,
+    write_lite,
+    map_axk1,
+    ignored_tensors=("model.layers.*.post_mlp_layernorm",),
+    zeros_if_absent=("model.layers.*.mlp.gate.e_score_correction_bias",),
+)
 
 
 INDEXED = "indexed_attention"  # the type of every layer

@@ -137,6 +137,11 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
 def _map_delta(weights: WeightMap, hf: str, heddle: str) -> None:
     weights.add_modules(hf, heddle, DELTA)
     weights.add_tensor(f"{hf}.A_log", f"{heddle}.decay.rate", transform=PER_HEAD)
+    map_convolutions(weights, hf, heddle)
+
+
+def map_convolutions(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The convolution of q, k and v, stored as three."""
     channels = weights.shapes[f"{heddle}.convolution.weight"][0] // 3  # values are as wide as keys
     for number, name in enumerate("qkv"):
         rows = slice(number * channels, (number + 1) * channels)

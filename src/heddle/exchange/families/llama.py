@@ -566,3 +566,17 @@ def map_llama4(design: ModelConfig, weights: WeightMap) -> None:
 
 
 LLAMA4 = Family("llama4_text", "Llama4ForCausalLM", read_llama4, write_llama4, map_llama4)
+
+
+def read_emu3(config: ConfigReader) -> dict[str, Any]:
+    """Emu3's language model (BAAI 2024): Llama, with the dropout of attention after branches; images are tokens."""
+    mixer = _common.read_attention(config, 1e6, bias=config.get("attention_bias", False))
+    layers = _common.same_layers(config, mixer, _common.read_gated(config, bias=config.get("mlp_bias", False)))
+    return _common.rms_design(config, 1e-5, layers, residual={"kind": "pre_norm", "dropout": mixer["dropout"]})
+
+
+def write_emu3(design: ModelConfig) -> dict[str, Any]:
+    return _common.write_decoder(design, "mlp_bias")
+
+
+EMU3 = Family("emu3_text_model", "Emu3ForCausalLM", read_emu3, write_emu3, _common.map_weights)

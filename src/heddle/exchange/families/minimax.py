@@ -1,4 +1,4 @@
-"""MiniMax-01, M1 and M2: lightning attention or partial RoPE, and Mixtral's experts."""
+"""MiniMax-01, M1, M2 and M3: lightning attention, partial RoPE or blocks of an indexer, and experts."""
 
 import math
 from functools import partial
@@ -6,11 +6,13 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _moe, mistral
-from heddle.exchange.family import Family, WeightMap, interleaved_by_group
+from heddle.exchange.design_parts import DENSE, SPARSE
+from heddle.exchange.families import _common, _layer_types, _moe, glm, mistral
+from heddle.exchange.family import CONCATENATED, STACKED, Family, WeightMap, interleaved_by_group
 from heddle.exchange.rope import FULL, read_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.retention import RetentionConfig
+from heddle.parts.modules.indexer import IndexerConfig
 from heddle.parts.residuals.deep_norm import DeepNormConfig
 
 LINEAR = _layer_types.LINEAR
@@ -193,4 +195,133 @@ map_m2 = partial(_common.map_weights, map_feedforward=_map_experts, feedforward=
 
 MINIMAX_M2 = Family(
     "minimax_m2", "MiniMaxM2ForCausalLM", read_m2, write_m2, map_m2, ignored_tensors=("model.layers.{depth}.",)
+)
+
+
+SPARSE_LAYER = "minimax_m3_sparse"
+M3_INDEX = _common.Fields(
+    heads=("index_n_heads", 4), head_dim=("index_head_dim", 128), block=("index_block_size", 128),
+    top_k=("index_topk_blocks", 16), local=("index_local_blocks", 1),
+)  # fmt: skip
+M3_TABLE = {  # of `sparse_attention_config`
+    "heads": "sparse_num_index_heads", "head_dim": "sparse_index_dim", "block": "sparse_block_size",
+    "top_k": "sparse_topk_blocks", "local": "sparse_local_block",
+}  # fmt: skip
+M3_EXPERTS = _common.Fields(
+    experts=("num_local_experts", 128, "num_experts"), top_k=("num_experts_per_tok", 4),
+    hidden=("intermediate_size", 3072), shared_hidden=("shared_intermediate_size", 3072),
+    scale=("routed_scaling_factor", 2.0),
+)  # fmt: skip
+DEFAULT_INDEXER = IndexerConfig(top_k=16, heads=4, head_dim=128, block=128, local=1)
+CLAMPED = _common.Fields(limit=("swiglu_limit", 7.0), alpha=("swiglu_alpha", 1.702))
+
+
+def read_m3(config: ConfigReader) -> dict[str, Any]:
+    """MiniMax M3 (MiniMax 2026): an indexer selects blocks for each key head; Gemma's norms, clamped SwiGLU.
+
+    `partial_rotary_factor` says how many dims are rotated; `rotary_dim` is ignored, as in transformers. The balancing
+    loss is refused as in M2, and layers that predict further tokens are ignored.
+    """
+    depth, heads = _layer_types.read_depth(config), _common.read_heads(config, head_dim=128)
+    table = config.get("sparse_attention_config", dict[str, Any]())
+    config.ignore("rotary_dim", "hidden_act", "router_aux_loss_coef")
+    config.expect_all(output_router_logits=False, router_jitter_noise=0.0)
+    usual = _by_flags(table.get("sparse_attention_freq", [0] * depth), FULL, SPARSE_LAYER)
+    types = _layer_types.read_kinds(config, "layer_types", usual, (FULL, SPARSE_LAYER))
+    usual = _by_flags(config.get("moe_layer_freq", [1] * depth), DENSE, SPARSE)
+    kinds = _layer_types.read_kinds(config, "mlp_layer_types", usual, (DENSE, SPARSE))
+    if len(types) != depth or len(kinds) != depth:
+        raise config.invalid("num_hidden_layers", "the lists of its layers have another length")
+    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6), "offset": 1.0, "cast": "after"}
+    index = M3_INDEX.read(config) | {own: table[name] for own, name in M3_TABLE.items() if name in table}
+    rope = read_rope(config, heads["head_dim"], 5e6, partial_rotary_factor=1.0)
+    mixer = _common.attention(config, heads, rope, qk_norm="head")
+    indexed = mixer | {"indexer": index | {"per_head": True, "norm": norm, "query_norm": True}}
+    activation = {"activation": "swiglu_clamped", **CLAMPED.read(config)}
+    dense = {"kind": "gated", "hidden": config.get("dense_intermediate_size", 12288), **activation}
+    experts = {"kind": "moe", "routing": "sigmoid", "bias_update": 0.0, "shared": 1, **M3_EXPERTS.read(config)}
+    feedforwards = {DENSE: dense, SPARSE: experts | activation}
+    mixers = [indexed if kind == SPARSE_LAYER else mixer for kind in types]
+    return _common.design_fields(config, norm, _layer_types.layers_of(mixers, [feedforwards[kind] for kind in kinds]))
+
+
+def _by_flags(flags: list[Any], off: str, on: str) -> list[str]:
+    return [on if flag else off for flag in flags]
+
+
+def write_m3(design: ModelConfig) -> dict[str, Any]:
+    mixers, moe, dense = design_parts.mixers(design), design_parts.first_moe(design), design_parts.first_gated(design)
+    clamped = moe if any(design_parts.has_experts(design)) else dense
+    indexed = [getattr(mixer, "indexer", None) for mixer in mixers]
+    indexer = next((each for each in indexed if each is not None and each.heads is not None), DEFAULT_INDEXER)
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design, partial_rotary_factor=1.0)
+        | M3_INDEX.write(indexer)
+        | M3_EXPERTS.write(moe)
+        | CLAMPED.write(clamped)
+        | {
+            "dense_intermediate_size": dense.hidden,
+            "layer_types": _by_flags(indexed, FULL, SPARSE_LAYER),
+            "router_jitter_noise": 0.0,
+            "output_router_logits": False,
+        }
+        | _common.written(design, "mlp_layer_types", "rms_norm_eps")
+    )
+
+
+M3_INDEXER = {"q_proj": "q", "k_proj": "k", "q_norm": "q_norm", "k_norm": "k_norm"}
+
+
+def map_m3(design: ModelConfig, weights: WeightMap) -> None:
+    """Stacks of experts, and gate and up in one matrix; published files name the mixtures and indexers otherwise."""
+    _common.map_weights(design, weights, map_feedforward=_map_m3_feedforward)
+    for hf, heddle, _ in _common.named_layers(design):
+        weights.add_modules(f"{hf}.self_attn.indexer", f"{heddle}.mixer.indexer", M3_INDEXER)
+        _map_m3_published(weights, hf, heddle)
+
+
+def _map_m3_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
+    if f"{heddle}.router.weight" not in weights.shapes:
+        glm.map_gated(weights, hf, heddle)
+        return
+    weights.add_tensor(f"{hf}.gate.weight", f"{heddle}.router.weight")
+    weights.add_tensor(f"{hf}.gate.e_score_correction_bias", f"{heddle}.router.expert_bias")
+    both = f"{heddle}.gate.weight", f"{heddle}.up.weight"
+    weights.add_tensor(f"{hf}.experts.gate_up_proj", *both, transform=STACKED)
+    weights.add_tensor(f"{hf}.experts.down_proj", f"{heddle}.down.weight", transform=STACKED)
+    glm.map_gated(weights, f"{hf}.shared_experts", f"{heddle}.shared")
+
+
+def _map_m3_published(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The names of published files, of a layer: a tensor for each expert, and gate and up apart."""
+    for name in M3_INDEXER:
+        if f"{hf}.self_attn.indexer.{name}.weight" in weights.rules:
+            weights.add_renamed(f"{hf}.self_attn.index_{name}.weight", f"{hf}.self_attn.indexer.{name}.weight")
+    mlp, moe, feedforward = f"{hf}.mlp", f"{hf}.block_sparse_moe", f"{heddle}.feedforward"
+    pairs = [(mlp, mlp, feedforward)]
+    if f"{mlp}.gate.weight" in weights.rules:
+        pairs = [(f"{moe}.shared_experts", f"{mlp}.shared_experts", f"{feedforward}.shared")]
+        weights.add_renamed(f"{moe}.gate.weight", f"{mlp}.gate.weight")
+        weights.add_renamed(f"{moe}.e_score_correction_bias", f"{mlp}.gate.e_score_correction_bias")
+        weights.add_renamed(f"{moe}.shared_experts.down_proj.weight", f"{mlp}.shared_experts.down_proj.weight")
+        for index in range(weights.shapes[f"{feedforward}.up.weight"][0]):
+            for role, name in mistral.EXPERT_NAMES.items():
+                stack = f"{mlp}.experts.{'down_proj' if role == 'down' else 'gate_up_proj'}"
+                expert = (f"{feedforward}.{role}.weight", index)
+                weights.add_alternative(
+                    f"{moe}.experts.{index}.{name}.weight", expert, transform=CONCATENATED, replace=[stack]
+                )
+    for published, own, module in pairs:
+        for role in ("gate", "up"):
+            weights.add_alternative(
+                f"{published}.{role}_proj.weight",
+                f"{module}.{role}.weight",
+                transform=CONCATENATED,
+                replace=[f"{own}.gate_up_proj.weight"],
+            )
+
+
+MINIMAX_M3 = Family(
+    "minimax_m3_vl_text", "MiniMaxM3VLForCausalLM", read_m3, write_m3, map_m3, ignored_tensors=("mtp.", "model.mtp.")
 )

@@ -1,12 +1,12 @@
-"""Microsoft's Phi, from parallel branches to Llama's decoder with fused projections."""
+"""Microsoft's Phi, from parallel branches to Llama's decoder with fused projections, and to experts."""
 
 from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, glm, gpt
+from heddle.exchange.families import _common, _moe, glm, gpt, mistral
 from heddle.exchange.family import Family, WeightMap
-from heddle.exchange.rope import read_rope
+from heddle.exchange.rope import ORIGINAL_LENGTH, read_rope
 from heddle.model.config import ModelConfig
 from heddle.parts.scalings.longrope import LongropeConfig
 
@@ -119,3 +119,77 @@ def map_phi3(design: ModelConfig, weights: WeightMap) -> None:
 
 
 PHI3 = Family("phi3", "Phi3ForCausalLM", read_phi3, write_phi3, map_phi3)
+
+
+MIXER = "sparse_mixer"
+SHORT_SCALE, LONG_SCALE = "short_mscale", "long_mscale"
+
+
+def read_phimoe(config: ConfigReader) -> dict[str, Any]:
+    """Phi-3.5-MoE (Abdin et al. 2024): LayerNorm, biases, and SparseMixer's two experts of 16.
+
+    `short_mscale` and `long_mscale`, the factors of LongRoPE's cosines, must be equal. Beyond the original length
+    transformers keeps the short factors of frequencies, heddle takes the long ones. Noise of training is not built.
+    """
+    config.note("input_jitter_noise")
+    config.expect("hidden_dropout", 0.0, None)
+    config.expect("num_experts_per_tok", 2, default=2)  # its class ignores others
+    heads = _common.read_heads(config)
+    mixer = _common.attention(config, heads, _read_mixed_rope(config, heads["head_dim"]))
+    mixer |= {"bias": config.get("attention_bias", False), "window": config.optional("sliding_window")}
+    noise = config.get("router_jitter_noise", 0.01)
+    if noise <= 0:
+        raise config.invalid("router_jitter_noise", "should be above 0, since gates are softmaxes over near logits")
+    experts = _moe.read_experts(config, config.require("num_hidden_layers", int))
+    experts |= {"routing": MIXER, "renormalize": False, "router_tolerance": 2 * noise}
+    layers = _common.same_layers(config, mixer, experts)
+    head = {"tied": config.get("tie_word_embeddings", False), "bias": config.get("lm_head_bias", False)}
+    return _common.layer_norm_design(config, layers, eps="rms_norm_eps", head=head)
+
+
+def _read_mixed_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
+    table = config.optional("rope_scaling") or config.optional("rope_parameters") or {}
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind not in ("default", "longrope", "su"):
+        raise config.invalid("rope_parameters", "this family has rope_type default or longrope only")
+    plain = {name: value for name, value in table.items() if name not in (SHORT_SCALE, LONG_SCALE)}
+    if kind != "default":
+        scale = table.get(SHORT_SCALE)
+        if not isinstance(scale, int | float) or table.get(LONG_SCALE) != scale:
+            raise config.invalid("rope_parameters", f"heddle builds one factor: make {LONG_SCALE} equal {SHORT_SCALE}")
+        plain["attention_factor"] = float(scale)
+    inner = ConfigReader({**config.data, "rope_parameters": plain, "rope_scaling": None}, config.source)
+    config.unread -= {"rope_theta", "rope_parameters", ORIGINAL_LENGTH}
+    return read_rope(inner, head_dim)
+
+
+def write_phimoe(design: ModelConfig) -> dict[str, Any]:
+    mixer, moe = design_parts.first_attention(design), design_parts.first_moe(design)
+    rope = design_parts.rope_of(mixer)
+    scaling = rope.scaling if isinstance(rope.scaling, LongropeConfig) else None
+    fields = _common.write_common(design) | _common.write_attention(design, rope.replace(scaling=scaling))
+    if scaling is not None:
+        scales = dict.fromkeys((SHORT_SCALE, LONG_SCALE), scaling.attention_factor or 1.0)
+        for name in ("rope_parameters", "rope_scaling"):
+            fields[name] = _common.without(fields[name], "factor", "attention_factor") | scales
+    return (
+        fields
+        | _moe.write_experts(design)
+        | _moe.write_aux_loss(design, moe)
+        | {
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": (moe.router_tolerance or 0.02) / 2,
+            "sliding_window": mixer.window,
+            "lm_head_bias": design.head.bias,
+        }
+        | _common.written(design, "attention_bias", "rms_norm_eps")
+    )
+
+
+def map_phimoe(design: ModelConfig, weights: WeightMap) -> None:
+    """Mixtral's names, and a bias of the head."""
+    mistral.map_mixtral(design, weights)
+    weights.add_tensor("lm_head.bias", "head.bias")
+
+
+PHIMOE = Family("phimoe", "PhimoeForCausalLM", read_phimoe, write_phimoe, map_phimoe)

@@ -152,7 +152,8 @@ def _state_changes(mixer: MixerConfig, values: dict[str, Any], factor: float, wi
         return {"kv_heads": number} | ({"head_dim": new_dim, "value_dim": new_value} if changed else {})
     if "head_dim" in values and heads:  # a recurrence: keys of another width; values stay as wide as they were
         dim = values["head_dim"] or width // heads
-        as_before = {name: values[name] or dim for name in ("value_dim", "gate_rank") if name in values}
+        names = ("value_dim",) if values.get("full_gates") else ("value_dim", "gate_rank")
+        as_before = {name: values[name] or dim for name in names if name in values}
         return {"head_dim": scale_even(dim, factor)} | as_before
     if "conv_kernel" in values:
         return {"conv_kernel": 1 + max(1, round(factor * (values["conv_kernel"] - 1)))}

@@ -120,7 +120,8 @@ def moe(n: Quantities) -> Costs:
     router = projection(n, n.width, n.experts, biases).scaled(1 - layered) + trunk.scaled(layered)
     shared = projection(n, n.width, (1 + gated) * shared_hidden, n.has("bias"))
     shared += projection(n, shared_hidden, n.width, n.has("bias"))
-    return router + experts + shared.scaled(n.has("shared")) + projection(n, n.width, 1).scaled(n.shared_gate)
+    norm = Costs(parameters=n.norm(n.width)).scaled(n.output_norm)
+    return router + experts + shared.scaled(n.has("shared")) + projection(n, n.width, 1).scaled(n.shared_gate) + norm
 
 
 def _check_mixture(n: Quantities) -> None:
@@ -128,6 +129,8 @@ def _check_mixture(n: Quantities) -> None:
     shared, renormalized = n.has("shared"), n.has("renormalize")
     n.refuse(n.above(n.top_k, n.experts), top_k=9)
     n.refuse(n.equals("routing", "topk_softmax") * (1 - renormalized), routing="topk_softmax", renormalize=False)
+    not_mixer = 1 - n.equals("routing", "sparse_mixer")
+    n.refuse(n.has("router_tolerance") * not_mixer, n.routing, routing="softmax_topk", router_tolerance=0.1)
     eps, softmax = n.has("renormalize_eps"), n.equals("routing", "topk_softmax")
     n.refuse(eps * (1 - renormalized) * (1 - softmax), renormalize=False, renormalize_eps=0.1)
     n.refuse(eps * renormalized * softmax, routing="topk_softmax", renormalize_eps=0.1)

@@ -216,6 +216,8 @@ def latent_attention(n: Quantities) -> Costs:
     read = direct.scaled(1 - queries) + by_latent.scaled(queries)
     read += projection(n, n.width, n.kv_rank + n.rope_dim, n.bias)
     read += projection(n, n.kv_rank, n.heads * (n.nope_dim + value_dim))
+    gates = n.equals("gate", "head") * n.heads + n.equals("gate", "channel") * n.heads * value_dim
+    read += projection(n, n.width, gates)
     return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
 
 
@@ -303,15 +305,18 @@ def gated_delta(n: Quantities) -> Costs:
 
 @costs_of("mixers", "kda")
 def kda(n: Quantities) -> Costs:
-    """Projections, low-rank ones for decay and gate, the convolution and norm, and the delta rule."""
+    """Projections, low-rank or whole ones for decay and gate, the convolution and norm, and the delta rule."""
     dim = head_width(n, n.width)
     value_dim, rank = n.default("value_dim", dim), n.default("gate_rank", dim)
     values, keys = n.heads * value_dim, 2 * n.heads * dim
     check_norm(n, value_dim)
     own = Costs(parameters=n.heads * (1 + dim) + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim)
     gates = n.channel_gates * n.heads * (dim + value_dim) + (1 - n.channel_gates) * n.heads
-    read = projection(n, n.width, keys + values + gates + 2 * rank) + preconditioner_costs(n, n.heads, dim)
-    read += projection(n, rank, n.heads * dim + values)
+    n.refuse(n.full_gates * n.has("gate_rank"), full_gates=True, gate_rank=3)
+    read = projection(n, n.width, keys + values + gates) + preconditioner_costs(n, n.heads, dim)
+    low_rank = projection(n, n.width, 2 * rank) + projection(n, rank, n.heads * dim + values)
+    whole = projection(n, n.width, n.heads * dim + values)
+    read += low_rank.scaled(1 - n.full_gates) + whole.scaled(n.full_gates)
     return read + convolution_costs(n, keys + values) + own + projection(n, values, n.width)
 
 

@@ -394,10 +394,15 @@ def run_on_weighted_inputs(
 #
 # which never divides zero by zero. With `renormalize_eps` ε they are s / (Σ_selected s + ε). Everything is computed in
 # at least float32.
+#
+# `sparse_mixer` (Liu et al. 2024, arXiv 2409.12136, in inference): experts are selected by l, one by one. The gate of
+# expert i is a softmax over the logits that are near its own, (l_i − l_j) / max(|l_j|, l_i) ≤ `tolerance`, without the
+# experts before it. Their training samples experts; here they are selected as in inference.
 
 
-Routing = Literal["softmax_topk", "topk_softmax", "sigmoid", "sigmoid_logits", "softmax_group_max"]
+Routing = Literal["softmax_topk", "topk_softmax", "sigmoid", "sigmoid_logits", "softmax_group_max", "sparse_mixer"]
 SIGMOID = ("sigmoid", "sigmoid_logits")
+BY_LOGITS = ("topk_softmax", "sparse_mixer")
 
 
 class RoutingConfig(NamedTuple):
@@ -413,6 +418,7 @@ class RoutingConfig(NamedTuple):
     top_groups: int = 1
     scale: float = 1.0
     renormalize_eps: float | None = None
+    tolerance: float = 0.0  # of sparse_mixer
 
 
 class Route(NamedTuple):
@@ -467,20 +473,34 @@ def route(logits: Tensor, balancing_bias: Tensor | None, config: RoutingConfig, 
     with without_autocast(logits):
         log_scores = functional.logsigmoid(logits) if config.routing in SIGMOID else logits
         probabilities = log_scores.softmax(-1)
-        score_functions = {"topk_softmax": lambda: logits, **dict.fromkeys(SIGMOID, logits.sigmoid)}
+        score_functions = dict.fromkeys(SIGMOID, logits.sigmoid) | dict.fromkeys(BY_LOGITS, lambda: logits)
         scores = score_functions.get(config.routing, lambda: probabilities)()
         with torch.no_grad():
             chosen_by = logits if config.routing == "sigmoid_logits" else scores
             biased = chosen_by if balancing_bias is None else chosen_by + balancing_bias.to(scores.dtype)
             expert_indices = select_experts(biased, config) if chosen is None else chosen
         eps = config.renormalize_eps
-        if eps is None and (config.renormalize or config.routing == "topk_softmax"):
+        if config.routing == "sparse_mixer":
+            gates = near_gates(logits, expert_indices, config.tolerance)
+            gates = gates / gates.sum(-1, keepdim=True) if config.renormalize and eps is None else gates
+        elif eps is None and (config.renormalize or config.routing == "topk_softmax"):
             gates = log_scores.gather(-1, expert_indices).softmax(-1)
         else:
             gates = scores.gather(-1, expert_indices)
         if eps is not None:
             gates = gates / (gates.sum(-1, keepdim=True) + eps)
         return Route(expert_indices, gates if config.scale == 1.0 else gates * config.scale, probabilities)
+
+
+def near_gates(logits: Tensor, expert_indices: Tensor, tolerance: float) -> Tensor:
+    """logits [..., experts], expert_indices int64 [..., k], best first -> the gates of `sparse_mixer` [..., k]."""
+    own, others = logits.gather(-1, expert_indices)[..., None], logits[..., None, :]
+    selected = expert_indices[..., None] == torch.arange(logits.shape[-1], device=logits.device)
+    with torch.no_grad():
+        far = (own - others) / torch.maximum(others.abs(), own) > tolerance
+        before = selected.cumsum(-2).bool() & ~selected
+    near = torch.where(far | before, float("-inf"), others)
+    return near.softmax(-1).gather(-1, expert_indices[..., None])[..., 0]
 
 
 def select_experts(scores: Tensor, config: RoutingConfig) -> Tensor:

@@ -186,6 +186,7 @@ def balance_loss(probabilities: Tensor, chosen: Tensor, segment_ids: Tensor | No
 
 
 Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+DEFAULT_TOLERANCE = 0.02  # of `sparse_mixer`, as in Phi-3.5-MoE
 
 
 class MoEConfig(FeedforwardConfig):
@@ -199,6 +200,8 @@ class MoEConfig(FeedforwardConfig):
     gate, not the output: `expert_i(gate_i · x)` (Llama 4). With `groups`, only experts of the best `top_groups` groups
     are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates. `sigmoid_logits` adds the
     balancing bias to logits (Kolibri, 2026). `shared_scale` multiplies the shared experts (Cohere, 2026).
+    `output_norm` norms the sum of all experts with the model's norm (A.X K1, 2026). With `sparse_mixer` the gate of an
+    expert is a softmax over the logits that `router_tolerance` leaves beside it (Phi-3.5-MoE, Liu et al. 2024).
     `router_softcap` bounds logits l by `cap · tanh(l / cap)` (Laguna, 2026). `router_rank` r makes the router
     read f(W₂ f(W₁ N(D x + d) + b₁) + b₂), of r elements, in the place of x, with f = gelu and the model's norm N
     (ZAYA1, 2025).
@@ -214,7 +217,10 @@ class MoEConfig(FeedforwardConfig):
 
     aliases = ("mixture_of_experts",)
     data_dependent = ("capacity_factor",)
-    later_fields = ("weighted", "router_rank", "router_softcap", "shared_scale", "selection", "hash_seed")
+    later_fields = (
+        *("weighted", "router_rank", "router_softcap", "shared_scale", "selection", "hash_seed", "output_norm"),
+        "router_tolerance",
+    )
 
     experts: Width
     top_k: Width
@@ -241,6 +247,8 @@ class MoEConfig(FeedforwardConfig):
     router_bias: bool = False
     router_rank: Width | None = None  # of the layers before the router
     router_softcap: PositiveFloat | None = None
+    router_tolerance: PositiveFloat | None = None  # of sparse_mixer; default: 0.02
+    output_norm: bool = False
     aux_loss: Coefficient | None = None
     z_loss: Coefficient | None = None
     bias_update: Coefficient | None = None
@@ -252,6 +260,8 @@ class MoEConfig(FeedforwardConfig):
             refuse("top_k", f"{self.top_k} is more than experts = {self.experts}; choose fewer, or add experts")
         if self.routing == "topk_softmax" and not self.renormalize:
             refuse("renormalize", "false has no effect with topk_softmax, whose gates sum to 1; leave it out")
+        if self.router_tolerance is not None and self.routing != "sparse_mixer":
+            refuse("router_tolerance", f"is not used by {self.routing}; choose sparse_mixer, or leave it out")
         if self.renormalize_eps is not None and (self.routing == "topk_softmax" or not self.renormalize):
             why = "topk_softmax, a softmax over the chosen experts" if self.renormalize else "renormalize: false"
             refuse("renormalize_eps", f"is added to a sum that {why}, does not divide by; leave it out")
@@ -325,6 +335,7 @@ class MoEConfig(FeedforwardConfig):
             shared_hidden=shared_hidden,
             groups=None if single_group else self.groups,
             top_groups=None if single_group else self.top_groups,
+            router_tolerance=self.routing_config.tolerance if self.routing == "sparse_mixer" else None,
             **activation_settings(self.activation, self.limit, self.alpha),
         )
 
@@ -364,7 +375,8 @@ class MoEConfig(FeedforwardConfig):
         """How experts are chosen, for `numerics.experts.mixture.route`."""
         groups = 1 if self.groups is None or self.top_groups is None else self.groups
         top_groups, eps = self.top_groups or 1, self.renormalize_eps
-        return RoutingConfig(self.routing, self.top_k, self.renormalize, groups, top_groups, self.scale, eps)
+        tolerance = self.router_tolerance or DEFAULT_TOLERANCE
+        return RoutingConfig(self.routing, self.top_k, self.renormalize, groups, top_groups, self.scale, eps, tolerance)
 
 
 class SharedExpert(nn.Module):
@@ -403,6 +415,7 @@ class MoE(Feedforward):
         shared_hidden = config.shared_hidden or (config.shared or 0) * hidden
         self.shared = SharedExpert(config, width, shared_hidden) if shared_hidden else None
         self.shared_gate = Linear(width, 1) if config.shared_gate else None
+        self.output_norm = context.norm.build(width) if config.output_norm else None
         self.activation = config.activation_function
         self.dropout = Dropout(config.dropout)
 
@@ -436,11 +449,11 @@ class MoE(Feedforward):
         logits, cap = self.router(x), self.config.router_softcap
         chosen = self._hashed(layout) if self.config.reads_tokens else None
         y = self._routed_experts(x, logits if cap is None else cap * (logits / cap).tanh(), layout, chosen)
-        if self.shared is None:
-            return y, None
-        shared: Tensor = self.shared(x)
-        shared = shared if self.config.shared_scale is None else self.config.shared_scale * shared
-        return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()), None
+        if self.shared is not None:
+            shared: Tensor = self.shared(x)
+            shared = shared if self.config.shared_scale is None else self.config.shared_scale * shared
+            y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+        return y if self.output_norm is None else self.output_norm(y), None
 
     @layout_dependent
     def _hashed(self, layout: Layout) -> Tensor:

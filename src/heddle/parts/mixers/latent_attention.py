@@ -6,6 +6,8 @@
 The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token. R rotates only rope_dim dims: if c were
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 
+With `gate` the output of each head is multiplied by sigmoid(W_g x), one gate per head (Ling 3.0, 2026) or per channel.
+
 With `indexer` each query attends to `top_k` keys or blocks, which an indexer selects (DeepSeek Sparse Attention, 2025;
 see `IndexerConfig`). With `shared_index` a layer has no indexer, and attends to the keys that the last earlier layer
 with one for all its heads selected (GLM-5.2, 2026).
@@ -42,7 +44,7 @@ class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("mla",)
-    later_fields = ("indexer", "shared_index")
+    later_fields = ("indexer", "shared_index", "gate")
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
     query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
@@ -54,6 +56,7 @@ class LatentAttentionConfig(MixerConfig):
     scale: PositiveFloat | None = None  # default: 1 / sqrt(nope_dim + rope_dim); YaRN multiplies either
     bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
     query_bias: bool | None = None  # of the projection to query heads, from x or from their latent; default: none
+    gate: Literal["head", "channel"] | None = None  # of the output: one for each head, or for each of its channels
     indexer: IndexerConfig | None = None  # selects the keys that each query attends to
     shared_index: bool = False  # attends to the keys that the last earlier layer with an indexer selected
     position: RotationConfig | None = None
@@ -148,13 +151,16 @@ class LatentAttention(Mixer):
         self.k_rope = Linear(width, self.rope_dim, bias=bias) if self.rope_dim else None
         self.k_up = Linear(rank, self.heads * self.nope_dim)
         self.v_up = Linear(rank, self.heads * value_dim, value_projection=True)
+        gate_widths = {"head": self.heads, "channel": self.heads * value_dim}
+        self.gate = None if config.gate is None else Linear(width, gate_widths[config.gate])
         self.out = Linear(self.heads * value_dim, width, bias=bias, output_projection=True)
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.rope_dim)
         self.scale = (config.scale or head_dim**-0.5) * (1.0 if self.position is None else self.position.score_scale)
         self.indexer = build_indexer(config.indexer, width, query_rank or width, position, self.rope_dim)
         index_queries = ("indexer.q",) if query_rank is None else ()
-        self.input_projections = ("q", "q_down", "kv_down", "k_rope", *index_queries, "indexer.k", "indexer.weights")
+        of_index = (*index_queries, "indexer.k", "indexer.weights")
+        self.input_projections = ("q", "q_down", "kv_down", "k_rope", "gate", *of_index)
 
     @property
     def logit_rows(self) -> Sequence[LogitRows]:
@@ -187,7 +193,11 @@ class LatentAttention(Mixer):
                 q_rope, k_rope = self.position(q_rope, layout), self.position(k_rope, layout)
             latents = torch.cat((latents, k_rope), dim=-1)
         y, state = self._attend((q_nope, q_rope), latents, index, layout, state)
-        return self.out(merge_heads(y)), state
+        y = merge_heads(y)
+        if self.gate is not None:
+            gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, -1))
+            y = (y.unflatten(-1, (self.heads, -1)) * gates).flatten(-2)
+        return self.out(y), state
 
     @property
     def _projections(self) -> list[Linear]:

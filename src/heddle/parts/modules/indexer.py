@@ -6,6 +6,8 @@
 R rotates as many of the first dims as the `position` of the mixer does. In latent attention q is projected from the
 latent of queries, if there is one.
 
+`norm` is the norm of k in place of LayerNorm; with `query_norm` it norms each q_h, too (MiniMax M3).
+
 With `block`, `top_k` blocks are selected, by the highest score of their visible keys (MiniMax M3, 2026) or the mean
 (MoBA, Lu et al. 2025: q · mean(k)). Blocks count a document's own tokens. With `per_head` each head of the indexer
 selects by q_h · k for its share of the attention's heads (MiniMax M3: for a key head). Without `heads` each head of the
@@ -44,7 +46,7 @@ KEY_NORM = {"kind": "layer", "eps": 1e-6}  # DeepSeek's, not the model's
 class IndexerConfig(Config):
     """Fields of `indexer`, in `attention` and `latent_attention`."""
 
-    later_fields = ("block", "block_score", "local", "per_head", "loss_keys")
+    later_fields = ("block", "block_score", "local", "per_head", "loss_keys", "norm", "query_norm")
 
     top_k: Width  # keys, or blocks, that each query attends to
     heads: Width | None = None  # default: the attention's own queries and keys
@@ -54,6 +56,8 @@ class IndexerConfig(Config):
     local: Annotated[int, Field(ge=0, le=2**20)] = 0  # blocks up to the query's own, always selected
     per_head: bool = False  # each head selects for its share of the attention's heads
     rope_layout: Literal["half", "interleaved"] | None = None  # of rotated pairs; default: half, as in DeepSeek-V3.2
+    norm: NormConfig | None = None  # of its keys; default: LayerNorm with an epsilon of 1e-6
+    query_norm: bool = False  # whether its queries have a norm of this kind, too
     loss: PositiveFloat = 1.0  # coefficient of its loss in training
     loss_keys: Literal["all", "selected"] = "all"  # that the loss is over, of the visible ones
 
@@ -64,7 +68,7 @@ class IndexerConfig(Config):
                 "heads" if self.heads is None else "head_dim", "is missing; give both heads and head_dim, or neither"
             )
         if self.heads is None:
-            for name in ("per_head", "rope_layout", "loss", "loss_keys"):
+            for name in ("per_head", "rope_layout", "norm", "query_norm", "loss", "loss_keys"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     refuse(name, "is about the indexer's own projections; give heads and head_dim, or leave it out")
         if self.block == 1 and self.block_score != "highest":
@@ -174,8 +178,9 @@ class Indexer(nn.Module):
             return
         self.q = Linear(query_width, config.heads * config.head_dim)
         self.k = Linear(width, config.head_dim)
-        norm: NormConfig = parse_config(NormConfig, KEY_NORM)  # type: ignore[type-abstract]
-        self.k_norm = norm.build(config.head_dim)
+        norm = config.norm or parse_config(NormConfig, KEY_NORM)  # type: ignore[type-abstract]
+        self.k_norm: nn.Module = norm.build(config.head_dim)
+        self.q_norm: nn.Module | None = norm.build(config.head_dim) if config.query_norm else None
         self.weights = None if config.per_head else Linear(width, config.heads)
         rotation = config.rotation(position, dims)
         self.position = None if rotation is None else build_under("head_dim", rotation.build, config.head_dim)
@@ -193,6 +198,7 @@ class Indexer(nn.Module):
             return None
         x, queries = x.detach(), queries.detach()
         q, k = split_heads(self.q(queries), self.heads), self.k_norm(self.k(x))[:, None]
+        q = q if self.q_norm is None else self.q_norm(q)
         if self.position is not None:
             q, k = self.position(q, layout), self.position(k, layout)
         if self.weights is None:
