@@ -41,6 +41,7 @@ COUNTED = [
     "tencent/Hy3-preview",
     "allenai/FlexOlmo-7x7B-1T",
     "zai-org/GLM-5",
+    "ai21labs/Jamba-v0.1",
 ]
 
 DTYPES_OF_STATES = {"mamba_ssm_dtype", "mamba_ssm_cache_dtype"}
