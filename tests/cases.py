@@ -657,6 +657,7 @@ CASES |= {
             {
                 "kind": "mamba", "hidden": 27, "state_size": 3, "time_step_rank": 4, "conv_kernel": 2,
                 "conv_bias": False, "bias": True, "norm": {"kind": "rms", "eps": 1e-3},
+                "short_convolution": convolution("input"),
             },
             repeat=2,
         )

@@ -155,7 +155,7 @@ def test_the_state_has_a_fixed_size_and_at_least_float32(dtype: torch.dtype) -> 
     config = case("mamba-norms")
     model, item_size = heddle.build(config, dtype=dtype), torch.finfo(dtype).bits // 8
     for cache_length in (None, 5000):
-        assert model.init_state(2, cache_length).layer_bytes == [2 * (27 * 3 * 4 + 1 * 27 * item_size)] * 2
+        assert model.init_state(2, cache_length).layer_bytes == [2 * (27 * 3 * 4 + (1 * 27 + 3 * 24) * item_size)] * 2
     layer_state = model.init_state(2).layers[0]
     assert layer_state is not None
     assert not layer_state.can_roll_back(1, model.init_state(2).table)
