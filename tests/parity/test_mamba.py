@@ -168,6 +168,18 @@ def test_flops_are_those_of_the_products_and_the_recurrence() -> None:
     assert parts == 2 * (24 * 3 * 48 + 48 * (2 + 2 * 5) + 2 * 48 + 4 * 48) + 4 * 48 * 5
 
 
+def test_the_size_of_a_long_context_takes_one_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def spy(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        lengths.append(len(q))
+        return _stretch(q, *rest)
+
+    monkeypatch.setattr(selective_scan, "_stretch", spy)
+    heddle.size(case("mamba"), context_length=2**16)
+    assert set(lengths) == {2**16}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

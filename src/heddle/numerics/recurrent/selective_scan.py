@@ -124,6 +124,8 @@ def _stretch(
 def _scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Stretch by stretch; each keeps its inputs alone for the backward pass."""
     stretch = max(LEAST_TOKENS, STRETCH.on(inputs.v) // max(1, state.numel()))
+    if inputs.v.is_meta and not torch.is_grad_enabled():  # a size is asked for, and shapes take no memory
+        stretch = inputs.v.shape[2]
     groups, ids, starts = inputs.k.shape[1], inputs.call_segment_ids, None
     q, k = (x.permute(2, 0, 1, 3) for x in (inputs.q, inputs.k))
     v, time_step = (x.unflatten(1, (groups, -1)).movedim(3, 0) for x in (inputs.v, inputs.time_step[..., 0]))
