@@ -666,6 +666,17 @@ CASES |= {
     "kda-preconditioned": design(
         layer({"kind": "kda", "heads": 2, "head_dim": 5, "preconditioned": True, "channel_gates": True}, repeat=2)
     ),
+    "mamba": design(layer({"kind": "mamba", "state_size": 5}, repeat=2), norm={"kind": "layer"}),
+    "mamba-norms": design(
+        layer(
+            {
+                "kind": "mamba", "hidden": 27, "state_size": 3, "time_step_rank": 4, "conv_kernel": 2,
+                "conv_bias": False, "bias": True, "norm": {"kind": "rms", "eps": 1e-3},
+                "short_convolution": convolution("input"),
+            },
+            repeat=2,
+        )
+    ),
     "mamba2": design(layer({"kind": "mamba2", "heads": 6, "state_size": 5}, repeat=2), norm={"kind": "layer"}),
     "mamba2-groups": design(
         layer(

@@ -58,12 +58,13 @@ def static_cache_bytes(family: str, variant: str, dtype: torch.dtype) -> int:
     tokens = torch.randint(1, VOCABULARY, (BATCH, PROMPT + 1))
     with torch.no_grad():
         for call in (tokens[:, :PROMPT], tokens[:, PROMPT:]):
-            model(call, use_cache=True, **{"cache_params" if family == "mamba2" else "past_key_values": cache})
+            model(call, use_cache=True, **{"cache_params" if family in STATE_SPACES else "past_key_values": cache})
     tensors = [tensor for layer in cache.layers for tensor in tensors_of(vars(layer))]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 CACHED = [family for family in CASES if family not in MASKED and family not in ("minimax", "openai-gpt", "heddle")]
+STATE_SPACES = ("mamba", "falcon_mamba", "mamba2")
 IN_FLOAT32 = ["llama", "gemma3_text", "deepseek_v32", "mamba2", "qwen3_next", "falcon_h1"]
 
 

@@ -77,6 +77,20 @@ OF_STATE_SPACES = frozenset(
     rescale_prenorm_residual
     """.split()  # noqa: SIM905
 )
+SCANS: Fields = {name: STATE_SPACES[name] for name in STATE_SPACES if name != "chunk_size"}
+OF_SCANS = frozenset(
+    """
+    expand residual_in_fp32 time_step_scale time_step_min time_step_max time_step_floor rescale_prenorm_residual
+    use_mambapy use_associative_scan
+    """.split()  # noqa: SIM905
+)
+OWN_RANK: Fields = {"use_bias": True, "tie_word_embeddings": False, "time_step_rank": 7, "expand": 3}
+OWN_RANK |= {"state_size": 3, "conv_kernel": 2, "use_conv_bias": False, "layer_norm_epsilon": 1e-3}
+JAMBA: Fields = {
+    "num_hidden_layers": 4, "mamba_d_state": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 5,
+    "num_experts_per_tok": 3, "expert_layer_period": 3, "expert_layer_offset": 0,
+}  # fmt: skip
+OF_JAMBA_DENSE = ("num_experts_per_tok", "expert_layer_period", "expert_layer_offset")
 NEMOTRON_DENSE: Fields = {
     "mamba_num_heads": 6,
     "mamba_head_dim": 9,
@@ -1899,6 +1913,27 @@ CASES: dict[str, Case] = {
         },
         inert=OF_STATE_SPACES,
         base=STATE_SPACES,
+    ),
+    "mamba": Case({"plain": {"state_size": 5}, "untied-biases-own-rank": OWN_RANK}, inert=OF_SCANS, base=SCANS),
+    "falcon_mamba": Case(
+        {"plain": {"state_size": 5}, "untied-biases-own-rank": OWN_RANK | {"mixer_rms_eps": 0.3}},
+        inert=OF_SCANS,
+        base=SCANS,
+    ),
+    "jamba": Case(
+        {
+            "plain": JAMBA,
+            "no-experts-tied-biases": JAMBA
+            | {"num_experts": 1, "attn_layer_offset": 0, "num_experts_per_tok": 2}
+            | {"num_hidden_layers": 3, "attention_dropout": 0.1}
+            | {"tie_word_embeddings": True, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 2}
+            | {"mamba_expand": 3, "mamba_dt_rank": 7, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+            "experts-alone": JAMBA | {"attn_layer_offset": 0, "num_hidden_layers": 3, "expert_layer_period": 1},
+        },
+        inert=OF_LOSSES
+        | {"use_mamba_kernels", "use_mambapy", "use_associative_scan"}
+        | {f"no-experts-tied-biases:{name}" for name in OF_JAMBA_DENSE},
+        refused=frozenset({"no-experts-tied-biases:output_router_logits", "experts-alone:expert_layer_offset"}),
     ),
     "nemotron_h": Case(
         {

@@ -28,7 +28,7 @@ def test_nothing_is_listed_that_is_read_or_gone() -> None:
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("mamba", "needs Mamba's first selective scan, which heddle lacks"),
+        ("zamba", "needs one block that several layers visit and that reads the embedding too, which heddle lacks"),
         ("glm5_next_text", "needs an indexer over pooled keys, which heddle lacks"),
     ],
 )

@@ -46,6 +46,7 @@ COUNTED = [
     "Ling 3.0 Flash, defaults of the class",
     "microsoft/Phi-3.5-MoE-instruct",
     "databricks/dbrx-base",
+    "ai21labs/Jamba-v0.1",
 ]
 
 DTYPES_OF_STATES = {"mamba_ssm_dtype", "mamba_ssm_cache_dtype"}

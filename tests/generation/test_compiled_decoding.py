@@ -48,7 +48,7 @@ def test_the_text_is_that_of_eager_steps(name: str, backend: list[int]) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["attention-gqa", "delta-hybrid", "mamba2"])
+@pytest.mark.parametrize("name", ["attention-gqa", "delta-hybrid", "mamba", "mamba2"])
 def test_the_text_of_generated_kernels(name: str) -> None:
     model = model_under_test(case(name))
     assert generate(model, PROMPTS, compile_decoding=True, **SAMPLED) == generate(model, PROMPTS, **SAMPLED)

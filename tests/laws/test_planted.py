@@ -103,6 +103,8 @@ from heddle.numerics.recurrent.gated_delta import _step as delta_step
 from heddle.numerics.recurrent.general_delta import _solved as general_solved
 from heddle.numerics.recurrent.general_delta import _step as general_step
 from heddle.numerics.recurrent.linear_attention import _both_directions, softmax_over_tokens
+from heddle.numerics.recurrent.selective_scan import _by_halves, _stretch
+from heddle.numerics.recurrent.selective_scan import _step as scan_step
 from heddle.numerics.recurrent.ssd import _chunked as ssd_chunked
 from heddle.numerics.recurrent.ssd import _step as ssd_step
 from heddle.numerics.recurrent.ssd import reference as ssd_reference
@@ -116,6 +118,7 @@ from heddle.parts.mixers.attention import Attention, query_temperature
 from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
 from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
+from heddle.parts.mixers.mamba import Mamba
 from heddle.parts.mixers.mamba2 import Mamba2
 from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.path_attention import PathAttention
@@ -806,6 +809,19 @@ BUGS = [
         assigned(_sum_ranges, "is_second", torch.ones_like)),
     Bug("a state in which a chunk's transition is left out", "kernel_equivalence", "delta-key-heads",
         calls(delta_batched, "addcmul", lambda torch, erased, *_: erased)),
+    # Mamba
+    Bug("a Mamba state that decays at padding", "padding_not_cached", "mamba",
+        calls(Mamba._scan, "without_padding", lambda _, x, layout: x)),
+    Bug("a Mamba convolution that forgets its last tokens", "chunked_decoding", "mamba-norms",
+        calls(Mamba._scan, "next_state", lambda convolution, x, layout, last: 0 * last)),
+    Bug("a time step left out of single steps of a scan", "chunked_decoding", "mamba",
+        inputs_with(scan_step, lambda inputs: {"time_step": torch.ones_like(inputs.time_step)})),
+    Bug("a Mamba state carried into the next document in single steps", "chunked_ragged_batch", "mamba-norms",
+        inputs_with(scan_step, lambda inputs: {"call_segment_ids": None})),
+    Bug("a Mamba state carried into the next document", "document_isolation", "mamba",
+        reads(_stretch, "starts", lambda _: None, 0)),
+    Bug("two neighbors of which the first does not decay", "kernel_equivalence", "mamba",
+        operator(_by_halves, ast.Mult, ast.Add)),
     # Mamba-2
     Bug("a Mamba-2 state that decays at padding", "padding_not_cached", "mamba2",
         calls(Mamba2._scan, "without_padding", lambda _, x, layout: x)),

@@ -21,6 +21,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "kda": {"heads": 4, "gate_rank": 4},
     "latent_attention": {**HEADS, "kv_rank": 12, "nope_dim": 10, "rope_dim": 6, "value_dim": 14},
     "linear_attention": {**HEADS, "normalization": "kernel", "feature_map": "learned"},
+    "mamba": {"state_size": 16, "time_step_rank": 4},
     "mamba2": {"heads": 4, "state_size": 8},
     "pair": {"first": {"kind": "attention", **HEADS}, "second": {"kind": "mamba2", "heads": 4}},
     "path_attention": {"heads": 4, "kv_heads": 2, "vector_rank": 6},
@@ -52,7 +53,7 @@ def test_every_kind_is_here() -> None:
     assert sorted(FEEDFORWARDS) == kinds("feedforwards")
 
 
-@pytest.mark.parametrize("before", [kind for kind in MIXERS if kind != "short_conv"])
+@pytest.mark.parametrize("before", [kind for kind in MIXERS if kind not in ("mamba", "short_conv")])
 def test_every_mixer_can_come_in_the_place_of_every_other(before: str) -> None:
     for width in (48, 50):  # 50: no head_dim follows from the width
         data = design(mixer(before), GATED) | {"width": width}

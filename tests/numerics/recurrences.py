@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heddle.numerics.dispatch import Operation
 from heddle.numerics.kernels import kernels
-from heddle.numerics.recurrent import gated_delta, ssd
+from heddle.numerics.recurrent import gated_delta, selective_scan, ssd
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
 from heddle.numerics.recurrent.gated_delta import (
     DELTA_RULE,
@@ -27,6 +27,7 @@ from heddle.numerics.recurrent.general_delta import (
     general_delta_rule,
 )
 from heddle.numerics.recurrent.recurrence import RecurrenceFacts
+from heddle.numerics.recurrent.selective_scan import SELECTIVE_SCAN, ScanInputs
 from heddle.numerics.recurrent.ssd import SSD, SSDInputs, state_space_duality
 
 SHAPE = (2, 2, 4, 5, 3)  # rows, key heads, heads, d_k, d_v
@@ -75,6 +76,12 @@ def ssd_token(s: Tensor, x: Any) -> Result:
     return s, s @ x.q + x.skip * x.v
 
 
+def scan_token(s: Tensor, x: Any) -> Result:
+    """h_t = exp(Δ_t A) ⊙ h_{t−1} + Δ_t x_t B_tᵀ, y_t = h_t C_t + D x_t, h [d_v, d_k] as Mamba's paper writes it."""
+    s = torch.exp(x.time_step * x.rate) * s + x.time_step * torch.outer(x.v, x.k)
+    return s, s @ x.q + x.skip * x.v
+
+
 def delta_inputs(normal: Normal, length: int, shape: tuple[int, ...], per_channel: bool) -> DeltaInputs:
     """With one decay per head, or one per channel."""
     rows, groups, heads, d_k, d_v = shape
@@ -100,6 +107,13 @@ def ssd_inputs(normal: Normal, length: int, shape: tuple[int, ...]) -> SSDInputs
     return SSDInputs(q, k, normal(rows, heads, length, d_v), log_decay, time_step, normal(heads))
 
 
+def scan_inputs(normal: Normal, length: int, shape: tuple[int, ...]) -> ScanInputs:
+    rows, groups, heads, d_k, d_v = shape
+    q, k = (normal(rows, groups, length, d_k) for _ in range(2))
+    time_step, rate = normal(rows, heads, length, 1).square(), -normal(heads, d_k).square()
+    return ScanInputs(q, k, normal(rows, heads, length, d_v), time_step, rate, normal(heads))
+
+
 DELTA, CHANNEL_DELTA = (
     Rule(
         "delta", DELTA_RULE, gated_delta_rule, delta_token, partial(delta_inputs, per_channel=per_channel),
@@ -117,6 +131,10 @@ GENERAL, UNBOUNDED = (
 STATE_SPACE = Rule(
     "ssd", SSD, state_space_duality, ssd_token, ssd_inputs,
     ssd.CHUNK_TOKENS, ("k", "log_decay"), causal_sums_flops(9, 2, 4, (5, 3)),
+)  # fmt: skip
+SELECTIVE = Rule(
+    "selective_scan", SELECTIVE_SCAN, selective_scan.selective_scan, scan_token, scan_inputs,
+    16, ("time_step",), causal_sums_flops(9, 2, 4, (5, 3)),
 )  # fmt: skip
 
 
@@ -157,7 +175,7 @@ def formula(rule: Rule, inputs: Any, state: Tensor) -> Result:
             if ids is not None and int(ids[row, t]) != document:
                 s, document = torch.zeros_like(s), int(ids[row, t])
             token = {
-                name: x[head] if x.ndim == 1 else x[row, head // (heads // x.shape[1]), t]
+                name: x[head] if x.ndim < 3 else x[row, head // (heads // x.shape[1]), t]
                 for name, x in tensors_of(inputs).items()
             }
             s, out[row, head, t] = rule.token(s, SimpleNamespace(**token))

@@ -1,4 +1,4 @@
-"""The gated and the general delta rule and state space duality: every kernel against the papers' recurrences."""
+"""Delta rules, state space duality and the selective scan: every kernel against the papers' recurrences."""
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tests.numerics.recurrences import (
     CHANNEL_DELTA,
     DELTA,
     GENERAL,
+    SELECTIVE,
     STATE_SPACE,
     UNBOUNDED,
     Result,
@@ -30,6 +31,7 @@ RULES = {
     "general": GENERAL,
     "unbounded general": UNBOUNDED,
     "ssd": STATE_SPACE,
+    "selective scan": SELECTIVE,
 }
 LENGTHS = [(0, 1), (0, 2), (0, 7), (1, -1), (1, 0), (1, 1), (2, 0), (2, 3)]  # chunks, and tokens after them
 KERNELS = ("reference", "chunked", "batched")
@@ -85,7 +87,7 @@ def test_a_token_that_changes_nothing(rule: Rule) -> None:
     inputs, state = random(rule, rule.chunk + 5)
     still = torch.zeros(rule.chunk + 5, dtype=torch.bool)
     still[3 : rule.chunk] = True
-    tensors = {name: x for name, x in tensors_of(inputs).items() if x.ndim > 1}
+    tensors = {name: x for name, x in tensors_of(inputs).items() if x.ndim > 2}
     zeroed = {name: tensors[name].transpose(2, -1).masked_fill(still, 0.0).transpose(2, -1) for name in rule.quiet}
     without = inputs._replace(**{name: x[:, :, ~still] for name, x in tensors.items()})
     for kernel in KERNELS:

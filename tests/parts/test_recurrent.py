@@ -15,7 +15,8 @@ from heddle.laws import LAWS, DoesNotApply
 from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, general_delta, ssd
+from heddle.numerics.dispatch import DeviceSize
+from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, general_delta, selective_scan, ssd
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
 from heddle.parts.mixers.retention import Retention
@@ -174,6 +175,7 @@ RECURRENT = [
     "delta-key-heads",
     "delta-negative-eigenvalues",
     "delta-steps",
+    "mamba-norms",
     "mamba2-groups",
     "rwkv7-own-widths",
     "rwkv7-value-residual",
@@ -196,6 +198,8 @@ def test_laws_hold_over_many_chunks(law: str, name: str, monkeypatch: pytest.Mon
     """The laws' texts are shorter than a chunk; here a chunk has three tokens, and a group two chunks."""
     for module in (batched_chunks, chunked_sums, gated_delta, general_delta, ssd):
         monkeypatch.setattr(module, "CHUNK_TOKENS", 3)
+    monkeypatch.setattr(selective_scan, "STRETCH", DeviceSize(0, 0))
+    monkeypatch.setattr(selective_scan, "LEAST_TOKENS", 5)
     monkeypatch.setattr(batched_chunks, "SUM_BLOCK", 2)
     monkeypatch.setattr(batched_chunks, "SCAN_BLOCK", 2)
     monkeypatch.setattr(chunked_sums, "MAX_PAIRS", 120)
@@ -255,7 +259,7 @@ def test_the_state_has_a_fixed_size_and_at_least_float32(mixer: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    "name", ["linear-attention-elu", "retention-learned-decays", "delta", "kda", "mamba2", "rwkv7"]
+    "name", ["linear-attention-elu", "retention-learned-decays", "delta", "kda", "mamba", "mamba2", "rwkv7"]
 )
 def test_no_position_is_stored_of_a_longer_text(name: str) -> None:
     short, long = (heddle.size(case(name), context_length=tokens) for tokens in (64, 1024))

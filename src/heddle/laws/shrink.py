@@ -36,7 +36,7 @@ SMALL_BLOCK = 2  # positions
 SMALL_TOP_K = 3  # keys that an indexer selects, fewer than any law's sequence has
 MOST = {  # an odd number stays odd
     "kv_rank": 10, "query_rank": 8, "gate_rank": 8, "decay_rank": 8, "rate_rank": 6, "value_rank": 4, "vector_rank": 6,
-    "state_size": 8,
+    "state_size": 8, "time_step_rank": 4,
     "nope_dim": 6, "rope_dim": 4, "hidden": 20, "buckets": 8,
     "relative_dim": 4, "router_rank": 6, "slots": 20,
 }  # fmt: skip

@@ -14,6 +14,7 @@ from heddle.numerics.recurrent.double_softmax import double_softmax_flops
 from heddle.numerics.recurrent.gated_delta import delta_rule_flops
 from heddle.numerics.recurrent.general_delta import general_delta_flops
 from heddle.parts.mixers.linear_attention import MAP_FIELDS
+from heddle.parts.mixers.mamba import EXPANSION, WIDTH_OF_RANK
 from heddle.parts.mixers.rwkv7 import RANK_FACTORS
 
 if TYPE_CHECKING:
@@ -347,6 +348,23 @@ def default_rank(n: Quantities, near: Number) -> Number:
     """The multiple of 32 nearest to a number, at least 32; in a tie the smaller one."""
     below = 1024.5 - near / 32
     return 32 * (1 + n.above(1024 - (below - n.remainder(below, 1)), 1))
+
+
+@costs_of("mixers", "mamba")
+def mamba(n: Quantities) -> Costs:
+    """Projections, the convolution, A, b, D and norms, and a state for each channel."""
+    hidden, rounded = n.default("hidden", EXPANSION * n.width), n.width + WIDTH_OF_RANK - 1
+    rank = n.default("time_step_rank", (rounded - n.remainder(rounded, WIDTH_OF_RANK)) / WIDTH_OF_RANK)
+    for field, width in (("time_step_rank", rank), ("state_size", n.state_size)):
+        n.refuse(n.has("norm") * n.above(2, width), norm={"kind": "rms"}, **{field: 1})
+    own = Costs(
+        parameters=hidden * (n.state_size + 2) + n.has("norm") * n.norm(rank + 2 * n.state_size),
+        flops=causal_sums_flops(n.tokens, 1, hidden, (n.state_size, 1)),
+        recurrent=hidden * n.state_size,
+    )
+    read = projection(n, n.width, 2 * hidden, n.bias) + convolution_costs(n, hidden, n.conv_bias)
+    read += projection(n, hidden, rank + 2 * n.state_size) + projection(n, rank, hidden)
+    return read + own + projection(n, hidden, n.width, n.bias)
 
 
 @costs_of("mixers", "mamba2")

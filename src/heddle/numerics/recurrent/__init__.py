@@ -1,1 +1,1 @@
-"""Recurrent sequence operations: linear attention, retention, SSD, the gated delta rule, causal convolution."""
+"""Recurrent sequence operations: linear attention, retention, SSD, scans, the gated delta rule, causal convolution."""

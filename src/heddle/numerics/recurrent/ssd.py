@@ -55,7 +55,7 @@ def reference(inputs: SSDInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         if inputs.call_segment_ids is not None:
             state = state.masked_fill((inputs.call_segment_ids[:, t] != segment_ids)[:, None, None, None], 0.0)
             segment_ids = inputs.call_segment_ids[:, t]
-        state = state * decay + key.mT @ value
+        state = state * decay.mT + key.mT @ value  # a number, or one for each row
         out.append(query @ state)
     return torch.cat(out, dim=2), state
 

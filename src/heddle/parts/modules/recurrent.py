@@ -13,7 +13,7 @@ from torch.nn import functional
 from heddle.config import refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.random import ParameterDraws
+from heddle.numerics.random import ParameterDraws, RandomStream
 from heddle.numerics.recurrent.convolution import next_conv_state
 from heddle.numerics.recurrent.gated_delta import EPS, DeltaInputs, gated_delta_rule, l2_normalize
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
@@ -31,6 +31,13 @@ SQUASH = 1.5  # a preconditioner is between its inverse and itself
 # Δ = softplus(a + b),   log α = −exp(A) Δ
 
 
+def fill_time_steps(bias: Tensor, stream: RandomStream) -> None:
+    """Fill b so that softplus(b) is log-uniform in [0.001, 0.1], as the authors' code does."""
+    time_step = torch.exp(math.log(1e-3) + stream.uniform(0, len(bias)) * math.log(100.0))
+    with torch.no_grad():
+        bias.copy_(time_step + torch.log(-torch.expm1(-time_step)))  # inverse of softplus
+
+
 class GatedDecay(SelfInitialized):
     """A per head and b per channel, `channels` for each head. `limits`: the minimum and maximum of Δ."""
 
@@ -42,16 +49,14 @@ class GatedDecay(SelfInitialized):
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """exp(A) uniform in [1, 16], softplus(b) log-uniform in [0.001, 0.1], as the authors' code does."""
-        rate, bias = draws("rate").uniform(0, len(self.rate)), draws("bias").uniform(0, len(self.bias))
-        time_step = torch.exp(math.log(1e-3) + bias * math.log(100.0))
         with torch.no_grad():
-            self.rate.copy_(torch.log(1.0 + 15.0 * rate))
-            self.bias.copy_(time_step + torch.log(-torch.expm1(-time_step)))  # inverse of softplus
+            self.rate.copy_(torch.log(1.0 + 15.0 * draws("rate").uniform(0, len(self.rate))))
+        fill_time_steps(self.bias, draws("bias"))
 
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
         """a [B, T, heads · channels] -> log α and Δ [B, heads, T, channels], in at least float32."""
         rate, bias = at_least_float32(self.rate), at_least_float32(self.bias)
-        time_step = _softplus(at_least_float32(a) + bias).unflatten(-1, (len(rate), -1))
+        time_step = softplus(at_least_float32(a) + bias).unflatten(-1, (len(rate), -1))
         if self.limits is not None:
             time_step = time_step.clamp(*self.limits)
         log_decay = -rate.exp()[:, None] * time_step
@@ -120,7 +125,7 @@ class Preconditioner(SelfInitialized):
         return state_space_duality(inputs, state)
 
 
-def _softplus(x: Tensor) -> Tensor:
+def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)). torch's compiler expects other strides of its gradient than torch's kernel returns."""
     return torch.logaddexp(x, torch.zeros_like(x)) if is_compiling() else functional.softplus(x)
 

@@ -1,0 +1,159 @@
+"""Mamba's selective scan (Gu & Dao 2023): a decay for each channel and each element of its state.
+
+    S_t = exp(Δ_t A) ⊙ S_{t−1} + Δ_t k_t v_tᵀ,   y_t = S_tᵀ q_t + D v_t,   S [d_k, d_v], A [d_k] < 0
+
+q, k and v are the paper's C, B and x. A head is a channel there, d_v is 1, and all heads share q and k. No product of
+matrices replaces the states, so they are computed, in log T steps: two neighbors are one token of half as many. Factors
+are exponentials of Δ A ≤ 0 and their products, so nothing overflows. States are kept for a stretch of tokens at a time,
+and computed again in the backward pass. Everything is in at least float32.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from heddle.numerics.dispatch import DeviceSize, add_flops
+from heddle.numerics.norms import without_autocast
+from heddle.numerics.recurrent import ssd
+from heddle.numerics.recurrent.causal_sums import causal_sums_flops
+from heddle.numerics.recurrent.fla import CuSeqlens
+from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_recurrence
+
+STRETCH = DeviceSize(cpu=2**20, accelerator=2**26)  # numbers of the states that are in memory at once
+LEAST_TOKENS = 16  # of a stretch
+
+
+class ScanInputs(NamedTuple):
+    """Inputs of the operation: q, k [B, G, T, d_k], v [B, H, T, d_v], skip (D) [H].
+
+    time_step (Δ ≥ 0) [B, H, T, 1], rate (A < 0) [H, d_k]. Head h reads queries and keys of group h // (H/G). A token
+    with a time_step of 0 leaves the state unchanged. call_segment_ids, dtype: as in `ssd.SSDInputs`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    time_step: Tensor
+    rate: Tensor
+    skip: Tensor
+    call_segment_ids: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def log_decay(self) -> Tensor:
+        """[1, H, 1, d_k], for a time step of 1."""
+        return self.rate[None, :, None]
+
+    @property
+    def cu_seqlens(self) -> CuSeqlens | None:
+        """None: no library is called."""
+        return None
+
+
+def reference(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Token by token: state S [B, H, d_k, d_v] -> (S_tᵀ q_t [B, H, T, d_v], the state after the last token)."""
+    log_decay = inputs.time_step * inputs.log_decay
+    by_token = ssd.SSDInputs(*inputs[:3], log_decay, inputs.time_step, inputs.skip, inputs.call_segment_ids)
+    return ssd.reference(by_token, state)
+
+
+def _step(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token without gradients. The state is updated in place."""
+    decay = (inputs.time_step * inputs.rate[:, :, None]).exp()
+    if inputs.call_segment_ids is not None:  # a new document starts from a zero state
+        decay = decay.masked_fill(inputs.call_segment_ids[:, None, :, None] > 0, 0.0)
+    q, k = (x[:, :, 0, None, :, None] for x in (inputs.q, inputs.k))
+    by_group = state.mul_(decay).unflatten(1, (q.shape[1], -1))
+    by_group.addcmul_(k, (inputs.v * inputs.time_step).unflatten(1, (q.shape[1], -1)))
+    return (by_group * q).sum(-2, keepdim=True).flatten(1, 2), state
+
+
+def _by_halves(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
+    """Decays and additions [T, ...], and the state before them -> all states [T, ...].
+
+    Every two neighbors are one token for half as many; those give the states before the first of each two.
+    """
+    length = len(decay)
+    if length == 1:
+        return torch.addcmul(added, decay, state)
+    if length % 2:
+        states = _by_halves(decay[:-1], added[:-1], state)
+        return torch.cat((states, torch.addcmul(added[-1:], decay[-1:], states[-1:])))
+    (first, second), (to_first, to_second) = ((x[::2], x[1::2]) for x in (decay, added))
+    after = _by_halves(first * second, torch.addcmul(to_second, second, to_first), state)
+    before = torch.cat((state.expand(after[:1].shape), after[:-1]))
+    return torch.stack((torch.addcmul(to_first, first, before), after), dim=1).flatten(0, 1)
+
+
+class _States(torch.autograd.Function):
+    """All states. The gradients of the states are a scan too, from the last token to the first."""
+
+    @staticmethod
+    def forward(ctx: Any, decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
+        states = _by_halves(decay, added, state)
+        ctx.save_for_backward(decay, states, state)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (gradient,), (decay, states, state) = gradients, ctx.saved_tensors
+        of_next = torch.cat((decay[1:], torch.zeros_like(decay[:1])))
+        totals = _by_halves(of_next.flip(0), gradient.flip(0), torch.zeros_like(state)).flip(0)
+        before = torch.cat((state[None], states[:-1]))
+        return (totals * before).sum_to_size(decay.shape), totals, decay[0] * totals[0]
+
+
+def _stretch(
+    q: Tensor, k: Tensor, v: Tensor, time_step: Tensor, rate: Tensor, starts: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Some tokens, which come first: q, k [T, B, G, d_k], v [T, B, G, R, d_v], Δ [T, B, G, R], A [G, d_k, R].
+
+    starts: bool [T, B], whether a new document begins. state [B, G, d_k, R, d_v].
+    """
+    decay = (time_step[:, :, :, None] * rate).exp()
+    if starts is not None:
+        decay = decay.masked_fill(starts[:, :, None, None, None], 0.0)
+    added = k[..., None, None] * (v * time_step[..., None])[:, :, :, None]
+    states: Tensor = _States.apply(decay[..., None], added, state)
+    y = q[:, :, :, None] @ states.flatten(4)
+    return y.view(v.shape), states[-1].clone()  # not a view of all states
+
+
+def _scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Stretch by stretch; each keeps its inputs alone for the backward pass."""
+    stretch = max(LEAST_TOKENS, STRETCH.on(inputs.v) // max(1, state.numel()))
+    if inputs.v.is_meta and not torch.is_grad_enabled():  # a size is asked for, and shapes take no memory
+        stretch = inputs.v.shape[2]
+    groups, ids, starts = inputs.k.shape[1], inputs.call_segment_ids, None
+    q, k = (x.permute(2, 0, 1, 3) for x in (inputs.q, inputs.k))
+    v, time_step = (x.unflatten(1, (groups, -1)).movedim(3, 0) for x in (inputs.v, inputs.time_step[..., 0]))
+    rate = inputs.rate.unflatten(0, (groups, -1)).mT.contiguous()
+    if ids is not None:
+        starts = (ids.diff(dim=1, prepend=ids.new_zeros(len(ids), 1)) != 0).T
+    current, outputs = state.unflatten(1, (groups, -1)).transpose(2, 3), []
+    for first in range(0, len(q), stretch):
+        part = slice(first, first + stretch)
+        tokens = q[part], k[part], v[part], time_step[part], rate, None if starts is None else starts[part]
+        if torch.is_grad_enabled():
+            y, current = checkpoint(_stretch, *tokens, current, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y, current = _stretch(*tokens, current)
+        outputs.append(y)
+    return torch.cat(outputs).movedim(0, 3).flatten(1, 2), current.transpose(2, 3).flatten(1, 2).contiguous()
+
+
+SELECTIVE_SCAN = recurrence_operation("selective_scan", RecurrenceKernels(_step, _scan, None, _scan, reference))
+
+
+def selective_scan(inputs: ScanInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """state S [B, H, d_k, d_v] -> (y [B, H, T, d_v], the state after the last token). May update the state in place.
+
+    Without a state the recurrence starts from zeros.
+    """
+    (batch, heads, tokens, d_v), d_k = inputs.v.shape, inputs.k.shape[3]
+    add_flops(causal_sums_flops(tokens, batch, heads, (d_k, d_v)))
+    y, new_state = run_recurrence(SELECTIVE_SCAN, inputs, state)
+    with without_autocast(y):
+        return torch.addcmul(y, inputs.v, inputs.skip[:, None, None]), new_state
