@@ -113,7 +113,7 @@ from heddle.parts.feedforwards.moe import MoE, Router, RouterTrunk, balance_loss
 from heddle.parts.feedforwards.ngram_memory import NGramMemory
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers.attention import Attention, query_temperature
-from heddle.parts.mixers.compressed_attention import CompressedAttention, CompressedCache, _call_blocks, block_ends
+from heddle.parts.mixers.compressed_attention import CompressedAttention, CompressedCache, _call_blocks
 from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
 from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
@@ -321,7 +321,7 @@ BUGS = [
         reads(householder_products, "segment_ids", lambda _: None, 0)),
     # Compressed attention; tests/parts/test_compressed_attention.py has its oracles
     Bug("an entry that is seen before its block is finished", "causality", "compressed",
-        reads(CompressedAttention._attend, "ends", lambda ends: ends - (ends > 0).long())),
+        calls(_call_blocks, "CallBlocks", lambda make, ends, *rest: make(ends - 2 * (ends > 0).long(), *rest))),
     Bug("an index that ranks unfinished blocks", "causality", "compressed-index",
         reads(CompressedAttention._shown, "ends", lambda ends: 0 * ends)),
     Bug("a tail that is lost at a cut", "chunked_decoding", "compressed",
@@ -333,8 +333,8 @@ BUGS = [
     Bug("blocks of slots", "padding_invariance", "compressed",
         wrapped(_call_blocks, lambda make, layout, ratio: make(replace(
             layout, positions=torch.arange(layout.length).expand_as(layout.positions), has_padding=False), ratio))),
-    Bug("blocks that go on in the next document", "document_packing", "compressed",
-        wrapped(block_ends, lambda find, positions, segments, ratio: find(positions, 0 * segments, ratio))),
+    Bug("entries of all documents in the first one", "document_packing", "compressed",
+        reads(CompressedAttention._shown, "segments", lambda segments: 0 * segments)),
     Bug("a block before that is of another document", "document_isolation", "compressed-overlap",
         reads(_call_blocks, "theirs", lambda theirs, *, all_segments: all_segments[..., None].expand_as(theirs))),
     Bug("a loss of the index averaged over rows", "gradient_accumulation", "compressed-index",

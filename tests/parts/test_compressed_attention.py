@@ -26,6 +26,8 @@ from heddle.parts.mixers.compressed_attention import (
 )
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
+from heddle.parts.position_table import PositionTable
+from heddle.parts.states import StateSpec
 from tests.cases import case, design, layer
 from tests.laws.planting import Plant, assigned, calls, reads
 from tests.parity.reference import close, compute_in_float64
@@ -98,8 +100,8 @@ class Loop:
             if mixer.q_down is not None:
                 latent = normalized(self.get("q_down.weight") @ x, self.get("q_norm.weight"))
             queries = (self.get("q.weight" if mixer.q_down is None else "q_up.weight") @ latent).split(d)
-            seen = keys[max(0, t + 1 - mixer.local) : t + 1]
-            seen = torch.stack(seen + [entries[b] for b in (self.chosen(t, latent, index) if mixer.ratio else ())])
+            chosen = self.chosen(t, latent, index) if mixer.ratio else []
+            seen = torch.stack([*keys[max(0, t + 1 - mixer.local) : t + 1], *(entries[b] for b in chosen)])
             heads = []
             for h, head in enumerate(queries):
                 logits = seen @ self.turned(normalized(head), t) * mixer.scale
@@ -180,6 +182,33 @@ def test_the_loop_sees_other_blocks(bug: str, monkeypatch: pytest.MonkeyPatch) -
     assert any(max(largest_errors(seed)) > 1e-3 for seed in range(12))
 
 
+def offset_errors(seed: int) -> float:
+    """Of documents that begin within a block, packed, in one call and in pieces with a state, against each alone."""
+    draw = random.Random(seed)
+    mixer = with_large_weights(built(drawn(draw)), draw)
+    starts, lengths = (draw.randint(0, 7), draw.randint(0, 7)), (draw.randint(2, 9), draw.randint(8, 12))
+    x = normal_tensor((1, sum(lengths), WIDTH), torch.Generator().manual_seed(seed))
+    positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    segments = torch.arange(2).repeat_interleave(torch.tensor(lengths))[None]
+    layout, table = Layout.of(torch.cat(positions)[None], segments), PositionTable.empty(1, None, None, "cpu")
+    state, pieces = mixer.init_state(StateSpec(1, None, torch.float64, "cpu")), []
+    with torch.no_grad():
+        alone = [mixer(each, Layout.of(at[None]))[0] for each, at in zip(x.split(lengths, 1), positions, strict=True)]
+        found = [mixer(x, layout)[0]]
+        for token in range(0, x.shape[1], 3):
+            part = slice(token, token + 3)
+            table, piece = table.extend(Layout(layout.positions[:, part], segments[:, part]))
+            y, state = mixer(x[:, part], piece, state)
+            pieces.append(y)
+    return max(float((y - torch.cat(alone, 1)).abs().max()) for y in (*found, torch.cat(pieces, 1)))
+
+
+def test_documents_may_begin_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(map(offset_errors, range(12))) < 1e-10
+    reads(block_ends, "first", lambda _, *, segment_ids: segment_ids)(monkeypatch)
+    assert max(map(offset_errors, range(12))) > 1e-3
+
+
 # DeepSeek-V4 in transformers, on whole texts.
 
 KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 3, "heavily_compressed_attention": 4}
@@ -187,7 +216,8 @@ KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 3, "heavily_comp
 
 def stable_topk(x: Tensor, k: int, dim: int = -1, **_: Any) -> Any:
     """Of equal numbers the first ones, which torch does not promise."""
-    return torch.return_types.topk([part.narrow(dim, 0, k) for part in x.sort(dim=dim, descending=True, stable=True)])
+    values, indices = x.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
 
 
 def their_layer(kind: str, fields: dict[str, Any], seed: int) -> tuple[Any, Any]:
@@ -319,8 +349,9 @@ def test_the_index_learns_from_its_own_loss_alone() -> None:
         hidden = model(random_tokens(config, 2, 9), Layout.causal(2, 9))[0]
     named = dict(model.named_parameters())
     for value, is_own in ((hidden.sin().sum(), False), (torch.stack(recorded.losses).sum(), True)):
-        options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        gradients = torch.autograd.grad(value, list(named.values()), **options)  # type: ignore[arg-type]
+        gradients = torch.autograd.grad(
+            value, list(named.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+        )
         reached = {name for name, gradient in zip(named, gradients, strict=True) if bool(gradient.any())}
         assert {".mixer.index." in name for name in reached} == {is_own}
     assert len(recorded.losses) == 2
