@@ -172,7 +172,8 @@ def _kinds_of_base(base: str) -> tuple[str, tuple[str, ...]]:
     names = [each["$ref"].rpartition("/")[2] for each in _definitions()[base].get("oneOf", ()) if "$ref" in each]
     if not names:
         return "", ()
-    return names[0].partition(".")[0], tuple(name.partition(".")[2] for name in names)
+    found = [name.partition(".")[2] for name in names]
+    return names[0].partition(".")[0], tuple(kind for kind in found if kind not in NOT_EXPLORED)
 
 
 def comments(cls: type[Config]) -> dict[str, str]:
