@@ -152,7 +152,7 @@ def _state_changes(mixer: MixerConfig, values: dict[str, Any], factor: float, wi
         return {"kv_heads": number} | ({"head_dim": new_dim, "value_dim": new_value} if changed else {})
     if "head_dim" in values and heads:  # a recurrence: keys of another width; values stay as wide as they were
         dim = values["head_dim"] or width // heads
-        as_before = {name: values[name] or dim for name in ("value_dim", "gate_rank") if name in values}
+        as_before: dict[str, int] = {name: values[name] or dim for name in ("value_dim", "gate_rank") if name in values}
         if values.get("rope_dim") is not None:
             as_before["rope_dim"] = min(values["rope_dim"], scale_even(dim, factor))
         return {"head_dim": scale_even(dim, factor)} | as_before

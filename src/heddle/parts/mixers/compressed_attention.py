@@ -464,14 +464,13 @@ class CompressedAttention(SelfInitialized, Mixer):
         self, q: Tensor, own: Tensor, of_index: Tensor, index: Index | None, blocks: CallBlocks, layout: Layout
     ) -> AttentionMask:
         """The mask over the entries that each query sees. own, of_index [B, 1, S, ..]: the entries, and the index's."""
-        mask = AttentionMask(
-            layout.positions,
-            blocks.ends,
-            layout.dense_segment_ids,
-            blocks.segments,
-            pair_count=self._pairs(layout, None),
-            may_have_padding=True,
-        )
+
+        def make() -> AttentionMask:
+            documents = layout.dense_segment_ids, blocks.segments
+            pairs = self._pairs(layout, None)
+            return AttentionMask(layout.positions, blocks.ends, *documents, may_have_padding=True, pair_count=pairs)
+
+        mask = layout.cached(("block mask", self.ratio), make)
         if index is None or self.index is None:
             return mask
         queries = IndexQueries(index[0], of_index, index[1])
