@@ -73,7 +73,7 @@ class CompressedAttentionConfig(MixerConfig):
     top_k: Width | None = None  # entries that each query sees; default: all
     index_heads: Width | None = None  # with top_k
     index_head_dim: Width | None = None  # with top_k
-    index_loss: PositiveFloat = 1.0  # coefficient of the index's loss in training
+    index_loss: PositiveFloat | None = None  # coefficient of the index's loss in training; default: 1, with top_k
     groups: Width | None = None  # of heads, each with an output projection of rank out_rank; default: one, of full rank
     out_rank: Width | None = None  # with groups
     sink: bool = True  # one learned logit per head, without a value
@@ -91,7 +91,7 @@ class CompressedAttentionConfig(MixerConfig):
         for name, is_there in (("overlap", self.overlap), ("top_k", self.top_k is not None)):
             if is_there and self.compress_ratio is None:
                 refuse(name, "is about entries of blocks, but there are none; give compress_ratio, or leave it out")
-        if self.index_loss != 1.0 and self.top_k is None:
+        if self.index_loss is not None and self.top_k is None:
             refuse("index_loss", "does nothing without an index; give top_k, or leave it out")
         if self.compress_ratio is not None and self.window < self.compress_ratio - 1:
             reason = f"{self.window} hides tokens of a block of {self.compress_ratio} before it is finished"
@@ -110,12 +110,13 @@ class CompressedAttentionConfig(MixerConfig):
         return {**fields} if fields.get("compress_ratio") is not None else {**fields, "compress_ratio": RATIOS[alias]}
 
     def resolved(self, context: BuildContext) -> Self:
-        """Widths, scale and rotary dims written out."""
+        """Widths, scale, rotary dims and the index's loss written out."""
         dim = context.head_dim(self.heads, self.head_dim)
         rotated = self.rope_dim or dim
         position = None if self.position is None else self.position.resolved(rotated)
-        rope_dim = None if position is None else rotated
-        return self.replace(head_dim=dim, scale=self.scale or dim**-0.5, rope_dim=rope_dim, position=position)
+        rope_dim, loss = None if position is None else rotated, None if self.top_k is None else self.index_loss or 1.0
+        fields = {"head_dim": dim, "scale": self.scale or dim**-0.5, "rope_dim": rope_dim, "position": position}
+        return self.replace(**fields, index_loss=loss)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -297,7 +298,7 @@ class BlockIndex(nn.Module):
     def __init__(self, config: CompressedAttentionConfig, query_width: int, pool: BlockPool) -> None:
         super().__init__()
         self.heads, self.dim = config.index_heads or 1, pool.bias.shape[2]
-        self.pool, self.loss = pool, config.index_loss
+        self.pool, self.loss = pool, config.index_loss or 1.0
         self.q = Linear(query_width, self.heads * self.dim)
         self.weights = Linear(pool.values.in_features, self.heads)
         self.selector = KeySelector(Choice(config.top_k or 1))
