@@ -71,6 +71,11 @@ def latent(position: Data | None = ROPE, **fields: Any) -> Data:
     return {"kind": "latent_attention", "position": position, **sizes, **fields}
 
 
+def compressed(position: Data | None = ROPE, **fields: Any) -> Data:
+    """A compressed attention mixer with a short window."""
+    return {"kind": "compressed_attention", "heads": 4, "window": 4, "position": position, **fields}
+
+
 def differential(heads: int = 3, position: Data | None = ROPE, **fields: Any) -> Data:
     """A differential attention mixer."""
     return {"kind": "differential_attention", "heads": heads, "position": position, **fields}
@@ -370,6 +375,51 @@ CASES: dict[str, Data] = {
             repeat=2,
         ),
         norm={"kind": "layer"},
+    ),
+    "compressed": design(layer(compressed(compress_ratio=3, rope_dim=4), repeat=2)),
+    "compressed-index": design(
+        layer(
+            compressed(
+                YARN,
+                heads=6,
+                head_dim=7,
+                query_rank=9,
+                window=5,
+                compress_ratio=2,
+                overlap=True,
+                top_k=2,
+                index_heads=3,
+                index_head_dim=5,
+                groups=3,
+                out_rank=8,
+                rope_dim=4,
+            ),
+            repeat=2,
+        )
+    ),
+    "compressed-index-full-query": design(
+        layer(
+            compressed(
+                None,
+                heads=3,
+                window=2,
+                compress_ratio=3,
+                top_k=1,
+                index_heads=2,
+                index_head_dim=4,
+                index_loss=0.3,
+                scale=0.7,
+                sink=False,
+                groups=1,
+                out_rank=5,
+            ),
+            repeat=2,
+        ),
+        norm={"kind": "layer"},
+    ),
+    "compressed-overlap": design(layer(compressed(compress_ratio=2, overlap=True, query_rank=7), repeat=2)),
+    "compressed-window": design(
+        layer(compressed(window=3, head_dim=5, rope_dim=2, short_convolution=convolution("input")), repeat=2)
     ),
     "differential": design(layer(differential(kv_heads=1), repeat=2)),
     "differential-window-own-widths": design(

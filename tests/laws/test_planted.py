@@ -115,6 +115,7 @@ from heddle.parts.feedforwards.moe import MoE, Router, RouterTrunk, balance_loss
 from heddle.parts.feedforwards.ngram_memory import NGramMemory
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers.attention import Attention, query_temperature
+from heddle.parts.mixers.compressed_attention import CompressedAttention, CompressedCache, _call_blocks
 from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
 from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
@@ -321,6 +322,26 @@ BUGS = [
         calls(PathAttention._attend, "next_state", lambda convolution, x, layout, last: last)),
     Bug("products over the documents before", "document_isolation", "path",
         reads(householder_products, "segment_ids", lambda _: None, 0)),
+    # Compressed attention; tests/parts/test_compressed_attention.py has its oracles
+    Bug("an entry that is seen before its block is finished", "causality", "compressed",
+        calls(_call_blocks, "CallBlocks", lambda make, ends, *rest: make(ends - 2 * (ends > 0).long(), *rest))),
+    Bug("an index that ranks unfinished blocks", "causality", "compressed-index",
+        reads(CompressedAttention._shown, "ends", lambda ends: 0 * ends)),
+    Bug("a tail that is lost at a cut", "chunked_decoding", "compressed",
+        reads(CompressedAttention._extended, "tail", lambda tail: 0.0 * tail)),
+    Bug("a tail that keeps padding", "padding_not_cached", "compressed-overlap",
+        condition(CompressedAttention._extended, "padding", True)),
+    Bug("a tail that keeps removed tokens", "state_rollback", "compressed-overlap",
+        calls(CompressedCache.rolled_back, "freed", lambda freed, size: 0 * freed(size))),
+    Bug("blocks of slots", "padding_invariance", "compressed",
+        wrapped(_call_blocks, lambda make, layout, ratio: make(replace(
+            layout, positions=torch.arange(layout.length).expand_as(layout.positions), has_padding=False), ratio))),
+    Bug("entries of all documents in the first one", "document_packing", "compressed",
+        reads(CompressedAttention._shown, "segments", lambda segments: 0 * segments)),
+    Bug("a block before that is of another document", "document_isolation", "compressed-overlap",
+        reads(_call_blocks, "theirs", lambda theirs, *, all_segments: all_segments[..., None].expand_as(theirs))),
+    Bug("a loss of the index averaged over rows", "gradient_accumulation", "compressed-index",
+        calls(CompressedAttention._shown, "index_loss", lambda loss, index, *rest: loss(index, *rest) / len(index.q))),
     Bug("logits by the distance from the call's first token", "chunked_decoding", "attention-relative",
         calls(TokenBias.__call__, "offsets", lambda mask: mask.offsets() - mask.q_positions[:, :1, None])),
     Bug("relative logits of earlier queries", "padding_invariance", "attention-relative-window",

@@ -15,6 +15,7 @@ HEADS = {"heads": 4, "position": {"kind": "rope"}}
 # Each kind with all that its files of the field usually give: what another kind cannot have must not be in the way.
 MIXERS: dict[str, dict[str, Any]] = {
     "attention": {**HEADS, "kv_heads": 2, "bias": "qkv", "gate": "head", "qk_norm": "per_head", "sink": True},
+    "compressed_attention": {**HEADS, "window": 8, "compress_ratio": 4, "overlap": True},
     "cross_attention": {"heads": 4, "normalization": "double_softmax"},
     "differential_attention": HEADS,
     "gated_delta": {"heads": 4, "key_heads": 2},

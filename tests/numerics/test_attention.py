@@ -225,6 +225,14 @@ def test_a_call_without_tokens_is_served_with_every_option(window: int | None, c
         assert attention(*inputs, mask, 0.3, None, modifiers).shape == (2, 4, 0, 5)
 
 
+def test_a_padded_query_of_an_empty_state_is_served_with_a_sink() -> None:
+    """torch's kernel for the CPU divides by the number of keys: the process ends."""
+    q, no_keys = torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 0, 4)
+    mask = AttentionMask(torch.tensor([[-1]]), torch.zeros(1, 0, dtype=torch.int64))
+    with torch.no_grad():
+        assert not attention(q, no_keys, no_keys, mask, 0.3, None, ScoreModifiers(sink=torch.zeros(2))).any()
+
+
 @pytest.mark.parametrize("kernel", ["tiles", "reference"])
 def test_a_query_without_visible_keys_gives_zeros_and_no_gradient(kernel: str) -> None:
     mask = padded()

@@ -67,6 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "latent": two_layers({"kind": "latent_attention", "heads": 2, "kv_rank": 16, "query_rank": 16, "nope_dim": 16}),
     "differential": two_layers({"kind": "differential_attention", "heads": 2, "head_dim": 8}),
     "path": two_layers({"kind": "path_attention", "heads": 2}),
+    "compressed": two_layers({"kind": "compressed_attention", "heads": 2, "window": 4, "compress_ratio": 4}),
     "gated_delta": two_layers({"kind": "gated_delta", "heads": 2}),
     "kda": two_layers({"kind": "kda", "heads": 2}),
     "rwkv7": two_layers({"kind": "rwkv7", "heads": 2}),

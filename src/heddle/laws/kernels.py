@@ -221,8 +221,8 @@ def _reselected(own: AttentionMask, recorded: AttentionMask) -> AttentionMask:
     """A mask of some of the queries and keys of a recorded one, with its selection."""
     if own.selected is None or recorded.selected is None:
         return own
-    first = recorded.k_positions.amin()
-    rows, keys = own.q_positions[0] - first, (own.k_positions[0] - first).clamp(min=0)
+    pairs = ((own.q_positions, recorded.q_positions), (own.k_positions, recorded.k_positions))
+    rows, keys = ((mine[0][:, None] == theirs[0]).int().argmax(1) for mine, theirs in pairs)
     return replace(own, selected=recorded.selected[:, :, rows][..., keys])
 
 

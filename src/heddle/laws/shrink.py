@@ -38,11 +38,11 @@ MOST = {  # an odd number stays odd
     "kv_rank": 10, "query_rank": 8, "gate_rank": 8, "decay_rank": 8, "rate_rank": 6, "value_rank": 4, "vector_rank": 6,
     "state_size": 8, "time_step_rank": 4,
     "nope_dim": 6, "rope_dim": 4, "hidden": 20, "buckets": 8,
-    "relative_dim": 4, "router_rank": 6, "slots": 20,
+    "relative_dim": 4, "router_rank": 6, "slots": 20, "out_rank": 6, "index_head_dim": HEAD_WIDTH,
 }  # fmt: skip
 MOST_EXACTLY = {
     "window": SMALL_WINDOW, "conv_kernel": SMALL_WINDOW, "temperature_length": SMALL_WINDOW, "max_distance": 6,
-    "relative_extent": 5,
+    "relative_extent": 5, "compress_ratio": 3, "top_k": SMALL_TOP_K, "index_heads": 2,
 }  # fmt: skip
 WINDOWS = ("window", "conv_kernel")
 

@@ -120,7 +120,7 @@ class ReferenceState:
 def _ring_sizes(model: Decoder) -> list[int]:
     """The sizes of the ring buffers: each window, or 1 (the position table's) if no layer looks back."""
     own = [part for mixer in model.mixers() if mixer is not None for part in mixer.modules()]  # a pair holds two
-    looks = {part.lookback for part in own if isinstance(part, Mixer)}
+    looks = {size for part in own if isinstance(part, Mixer) for size in part.rings}
     return sorted(look for look in looks if look) or ([] if None in looks else [1])
 
 

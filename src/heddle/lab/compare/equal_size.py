@@ -136,7 +136,7 @@ def _state_changes(mixer: MixerConfig, values: dict[str, Any], factor: float, wi
     """The fields that set the size of a state, scaled. values: all fields."""
     if "encoder_width" in values:  # the state holds the encoder output, which the design does not set
         return {}
-    if values.get("window") is not None:
+    if values.get("window") is not None and values.get("compress_ratio") is None:
         return {"window": max(1, round(values["window"] * factor))}
     if "kv_rank" in values:  # rotated keys stay
         rotated = values["rope_dim"] or 0
@@ -153,7 +153,9 @@ def _state_changes(mixer: MixerConfig, values: dict[str, Any], factor: float, wi
     if "head_dim" in values and heads:  # a recurrence: keys of another width; values stay as wide as they were
         dim = values["head_dim"] or width // heads
         names = ("value_dim",) if values.get("full_gates") else ("value_dim", "gate_rank")
-        as_before = {name: values[name] or dim for name in names if name in values}
+        as_before: dict[str, int] = {name: values[name] or dim for name in names if name in values}
+        if values.get("rope_dim") is not None:
+            as_before["rope_dim"] = min(values["rope_dim"], scale_even(dim, factor))
         return {"head_dim": scale_even(dim, factor)} | as_before
     if "conv_kernel" in values:
         return {"conv_kernel": 1 + max(1, round(factor * (values["conv_kernel"] - 1)))}

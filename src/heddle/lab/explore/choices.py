@@ -83,10 +83,10 @@ class Kind:
 
 
 # Fields and kinds that an explored design cannot have: its equal layers read no other layer, a convolution is several
-# fields, and the sizes of tables that are prime numbers have no formula.
+# fields, and the sizes of tables that are prime numbers, or of entries that an index may select, have no formula.
 NOT_EXPLORED = (
     "shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first", "k_eq_v",
-    "layer_scalar", "per_layer", "ngram_memory",
+    "layer_scalar", "per_layer", "ngram_memory", "compressed_attention",
 )  # fmt: skip
 
 
@@ -172,7 +172,8 @@ def _kinds_of_base(base: str) -> tuple[str, tuple[str, ...]]:
     names = [each["$ref"].rpartition("/")[2] for each in _definitions()[base].get("oneOf", ()) if "$ref" in each]
     if not names:
         return "", ()
-    return names[0].partition(".")[0], tuple(name.partition(".")[2] for name in names)
+    found = [name.partition(".")[2] for name in names]
+    return names[0].partition(".")[0], tuple(kind for kind in found if kind not in NOT_EXPLORED)
 
 
 def comments(cls: type[Config]) -> dict[str, str]:
@@ -237,7 +238,7 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
 def _check_explored(data: dict[str, Any], path: str) -> None:
     """Raises DesignError if a part has a field that is unknown to the page, which would miss its costs."""
     for name, value in data.items():
-        if name in NOT_EXPLORED and value not in (None, False):
+        if (name in NOT_EXPLORED and value not in (None, False)) or (name == "kind" and value in NOT_EXPLORED):
             raise DesignError(f"{path}.{name}", "is not known to the explorer; heddle show has the design's costs")
         if isinstance(value, dict):
             _check_explored(value, f"{path}.{name}")

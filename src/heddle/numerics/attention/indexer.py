@@ -146,10 +146,10 @@ def blocks_of(mask: AttentionMask, block: int) -> Blocks:
 def _query_tiles(q: Tensor, per_query: int) -> Iterator[slice]:
     """Ranges of queries, each of which has `per_query` scores. A traced graph has one, so that it serves any length.
 
-    Yields once for a call without tokens.
+    One on the meta device, which has no scores. Yields once for a call without tokens.
     """
     queries = q.shape[2]
-    if is_compiling():
+    if is_compiling() or q.is_meta:
         yield slice(0, queries)
         return
     size = max(1, MAX_SCORES.on(q) // max(1, per_query))

@@ -31,6 +31,7 @@ class AttentionMask:
     selected: bool [B, N, T, S], the keys that an indexer selected for each query, at most `most_selected` of the
     visible ones; entry n is for the n-th of N equal shares of the heads. None: all visible keys.
     chunk: the width of the chunks that the segment ids tell apart. None: they are of documents alone.
+    pair_count: the number of visible pairs of a row, where the keys are no tokens that follow each other.
     """
 
     q_positions: Tensor  # int [B, T], −1 is padding
@@ -46,6 +47,7 @@ class AttentionMask:
     selected: Tensor | None = None
     most_selected: int | None = None
     chunk: int | None = None
+    pair_count: int | None = None
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cached(self, key: Any, make: Callable[[], V]) -> V:
@@ -93,6 +95,8 @@ class AttentionMask:
 
         With chunks, the first key is taken to be the first of a chunk.
         """
+        if self.pair_count is not None:
+            return self.pair_count
         if self.chunk is not None:
             return self._pairs_of_chunks(keys) - self._pairs_of_chunks(keys - queries)
         return visible_pairs(queries, keys, self.window, self.causal, self.most_selected)

@@ -47,7 +47,7 @@ def sdpa(
     if sink is None:
         return _torch_sdpa(q, k, v, scale, mask, causal)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sink))
-    if not needs_gradients and device_type(q) == "cpu" and q.shape[2]:
+    if not needs_gradients and device_type(q) == "cpu" and q.shape[2] and k.shape[2]:  # torch divides by their number
         return _sdpa_then_sink(q, k, v, scale, mask, causal, sink)
     q = torch.cat((q, (sink / scale).to(q.dtype)), dim=-1)
     if causal:  # an extra first query, dropped below, aligns the others with the keys after the sink's key

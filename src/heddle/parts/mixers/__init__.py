@@ -158,6 +158,11 @@ class Mixer(nn.Module, ABC):
         """How many earlier tokens the position table must keep for its state: all (None), some, or none (0)."""
         return self.window
 
+    @property
+    def rings(self) -> tuple[int | None, ...]:
+        """How many tokens each of its caches keeps, without those for a rollback: all (None), some, or none (0)."""
+        return (self.lookback,)
+
     @abstractmethod
     def init_state(self, spec: StateSpec) -> Any:
         """An empty state, a `MixerState`. A recurrence cannot roll back, so it ignores `spec.rollback`."""

@@ -51,6 +51,7 @@ class Rotation(nn.Module, ABC):
     no softmax damps the rounding of angles far from position 0.
     axes: 1 for rotation by position, 2 for rotation by coordinates (x, y).
     cast: "after" if half-precision heads are rotated in float32, then cast. A mixer with wider heads refuses it.
+    invertible: whether it has an `inverse`.
     """
 
     attention_factor: float = 1.0
@@ -59,10 +60,15 @@ class Rotation(nn.Module, ABC):
     float64_angles: bool = False
     axes: int = 1
     cast: Literal["after"] | None = None
+    invertible: bool = False
 
     @abstractmethod
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape."""
+
+    def inverse(self, x: Tensor, layout: Layout) -> Tensor:
+        """x rotated by the opposite angles, times the attention factor as in `forward`."""
+        raise AssertionError(f"{type(self).__name__} is not invertible")
 
     def prepare_length(self, length: int) -> None:
         """Precompute what depends on the sequence length: within a trace, tensors may have no values."""

@@ -71,6 +71,8 @@ class Rope(Rotation):
     batch.
     """
 
+    invertible = True
+
     def __init__(self, config: RopeConfig, dim: int) -> None:
         super().__init__()
         self.layout, self.cast = config.layout, config.cast
@@ -98,9 +100,16 @@ class Rope(Rotation):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape; the table of angles is built once for all layers."""
-        wide = torch.promote_types(x.dtype, torch.float32) if self.cast == "after" else x.dtype
-        cosine, sine = self._table(layout, wide)
+        cosine, sine = self._table(layout, self._wide(x))
         return apply_rotary(x, cosine, sine, self.layout).to(x.dtype)
+
+    def inverse(self, x: Tensor, layout: Layout) -> Tensor:
+        """As `forward`, by the opposite angles."""
+        cosine, sine = self._table(layout, self._wide(x))
+        return apply_rotary(x, cosine, -sine, self.layout).to(x.dtype)
+
+    def _wide(self, x: Tensor) -> torch.dtype:
+        return torch.promote_types(x.dtype, torch.float32) if self.cast == "after" else x.dtype
 
     @layout_dependent
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,538 @@
+"""Compressed attention (DeepSeek-V4, 2026): a window of tokens, and one more key for each finished block of tokens.
+
+    k = v = R(N(W_kv x)),   q_h = R(N(W_q,h l)),   l = N(W_l x), or x without `query_rank`
+    entry(b) = R_bm(N(Σ_j softmax_j(W_g x_j + B_j) ⊙ W_p x_j)),   over the m = `compress_ratio` tokens j of block b
+    y_h = R⁻¹(softmax(q_h [k of the window ; entries]ᵀ / sqrt(d) ; sink_h)[:-1] [k of the window ; entries])
+
+Keys are values, of one head for all queries. R rotates the last `rope_dim` dims of a head, an entry by the position of
+its block's first token, and the output back by the query's position. B is learned, a vector for each place in a block.
+Block b has the tokens at positions b·m … (b + 1)·m − 1 of a document. Its entry exists once the document has all of
+them, and queries from the last of them on see it.
+
+With `overlap` an entry also pools what the document has of the block before, by a second W_p, W_g and B: 2m tokens
+every m. With `top_k` a query sees the entries of the `top_k` highest scores among those that exist, by an index over
+entries of its own, pooled in the same way:
+
+    score(i, b) = Σ_h w_h(i) · relu(R(W_h l_i) · index_entry(b)),   w = W_w x / sqrt(index_heads · index_head_dim)
+
+Scores of 0 are frequent: of equal scores the first blocks win. The selection has no gradient. In training the index
+learns from its own loss alone, as the `indexer` of other mixers does, and passes no gradient on.
+
+`csa` (compressed sparse attention) is overlap with an index, and blocks of 4 tokens by default; `hca` (heavily
+compressed attention) has blocks of 128. Without `compress_ratio` there is the window alone. With `groups` the output
+projection has rank `out_rank` in each of as many groups of heads.
+
+The state has the keys of the window, the entries, and what the tokens of unfinished blocks, and with `overlap` of the
+block before, will add to entries. All pairs are computed and then masked; FLOPs count those that are seen.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heddle.config import DesignError, PositiveFloat, PositiveInt, Width, build_under, refuse, with_implied
+from heddle.numerics.attention.indexer import Choice, index_loss
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, visible_pairs
+from heddle.numerics.attention.softmax import attention
+from heddle.numerics.dispatch import add_flops, counts_flops
+from heddle.numerics.linear import linear_flops
+from heddle.numerics.norms import at_least_float32, rms_norm
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
+from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, check_norm_width, merge_heads, split_heads
+from heddle.parts.modules.eager import layout_dependent
+from heddle.parts.modules.indexer import IndexQueries, KeySelector
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections, weight_matrix
+from heddle.parts.modules.router_statistics import IndexLoss, record_index_loss
+from heddle.parts.position_table import INITIAL_SLOTS, PositionTable
+from heddle.parts.positions import RotationConfig
+from heddle.parts.states import KVCache, MixerState, StateSpec
+
+DEFAULT_EPS = 1e-6  # of the norm of queries, where the model's norm has no eps
+RATIOS = {"csa": 4, "hca": 128}  # DeepSeek-V4's
+
+
+class CompressedAttentionConfig(MixerConfig):
+    """Fields of `compressed_attention`. None or false: off, or the default named in the comment."""
+
+    aliases = ("csa", "hca")
+    width_fields = ("heads", "query_rank", "out_rank")
+
+    heads: Width
+    head_dim: Width | None = None  # default: width / heads
+    query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
+    window: PositiveInt = 128
+    compress_ratio: Annotated[int, Field(ge=2, le=2**20)] | None = None  # tokens of a block; default: no blocks
+    overlap: bool = False  # an entry also pools the block before
+    top_k: Width | None = None  # entries that each query sees; default: all
+    index_heads: Width | None = None  # with top_k
+    index_head_dim: Width | None = None  # with top_k
+    index_loss: PositiveFloat | None = None  # coefficient of the index's loss in training; default: 1, with top_k
+    groups: Width | None = None  # of heads, each with an output projection of rank out_rank; default: one, of full rank
+    out_rank: Width | None = None  # with groups
+    sink: bool = True  # one learned logit per head, without a value
+    scale: PositiveFloat | None = None  # default: 1 / sqrt(head_dim)
+    rope_dim: Width | None = None  # rotated dims, the last of each head; default: head_dim
+    position: RotationConfig | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_head_groups("groups", self.groups, self.heads)
+        for names in (("groups", "out_rank"), ("top_k", "index_heads", "index_head_dim")):
+            missing = [name for name in names if getattr(self, name) is None]
+            if missing and len(missing) < len(names):
+                refuse(missing[0], f"is missing; give {' and '.join(names)} together, or none of them")
+        for name, is_there in (("overlap", self.overlap), ("top_k", self.top_k is not None)):
+            if is_there and self.compress_ratio is None:
+                refuse(name, "is about entries of blocks, but there are none; give compress_ratio, or leave it out")
+        if self.index_loss is not None and self.top_k is None:
+            refuse("index_loss", "does nothing without an index; give top_k, or leave it out")
+        if self.compress_ratio is not None and self.window < self.compress_ratio - 1:
+            reason = f"{self.window} hides tokens of a block of {self.compress_ratio} before it is finished"
+            refuse("window", f"{reason}; give at least {self.compress_ratio - 1}")
+        if self.rope_dim is not None and self.position is None:
+            refuse("rope_dim", "does nothing without a position; give one, or leave it out")
+        return self
+
+    @classmethod
+    def fields_of_alias(cls, alias: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """csa: overlap and an index, by default over blocks of 4. hca: by default blocks of 128."""
+        if alias == "csa":
+            if fields.get("top_k") is None:
+                raise DesignError("top_k", "is required by csa; give it the number of entries that a query sees")
+            fields = with_implied(alias, fields, "overlap", True)
+        return {**fields} if fields.get("compress_ratio") is not None else {**fields, "compress_ratio": RATIOS[alias]}
+
+    def resolved(self, context: BuildContext) -> Self:
+        """Widths, scale, rotary dims and the index's loss written out."""
+        dim = context.head_dim(self.heads, self.head_dim)
+        rotated = self.rope_dim or dim
+        position = None if self.position is None else self.position.resolved(rotated)
+        rope_dim, loss = None if position is None else rotated, None if self.top_k is None else self.index_loss or 1.0
+        fields = {"head_dim": dim, "scale": self.scale or dim**-0.5, "rope_dim": rope_dim, "position": position}
+        return self.replace(**fields, index_loss=loss)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window, without blocks."""
+        return (self.window,) if self.compress_ratio is None else ()
+
+    def with_window(self, window: int) -> Self:
+        """The same config with at most this window; with blocks it stays as it is."""
+        return self if self.compress_ratio is not None else self.replace(window=min(self.window, window))
+
+    def build(self, context: BuildContext) -> "CompressedAttention":
+        """Build the module.
+
+        Raises DesignError for widths that do not fit, and for a rotation by more than the position.
+        """
+        dim = context.head_dim(self.heads, self.head_dim)
+        check_norm_width("head_dim", dim)
+        rotated = 0 if self.position is None else self.rope_dim or dim
+        for name, width in (("head_dim", dim), ("index_head_dim", self.index_head_dim)):
+            if width is not None and width < rotated:
+                at = "rope_dim" if name == "head_dim" else name
+                raise DesignError(at, f"rope_dim = {rotated} dims of {width} cannot be rotated; give at most {name}")
+        if self.index_head_dim is not None:
+            check_norm_width("index_head_dim", self.index_head_dim)
+        if self.query_rank is not None and self.query_rank > context.width:
+            raise DesignError("query_rank", f"{self.query_rank} is larger than width = {context.width}; lower it")
+        return CompressedAttention(self, context)
+
+
+# Which blocks exist, and where the call's tokens end some.
+
+
+class CallBlocks(NamedTuple):
+    """The blocks of a call's rows, each at the slot ⌊arrival of its last token / ratio⌋, which no other block has.
+
+    ends, segments: position and document of each block's last token, int64 [B, S]; −1: there is no block.
+    slots: those that the call may fill, int64 [B, n]; filled: bool [B, n], whether it does. last: which of the call's
+    tokens, padding not counted, ends the block, int64 [B, n]; 0 where none does. before: bool [B, n, ratio], which
+    tokens of the block before there are in the document. order: the call's tokens with padding last, int64 [B, T];
+    None without padding. layout: of the filled blocks, at the positions of their first tokens.
+    """
+
+    ends: Tensor
+    segments: Tensor
+    slots: Tensor
+    filled: Tensor
+    last: Tensor
+    before: Tensor
+    order: Tensor | None
+    layout: Layout
+
+
+def block_ends(positions: Tensor, segment_ids: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
+    """Positions and documents [B, N] of a row's tokens as they arrive, −1 where there is none.
+
+    Returns the arrival of the last token of the block at each slot, and its position, or −1; int64 [B, ⌈N / ratio⌉].
+    Blocks of a row end at least `ratio` arrivals apart, so that no two have the same slot.
+    """
+    positions, length = positions.to(torch.int64), positions.shape[1]
+    first = functional.pad(segment_ids, (ratio - 1, 0), value=-1)[:, :length]  # ratio − 1 arrivals before
+    is_end = (positions >= 0) & (positions % ratio == ratio - 1) & (first == segment_ids)
+    ends = functional.pad(torch.where(is_end, positions, -1), (0, -length % ratio), value=-1)
+    ends, place = ends.unflatten(1, (-1, ratio)).max(2) if length else (ends, ends)
+    return torch.arange(ends.shape[1], device=ends.device) * ratio + place, ends
+
+
+def call_blocks(layout: Layout, ratio: int) -> CallBlocks:
+    """The blocks after a call, computed once for all layers of this ratio."""
+    return layout.cached(("blocks", ratio), lambda: _call_blocks(layout, ratio))
+
+
+def _call_blocks(layout: Layout, ratio: int) -> CallBlocks:
+    view, length, padding = layout.cache_view, layout.length, layout.padding
+    order = None if padding is None else padding.to(torch.int8).argsort(dim=1, stable=True)
+    if view is None:
+        positions, segments = layout.positions, layout.dense_segment_ids
+        if order is not None:
+            positions, segments = positions.gather(1, order), segments.gather(1, order)
+        before, tokens = positions.new_zeros(len(positions)), length
+    else:
+        table, tokens = view.after, min(view.after.max_tokens, view.after.size)
+        positions, segments = table.positions[:, :tokens].to(torch.int64), table.segment_ids[:, :tokens].to(torch.int64)
+        before = view.before.token_counts
+    arrivals, ends = block_ends(positions, segments, ratio)
+    total = ends.shape[1]
+    most = min((length + ratio - 2) // ratio + 1, total) if length else 0  # slots that adjacent arrivals can lie in
+    slots = (before // ratio).clamp(max=total - most)[:, None] + torch.arange(most, device=ends.device)
+    last, end = arrivals.gather(1, slots), ends.gather(1, slots)
+    filled = (end >= 0) & (last >= before[:, None])
+    earlier = last[..., None] - torch.arange(2 * ratio - 1, ratio - 1, -1, device=ends.device)  # the block before
+    all_segments = segments.gather(1, last.clamp(max=max(tokens - 1, 0)))
+    theirs = segments.gather(1, earlier.clamp(min=0, max=max(tokens - 1, 0)).flatten(1)).view_as(earlier)
+    end_segments = segments.gather(1, arrivals.clamp(max=max(tokens - 1, 0)))
+    return CallBlocks(
+        ends,
+        end_segments,
+        slots,
+        filled,
+        torch.where(filled, last - before[:, None], 0),
+        (earlier >= 0) & (theirs == all_segments[..., None]),
+        order,
+        Layout(torch.where(filled, end - (ratio - 1), -1), is_checked=True),
+    )
+
+
+def block_pairs(tokens: int, ratio: int, most: int | None = None) -> int:
+    """How many entries the queries of a document of `tokens` tokens see: Σ_i min(most, ⌊(i + 1) / ratio⌋)."""
+    blocks, rest = divmod(tokens, ratio)
+    pairs = ratio * blocks * (blocks - 1) // 2 + blocks * (rest + 1)
+    return pairs if most is None or tokens < ratio * most else pairs - block_pairs(tokens - ratio * most, ratio)
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedCache(MixerState):
+    """What blocks need of a row: the keys of its window, its entries, and its last tokens.
+
+    window: keys [B, 1, slots, d], no values. entries [B, slots, d + d_index], by slot as in `CallBlocks`; unused slots
+    are zero. tail [B, tokens, 2, series, d + d_index]: W_p x and W_g x of the last tokens, in the order of their
+    arrival, as many as the next entry can need and `rollback` more; zero before the first one.
+    """
+
+    window: KVCache
+    entries: Tensor
+    tail: Tensor
+    ratio: int
+
+    def join(self, others: "Sequence[CompressedCache]") -> "CompressedCache":
+        """As in `MixerState`. All get the slots of the largest."""
+        slots = max(cache.entries.shape[1] for cache in (self, *others))
+        return MixerState.join(self.grown(slots), [cache.grown(slots) for cache in others])
+
+    def grown(self, slots: int) -> "CompressedCache":
+        """The cache with at least these slots for entries."""
+        added = max(0, slots - self.entries.shape[1])
+        return replace(self, entries=functional.pad(self.entries, (0, 0, 0, added))) if added else self
+
+    def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
+        """Any number of tokens, as long as all of them are in the tail; then at most `rollback_left`."""
+        in_tail = table.peak_tokens <= self.tail.shape[1] or tokens <= table.rollback_left
+        return in_tail and self.window.can_roll_back(tokens, table)
+
+    def rolled_back(self, table: PositionTable, freed: Callable[[int], Tensor]) -> "CompressedCache":
+        """The tail ends before the removed tokens; entries of blocks that they ended become zero."""
+        size, slots = self.tail.shape[1], self.entries.shape[1]
+        index = torch.arange(size, device=self.tail.device) - freed(size).sum(1)[:, None]
+        rows = torch.arange(len(index), device=index.device)[:, None]
+        tail = self.tail[rows, index.clamp(min=0)].masked_fill((index < 0)[..., None, None, None], 0.0)
+        _, ends = block_ends(table.positions, table.segment_ids, self.ratio)
+        ends = functional.pad(ends, (0, max(0, slots - ends.shape[1])), value=-1)[:, :slots]
+        self.entries.masked_fill_((ends < 0)[..., None], 0.0)
+        return replace(self, window=self.window.rolled_back(table, freed), tail=tail)
+
+
+class BlockPool(SelfInitialized):
+    """What blocks of `ratio` tokens pool of each token, the gates, B [ratio, series, dim], and the norm of entries.
+
+    Of two series the first is for the entry of the next block, the last for that of the token's own.
+    """
+
+    def __init__(self, width: int, ratio: int, series: int, dim: int, context: BuildContext) -> None:
+        super().__init__()
+        self.values, self.gates = Linear(width, series * dim), Linear(width, series * dim)
+        self.bias = nn.Parameter(torch.empty(ratio, series, dim))
+        self.norm = context.norm.build(dim)
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """B of zeros: at first no place in a block is preferred."""
+        nn.init.zeros_(self.bias)
+
+    def raw(self, x: Tensor) -> Tensor:
+        """x [B, T, width] -> W_p x and W_g x, [B, T, 2, series, dim]."""
+        both = fused_projections(x, self.values, self.gates)
+        return torch.stack([each.unflatten(-1, (self.bias.shape[1], -1)) for each in both], dim=2)
+
+
+class BlockIndex(nn.Module):
+    """The index. query_width: of the input that its queries are projected from."""
+
+    def __init__(self, config: CompressedAttentionConfig, query_width: int, pool: BlockPool) -> None:
+        super().__init__()
+        self.heads, self.dim = config.index_heads or 1, pool.bias.shape[2]
+        self.pool, self.loss = pool, config.index_loss or 1.0
+        self.q = Linear(query_width, self.heads * self.dim)
+        self.weights = Linear(pool.values.in_features, self.heads)
+        self.selector = KeySelector(Choice(config.top_k or 1))
+
+    def forward(self, x: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, T, dim], the weights of its heads [B, H, T], and what tokens add to its entries."""
+        weights = self.weights(x).transpose(1, 2) * (self.heads * self.dim) ** -0.5
+        return split_heads(self.q(queries), self.heads), weights, self.pool.raw(x)
+
+
+Index = tuple[Tensor, Tensor]  # rotated queries of an index, and the weights of its heads
+
+
+class CompressedAttention(SelfInitialized, Mixer):
+    """The module. Its state is a `CompressedCache`, or without blocks the `KVCache` of its window."""
+
+    causal = True
+
+    def __init__(self, config: CompressedAttentionConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.heads, context.head_dim(config.heads, config.head_dim)
+        self.ratio, self.local, self.series = config.compress_ratio, config.window, 1 + config.overlap
+        self.window = None if self.ratio is not None else config.window
+        self.absolute_positions = self.ratio is not None
+        width, dim, rank = context.width, self.head_dim, config.query_rank
+        self.q = Linear(width, self.heads * dim) if rank is None else None
+        self.q_down = None if rank is None else Linear(width, rank)
+        self.q_norm = None if rank is None else context.norm.build(rank)
+        self.q_up = None if rank is None else Linear(rank, self.heads * dim)
+        names = ("q", "q_down", "kv", "pool.values", "pool.gates")
+        of_index = ("index.weights", "index.pool.values", "index.pool.gates", *(("index.q",) if rank is None else ()))
+        self.input_projections = (*names, *of_index)
+        self.query_eps = getattr(context.norm, "eps", DEFAULT_EPS)
+        self.kv, self.kv_norm = Linear(width, dim, value_projection=True), context.norm.build(dim)
+        self.state_note = "one key for all heads" + ("" if self.ratio is None else ", and one for each finished block")
+        pools = [
+            None if self.ratio is None or inner is None else BlockPool(width, self.ratio, self.series, inner, context)
+            for inner in (dim, config.index_head_dim)
+        ]
+        self.pool, self.index_dim = pools[0], config.index_head_dim or 0
+        self.index = None if pools[1] is None else BlockIndex(config, width if rank is None else rank, pools[1])
+        self.groups, values = config.groups, self.heads * dim
+        reduced = (config.groups or 0) * (config.out_rank or 0)
+        self.out_down = None if config.groups is None else Linear(values // config.groups, reduced)
+        self.out = Linear(reduced or values, width, output_projection=True)
+        self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
+        self.rope_dim = 0 if config.position is None else config.rope_dim or dim
+        position = config.position
+        self.position = None if position is None else build_under("position", position.build, self.rope_dim)
+        self.scale = config.scale or dim**-0.5
+        if self.position is not None:
+            self.scale *= self.position.score_scale
+            if not self.position.invertible or self.position.length_dependent:
+                reason = "rotates by more than the position, but an entry has nothing else of its block's tokens"
+                raise DesignError("position", f"{reason}; use rope, without a scaling that depends on the length")
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Normal sinks. What is within the mixer initializes itself."""
+        if self.sink is not None:
+            fill_normal(self.sink, std, draws("sink"))
+
+    @property
+    def logit_rows(self) -> str:
+        """Its logits do not follow weights."""
+        return "has norms of queries and keys, which undo a factor of their weights"
+
+    @property
+    def span(self) -> int:
+        """Tokens that an entry pools."""
+        return self.series * (self.ratio or 0)
+
+    @property
+    def rings(self) -> tuple[int | None, ...]:
+        """The window, and the tail."""
+        return (self.local,) if self.ratio is None else (self.local, self.span - 1)
+
+    def init_state(self, spec: StateSpec) -> KVCache | CompressedCache:
+        """No tokens, and no blocks."""
+        window = KVCache.empty((spec.batch, 1, self.head_dim, 0), self.local + spec.rollback, spec)
+        if self.ratio is None:
+            return window
+        slots = INITIAL_SLOTS if spec.cache_length is None else spec.cache_length
+        channels = self.head_dim + self.index_dim
+        shapes = (-(-slots // self.ratio), channels), (self.span - 1 + spec.rollback, 2, self.series, channels)
+        entries, tail = (torch.zeros((spec.batch, *shape), dtype=spec.dtype, device=spec.device) for shape in shapes)
+        return CompressedCache(window, entries, tail, self.ratio)
+
+    def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
+        """x [B, T, width] -> ([B, T, width], new state)."""
+        projections = (self.q if self.q_down is None else self.q_down, self.kv)
+        queries, kv = fused_projections(x, *(each for each in projections if each is not None))
+        if self.q_norm is not None:
+            queries = self.q_norm(queries)
+        raw = None if self.pool is None else self.pool.raw(x)
+        index = None
+        if self.index is not None and raw is not None:  # no gradient passes from it to what it reads
+            index_q, weights, of_index = self.index(x.detach(), (x if self.q_up is None else queries).detach())
+            index, raw = (self._turned(index_q, layout), weights), torch.cat((raw, of_index), dim=-1)
+        q = split_heads(queries if self.q_up is None else self.q_up(queries), self.heads)
+        q = self._turned(rms_norm(q, None, self.query_eps), layout)
+        y, state = self._attend(q, self._turned(self.kv_norm(kv)[:, None], layout), raw, index, layout, state)
+        y = merge_heads(self._turned(y, layout, back=True))
+        return self.out(y if self.out_down is None else self._reduced(y, self.out_down)), state
+
+    def _reduced(self, y: Tensor, out_down: Linear) -> Tensor:
+        """[B, T, heads · d] -> [B, T, groups · out_rank], each group of heads by its own rows of the weight."""
+        assert self.groups is not None
+        weight, y = weight_matrix(out_down).unflatten(0, (self.groups, -1)), y.unflatten(-1, (self.groups, -1))
+        add_flops(linear_flops(y.numel() // y.shape[-1], weight.shape[2], weight.shape[1]))
+        return torch.einsum("btgc,grc->btgr", y, weight).flatten(-2)
+
+    def _turned(self, x: Tensor, layout: Layout, back: bool = False) -> Tensor:
+        """Heads [B, H, T, d] with their last dims rotated by the positions of the layout, or rotated back."""
+        if self.position is None:
+            return x
+        kept, turned = x.split((x.shape[-1] - self.rope_dim, self.rope_dim), dim=-1)
+        turn = self.position.inverse if back else self.position
+        return torch.cat((kept, turn(turned, layout)), dim=-1)
+
+    @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
+    def _attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        raw: Tensor | None,
+        index: Index | None,
+        layout: Layout,
+        state: KVCache | CompressedCache | None,
+    ) -> tuple[Tensor, KVCache | CompressedCache | None]:
+        """The output of each head, and the new state."""
+        modifiers = ScoreModifiers(sink=self.sink)
+        window = state.window if isinstance(state, CompressedCache) else state
+        if window is None:
+            mask = layout.attention_mask(self.local, True)
+        else:
+            kv, _, mask, window = window.extend(kv, kv[..., :0], layout, self.local)
+        if raw is None:
+            return attention(q, kv, kv, mask, self.scale, None, modifiers), window
+        assert self.ratio is not None
+        blocks = call_blocks(layout, self.ratio)
+        if layout.padding is not None:
+            raw = raw.masked_fill(layout.padding[..., None, None, None], 0.0)
+        if blocks.order is not None:
+            raw = raw[torch.arange(len(raw), device=raw.device)[:, None], blocks.order]
+        if isinstance(state, CompressedCache):
+            assert window is not None
+            lead, raw = state.tail.shape[1], torch.cat((state.tail, raw.to(state.tail.dtype)), dim=1)
+            entries, state = self._extended(raw, lead, blocks, layout, replace(state, window=window))
+        else:
+            entries = self._entries(raw, 0, blocks).masked_fill(~blocks.filled[..., None], 0.0)
+        own, of_index = entries[:, None].split((self.head_dim, self.index_dim), dim=-1)
+        shown = self._shown(q, own, of_index, index, blocks, layout)
+        keys = torch.cat((kv, own), dim=2)
+        mask = AttentionMask(
+            layout.positions,
+            torch.cat((mask.k_positions, blocks.ends), dim=1),
+            selected=torch.cat((mask.cached("shown", mask.materialize)[:, None], shown.visible(1)), dim=3),
+            pair_count=self._pairs(layout, shown.most_selected, with_window=True),
+            may_have_padding=True,
+        )
+        return attention(q, keys, keys, mask, self.scale, None, modifiers), state
+
+    def _shown(
+        self, q: Tensor, own: Tensor, of_index: Tensor, index: Index | None, blocks: CallBlocks, layout: Layout
+    ) -> AttentionMask:
+        """The mask over the entries that each query sees. own, of_index [B, 1, S, ..]: the entries, and the index's."""
+
+        def make() -> AttentionMask:
+            documents = layout.dense_segment_ids, blocks.segments
+            pairs = self._pairs(layout, None)
+            return AttentionMask(layout.positions, blocks.ends, *documents, may_have_padding=True, pair_count=pairs)
+
+        mask = layout.cached(("block mask", self.ratio), make)
+        if index is None or self.index is None:
+            return mask
+        queries = IndexQueries(index[0], of_index, index[1])
+        if self.training:
+            loss_weight = self.index.loss
+
+            def loss() -> IndexLoss:
+                value = loss_weight * index_loss(queries, (q, own), mask, self.scale)
+                return IndexLoss(self, value, (layout.positions >= 0).sum())
+
+            record_index_loss(loss)
+        selected: AttentionMask = self.index.selector(queries, mask)
+        return selected
+
+    def _pairs(self, layout: Layout, most: int | None, with_window: bool = False) -> int | None:
+        """Pairs of a query and an entry that it sees, `most` for each query; with those of the window, too."""
+        if not counts_flops():
+            return None
+        assert self.ratio is not None
+        length, view = layout.length, layout.cache_view
+        tokens = length if view is None else view.after.max_tokens
+        pairs = block_pairs(tokens, self.ratio, most) - block_pairs(tokens - length, self.ratio, most)
+        return pairs + (visible_pairs(length, tokens, self.local, True) if with_window else 0)
+
+    def _extended(
+        self, raw: Tensor, lead: int, blocks: CallBlocks, layout: Layout, state: CompressedCache
+    ) -> tuple[Tensor, CompressedCache]:
+        """The entries after a call, and the new state. raw: of the tail's `lead` tokens and of the call's."""
+        view = layout.cache_view
+        assert view is not None
+        state, used = state.grown(-(-view.after.size // state.ratio)), blocks.ends.shape[1]
+        entries = state.entries[:, :used]
+        slots = blocks.slots[..., None].expand(-1, -1, entries.shape[2])
+        made = self._entries(raw, lead, blocks).to(entries.dtype)
+        entries.scatter_(1, slots, torch.where(blocks.filled[..., None], made, entries.gather(1, slots)))
+        if layout.padding is None:
+            tail = raw[:, layout.length :].clone()
+        else:
+            added = view.after.token_counts - view.before.token_counts
+            rows = torch.arange(len(raw), device=raw.device)[:, None]
+            tail = raw[rows, added[:, None] + torch.arange(lead, device=raw.device)]
+        return entries, replace(state, tail=tail)
+
+    def _entries(self, raw: Tensor, lead: int, blocks: CallBlocks) -> Tensor:
+        """The entries that the call may fill, [B, n, d + d_index], normalized and rotated."""
+        assert self.ratio is not None
+        assert self.pool is not None
+        bias = self.pool.bias if self.index is None else torch.cat((self.pool.bias, self.index.pool.bias), dim=-1)
+        rows = torch.arange(len(raw), device=raw.device)[:, None, None]
+        places = blocks.last[..., None] + lead - torch.arange(self.ratio - 1, -1, -1, device=raw.device)
+        values, gates = raw[:, :, :, -1][rows, places.clamp(min=0)].unbind(3)  # [B, n, ratio, d + d_index]
+        gates = at_least_float32(gates) + bias[:, -1]
+        if self.series == 2:
+            hidden = ~blocks.before[..., None]
+            earlier, scores = raw[:, :, :, 0][rows, (places - self.ratio).clamp(min=0)].unbind(3)
+            scores = (at_least_float32(scores) + bias[:, 0]).masked_fill(hidden, float("-inf"))
+            values = torch.cat((earlier.masked_fill(hidden, 0.0), values), dim=2)
+            gates = torch.cat((scores, gates), dim=2)
+        pooled = (gates.softmax(2) * values).sum(2).to(raw.dtype)
+        own, of_index = pooled[:, None].split((self.head_dim, self.index_dim), dim=-1)
+        entries = self._turned(self.pool.norm(own), blocks.layout)
+        if self.index is not None:
+            entries = torch.cat((entries, self._turned(self.index.pool.norm(of_index), blocks.layout)), dim=-1)
+        return entries[:, 0]
