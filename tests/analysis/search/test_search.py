@@ -503,15 +503,12 @@ def test_impossible_goals_are_refused_before_anything_is_read(
 
     monkeypatch.setattr(convert_module, "prepare_corpus", read)
     monkeypatch.setattr(FolderWeights, "tensor", read)
-    for goals, words in (
-        (("state@64=10%", "--only", "kv_heads"), "state@64=10% reaches 25.0%"),
-        (
-            ("state@64", "recall>=95%"),
-            "recall>=95%: needs sequences of 66 tokens or more; give a longer",
-        ),
-        (("decode=2",), "decode=2: needs a multiple of MODEL's speed; write decode=2x"),
-        (("parameters=10%",), "parameters=10% reaches"),
+    for options, words in (
+        ("--search state@64=10% --only kv_heads", "state@64=10% reaches 25.0%"),
+        ("--search state@64 --search recall>=95%", "recall>=95%: needs sequences of 66 tokens or more; give a longer"),
+        ("--search decode=2", "decode=2: needs a multiple of MODEL's speed; write decode=2x"),
+        ("--search parameters=10%", "parameters=10% reaches"),
+        ("--search parameters=90% --only window=4", "window=4: saves nothing that the goals limit"),
     ):
-        options = [word for goal in goals for word in (["--search", goal] if "=" in goal or "@" in goal else [goal])]
-        assert run_command(command(workspace, tmp_path / "out", *options)) == 2
+        assert run_command(command(workspace, tmp_path / "out", *options.split())) == 2
         assert words in capsys.readouterr().err

@@ -577,6 +577,7 @@ class Search(Plan):
         other = Search(replace(self.given, text=text, second=None, folder=self.given.folder / "second"))
         if [item.file_name for item in other.items] != [item.file_name for item in self.items]:
             raise ConfigError("--second-data: makes other alternatives; give those of --only with their sizes")
+        other.measured_goals = []  # only scores are compared
         vars(other)["scoring"] = Evaluator(self.weights, other.score, other.given.folder, self.scoring.model)
         _, scores = other.scores()
         here, there = solve(table, limits), solve(scores, limits)
