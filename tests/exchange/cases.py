@@ -1052,7 +1052,7 @@ CASES: dict[str, Case] = {
             | {"linear_num_heads": 5, "linear_head_dim": 7, "n_group": 2, "q_lora_rank": 11},
         },
         inert=OF_LATENTS | {"head_dim", "model_max_length"},
-        refused=frozenset({"num_hidden_layers"}),
+        refused=frozenset({"num_hidden_layers", "by-types-biases-no-query-rank:topk_group"}),
         fixed=frozenset({"tie_word_embeddings"}),
     ),
     "qwen3_next": Case(

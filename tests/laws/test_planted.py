@@ -1018,7 +1018,7 @@ BUGS = [
         KEYED_BY_ROW),
     # Experts
     Bug("an eps beside the sum that nothing reads", "options_have_effect", "moe-sigmoid-eps",
-        condition(route, "eps", False, nth=1), option="renormalize_eps"),
+        condition(route, "eps", False, nth=2), option="renormalize_eps"),
     Bug("inputs that are weighted by the gates of other tokens", "token_permutation", "moe-weighted-inputs",
         wrapped(run_on_weighted_inputs, lambda run, x, assignment, *rest:
                 run(x, assignment._replace(gates=assignment.gates.roll(1, 0)), *rest))),
