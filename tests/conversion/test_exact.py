@@ -312,7 +312,7 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     "sparse experts": ("gated-sparse", [Experts(experts=4)], "layers.0.feedforward.sparsity: is not supported in exp"),
     "experts of experts": ("moe", [Experts(experts=4, layers=(0,))], "layers.0.feedforward: is neither mlp nor gated"),
     "different experts": ("moe", [Dense()], "layers.0.feedforward: expert 1 differs from expert 0"),
-    "a norm of experts": ("moe-output-norm-layer", [Dense()], "layers.0.feedforward.output_norm: norms what the experts"),
+    "a norm of experts": ("moe-output-norm-layer", [Dense()], "layers.0.feedforward.output_norm: norms what the exp"),
     "no experts": ("attention-gqa", [Dense()], "feedforward: no layer has experts"),
     "same ids": ("attention-gqa", [VocabSize(vocab_size=61)], "vocab_size: the design has 61 already"),
     "bounded logits": ("head-bias-scale-softcap", [VocabSize(vocab_size=64)], "head.softcap: bounds every logit"),
