@@ -4,6 +4,7 @@ import copy
 import ctypes
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -198,6 +199,7 @@ def refusals(folder: Path, count: int, seed: int) -> Iterator[str]:
                 raise
             yield f"seed {seed}, {number}, {reader.__name__}: {type(error).__name__}: {str(error)[:200]}"
         seconds, kib = time.process_time() - start, peak_kib() - before
-        words = sum(len(word) for word in sentence.split() if "/" not in word)
+        said = re.sub(r"choices: [\w, -]*", "", sentence)  # a list grows with the kinds that there are
+        words = sum(len(word) for word in said.split() if "/" not in word)
         if seconds > MAX_SECONDS or kib > MAX_KIB or words > MAX_SENTENCE or "\x1b" in sentence or "\n" in sentence:
             yield f"seed {seed}, {number}, {reader.__name__}: {seconds:.1f} s, {kib} KiB: {sentence[:300]!r}"

@@ -635,7 +635,7 @@ BUGS = [
     Bug("a wrong sign in the interleaved rotation", "rotary_invariants", "rope-interleaved",
         operator(rotate, ast.Sub, ast.Add, nth=1)),
     Bug("float64 heads rotated by a float32 table", "rotary_invariants", "rope-cast-after",
-        calls(Rope.forward, "promote_types", lambda torch, *_: torch.float32)),
+        calls(Rope._wide, "promote_types", lambda torch, *_: torch.float32)),
     Bug("queries left unrotated", "position_shift_invariance", "attention-gqa",
         calls(Attention._heads, "position", lambda mixer, x, layout, *, heads:
               mixer.position(x, layout) if heads == mixer.kv_heads else x)),

@@ -103,6 +103,7 @@ class _Wider(ConvertedWeights):
                 if projection is None:
                     reason = "takes its ε from the design's norm, which a wider stream changes"
                     raise DesignError(f"{path}.{owner}.{name}", f"{reason}; leave the width alone")
+                _check_scaled(new.get_submodule(owner), projection, f"{path}.{owner}")
                 scaled.append(f"{owner}.{projection}")
         return scaled
 
@@ -163,6 +164,17 @@ class _Wider(ConvertedWeights):
         return result
 
 
+def _check_scaled(attention: nn.Module, projection: str, path: str) -> None:
+    """Raises DesignError unless the norm alone reads a projection, or something that scales as it does."""
+    assert isinstance(attention, Attention)
+    convolutions, shared = attention.convolutions, projection == "k" and attention.v is None
+    activated = convolutions is not None and convolutions.has_activation and projection in convolutions
+    for name, found in (("qkv_clip", attention.qkv_clip), ("short_convolution", activated), ("k_eq_v", shared)):
+        if found:
+            reason = f"reads what the norm of {projection} reads, which a wider stream scales; leave the width alone"
+            raise DesignError(f"{path}.{name}", reason)
+
+
 def _changed_norms(old: nn.Module, new: nn.Module) -> list[str]:
     """The paths of the norms whose ε differs."""
     before = {path: module.eps for path, module in old.named_modules() if isinstance(module, RMSNorm)}
@@ -172,6 +184,6 @@ def _changed_norms(old: nn.Module, new: nn.Module) -> list[str]:
 
 def _grown_norms(old: Decoder, new: Decoder) -> list[str]:
     """The paths of the norms over the stream."""
-    shapes = {name: parameter.shape for name, parameter in old.named_parameters()}
-    paths = _changed_norms(old, new)
-    return [path for path in paths if new.get_parameter(f"{path}.weight").shape != shapes[f"{path}.weight"]]
+    before, after = (dict(model.named_parameters()) for model in (old, new))
+    weights = {path: f"{path}.weight" for path in _changed_norms(old, new)}
+    return [path for path, name in weights.items() if name in after and after[name].shape != before[name].shape]
