@@ -353,8 +353,8 @@ def default_rank(n: Quantities, near: Number) -> Number:
 @costs_of("mixers", "mamba")
 def mamba(n: Quantities) -> Costs:
     """Projections, the convolution, A, b, D and norms, and a state for each channel."""
-    hidden, rounded = n.default("hidden", EXPANSION * n.width), n.width + WIDTH_OF_RANK - 1
-    rank = n.default("time_step_rank", (rounded - n.remainder(rounded, WIDTH_OF_RANK)) / WIDTH_OF_RANK)
+    hidden, above = n.default("hidden", EXPANSION * n.width), (n.width + WIDTH_OF_RANK - 1) / WIDTH_OF_RANK
+    rank = n.default("time_step_rank", above - n.remainder(above, 1))
     for field, width in (("time_step_rank", rank), ("state_size", n.state_size)):
         n.refuse(n.has("norm") * n.above(2, width), norm={"kind": "rms"}, **{field: 1})
     own = Costs(
