@@ -314,6 +314,11 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     "different experts": ("moe", [Dense()], "layers.0.feedforward: expert 1 differs from expert 0"),
     "a norm of experts": ("moe-output-norm-layer", [Dense()], "layers.0.feedforward.output_norm: norms what the exp"),
     "no experts": ("attention-gqa", [Dense()], "feedforward: no layer has experts"),
+    "values under key norms": (
+        "attention-values-are-keys",
+        [StreamWidth(width=32)],
+        "layers.0.mixer.k_eq_v: reads",
+    ),
     "norms of bounded keys": (
         "attention-clip-norm",
         [StreamWidth(width=32)],

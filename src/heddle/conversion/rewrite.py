@@ -27,12 +27,14 @@ class Rewrite(Config, ABC):
     None: all that it applies to. keeps: what it leaves as it is: `attention`, so that layers may share keys and values
     or have an indexer; `layers`, so that they may be visited several times; the inputs of short `convolutions`; and
     multi-token `modules`, which are built like the last layer. exact: `is_exact` of those that always or never are.
+    text_decides_weights: it reads a text for its weights, and its options say the design.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
     methods: ClassVar[Sequence[Mapping[str, str]]] = ()
     keeps: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool]
+    text_decides_weights: ClassVar[bool] = False
     layers: tuple[int, ...] | None = None
 
     @property
@@ -52,12 +54,12 @@ class Rewrite(Config, ABC):
     @property
     def needs_text(self) -> bool:
         """Whether it reads a calibration text."""
-        return False
+        return self.text_decides_weights
 
     @property
     def chooses_on_text(self) -> bool:
         """Whether the text decides its design, not only its weights."""
-        return self.needs_text
+        return self.needs_text and not self.text_decides_weights
 
     @property
     def sizes_on_text(self) -> bool:

@@ -28,18 +28,9 @@ class Hidden(Rewrite):
 
     keeps: ClassVar[frozenset[str]] = frozenset({"attention"})
     exact: ClassVar[bool] = False
+    text_decides_weights: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"hidden": "hidden"}
     hidden: PositiveInt
-
-    @property
-    def needs_text(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def chooses_on_text(self) -> bool:
-        """False: the width is given."""
-        return False
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer, or not every named one, has such a wider feed-forward."""

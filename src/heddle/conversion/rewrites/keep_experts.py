@@ -24,18 +24,9 @@ class KeepExperts(Rewrite):
 
     keeps: ClassVar[frozenset[str]] = frozenset({"attention"})
     exact: ClassVar[bool] = False
+    text_decides_weights: ClassVar[bool] = True
     targets: ClassVar[Mapping[str, str]] = {"keep_experts": "experts"}
     experts: Width
-
-    @property
-    def needs_text(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def chooses_on_text(self) -> bool:
-        """False: the number is given."""
-        return False
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer, or not every named one, has more experts, chosen by scores without groups."""

@@ -167,9 +167,8 @@ class _Wider(ConvertedWeights):
 def _check_scaled(attention: nn.Module, projection: str, path: str) -> None:
     """Raises DesignError unless the norm alone reads a projection, or something that scales as it does."""
     assert isinstance(attention, Attention)
-    convolutions, shared = attention.convolutions, projection == "k" and attention.v is None
-    activated = convolutions is not None and convolutions.has_activation and projection in convolutions
-    for name, found in (("qkv_clip", attention.qkv_clip), ("short_convolution", activated), ("k_eq_v", shared)):
+    are_values = projection == "k" and attention.v is None
+    for name, found in (("qkv_clip", attention.qkv_clip), ("k_eq_v", are_values)):
         if found:
             reason = f"reads what the norm of {projection} reads, which a wider stream scales; leave the width alone"
             raise DesignError(f"{path}.{name}", reason)

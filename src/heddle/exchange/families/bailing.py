@@ -61,15 +61,7 @@ def _read_feedforwards(config: ConfigReader, depth: int) -> list[dict[str, Any]]
     dense_layers = config.get("first_k_dense_replace", 2)
     usual = [DENSE if index < dense_layers else SPARSE for index in range(depth)]
     types = _layer_types.read_kinds(config, "mlp_layer_types", usual, (DENSE, SPARSE))
-    moe = {
-        "kind": "moe",
-        **kimi_linear.EXPERTS.read(config),
-        "shared": config.require("num_shared_experts", int, "n_shared_experts"),
-        "routing": "sigmoid",
-        **ROUTING.read(config),
-        "bias_update": 0.0,
-    }
-    feedforwards = {DENSE: _common.read_gated(config), SPARSE: moe}
+    feedforwards = {DENSE: _common.read_gated(config), SPARSE: kimi_linear.read_experts(config, ROUTING)}
     return [feedforwards[kind] for kind in types]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _moe, mamba
+from heddle.exchange.families import _common, _layer_types, _moe, mamba2
 from heddle.exchange.family import STACKED, Family, WeightMap
 from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import ModelConfig
@@ -267,7 +267,7 @@ def read_hybrid(config: ConfigReader) -> dict[str, Any]:
     config.expect("normalization_function", "rmsnorm", default="rmsnorm")
     rotary = config.expect("position_embedding_type", None, NO_POSITION, ROTARY) == ROTARY
     attention = read_mixer(config)
-    mixers = {LINEAR: mamba.read_mamba(config, eps), FULL: attention if rotary else attention | {"position": None}}
+    mixers = {LINEAR: mamba2.read_mamba(config, eps), FULL: attention if rotary else attention | {"position": None}}
     layers = _layer_types.layers_of([mixers[kind] for kind in types], _read_feedforward(config, activation, depth))
     return _common.rms_design(config, eps, layers, **read_multipliers(config))
 
@@ -289,7 +289,7 @@ def write_hybrid(design: ModelConfig) -> dict[str, Any]:
     return (
         _common.write_common(design)
         | _common.write_attention(design)
-        | (mamba.write_mixer(design, mamba.PREFIXED_NAMES) if LINEAR in types else {"mamba_n_heads": 1})
+        | (mamba2.write_mixer(design, mamba2.PREFIXED_NAMES) if LINEAR in types else {"mamba_n_heads": 1})
         | _write_feedforward(design)
         | write_multipliers(design)
         | {"layer_types": types, "position_embedding_type": ROTARY if is_rotary else None}
@@ -317,7 +317,7 @@ def map_hybrid(design: ModelConfig, weights: WeightMap) -> None:
     for hf, heddle, _ in _common.named_layers(design):
         _common.map_pre_norms(weights, hf, heddle)
         if f"{heddle}.mixer.convolution.weight" in weights.shapes:
-            mamba.map_mixer(weights, f"{hf}.mamba", f"{heddle}.mixer")
+            mamba2.map_mixer(weights, f"{hf}.mamba", f"{heddle}.mixer")
         else:
             _common.map_attention(weights, hf, heddle)
         shared = own = f"{heddle}.feedforward"

@@ -84,15 +84,15 @@ def _read_feedforwards(config: ConfigReader, depth: int) -> list[dict[str, Any]]
     usual = [DENSE if index < dense_layers else SPARSE for index in range(depth)]
     types = _layer_types.read_kinds(config, "mlp_layer_types", usual, (DENSE, SPARSE))
     dense = {"kind": "gated", "hidden": config.require("intermediate_size", int)}
-    moe = {
-        "kind": "moe",
-        **EXPERTS.read(config),
-        "shared": config.require("num_shared_experts", int, "n_shared_experts"),
-        "routing": "sigmoid",
-        **ROUTING.read(config),
-        "bias_update": 0.0,
-    }
-    return [{DENSE: dense, SPARSE: moe}[kind] for kind in types]
+    feedforwards = {DENSE: dense, SPARSE: read_experts(config, ROUTING)}
+    return [feedforwards[kind] for kind in types]
+
+
+def read_experts(config: ConfigReader, routing: _common.Fields) -> dict[str, Any]:
+    """The mixture, with the family's fields of its routing."""
+    shared = config.require("num_shared_experts", int, "n_shared_experts")
+    fields = EXPERTS.read(config) | routing.read(config)
+    return {"kind": "moe", "shared": shared, "routing": "sigmoid", "bias_update": 0.0} | fields
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _moe, mamba
+from heddle.exchange.families import _common, _layer_types, _moe, mamba2
 from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import FULL
 from heddle.model.config import LayerConfig, ModelConfig
@@ -19,7 +19,7 @@ from heddle.parts.mixers.mamba2 import Mamba2Config
 LINEAR, MLP, MOE = _layer_types.LINEAR, "mlp", "moe"
 PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 ALIASES = {"mamba": LINEAR, "attention": FULL}
-NAMES: mamba.Names = {
+NAMES: mamba2.Names = {
     "heads": ("mamba_num_heads", 128), "head_dim": ("mamba_head_dim", 64), "state_size": ("ssm_state_size", 128),
     "groups": ("n_groups", 8), "conv_kernel": ("conv_kernel", 4), "conv_bias": ("use_conv_bias", True),
     "bias": ("use_bias", False),
@@ -49,7 +49,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     config.note("residual_in_fp32")
     least = config.get("time_step_min", 0.001)
     kinds = {
-        LINEAR: {"mixer": mamba.read_fields(config, NAMES, eps) | mamba.time_step_limit(least)},
+        LINEAR: {"mixer": mamba2.read_fields(config, NAMES, eps) | mamba2.time_step_limit(least)},
         FULL: {"mixer": _read_attention(config)},
         MLP: {"feedforward": _read_mlp(config)},
         MOE: {"feedforward": _read_experts(config)},
@@ -104,13 +104,13 @@ def _read_experts(config: ConfigReader) -> dict[str, Any]:
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
     mixer, mlp = design_parts.first_attention(design), design_parts.first_mlp(design)
-    moe, limit = design_parts.first_moe(design), mamba.first_mamba(design).time_step_limit
+    moe, limit = design_parts.first_moe(design), mamba2.first_mamba(design).time_step_limit
     has_experts = any(design_parts.has_experts(design))
     activation = moe.activation if has_experts else mlp.activation
     shared = {"moe_shared_expert_intermediate_size": moe.shared_hidden or moe.hidden}
     return (
         _common.write_common(design)
-        | mamba.write_fields(design, NAMES)
+        | mamba2.write_fields(design, NAMES)
         | {
             "mamba_ssm_cache_dtype": "float32",  # for vLLM
             "time_step_min": 0.0 if limit is None else limit[0],
@@ -143,7 +143,7 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
         for branch in ("mixer", "feedforward"):
             weights.add_module(f"{hf}.norm", f"{heddle}.residual.norms.{branch}")
         if isinstance(layer.mixer, Mamba2Config):
-            mamba.map_mixer(weights, f"{hf}.mixer", f"{heddle}.mixer")
+            mamba2.map_mixer(weights, f"{hf}.mixer", f"{heddle}.mixer")
             continue
         weights.add_modules(f"{hf}.mixer", f"{heddle}.mixer", PROJECTIONS)
         _map_feedforward(weights, f"{hf}.mixer", f"{heddle}.feedforward")

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heddle.numerics.dispatch import DeviceSize, add_flops
-from heddle.numerics.norms import without_autocast
+from heddle.numerics.dispatch import DeviceSize
 from heddle.numerics.recurrent import ssd
-from heddle.numerics.recurrent.causal_sums import causal_sums_flops
 from heddle.numerics.recurrent.fla import CuSeqlens
-from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_recurrence
+from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation
 
 STRETCH = DeviceSize(cpu=2**20, accelerator=2**26)  # numbers of the states that are in memory at once
 LEAST_TOKENS = 16  # of a stretch
@@ -148,12 +146,5 @@ SELECTIVE_SCAN = recurrence_operation("selective_scan", RecurrenceKernels(_step,
 
 
 def selective_scan(inputs: ScanInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """state S [B, H, d_k, d_v] -> (y [B, H, T, d_v], the state after the last token). May update the state in place.
-
-    Without a state the recurrence starts from zeros.
-    """
-    (batch, heads, tokens, d_v), d_k = inputs.v.shape, inputs.k.shape[3]
-    add_flops(causal_sums_flops(tokens, batch, heads, (d_k, d_v)))
-    y, new_state = run_recurrence(SELECTIVE_SCAN, inputs, state)
-    with without_autocast(y):
-        return torch.addcmul(y, inputs.v, inputs.skip[:, None, None]), new_state
+    """As `ssd.run_with_skip`."""
+    return ssd.run_with_skip(SELECTIVE_SCAN, inputs, inputs.skip, state)

@@ -15,12 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch import add_flops
+from heddle.numerics.dispatch import Operation, add_flops
 from heddle.numerics.norms import without_autocast
 from heddle.numerics.recurrent import fla
 from heddle.numerics.recurrent.batched_chunks import batched_sums, head_decays, split_chunks
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
-from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_operator, run_recurrence
+from heddle.numerics.recurrent.recurrence import (
+    RecurrenceFacts,
+    RecurrenceInputs,
+    RecurrenceKernels,
+    recurrence_operation,
+    run_operator,
+    run_recurrence,
+)
 
 CHUNK_TOKENS = 64  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence
 
@@ -104,12 +111,19 @@ SSD = recurrence_operation("ssd", RecurrenceKernels(_step, _chunked, fla.fla_ssd
 
 
 def state_space_duality(inputs: SSDInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `run_with_skip`."""
+    return run_with_skip(SSD, inputs, inputs.skip, state)
+
+
+def run_with_skip(
+    operation: Operation[RecurrenceFacts], inputs: RecurrenceInputs, skip: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """state S [B, H, d_k, d_v] -> (y [B, H, T, d_v], the state after the last token). May update the state in place.
 
-    Without a state the recurrence starts from zeros.
+    Without a state the recurrence starts from zeros. skip (D): [H].
     """
     (batch, heads, tokens, d_v), d_k = inputs.v.shape, inputs.k.shape[3]
     add_flops(causal_sums_flops(tokens, batch, heads, (d_k, d_v)))
-    y, new_state = run_recurrence(SSD, inputs, state)
+    y, new_state = run_recurrence(operation, inputs, state)
     with without_autocast(y):
-        return torch.addcmul(y, inputs.v, inputs.skip[:, None, None]), new_state
+        return torch.addcmul(y, inputs.v, skip[:, None, None]), new_state
