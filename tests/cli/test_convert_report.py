@@ -17,6 +17,7 @@ from heddle.conversion.weights import Weights
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.errors import ConfigError
 from heddle.lab.compare.speed import time_reading, time_training_steps
+from heddle.lab.conversion import budget as budget_module
 from heddle.lab.conversion import convert as convert_module
 from heddle.lab.conversion import measure as measure_module
 from heddle.lab.conversion.convert import _ConversionJob
@@ -45,7 +46,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _reading_takes_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert_module, "time_reading", lambda job, model: math.inf)
+    monkeypatch.setattr(budget_module, "time_reading", lambda job, model: math.inf)
 
 
 def command(workspace: Path, out: Path, *options: str) -> list[str]:
@@ -175,13 +176,13 @@ def test_a_budget_counts_what_is_read_after_healing(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a report, too: four rows take as long as 1.3 steps of one row."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [60.0])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [60.0])
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "1", "--heal", "6400"]
     words, fits = [*options, "--report-tokens", "0", "--budget", "30m"], []
     for name in ("counted", "not counted"):
         assert run_command(command(workspace, tmp_path / name, *words)) == 1
         fits.append(int(capsys.readouterr().err.partition("give --heal ")[2].partition(" ")[0]) // 16)
-        monkeypatch.setattr(convert_module, "_evaluation_tokens", lambda settings: 0)
+        monkeypatch.setattr(budget_module, "evaluation_tokens", lambda settings: 0)
     assert fits[1] - fits[0] in (1, 2)
 
 
@@ -189,13 +190,13 @@ def test_a_budget_knows_that_a_step_may_be_mostly_the_optimizer(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read after healing takes as long as a batch takes to read, not a third of a step of a minute."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [60.0])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [60.0])
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "1", "--heal", "6400"]
     reports = []
     for name in ("a third", "measured"):
         assert run_command(command(workspace, tmp_path / name, *options, "--budget", "60m")) == 1
         reports.append(capsys.readouterr().err.partition("the report, which takes about ")[2].partition(";")[0])
-        monkeypatch.setattr(convert_module, "time_reading", time_reading)
+        monkeypatch.setattr(budget_module, "time_reading", time_reading)
     assert "min" in reports[0]
     assert re.fullmatch(r"\d+ s", reports[1])
 
@@ -216,7 +217,7 @@ def test_a_healing_says_how_long_it_takes(
         timed.extend(time_training_steps(job, built))
         return [60.0, 50.0, 100.0]
 
-    monkeypatch.setattr(convert_module, "time_training_steps", time_steps)
+    monkeypatch.setattr(budget_module, "time_training_steps", time_steps)
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", str(tokens), "--heal-batch-size", "4"]
     words = [word for word in command(workspace, tmp_path / "fewer", *options) if word != "--quiet"]
     assert run_command(words) == 0
@@ -233,7 +234,7 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its first step; what was converted is kept, and a command with as many tokens as are named goes on."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [60.0])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [60.0])
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
     words = [word for word in command(workspace, tmp_path / "fewer", *options) if word != "--quiet"]
     assert run_command([*words, "--heal", "6400"]) == 1
@@ -246,7 +247,7 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
     assert (tmp_path / "fewer.work").is_dir()
     assert run_command([*words, "--heal", str(fits)]) == 0
     assert f"healing: {fits // 64} steps of 64 tokens, about" in capsys.readouterr().err
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e6])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e6])
     words[2] = str(tmp_path / "other")
     assert run_command([*words, "--heal", "6400"]) == 1
     assert re.search(r"; give --budget \d+m or more, or --heal 0; ", capsys.readouterr().err)
@@ -255,7 +256,7 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
 def test_a_sweep_is_refused_by_the_time_of_all_healings(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [60.0])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [60.0])
     options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
     assert run_command([*command(workspace, tmp_path / "sweep", *options), "--heal", "1280"]) == 1
     assert "--heal 1280: takes about 40 min" in capsys.readouterr().err
@@ -265,7 +266,7 @@ def test_a_budget_alone_heals_for_what_it_leaves(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All variants as long, also those that a later call heals, whatever a step takes then."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [6.0])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [6.0])
     options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
     words = [word for word in command(workspace, tmp_path / "sweep", *options) if word != "--quiet"]
     with dying(monkeypatch, "apply_gradients", 3, before=True):
@@ -274,7 +275,7 @@ def test_a_budget_alone_heals_for_what_it_leaves(
     steps = int(said.partition("the budget chose: --heal ")[2].partition(" ")[0]) // 64
     assert 100 < steps < 150  # of 6 s twice, in 30 minutes less the report of five models
     assert f"{steps * 64} (what the budget leaves)" in said
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1.0])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1.0])
     assert run_command(words) == 0
     assert "the budget chose" not in capsys.readouterr().err
     documents = sorted((tmp_path / "sweep").rglob("conversion.json"))
@@ -286,7 +287,7 @@ def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later call has more time for the variants that are left, and would heal these alone; the next one is new."""
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [600.0])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [600.0])
     options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
     words = [word for word in command(workspace, tmp_path / "sweep", *options) if word != "--quiet"]
     with monkeypatch.context() as patch:
@@ -302,7 +303,7 @@ def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
         assert run_command(words) != 0
     assert "the budget chose: no healing" in capsys.readouterr().err
     assert (chosen[0] / "conversion.json").is_file()
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e-3])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e-3])
     assert run_command(words) == 0
     results = parse_results(read_json_file(tmp_path / "sweep/convert.json"))
     assert [model.stage for model in results.models] == ["original", "converted", "converted"]
@@ -317,8 +318,8 @@ def test_a_budget_chooses_the_calibration_and_refuses_one_that_does_not_fit(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the shortest text, 64 tokens, it takes 40 s; a later call keeps to what was chosen."""
-    monkeypatch.setattr(convert_module, "calibration_seconds", lambda *_: 40.0)
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e4])
+    monkeypatch.setattr(budget_module, "calibration_seconds", lambda *_: 40.0)
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e4])
     words = command(workspace, tmp_path / "fewer", "--to", "kv_heads=2")
     words = [word for word in words if word not in ("--quiet", "--calibration-tokens", "256")]
     assert run_command([*words, "--budget", "30s"]) == 2
@@ -334,7 +335,7 @@ def test_a_budget_chooses_the_calibration_and_refuses_one_that_does_not_fit(
         assert run_command([*words, "--budget", "10m"]) != 0
     tokens = int(capsys.readouterr().err.rpartition("the budget chose: --calibration-tokens ")[2].split()[0])
     assert 0.9 * 0.3 * 588 / 40 * 64 < tokens <= 0.3 * 588 / 40 * 64
-    monkeypatch.setattr(convert_module, "calibration_seconds", lambda *_: 60.0)
+    monkeypatch.setattr(budget_module, "calibration_seconds", lambda *_: 60.0)
     assert run_command([*words, "--budget", "10m"]) == 0
     text = json.loads((tmp_path / "fewer/conversion.json").read_text(encoding="utf-8"))["text"]
     assert 0 <= text["tokens"] - tokens < 16 * 16
@@ -348,7 +349,7 @@ def dying_report(*arguments: Any) -> None:
 def test_a_long_budget_reads_the_text_once(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e-3])
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e-3])
     words = command(workspace, tmp_path / "fewer", "--to", "kv_heads=2,groups=contiguous,merge=mean", "--budget", "9h")
     assert run_command([word for word in words if word != "--quiet"]) == 0
     said = capsys.readouterr().err
@@ -460,8 +461,8 @@ def test_a_refused_healing_is_left_out_as_the_refusal_says(
         builds.append(1)
         return build_models(job)
 
-    monkeypatch.setattr(convert_module, "build_models", build_once)
-    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [1e6])
+    monkeypatch.setattr(budget_module, "build_models", build_once)
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e6])
     out = tmp_path / "out"
     words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", "--budget", "30m")
     assert run_command([*words, "--heal", "6400"]) == 1

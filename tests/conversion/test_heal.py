@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import random
+import re
 import string
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from heddle.cli.main import run_command
 from heddle.conversion import heal as heal_module
@@ -19,13 +21,15 @@ from heddle.conversion.heal import (
     healing_job,
     healing_rate,
     healing_settings,
+    parse_stages,
     rate_share,
+    stage_settings,
 )
 from heddle.conversion.targets import parse_rewrites
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.errors import CheckpointError, ConfigError
 from heddle.storage.folder import read_folder, tensors_sha256
-from heddle.storage.model import WEIGHTS_FILE
+from heddle.storage.model import WEIGHTS_FILE, load
 from heddle.storage.run_log import read_log
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.job import TrainingJob
@@ -175,6 +179,93 @@ def test_a_conversion_that_died_continues_and_its_folder_is_whole_or_absent(
         healed(folders, texts, cut)
 
 
+STAGES = ("50%:layers", "34%:logits=1,text=0.5", "16%:logits@32")
+
+
+def test_stages_follow_each_other_and_continue_after_a_kill(
+    folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, converted = folders
+    whole, asked = settings(first_sample=4), parse_stages(STAGES, settings())
+    parts = stage_settings(whole, asked)
+    assert [(part.steps, part.batch_size, part.sequence_length) for part in parts] == [
+        (3, 4, 16),
+        (2, 4, 16),
+        (1, 2, 32),
+    ]
+    assert [part.first_sample for part in parts] == [4, 16, 12]
+    start = converted
+    for number, (part, stage) in enumerate(zip(parts, asked, strict=True)):
+        out = tmp_path / f"plain-{number}"
+        train(healing_job(start, Distillation(source, stage.weights), texts, part, out))
+        start = out
+    conversion = Conversion(source, tuple(parse_rewrites(["kv_heads=1,groups=contiguous,merge=mean"])))
+
+    def heal(out: Path) -> list[dict[str, Any]]:
+        convert_and_heal(
+            conversion, Distillation(source), texts, whole, out, adapt_rate=False, stages=asked, evaluation=None
+        )
+        stages: list[dict[str, Any]] = json.loads(read_folder(out).documents[CONVERSION_FILE])["healing"]["stages"]
+        return stages
+
+    runs: list[Path] = []
+
+    def dying_in_a_stage(job: TrainingJob) -> Any:
+        runs.append(job.out)
+        if len(runs) in (2, 5):  # before the second stage, and in the next call before the third
+            raise Died
+        return train(job)
+
+    monkeypatch.setattr(heal_module, "train", dying_in_a_stage)
+    for _ in range(2):
+        with pytest.raises(Died):
+            heal(tmp_path / "staged")
+    records = heal(tmp_path / "staged")
+    assert [record["weights"] for record in records] == [dataclasses.asdict(stage.weights) for stage in asked]
+    assert [path.name for path in runs] == ["heal", "heal-1"] + ["heal", "heal-1", "heal-2"] * 2
+    model, expected = (load(folder)[0].state_dict() for folder in (tmp_path / "staged", start))
+    assert all(torch.equal(model[name], expected[name]) for name in expected)
+    # planted: each stage begins with the converted model
+    monkeypatch.setattr(heal_module, "train", train)
+    job_of = heal_module.healing_job
+    first = tmp_path / "planted.work" / heal_module.CONVERTED_FOLDER
+    monkeypatch.setattr(heal_module, "healing_job", lambda start, *rest: job_of(first, *rest))
+    heal(tmp_path / "planted")
+    wrong = load(tmp_path / "planted")[0].state_dict()
+    assert not all(torch.equal(wrong[name], expected[name]) for name in expected)
+
+
+def test_the_rate_of_a_stage_follows_the_loss_that_is_left(
+    folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path
+) -> None:
+    source, asked = folders[0], parse_stages(["50%:layers", "50%:logits"], settings())
+    conversion = Conversion(source, tuple(parse_rewrites(["kv_heads=1,groups=contiguous,merge=mean"])))
+    longer = dataclasses.replace(settings(), steps=40)
+    convert_and_heal(conversion, Distillation(source), texts, longer, tmp_path / "out", stages=asked)
+    records = json.loads(read_folder(tmp_path / "out").documents[CONVERSION_FILE])["healing"]["stages"]
+    assert records[1]["learning_rate"] < records[0]["learning_rate"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("stages", "sentence"),
+    [
+        (["half:layers"], "--heal-stage half:layers: is not a stage; write SHARE%:LOSS or SHARE%:LOSS@LENGTH"),
+        (["20%"], "--heal-stage 20%: is not a stage"),
+        (["20%:layers@"], "--heal-stage 20%:layers@: is not a stage"),
+        (["nan%:layers"], "--heal-stage nan%:layers: is not a stage"),
+        (["2%:layers", "98%:logits"], "--heal-stage 2%:layers: the share must be from 5% to 100%"),
+        (["50%:layers", "40%:logits"], "--heal-stage: the shares add up to 90%; make them 100%"),
+        (["100%:logits@48"], "--heal-stage 100%:logits@48: a step of 64 tokens does not hold whole sequences of 48"),
+        (["100%:logits@0"], "--heal-stage 100%:logits@0: a step of 64 tokens"),
+        (["50%:kl", "50%:logits"], "--heal-stage kl: unknown loss 'kl'"),
+        (["8%:layers", "8%:text", "84%:logits"], "--heal-stage: 6 steps of 64 tokens are too few for 3 stages"),
+    ],
+)
+def test_a_mistaken_stage_is_one_sentence(stages: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        parse_stages(stages, settings())
+
+
 def dying(*arguments: Any, **named: Any) -> None:
     raise Died
 
@@ -185,6 +276,20 @@ def dying(*arguments: Any, **named: Any) -> None:
         (["--heal-loss", "text"], "--heal-loss text: has no effect without healing; give --heal or --budget too"),
         (["--heal-batch-size", "2"], "--heal-batch-size 2: has no effect without healing; give --heal or --budget too"),
         (["--heal", "4096", "--heal-batch-size", "0"], "--heal-batch-size 0: must be at least 1"),
+        (["--heal-baselines"], "--heal-baselines: has no effect without healing; give --heal or --budget too"),
+        (
+            ["--heal", "0", "--heal-lr", "1"],
+            "--heal-lr 1.0: has no effect without healing; give --heal or --budget too",
+        ),
+        (
+            ["--heal", "4096", "--heal-baselines"],
+            "--heal-baselines: has no effect without --search and a report; leave it out",
+        ),
+        (
+            ["--heal", "4096", "--heal-loss", "text", "--heal-stage", "100%:text"],
+            "--heal-loss text: stages name their own losses; leave it out",
+        ),
+        (["--heal", "4096", "--heal-stage", "50%:text"], "--heal-stage: the shares add up to 50%; make them 100%"),
         (
             ["--heal", "9"],
             "--heal 9: is less than one step of 2,048 tokens; give more, 0 for none, or a smaller --heal-batch-size",

@@ -3,14 +3,17 @@
 The loss is the KL from the original's next-token distribution, as in X-EcoMLA (Li et al. 2025,
 https://arxiv.org/abs/2503.11132), the cross-entropy of the text, as for GQA (Ainslie et al. 2023,
 https://arxiv.org/abs/2305.13245) and MHA2MLA (Ji et al. 2025, https://arxiv.org/abs/2502.14837), the error of each
-converted layer (see `heddle.training.distillation`), or a weighted sum of them.
+converted layer (see `heddle.training.distillation`), or a weighted sum of them; or one loss after another, as MOHAWK
+(Bick et al. 2024, https://arxiv.org/abs/2408.10189) and RADLADS (Goldstein et al. 2025, https://arxiv.org/abs/2505.03005)
+train: layers first, then logits, then longer sequences.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from heddle.storage.folder import read_folder, write_folder
 from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
 from heddle.storage.run_log import RUN_FILE, to_plain_json
 from heddle.storage.tensor_file import DTYPES
-from heddle.training.distillation import Distillation
+from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import EvaluationBudget, bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
@@ -91,6 +94,7 @@ RATE_ROWS = 16  # of the text, on which the added loss is measured
 RATE_FILE, CONVERTED_FOLDER, HEAL_FOLDER = "rate.json", "converted", "heal"  # in the work folder
 HEALING_BATCH = 8  # rows
 SAVE_EVERY = 50  # steps
+MIDDLE_WINDOWS = 4  # held-out, after a stage that is not the last
 
 
 def healing_rate(width: int, tokens_per_step: int = HEALING_STEP) -> float:
@@ -140,6 +144,86 @@ def healing_settings(
         weight_decay=0.0,
         first_sample=first_sample,
     )
+
+
+@dataclass(frozen=True)
+class HealingStage:
+    """A part of a healing. share: of its tokens. length: tokens per sequence; None: the healing's own."""
+
+    share: float
+    weights: LossWeights
+    length: int | None = None
+
+    def __str__(self) -> str:
+        losses = ", ".join(f"{name} {weight:g}" for name, weight in vars(self.weights).items() if weight)
+        return losses if self.length is None else f"{losses}, sequences of {self.length:,} tokens"
+
+
+LEAST_SHARE = 0.05  # of a stage
+
+
+def parse_stages(texts: Sequence[str], settings: Settings) -> tuple[HealingStage, ...]:
+    """`20%:layers`, `60%:logits=0.9,text=0.1`, `20%:logits@1024` -> stages in their order.
+
+    settings: of the whole healing. Raises ConfigError for shares that do not add up, and for lengths and numbers of
+    steps that cannot be.
+    """
+    stages = []
+    for text in texts:
+        option = f"--heal-stage {text}"
+        share, colon, rest = text.partition(":")
+        losses, _, length = rest.partition("@")
+        try:
+            number = float(share.removesuffix("%")) / 100
+            tokens = int(length) if length else None
+        except ValueError:
+            number, tokens = math.nan, None
+        if not colon or not share.endswith("%") or math.isnan(number) or rest.endswith("@"):
+            raise ConfigError(f"{option}: is not a stage; write SHARE%:LOSS or SHARE%:LOSS@LENGTH, such as 20%:layers")
+        if not LEAST_SHARE <= number <= 1:
+            raise ConfigError(f"{option}: the share must be from {LEAST_SHARE:.0%} to 100%")
+        step = settings.tokens_per_step
+        if tokens is not None and (tokens < 1 or step % tokens):
+            raise ConfigError(
+                f"{option}: a step of {step:,} tokens does not hold whole sequences of {length}; choose a length that "
+                "divides it, or another --heal-batch-size"
+            )
+        stages.append(HealingStage(number, LossWeights.parse(losses, "--heal-stage"), tokens))
+    if stages and abs(sum(stage.share for stage in stages) - 1) > 1e-6:
+        total = sum(stage.share for stage in stages)
+        raise ConfigError(f"--heal-stage: the shares add up to {total:.0%}; make them 100%")
+    if any(begin == end for begin, end in pairwise(_stage_ends(settings, stages))):
+        steps = f"{settings.steps} steps of {settings.tokens_per_step:,} tokens"
+        raise ConfigError(
+            f"--heal-stage: {steps} are too few for {len(stages)} stages; give a larger --heal, or fewer stages"
+        )
+    return tuple(stages)
+
+
+def _stage_ends(settings: Settings, stages: Sequence[HealingStage]) -> list[int]:
+    """The steps before the first stage, 0, and at the end of each."""
+    return [0, *(round(settings.steps * share) for share in accumulate(stage.share for stage in stages))]
+
+
+def stage_settings(settings: Settings, stages: Sequence[HealingStage]) -> list[Settings]:
+    """The settings of each stage of a healing: its steps, of as many tokens, on samples after those of earlier ones.
+
+    Stages of one length share no sample; those of another read the text in windows of their own.
+    """
+    parts = []
+    for stage, (begin, end) in zip(stages, pairwise(_stage_ends(settings, stages)), strict=True):
+        length = stage.length or settings.sequence_length
+        read = settings.first_sample * settings.sequence_length + begin * settings.tokens_per_step
+        parts.append(
+            replace(
+                settings,
+                steps=end - begin,
+                sequence_length=length,
+                batch_size=settings.tokens_per_step // length,
+                first_sample=-(-read // length),
+            )
+        )
+    return parts
 
 
 def healing_job(
@@ -214,18 +298,20 @@ def convert_and_heal(
     device: str = "cpu",
     adapt_rate: bool = True,
     environment: Mapping[str, Any] | None = None,
-    plan_steps: Callable[[TrainingJob], int] | None = None,
+    plan_steps: Callable[[Sequence[TrainingJob]], int] | None = None,
     evaluation: EvaluationBudget | None = None,
+    stages: Sequence[HealingStage] = (),
 ) -> TrainingResult | None:
     """Convert a model, heal it, and write the result as a model folder, atomically.
 
-    environment: versions and machine, for the healing's run.json. plan_steps: called before the first step; returns how
-    many steps to train, in place of the settings'; for 0, the model is not healed, and None is returned.
-    evaluation: how much held-out text is read once it is healed.
-    adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added. The converted model
-    and the run lie in the folder `out`.work beside it, so the same call continues after an interruption, with rows that
-    begin as they did. Raises CheckpointError if `out` exists or the work folder holds another conversion, and what
-    `convert` and `train` raise.
+    environment: versions and machine, for the healing's run.json. plan_steps: called with the jobs of all stages before
+    the first step; returns how many steps to train, in place of the settings'; for 0, the model is not healed, and None
+    is returned. evaluation: how much held-out text is read once it is healed. stages: each begins with what the one
+    before it trained; none: one with the losses of the distillation.
+    adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added, or that is left when a
+    stage begins. The converted model and the runs lie in the folder `out`.work beside it, so the same call continues
+    after an interruption, with rows that begin as they did. Raises CheckpointError if `out` exists or the work folder
+    holds another conversion, and what `convert` and `train` raise.
     """
     refuse_existing(out, "the converted model")
     work = partial_folder(out)
@@ -239,21 +325,39 @@ def convert_and_heal(
             raise CheckpointError(f"{work}: holds another conversion: {difference}; {remedy}")
     else:
         convert(conversion, converted)
-    if adapt_rate:
-        rate = _adapted_rate(conversion.source, converted, corpus, settings, work / RATE_FILE)
-        settings = replace(settings, learning_rate=rate)
-    job = healing_job(converted, distillation, corpus, settings, work / HEAL_FOLDER, device, environment, evaluation)
-    if plan_steps is not None and not (job.out / RUN_FILE).is_file():
-        steps = plan_steps(job)
+    is_staged = bool(stages)
+    stages = stages or (HealingStage(1.0, distillation.weights),)
+    folders = [work / (f"{HEAL_FOLDER}-{number}" if number else HEAL_FOLDER) for number in range(len(stages))]
+
+    def job_of(number: int, start: Path) -> TrainingJob:
+        towards = replace(distillation, weights=stages[number].weights)
+        own, read = stage_settings(settings, stages)[number], evaluation
+        if number < len(stages) - 1:
+            read = EvaluationBudget(final_tokens=MIDDLE_WINDOWS * own.sequence_length)
+        return healing_job(start, towards, corpus, own, folders[number], device, environment, read)
+
+    if plan_steps is not None and not (folders[0] / RUN_FILE).is_file():
+        steps = plan_steps([job_of(number, converted) for number in range(len(stages))])
         if not steps:
             os.rename(converted, out)
             sync_folder(out.parent)
             return None
         settings = replace(settings, steps=steps)
-        job = replace(job, settings=settings)
-    result = train(job)
+    start, records = converted, []
+    for number, stage in enumerate(stages):
+        if is_staged:
+            print_status(f"healing, stage {number + 1} of {len(stages)}: {stage}")
+        job = job_of(number, start)
+        if adapt_rate:
+            file = work / (f"rate-{number}.json" if number else RATE_FILE)
+            rate = _adapted_rate(conversion.source, job, corpus, file)
+            job = replace(job, settings=replace(job.settings, learning_rate=rate))
+        result = train(job)
+        assert job.distillation is not None
+        records.append(job.distillation.identity() | job.settings.identity())
+        start = folders[number]
     contents = read_folder(converted)
-    healing = distillation.identity() | settings.identity() | {"text": corpus.hash} | corpus.rows.record()
+    healing = records[-1] | {"text": corpus.hash} | corpus.rows.record() | ({"stages": records} if is_staged else {})
     documents = dict(contents.documents)
     documents[CONVERSION_FILE] = json.dumps({**description, "healing": healing}, indent=2) + "\n"
     dtypes = {name: DTYPES[record.dtype] for name, record in contents.tensor_records(WEIGHTS_FILE).items()}
@@ -262,16 +366,18 @@ def convert_and_heal(
     return result
 
 
-def _adapted_rate(source: ConversionSource, converted: Path, corpus: Corpus, settings: Settings, file: Path) -> float:
-    """Return the learning rate for the loss that a conversion added; measured once, then read from the file."""
+def _adapted_rate(source: ConversionSource, job: TrainingJob, corpus: Corpus, file: Path) -> float:
+    """Return the learning rate for the loss that is to be healed; measured once, then read from the file."""
     if file.is_file():
         return float(read_json_file(file)["learning_rate"])
     print_status("measuring the loss that the conversion added, which decides the learning rate")
+    start, settings = job.init_checkpoint, job.settings
+    assert start is not None
     length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
     batch = CorpusLoader(corpus.train, corpus.weights, length, RATE_ROWS, SAMPLE_SEED, eod_id, corpus.rows).batch(0)
     bits = [
         sum(score for score, _ in bits_and_bytes(model.float(), [batch], corpus.tokenizer.byte_lengths))
-        for model in (build_model(source.weights), load(converted)[0])
+        for model in (build_model(source.weights), load(start.folder)[0])
     ]
     added = (bits[1] - bits[0]) * math.log(2) / batch.targets.size
     share = rate_share(added)

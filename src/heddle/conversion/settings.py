@@ -59,6 +59,17 @@ class ConvertSettings(SessionSettings):
         int | None, Option("TOKENS", "Then train the result for TOKENS tokens to match MODEL.", parse_tokens)
     ] = None
     heal_loss: LossWeightsText = None
+    heal_stage: Annotated[
+        tuple[str, ...],
+        Option(
+            "SHARE:LOSS",
+            "Heal in stages, each a share of the tokens with a loss as of --heal-loss, and @LENGTH for longer "
+            "sequences: 20%:layers 60%:logits 20%:logits@1024; repeatable.",
+        ),
+    ] = ()
+    heal_baselines: Annotated[
+        bool, Option("", "Heal what a search measured beside its choice, too, and report all of them.")
+    ] = False
     heal_parameters: Annotated[str | None, Option("NAME", "all, or touched: only what was converted. [all]")] = None
     heal_lr: Annotated[
         float | None,

@@ -22,7 +22,7 @@ from heddle.data.corpus import prepare_corpus
 from heddle.errors import CheckpointError, ConfigError
 from heddle.lab.compare.budget import TimeBudget
 from heddle.lab.compare.results import plain
-from heddle.lab.compare.tables import format_percent
+from heddle.lab.compare.tables import format_percent, format_signed
 from heddle.lab.conversion import convert as convert_module
 from heddle.lab.conversion.results import parse_results
 from heddle.lab.pages.conversion import conversion_page
@@ -42,6 +42,7 @@ from heddle.progress import quiet
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.model import load
 from heddle.training.evaluation.loss_profile import frequency_groups, token_frequencies
+from heddle.training.evaluation.scores import finite_ratio
 from tests import small
 from tests.analysis.conversion.conversions import single as results_page
 from tests.html_page import Page
@@ -152,6 +153,45 @@ def test_the_choice_is_a_conversion_of_its_own(workspace: Path, written: Path, t
     ours, again = weights_of(written.with_name("out.work") / "converted"), weights_of(tmp_path / "again")
     assert ours.keys() == again.keys()
     assert all(torch.equal(value, again[name]) for name, value in ours.items())
+
+
+def test_baselines_are_healed_alike_and_continue_after_a_kill(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, kept, heal = tmp_path / "out", convert_module.remove_folder, convert_module.convert_and_heal
+    stages = [word for stage in ("50%:layers", "50%:logits") for word in ("--heal-stage", stage)]
+    only = ["--only", "kv_heads=1", "--only", "window=4", "--search", GOAL, "--heal-baselines", *stages]
+    words = command(workspace, out, *only, "--heal", "256")
+    for name, calls in (("killed", 3), ("whole", 99)):
+        left = iter(range(calls))
+
+        def dying(*arguments: Any, left: Any = left) -> Any:
+            if next(left) == 2:
+                raise KeyboardInterrupt
+            return heal(*arguments)
+
+        monkeypatch.setattr(convert_module, "convert_and_heal", dying if name == "killed" else heal)
+        monkeypatch.setattr(convert_module, "remove_folder", lambda folder: None)
+        assert run_command(words) == (130 if name == "killed" else 0)
+    results = parse_results(read_json_file(out / "convert.json"))
+    assert results.search is not None
+    names = [each.name for each in results.search.measured if each.is_baseline and each.choice != results.search.chosen]
+    unlike = {tuple(each.choice) for each in results.search.measured if each.name in names}
+    healed = [model.name for model in results.models if model.stage == "healed"]
+    assert healed[0] == "search, healed"
+    assert len(healed) == 1 + len(unlike) > 2
+    assert set(healed[1:]) <= {f"{name}, healed" for name in names}
+    folders = [out, *sorted((tmp_path / "out.work" / "baselines").glob("[0-9]"))]
+    records = [json.loads((folder / "conversion.json").read_text(encoding="utf-8")) for folder in folders]
+    assert len({json.dumps(each["rewrites"]) for each in records}) == len(healed)
+    stages_of = [[{**stage, "learning_rate": 0} for stage in each["healing"]["stages"]] for each in records]
+    assert all(stages == stages_of[0] for stages in stages_of)
+    losses = {model.name: finite_ratio(model.windows) or 0.0 for model in results.models if model.stage == "healed"}
+    best = min(healed[1:], key=lambda name: losses[name])
+    sentence = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Against the best of"))
+    assert f"{len(healed) - 1} baselines that were healed alike, “{best.removesuffix(', healed')}”" in sentence
+    assert format_signed(losses[healed[0]] - losses[best]) in sentence
+    kept(tmp_path / "out.work")
 
 
 def test_a_killed_search_continues_with_the_same_bits(

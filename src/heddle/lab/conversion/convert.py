@@ -3,12 +3,11 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from heddle.conversion.heal import (
     convert_and_heal,
     healing_rate,
     healing_settings,
+    parse_stages,
     partial_folder,
 )
 from heddle.conversion.rewrite import Rewrite, naming_layers
@@ -42,10 +42,19 @@ from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
 from heddle.data.sources import check_sources, describe_files
-from heddle.errors import CheckpointError, ConfigError, MachineError
-from heddle.lab.compare.budget import END_SHARE, TimeBudget, format_seconds, parse_duration
+from heddle.errors import CheckpointError, ConfigError
+from heddle.lab.compare.budget import TimeBudget, parse_duration
 from heddle.lab.compare.results import plain
-from heddle.lab.compare.speed import time_reading, time_training_steps
+from heddle.lab.conversion.budget import (
+    CHOICE_FILE,
+    MIN_CHOSEN_STEPS,
+    MIN_WINDOWS,
+    HealingPlan,
+    affordable_calibration,
+    chosen_before,
+    evaluation_tokens,
+    least_calibration,
+)
 from heddle.lab.conversion.measure import (
     DRY_RUN_CONTEXT,
     MeasurementSettings,
@@ -55,12 +64,14 @@ from heddle.lab.conversion.measure import (
     print_costs,
 )
 from heddle.lab.conversion.results import (
+    SEARCH,
     ConversionResults,
     conversion_verdict,
     measured_text_sentence,
 )
 from heddle.lab.conversion.run import (
     AGAIN,
+    BASELINES_FOLDER,
     RESULT_FOLDER,
     RESULTS_FILE,
     ConversionReport,
@@ -70,37 +81,28 @@ from heddle.lab.conversion.run import (
     refuse_finished,
     report_conversion,
     report_variants,
+    write_baselines,
 )
 from heddle.lab.search.results import SearchResults
 from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import size
-from heddle.parts.mixers.attention import AttentionConfig
-from heddle.progress import format_duration, print_status, print_text, print_warning, quiet
+from heddle.progress import print_status, print_text, print_warning
 from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session, with_measured_choices
 from heddle.storage.file_io import read_json_file, refuse_existing, remove_folder, write_json_file
 from heddle.storage.run_log import RUN_FILE
-from heddle.training.built_models import build_models
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.init_checkpoint import model_rows
-from heddle.training.job import TrainingJob
-from heddle.training.loop import FINAL_EVALUATION_TOKENS
 from heddle.training.settings import Settings
 
 if TYPE_CHECKING:
     from heddle.lab.search.goals import Goal
 
-CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: every healing has the same length
 SEARCH_FOLDER = "search"  # in the work folder
-MIN_WINDOWS = 4  # fewer give no interval
-MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
 BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
-CALIBRATION_SHARE = 0.3  # of the time that a budget leaves after the text is read
-SPEED_SECONDS = 25.0  # for measuring one model's speeds
-MIN_CHOSEN_STEPS = 50  # the shortest healing that a budget chooses: the first ten are warmup, and the rate decays to 0
 MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded before a budget chooses the steps
 
 
@@ -147,55 +149,6 @@ def _report_choices(out: Path | None) -> Choices | None:
     return None
 
 
-def _chosen(choice: Path) -> dict[str, int]:
-    """What the budget of an interrupted call chose: healing_steps of each healing, calibration_tokens."""
-    return read_json_file(choice) if choice.is_file() else {}
-
-
-def _least_calibration(design: ModelConfig, length: int) -> int:
-    """Tokens that every rewrite can calibrate on, in whole rows."""
-    mixers = [layer.mixer for _, layer in design.expand()]
-    widths = [each.heads * (each.value_dim or 0) for each in mixers if isinstance(each, AttentionConfig)]
-    return length * max(2, -(-4 * max(design.width, *widths, 0) // length))
-
-
-def calibration_seconds(
-    source: ConversionSource, variants: Sequence[ConversionVariant], text: CalibrationText
-) -> float:
-    """How long all conversions take on a text; nothing is written."""
-    began = time.monotonic()
-    with quiet():
-        for variant in variants:
-            with suppress(DesignError, ConfigError):  # it is left out later, with the reason
-                weights = Conversion(source, variant.rewrites, text).plan()
-                for name in weights.names:
-                    weights.tensor(name)
-    return time.monotonic() - began
-
-
-def _affordable_calibration(
-    source: ConversionSource, variants: Sequence[ConversionVariant], text: CalibrationText, budget: TimeBudget
-) -> int:
-    """The tokens to calibrate on that a budget leaves, from the time on a short text; at most CALIBRATION_TOKENS.
-
-    Raises ConfigError, with the time that is enough, for a budget that ends before that.
-    """
-    print_status(f"timing the calibration on {text.tokens:,} tokens")
-    seconds = max(calibration_seconds(source, variants, text), 1e-3)
-    tokens = min(CALIBRATION_TOKENS, int(text.tokens * CALIBRATION_SHARE * budget.remaining / seconds))
-    if tokens < text.tokens:
-        spent = budget.seconds - budget.remaining
-        enough = math.ceil(1.1 * (spent + seconds / CALIBRATION_SHARE) / (1 - END_SHARE))
-        given, takes = format_seconds(budget.seconds), format_seconds(seconds)
-        raise ConfigError(
-            f"--budget {given}: is too short to calibrate: {text.tokens:,} tokens take about {takes}, and at "
-            f"most {CALIBRATION_SHARE:.0%} of the budget is for them; give {enough}s or more"
-        )
-    if tokens < CALIBRATION_TOKENS:
-        print_status(f"the budget chose: --calibration-tokens {tokens}")
-    return tokens
-
-
 def _convert(settings: ConvertSettings) -> ConvertedModel:
     started = time.monotonic()
     with ExitStack() as stack:
@@ -226,77 +179,6 @@ def _warn_of_state(design: ModelConfig, converted: ModelConfig) -> None:
     before, after = (each.state_bytes - each.position_table_bytes for each in sizes)
     if after > before:
         print_warning(f"the state grows to {after / before:.1f} times that of the original")
-
-
-@dataclass
-class HealingPlan:
-    """Decides how long to heal; a time budget chooses the length, or rejects one that was set.
-
-    budget: for the whole command; None: no limit. models: how many are measured for the report, on `rows` rows each.
-    text_tokens: to heal on; a budget reads them at most once. choice: the file that keeps the choice of the budget
-    until the work is complete. steps: per healing; None until the budget has chosen.
-    """
-
-    settings: ConvertSettings
-    budget: TimeBudget | None
-    models: int
-    rows: int
-    text_tokens: int
-    choice: Path
-    steps: int | None
-
-    def decide(self, job: TrainingJob, count: int, begun: float) -> int:
-        """The steps of the first of `count` pending healings, from the timing of a few steps; 0 for no healing.
-
-        begun: when its conversion began, in time.monotonic() seconds; the others take as long. Raises MachineError
-        if a length that was set does not fit.
-        """
-        if self.steps == 0:
-            return 0
-        tokens = job.settings.tokens_per_step
-        if self.budget is None and self.steps is not None and self.steps <= MIN_TIMED_STEPS:  # timing would take longer
-            print_status(f"healing: {self.steps:,} steps of {tokens:,} tokens; the first will show how long they take")
-            return self.steps
-        print_status("timing the first steps of the healing")
-        converting = (count - 1) * (time.monotonic() - begun)
-        built = build_models(job)
-        seconds = median(time_training_steps(job, built))
-        # Reading a token costs a third of training on it, or less: a step of few tokens is mostly the optimizer's.
-        read = (seconds / 3 if self.budget is None else min(seconds / 3, time_reading(job, built.model))) / tokens
-        report = count * _evaluation_tokens(self.settings) * read
-        if self.rows:
-            report += self.models * (self.rows * self.settings.sequence_length * read + SPEED_SECONDS)
-        left = 0.0 if self.budget is None else max(0.0, self.budget.remaining - report - converting)
-        fitting = int(left / (seconds * count))
-        if self.steps is None:
-            self.steps = self._choose(fitting, tokens)
-            write_json_file(self.choice, _chosen(self.choice) | {"healing_steps": self.steps})
-        if not self.steps:
-            return 0
-        plan = f"healing: {self.steps:,} steps of {tokens:,} tokens"
-        print_status(f"{plan}, about {format_duration(seconds * self.steps)} ({seconds:.2g} s/step)")
-        if self.settings.heal is not None and self.budget is not None and self.steps > fitting:
-            training = seconds * self.steps * count  # of all variants, not of this one
-            missing = training + report + converting - self.budget.remaining
-            larger = f"--budget {math.ceil((self.budget.seconds + missing) / 60)}m or more"
-            remedy = f"--heal {fitting * tokens} or fewer, or {larger}" if fitting else f"{larger}, or --heal 0"
-            raise MachineError(
-                f"--heal {self.settings.heal}: takes about {format_duration(training)}, and --budget "
-                f"{self.settings.budget} leaves {format_duration(left)} beside the report, which takes about "
-                f"{format_duration(report)}; give {remedy}; converted models are kept"
-            )
-        return self.steps
-
-    def _choose(self, steps: int, tokens: int) -> int:
-        """At most `steps` steps of `tokens` tokens, and at most one pass over the text; 0 if that is too few."""
-        if min(steps, self.text_tokens // tokens) < MIN_CHOSEN_STEPS:
-            few = f"the budget leaves {steps} steps beside the report, and fewer than {MIN_CHOSEN_STEPS} may harm"
-            print_status(f"the budget chose: no healing: {few}")
-            return 0
-        once = self.text_tokens // tokens
-        end = "the whole text once, in less than the budget" if once < steps else "what the budget leaves"
-        print_status(f"the budget chose: --heal {min(steps, once) * tokens} ({end})")
-        return min(steps, once)
 
 
 class _ConversionJob:
@@ -339,7 +221,7 @@ class _ConversionJob:
             raise ConfigError("--search: needs a causal language model with a tokenizer; convert with --to instead")
         self.rows = None if out is None else interrupted_report_rows(out)
         self.choice = None if out is None else partial_folder(out) / CHOICE_FILE
-        self.chosen = {} if self.choice is None else _chosen(self.choice)
+        self.chosen = {} if self.choice is None else chosen_before(self.choice)
         tokens = settings.calibration_tokens
         self.calibration_tokens = CALIBRATION_TOKENS if tokens is None else tokens
         if self.goals:
@@ -359,6 +241,7 @@ class _ConversionJob:
         self.second: CalibrationText | None = None
         self.corpus: Corpus | None = None
         self.healing = self._healing()
+        self.stages = () if self.healing is None else parse_stages(settings.heal_stage, self.healing)
         self._check_variants()
 
     @property
@@ -395,7 +278,8 @@ class _ConversionJob:
         batch_size = HEALING_BATCH if settings.heal_batch_size is None else settings.heal_batch_size
         length = settings.sequence_length
         rate = healing_rate(self.design.width, batch_size * length) if settings.heal_lr is None else settings.heal_lr
-        tokens = batch_size * length if settings.heal is None else settings.heal
+        least = batch_size * length * (MIN_CHOSEN_STEPS if settings.heal_stage else 1)
+        tokens = least if settings.heal is None else settings.heal
         first_sample = calibration_samples(self.calibration_tokens, length)
         healing = healing_settings(tokens, length, rate, first_sample, batch_size)
         steps = self.chosen.get("healing_steps")
@@ -423,14 +307,14 @@ class _ConversionJob:
     def _read_calibration_text(self) -> None:
         length, device = self.settings.sequence_length, self.runtime.device
         corpus = self._encoded_text()
-        least = _least_calibration(self.design, length)
+        least = least_calibration(self.design, length)
         chooses = self.budget is not None and self.settings.calibration_tokens is None and not self.goals
         if chooses and least < CALIBRATION_TOKENS:
             assert self.budget is not None
             count = self.chosen.get("calibration_tokens")
             if not count:
                 short = calibration_from_corpus(corpus, least, length, device)
-                count = _affordable_calibration(self.source, self.variants, short, self.budget)
+                count = affordable_calibration(self.source, self.variants, short, self.budget)
             self.calibration_tokens = count
             if self.choice is not None and not self.settings.dry_run:
                 write_json_file(self.choice, self.chosen | {"calibration_tokens": count})
@@ -468,16 +352,16 @@ class _ConversionJob:
         most_tokens = 0 if corpus is None else sum(len(tokens) for tokens in corpus.train)
         steps = self.chosen.get("healing_steps") if self.healing is None or self.chooses_healing else self.healing.steps
         choice = partial_folder(out) / CHOICE_FILE
+        conversion, searched, baselines = (None, None, {}) if self.is_comparison else self._conversion(out)
         models = 1 + 2 * max(1, len(self.variants))
         plan = HealingPlan(settings, self.budget, models, read, most_tokens, choice, steps)
         write = partial(self._write, plan)
         results = None
-        if self.is_comparison:
+        if conversion is None:
             if report is None:
                 raise ConfigError("--sweep and --method: need a report on a text; convert with --to instead")
             results = report_variants(self.source, self.variants, self.text, write, out, report)
         else:
-            conversion, searched = self._conversion(out)
             if report is not None:
                 report = replace(report, search=searched)
             is_healed = None if self.chooses_healing else self.healing is not None
@@ -486,21 +370,22 @@ class _ConversionJob:
                 raise CheckpointError(f"{out}: exists already: this conversion is finished; {AGAIN}")
             if not is_written:
                 write(conversion, out)
+            others = write_baselines(baselines, write, partial_folder(out) / BASELINES_FOLDER)
             if report is not None:
-                results = report_conversion(conversion, out, report)
+                results = report_conversion(conversion, out, report, others)
         choice.unlink(missing_ok=True)
-        if self.goals:
-            remove_folder(partial_folder(out) / SEARCH_FOLDER)
+        for folder in (SEARCH_FOLDER, BASELINES_FOLDER) if self.goals else ():
+            remove_folder(partial_folder(out) / folder)
         with suppress(OSError):  # keep what healing left
             choice.parent.rmdir()
         if results is None:
             _warn_of_state(self.design, open_source(out).weights.design)
         return results
 
-    def _conversion(self, out: Path) -> tuple[Conversion, SearchResults | None]:
-        """The one conversion that was asked for, or that a search chooses."""
+    def _conversion(self, out: Path) -> tuple[Conversion, SearchResults | None, Mapping[str, Conversion]]:
+        """The one conversion that was asked for, or that a search chooses, and the baselines that are healed too."""
         if not self.goals:
-            return Conversion(self.source, self.variants[0].rewrites, self.text), None
+            return Conversion(self.source, self.variants[0].rewrites, self.text), None, {}
         from heddle.lab.search.search import Search, SearchInput
 
         assert self.text is not None
@@ -510,9 +395,12 @@ class _ConversionJob:
             self.source, self.text, self.goals, settings.only, self.kept, settings.sequence_length, folder, self.corpus,
             self.budget, self.second,
         )  # fmt: skip
-        conversion, results = Search(given).run()
-        self.variants = (ConversionVariant("search", "layerwise", conversion.rewrites),)
-        return conversion, results
+        search = Search(given)
+        conversion, results = search.run()
+        baselines = search.baselines(results) if settings.heal_baselines else {}
+        named = {SEARCH: conversion, **baselines}
+        self.variants = tuple(ConversionVariant(name, "layerwise", each.rewrites) for name, each in named.items())
+        return conversion, results, baselines
 
     def _write(self, plan: HealingPlan, conversion: Conversion, folder: Path) -> None:
         """Write one converted model, healed if it is to be."""
@@ -534,17 +422,14 @@ class _ConversionJob:
             self.settings.heal_lr is None,
             {"runtime": self.runtime.describe(), "versions": versions()},
             partial(plan.decide, count=left, begun=begun),
-            EvaluationBudget(final_tokens=_evaluation_tokens(self.settings)),
+            EvaluationBudget(final_tokens=evaluation_tokens(self.settings)),
+            self.stages,
         )
-        if healed is not None and self.settings.report_tokens and not (self.is_comparison or self.settings.json):
+        prints = not (self.is_comparison or self.settings.heal_baselines or self.settings.json)
+        if healed is not None and self.settings.report_tokens and prints:
             loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
             others = ", on other sequences than the report's" if plan.rows else ""
             print_text(f"{loss} ({self.corpus.rows}{others})")
-
-
-def _evaluation_tokens(settings: ConvertSettings) -> int:
-    """Held-out tokens that are read after a healing; without a report a few, which show that the loss is finite."""
-    return min(settings.report_tokens, FINAL_EVALUATION_TOKENS) or MIN_WINDOWS * settings.sequence_length
 
 
 def _check(settings: ConvertSettings) -> None:
@@ -554,10 +439,17 @@ def _check(settings: ConvertSettings) -> None:
         "lr": settings.heal_lr,
         "parameters": settings.heal_parameters,
         "batch-size": settings.heal_batch_size,
+        "stage": " ".join(settings.heal_stage) or None,
+        "baselines": "" if settings.heal_baselines else None,
     }
     for name, value in healing.items():
         if settings.heal is None and settings.budget is None and value is not None:
-            raise ConfigError(f"--heal-{name} {value}: has no effect without healing; give --heal or --budget too")
+            option = f"--heal-{name} {value}".rstrip()
+            raise ConfigError(f"{option}: has no effect without healing; give --heal or --budget too")
+    if settings.heal_stage and settings.heal_loss:
+        raise ConfigError(f"--heal-loss {settings.heal_loss}: stages name their own losses; leave it out")
+    if settings.heal_baselines and not (settings.search and settings.report_tokens):
+        raise ConfigError("--heal-baselines: has no effect without --search and a report; leave it out")
     least = {"calibration-tokens": settings.calibration_tokens, "sequence-length": settings.sequence_length}
     least |= {
         "heal-batch-size": settings.heal_batch_size,

@@ -24,6 +24,7 @@ from heddle.training.evaluation.scores import FiniteScores, finite_ratio
 from heddle.training.evaluation.text_recall import NeedleScores
 
 ORIGINAL, CONVERTED, HEALED = "original", "converted", "healed"
+SEARCH = "search"  # the method of a search's choice beside baselines
 
 
 @dataclass(frozen=True)
@@ -316,6 +317,7 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
     designs = {(model.method, model.design_key) for model in measured}
     sentences = _describe_untrained(results)
     sentences += _describe_pair(results, measured) if len(designs) == 1 else _describe_sweep(results, measured)
+    sentences += _describe_baselines(results)
     if harmed := [model for model in measured if describe_change(healing_change(results, model)) == "worse"]:
         worst = max(harmed, key=lambda model: healing_change(results, model).mean or 0.0)
         which = "the model" if len(designs) == 1 else f"{len(harmed)} of the models, most of all {worst.name}"
@@ -326,6 +328,19 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
     if len(results.original.first_spans) and not copying_gain(results.original).resolved:
         sentences.append("The original hardly copies from its context, so recall says little here.")
     return sentences
+
+
+def _describe_baselines(results: ConversionResults) -> list[str]:
+    """A sentence on a search's healed choice beside the best of the baselines that were healed alike."""
+    healed = [model for model in results.models if model.stage == HEALED and finite_ratio(model.windows) is not None]
+    if results.search is None or len(healed) < 2 or healed[0].method != SEARCH:
+        return []
+    own, *others = healed
+    best = min(others, key=lambda model: (finite_ratio(model.windows) or 0.0, model.name))
+    change = difference(own.windows, best.windows)
+    which = f"the best of {len(others)} baselines that were healed alike" if len(others) > 1 else "the healed baseline"
+    amount = f"{format_difference(change)} bits per byte: {describe_change(change)}"
+    return [f"Against {which}, “{best.method}”, the healed choice of the search has {amount}."]
 
 
 def _describe_untrained(results: ConversionResults) -> list[str]:

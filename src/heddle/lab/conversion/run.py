@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -43,6 +43,7 @@ from heddle.lab.conversion.results import (
     CONVERTED,
     HEALED,
     ORIGINAL,
+    SEARCH,
     ConversionResults,
     MeasuredText,
     ModelResult,
@@ -218,7 +219,7 @@ def _measure_all_speeds(
 # Unfinished work lies in the folder OUT.work beside OUT, so that the same call resumes after a kill.
 
 RESULTS_FILE = "convert.json"
-RESULT_FOLDER, MODELS_FOLDER = "result", "models"
+RESULT_FOLDER, MODELS_FOLDER, BASELINES_FOLDER = "result", "models", "baselines"
 
 AGAIN = "to convert again, choose another name or remove it"
 
@@ -258,13 +259,31 @@ def is_converted(conversion: Conversion, out: Path, healed: bool | None) -> bool
     return healed in (None, was_healed) and saved == _identity(conversion)
 
 
-def report_conversion(conversion: Conversion, out: Path, report: ConversionReport) -> ConversionResults:
+def write_baselines(baselines: Mapping[str, Conversion], write: WriteModel, folder: Path) -> dict[str, Path]:
+    """Write what a search compared with its choice, each healed alike; return the folders by name."""
+    paths = {}
+    for number, (name, conversion) in enumerate(baselines.items(), start=1):
+        paths[name] = path = folder / str(number)
+        print_status(f"baseline {number} of {len(baselines)}: {name}")
+        if not _is_complete(conversion, path):
+            write(conversion, path)
+    return paths
+
+
+def report_conversion(
+    conversion: Conversion, out: Path, report: ConversionReport, baselines: Mapping[str, Path] | None = None
+) -> ConversionResults:
     """Measure a conversion that was written to `out`, before and after healing, and write the page into it.
 
-    Raises what `measure_conversion` raises.
+    baselines: folders of other models, by name. Raises what `measure_conversion` raises.
     """
     method = conversion.rewrites[0].name
-    models = [original_model(conversion.source), *_written_models(method, method, out, with_stage=True)]
+    models = [original_model(conversion.source)]
+    if baselines:
+        folders = {SEARCH: out, **baselines}
+        models += [model for name, folder in folders.items() for model in _written_models(name, name, folder)]
+    else:
+        models += _written_models(method, method, out, with_stage=True)
     results = measure_conversion(models, report, out / RESULTS_FILE)
     write_conversion_page(results, out)
     return results

@@ -465,10 +465,21 @@ class Search(Plan):
             evaluations=len(self.items) + len(self._measured),
             seconds=time.monotonic() - self.began,
         )
-        items = tuple(self.items[item] for item in chosen)
-        rewrite = Layerwise(choices=self.choices(chosen))
-        source, folder = self.given.source, self.given.folder
-        return SearchedConversion(source, (rewrite,), self.fit, items, folder), results
+        return self._conversion(chosen), results
+
+    def _conversion(self, choice: Choice) -> SearchedConversion:
+        rewrite, items = Layerwise(choices=self.choices(choice)), tuple(self.items[item] for item in choice)
+        return SearchedConversion(self.given.source, (rewrite,), self.fit, items, self.given.folder)
+
+    def baselines(self, results: SearchResults) -> dict[str, SearchedConversion]:
+        """The conversions to each baseline of a search that ran, once where names have one choice."""
+        numbers = {(item.layer, item.target): number for number, item in enumerate(self.items)}
+        found: dict[Choice, str] = {}
+        for measured in results.measured:
+            choice = tuple(numbers[layer, target] for layer, target in enumerate(measured.choice) if target)
+            if measured.is_baseline and choice and measured.choice != results.chosen:
+                found.setdefault(choice, measured.name)
+        return {name: self._conversion(choice) for choice, name in found.items()}
 
     def choices(self, choice: Choice) -> tuple[str, ...]:
         """A choice as `layerwise` writes it: each target with its layers."""
