@@ -57,10 +57,10 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def interrupted_on_stop_signals() -> Iterator[None]:
+def interrupted_on_stop_signals(sentence: str | None = None) -> Iterator[None]:
     """Within the block, a signal raises Interrupted, so that unfinished files are removed.
 
-    Signals that were ignored stay ignored. Does nothing outside the main thread.
+    sentence: what it says; None: which signal ended the work. Signals that were ignored stay ignored. Does nothing outside the main thread.
     """
 
     stop_request = StopRequest()
@@ -69,7 +69,7 @@ def interrupted_on_stop_signals() -> Iterator[None]:
         now = time.monotonic()
         if stop_request.signal_number is None or now - stop_request.requested_at > SAME_REQUEST_SECONDS:
             stop_request.signal_number, stop_request.requested_at = number, now
-            raise Interrupted(number)
+            raise Interrupted(number, sentence)
 
     with _handling(handle):
         yield

@@ -104,7 +104,7 @@ def test_a_signal_while_a_worker_is_imported(
     worker = start_worker(request, tmp_path / "result.json")
     worker.send_signal(number)
     assert worker.wait() == 128 + number
-    assert capfd.readouterr().err == f"w: ended by {number.name} before it was done\n"
+    assert capfd.readouterr().err == "w: stopped before it was done; the same command continues\n"
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 

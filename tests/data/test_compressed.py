@@ -48,6 +48,17 @@ def test_compressed_text_is_the_text(suffix: str, tmp_path: Path) -> None:
     assert text_suffix(tmp_path / f"A.JSONL{suffix.upper()}") == ".jsonl"
 
 
+def test_the_progress_of_reading_counts_bytes_on_disk(tmp_path: Path) -> None:
+    gzip_file(tmp_path / "a.txt.gz", b"warp and weft " * 1000)
+    (tmp_path / "b.txt").write_text("warp and weft " * 10, encoding="utf-8")
+    gzip_file(tmp_path / "c.txt.gz", b"of no text\0")
+    source, read = parse_source(str(tmp_path))[0], list[int]()
+    source.scan(read.append)
+    assert min(read) >= 0
+    assert sum(read) <= source.size
+    assert sum(read[:-1]) < source.size
+
+
 def test_members_that_follow_each_other_are_one_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"warp ") + gzip.compress(b"weft"))
     assert list(read_documents(tmp_path / "a.txt.gz")) == ["warp weft"]

@@ -1,5 +1,6 @@
 """A corpus is the same everywhere, encoded as far as needed, and read back from the cache."""
 
+import math
 import os
 import random
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from heddle.data import corpus as corpus_encoder
 from heddle.data import corpus as corpus_module
 from heddle.data.corpus import Corpus, distinct_word_bytes, prepare_corpus
 from heddle.data.samples import CorpusLoader
-from heddle.errors import DataError, pip_install
+from heddle.errors import DataError, MachineError, pip_install
 from heddle.tokenization import DEFAULT_VOCAB_SIZE, fast_encoder
 from heddle.tokenization.tokenizer import Tokenizer
 
@@ -44,12 +46,13 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def make_corpus(source: Path, cache: Path, **changes: int | None) -> Corpus:
+def make_corpus(source: Path, cache: Path, until: float = math.inf, **changes: int | None) -> Corpus:
     return prepare_corpus(
         [str(source)],
         vocab_size=changes.get("vocab_size", 300),
         max_train_tokens=changes.get("max_train_tokens"),
         cache_folder=cache,
+        until=until,
     )
 
 
@@ -181,6 +184,24 @@ def test_a_small_budget_encodes_an_even_part_only(tmp_path: Path, cache: Path, m
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[1] < sizes[2] < sizes[3] == len(whole.train[0])
     assert sizes[1] < 60_000 * 1.5
+
+
+def test_an_encoding_that_ends_too_late_is_given_up(texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_encoder, "_BATCH_BYTES", 1_000)
+    now = [0.0]
+    encode = Tokenizer.encode_documents
+
+    def slow(self: Tokenizer, documents: Any) -> Any:
+        now[0] += 1.0
+        return encode(self, documents)
+
+    monkeypatch.setattr(Tokenizer, "encode_documents", slow)
+    monkeypatch.setattr(corpus_module.time, "monotonic", lambda: now[0])
+    with pytest.raises(MachineError, match=r"encoding .* of text takes about .* leaves too little of --budget"):
+        make_corpus(texts, cache, until=8.0)
+    assert now[0] < 8.0  # it is foreseen
+    make_corpus(texts, cache, until=1e6)
+    make_corpus(texts, cache, until=0.0)  # in the cache
 
 
 def test_validation_is_bounded(texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from heddle import progress
 from heddle.data.cache import DataCache, json_sha256, report_damage
 from heddle.data.samples import GOLDEN_GAMMA, PLAIN_ROWS, RowProtocol, splitmix64
 from heddle.data.sources import ScannedSource, is_in_validation, parse_source
-from heddle.data.token_file import TokenFile, TokenFileWriter, write_token_file
-from heddle.errors import DataError, pip_install
+from heddle.data.token_file import TokenFile, write_token_file
+from heddle.errors import DataError, MachineError, pip_install
 from heddle.tokenization import DEFAULT_VOCAB_SIZE, fast_encoder
 from heddle.tokenization.backend import MAX_RUN_LENGTH
 from heddle.tokenization.tokenizer import MIN_VOCAB_SIZE, Tokenizer
@@ -110,6 +111,7 @@ MAX_VALIDATION_TOKENS = 2_000_000
 # A training split up to this size is always encoded fully, so that its samples do not depend on max_train_tokens.
 FULLY_ENCODED_BYTES = 48 * 1024 * 1024
 _BATCH_BYTES = 1024 * 1024
+_TIMED_SECONDS = 5.0  # after which the time of an encoding is foreseen
 _HINT_BYTES = 8 * 1024 * 1024  # from here on, encoding takes noticeable time
 RECIPE_VERSION = 1  # raise this with any change to the tokens of the same text
 
@@ -117,8 +119,9 @@ RECIPE_VERSION = 1  # raise this with any change to the tokens of the same text
 class CorpusEncoder:
     """Encodes splits to token files with one tokenizer, or finds them in the cache."""
 
-    def __init__(self, cache: DataCache, tokenizer: Tokenizer) -> None:
-        self._cache, self._tokenizer = cache, tokenizer
+    def __init__(self, cache: DataCache, tokenizer: Tokenizer, until: float = math.inf) -> None:
+        """until: as in `prepare_corpus`."""
+        self._cache, self._tokenizer, self._until = cache, tokenizer, until
 
     def train_file(self, split: SourceSplit, needed_tokens: int | None) -> TokenFile:
         """Return the training split, or an even sample of it with at least `needed_tokens` tokens."""
@@ -181,15 +184,26 @@ class CorpusEncoder:
             ) as writer,
             progress.progress_bar(f"encoding {split_name}", total_bytes, "bytes") as bar,
         ):
+            began, encoded = time.monotonic(), 0
             for split, fraction in samples:
-                self._encode(split.sample(split_name, fraction), writer, bar)
+                for texts, text_bytes in _batches(split.sample(split_name, fraction)):
+                    writer.add(tokenizer.encode_documents(texts), text_bytes)
+                    bar.advance(text_bytes)
+                    encoded += text_bytes
+                    self._check_time(began, encoded, total_bytes)
                 writer.end_source()
         return TokenFile(path)
 
-    def _encode(self, documents: Iterator[str], writer: TokenFileWriter, progress_bar: progress.ProgressBar) -> None:
-        for texts, text_bytes in _batches(documents):
-            writer.add(self._tokenizer.encode_documents(texts), text_bytes)
-            progress_bar.advance(text_bytes)
+    def _check_time(self, began: float, encoded: int, total: int) -> None:
+        """Raise MachineError if encoding that began then is seen to end too late."""
+        seconds = time.monotonic() - began
+        whole = seconds * max(1.0, total / encoded)
+        if seconds > _TIMED_SECONDS and began + whole > self._until:
+            size, takes = progress.format_amount(total, "bytes"), progress.format_duration(whole)
+            raise MachineError(
+                f"encoding {size} of text takes about {takes} here, which leaves too little of --budget; give a longer "
+                "one, or less text with --data"
+            )
 
 
 def _batches(documents: Iterator[str]) -> Iterator[tuple[list[str], int]]:
@@ -286,6 +300,7 @@ def prepare_corpus(
     cache_folder: Path | None = None,
     tokenizer: Path | Tokenizer | None = None,
     rows: RowProtocol = PLAIN_ROWS,
+    until: float = math.inf,
 ) -> Corpus:
     """Make a corpus from the sources (see `parse_source`), or read it from the cache.
 
@@ -293,7 +308,8 @@ def prepare_corpus(
     48 MB only an even sample of documents is encoded, as large as that needs, and independent of the cache. A tokenizer
     may not have more than `vocab_size` tokens; without a tokenizer, BPE learns that many tokens (None:
     DEFAULT_VOCAB_SIZE) from at most 16 MB of the training split. rows: how sequences begin for a trained model
-    (`heddle.training.init_checkpoint.model_rows`). Raises DataError and MachineError.
+    (`heddle.training.init_checkpoint.model_rows`). until: in time.monotonic() seconds; an encoding that is seen to end
+    later is given up. Raises DataError and MachineError.
     """
     if not sources:
         raise DataError("no data was named: give a file, a folder or stdlib.")
@@ -306,7 +322,7 @@ def prepare_corpus(
     scanned, weights = _scan_sources(sources, cache)
     splits = [split_source(source) for source in scanned]
     corpus_tokenizer = loaded_tokenizer or _train_tokenizer(cache, splits, weights, vocab_size or DEFAULT_VOCAB_SIZE)
-    encoder = CorpusEncoder(cache, corpus_tokenizer)
+    encoder = CorpusEncoder(cache, corpus_tokenizer, until)
     total_weight = sum(weights)
     train = []
     for split, weight in zip(splits, weights, strict=True):
@@ -463,8 +479,8 @@ def _announce_skipped(source: ScannedSource) -> None:
     if source.skipped_files:
         first = source.skipped_files[0]
         names = [skipped.file for skipped in source.skipped_files]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        others = f"; and {', '.join(names[1:8])}{more}" if len(names) > 1 else ""
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        others = f"; and {', '.join(names[1:4])}{more}" if len(names) > 1 else ""
         count = f"{len(names):,} file{'s' if len(names) > 1 else ''}"
         progress.print_status(f"skipped {count} of {source.name}: {first.file} {first.reason}{others}")
     for name, records in source.skipped_records[:_MAX_LISTED_FILES]:

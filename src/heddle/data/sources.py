@@ -137,13 +137,16 @@ class FileSource:
         readable: list[tuple[TextFile, tuple[int, int]]] = []
         skipped_files, skipped_records = list(self.skipped_files), list[tuple[str, SkippedRecords]]()
         for file in self.files:
-            counts_with_file, skipped = counts.copy(), SkippedRecords()
+            counts_with_file, skipped, unread = counts.copy(), SkippedRecords(), _file_size(file.path)
             try:
                 size_and_mtime = _size_and_mtime(file.path)
                 for text in file.read(file.path, skipped):
                     bytes_before = counts_with_file.bytes
                     counts_with_file.add(text)
-                    on_bytes_read(counts_with_file.bytes - bytes_before)
+                    read = min(counts_with_file.bytes - bytes_before, unread)  # compressed files hold more
+                    on_bytes_read(read)
+                    unread -= read
+                on_bytes_read(unread)
             except UnreadableError as error:
                 if file.required:
                     raise DataError(f"data file {file.display_name} {error}.") from error

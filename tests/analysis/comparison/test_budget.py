@@ -162,6 +162,38 @@ def test_what_was_given_is_never_changed(folder: Path, tmp_path: Path, machine: 
     assert tokens >= budget.MIN_STEPS * STEP_TOKENS
 
 
+def test_a_text_that_takes_long_shortens_the_training(
+    folder: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare, read = comparison_run.prepare_corpus, list[str]()
+
+    def slow(*sources: Any, **options: Any) -> Any:
+        read.append("text")
+        if len(read) == 1:  # then it is in the cache
+            assert machine.clock.now < options["until"] < machine.clock.now + 180
+            machine.clock.now += 60.0
+        return prepare(*sources, **options)
+
+    for name, seconds in (("quick", 0.0), ("slow", 60.0)):
+        read[:] = ["before"] if not seconds else []
+        monkeypatch.setattr(comparison_run, "prepare_corpus", slow)
+        started = machine.clock.now
+        assert compare(folder, tmp_path / name, "--budget", "3m") == 0
+        assert 0.5 * 180 < machine.clock.now - started <= 180
+    assert len(machine.trained) == 12
+    assert plan(tmp_path / "slow")[0] < 0.8 * plan(tmp_path / "quick")[0]
+    printed = capsys.readouterr().err
+    assert "preparing the text took 60 s; the rest of the budget is planned again" in printed
+    assert "ends before that" not in printed
+    # hardly any time is left, and the same command has it all
+    read.clear()
+    assert compare(folder, tmp_path / "late", "--budget", "80s") == 1
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("heddle: --budget 80 s: preparing the text took 60 s, which leaves too little")
+    assert not (tmp_path / "late").exists()
+    assert compare(folder, tmp_path / "late", "--budget", "80s") == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [("--budget", "20s"), ("--budget", "1m", "--tokens", "1M"), ("--budget", "2m", "--tokens", "100k", "--seeds", "9")],
@@ -298,7 +330,7 @@ def test_a_plan_counts_what_is_left_and_keeps_what_the_budget_chose(
     assert compare(folder, out, "--budget", "100s", "--tokens", "64000", "--dry-run") == 0
     left = capsys.readouterr().err
     assert "2 seeds on 64,000 tokens, 2 of 4 runs finished, 0.05 s/step" in left
-    assert f"the budget chose: {note}" in left
+    assert f"the budget had chosen: {note}" in left
     assert seconds_of(left) < 0.7 * seconds_of(first)
     assert machine.clock.now - started < 100
     assert compare(folder, out, "--budget", "100s", "--tokens", "64000") == 0

@@ -51,6 +51,29 @@ def test_a_resolved_difference_without_the_leader_is_said() -> None:
     assert " Resolved: a against b (−0.24" in report["verdict"][0]
 
 
+def test_a_pair_on_one_seed_is_not_resolved_beside_pairs_on_several() -> None:
+    """The first seeds of three designs and a second one of two, as when a budget ends."""
+    sizes = reports.TINY["gqa-tiny"][2:]
+    report = reports.make_report(
+        {name: (shift, 0.002, *sizes) for name, shift in (("a", 0.0), ("b", 0.1), ("c", 0.2))}, seeds=2
+    )
+    late = report["designs"][2]
+    reports.diverge(late["runs"][1])
+    reports.finish(report)
+    assert {row["reference"]: row["pairs"] for row in report["pairs"] if row["design"] == "a"} == {"b": 2, "c": 1}
+    verdict = " ".join(report["verdict"])
+    assert "The lead of a is resolved against b." in verdict
+    assert "With one seed of c no interval covers seed variance" in verdict
+
+
+def test_intervals_as_wide_as_the_loss_are_no_advice() -> None:
+    sizes = reports.TINY["gqa-tiny"][2:]
+    report = reports.make_report({"a": (0.0, 0.6, *sizes), "b": (0.1, 0.9, *sizes)}, seeds=2)
+    sentences = " ".join(report["verdict"])
+    assert "Seeds differ more than designs, so intervals say little; train more than 2 of each." in sentences
+    assert "To narrow to" not in sentences
+
+
 def test_what_is_not_resolved_comes_with_what_would_resolve_it() -> None:
     pair = reports.make_report({name: reports.TINY[name] for name in ("mha-tiny", "gqa-tiny")})
     assert pair["verdict"][1:3] == [

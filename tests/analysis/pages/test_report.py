@@ -190,6 +190,15 @@ def test_a_diverged_run_ends_with_a_cross_and_stays_out_of_the_mean() -> None:
     assert len(mean_curve(report["designs"][1])) == len(whole)
 
 
+def test_the_mean_curve_ends_at_the_number_of_the_table() -> None:
+    """Also of a design whose mean is adjusted to the seeds of the others."""
+    report = reports.make_report()
+    design = report["designs"][1]
+    design["bits_per_byte"]["mean"] += 0.25
+    last = mean_curve(design)[-1][1]
+    assert last == pytest.approx(design["bits_per_byte"]["mean"])
+
+
 def test_designs_can_be_distinguished_without_color() -> None:
     styles = design_styles([str(number) for number in range(24)], "3")
     assert styles["3"] == DesignStyle("series-0", "solid", "circle")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -228,10 +229,8 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
 
 
 def _times_file(comparison: Comparison) -> Path | None:
-    """The cache's file of these designs' step times on this machine; None without a cache, or with parts of files."""
+    """The cache's file of these designs' step times on this machine; None without a cache."""
     plan, workers, runtime = comparison.plan, comparison.workers, comparison.runtime
-    if plan.part_files:
-        return None
     names = ("design", "settings", "tf32", "deterministic")
     requests = [calibration_task(comparison, entry).request for entry in plan.entries]
     machine = [hardware(), torch.__version__, __version__, runtime.threads, runtime.choices_of_worker(workers.threads)]
@@ -241,6 +240,7 @@ def _times_file(comparison: Comparison) -> Path | None:
         workers.threads,
         workers.ranks,
         [[each[name] for name in names] for each in requests],
+        [sha256(Path(file).read_bytes()).hexdigest() for file in plan.part_files],
     ]
     with suppress(ConfigError, MachineError):
         return DataCache(None).path("json", "step times", to_plain_json(key))
@@ -248,15 +248,22 @@ def _times_file(comparison: Comparison) -> Path | None:
 
 
 def estimate(
-    comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int], choices: Sequence[TaskChoice]
+    comparison: Comparison,
+    times: Mapping[str, StepTime],
+    steps: Mapping[str, int],
+    choices: Sequence[TaskChoice],
+    rounds: int = SPEED_ROUNDS,
 ) -> Estimate:
-    """Estimate the seconds of each part. steps: training steps of each design. choices: the recall tasks."""
+    """Estimate the seconds of each part.
+
+    steps: training steps of each design. choices: the recall tasks. rounds: of speed measurements.
+    """
     plan, runs = comparison.plan, unfinished_runs(comparison)
     return Estimate(
         step=(min(time.step for time in times.values()), max(time.step for time in times.values())),
         tuning=_unfinished_tuning(comparison, _training_seconds(comparison, times, steps, all_runs(plan)), runs),
         training=_training_seconds(comparison, times, steps, runs),
-        speed=_speed_seconds(comparison, times, plan.speed_contexts),
+        speed=_speed_seconds(comparison, times, plan.speed_contexts, rounds),
         recall=sum(_recall_seconds(comparison, times, choice) for choice in choices),
     )
 
@@ -287,11 +294,12 @@ def is_finished(comparison: Comparison, choices: Sequence[TaskChoice]) -> bool:
 
 def fit_plan(
     comparison: Comparison, times: Mapping[str, StepTime], budget: TimeBudget, *, chooses_tokens: bool,
-    chooses_seeds: bool, chooses_contexts: bool,
+    chooses_seeds: bool, chooses_contexts: bool, text: float | None = None,
 ) -> ComparisonPlan:  # fmt: skip
     """The plan with the settings that a budget chooses, and sentences on them.
 
-    Raises ConfigError if not even the smallest comparison that can distinguish designs fits.
+    text: seconds for preparing the text; None: those that a budget reserves for it. Raises ConfigError if not even the
+    smallest comparison that can distinguish designs fits.
     """
     plan, notes = comparison.plan, list[tuple[str, str]]()
     if chooses_contexts:
@@ -302,7 +310,7 @@ def fit_plan(
             plan = replace(plan, speed_contexts=tuple(contexts))
             where = f"up to {contexts[-1]:,} tokens" if len(contexts) > 1 else f"at {contexts[0]:,} tokens only"
             notes.append(("speed_contexts", f"speed is measured {where}"))
-    text = text_seconds(budget.seconds)
+    text = text_seconds(budget.seconds) if text is None else text
     others = text + _speed_seconds(comparison, times, plan.speed_contexts, rounds=1)
     chosen, recall = None, RECALL_SHARE * budget.seconds if plan.recall_probes else 0.0
     for _ in range(2):  # again with what the recall tasks of the first choice need
@@ -326,8 +334,9 @@ def fit_plan(
         raise ConfigError(
             f"--budget {format_seconds(budget.seconds)}: is too short: the least, {len(fewest.seeds)} seeds of "
             f"{len(plan.entries)} designs, {length} each at {timed} s/step, take about {whole}; give at least that, or "
-            f"compare fewer or smaller designs ({format_seconds(training)} are to train, {format_seconds(recall)} for "
-            f"recall, {format_seconds(others - text)} for speed, less with --speed-context-length 512)"
+            f"compare fewer or smaller designs, such as with layers.*.repeat=2 or --vocab-size 1024 "
+            f"({format_seconds(training)} are to train, {format_seconds(recall)} for recall, "
+            f"{format_seconds(others - text)} for speed, less with --speed-context-length 512)"
         )
     if chooses_tokens:
         notes.insert(0, ("tokens", f"each run trains on {int(chosen.budget_value):,} tokens"))
@@ -380,11 +389,15 @@ def _least_steps(plan: ComparisonPlan, chooses_tokens: bool) -> int:
 
 
 def describe_plan(
-    comparison: Comparison, estimate: Estimate | None, budget: TimeBudget | None = None, finished: bool = False
+    comparison: Comparison,
+    estimate: Estimate | None,
+    budget: TimeBudget | None = None,
+    finished: bool = False,
+    begun: bool = False,
 ) -> list[str]:
     """What a comparison will do, and how long what is left of it takes, as sentences.
 
-    estimate: None where none was timed. finished: whether nothing is left.
+    estimate: None where none was timed. finished: whether nothing is left. begun: whether an earlier call chose.
     """
     plan = comparison.plan
     at_once = f", {describe_workers(comparison.workers, comparison.runtime.threads)}"
@@ -397,7 +410,7 @@ def describe_plan(
     designs, seeds = len(plan.entries), len(plan.seeds)
     runs = f"{designs} design{'s' * (designs > 1)} × {seeds} seed{'s' * (seeds > 1)}{length}"
     notes = "; ".join(sentence for _, sentence in plan.budget_notes)
-    chosen = [f"the budget chose: {notes}"] if notes else []
+    chosen = [f"the budget {'had chosen' if begun or finished else 'chose'}: {notes}"] if notes else []
     if finished:
         return [f"plan: {runs}: everything is finished", *chosen]
     count = designs * seeds

@@ -4,9 +4,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from heddle.data.corpus import Corpus
 from heddle.data.sources import check_sources
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, MachineError
 from heddle.lab.compare.budget import (
     TimeBudget,
     TimePlan,
@@ -26,6 +28,7 @@ from heddle.lab.compare.budget import (
     is_finished,
     is_worth_timing,
     parse_duration,
+    text_seconds,
     time_steps,
 )
 from heddle.lab.compare.equal_size import equalize_sizes
@@ -44,7 +47,7 @@ from heddle.lab.compare.plan import (
 )
 from heddle.lab.compare.probes import left_out_sentences, select_probes
 from heddle.lab.compare.results import Design, Report, finite, parse, plain
-from heddle.lab.compare.run import PLAN_FILE, REPORT_FILES, joined_plan
+from heddle.lab.compare.run import PLAN_FILE, REPORT_FILES, joined_plan, read_text
 from heddle.lab.compare.run import compare as run_comparison
 from heddle.lab.compare.settings import DEFAULT_SEEDS, DEFAULT_TUNING_BUDGET, CompareSettings
 from heddle.lab.compare.tables import (
@@ -68,14 +71,14 @@ from heddle.lab.compare.tables import (
     recall_accuracy,
     seed_counts,
 )
-from heddle.lab.compare.tasks import Comparison, choose_recall_tasks, choose_workers, training_steps
+from heddle.lab.compare.tasks import SPEED_ROUNDS, Comparison, choose_recall_tasks, choose_workers, training_steps
 from heddle.lab.compare.tuning import check_tuning, make_search
 from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.live import open_live_page
 from heddle.lab.workers import Workers
 from heddle.machine import with_worker_choices
 from heddle.notebook import html_table
-from heddle.progress import print_status, print_text, terminal_safe
+from heddle.progress import format_duration, print_status, print_text, terminal_safe
 from heddle.runtime import Runtime, device_name, kind_of_device, resolve_device
 from heddle.session import ALL_NEEDS, TRAINING_NEEDS, dtype_of, open_session
 from heddle.settings import shared
@@ -169,6 +172,7 @@ def parse_process_share(text: str | None, environment: Mapping[str, str]) -> tup
     return (index - first) % count, count
 
 
+MOST_TEXT = 0.6  # of what a budget leaves after its steps are timed, for preparing the text
 DEFAULT_TOKENS = 100_000
 SPEED_CONTEXTS = (512, 2048, 8192)
 
@@ -219,7 +223,7 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         needs = {workers.threads or runtime.threads: TRAINING_NEEDS, plan.threads or runtime.threads: ALL_NEEDS}
         runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, needs)
         warn_of_precision(runtime, settings.precision)
-        plan, time_plan = _plan_time(settings, plan, runtime, workers, started)
+        plan, time_plan, text = _plan_time(settings, plan, runtime, workers, started)
         if settings.dry_run:
             print_text("Nothing was trained.")
             return ComparedDesigns(settings.out, {"plan": to_plain_json(plan.identity())})
@@ -228,7 +232,7 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         command = settings.command_line("compare")
         try:
             report = run_comparison(
-                plan, settings.out, runtime, command, workers=workers, live=live, time_plan=time_plan
+                plan, settings.out, runtime, command, workers=workers, live=live, time_plan=time_plan, text=text
             )
         except Interrupted:
             _print_interrupted(settings)
@@ -259,10 +263,11 @@ def _print_interrupted(settings: CompareSettings) -> None:
 
 def _plan_time(
     settings: CompareSettings, plan: ComparisonPlan, runtime: Runtime, workers: Workers, started: float
-) -> tuple[ComparisonPlan, TimePlan]:
+) -> tuple[ComparisonPlan, TimePlan, Corpus | None]:
     """Time a step of each design, choose what the budget leaves open, and print the plan.
 
-    A resumed comparison keeps its choices. Steps are not timed then, nor where training takes only seconds.
+    Where a budget chooses, the text is prepared within it and returned. A resumed comparison keeps its choices. Steps
+    are not timed then, nor where training takes only seconds.
     """
     budget = None
     if settings.budget is not None:
@@ -292,20 +297,21 @@ def _plan_time(
     if plan.budget_kind == "seconds":
         for sentence in describe_plan(comparison, None):
             print_status(sentence)
-        return plan, TimePlan(budget)
+        return plan, TimePlan(budget), None
     if is_begun and budget is None and not settings.dry_run:
-        return plan, TimePlan()
+        return plan, TimePlan(), None
     are_steps_known = is_begun or not chooses_tokens
     steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries if are_steps_known}
     if budget is None and not settings.dry_run and not is_worth_timing(comparison, steps):
-        return plan, TimePlan()
+        return plan, TimePlan(), None
     if is_begun and is_finished(comparison, choose_recall_tasks(comparison, steps)):
         for sentence in describe_plan(comparison, None, finished=True):
             print_status(sentence)
-        return plan, TimePlan(budget)
-    times = time_steps(comparison)
+        return plan, TimePlan(budget), None
+    times, text = time_steps(comparison), None
     if budget is not None and not is_begun:
-        plan = fit_plan(
+        fit = partial(
+            fit_plan,
             comparison,
             times,
             budget,
@@ -313,15 +319,43 @@ def _plan_time(
             chooses_seeds=chooses_seeds,
             chooses_contexts=not settings.speed_context_length,
         )
+        plan = fit()
+        if workers.share is None and not settings.dry_run:
+            plan, text = _fit_with_text(plan, fit, budget)
     comparison = replace(comparison, plan=plan)
     steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
     if plan.tuning is not None and plan.tuning.budget_kind == "seconds":
         make_search(plan, plan.tuning, steps, {name: steps[name] * times[name].step for name in steps})
     time_plan = TimePlan(budget, times)
     choices = time_plan.affordable(comparison, choose_recall_tasks(comparison, steps))
-    for sentence in describe_plan(comparison, estimate(comparison, times, steps, choices), budget):
+    seconds = estimate(comparison, times, steps, choices, SPEED_ROUNDS if budget is None else 1)
+    for sentence in describe_plan(comparison, seconds, budget, begun=is_begun):
         print_status(sentence)
-    return plan, time_plan
+    return plan, time_plan, text
+
+
+def _fit_with_text(
+    plan: ComparisonPlan, fit: Callable[..., ComparisonPlan], budget: TimeBudget
+) -> tuple[ComparisonPlan, Corpus | None]:
+    """Prepare the text, and fit the plan again if that took longer than the budget reserves for it.
+
+    fit: as `fit_plan`, with the seconds for the text. Raises MachineError if the text leaves too little time; what was
+    encoded is kept.
+    """
+    began = time.monotonic()
+    text = read_text(plan, began + MOST_TEXT * budget.remaining)
+    seconds = time.monotonic() - began
+    if seconds <= text_seconds(budget.seconds):
+        return plan, text
+    try:
+        refitted = fit(text=0.0)
+    except ConfigError:
+        raise MachineError(
+            f"--budget {format_duration(budget.seconds)}: preparing the text took {format_duration(seconds)}, which "
+            "leaves too little; it is kept, so that the same command has the whole budget now"
+        ) from None
+    print_status(f"preparing the text took {format_duration(seconds)}; the rest of the budget is planned again")
+    return refitted, text if refitted.budget_value == plan.budget_value else None
 
 
 def comparison_plan(settings: CompareSettings, runtime: Runtime) -> ComparisonPlan:

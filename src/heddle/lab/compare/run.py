@@ -5,6 +5,7 @@ waits for the others where it needs all of them.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -366,11 +367,13 @@ def compare(
     workers: Workers | None = None,
     live: LivePage | None = None,
     time_plan: TimePlan | None = None,
+    text: Corpus | None = None,
 ) -> Report:
     """Run the unfinished tasks of a plan in the folder `out`; return the report, which is also written as tasks finish.
 
     command: the user's command, for the report. workers: where the runs take place; None: as `choose_workers` does.
-    live: shows the report while it grows. time_plan: ends the comparison at the end of a time budget.
+    live: shows the report while it grows. time_plan: ends the comparison at the end of a time budget. text: None: it
+    is read.
     Raises CheckpointError if the folder has other content or another comparison, and Interrupted after a signal,
     once the current runs have been saved.
     """
@@ -387,7 +390,7 @@ def compare(
         schedule = choose_schedule(plan, workers.total, saved_runs(out, names), results.earlier_designs)
         results.pending = list(schedule.next_runs(results.runs))
         with writer.first_report():
-            writer.comparison = comparison = replace(comparison, corpus=_prepare_text(comparison))
+            writer.comparison = comparison = replace(comparison, corpus=_prepare_text(comparison, text))
             results.steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
         trained_tokens = min(results.steps.values()) * plan.batch_size * plan.sequence_length
         extrapolation = plan_extrapolation(
@@ -449,23 +452,32 @@ def _check_folder(out: Path, plan: ComparisonPlan) -> bool:
     return check_plan(out / PLAN_FILE, plan)
 
 
-def _prepare_text(comparison: Comparison) -> Corpus:
-    """Read the text, and check it against the designs and the folder. One of several processes writes the file."""
+def read_text(plan: ComparisonPlan, until: float = math.inf) -> Corpus:
+    """The text of a comparison. until: as in `prepare_corpus`."""
+    return prepare_corpus(
+        plan.data,
+        vocab_size=plan.vocab_size,
+        max_train_tokens=int(plan.budget_value) if plan.budget_kind == "tokens" else None,
+        tokenizer=None if plan.tokenizer is None else Path(plan.tokenizer),
+        until=until,
+    )
+
+
+def _prepare_text(comparison: Comparison, text: Corpus | None) -> Corpus:
+    """Check the text against the designs and the folder. One of several processes writes the file.
+
+    text: None: it is read.
+    """
     plan, file = comparison.plan, comparison.out / DATA_FILE
     with wait_for_lock(file, file.is_file) if comparison.workers.share is not None else nullcontext():
-        corpus = prepare_corpus(
-            plan.data,
-            vocab_size=plan.vocab_size,
-            max_train_tokens=int(plan.budget_value) if plan.budget_kind == "tokens" else None,
-            tokenizer=None if plan.tokenizer is None else Path(plan.tokenizer),
-        )
+        corpus = text or read_text(plan)
         for entry in plan.entries:
             check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
         check_token_count(corpus.train, plan.sequence_length, plan.batch_size)
-        text = to_plain_json({"data": {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}})
+        facts = to_plain_json({"data": {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}})
         if not file.is_file():
-            write_json_file(file, text | {"final_tokens": None})
-        elif difference := first_difference({"data": read_json_file(file).get("data")}, text):
+            write_json_file(file, facts | {"final_tokens": None})
+        elif difference := first_difference({"data": read_json_file(file).get("data")}, facts):
             raise CheckpointError(f"{comparison.out}: holds another comparison: {difference}; {REMEDY}")
     return corpus
 

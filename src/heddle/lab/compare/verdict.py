@@ -1,5 +1,6 @@
 """Sentences that follow from a report's numbers: the verdict, and the gains and costs of each design."""
 
+import math
 from itertools import pairwise
 
 from heddle.lab.compare.power import MAX_SEEDS
@@ -36,12 +37,18 @@ from heddle.progress import format_duration
 # What a comparison did not resolve, in words: ties, what it could resolve, and what a narrower interval needs.
 
 
+MEANINGLESS_TIE = 0.1  # of the loss: a wider interval bounds nothing
+
+
 def resolution_sentences(report: Report) -> list[str]:
     """Ties with the leader and what would resolve them; empty where nothing is open."""
     rows = [row for row in differences_to_leader(report) if _is_unresolved(row) and row.pairs > 1]
     sentences = []
     if rows:
         widest = max(rows, key=lambda row: half_width(row) or 0.0)
+        loss = min(mean_loss(design) or math.inf for design in report.designs)
+        if (widest.tie_within or 0.0) > MEANINGLESS_TIE * loss:
+            return [f"Seeds differ more than designs, so intervals say little; train more than {widest.pairs} of each."]
         ties = f"A tie within ± {format_bound(rows[0].tie_within or 0.0)}"
         if len(report.designs) > 2:
             names = join_names([f"{row.reference} within ± {format_bound(row.tie_within or 0.0)}" for row in rows], 8)
@@ -124,10 +131,12 @@ def _lowest_loss(report: Report, ranking: list[Design]) -> str:
         return f"{join_names([design.name for design in ranking], 8)} tie: each reaches {loss} bits per byte."
     by_name = {row.reference: row for row in differences_to_leader(report)}
     differences = {design.name: by_name[design.name] for design in others}
-    resolved = [name for name, row in differences.items() if row.resolved and (row.mean or 0.0) < 0]
+    most = max(row.pairs for row in differences.values())
+    judged = [row for row in differences.values() if row.resolved and row.pairs >= min(2, most)]
+    resolved = [row.reference for row in judged if (row.mean or 0.0) < 0]
     unresolved = [name for name in differences if name not in resolved]
     start, word = f"{best.name} has the lowest bits per byte, {loss}", "resolved"
-    if max(row.pairs for row in differences.values()) == 1:
+    if most == 1:
         # one seed says nothing about seed variance, so the first sentence may not either
         start, word = f"{start}, on one seed", "resolved for the sampling error of the text only"
     if len(others) == 1 and differences[others[0].name].mean is not None:
@@ -145,8 +154,9 @@ def _lowest_loss(report: Report, ranking: list[Design]) -> str:
 
 
 def _resolved_pairs(report: Report) -> str:
-    """Resolved pairs without the leader, as when the leader's runs vary more than theirs."""
-    pairs = [row for row in report.pairs if row.resolved and report.leader not in (row.design, row.reference)]
+    """Resolved pairs without the leader, as when the leader's runs vary more than theirs; on two seeds or more."""
+    others = [row for row in report.pairs if report.leader not in (row.design, row.reference)]
+    pairs = [row for row in others if row.resolved and row.pairs > 1]
     words = [f"{row.design} against {row.reference} ({format_difference(row)})" for row in pairs]
     return f" Resolved: {join_names(words, 4)}." if words else ""
 
@@ -156,9 +166,11 @@ def _losses(designs: list[Design]) -> str:
 
 
 def _single_seed_warning(ranking: list[Design]) -> list[str]:
-    if len(ranking) < 2 or max(len(finished_runs(design.runs)) for design in ranking) > 1:
+    single = [design.name for design in ranking if len(finished_runs(design.runs)) == 1]
+    if len(ranking) < 2 or not single:
         return []
-    return ["With one seed no interval covers seed variance: another seed may change the order."]
+    which = "With one seed" if len(single) == len(ranking) else f"With one seed of {join_names(single, 8)}"
+    return [f"{which} no interval covers seed variance: another seed may change the order."]
 
 
 def _state_costs(report: Report, ranking: list[Design]) -> list[str]:

@@ -51,7 +51,7 @@ def work(request_file: str, result_file: str, parent_pid: int | None = None) -> 
     """
     task = json.loads(Path(request_file).read_text(encoding="utf-8"))
     try:
-        with interrupted_on_stop_signals():
+        with interrupted_on_stop_signals("stopped before it was done; the same command continues"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the parent masked them
             _exit_with_parent(parent_pid or task["parent_pid"])
             return _run_task(task, request_file, result_file)

@@ -69,7 +69,10 @@ def overview_figures(report: Report) -> dict[str, Figure | None]:
 
 
 def mean_curve(design: Design) -> Points:
-    """[(tokens, bits per byte)] averaged over the finished seeds, over the range that all of them cover."""
+    """[(tokens, bits per byte)] averaged over the finished seeds, over the range that all of them cover.
+
+    It is shifted to the design's mean where that is adjusted to the seeds of the others.
+    """
     curves = [finite_points(run.curve) for run in design.runs if run.status == "done"]
     arrays = [np.array(curve) for curve in curves if curve]
     if not arrays:
@@ -77,6 +80,9 @@ def mean_curve(design: Design) -> Points:
     start, stop = max(curve[0, 0] for curve in arrays), min(curve[-1, 0] for curve in arrays)
     tokens = arrays[0][(arrays[0][:, 0] >= start) & (arrays[0][:, 0] <= stop), 0]
     losses = np.mean([np.interp(tokens, curve[:, 0], curve[:, 1]) for curve in arrays], axis=0)
+    own = [run.bits_per_byte for run in design.runs if run.status == "done" and run.bits_per_byte is not None]
+    if own and (mean := mean_loss(design)) is not None:
+        losses += mean - np.mean(own)
     return list(zip(tokens.tolist(), losses.tolist(), strict=True))
 
 
