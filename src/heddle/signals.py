@@ -60,7 +60,8 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 def interrupted_on_stop_signals(sentence: str | None = None) -> Iterator[None]:
     """Within the block, a signal raises Interrupted, so that unfinished files are removed.
 
-    sentence: what it says; None: which signal ended the work. Signals that were ignored stay ignored. Does nothing outside the main thread.
+    sentence: what it says; None: which signal ended the work. Signals that were ignored stay ignored. Does nothing
+    outside the main thread.
     """
 
     stop_request = StopRequest()
