@@ -115,7 +115,7 @@ from heddle.parts.feedforwards.moe import MoE, Router, RouterTrunk, balance_loss
 from heddle.parts.feedforwards.ngram_memory import NGramMemory
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers.attention import Attention, query_temperature
-from heddle.parts.mixers.compressed_attention import CompressedAttention, CompressedCache, _call_blocks
+from heddle.parts.mixers.compressed_attention import CompressedAttention
 from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
 from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
@@ -125,6 +125,7 @@ from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.path_attention import PathAttention
 from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.mixers.short_conv import ShortConv
+from heddle.parts.modules.blocks import BlockCache, _call_blocks, block_mask, extend_blocks
 from heddle.parts.modules.dropout import BranchDropout, Dropout
 from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.linear import fill_normal
@@ -326,18 +327,18 @@ BUGS = [
     Bug("an entry that is seen before its block is finished", "causality", "compressed",
         calls(_call_blocks, "CallBlocks", lambda make, ends, *rest: make(ends - 2 * (ends > 0).long(), *rest))),
     Bug("an index that ranks unfinished blocks", "causality", "compressed-index",
-        reads(CompressedAttention._shown, "ends", lambda ends: 0 * ends)),
+        reads(block_mask, "ends", lambda ends: 0 * ends)),
     Bug("a tail that is lost at a cut", "chunked_decoding", "compressed",
-        reads(CompressedAttention._extended, "tail", lambda tail: 0.0 * tail)),
+        reads(extend_blocks, "last", lambda last: 0.0 * last)),
     Bug("a tail that keeps padding", "padding_not_cached", "compressed-overlap",
-        condition(CompressedAttention._extended, "padding", True)),
+        condition(extend_blocks, "padding", True)),
     Bug("a tail that keeps removed tokens", "state_rollback", "compressed-overlap",
-        calls(CompressedCache.rolled_back, "freed", lambda freed, size: 0 * freed(size))),
+        calls(BlockCache.rolled_back, "freed", lambda freed, size: 0 * freed(size))),
     Bug("blocks of slots", "padding_invariance", "compressed",
         wrapped(_call_blocks, lambda make, layout, ratio: make(replace(
             layout, positions=torch.arange(layout.length).expand_as(layout.positions), has_padding=False), ratio))),
     Bug("entries of all documents in the first one", "document_packing", "compressed",
-        reads(CompressedAttention._shown, "segments", lambda segments: 0 * segments)),
+        reads(block_mask, "segments", lambda segments: 0 * segments)),
     Bug("a block before that is of another document", "document_isolation", "compressed-overlap",
         reads(_call_blocks, "theirs", lambda theirs, *, all_segments: all_segments[..., None].expand_as(theirs))),
     Bug("a loss of the index averaged over rows", "gradient_accumulation", "compressed-index",
