@@ -208,6 +208,18 @@ CASES: dict[str, Data] = {
         kv_heads=2,
         indexer=indexer(top_k=2, block=2, per_head=True, norm={"kind": "rms", "offset": 1.0}, query_norm=True),
     ),
+    "attention-indexer-pool": alone(
+        kv_heads=2, indexer=indexer(top_k=1, block=2, pool="mean", head_weights=False, query_norm=True)
+    ),
+    "attention-indexer-pool-per-head": design(
+        layer(attention(kv_heads=2, position=ALIBI, indexer=indexer(top_k=1, block=3, per_head=True, pool="gated"))),
+        layer(attention(forget=True, indexer=indexer(top_k=2, block=2, pool="gated", loss_keys="selected")), None),
+    ),
+    "latent-indexer-pool": design(
+        layer(latent(query_rank=9, indexer=indexer(top_k=1, block=3, pool="gated"))),
+        layer(latent(shared_index=True), None),
+        layer(latent(None, indexer=indexer(top_k=1, heads=3, block=2, pool="mean"))),
+    ),
     "latent-indexer-query-norm": design(layer(latent(query_rank=9, indexer=indexer(query_norm=True)), repeat=2)),
     "attention-indexer-blocks-bidirectional": alone(
         kv_heads=1, causal=False, position=None, indexer=indexer(top_k=2, block=3, block_score="mean")

@@ -22,7 +22,7 @@ from heddle.model.size import measure_size
 from heddle.model.state import State
 from heddle.numerics.activations import swiglu_clamped
 from heddle.numerics.attention.householder import householder_products
-from heddle.numerics.attention.indexer import _block_scores, _selected, blocks_of, select_keys
+from heddle.numerics.attention.indexer import _block_scores, _selected, blocks_of, select_keys, show_blocks
 from heddle.numerics.attention.latent import (
     _absorbed,
     _absorbed_queries,
@@ -125,7 +125,7 @@ from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.path_attention import PathAttention
 from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.mixers.short_conv import ShortConv
-from heddle.parts.modules.blocks import BlockCache, _call_blocks, block_mask, extend_blocks
+from heddle.parts.modules.blocks import BlockCache, _call_blocks, block_mask, extend_blocks, finished_blocks
 from heddle.parts.modules.dropout import BranchDropout, Dropout
 from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.linear import fill_normal
@@ -410,6 +410,18 @@ BUGS = [
     Bug("index keys of another order of rows", "batch_position_invariance", "attention-indexer",
         wrapped(Indexer.forward, lambda forward, *inputs: (lambda index: index._replace(k=index.k.flip(0)))(
             forward(*inputs)))),
+    Bug("a pooled block that is seen before it is finished", "causality", "attention-indexer-pool",
+        reads(block_mask, "ends", lambda ends: 0 * ends)),
+    Bug("an unfinished block that is not seen", "selected_keys", "latent-indexer-pool",
+        reads(show_blocks, "finished", torch.ones_like)),
+    Bug("pooled keys at the positions of the last tokens", "selected_keys", "attention-indexer-pool-per-head",
+        wrapped(finished_blocks, lambda make, layout, blocks, ratio: (make(layout, blocks, ratio) - 1).clamp(min=-1))),
+    Bug("raw keys that a state does not hold", "chunked_decoding", "latent-indexer-pool",
+        reads(extend_blocks, "last", lambda last: 0.0 * last)),
+    Bug("removed tokens in the raw keys", "state_rollback", "attention-indexer-pool",
+        calls(BlockCache.rolled_back, "freed", lambda freed, size: 0 * freed(size))),
+    Bug("a rollback beyond the raw keys", "rollback_errors", "attention-indexer-pool",
+        replaced(BlockCache.can_roll_back, lambda *_: True)),
     Bug("an index loss averaged over rows", "gradient_accumulation", "attention-indexer-bidirectional",
         calls(Indexer.select, "index_loss", lambda loss, index, *rest: loss(index, *rest) / len(index.q))),
     Bug("an index loss recorded twice", "activation_checkpointing", "attention-indexer",

@@ -104,8 +104,8 @@ def receptive_field(config: ModelConfig) -> None:
 def selected_keys(config: ModelConfig) -> None:
     """With an indexer, a token attends to `top_k` of the tokens, or blocks, that its mask shows, or to all of fewer.
 
-    Of a block it attends to every visible token. The `local` blocks are among them. Heads that share a selection attend
-    to the same tokens. A sequence of at most `top_k` tokens has the bits of the design without the indexer.
+    Of a block it attends to every visible token. The `local` blocks are among them; with `pool` so many are finished,
+    and it attends to all of the others. Heads that share a selection attend to the same tokens. A sequence of at most `top_k` tokens has the bits of the design without the indexer.
     """
     model = model_under_test(config)
     indexed: list[Any] = [module for module in model.layers.modules() if getattr(module, "indexer", None) is not None]
@@ -123,14 +123,17 @@ def selected_keys(config: ModelConfig) -> None:
         attended = (observation.weights > 0).unflatten(1, (shares, -1)).any(2)
         if bool((attended & ~visible).any()):
             raise LawViolation("a token attends to a masked token")
-        number = layout.positions // choice.block
+        number = layout.positions // mixer.indexer.block
         same_block = (number[:, :, None] == number[:, None]).double()  # other documents are not visible
         counts = [shown.double() @ same_block[:, None] for shown in (attended, visible.expand_as(attended))]
         if bool((attended & (counts[0] != counts[1])).any()):
             raise LawViolation("a token attends to a part of a block")
         share_of_block = torch.where(counts[1] > 0, 1 / counts[1].clamp(min=1), 0.0)
+        scored = counts[1] == mixer.indexer.block if mixer.indexer.pool else torch.ones_like(attended)
+        if bool((visible & ~scored & ~attended).any()):
+            raise LawViolation("a token does not attend to a block that is not finished")
         attended_blocks, visible_blocks = (
-            ((shown * share_of_block).sum(-1)).round() for shown in (attended, visible.expand_as(attended))
+            ((shown * share_of_block).sum(-1)).round() for shown in (attended & scored, visible & scored)
         )
         if not torch.equal(attended_blocks, visible_blocks.clamp(max=choice.top_k)):
             raise LawViolation("the number of tokens, or of blocks, that a token attends to is not top_k")

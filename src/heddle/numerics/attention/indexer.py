@@ -61,6 +61,13 @@ class Blocks(NamedTuple):
     numbers: Tensor
 
 
+class KeyBlocks(NamedTuple):
+    """Blocks with one pooled key each: which of them queries see, and the one of each key, int64 [B, S]; −1: none."""
+
+    mask: AttentionMask
+    of_key: Tensor
+
+
 def indexer_flops(pairs: int, batch: int, heads: int, dim: int, weighted: bool = True) -> int:
     """FLOPs of the scores of `pairs` (query, key) pairs: a product of `dim` elements per head, and their sum."""
     return 2 * batch * pairs * heads * (dim + weighted)
@@ -109,6 +116,22 @@ def select_keys(q: Tensor, k: Tensor, weights: Tensor | None, mask: AttentionMas
             scores = index_scores(q[:, :, tile], k, None if weights is None else weights[:, :, tile])
             tiles.append(_selected(scores, mask.materialize(tile), mask.q_positions[:, tile], blocks, choice))
         return mask.selecting(torch.cat(tiles, dim=2), choice.top_k * choice.block)
+
+
+@torch.no_grad()
+def show_blocks(mask: AttentionMask, blocks: KeyBlocks, most: int) -> AttentionMask:
+    """The mask restricted to the keys of the selected blocks, and to those that are in no block that the query sees.
+
+    most: how many keys a query sees then, at most.
+    """
+    assert blocks.mask.selected is not None
+    of_key = blocks.of_key.clamp(min=0)[:, None, None]
+
+    def of_keys(shown: Tensor) -> Tensor:
+        return shown.gather(3, of_key.expand(*shown.shape[:3], -1))
+
+    finished = of_keys(blocks.mask.materialize()[:, None]) & (blocks.of_key >= 0)[:, None, None]
+    return mask.selecting(of_keys(blocks.mask.selected) | ~finished, most)
 
 
 def most_blocks(mask: AttentionMask, keys: int, block: int) -> int:
@@ -204,30 +227,37 @@ def index_loss(
     mask: AttentionMask,
     scale: float,
     modifiers: ScoreModifiers = NO_MODIFIERS,
+    blocks: KeyBlocks | None = None,
 ) -> Tensor:
     """Σ over queries of KL(p ‖ softmax(scores)), both over the keys that the mask shows; gradients for `index` only.
 
     index: q, k and weights of the indexer, as in `index_scores`. attended: q [B, H, T, d] and k [B, G, S, d] of the
     attention. p: the weights of the attention over these keys, summed over the heads, divided by their sum. Without
-    weights: the mean over the indexer's heads, each with the sum over its share of the attention's heads.
+    weights: the mean over the indexer's heads, each with the sum over its share of the attention's heads. blocks: the
+    scores are of these, and p of the sums of their keys' weights.
     """
     (q, k, weights), (attended_q, attended_k) = index, (x.detach() for x in attended)
     padding = (mask.q_positions < 0)[:, None]  # contents of padding must not reach the gradients of keys
     q = q.masked_fill(padding[..., None], 0.0)
     weights = None if weights is None else weights.masked_fill(padding, 0.0)
-    k, _ = zero_unused_slots(k, k, mask)
+    scored = mask if blocks is None else blocks.mask
+    k, _ = zero_unused_slots(k, k, scored)
     attended_k, _ = zero_unused_slots(attended_k, attended_k, mask)
     heads = max(q.shape[1], attended_q.shape[1])
     total = at_least_float32(q.new_zeros(()))
     for tile in _query_tiles(q, q.shape[0] * heads * k.shape[2]):
         tile_mask = mask.for_queries(tile)
         scores = index_scores(q[:, :, tile], k, None if weights is None else weights[:, :, tile])
-        visible = tile_mask.visible(scores.shape[1])
+        visible = scored.for_queries(tile).visible(scores.shape[1])
         with torch.no_grad(), without_autocast(q):
             attention = softmax_weights(
                 attended_q[:, :, tile], attended_k, tile_mask, scale, modifiers.for_queries(tile)
             )
             attention = attention.unflatten(1, (scores.shape[1], -1)).sum(2)
+            if blocks is not None:  # a product rounds in the same way in every run, as sums by scatter do not on a GPU
+                number = torch.arange(k.shape[2], device=k.device)
+                of_block = (blocks.of_key[:, None, :, None] == number).to(attention.dtype)
+                attention = (attention @ of_block).masked_fill(~visible, 0.0)
             target = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
         hidden = torch.finfo(scores.dtype).min  # not -inf: a query that sees no key would have NaN
         log_index = scores.masked_fill(~visible, hidden).log_softmax(-1).masked_fill(~visible, 0.0)

@@ -201,3 +201,37 @@ def block_mask(layout: Layout, blocks: CallBlocks, ratio: int) -> AttentionMask:
         return AttentionMask(layout.positions, blocks.ends, *documents, may_have_padding=True, pair_count=pairs)
 
     return layout.cached(("block mask", ratio), make)
+
+
+def tail_pairs(layout: Layout, ratio: int) -> int:
+    """Pairs of a query of the call and a key of its block, where the query does not finish it."""
+
+    def of(tokens: int) -> int:
+        blocks, rest = divmod(tokens, ratio)
+        return blocks * (ratio * (ratio - 1) // 2) + rest * (rest + 1) // 2
+
+    tokens = entry_pairs(layout, ratio, None)[1]
+    return of(tokens) - of(tokens - layout.length)
+
+
+def finished_blocks(layout: Layout, blocks: CallBlocks, ratio: int) -> Tensor:
+    """The slot of each key's block in `blocks`, −1 where it is not finished: int64 [B, keys].
+
+    The keys are the call's tokens, or with a state those of a cache of all tokens.
+    """
+
+    def make() -> Tensor:
+        view = layout.cache_view
+        if view is None:
+            positions, segments = layout.positions, layout.dense_segment_ids
+            arrivals = (positions >= 0).cumsum(1) - 1
+        else:
+            used = min(view.after.max_tokens, view.after.size)
+            positions, segments = (x[:, :used] for x in (view.after.positions, view.after.segment_ids))
+            arrivals = torch.arange(used, device=positions.device)
+        ahead = ratio - 1 - positions.to(torch.int64) % ratio  # tokens until the block is finished
+        slots = ((arrivals + ahead) // ratio).clamp(min=0, max=max(blocks.ends.shape[1] - 1, 0))
+        is_there = (blocks.ends.gather(1, slots) == positions + ahead) & (blocks.segments.gather(1, slots) == segments)
+        return slots.masked_fill(~is_there | (positions < 0), -1)
+
+    return layout.cached(("finished blocks", ratio), make)
