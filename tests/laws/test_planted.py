@@ -391,8 +391,8 @@ BUGS = [
         wrapped(select_keys, lambda select, q, k, weights, mask, choice:
                 select(q, k, weights, mask, choice._replace(top_k=choice.top_k - 1)))),
     Bug("keys of the index that a state does not hold", "chunked_decoding", "attention-indexer",
-        calls(Indexer.extend, "_replace", lambda index, k: index._replace(k=torch.cat(
-            (0.0 * k[:, :, : k.shape[2] - index.k.shape[2]], k[:, :, k.shape[2] - index.k.shape[2] :]), dim=2)))),
+        calls(Indexer.extend, "_replace", lambda index, k: index._replace(k=torch.cat((
+            0.0 * k[:, :, : k.shape[2] - index.k.shape[2]], k[:, :, k.shape[2] - index.k.shape[2] :]), dim=2)), nth=1)),
     Bug("index keys at the positions of the call", "all_chunkings", "latent-indexer",
         wrapped(Indexer.forward, lambda forward, indexer, x, queries, layout:
                 forward(indexer, x, queries, Layout.causal(*x.shape[:2])))),
