@@ -922,6 +922,23 @@ CASES |= {
 # Layers that are visited several times with the same weights.
 CASES |= {
     "shared-layer": design(layer(attention(kv_heads=2), repeat=3) | SHARED),
+    "shared-adapters": design(
+        layer(attention(kv_heads=2), {"kind": "gated", "hidden": 9}, repeat=3) | SHARED | {"adapter_rank": 2}
+    ),
+    "shared-group-adapters": design(
+        layer(attention()),
+        SHARED
+        | {
+            "repeat": 2,
+            "layers": [
+                layer(latent(query_rank=9, gate="head"), {"kind": "moe", "hidden": 9, "experts": 3, "top_k": 2})
+                | {"adapter_rank": 1},
+                layer({"kind": "mamba2", "heads": 3, "state_size": 6}, MLP | {"bias": True}) | {"adapter_rank": 3},
+            ],
+        },
+        head={"tied": False},
+        multi_token={"depth": 1},
+    ),
     "shared-group": design(
         layer(attention(kv_heads=2)),
         SHARED | {"repeat": 2, "layers": [layer(attention(window=3, dropout=0.2)), delta(3, repeat=1)]},

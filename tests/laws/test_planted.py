@@ -377,6 +377,10 @@ BUGS = [
         condition(Decoder.tie, "source", False)),
     Bug("one state for all visits of a layer", "chunked_decoding", "shared-layer",
         assigned(Decoder._empty_state, "states", lambda states: [states[0] for _ in states])),
+    Bug("one adapter for all visits", "size_matches_model", "shared-adapters",
+        condition(Decoder.tie, "VisitAdapter", False)),
+    Bug("a rank that nothing reads", "options_have_effect", "shared-adapters",
+        condition(Layer.__init__, "adapter_rank", False), option="adapter_rank"),
     # Keys that an indexer selects
     Bug("an index that ranks later tokens", "causality", "attention-indexer",
         calls(_block_scores, "masked_fill", lambda scores, *_: scores, nth=0)),

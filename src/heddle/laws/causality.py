@@ -104,8 +104,9 @@ def receptive_field(config: ModelConfig) -> None:
 def selected_keys(config: ModelConfig) -> None:
     """With an indexer, a token attends to `top_k` of the tokens, or blocks, that its mask shows, or to all of fewer.
 
-    Of a block it attends to every visible token. The `local` blocks are among them; with `pool` so many are finished,
-    and it attends to all of the others. Heads that share a selection attend to the same tokens. A sequence of at most `top_k` tokens has the bits of the design without the indexer.
+    Of a block it attends to every visible token. The `local` blocks are among them; with `pool` so many finished ones
+    are, beside all others. Heads that share a selection attend to the same tokens. A sequence of at most `top_k` tokens
+    has the bits of the design without the indexer.
     """
     model = model_under_test(config)
     indexed: list[Any] = [module for module in model.layers.modules() if getattr(module, "indexer", None) is not None]
