@@ -198,6 +198,9 @@ CASES: dict[str, Data] = {
         layer(attention(position=ALIBI, indexer=indexer(top_k=2, heads=1))), layer(attention(position=None), None)
     ),
     "attention-indexer-blocks": alone(kv_heads=2, indexer=MOBA),
+    "attention-indexer-nsa": alone(
+        kv_heads=2, indexer={"top_k": 3, "block": 2, "block_score": "attention", "local": 1, "first": 1}
+    ),
     "attention-indexer-blocks-window": alone(
         kv_heads=2,
         window=5,

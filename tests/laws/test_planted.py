@@ -407,7 +407,9 @@ BUGS = [
         calls(_selected, "gather", lambda taken, dim, of_key: taken.gather(dim, of_key).index_fill(
             3, torch.tensor([1]), value=False))),
     Bug("a local block that is not seen", "selected_keys", "attention-indexer-blocks-window",
-        operator(_selected, ast.Lt, ast.Gt)),
+        operator(_selected, ast.Lt, ast.Gt, nth=0)),
+    Bug("a first block that is not seen", "selected_keys", "attention-indexer-nsa",
+        operator(_selected, ast.Lt, ast.Gt, nth=1)),
     Bug("blocks of slots", "padding_invariance", "latent-indexer-blocks",
         wrapped(blocks_of, lambda make, mask, block: make(
             replace(mask, k_positions=torch.arange(mask.k_positions.shape[1]).expand_as(mask.k_positions)), block))),

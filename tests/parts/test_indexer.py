@@ -82,6 +82,26 @@ def pooled_by_loop(
     return found
 
 
+def attention_scores_by_loop(
+    config: Any, position: list[int], seen: list[list[int]], attended: tuple[list[list[Tensor]], list[list[Tensor]]]
+) -> list[list[list[Tensor]]]:
+    """For each key head: the weight of each key's block in a softmax over whole blocks, the mean over its heads."""
+    (q, k), block, size = attended, config.indexer.block, config.heads // config.kv_heads
+    found = [[[q[0][0].new_zeros(()) for _ in seen] for _ in seen] for _ in range(config.kv_heads)]
+    for t, keys in enumerate(seen):
+        blocks: dict[int, list[int]] = {}
+        for s in keys:
+            blocks.setdefault(position[s] // block, []).append(s)
+        whole = [members for members in blocks.values() if len(members) == block]
+        for h in range(config.heads if whole else 0):
+            means = [torch.stack([k[s][h // size] for s in members]).mean(0) for members in whole]
+            weights = torch.stack([q[t][h] @ mean * config.scale for mean in means]).exp()
+            for members, weight in zip(whole, weights / weights.sum(), strict=True):
+                for s in members:
+                    found[h // size][t][s] = found[h // size][t][s] + weight / size
+    return found
+
+
 def scores_by_loop(
     config: Any,
     get: Any,
@@ -93,6 +113,8 @@ def scores_by_loop(
     """The score of each selection, query and key, a head and a key at a time. attended: q and k of the attention."""
     inner, tokens = config.indexer, range(len(x))
     heads, d = inner.heads, inner.head_dim
+    if heads is None and inner.block_score == "attention":
+        return attention_scores_by_loop(config, position, seen, attended)
     if heads is None:
         q, k = attended
         return [
@@ -132,7 +154,7 @@ def chosen_by_loop(inner: Any, scores: list[Tensor], own: int, position: list[in
     def rank(number: int) -> tuple[bool, float, int]:
         inside = [float(scores[s].detach()) for s in blocks[number]]
         score = max(inside) if inner.block_score == "highest" else sum(inside) / len(inside)
-        return abs(own // inner.block - number) >= inner.local, -score, number
+        return abs(own // inner.block - number) >= inner.local and number >= inner.first, -score, number
 
     scored = [number for number, keys in blocks.items() if inner.pool is None or len(keys) == inner.block]
     others = [number for number in blocks if number not in scored]
@@ -217,6 +239,11 @@ def random_mixer(seed: int, blocks: str = "") -> tuple[Any, Any, Layout, list[in
         if draw.random() < 0.3 and blocks != "pooled":
             inner = {name: inner[name] for name in ("top_k", "block", "block_score", "local")}
             data["indexer"] = inner
+    if blocks == "attention":
+        data["window"] = window = draw.choice((None, None, 9))
+        inner = {"block": draw.randint(2, 3), "block_score": "attention", "first": draw.choice((0, 1))}
+        data["indexer"] = inner | {"local": draw.choice((0, 1)) if causal else 0, "top_k": 3 if window is None else 2}
+        data["indexer"]["first"] = min(inner["first"], data["indexer"]["top_k"] - data["indexer"]["local"] - 1)
     if data["indexer"].get("heads") and seed % 3 == 1:
         data["indexer"] |= {"query_norm": True} | ({"norm": {"kind": "rms", "offset": 1.0}} if seed % 2 else {})
     config: Any = parse_config(MixerConfig, data)  # type: ignore[type-abstract]
@@ -224,7 +251,7 @@ def random_mixer(seed: int, blocks: str = "") -> tuple[Any, Any, Layout, list[in
     generator = torch.Generator().manual_seed(seed)
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
-    lengths = [draw.randint(2, {"": 8, "pooled": 13}.get(blocks, 9)) for _ in range(draw.randint(1, 3))]
+    lengths = [draw.randint(2, {"": 8, "blocks": 9}.get(blocks, 13)) for _ in range(draw.randint(1, 3))]
     layout = Layout.packed([lengths])
     positions = [p for length in lengths for p in range(length)]
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
@@ -262,7 +289,7 @@ def largest_errors(seed: int, blocks: str = "") -> tuple[float, float, float]:
     )
 
 
-@pytest.mark.parametrize("blocks", ["", "blocks", "pooled"])
+@pytest.mark.parametrize("blocks", ["", "blocks", "pooled", "attention"])
 @pytest.mark.parametrize("seed", by_day(12, 48))
 def test_attention_and_loss_are_those_of_a_plain_loop(seed: int, blocks: str) -> None:
     y, loss, gradient = largest_errors(seed, blocks)
@@ -565,6 +592,16 @@ def test_designs_without_an_indexer_keep_their_names() -> None:
         ),
         (attention(indexer=indexer(heads=3, per_head=True)), r"layers\[0\].mixer.indexer.heads: 3 does not divide"),
         (attention(window=4, indexer=MOBA), r"layers\[0\].mixer.indexer.top_k: 2 selects all of the 2 blocks"),
+        (
+            attention(indexer=indexer(block=2, block_score="attention")),
+            r"layers\[0\].mixer.indexer.block_score: attention is of the attention's own",
+        ),
+        (attention(indexer=MOBA | {"first": 1}), r"layers\[0\].mixer.indexer.local: 1 leaves none of the 2"),
+        (attention(indexer={"top_k": 2, "first": 2}), r"layers\[0\].mixer.indexer.first: 2 leaves none of the 2"),
+        (
+            attention(indexer=indexer(block=2, pool="mean", first=1)),
+            r"layers\[0\].mixer.indexer.first: is about the keys",
+        ),
         (attention(indexer=indexer(pool="mean")), r"layers\[0\].mixer.indexer.pool: does nothing for single keys"),
         (
             attention(indexer=indexer(block=2, pool="mean", local=1)),
@@ -659,7 +696,7 @@ def test_a_selection_that_there_is_not_is_refused(layers: list[Data], message: s
     [
         calls(_block_scores, "scatter_reduce", lambda empty, dim, of_key, shown, _: empty.scatter(dim, of_key, shown)),
         operator(_block_scores, ast.Div, ast.Mult),
-        operator(_selected, ast.Lt, ast.LtE),
+        operator(_selected, ast.Lt, ast.LtE, nth=0),
         reads(Indexer.select, "shown", lambda mask: replace(mask, selected=None)),
         calls(AttentionMask.visible, "repeat_interleave", lambda x, times, dim: torch.cat([x] * times, dim)),
     ],
@@ -690,6 +727,21 @@ def test_the_loop_sees_other_blocks(plant: Any, monkeypatch: pytest.MonkeyPatch)
 def test_the_loop_sees_other_pooled_keys(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     assert max(max(largest_errors(seed, "pooled")) for seed in range(10)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        calls(_block_scores, "mean", lambda weights, dim: weights[:, :, 0]),
+        operator(_selected, ast.Lt, ast.LtE, nth=1),
+        operator(_block_scores, ast.Eq, ast.GtE, nth=2),
+        calls(_block_scores, "softmax", lambda means, dim: means),
+    ],
+    ids=["one head for all", "one first block more", "blocks that are not whole", "no softmax"],
+)
+def test_the_loop_sees_other_weights_of_blocks(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert max(max(largest_errors(seed, "attention")) for seed in range(16)) > 1e-3
 
 
 def test_the_loop_sees_scores_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:

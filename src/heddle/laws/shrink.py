@@ -177,7 +177,8 @@ def _small_indexer(indexer: IndexerConfig, attention_heads: int, rotated: int) -
         heads = small_count(indexer.heads)
         small["heads"] = gcd(heads, attention_heads) if indexer.per_head else heads
         small["head_dim"] = max(at_most(indexer.head_dim, HEAD_WIDTH), rotated)
-    return indexer.replace(**small, local=local)
+    first = min(indexer.first, 1 if small["top_k"] - local > 1 else 0)
+    return indexer.replace(**small, local=local, first=first)
 
 
 def _small_heads(fields: dict[str, int], context: ShrinkContext, changes: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,10 @@
 Query i attends to the `top_k` keys of the highest score among those that its mask shows, or to all shown keys of the
 `top_k` blocks of the highest score. A block is the keys of one document at positions b · block … (b + 1) · block − 1:
 it counts a document's own tokens, wherever they lie in a row. Its score is the highest of its shown keys, or their
-mean, which is q · mean(k) of these keys. With weights all heads of the attention attend to the same keys; without them
-each head has a selection, for an equal share of the heads.
+mean, which is q · mean(k) of these keys; or the weight that it has in the softmax of these means over all blocks whose
+every key is shown, averaged over the heads of a key head, which select together, and 0 for other blocks. With weights
+all heads of the attention attend to the same keys; without them each head has a selection, for an equal share of the
+heads.
 
 Of equal scores those at the lowest positions win. Scores are compared in 16 significant bits (float64: 33): products of
 different shapes round differently, and equal keys should tie in all of them. Everything is computed in at least
@@ -39,16 +41,20 @@ COMPARED = {
 }  # dtype -> bits, and how many are dropped
 
 
-BlockScore = Literal["highest", "mean"]
+BlockScore = Literal["highest", "mean", "attention"]
 
 
 class Choice(NamedTuple):
-    """What is selected. block: positions in a block. local: blocks up to the query's own that are always selected."""
+    """What is selected. block: positions in a block.
+
+    local, first: blocks up to the query's own, and from its document's position 0, that are always selected.
+    """
 
     top_k: int
     block: int = 1
     score: BlockScore = "highest"
     local: int = 0
+    first: int = 0
 
 
 class Blocks(NamedTuple):
@@ -114,7 +120,8 @@ def select_keys(q: Tensor, k: Tensor, weights: Tensor | None, mask: AttentionMas
         tiles = []
         for tile in _query_tiles(q, batch * heads * keys):
             scores = index_scores(q[:, :, tile], k, None if weights is None else weights[:, :, tile])
-            tiles.append(_selected(scores, mask.materialize(tile), mask.q_positions[:, tile], blocks, choice))
+            visible, positions = mask.materialize(tile), mask.q_positions[:, tile]
+            tiles.append(_selected(scores, visible, positions, blocks, choice, k.shape[1]))
         return mask.selecting(torch.cat(tiles, dim=2), choice.top_k * choice.block)
 
 
@@ -179,27 +186,36 @@ def _query_tiles(q: Tensor, per_query: int) -> Iterator[slice]:
     yield from (slice(start, min(start + size, queries)) for start in range(0, max(1, queries), size))
 
 
-def _selected(scores: Tensor, visible: Tensor, q_positions: Tensor, blocks: Blocks, choice: Choice) -> Tensor:
-    """Which visible keys are selected, bool [B, N, T, S], of scores [B, N, T, S] and visible [B, T, S]."""
+def _selected(
+    scores: Tensor, visible: Tensor, q_positions: Tensor, blocks: Blocks, choice: Choice, groups: int = 1
+) -> Tensor:
+    """Which visible keys are selected, bool [B, N, T, S], of scores [B, N, T, S] and visible [B, T, S].
+
+    groups: N of the result where the heads of a key head select together.
+    """
     visible = visible[:, None]
     of_key = blocks.of_key[:, None, None].expand_as(scores)
-    of_block = _block_scores(scores, visible, of_key, blocks, choice)
+    of_block = _block_scores(scores, visible, of_key, blocks, choice, groups)
     hidden = of_block == float("-inf")
     ranked = _compared(of_block.masked_fill(hidden, 0.0)).masked_fill(hidden, float("-inf"))
     if choice.local:
         own = q_positions.div(choice.block, rounding_mode="floor")[:, None, :, None]
         distance = (own - blocks.numbers[:, None, None]).abs()
         ranked = ranked.masked_fill((distance < choice.local) & ~hidden, float("inf"))
+    if choice.first:
+        ranked = ranked.masked_fill((blocks.numbers < choice.first)[:, None, None] & ~hidden, float("inf"))
     # a traced graph may get fewer blocks than top_k
     enough = functional.pad(ranked, (0, choice.top_k), value=float("-inf")) if is_compiling() else ranked
     least = enough.topk(choice.top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above, equal = ranked > least, ranked == least
     taken = above | (equal & (equal.cumsum(-1) <= choice.top_k - above.sum(-1, keepdim=True)))
-    return taken.gather(3, of_key) & visible
+    return taken.gather(3, of_key[:, : taken.shape[1]]) & visible
 
 
-def _block_scores(scores: Tensor, visible: Tensor, of_key: Tensor, blocks: Blocks, choice: Choice) -> Tensor:
-    """The score of each block, [B, N, T, blocks]: the highest or the mean of its visible keys, −inf without one."""
+def _block_scores(
+    scores: Tensor, visible: Tensor, of_key: Tensor, blocks: Blocks, choice: Choice, groups: int = 1
+) -> Tensor:
+    """The score of each block, [B, N, T, blocks], of its visible keys; −inf without one."""
     shown = scores.masked_fill(~visible, float("-inf"))
     empty = shown.new_full((*shown.shape[:3], blocks.numbers.shape[1]), float("-inf"))
     if choice.block == 1:
@@ -211,7 +227,11 @@ def _block_scores(scores: Tensor, visible: Tensor, of_key: Tensor, blocks: Block
     members = (blocks.of_key[:, None, :, None] == number).to(scores.dtype)
     count = visible.to(scores.dtype) @ members
     mean = (scores.masked_fill(~visible, 0.0) @ members) / count
-    return torch.where(count == 0, empty, mean)
+    if choice.score == "mean":
+        return torch.where(count == 0, empty, mean)
+    weights = torch.where(count == choice.block, mean, empty).softmax(-1).nan_to_num(0.0)  # NaN: no block is whole
+    together: Tensor = weights.unflatten(1, (groups, -1)).mean(2)
+    return together.masked_fill(count == 0, float("-inf"))
 
 
 def _compared(scores: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ latent of queries, if there is one.
 With `block`, `top_k` blocks are selected, by the highest score of their visible keys (MiniMax M3, 2026) or the mean
 (MoBA, Lu et al. 2025: q · mean(k)). Blocks count a document's own tokens. With `per_head` each head of the indexer
 selects by q_h · k for its share of the attention's heads (MiniMax M3: for a key head). Without `heads` each head of the
-attention selects by its own queries and keys (MoBA).
+attention selects by its own queries and keys (MoBA); with `block_score: attention` the heads of a key head together, by
+their mean weights in a softmax over the means of whole blocks (the selection of Native Sparse Attention, arXiv
+2502.11089).
 
 With `pool` a block has one key, and queries score finished blocks alone; the keys of others are always attended to:
 
@@ -70,7 +72,18 @@ class IndexerConfig(Config):
     """Fields of `indexer`, in `attention` and `latent_attention`."""
 
     later_fields = (
-        *("block", "block_score", "local", "per_head", "loss_keys", "norm", "query_norm", "pool", "head_weights"),
+        *(
+            "block",
+            "block_score",
+            "local",
+            "first",
+            "per_head",
+            "loss_keys",
+            "norm",
+            "query_norm",
+            "pool",
+            "head_weights",
+        ),
     )
 
     top_k: Width  # keys, or blocks, that each query attends to
@@ -79,6 +92,7 @@ class IndexerConfig(Config):
     block: Width = 1  # positions of a document that are selected together
     block_score: BlockScore = "highest"  # of its visible keys' scores
     local: Annotated[int, Field(ge=0, le=2**20)] = 0  # blocks up to the query's own, always selected
+    first: Annotated[int, Field(ge=0, le=2**20)] = 0  # blocks from the document's position 0, always selected
     pool: Literal["mean", "gated"] | None = None  # one key for each finished block; others are always attended to
     per_head: bool = False  # each head selects for its share of the attention's heads
     rope_layout: Literal["half", "interleaved"] | None = None  # of rotated pairs; default: half, as in DeepSeek-V3.2
@@ -103,7 +117,9 @@ class IndexerConfig(Config):
             refuse("block_score", "does nothing for single keys; give block, or leave it out")
         if self.pool is not None and self.block == 1:
             refuse("pool", "does nothing for single keys; give block, or leave it out")
-        for name in ("block_score", "local") if self.pool is not None else ():
+        if self.block_score == "attention" and self.heads is not None:
+            refuse("block_score", "attention is of the attention's own queries and keys; leave out heads and head_dim")
+        for name in ("block_score", "local", "first") if self.pool is not None else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 refuse(name, "is about the keys of a block, of which pool leaves one; leave one of them out")
         if self.per_head and not self.head_weights:
@@ -119,9 +135,9 @@ class IndexerConfig(Config):
             what = "causal is false" if window is None else "a window hides parts of blocks"
             raise DesignError("pool", f"is of blocks that are finished and whole, but {what}; leave one of them out")
         local = self.local if causal else max(0, 2 * self.local - 1)
-        if local >= self.top_k:
-            reason = f"{self.local} leaves none of the {self.top_k} to select; lower it, or raise top_k"
-            raise DesignError("local", reason)
+        if local + self.first >= self.top_k:
+            name, value = ("local", self.local) if self.local else ("first", self.first)
+            raise DesignError(name, f"{value} leaves none of the {self.top_k} to select; lower it, or raise top_k")
         if self.per_head and self.heads is not None and heads % self.heads:
             reason = f"{self.heads} does not divide the attention's {heads} heads, as per_head needs; choose a divisor"
             raise DesignError("heads", reason)
@@ -208,7 +224,7 @@ class Indexer(SelfInitialized):
     ) -> None:
         super().__init__()
         self.block, self.pool = config.block, config.pool
-        of_keys = config.block, config.block_score, config.local
+        of_keys = config.block, config.block_score, config.local, config.first
         self.selector = KeySelector(Choice(config.top_k, *(() if self.pool else of_keys)))
         self.heads, self.head_dim, self.loss, self.loss_keys = (
             config.heads, config.head_dim, config.loss, config.loss_keys,
@@ -312,6 +328,7 @@ class Indexer(SelfInitialized):
         """
         if index is None:
             q, k = attended()
+            q = q * scale if self.selector.choice.score == "attention" else q
             return self._selected(IndexQueries(q.detach(), k.detach(), None), mask)
         blocks: KeyBlocks | None = None
         if self.pool is None:
