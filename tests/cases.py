@@ -198,6 +198,9 @@ CASES: dict[str, Data] = {
         layer(attention(position=ALIBI, indexer=indexer(top_k=2, heads=1))), layer(attention(position=None), None)
     ),
     "attention-indexer-blocks": alone(kv_heads=2, indexer=MOBA),
+    "attention-indexer-nsa": alone(
+        kv_heads=2, indexer={"top_k": 3, "block": 2, "block_score": "attention", "local": 1, "first": 1}
+    ),
     "attention-indexer-blocks-window": alone(
         kv_heads=2,
         window=5,
@@ -207,6 +210,18 @@ CASES: dict[str, Data] = {
     "attention-indexer-norms": alone(
         kv_heads=2,
         indexer=indexer(top_k=2, block=2, per_head=True, norm={"kind": "rms", "offset": 1.0}, query_norm=True),
+    ),
+    "attention-indexer-pool": alone(
+        kv_heads=2, indexer=indexer(top_k=1, block=2, pool="mean", head_weights=False, query_norm=True)
+    ),
+    "attention-indexer-pool-per-head": design(
+        layer(attention(kv_heads=2, position=ALIBI, indexer=indexer(top_k=1, block=3, per_head=True, pool="gated"))),
+        layer(attention(forget=True, indexer=indexer(top_k=2, block=2, pool="gated", loss_keys="selected")), None),
+    ),
+    "latent-indexer-pool": design(
+        layer(latent(query_rank=9, indexer=indexer(top_k=1, block=3, pool="gated"))),
+        layer(latent(shared_index=True), None),
+        layer(latent(None, indexer=indexer(top_k=1, heads=3, block=2, pool="mean"))),
     ),
     "latent-indexer-query-norm": design(layer(latent(query_rank=9, indexer=indexer(query_norm=True)), repeat=2)),
     "attention-indexer-blocks-bidirectional": alone(
@@ -910,6 +925,23 @@ CASES |= {
 # Layers that are visited several times with the same weights.
 CASES |= {
     "shared-layer": design(layer(attention(kv_heads=2), repeat=3) | SHARED),
+    "shared-adapters": design(
+        layer(attention(kv_heads=2), {"kind": "gated", "hidden": 9}, repeat=3) | SHARED | {"adapter_rank": 2}
+    ),
+    "shared-group-adapters": design(
+        layer(attention()),
+        SHARED
+        | {
+            "repeat": 2,
+            "layers": [
+                layer(latent(query_rank=9, gate="head"), {"kind": "moe", "hidden": 9, "experts": 3, "top_k": 2})
+                | {"adapter_rank": 1},
+                layer({"kind": "mamba2", "heads": 3, "state_size": 6}, MLP | {"bias": True}) | {"adapter_rank": 3},
+            ],
+        },
+        head={"tied": False},
+        multi_token={"depth": 1},
+    ),
     "shared-group": design(
         layer(attention(kv_heads=2)),
         SHARED | {"repeat": 2, "layers": [layer(attention(window=3, dropout=0.2)), delta(3, repeat=1)]},

@@ -22,7 +22,7 @@ from heddle.model.size import measure_size
 from heddle.model.state import State
 from heddle.numerics.activations import swiglu_clamped
 from heddle.numerics.attention.householder import householder_products
-from heddle.numerics.attention.indexer import _block_scores, _selected, blocks_of, select_keys
+from heddle.numerics.attention.indexer import _block_scores, _selected, blocks_of, select_keys, show_blocks
 from heddle.numerics.attention.latent import (
     _absorbed,
     _absorbed_queries,
@@ -115,7 +115,7 @@ from heddle.parts.feedforwards.moe import MoE, Router, RouterTrunk, balance_loss
 from heddle.parts.feedforwards.ngram_memory import NGramMemory
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers.attention import Attention, query_temperature
-from heddle.parts.mixers.compressed_attention import CompressedAttention, CompressedCache, _call_blocks
+from heddle.parts.mixers.compressed_attention import CompressedAttention
 from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
 from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
@@ -125,6 +125,7 @@ from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.path_attention import PathAttention
 from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.mixers.short_conv import ShortConv
+from heddle.parts.modules.blocks import BlockCache, _call_blocks, block_mask, extend_blocks, finished_blocks
 from heddle.parts.modules.dropout import BranchDropout, Dropout
 from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.linear import fill_normal
@@ -326,18 +327,18 @@ BUGS = [
     Bug("an entry that is seen before its block is finished", "causality", "compressed",
         calls(_call_blocks, "CallBlocks", lambda make, ends, *rest: make(ends - 2 * (ends > 0).long(), *rest))),
     Bug("an index that ranks unfinished blocks", "causality", "compressed-index",
-        reads(CompressedAttention._shown, "ends", lambda ends: 0 * ends)),
+        reads(block_mask, "ends", lambda ends: 0 * ends)),
     Bug("a tail that is lost at a cut", "chunked_decoding", "compressed",
-        reads(CompressedAttention._extended, "tail", lambda tail: 0.0 * tail)),
+        reads(extend_blocks, "last", lambda last: 0.0 * last)),
     Bug("a tail that keeps padding", "padding_not_cached", "compressed-overlap",
-        condition(CompressedAttention._extended, "padding", True)),
+        condition(extend_blocks, "padding", True)),
     Bug("a tail that keeps removed tokens", "state_rollback", "compressed-overlap",
-        calls(CompressedCache.rolled_back, "freed", lambda freed, size: 0 * freed(size))),
+        calls(BlockCache.rolled_back, "freed", lambda freed, size: 0 * freed(size))),
     Bug("blocks of slots", "padding_invariance", "compressed",
         wrapped(_call_blocks, lambda make, layout, ratio: make(replace(
             layout, positions=torch.arange(layout.length).expand_as(layout.positions), has_padding=False), ratio))),
     Bug("entries of all documents in the first one", "document_packing", "compressed",
-        reads(CompressedAttention._shown, "segments", lambda segments: 0 * segments)),
+        reads(block_mask, "segments", lambda segments: 0 * segments)),
     Bug("a block before that is of another document", "document_isolation", "compressed-overlap",
         reads(_call_blocks, "theirs", lambda theirs, *, all_segments: all_segments[..., None].expand_as(theirs))),
     Bug("a loss of the index averaged over rows", "gradient_accumulation", "compressed-index",
@@ -376,6 +377,10 @@ BUGS = [
         condition(Decoder.tie, "source", False)),
     Bug("one state for all visits of a layer", "chunked_decoding", "shared-layer",
         assigned(Decoder._empty_state, "states", lambda states: [states[0] for _ in states])),
+    Bug("one adapter for all visits", "size_matches_model", "shared-adapters",
+        condition(Decoder.tie, "VisitAdapter", False)),
+    Bug("a rank that nothing reads", "options_have_effect", "shared-adapters",
+        condition(Layer.__init__, "adapter_rank", False), option="adapter_rank"),
     # Keys that an indexer selects
     Bug("an index that ranks later tokens", "causality", "attention-indexer",
         calls(_block_scores, "masked_fill", lambda scores, *_: scores, nth=0)),
@@ -390,8 +395,8 @@ BUGS = [
         wrapped(select_keys, lambda select, q, k, weights, mask, choice:
                 select(q, k, weights, mask, choice._replace(top_k=choice.top_k - 1)))),
     Bug("keys of the index that a state does not hold", "chunked_decoding", "attention-indexer",
-        calls(Indexer.extend, "_replace", lambda index, k: index._replace(k=torch.cat(
-            (0.0 * k[:, :, : k.shape[2] - index.k.shape[2]], k[:, :, k.shape[2] - index.k.shape[2] :]), dim=2)))),
+        calls(Indexer.extend, "_replace", lambda index, k: index._replace(k=torch.cat((
+            0.0 * k[:, :, : k.shape[2] - index.k.shape[2]], k[:, :, k.shape[2] - index.k.shape[2] :]), dim=2)), nth=1)),
     Bug("index keys at the positions of the call", "all_chunkings", "latent-indexer",
         wrapped(Indexer.forward, lambda forward, indexer, x, queries, layout:
                 forward(indexer, x, queries, Layout.causal(*x.shape[:2])))),
@@ -402,13 +407,27 @@ BUGS = [
         calls(_selected, "gather", lambda taken, dim, of_key: taken.gather(dim, of_key).index_fill(
             3, torch.tensor([1]), value=False))),
     Bug("a local block that is not seen", "selected_keys", "attention-indexer-blocks-window",
-        operator(_selected, ast.Lt, ast.Gt)),
+        operator(_selected, ast.Lt, ast.Gt, nth=0)),
+    Bug("a first block that is not seen", "selected_keys", "attention-indexer-nsa",
+        operator(_selected, ast.Lt, ast.Gt, nth=1)),
     Bug("blocks of slots", "padding_invariance", "latent-indexer-blocks",
         wrapped(blocks_of, lambda make, mask, block: make(
             replace(mask, k_positions=torch.arange(mask.k_positions.shape[1]).expand_as(mask.k_positions)), block))),
     Bug("index keys of another order of rows", "batch_position_invariance", "attention-indexer",
         wrapped(Indexer.forward, lambda forward, *inputs: (lambda index: index._replace(k=index.k.flip(0)))(
             forward(*inputs)))),
+    Bug("a pooled block that is seen before it is finished", "causality", "attention-indexer-pool",
+        reads(block_mask, "ends", lambda ends: 0 * ends)),
+    Bug("an unfinished block that is not seen", "selected_keys", "latent-indexer-pool",
+        reads(show_blocks, "finished", torch.ones_like)),
+    Bug("pooled keys at the positions of the last tokens", "selected_keys", "attention-indexer-pool-per-head",
+        wrapped(finished_blocks, lambda make, layout, blocks, ratio: (make(layout, blocks, ratio) - 1).clamp(min=-1))),
+    Bug("raw keys that a state does not hold", "chunked_decoding", "latent-indexer-pool",
+        reads(extend_blocks, "last", lambda last: 0.0 * last)),
+    Bug("removed tokens in the raw keys", "state_rollback", "attention-indexer-pool",
+        calls(BlockCache.rolled_back, "freed", lambda freed, size: 0 * freed(size))),
+    Bug("a rollback beyond the raw keys", "rollback_errors", "attention-indexer-pool",
+        replaced(BlockCache.can_roll_back, lambda *_: True)),
     Bug("an index loss averaged over rows", "gradient_accumulation", "attention-indexer-bidirectional",
         calls(Indexer.select, "index_loss", lambda loss, index, *rest: loss(index, *rest) / len(index.q))),
     Bug("an index loss recorded twice", "activation_checkpointing", "attention-indexer",

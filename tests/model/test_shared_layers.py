@@ -34,6 +34,7 @@ from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.lora import adapters, add_lora, merge_lora
 from heddle.model.size import size
 from heddle.parts.layout import Layout
+from heddle.parts.modules.linear import AdaptedLinear, VisitAdapter
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.model import WEIGHTS_FILE, load_lora, save_lora
@@ -45,6 +46,7 @@ from tests import small
 from tests.analysis.explorer.sizes import declared_size
 from tests.cases import SHARED, Data, attention, by_day, case, delta, design, differential, layer
 from tests.conversion.exactness import converted_model, difference, source_model
+from tests.laws.planting import reads
 from tests.storage.shared import Died
 
 GROUP: Data = {"repeat": 3, "shared": True, "layers": [layer(attention(kv_heads=2)), delta(3, repeat=1)]}
@@ -85,20 +87,57 @@ def random_design(seed: int) -> ModelConfig:
     return parse_config(ModelConfig, design(*entries, residual=draw.choice(RESIDUALS)))
 
 
+def with_adapters(config: ModelConfig, seed: int) -> ModelConfig:
+    """The design with adapters in about half of the layers that are visited several times."""
+    draw = random.Random(seed)
+
+    def adapted(entry: Data, looped: bool) -> Data:
+        looped = looped or entry.get("shared", False)
+        if "layers" in entry:
+            return entry | {"layers": [adapted(inner, looped) for inner in entry["layers"]]}
+        return entry | ({"adapter_rank": draw.randint(1, 4)} if looped and draw.random() < 0.6 else {})
+
+    data = config.dump()
+    found = parse_config(ModelConfig, data | {"layers": [adapted(each, False) for each in data["layers"]]})
+    return found if "adapter_rank" in str(found.dump()) else with_adapters(config, seed + 100)
+
+
+def adapted_design(seed: int) -> ModelConfig:
+    """A random design with adapters, of few visits and of a residual that does not amplify rounding."""
+    designs, amplifying = (random_design(each) for each in range(seed, 1000, 44)), ("residual_dual", "reordered")
+    config = next(each for each in designs if each.depth <= 6 and each.residual.kind not in amplifying)
+    return with_adapters(config, seed)
+
+
+def with_random_adapters(config: ModelConfig) -> Decoder:
+    model, generator = model_under_test(config), torch.Generator().manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, VisitAdapter):
+            torch.nn.init.normal_(module.b, std=0.1, generator=generator)
+    return model
+
+
 def unshared(config: ModelConfig) -> ModelConfig:
-    """The design whose layers have weights of their own."""
-    layers = tuple(each.replace(repeat=1, shared=False) for _, each in config.expand())
+    """The design whose layers have weights of their own, and no adapters."""
+    layers = tuple(each.replace(repeat=1, shared=False, adapter_rank=None) for _, each in config.expand())
     return config.replace(layers=layers)
 
 
 def with_copies(model: Decoder) -> tuple[Decoder, dict[str, list[str]]]:
-    """A model of the unshared design with copies of the weights, and the names of the copies of each parameter."""
+    """A model of the unshared design with copies of the weights, and the names of the copies of each parameter.
+
+    Adapters are added to the copies; they themselves have none.
+    """
     other = build(unshared(model.config), dtype=torch.float64).train(model.training)
     parameters, copied = dict(other.named_parameters()), dict[str, list[str]]()
     for name, parameter in model.named_parameters():
-        names = copied[name] = model.visits(name)
-        for each in names:
-            parameters[each].data.copy_(parameter.detach())
+        if ".adapter." not in name:
+            names = copied[name] = model.visits(name)
+            for each in names:
+                parameters[each].data.copy_(parameter.detach())
+    for path, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            parameters[f"{path}.weight"].data += (module.adapter.b @ module.adapter.a).detach()
     assert sorted(each for names in copied.values() for each in names) == sorted(parameters)
     return other, copied
 
@@ -146,9 +185,8 @@ def largest(errors: Iterator[Tensor]) -> float:
     return max(float(error.detach().abs().max()) for error in errors)
 
 
-def compare_with_copies(config: ModelConfig, seed: int) -> tuple[float, float]:
+def compare_with_copies(model: Decoder, seed: int) -> tuple[float, float]:
     """The largest difference of the logits, and of the gradients, from the model with copies; padded and packed."""
-    model = model_under_test(config)
     other, copied = with_copies(model)
     logits, gradients = 0.0, 0.0
     generator = torch.Generator().manual_seed(seed)
@@ -163,6 +201,12 @@ def compare_with_copies(config: ModelConfig, seed: int) -> tuple[float, float]:
             name: sum((parts[each] for each in names if each in parts), torch.zeros(()))
             for name, names in copied.items()
         }
+        for path, module in model.named_modules():
+            if isinstance(module, AdaptedLinear):
+                slope = parts[f"{path}.weight"]
+                sums[f"{path}.adapter.a"] = module.adapter.b.mT @ slope
+                sums[f"{path}.adapter.b"] = slope @ module.adapter.a.mT
+        assert sums.keys() == slopes.keys()
         gradients = max(gradients, largest(slope - sums[name] for name, slope in slopes.items()))
     return logits, gradients
 
@@ -177,14 +221,33 @@ def test_visits_are_those_of_a_plain_loop_and_of_copies(seed: int) -> None:
     assert largest(iter([hidden - expected])) < 1e-10
     slopes, wanted = loss_gradients(model, hidden), loss_gradients(model, expected)
     assert largest(slope - wanted[name] for name, slope in slopes.items()) < 1e-9
-    logits, gradients = compare_with_copies(config, seed)
+    logits, gradients = compare_with_copies(model, seed)
     assert logits < 1e-10
     assert gradients < 1e-9
 
 
+@pytest.mark.parametrize("seed", by_day(6, 44))
+def test_each_visit_adds_its_own_adapters(seed: int) -> None:
+    """As a model of copies whose weights are W + B A of the visit."""
+    model = with_random_adapters(adapted_design(seed))
+    logits, gradients = compare_with_copies(model, seed)
+    assert logits < 1e-10
+    assert gradients < 1e-9
+    assert_cuts_are_those_of_copies(model, seed)
+
+
+def test_adapters_that_are_not_a_visits_own_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads(AdaptedLinear.forward, "b", lambda b: 2 * b)(monkeypatch)
+    model = with_random_adapters(adapted_design(0))
+    assert compare_with_copies(model, 0)[0] > 1e-3
+
+
 @pytest.mark.parametrize("seed", by_day(12, 44))
 def test_decoding_cut_anywhere_is_that_of_copies(seed: int) -> None:
-    model = model_under_test(random_design(seed))
+    assert_cuts_are_those_of_copies(model_under_test(random_design(seed)), seed)
+
+
+def assert_cuts_are_those_of_copies(model: Decoder, seed: int) -> None:
     other, _ = with_copies(model)
     draw, tokens = random.Random(seed), random_tokens(model.config, 2, 11)
     cuts = sorted(draw.sample(range(1, 11), draw.randint(1, 4)))
@@ -205,7 +268,7 @@ LAYER_INDEX = design(layer(differential(), repeat=3) | SHARED, residual={"kind":
 
 def test_what_depends_on_depth_counts_visits() -> None:
     config = parse_config(ModelConfig, LAYER_INDEX)
-    logits, gradients = compare_with_copies(config, 0)
+    logits, gradients = compare_with_copies(model_under_test(config), 0)
     assert (logits < 1e-10, gradients < 1e-9) == (True, True)
     model: Any = build(config)
     assert len({each.mixer.lambda_init for each in model.layers}) == 3
@@ -247,6 +310,33 @@ def test_sizes_count_weights_once_and_visits_as_layers(name: str) -> None:
     assert cost.root_parameters + sum(x.count * x.parameters for x in cost.layers if not x.looped) == cost.parameters
 
 
+def test_adapters_are_counted_for_each_visit() -> None:
+    """Weights once, adapters per visit, and 2 · rank · (inputs + outputs) FLOPs for each projection and token."""
+    config, rank, visits, tokens = case("shared-adapters"), 2, 3, 64
+    plain = config.replace(layers=tuple(each.replace(adapter_rank=None) for each in config.layers))
+    own, shared = size(config, tokens, 2), size(plain, tokens, 2)
+    attended, hidden = 2 * (24 + 24) + 2 * (24 + 12), 3 * (24 + 9)  # q and out, k and v; gate, up and down
+    added = visits * rank * (attended + hidden)
+    assert own.parameters - shared.parameters == own.active_parameters - shared.active_parameters == added
+    assert own.flops_per_token - shared.flops_per_token == 2 * added
+    assert (own.state_bytes, own.state_bytes_per_token) == (shared.state_bytes, shared.state_bytes_per_token)
+    cost = model_cost(config, tokens)
+    assert (cost.parameters, cost.root_parameters) == (own.parameters, own.parameters)
+    with pytest.raises(ConfigError, match=r"layers\[0\].adapter_rank: is not known to the explorer"):
+        explorer_design(config)
+
+
+def test_new_adapters_change_no_bit() -> None:
+    """B is zero at first, and the other weights have the draws of the design without adapters."""
+    plain = random_design(5)  # of pre_norm
+    models = [build(each, seed=2).eval() for each in (plain, with_adapters(plain, 5))]
+    tokens = random_tokens(plain, 2, 9)
+    assert torch.equal(*(each(tokens)[0] for each in models))
+    parameters = dict(models[1].named_parameters())
+    assert all(torch.equal(each, parameters[name]) for name, each in models[0].named_parameters())
+    assert len(parameters) > len(list(models[0].parameters()))
+
+
 def test_a_group_keeps_its_order() -> None:
     config = parse_config(ModelConfig, design(GROUP, layer(attention())))
     assert config.weight_sources == (0, 1, 0, 1, 0, 1, 6)
@@ -278,6 +368,8 @@ def test_designs_stay_shared() -> None:
         (design(layer(attention(), repeat=2) | SHARED, residual={"kind": "pre_norm", "first_norm": False}),
          "layers[0].shared"),
         (design(layer(attention(), repeat=2) | SHARED, residual={"kind": "attention_residuals"}), "layers[0].shared"),
+        (design(layer(attention(), repeat=2) | {"adapter_rank": 2}), "layers[0].adapter_rank"),
+        (design(GROUP | {"adapter_rank": 2}), "layers[0].adapter_rank"),
     ],
 )  # fmt: skip
 def test_designs_that_cannot_share_are_refused(data: Data, field: str) -> None:
@@ -300,6 +392,24 @@ def test_a_file_holds_each_weight_once(tmp_path: Path) -> None:
     )
     duplicate = copy.deepcopy(model)
     assert len(list(duplicate.parameters())) == len(list(model.parameters()))
+
+
+def test_a_file_holds_the_adapters_of_each_visit(tmp_path: Path) -> None:
+    model = with_random_adapters(case("shared-group-adapters")).float()
+    heddle.save(model, tmp_path / "model")
+    with safe_open(tmp_path / "model" / WEIGHTS_FILE, "pt") as file:
+        names = set(file.keys())
+    own = {name for name in names if ".adapter." in name}
+    assert {name.split(".")[1] for name in own} == {"1", "2", "3", "4"}
+    assert {name.split(".")[1] for name in names - own if name.startswith("layers.")} == {"0", "1", "2"}
+    again, _ = heddle.load(tmp_path / "model")
+    tokens = random_tokens(model.config, 1, 6)
+    assert torch.equal(again(tokens)[0], model.eval()(tokens)[0])
+    first, later = (again.layers[number].get_parameter for number in (1, 3))
+    assert first("mixer.q_up.weight") is later("mixer.q_up.weight")
+    assert not torch.equal(first("mixer.q_up.adapter.b"), later("mixer.q_up.adapter.b"))
+    with pytest.raises(ConfigError, match=r"'layers\.1\.mixer\.q_up' has adapters of its visits \(adapter_rank\)"):
+        add_lora(model, ["layers.1.mixer.q_up"])
 
 
 def test_an_adapter_acts_at_each_visit(tmp_path: Path) -> None:
@@ -395,6 +505,9 @@ def test_other_families_are_refused_by_name() -> None:
     assert [each.path for each in match_family(group, families()["llama"]).mismatches] == ["layers.0.shared"]
     with pytest.raises(ConfigError, match=r"shared is True"):
         match_architecture(config)
+    adapted = config.replace(layers=tuple(each.replace(adapter_rank=2) for each in config.layers))
+    paths = [each.path for each in match_family(adapted, families()["llama"]).mismatches]
+    assert paths == ["layers.*.shared", "layers.*.adapter_rank"]
 
 
 def test_the_loop_sees_a_visit_with_other_weights() -> None:

@@ -72,13 +72,13 @@ def latent_weights(theirs: dict[str, Tensor], heads: int, nope_dim: int, rope_di
     """DeepSeek's names and tensors as those of a latent mixer: theirs join two projections twice."""
     down = theirs["kv_a_proj_with_mqa.weight"]
     up = theirs["kv_b_proj.weight"].unflatten(0, (heads, -1))
-    return {
+    down, k_rope = down.split((len(down) - rope_dim, rope_dim))
+    return ({"k_rope.weight": k_rope} if rope_dim else {}) | {
         "q_down.weight": theirs["q_a_proj.weight"],
         "q_norm.weight": theirs["q_a_layernorm.weight"],
         "q_up.weight": theirs["q_b_proj.weight"],
         "kv_norm.weight": theirs["kv_a_layernorm.weight"],
-        "kv_down.weight": down[:-rope_dim],
-        "k_rope.weight": down[-rope_dim:],
+        "kv_down.weight": down,
         "k_up.weight": up[:, :nope_dim].flatten(0, 1),
         "v_up.weight": up[:, nope_dim:].flatten(0, 1),
         "out.weight": theirs["o_proj.weight"],

@@ -1,4 +1,4 @@
-"""Indexers against DeepSeek-V3.2, GLM-5 and MiniMax M3 in transformers: random layers in float64."""
+"""Indexers against DeepSeek-V3.2, GLM-5, MiniMax M3 and pooled ones in transformers: random layers in float64."""
 
 import random
 import warnings
@@ -16,17 +16,20 @@ from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.latent_attention import LatentAttention
+from heddle.parts.modules.indexer import Indexer
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import by_day
-from tests.laws.planting import calls
+from tests.laws.planting import calls, reads
 from tests.parity.recurrence import randomize
 from tests.parity.reference import close, compute_in_float64, latent_weights
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
     from transformers.models.deepseek_v32 import configuration_deepseek_v32, modeling_deepseek_v32
+    from transformers.models.glm5_next import configuration_glm5_next, modeling_glm5_next
     from transformers.models.glm_moe_dsa import configuration_glm_moe_dsa, modeling_glm_moe_dsa
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
+    from transformers.models.qwen4_exp import configuration_qwen4_exp, modeling_qwen4_exp
 
 FAMILIES: dict[str, tuple[Any, type, type, str]] = {
     "deepseek_v32": (
@@ -222,10 +225,115 @@ def test_another_number_of_local_blocks_is_seen(monkeypatch: pytest.MonkeyPatch)
     assert not all(torch.equal(*blocks_of_both(seed, monkeypatch, local=2)) for seed in range(4))
 
 
+def stable_topk(x: Tensor, k: int, dim: int = -1, **_: Any) -> Any:
+    """Of equal numbers the first ones, which torch does not promise."""
+    values, indices = x.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+
+def of_glm(draw: random.Random) -> tuple[Any, Any, Sizes]:
+    """Their layer of GLM-5.3-Flash, our fields, and the sizes."""
+    sizes, block = Sizes.of(draw.randrange(1000))._replace(rope=0), draw.randint(2, 4)  # without rotation
+    top_k = draw.randint(1, 2)
+    config = configuration_glm5_next.Glm5NextTextConfig(
+        hidden_size=sizes.width, num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads,
+        q_lora_rank=sizes.query_rank, kv_lora_rank=sizes.kv_rank, qk_nope_head_dim=sizes.nope,
+        qk_rope_head_dim=sizes.rope, v_head_dim=sizes.value, index_n_heads=sizes.index_heads,
+        index_head_dim=sizes.index_dim, index_topk=top_k * block, index_kpool=block, num_hidden_layers=1,
+        layer_types=["full_attention"], mlp_layer_types=["dense"], indexer_types=["full"], rms_norm_eps=1e-6,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    theirs = modeling_glm5_next.Glm5NextTextAttention(config, layer_idx=0)
+    fields = {
+        "kind": "latent_attention", "heads": sizes.heads, "query_rank": sizes.query_rank, "kv_rank": sizes.kv_rank,
+        "nope_dim": sizes.nope, "value_dim": sizes.value,
+        "indexer": {"top_k": top_k, "heads": sizes.index_heads, "head_dim": sizes.index_dim, "block": block,
+                    "pool": "gated"},
+    }  # fmt: skip
+    return theirs, fields, sizes
+
+
+@pytest.mark.parametrize("seed", by_day(8, 40))
+def test_gated_pools_are_those_of_glm(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_in_float64(monkeypatch, modeling_glm5_next)
+    monkeypatch.setattr(Tensor, "topk", stable_topk)
+    draw = random.Random(seed)
+    theirs, fields, sizes = of_glm(draw)
+    randomize(theirs.double().eval())
+    config: Any = parse_config(MixerConfig, fields)  # type: ignore[type-abstract]
+    mixer = config.build(BuildContext(sizes.width, RMSConfig())).double().eval()
+    weights = theirs.state_dict()
+    own = {"q": "wq_b", "k": "wk", "k_norm": "k_norm", "weights": "weights_proj"}
+    renamed = {f"indexer.{name}.weight": weights[f"indexer.{their}.weight"] for name, their in own.items()}
+    renamed["indexer.k_norm.bias"] = weights["indexer.k_norm.bias"]
+    renamed["indexer.pool_gates.weight"] = weights["indexer.index_kpool_compress_gate"]
+    renamed["indexer.pool_bias"] = weights["indexer.index_kpool_compress_ape"]
+    mixer.load_state_dict(latent_weights(weights, sizes.heads, sizes.nope, sizes.rope) | renamed)
+    generator, length = torch.Generator().manual_seed(seed), draw.randint(9, 20)
+    x = torch.randn(2, length, sizes.width, generator=generator, dtype=torch.float64).requires_grad_()
+    tokens = torch.ones(2, length, dtype=torch.bool)
+    tokens[1, : draw.randint(0, 3)] = False
+    layout = Layout.padded(tokens.sum(1).tolist(), length, side="left")
+    got, want = (y[tokens] for y in (mixer(x, layout)[0], theirs(x, tokens)[0]))
+    assert float((got - want).detach().abs().max()) < 1e-10
+    probe = torch.randn(got.shape, generator=generator, dtype=torch.float64)
+    (ours,), (expected,) = (torch.autograd.grad((y * probe).sum(), [x]) for y in (got, want))
+    assert float((ours - expected).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("seed", by_day(4, 40))
+def test_mean_pools_are_those_of_qwen4_exp(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole attention, with queries and output gates in one matrix there."""
+    compute_in_float64(monkeypatch, modeling_qwen4_exp)
+    monkeypatch.setattr(Tensor, "topk", stable_topk)
+    draw = random.Random(seed)
+    dim, block, top_k, kv_heads, index_heads = 4, draw.randint(2, 4), draw.randint(1, 2), draw.choice((1, 2)), 3
+    rotary = draw.choice((2, 4))
+    config = configuration_qwen4_exp.Qwen4ExpTextConfig(
+        hidden_size=14, num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=dim, indexer_head_dim=6,
+        indexer_n_heads=index_heads, indexer_kv_heads=1, indexer_budget=top_k * block,
+        indexer_compress_ratio=block, rms_norm_eps=1e-6, num_hidden_layers=1, layer_types=["indexed_attention"],
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    theirs = modeling_qwen4_exp.Qwen4ExpTextAttention(config, layer_idx=0).double().eval()
+    randomize(theirs)
+    norm, rope = {"kind": "rms", "offset": 1.0, "eps": 1e-6}, {"kind": "rope", "base": BASE, "rotary_dim": rotary}
+    fields = {
+        "kind": "attention", "heads": 4, "kv_heads": kv_heads, "head_dim": dim, "qk_norm": "head", "gate": "channel",
+        "position": rope, "indexer": {"top_k": top_k, "heads": index_heads, "head_dim": 6, "block": block,
+                                      "pool": "mean", "head_weights": False, "norm": norm, "query_norm": True},
+    }  # fmt: skip
+    own: Any = parse_config(MixerConfig, fields)  # type: ignore[type-abstract]
+    mixer = own.build(BuildContext(14, RMSConfig(offset=1.0, eps=1e-6))).double().eval()
+    weights = theirs.state_dict()
+    q, gate = weights["q_proj.weight"].view(4, 2, dim, 14).unbind(1)
+    index_q, index_k = weights["indexer.index_qk_proj.weight"].split((index_heads * 6, 6))
+    names = {"k": "k_proj", "v": "v_proj", "out": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm",
+             "indexer.q_norm": "indexer.q_layernorm", "indexer.k_norm": "indexer.k_layernorm"}  # fmt: skip
+    renamed = {f"{name}.weight": weights[f"{their}.weight"] for name, their in names.items()}
+    renamed |= {"q.weight": q.flatten(0, 1), "gate.weight": gate.flatten(0, 1)}
+    mixer.load_state_dict(renamed | {"indexer.q.weight": index_q, "indexer.k.weight": index_k})
+    length = draw.randint(8, 14)
+    x = torch.randn(2, length, 14, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    theta = BASE ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+    angles = torch.cat((theta, theta))[None] * torch.arange(length, dtype=torch.float64)[:, None]
+    mask = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1).expand(2, 1, -1, -1)
+    table = angles.cos().expand(2, -1, -1), angles.sin().expand(2, -1, -1)
+    with torch.no_grad():
+        close(mixer(x, Layout.causal(2, length))[0], theirs(x, table, mask)[0])
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "relu": lambda: calls(index_scores, "relu", lambda scores: scores),
     "weights": lambda: calls(index_scores, "einsum", lambda torch, _, weights, scores: scores.sum(1)),
 }
+
+
+@pytest.mark.parametrize("compare", [test_gated_pools_are_those_of_glm, test_mean_pools_are_those_of_qwen4_exp])
+def test_the_comparisons_see_other_pools(compare: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    reads(Indexer._pooled, "places", lambda places: places - 1)(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare(1, monkeypatch)
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS))

@@ -17,13 +17,8 @@ from heddle.numerics.attention.observer import Observation, observing_attention
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig
-from heddle.parts.mixers.compressed_attention import (
-    CompressedAttention,
-    CompressedCache,
-    _call_blocks,
-    block_ends,
-    block_pairs,
-)
+from heddle.parts.mixers.compressed_attention import CompressedAttention, CompressedCache
+from heddle.parts.modules.blocks import _call_blocks, block_ends, block_mask, block_pairs, extend_blocks
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.position_table import PositionTable
@@ -160,14 +155,14 @@ def test_outputs_and_gradients_are_those_of_the_loop() -> None:
 
 WRONG: dict[str, Plant] = {
     "blocks that end a token early": reads(block_ends, "positions", lambda positions: positions + 1, 3),
-    "the tail lost at a cut": reads(CompressedAttention._extended, "tail", lambda tail: 0.0 * tail),
+    "the tail lost at a cut": reads(extend_blocks, "last", lambda last: 0.0 * last),
     "blocks that count the row's tokens": reads(
         block_ends, "positions", lambda positions: torch.arange(positions.shape[1]).expand_as(positions), 3
     ),
     "the block before of another document": reads(
         _call_blocks, "theirs", lambda theirs, *, all_segments: all_segments[..., None].expand_as(theirs)
     ),
-    "an index that ranks unfinished blocks": reads(CompressedAttention._shown, "ends", lambda ends: 0 * ends),
+    "an index that ranks unfinished blocks": reads(block_mask, "ends", lambda ends: 0 * ends),
     "entries at the position of their second token": calls(
         _call_blocks, "Layout", lambda make, positions, is_checked: make(positions + 1, is_checked=is_checked)
     ),

@@ -17,7 +17,7 @@ from heddle.config import parse_config
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.exchange.transformers import HeddleForCausalLM
-from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
+from heddle.laws.harness import forward_in_chunks, model_under_test, normal_tensor, random_tokens
 from heddle.laws.shrink import shrink
 from heddle.model.config import ModelConfig, describe
 from heddle.numerics.attention.indexer import (
@@ -28,18 +28,22 @@ from heddle.numerics.attention.indexer import (
     index_loss,
     index_scores,
     select_keys,
+    show_blocks,
 )
 from heddle.numerics.attention.mask import AttentionMask, visible_pairs
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig
+from heddle.parts.modules.blocks import finished_blocks
 from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
+from heddle.parts.position_table import PositionTable
+from heddle.parts.states import StateSpec
 from heddle.training.step import accumulate_gradients
 from tests.cases import MOBA, Data, alone, attention, by_day, design, indexer, latent, layer
 from tests.laws.planting import calls, operator, reads
-from tests.parts.loops import rotated
+from tests.parts.loops import rotated, with_large_weights
 
 WIDTH = 12
 INDEXED = alone(kv_heads=2, indexer=indexer())
@@ -59,12 +63,58 @@ def normed(inner: Any, get: Any, name: str, x: Tensor) -> Tensor:
     return (1.0 + gain) * x / (x.square().mean() + inner.norm.eps).sqrt()
 
 
+def pooled_by_loop(
+    inner: Any, get: Any, x: Tensor, keys: list[Tensor], number: list[int], seen: list[list[int]]
+) -> list[Tensor]:
+    """The key of each token's block, if the document has all of it; else zeros. number: of each token's block."""
+    found = [0.0 * key for key in keys]
+    for s in range(len(x)):
+        for last in range(s, len(x)):
+            block = [each for each in seen[last] if number[each] == number[s]]
+            if len(block) < inner.block or s not in block:
+                continue
+            if inner.pool == "mean":
+                found[s] = normed(inner, get, "k_norm", sum((keys[j] for j in block), 0.0 * keys[0]) / inner.block)
+                continue
+            gates = torch.stack([get("indexer.pool_gates") @ x[j] for j in block]) + get("indexer.pool_bias", None)
+            normed_keys = torch.stack([normed(inner, get, "k_norm", keys[j]) for j in block])
+            found[s] = (gates.exp() / gates.exp().sum(0) * normed_keys).sum(0)
+    return found
+
+
+def attention_scores_by_loop(
+    config: Any, position: list[int], seen: list[list[int]], attended: tuple[list[list[Tensor]], list[list[Tensor]]]
+) -> list[list[list[Tensor]]]:
+    """For each key head: the weight of each key's block in a softmax over whole blocks, the mean over its heads."""
+    (q, k), block, size = attended, config.indexer.block, config.heads // config.kv_heads
+    found = [[[q[0][0].new_zeros(()) for _ in seen] for _ in seen] for _ in range(config.kv_heads)]
+    for t, keys in enumerate(seen):
+        blocks: dict[int, list[int]] = {}
+        for s in keys:
+            blocks.setdefault(position[s] // block, []).append(s)
+        whole = [members for members in blocks.values() if len(members) == block]
+        for h in range(config.heads if whole else 0):
+            means = [torch.stack([k[s][h // size] for s in members]).mean(0) for members in whole]
+            weights = torch.stack([q[t][h] @ mean * config.scale for mean in means]).exp()
+            for members, weight in zip(whole, weights / weights.sum(), strict=True):
+                for s in members:
+                    found[h // size][t][s] = found[h // size][t][s] + weight / size
+    return found
+
+
 def scores_by_loop(
-    config: Any, get: Any, x: Tensor, position: list[int], attended: tuple[list[list[Tensor]], list[list[Tensor]]]
+    config: Any,
+    get: Any,
+    x: Tensor,
+    position: list[int],
+    seen: list[list[int]],
+    attended: tuple[list[list[Tensor]], list[list[Tensor]]],
 ) -> list[list[list[Tensor]]]:
     """The score of each selection, query and key, a head and a key at a time. attended: q and k of the attention."""
     inner, tokens = config.indexer, range(len(x))
     heads, d = inner.heads, inner.head_dim
+    if heads is None and inner.block_score == "attention":
+        return attention_scores_by_loop(config, position, seen, attended)
     if heads is None:
         q, k = attended
         return [
@@ -73,10 +123,12 @@ def scores_by_loop(
         ]
     dims = 0 if config.position is None else config.position.rotary_dim or config.head_dim
     interleaved = inner.rope_layout == "interleaved"
-    keys = []
-    for s in tokens:
-        key = normed(inner, get, "k_norm", get("indexer.k") @ x[s])
-        keys.append(rotated(key, position[s], dims, interleaved))
+    keys = [get("indexer.k") @ token for token in x]
+    if inner.pool is None:
+        keys = [rotated(normed(inner, get, "k_norm", k), position[s], dims, interleaved) for s, k in enumerate(keys)]
+    else:
+        pooled = pooled_by_loop(inner, get, x, keys, [position[s] // inner.block for s in tokens], seen)
+        keys = [rotated(k, position[s] // inner.block * inner.block, dims, interleaved) for s, k in enumerate(pooled)]
     selections = [[[x.new_zeros(()) for _ in tokens] for _ in tokens] for _ in range(heads if inner.per_head else 1)]
     for h in range(heads):
         for t in tokens:
@@ -87,8 +139,8 @@ def scores_by_loop(
                 if inner.per_head:
                     selections[h][t][s] = query @ keys[s] / math.sqrt(d)
                     continue
-                weight = get("indexer.weights")[h] @ x[t]
-                score = weight * (query @ keys[s]).clamp(min=0) / math.sqrt(heads * d)
+                weight = get("indexer.weights")[h] @ x[t] / math.sqrt(heads) if inner.head_weights else 1.0
+                score = weight * (query @ keys[s]).clamp(min=0) / math.sqrt(d)
                 selections[0][t][s] = selections[0][t][s] + score
     return selections
 
@@ -102,15 +154,25 @@ def chosen_by_loop(inner: Any, scores: list[Tensor], own: int, position: list[in
     def rank(number: int) -> tuple[bool, float, int]:
         inside = [float(scores[s].detach()) for s in blocks[number]]
         score = max(inside) if inner.block_score == "highest" else sum(inside) / len(inside)
-        return abs(own // inner.block - number) >= inner.local, -score, number
+        return abs(own // inner.block - number) >= inner.local and number >= inner.first, -score, number
 
-    return sorted(s for number in sorted(blocks, key=rank)[: inner.top_k] for s in blocks[number])
+    scored = [number for number, keys in blocks.items() if inner.pool is None or len(keys) == inner.block]
+    others = [number for number in blocks if number not in scored]
+    return sorted(s for number in [*sorted(scored, key=rank)[: inner.top_k], *others] for s in blocks[number])
+
+
+def taught_by_loop(inner: Any, position: list[int], keys: list[int]) -> list[list[int]]:
+    """The groups of these keys that the loss is over: each key, or with pooled keys those of finished blocks."""
+    blocks: dict[int, list[int]] = {}
+    for s in keys:
+        blocks.setdefault(position[s] // inner.block if inner.pool else s, []).append(s)
+    return [block for block in blocks.values() if inner.pool is None or len(block) == inner.block]
 
 
 def loop(mixer: Any, config: Any, x: Tensor, position: list[int], seen: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Outputs [T, width] of one row, and the loss of the indexer. seen: the visible keys of each query, in order."""
     parameters = dict(mixer.named_parameters())
-    get = lambda name, kind="weight": parameters[f"{name}.{kind}"]  # noqa: E731
+    get = lambda name, kind="weight": parameters[name if kind is None else f"{name}.{kind}"]  # noqa: E731
     d, d_v, size = config.head_dim, config.value_dim, config.heads // config.kv_heads
     dims = 0 if config.position is None else config.position.rotary_dim or d
 
@@ -125,27 +187,31 @@ def loop(mixer: Any, config: Any, x: Tensor, position: list[int], seen: list[lis
 
     q, k = heads("q", config.heads, d, True), heads("k", config.kv_heads, d, True)
     v, outputs, loss = heads("v", config.kv_heads, d_v, False), [], x.new_zeros(())
-    selections = scores_by_loop(config, get, x.detach(), position, (q, k))
+    selections = scores_by_loop(config, get, x.detach(), position, seen, (q, k))
     share = config.heads // len(selections)
     for t in range(len(x)):
         parts = []
         for number, scores in enumerate(selections):
             chosen = chosen_by_loop(config.indexer, scores[t], position[t], position, seen[t])
-            taught = seen[t] if config.indexer.loss_keys == "all" else chosen
+            shown = seen[t] if config.indexer.loss_keys == "all" else chosen
+            taught = taught_by_loop(config.indexer, position, shown)
             dense = x.new_zeros(len(taught))
             for h in range(number * share, (number + 1) * share):
                 logits = {s: q[t][h] @ k[s][h // size] / math.sqrt(d) for s in seen[t]}
-                dense = dense + torch.stack([logits[s] for s in taught]).detach().softmax(0) / share
+                of_key = dict(zip(shown, torch.stack([logits[s] for s in shown]).detach().softmax(0), strict=True))
+                dense = dense + dense.new_tensor([float(sum(of_key[s] for s in each)) for each in taught])
                 weights = torch.stack([logits[s] for s in chosen]).softmax(0)
                 parts.append(sum((w * v[s][h // size] for w, s in zip(weights, chosen, strict=True)), x.new_zeros(d_v)))
-            index = torch.stack([scores[t][s] for s in taught]).log_softmax(0)
-            loss = loss + (dense * (dense.log() - index)).sum() / len(selections)
+            if taught:
+                dense = dense / dense.sum()
+                index = torch.stack([scores[t][each[0]] for each in taught]).log_softmax(0)
+                loss = loss + (dense * (dense.log() - index)).sum() / len(selections)
         outputs.append(get("out") @ torch.cat(parts))
     return torch.stack(outputs), config.indexer.loss * loss
 
 
-def random_mixer(seed: int, blocks: bool = False) -> tuple[Any, Any, Layout, list[int], list[list[int]]]:
-    """A mixer, its config, a layout, and positions and visible keys of its tokens. blocks: selects blocks."""
+def random_mixer(seed: int, blocks: str = "") -> tuple[Any, Any, Layout, list[int], list[list[int]]]:
+    """A mixer, its config, a layout, and positions and visible keys of its tokens. blocks: what is selected."""
     draw = random.Random(seed)
     kv_heads, dim = draw.choice((1, 2)), draw.choice((2, 4, 6))
     position: Any = draw.choice((None, {"kind": "rope"}, {"kind": "rope", "rotary_dim": 2}))
@@ -163,11 +229,21 @@ def random_mixer(seed: int, blocks: bool = False) -> tuple[Any, Any, Layout, lis
         data["window"] = window = draw.choice((None, None, 7))
         inner |= {"block": draw.randint(2, 4), "block_score": draw.choice(("highest", "mean")), "top_k": 2}
         inner |= {"local": draw.choice((0, 1)), "loss_keys": draw.choice(("all", "selected"))}
-        if draw.random() < 0.4:
+        if blocks == "pooled":
+            data |= {"window": None, "causal": True}
+            causal, window = True, None
+            inner |= {"block_score": "highest", "local": 0, "pool": draw.choice(("mean", "gated"))}
+            inner |= {"top_k": draw.choice((1, 2)), "head_weights": draw.random() < 0.6}
+        if draw.random() < 0.4 and inner.get("head_weights", True):
             inner |= {"per_head": True, "heads": draw.choice([n for n in (2, 3, 4, 6, 1) if heads % n == 0][:2])}
-        if draw.random() < 0.3:
+        if draw.random() < 0.3 and blocks != "pooled":
             inner = {name: inner[name] for name in ("top_k", "block", "block_score", "local")}
             data["indexer"] = inner
+    if blocks == "attention":
+        data["window"] = window = draw.choice((None, None, 9))
+        inner = {"block": draw.randint(2, 3), "block_score": "attention", "first": draw.choice((0, 1))}
+        data["indexer"] = inner | {"local": draw.choice((0, 1)) if causal else 0, "top_k": 3 if window is None else 2}
+        data["indexer"]["first"] = min(inner["first"], data["indexer"]["top_k"] - data["indexer"]["local"] - 1)
     if data["indexer"].get("heads") and seed % 3 == 1:
         data["indexer"] |= {"query_norm": True} | ({"norm": {"kind": "rms", "offset": 1.0}} if seed % 2 else {})
     config: Any = parse_config(MixerConfig, data)  # type: ignore[type-abstract]
@@ -175,7 +251,7 @@ def random_mixer(seed: int, blocks: bool = False) -> tuple[Any, Any, Layout, lis
     generator = torch.Generator().manual_seed(seed)
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
-    lengths = [draw.randint(2, 9 if blocks else 8) for _ in range(draw.randint(1, 3))]
+    lengths = [draw.randint(2, {"": 8, "blocks": 9}.get(blocks, 13)) for _ in range(draw.randint(1, 3))]
     layout = Layout.packed([lengths])
     positions = [p for length in lengths for p in range(length)]
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
@@ -189,7 +265,7 @@ def random_mixer(seed: int, blocks: bool = False) -> tuple[Any, Any, Layout, lis
     return mixer.train(), config.resolved(BuildContext(WIDTH, RMSConfig())), layout, positions, seen
 
 
-def largest_errors(seed: int, blocks: bool = False) -> tuple[float, float, float]:
+def largest_errors(seed: int, blocks: str = "") -> tuple[float, float, float]:
     """The largest differences of outputs, of the loss, and of all gradients, from those of the loop."""
     mixer, config, layout, positions, seen = random_mixer(seed, blocks)
     x = torch.randn(len(positions), WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -203,7 +279,7 @@ def largest_errors(seed: int, blocks: bool = False) -> tuple[float, float, float
     probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     inputs = [x, *mixer.parameters()]
     got, want = (
-        torch.autograd.grad((out * probe).sum() + (kl if recorded.losses else 0.0), inputs)
+        torch.autograd.grad((out * probe).sum() + (kl if recorded.losses else 0.0), inputs, materialize_grads=True)
         for out, kl in ((y, loss), (want_y, want_loss))
     )
     return (
@@ -213,9 +289,9 @@ def largest_errors(seed: int, blocks: bool = False) -> tuple[float, float, float
     )
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("blocks", ["", "blocks", "pooled", "attention"])
 @pytest.mark.parametrize("seed", by_day(12, 48))
-def test_attention_and_loss_are_those_of_a_plain_loop(seed: int, blocks: bool) -> None:
+def test_attention_and_loss_are_those_of_a_plain_loop(seed: int, blocks: str) -> None:
     y, loss, gradient = largest_errors(seed, blocks)
     assert y < 1e-10
     assert loss < 1e-10
@@ -379,6 +455,59 @@ def test_states_parameters_and_flops(inner: Data, projected: int, score: int, mo
     assert larger.flops_per_token - smaller.flops_per_token == pytest.approx(2 * flops)
 
 
+@pytest.mark.parametrize("pool", ["mean", "gated"])
+def test_pooled_keys_have_a_tail_and_flops_count_finished_blocks(pool: str) -> None:
+    """A query at position t sees top_k of ⌊(t + 1) / 3⌋ finished blocks, and the (t + 1) mod 3 tokens after them."""
+    inner, parts, block, top_k = indexer(block=3, top_k=2, pool=pool), 2 if pool == "gated" else 1, 3, 2
+    dense, own = (parse_config(ModelConfig, alone(kv_heads=2, **each)) for each in ({}, {"indexer": inner}))
+    for length, rollback in ((20, 0), (21, 0), (21, 4)):
+        larger, smaller = (heddle.size(each, length, rollback=rollback) for each in (own, dense))
+        index = -(-length // block) * 8 + (block - 1 + rollback) * parts * 8
+        assert larger.state_bytes - smaller.state_bytes == 2 * 4 * index
+        finished = [t // block for t in range(1, length + 1)]
+        seen = [block * min(top_k, n) + t % block for t, n in enumerate(finished, 1)]
+        assert seen[5:8] == [6, 7, 8]
+        projections = 2 * 24 * (PROJECTED + 2 + 8 * (parts - 1)) * length
+        scores = 2 * 2 * (8 + 1) * sum(finished)
+        attended = 4 * 4 * 6 * (sum(seen) - length * (length + 1) // 2)
+        flops = (larger.flops_per_token - smaller.flops_per_token) * length
+        assert flops == pytest.approx(2 * (projections + scores + attended))
+        norm_and_bias = 2 * 8 + (parts - 1) * block * 8
+        assert larger.parameters - smaller.parameters == 2 * (projections // (2 * length) + norm_and_bias)
+
+
+def offset_error(seed: int) -> float:
+    """Of documents that begin within a block, packed, and with a state in pieces of 3 tokens, against each alone."""
+    draw = random.Random(seed)
+    inner = indexer(top_k=1, block=draw.choice((2, 3)), pool=draw.choice(("mean", "gated")))
+    data = attention(kv_heads=2, head_dim=4, indexer=inner)
+    config: Any = parse_config(MixerConfig, data)  # type: ignore[type-abstract]
+    mixer = with_large_weights(config.build(BuildContext(WIDTH, RMSConfig())), draw)
+    starts, lengths = (draw.randint(0, 7), draw.randint(0, 7)), (draw.randint(2, 9), draw.randint(8, 12))
+    x = normal_tensor((1, sum(lengths), WIDTH), torch.Generator().manual_seed(seed))
+    positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    layout = Layout.of(torch.cat(positions)[None], torch.arange(2).repeat_interleave(torch.tensor(lengths))[None])
+    assert layout.segment_ids is not None
+    state, table = mixer.init_state(StateSpec(1, None, torch.float64, "cpu")), PositionTable.empty(1, None, None, "cpu")
+    pieces = []
+    with torch.no_grad():
+        alone = [mixer(each, Layout.of(at[None]))[0] for each, at in zip(x.split(lengths, 1), positions, strict=True)]
+        whole = mixer(x, layout)[0]
+        for token in range(0, x.shape[1], 3):
+            part = slice(token, token + 3)
+            table, piece = table.extend(Layout(layout.positions[:, part], layout.segment_ids[:, part]))
+            y, state = mixer(x[:, part], piece, state)
+            pieces.append(y)
+    return max(float((y - torch.cat(alone, 1)).abs().max()) for y in (whole, torch.cat(pieces, 1)))
+
+
+def test_documents_may_begin_within_a_pooled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a block that lacks some are seen, as those of the last one."""
+    assert max(map(offset_error, range(8))) < 1e-10
+    calls(finished_blocks, "gather", lambda segments, dim, slots: 0 * slots, nth=1)(monkeypatch)
+    assert max(map(offset_error, range(8))) > 1e-3
+
+
 @pytest.mark.parametrize("window", [None, 2, 3, 5])
 @pytest.mark.parametrize("most", [1, 2, 4, 9])
 def test_pairs_are_those_of_a_count(window: int | None, most: int) -> None:
@@ -463,6 +592,46 @@ def test_designs_without_an_indexer_keep_their_names() -> None:
         ),
         (attention(indexer=indexer(heads=3, per_head=True)), r"layers\[0\].mixer.indexer.heads: 3 does not divide"),
         (attention(window=4, indexer=MOBA), r"layers\[0\].mixer.indexer.top_k: 2 selects all of the 2 blocks"),
+        (
+            attention(indexer=indexer(block=2, block_score="attention")),
+            r"layers\[0\].mixer.indexer.block_score: attention is of the attention's own",
+        ),
+        (attention(indexer=MOBA | {"first": 1}), r"layers\[0\].mixer.indexer.local: 1 leaves none of the 2"),
+        (attention(indexer={"top_k": 2, "first": 2}), r"layers\[0\].mixer.indexer.first: 2 leaves none of the 2"),
+        (
+            attention(indexer=indexer(block=2, pool="mean", first=1)),
+            r"layers\[0\].mixer.indexer.first: is about the keys",
+        ),
+        (attention(indexer=indexer(pool="mean")), r"layers\[0\].mixer.indexer.pool: does nothing for single keys"),
+        (
+            attention(indexer=indexer(block=2, pool="mean", local=1)),
+            r"layers\[0\].mixer.indexer.local: is about the keys",
+        ),
+        (
+            attention(indexer=indexer(block=2, pool="mean", block_score="mean")),
+            r"layers\[0\].mixer.indexer.block_score: is about the keys of a block, of which pool leaves one",
+        ),
+        (attention(indexer={"top_k": 2, "block": 2, "pool": "mean"}), r"layers\[0\].mixer.indexer.pool: is about the"),
+        (
+            attention(indexer={"top_k": 2, "head_weights": False}),
+            r"layers\[0\].mixer.indexer.head_weights: is about the indexer's own",
+        ),
+        (
+            attention(indexer=indexer(per_head=True, head_weights=False)),
+            r"layers\[0\].mixer.indexer.head_weights: does nothing with per_head",
+        ),
+        (
+            attention(window=7, indexer=indexer(block=2, pool="gated")),
+            r"layers\[0\].mixer.indexer.pool: is of blocks that are finished and whole, but a window hides parts",
+        ),
+        (
+            attention(causal=False, indexer=indexer(block=2, pool="gated")),
+            r"layers\[0\].mixer.indexer.pool: is of blocks that are finished and whole, but causal is false",
+        ),
+        (
+            attention(position={"kind": "axial_rope"}, head_dim=8, indexer=indexer(block=2, pool="mean")),
+            r"layers\[0\].mixer.indexer.pool: gives a block one position",
+        ),
         (latent(indexer=MOBA | {"local": 2}), r"layers\[0\].mixer.indexer.local: 2 leaves none"),
     ],
 )
@@ -527,7 +696,7 @@ def test_a_selection_that_there_is_not_is_refused(layers: list[Data], message: s
     [
         calls(_block_scores, "scatter_reduce", lambda empty, dim, of_key, shown, _: empty.scatter(dim, of_key, shown)),
         operator(_block_scores, ast.Div, ast.Mult),
-        operator(_selected, ast.Lt, ast.LtE),
+        operator(_selected, ast.Lt, ast.LtE, nth=0),
         reads(Indexer.select, "shown", lambda mask: replace(mask, selected=None)),
         calls(AttentionMask.visible, "repeat_interleave", lambda x, times, dim: torch.cat([x] * times, dim)),
     ],
@@ -535,7 +704,44 @@ def test_a_selection_that_there_is_not_is_refused(layers: list[Data], message: s
 )
 def test_the_loop_sees_other_blocks(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    assert max(max(largest_errors(seed, True)) for seed in range(12, 36)) > 1e-3
+    assert max(max(largest_errors(seed, "blocks")) for seed in range(12, 36)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        calls(
+            Indexer._pooled,
+            "position",
+            lambda indexer, keys, layout: indexer.position(
+                keys, Layout(layout.positions + (layout.positions >= 0), is_checked=True)
+            ),
+        ),
+        calls(Indexer._pooled, "mean", lambda keys, dim: keys[:, :, -1]),
+        reads(Indexer._pooled, "pool_bias", lambda bias: bias.flip(0), 1),
+        reads(show_blocks, "finished", torch.ones_like),
+        reads(index_loss, "of_block", lambda of_block: of_block[:, :, :, :1].expand_as(of_block)),
+    ],
+    ids=["a later position", "the last key", "places in reverse", "no tail", "weights of one block"],
+)
+def test_the_loop_sees_other_pooled_keys(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert max(max(largest_errors(seed, "pooled")) for seed in range(10)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        calls(_block_scores, "mean", lambda weights, dim: weights[:, :, 0]),
+        operator(_selected, ast.Lt, ast.LtE, nth=1),
+        operator(_block_scores, ast.Eq, ast.GtE, nth=2),
+        calls(_block_scores, "softmax", lambda means, dim: means),
+    ],
+    ids=["one head for all", "one first block more", "blocks that are not whole", "no softmax"],
+)
+def test_the_loop_sees_other_weights_of_blocks(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert max(max(largest_errors(seed, "attention")) for seed in range(16)) > 1e-3
 
 
 def test_the_loop_sees_scores_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,9 @@ def receptive_field(config: ModelConfig) -> None:
 def selected_keys(config: ModelConfig) -> None:
     """With an indexer, a token attends to `top_k` of the tokens, or blocks, that its mask shows, or to all of fewer.
 
-    Of a block it attends to every visible token. The `local` blocks are among them. Heads that share a selection attend
-    to the same tokens. A sequence of at most `top_k` tokens has the bits of the design without the indexer.
+    Of a block it attends to every visible token. The `local` and `first` blocks are among them; with `pool` so many
+    finished ones are, beside all others. Heads that share a selection attend to the same tokens. A sequence of at most
+    `top_k` tokens has the bits of the design without the indexer.
     """
     model = model_under_test(config)
     indexed: list[Any] = [module for module in model.layers.modules() if getattr(module, "indexer", None) is not None]
@@ -120,23 +121,28 @@ def selected_keys(config: ModelConfig) -> None:
         chunked = getattr(mixer, "chunked", False)
         visible = layout.attention_mask(mixer.window, mixer.causal, chunked).materialize()[:, None]
         shares, choice = mixer.indexer.selections or mixer.heads, mixer.indexer.selector.choice
+        shares = getattr(mixer, "kv_heads", shares) if choice.score == "attention" else shares
         attended = (observation.weights > 0).unflatten(1, (shares, -1)).any(2)
         if bool((attended & ~visible).any()):
             raise LawViolation("a token attends to a masked token")
-        number = layout.positions // choice.block
+        number = layout.positions // mixer.indexer.block
         same_block = (number[:, :, None] == number[:, None]).double()  # other documents are not visible
         counts = [shown.double() @ same_block[:, None] for shown in (attended, visible.expand_as(attended))]
         if bool((attended & (counts[0] != counts[1])).any()):
             raise LawViolation("a token attends to a part of a block")
         share_of_block = torch.where(counts[1] > 0, 1 / counts[1].clamp(min=1), 0.0)
+        scored = counts[1] == mixer.indexer.block if mixer.indexer.pool else torch.ones_like(attended)
+        if bool((visible & ~scored & ~attended).any()):
+            raise LawViolation("a token does not attend to a block that is not finished")
         attended_blocks, visible_blocks = (
-            ((shown * share_of_block).sum(-1)).round() for shown in (attended, visible.expand_as(attended))
+            ((shown * share_of_block).sum(-1)).round() for shown in (attended & scored, visible & scored)
         )
         if not torch.equal(attended_blocks, visible_blocks.clamp(max=choice.top_k)):
             raise LawViolation("the number of tokens, or of blocks, that a token attends to is not top_k")
         near = (number[:, :, None] - number[:, None]).abs() < choice.local
-        if bool((near[:, None] & visible & ~attended).any()):
-            raise LawViolation("a token does not attend to a local block")
+        always = near | (number < choice.first)[:, None]
+        if bool((always[:, None] & visible & ~attended).any()):
+            raise LawViolation("a token does not attend to a local block, or to a first one")
 
     handles = [mixer.register_forward_pre_hook(lambda mixer, _: running.append(mixer)) for mixer in indexed]
     handles += [mixer.register_forward_hook(lambda *_: running.clear()) for mixer in indexed]

@@ -33,6 +33,7 @@ SMALL_TEXT = 128  # tokens, longer than any law's sequence
 GROUP_FIELDS = ("kv_heads", "key_heads", "groups")
 HEAD_WIDTH = 8
 SMALL_BLOCK = 2  # positions
+SMALL_RANK = 2  # of adapters
 SMALL_TOP_K = 3  # keys that an indexer selects, fewer than any law's sequence has
 MOST = {  # an odd number stays odd
     "kv_rank": 10, "query_rank": 8, "gate_rank": 8, "decay_rank": 8, "rate_rank": 6, "value_rank": 4, "vector_rank": 6,
@@ -99,7 +100,7 @@ def _stack(config: ModelConfig, context: ShrinkContext, sizes: bool) -> ModelCon
     """A design without its encoder, with each distinct layer once, and more where blocks of layers need them."""
     kept: list[tuple[LayerConfig, bool]] = []
     for distinct in config.distinct_layers:
-        single = LayerConfig(mixer=distinct.config.mixer, feedforward=distinct.config.feedforward)
+        single = distinct.config.replace(repeat=1, shared=False)
         # Where the stream grows, all layers are distinct, also those of the same parts.
         if not config.residual.stream_grows or (single, distinct.looped) not in kept:
             kept.append((single, distinct.looped))
@@ -134,7 +135,8 @@ def _layer(layer: LayerConfig, context: ShrinkContext, sizes: bool) -> LayerConf
             feedforward = shrink_part(feedforward, context)
         else:
             feedforward = feedforward.replace(**_small_convolution(feedforward))
-    return LayerConfig(mixer=mixer, feedforward=feedforward)
+    rank = layer.adapter_rank and min(layer.adapter_rank, SMALL_RANK if sizes else layer.adapter_rank)
+    return layer.replace(mixer=mixer, feedforward=feedforward, adapter_rank=rank)
 
 
 @singledispatch
@@ -175,7 +177,8 @@ def _small_indexer(indexer: IndexerConfig, attention_heads: int, rotated: int) -
         heads = small_count(indexer.heads)
         small["heads"] = gcd(heads, attention_heads) if indexer.per_head else heads
         small["head_dim"] = max(at_most(indexer.head_dim, HEAD_WIDTH), rotated)
-    return indexer.replace(**small, local=local)
+    first = min(indexer.first, 1 if small["top_k"] - local > 1 else 0)
+    return indexer.replace(**small, local=local, first=first)
 
 
 def _small_heads(fields: dict[str, int], context: ShrinkContext, changes: dict[str, Any]) -> dict[str, Any]:

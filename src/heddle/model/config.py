@@ -137,12 +137,17 @@ class LayerConfig(Config):
     (Universal Transformer, Dehghani et al. 2018; Zamba2's shared block, 2024; Ouro, Zhu et al. 2025). Each visit has
     its own state. Whatever depends on depth counts visits: `initialization.depth_scaled`, `drop_path`, the α and β of
     `deep_norm`, the blocks of `attention_residuals` and λ_init of `differential_attention`.
+
+    adapter_rank: to every projection of the mixer and the feed-forward of a layer that is visited several times, each
+    visit adds a product B A of this rank that is its own (Relaxed Recursive Transformers, Bae et al. 2024, arXiv
+    2410.20672). Stacks of experts have none. B is zero at first.
     """
 
-    later_fields = ("shared",)
+    later_fields = ("shared", "adapter_rank")
 
     repeat: PositiveInt = 1
     shared: bool = False  # one set of weights for all visits
+    adapter_rank: Width | None = None  # of what each visit adds to the projections, its own
     mixer: MixerConfig | None = None
     feedforward: FeedforwardConfig | None = None
     layers: "tuple[LayerConfig, ...] | None" = None
@@ -154,6 +159,8 @@ class LayerConfig(Config):
             refuse("layers", "a layer either nests layers or has a mixer and a feedforward; keep one of the two")
         if self.layers is not None and not self.layers:
             refuse("layers", "is empty; name at least one layer")
+        if self.layers is not None and self.adapter_rank is not None:
+            refuse("adapter_rank", "is of a layer, but this entry nests layers; give it to those that are to have it")
         if self.layers is None and not has_parts:
             refuse("mixer", "a layer needs a mixer, a feedforward or both; add one")
         return self
@@ -257,6 +264,12 @@ class ModelConfig(Config):
         for path, visits in self._shared_visits.items():
             if visits == 1:
                 refuse(f"{path}.shared", "does nothing for an entry that is visited once; repeat it, or leave it out")
+        for (path, layer), looped in zip(self.expand(), self.looped_layers, strict=True):
+            if layer.adapter_rank is not None and not looped:
+                reason = (
+                    "is of visits of a shared layer, but this one has weights of its own; share it, or leave it out"
+                )
+                refuse(f"{path}.adapter_rank", reason)
         return self
 
     def _check_multi_token(self) -> None:
@@ -423,7 +436,7 @@ class ModelConfig(Config):
             if index is None:
                 own = number if differs else None
                 read = tuple(None if source is None else order[source] for source in sources)
-                parts = (own, layer.mixer, layer.feedforward, read, looped)
+                parts = (own, layer.mixer, layer.feedforward, layer.adapter_rank, read, looped)
                 index = index_of_parts.setdefault(parts, len(index_of_parts))
             if not differs and not reads:
                 index_of_object[id(layer), looped] = index

@@ -31,7 +31,7 @@ from heddle.parts.layout import EncoderOutput, HandedOver, Layout
 from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
-from heddle.parts.modules.linear import SelfInitialized
+from heddle.parts.modules.linear import SelfInitialized, VisitAdapter, adapt_projections
 from heddle.parts.modules.short_convolution import ShortConvolutions, build_convolutions
 from heddle.parts.position_table import PositionTable
 from heddle.parts.positions import Rotation
@@ -125,6 +125,9 @@ class Layer(nn.Module):
         per_layer, self.layer_index = model.embedding.per_layer, layer_index
         self.per_layer = None if per_layer is None else PerLayerBranch(per_layer, model.width, model.norm)
         self.scalar = LayerScalar() if model.residual.layer_scalar else None
+        for branch in branches.values():
+            if branch is not None and config.adapter_rank is not None:
+                adapt_projections(branch, config.adapter_rank)
 
     def init_state(self, spec: StateSpec) -> MixerState | None:
         """An empty state: the mixer's, or a `LayerState` if the feed-forward has one, too."""
@@ -309,7 +312,8 @@ class Decoder(nn.Module):
         index = 0 if config.residual.stream_grows else config.depth - 1  # each module starts a new stream
         depth = config.multi_token.depth
         plain = config.replace(embedding=config.embedding.replace(per_layer=None))  # a module has no embedding there
-        return [MultiTokenModule(config, Layer(config.last_layer, plain, index)) for _ in range(depth)]
+        last = config.last_layer.replace(adapter_rank=None)  # a module is visited once
+        return [MultiTokenModule(config, Layer(last, plain, index)) for _ in range(depth)]
 
     def predict_ahead(self, hidden: Tensor, tokens: Tensor, layout: Layout | None = None) -> list[Prediction]:
         """The predictions of the multi-token modules, from the hidden states that a call without a state returned.
@@ -325,13 +329,15 @@ class Decoder(nn.Module):
     def tie(self) -> None:
         """Share weights: of the embedding with a tied head, of a layer with its later visits; in the encoder, too.
 
-        Call it after replacing parameters. A shared layer keeps those of its first visit.
+        Call it after replacing parameters. A shared layer keeps those of its first visit, and each visit its adapters.
         """
         if self.config.head.tied:
             self.head.weight = self.embed.weight
         for index, source in enumerate(self.weight_sources):
             if source != index:
                 for path, module in self.layers[source].named_modules():
+                    if isinstance(module, VisitAdapter):
+                        continue
                     again = self.layers[index].get_submodule(path)
                     for name, parameter in module.named_parameters(recurse=False):
                         setattr(again, name, parameter)
@@ -341,12 +347,17 @@ class Decoder(nn.Module):
     def visits(self, name: str) -> list[str]:
         """The names of a parameter or module in all layers that share its weights, the first visit's first.
 
-        Only the name itself outside of layers, and in layers visited once.
+        Only the name itself outside of layers, in layers visited once, and for the adapters of a visit.
         """
         prefix = "encoder." if self.encoder is not None and name.startswith("encoder.") else ""
         stack = self.encoder if self.encoder is not None and prefix else self
         group, number, *rest = [*name.removeprefix(prefix).split(".", 2), "", ""][:3]
-        if group != "layers" or not number.isdigit() or int(number) >= len(stack.weight_sources):
+        if (
+            group != "layers"
+            or "adapter" in rest[0].split(".")
+            or not number.isdigit()
+            or int(number) >= len(stack.weight_sources)
+        ):
             return [name]
         sources, inner = stack.weight_sources, f".{rest[0]}" if rest[0] else ""
         same = [index for index, source in enumerate(sources) if source == sources[int(number)]]

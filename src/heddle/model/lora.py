@@ -15,7 +15,7 @@ from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.linear import linear
 from heddle.numerics.random import ParameterDraws
-from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
+from heddle.parts.modules.linear import AdaptedLinear, Linear, SelfInitialized, fill_normal
 
 TARGETS = ("layers.*.mixer.q", "layers.*.mixer.v")  # the paper's choice
 
@@ -146,6 +146,8 @@ def target_projections(model: Decoder, targets: Sequence[str]) -> list[str]:
     for target in targets:
         matches = [path for path in modules if _matches(target.split("."), path.split("."))]
         for path in matches:
+            if isinstance(modules[path], AdaptedLinear):
+                raise ConfigError(f"lora: '{path}' has adapters of its visits (adapter_rank) already; leave it out")
             if any(modules[path].get_parameter(name).dim() > 2 for name in modules[path].matrix_parameters):
                 raise ConfigError(
                     f"lora: '{path}' is a stack of matrices, as experts have, and cannot take an adapter; leave it out"

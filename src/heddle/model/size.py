@@ -23,6 +23,7 @@ from heddle.numerics.dispatch import KernelChoice, count_flops, record_choices
 from heddle.numerics.linear import packed_weights
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import EncoderOutput, Layout
+from heddle.parts.modules.linear import VisitAdapter
 
 # A meta model with each distinct layer of a design once, and helpers that measure its layers.
 
@@ -80,16 +81,18 @@ def active_parameter_count(module: nn.Module) -> int:
 def parameter_counts(model: Decoder) -> tuple[int, int]:
     """Return the number of parameters, counting shared ones once, and how many of them are active for one token.
 
-    Multi-token modules count in the first number only.
+    Adapters of visits count for each. Multi-token modules count in the first number only.
     """
     layers = [layer for layer, _ in stacked_layers(model)]
     weights = [count for stack in with_encoder(model) for count in stack.weight_counts]
+    visits = [count for _, count in stacked_layers(model)]
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     around = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in in_layers)
     total, active = around, around - parameter_count(model.multi_token)
-    for layer, count in zip(layers, weights, strict=True):
-        total += count * parameter_count(layer)
-        active += count * active_parameter_count(layer)
+    for layer, count, visited in zip(layers, weights, visits, strict=True):
+        own = (visited - count) * sum(parameter_count(x) for x in layer.modules() if isinstance(x, VisitAdapter))
+        total += count * parameter_count(layer) + own
+        active += count * active_parameter_count(layer) + own
     return total, active
 
 
@@ -104,7 +107,7 @@ def visits_of(count: int, weights: int) -> str:
 class LayerSize:
     """`count` equal adjacent layers. parameters, state_bytes: of one of them.
 
-    weights: how many of them have their own parameters; the others visit a shared layer again.
+    weights: how many of them have their own parameters; the others visit a shared layer again, with adapters of theirs.
     """
 
     count: int

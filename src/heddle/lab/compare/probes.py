@@ -134,7 +134,9 @@ class RecallProbe:
         """The small copy of a design. Raises DesignError where it cannot be built."""
         layers = [layer.replace(repeat=1, shared=False) for _, layer in config.expand()]
         all_looped = all(config.looped_layers)  # then the copy, too, visits its layers again
-        if all_looped:
+        if not all_looped:
+            layers = [layer.replace(adapter_rank=None) for layer in layers]
+        else:
             layers = [layers[index] for index in sorted(set(config.weight_sources))]
         if self.mixers_only and any(layer.mixer is not None for layer in layers):
             layers = [layer.replace(feedforward=None) for layer in layers if layer.mixer is not None]

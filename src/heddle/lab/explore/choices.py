@@ -86,7 +86,7 @@ class Kind:
 # fields, and the sizes of tables that are prime numbers, or of entries that an index may select, have no formula.
 NOT_EXPLORED = (
     "shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first", "k_eq_v",
-    "layer_scalar", "per_layer", "ngram_memory", "compressed_attention",
+    "layer_scalar", "adapter_rank", "per_layer", "ngram_memory", "compressed_attention",
 )  # fmt: skip
 
 

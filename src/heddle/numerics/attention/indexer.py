@@ -5,8 +5,10 @@
 Query i attends to the `top_k` keys of the highest score among those that its mask shows, or to all shown keys of the
 `top_k` blocks of the highest score. A block is the keys of one document at positions b · block … (b + 1) · block − 1:
 it counts a document's own tokens, wherever they lie in a row. Its score is the highest of its shown keys, or their
-mean, which is q · mean(k) of these keys. With weights all heads of the attention attend to the same keys; without them
-each head has a selection, for an equal share of the heads.
+mean, which is q · mean(k) of these keys; or the weight that it has in the softmax of these means over all blocks whose
+every key is shown, averaged over the heads of a key head, which select together, and 0 for other blocks. With weights
+all heads of the attention attend to the same keys; without them each head has a selection, for an equal share of the
+heads.
 
 Of equal scores those at the lowest positions win. Scores are compared in 16 significant bits (float64: 33): products of
 different shapes round differently, and equal keys should tie in all of them. Everything is computed in at least
@@ -39,16 +41,20 @@ COMPARED = {
 }  # dtype -> bits, and how many are dropped
 
 
-BlockScore = Literal["highest", "mean"]
+BlockScore = Literal["highest", "mean", "attention"]
 
 
 class Choice(NamedTuple):
-    """What is selected. block: positions in a block. local: blocks up to the query's own that are always selected."""
+    """What is selected. block: positions in a block.
+
+    local, first: blocks up to the query's own, and from its document's position 0, that are always selected.
+    """
 
     top_k: int
     block: int = 1
     score: BlockScore = "highest"
     local: int = 0
+    first: int = 0
 
 
 class Blocks(NamedTuple):
@@ -59,6 +65,13 @@ class Blocks(NamedTuple):
 
     of_key: Tensor
     numbers: Tensor
+
+
+class KeyBlocks(NamedTuple):
+    """Blocks with one pooled key each: which of them queries see, and the one of each key, int64 [B, S]; −1: none."""
+
+    mask: AttentionMask
+    of_key: Tensor
 
 
 def indexer_flops(pairs: int, batch: int, heads: int, dim: int, weighted: bool = True) -> int:
@@ -107,8 +120,25 @@ def select_keys(q: Tensor, k: Tensor, weights: Tensor | None, mask: AttentionMas
         tiles = []
         for tile in _query_tiles(q, batch * heads * keys):
             scores = index_scores(q[:, :, tile], k, None if weights is None else weights[:, :, tile])
-            tiles.append(_selected(scores, mask.materialize(tile), mask.q_positions[:, tile], blocks, choice))
+            visible, positions = mask.materialize(tile), mask.q_positions[:, tile]
+            tiles.append(_selected(scores, visible, positions, blocks, choice, k.shape[1]))
         return mask.selecting(torch.cat(tiles, dim=2), choice.top_k * choice.block)
+
+
+@torch.no_grad()
+def show_blocks(mask: AttentionMask, blocks: KeyBlocks, most: int) -> AttentionMask:
+    """The mask restricted to the keys of the selected blocks, and to those that are in no block that the query sees.
+
+    most: how many keys a query sees then, at most.
+    """
+    assert blocks.mask.selected is not None
+    of_key = blocks.of_key.clamp(min=0)[:, None, None]
+
+    def of_keys(shown: Tensor) -> Tensor:
+        return shown.gather(3, of_key.expand(*shown.shape[:3], -1))
+
+    finished = of_keys(blocks.mask.materialize()[:, None]) & (blocks.of_key >= 0)[:, None, None]
+    return mask.selecting(of_keys(blocks.mask.selected) | ~finished, most)
 
 
 def most_blocks(mask: AttentionMask, keys: int, block: int) -> int:
@@ -156,27 +186,36 @@ def _query_tiles(q: Tensor, per_query: int) -> Iterator[slice]:
     yield from (slice(start, min(start + size, queries)) for start in range(0, max(1, queries), size))
 
 
-def _selected(scores: Tensor, visible: Tensor, q_positions: Tensor, blocks: Blocks, choice: Choice) -> Tensor:
-    """Which visible keys are selected, bool [B, N, T, S], of scores [B, N, T, S] and visible [B, T, S]."""
+def _selected(
+    scores: Tensor, visible: Tensor, q_positions: Tensor, blocks: Blocks, choice: Choice, groups: int = 1
+) -> Tensor:
+    """Which visible keys are selected, bool [B, N, T, S], of scores [B, N, T, S] and visible [B, T, S].
+
+    groups: N of the result where the heads of a key head select together.
+    """
     visible = visible[:, None]
     of_key = blocks.of_key[:, None, None].expand_as(scores)
-    of_block = _block_scores(scores, visible, of_key, blocks, choice)
+    of_block = _block_scores(scores, visible, of_key, blocks, choice, groups)
     hidden = of_block == float("-inf")
     ranked = _compared(of_block.masked_fill(hidden, 0.0)).masked_fill(hidden, float("-inf"))
     if choice.local:
         own = q_positions.div(choice.block, rounding_mode="floor")[:, None, :, None]
         distance = (own - blocks.numbers[:, None, None]).abs()
         ranked = ranked.masked_fill((distance < choice.local) & ~hidden, float("inf"))
+    if choice.first:
+        ranked = ranked.masked_fill((blocks.numbers < choice.first)[:, None, None] & ~hidden, float("inf"))
     # a traced graph may get fewer blocks than top_k
     enough = functional.pad(ranked, (0, choice.top_k), value=float("-inf")) if is_compiling() else ranked
     least = enough.topk(choice.top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above, equal = ranked > least, ranked == least
     taken = above | (equal & (equal.cumsum(-1) <= choice.top_k - above.sum(-1, keepdim=True)))
-    return taken.gather(3, of_key) & visible
+    return taken.gather(3, of_key[:, : taken.shape[1]]) & visible
 
 
-def _block_scores(scores: Tensor, visible: Tensor, of_key: Tensor, blocks: Blocks, choice: Choice) -> Tensor:
-    """The score of each block, [B, N, T, blocks]: the highest or the mean of its visible keys, −inf without one."""
+def _block_scores(
+    scores: Tensor, visible: Tensor, of_key: Tensor, blocks: Blocks, choice: Choice, groups: int = 1
+) -> Tensor:
+    """The score of each block, [B, N, T, blocks], of its visible keys; −inf without one."""
     shown = scores.masked_fill(~visible, float("-inf"))
     empty = shown.new_full((*shown.shape[:3], blocks.numbers.shape[1]), float("-inf"))
     if choice.block == 1:
@@ -188,7 +227,11 @@ def _block_scores(scores: Tensor, visible: Tensor, of_key: Tensor, blocks: Block
     members = (blocks.of_key[:, None, :, None] == number).to(scores.dtype)
     count = visible.to(scores.dtype) @ members
     mean = (scores.masked_fill(~visible, 0.0) @ members) / count
-    return torch.where(count == 0, empty, mean)
+    if choice.score == "mean":
+        return torch.where(count == 0, empty, mean)
+    weights = torch.where(count == choice.block, mean, empty).softmax(-1).nan_to_num(0.0)  # NaN: no block is whole
+    together: Tensor = weights.unflatten(1, (groups, -1)).mean(2)
+    return together.masked_fill(count == 0, float("-inf"))
 
 
 def _compared(scores: Tensor) -> Tensor:
@@ -204,30 +247,37 @@ def index_loss(
     mask: AttentionMask,
     scale: float,
     modifiers: ScoreModifiers = NO_MODIFIERS,
+    blocks: KeyBlocks | None = None,
 ) -> Tensor:
     """Σ over queries of KL(p ‖ softmax(scores)), both over the keys that the mask shows; gradients for `index` only.
 
     index: q, k and weights of the indexer, as in `index_scores`. attended: q [B, H, T, d] and k [B, G, S, d] of the
     attention. p: the weights of the attention over these keys, summed over the heads, divided by their sum. Without
-    weights: the mean over the indexer's heads, each with the sum over its share of the attention's heads.
+    weights: the mean over the indexer's heads, each with the sum over its share of the attention's heads. blocks: the
+    scores are of these, and p of the sums of their keys' weights.
     """
     (q, k, weights), (attended_q, attended_k) = index, (x.detach() for x in attended)
     padding = (mask.q_positions < 0)[:, None]  # contents of padding must not reach the gradients of keys
     q = q.masked_fill(padding[..., None], 0.0)
     weights = None if weights is None else weights.masked_fill(padding, 0.0)
-    k, _ = zero_unused_slots(k, k, mask)
+    scored = mask if blocks is None else blocks.mask
+    k, _ = zero_unused_slots(k, k, scored)
     attended_k, _ = zero_unused_slots(attended_k, attended_k, mask)
     heads = max(q.shape[1], attended_q.shape[1])
     total = at_least_float32(q.new_zeros(()))
     for tile in _query_tiles(q, q.shape[0] * heads * k.shape[2]):
         tile_mask = mask.for_queries(tile)
         scores = index_scores(q[:, :, tile], k, None if weights is None else weights[:, :, tile])
-        visible = tile_mask.visible(scores.shape[1])
+        visible = scored.for_queries(tile).visible(scores.shape[1])
         with torch.no_grad(), without_autocast(q):
             attention = softmax_weights(
                 attended_q[:, :, tile], attended_k, tile_mask, scale, modifiers.for_queries(tile)
             )
             attention = attention.unflatten(1, (scores.shape[1], -1)).sum(2)
+            if blocks is not None:  # a product rounds in the same way in every run, as sums by scatter do not on a GPU
+                number = torch.arange(k.shape[2], device=k.device)
+                of_block = (blocks.of_key[:, None, :, None] == number).to(attention.dtype)
+                attention = (attention @ of_block).masked_fill(~visible, 0.0)
             target = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
         hidden = torch.finfo(scores.dtype).min  # not -inf: a query that sees no key would have NaN
         log_index = scores.masked_fill(~visible, hidden).log_softmax(-1).masked_fill(~visible, 0.0)

@@ -79,7 +79,7 @@ from heddle.parts.mixers import (
 )
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
-from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueries, build_indexer
+from heddle.parts.modules.indexer import INDEX_PROJECTIONS, IndexedCache, IndexerConfig, IndexQueries, build_indexer
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.modules.router_statistics import record_largest_logits
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, ShortConvolutions, build_convolutions
@@ -352,7 +352,7 @@ class Attention(SelfInitialized, Mixer):
     `ForgettingCache`. With `shared_kv` it has none.
     """
 
-    input_projections = ("q", "k", "v", "gate", "forget", "relative", "indexer.q", "indexer.k", "indexer.weights")
+    input_projections = ("q", "k", "v", "gate", "forget", "relative", *INDEX_PROJECTIONS)
 
     def __init__(self, config: AttentionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -452,6 +452,11 @@ class Attention(SelfInitialized, Mixer):
         if self.k is None or not has_own or self.kv_target is not None:
             return [LogitRows(self.q, [(self.head_dim, 1.0)])]
         return [LogitRows(self.q, [(self.head_dim, 0.5)]), LogitRows(self.k, [(self.head_dim, 0.5)])]
+
+    @property
+    def rings(self) -> tuple[int | None, ...]:
+        """The window, and what an indexer keeps."""
+        return (self.window, *(() if self.indexer is None else self.indexer.rings))
 
     @property
     def value_fields(self) -> Mapping[str, Any]:
@@ -563,7 +568,7 @@ class Attention(SelfInitialized, Mixer):
         score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias, bias)
         if self.indexer is not None:
-            mask = self.indexer.select(index, lambda: (q, k), mask, self.scale, modifiers)
+            mask = self.indexer.select(index, lambda: (q, k), mask, layout, self.scale, modifiers)
         record_largest_logits(self, lambda: (q, k), mask, self.scale)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
         if log_forget is not None:

@@ -26,14 +26,13 @@ The state has the keys of the window, the entries, and what the tokens of unfini
 block before, will add to entries. All pairs are computed and then masked; FLOPs count those that are seen.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt, Width, build_under, refuse, with_implied
 from heddle.numerics.attention.indexer import Choice, index_loss
@@ -46,13 +45,22 @@ from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, check_norm_width, merge_heads, split_heads
+from heddle.parts.modules.blocks import (
+    BlockCache,
+    CallBlocks,
+    block_mask,
+    call_blocks,
+    empty_blocks,
+    entry_pairs,
+    extend_blocks,
+)
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.indexer import IndexQueries, KeySelector
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections, weight_matrix
 from heddle.parts.modules.router_statistics import IndexLoss, record_index_loss
-from heddle.parts.position_table import INITIAL_SLOTS, PositionTable
+from heddle.parts.position_table import PositionTable
 from heddle.parts.positions import RotationConfig
-from heddle.parts.states import KVCache, MixerState, StateSpec
+from heddle.parts.states import KVCache, StateSpec
 
 DEFAULT_EPS = 1e-6  # of the norm of queries, where the model's norm has no eps
 RATIOS = {"csa": 4, "hca": 128}  # DeepSeek-V4's
@@ -146,128 +154,23 @@ class CompressedAttentionConfig(MixerConfig):
         return CompressedAttention(self, context)
 
 
-# Which blocks exist, and where the call's tokens end some.
-
-
-class CallBlocks(NamedTuple):
-    """The blocks of a call's rows, each at the slot ⌊arrival of its last token / ratio⌋, which no other block has.
-
-    ends, segments: position and document of each block's last token, int64 [B, S]; −1: there is no block.
-    slots: those that the call may fill, int64 [B, n]; filled: bool [B, n], whether it does. last: which of the call's
-    tokens, padding not counted, ends the block, int64 [B, n]; 0 where none does. before: bool [B, n, ratio], which
-    tokens of the block before there are in the document. order: the call's tokens with padding last, int64 [B, T];
-    None without padding. layout: of the filled blocks, at the positions of their first tokens.
-    """
-
-    ends: Tensor
-    segments: Tensor
-    slots: Tensor
-    filled: Tensor
-    last: Tensor
-    before: Tensor
-    order: Tensor | None
-    layout: Layout
-
-
-def block_ends(positions: Tensor, segment_ids: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-    """Positions and documents [B, N] of a row's tokens as they arrive, −1 where there is none.
-
-    Returns the arrival of the last token of the block at each slot, and its position, or −1; int64 [B, ⌈N / ratio⌉].
-    Blocks of a row end at least `ratio` arrivals apart, so that no two have the same slot.
-    """
-    positions, length = positions.to(torch.int64), positions.shape[1]
-    first = functional.pad(segment_ids, (ratio - 1, 0), value=-1)[:, :length]  # ratio − 1 arrivals before
-    is_end = (positions >= 0) & (positions % ratio == ratio - 1) & (first == segment_ids)
-    ends = functional.pad(torch.where(is_end, positions, -1), (0, -length % ratio), value=-1)
-    ends, place = ends.unflatten(1, (-1, ratio)).max(2) if length else (ends, ends)
-    return torch.arange(ends.shape[1], device=ends.device) * ratio + place, ends
-
-
-def call_blocks(layout: Layout, ratio: int) -> CallBlocks:
-    """The blocks after a call, computed once for all layers of this ratio."""
-    return layout.cached(("blocks", ratio), lambda: _call_blocks(layout, ratio))
-
-
-def _call_blocks(layout: Layout, ratio: int) -> CallBlocks:
-    view, length, padding = layout.cache_view, layout.length, layout.padding
-    order = None if padding is None else padding.to(torch.int8).argsort(dim=1, stable=True)
-    if view is None:
-        positions, segments = layout.positions, layout.dense_segment_ids
-        if order is not None:
-            positions, segments = positions.gather(1, order), segments.gather(1, order)
-        before, tokens = positions.new_zeros(len(positions)), length
-    else:
-        table, tokens = view.after, min(view.after.max_tokens, view.after.size)
-        positions, segments = table.positions[:, :tokens].to(torch.int64), table.segment_ids[:, :tokens].to(torch.int64)
-        before = view.before.token_counts
-    arrivals, ends = block_ends(positions, segments, ratio)
-    total = ends.shape[1]
-    most = min((length + ratio - 2) // ratio + 1, total) if length else 0  # slots that adjacent arrivals can lie in
-    slots = (before // ratio).clamp(max=total - most)[:, None] + torch.arange(most, device=ends.device)
-    last, end = arrivals.gather(1, slots), ends.gather(1, slots)
-    filled = (end >= 0) & (last >= before[:, None])
-    earlier = last[..., None] - torch.arange(2 * ratio - 1, ratio - 1, -1, device=ends.device)  # the block before
-    all_segments = segments.gather(1, last.clamp(max=max(tokens - 1, 0)))
-    theirs = segments.gather(1, earlier.clamp(min=0, max=max(tokens - 1, 0)).flatten(1)).view_as(earlier)
-    end_segments = segments.gather(1, arrivals.clamp(max=max(tokens - 1, 0)))
-    return CallBlocks(
-        ends,
-        end_segments,
-        slots,
-        filled,
-        torch.where(filled, last - before[:, None], 0),
-        (earlier >= 0) & (theirs == all_segments[..., None]),
-        order,
-        Layout(torch.where(filled, end - (ratio - 1), -1), is_checked=True),
-    )
-
-
-def block_pairs(tokens: int, ratio: int, most: int | None = None) -> int:
-    """How many entries the queries of a document of `tokens` tokens see: Σ_i min(most, ⌊(i + 1) / ratio⌋)."""
-    blocks, rest = divmod(tokens, ratio)
-    pairs = ratio * blocks * (blocks - 1) // 2 + blocks * (rest + 1)
-    return pairs if most is None or tokens < ratio * most else pairs - block_pairs(tokens - ratio * most, ratio)
-
-
 @dataclass(frozen=True, eq=False)
-class CompressedCache(MixerState):
-    """What blocks need of a row: the keys of its window, its entries, and its last tokens.
+class CompressedCache(BlockCache):
+    """The keys of the window [B, 1, slots, d], no values; and entries [B, slots, d + d_index] with their tail.
 
-    window: keys [B, 1, slots, d], no values. entries [B, slots, d + d_index], by slot as in `CallBlocks`; unused slots
-    are zero. tail [B, tokens, 2, series, d + d_index]: W_p x and W_g x of the last tokens, in the order of their
-    arrival, as many as the next entry can need and `rollback` more; zero before the first one.
+    Of the tail's [B, tokens, 2, series, d + d_index] elements are W_p x and W_g x.
     """
 
     window: KVCache
-    entries: Tensor
-    tail: Tensor
-    ratio: int
-
-    def join(self, others: "Sequence[CompressedCache]") -> "CompressedCache":
-        """As in `MixerState`. All get the slots of the largest."""
-        slots = max(cache.entries.shape[1] for cache in (self, *others))
-        return MixerState.join(self.grown(slots), [cache.grown(slots) for cache in others])
-
-    def grown(self, slots: int) -> "CompressedCache":
-        """The cache with at least these slots for entries."""
-        added = max(0, slots - self.entries.shape[1])
-        return replace(self, entries=functional.pad(self.entries, (0, 0, 0, added))) if added else self
 
     def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
-        """Any number of tokens, as long as all of them are in the tail; then at most `rollback_left`."""
-        in_tail = table.peak_tokens <= self.tail.shape[1] or tokens <= table.rollback_left
-        return in_tail and self.window.can_roll_back(tokens, table)
+        """As the tail can, and the window."""
+        return super().can_roll_back(tokens, table) and self.window.can_roll_back(tokens, table)
 
     def rolled_back(self, table: PositionTable, freed: Callable[[int], Tensor]) -> "CompressedCache":
-        """The tail ends before the removed tokens; entries of blocks that they ended become zero."""
-        size, slots = self.tail.shape[1], self.entries.shape[1]
-        index = torch.arange(size, device=self.tail.device) - freed(size).sum(1)[:, None]
-        rows = torch.arange(len(index), device=index.device)[:, None]
-        tail = self.tail[rows, index.clamp(min=0)].masked_fill((index < 0)[..., None, None, None], 0.0)
-        _, ends = block_ends(table.positions, table.segment_ids, self.ratio)
-        ends = functional.pad(ends, (0, max(0, slots - ends.shape[1])), value=-1)[:, :slots]
-        self.entries.masked_fill_((ends < 0)[..., None], 0.0)
-        return replace(self, window=self.window.rolled_back(table, freed), tail=tail)
+        """Entries, tail and window without the removed tokens."""
+        cache = super().rolled_back(table, freed)
+        return replace(cache, window=self.window.rolled_back(table, freed))
 
 
 class BlockPool(SelfInitialized):
@@ -380,11 +283,10 @@ class CompressedAttention(SelfInitialized, Mixer):
         window = KVCache.empty((spec.batch, 1, self.head_dim, 0), self.local + spec.rollback, spec)
         if self.ratio is None:
             return window
-        slots = INITIAL_SLOTS if spec.cache_length is None else spec.cache_length
         channels = self.head_dim + self.index_dim
-        shapes = (-(-slots // self.ratio), channels), (self.span - 1 + spec.rollback, 2, self.series, channels)
-        entries, tail = (torch.zeros((spec.batch, *shape), dtype=spec.dtype, device=spec.device) for shape in shapes)
-        return CompressedCache(window, entries, tail, self.ratio)
+        return CompressedCache(
+            *empty_blocks(spec, self.ratio, self.span - 1, channels, (2, self.series, channels)), self.ratio, window
+        )
 
     def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
         """x [B, T, width] -> ([B, T, width], new state)."""
@@ -439,16 +341,8 @@ class CompressedAttention(SelfInitialized, Mixer):
             return attention(q, kv, kv, mask, self.scale, None, modifiers), window
         assert self.ratio is not None
         blocks = call_blocks(layout, self.ratio)
-        if layout.padding is not None:
-            raw = raw.masked_fill(layout.padding[..., None, None, None], 0.0)
-        if blocks.order is not None:
-            raw = raw[torch.arange(len(raw), device=raw.device)[:, None], blocks.order]
-        if isinstance(state, CompressedCache):
-            assert window is not None
-            lead, raw = state.tail.shape[1], torch.cat((state.tail, raw.to(state.tail.dtype)), dim=1)
-            entries, state = self._extended(raw, lead, blocks, layout, replace(state, window=window))
-        else:
-            entries = self._entries(raw, 0, blocks).masked_fill(~blocks.filled[..., None], 0.0)
+        cache = replace(state, window=window) if isinstance(state, CompressedCache) and window is not None else None
+        entries, state = extend_blocks(cache, raw, blocks, layout, self._entries)
         own, of_index = entries[:, None].split((self.head_dim, self.index_dim), dim=-1)
         shown = self._shown(q, own, of_index, index, blocks, layout)
         keys = torch.cat((kv, own), dim=2)
@@ -456,7 +350,7 @@ class CompressedAttention(SelfInitialized, Mixer):
             layout.positions,
             torch.cat((mask.k_positions, blocks.ends), dim=1),
             selected=torch.cat((mask.cached("shown", mask.materialize)[:, None], shown.visible(1)), dim=3),
-            pair_count=self._pairs(layout, shown.most_selected, with_window=True),
+            pair_count=self._pairs(layout, shown.most_selected),
             may_have_padding=True,
         )
         return attention(q, keys, keys, mask, self.scale, None, modifiers), state
@@ -466,12 +360,8 @@ class CompressedAttention(SelfInitialized, Mixer):
     ) -> AttentionMask:
         """The mask over the entries that each query sees. own, of_index [B, 1, S, ..]: the entries, and the index's."""
 
-        def make() -> AttentionMask:
-            documents = layout.dense_segment_ids, blocks.segments
-            pairs = self._pairs(layout, None)
-            return AttentionMask(layout.positions, blocks.ends, *documents, may_have_padding=True, pair_count=pairs)
-
-        mask = layout.cached(("block mask", self.ratio), make)
+        assert self.ratio is not None
+        mask = block_mask(layout, blocks, self.ratio)
         if index is None or self.index is None:
             return mask
         queries = IndexQueries(index[0], of_index, index[1])
@@ -486,34 +376,13 @@ class CompressedAttention(SelfInitialized, Mixer):
         selected: AttentionMask = self.index.selector(queries, mask)
         return selected
 
-    def _pairs(self, layout: Layout, most: int | None, with_window: bool = False) -> int | None:
-        """Pairs of a query and an entry that it sees, `most` for each query; with those of the window, too."""
+    def _pairs(self, layout: Layout, most: int | None) -> int | None:
+        """Pairs of a query and a key that it sees: those of the window, and `most` entries for each query."""
         if not counts_flops():
             return None
         assert self.ratio is not None
-        length, view = layout.length, layout.cache_view
-        tokens = length if view is None else view.after.max_tokens
-        pairs = block_pairs(tokens, self.ratio, most) - block_pairs(tokens - length, self.ratio, most)
-        return pairs + (visible_pairs(length, tokens, self.local, True) if with_window else 0)
-
-    def _extended(
-        self, raw: Tensor, lead: int, blocks: CallBlocks, layout: Layout, state: CompressedCache
-    ) -> tuple[Tensor, CompressedCache]:
-        """The entries after a call, and the new state. raw: of the tail's `lead` tokens and of the call's."""
-        view = layout.cache_view
-        assert view is not None
-        state, used = state.grown(-(-view.after.size // state.ratio)), blocks.ends.shape[1]
-        entries = state.entries[:, :used]
-        slots = blocks.slots[..., None].expand(-1, -1, entries.shape[2])
-        made = self._entries(raw, lead, blocks).to(entries.dtype)
-        entries.scatter_(1, slots, torch.where(blocks.filled[..., None], made, entries.gather(1, slots)))
-        if layout.padding is None:
-            tail = raw[:, layout.length :].clone()
-        else:
-            added = view.after.token_counts - view.before.token_counts
-            rows = torch.arange(len(raw), device=raw.device)[:, None]
-            tail = raw[rows, added[:, None] + torch.arange(lead, device=raw.device)]
-        return entries, replace(state, tail=tail)
+        pairs, tokens = entry_pairs(layout, self.ratio, most)
+        return pairs + visible_pairs(layout.length, tokens, self.local, True)
 
     def _entries(self, raw: Tensor, lead: int, blocks: CallBlocks) -> Tensor:
         """The entries that the call may fill, [B, n, d + d_index], normalized and rotated."""

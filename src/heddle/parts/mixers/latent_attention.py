@@ -27,7 +27,7 @@ from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import LogitRows, Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import layout_dependent
-from heddle.parts.modules.indexer import IndexedCache, IndexerConfig, IndexQueries, build_indexer
+from heddle.parts.modules.indexer import INDEX_PROJECTIONS, IndexedCache, IndexerConfig, IndexQueries, build_indexer
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections, weight_matrix
 from heddle.parts.modules.router_statistics import record_largest_logits
 from heddle.parts.norms import NormConfig
@@ -158,8 +158,7 @@ class LatentAttention(Mixer):
         self.position = None if position is None else build_under("position", position.build, self.rope_dim)
         self.scale = (config.scale or head_dim**-0.5) * (1.0 if self.position is None else self.position.score_scale)
         self.indexer = build_indexer(config.indexer, width, query_rank or width, position, self.rope_dim)
-        index_queries = ("indexer.q",) if query_rank is None else ()
-        of_index = (*index_queries, "indexer.k", "indexer.weights")
+        of_index = INDEX_PROJECTIONS if query_rank is None else INDEX_PROJECTIONS[1:]  # q reads the latent
         self.input_projections = ("q", "q_down", "kv_down", "k_rope", "gate", *of_index)
 
     @property
@@ -169,6 +168,11 @@ class LatentAttention(Mixer):
         assert queries is not None
         query_parts = [(self.nope_dim, 0.5), (self.rope_dim, 1.0)]
         return [LogitRows(queries, query_parts), LogitRows(self.k_up, [(self.nope_dim, 0.5)])]
+
+    @property
+    def rings(self) -> tuple[int | None, ...]:
+        """All tokens, and what an indexer keeps."""
+        return (None, *(() if self.indexer is None else self.indexer.rings))
 
     def init_state(self, spec: StateSpec) -> KVCache | IndexedCache:
         """A cache of latents as keys. Values are the first dims of the latents, so their width in the cache is 0."""
@@ -227,7 +231,7 @@ class LatentAttention(Mixer):
             latents, _, mask, state = state.extend(latents, latents[..., :0], layout, None)
         up = weight_matrix(self.k_up), weight_matrix(self.v_up)
         if self.indexer is not None:
-            mask = self.indexer.select(index, partial(_attended, queries, latents, up), mask, self.scale)
+            mask = self.indexer.select(index, partial(_attended, queries, latents, up), mask, layout, self.scale)
             if self.kv_target is not None and layout.handed_over is not None:
                 layout.handed_over.by_layer[self.kv_target] = mask
         elif self.kv_source is not None:

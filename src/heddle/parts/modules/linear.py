@@ -103,10 +103,53 @@ class Linear(SelfInitialized, nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class VisitAdapter(SelfInitialized):
+    """A [rank, inputs] and B [outputs, rank] of one visit of a layer. B is zero at first, so that it adds nothing."""
+
+    matrix_parameters = ("a", "b")
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.empty(rank, inputs)), nn.Parameter(torch.empty(outputs, rank))
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """A from normal(0, 1 / inputs), B zero."""
+        fill_normal(self.a, self.a.shape[1] ** -0.5, draws("a"))
+        nn.init.zeros_(self.b)
+
+
+class AdaptedLinear(Linear):
+    """`y = x Wᵀ + b + (x Aᵀ) Bᵀ`: a `Linear` of a shared layer, with A and B of one visit alone."""
+
+    def __init__(self, base: Linear, rank: int) -> None:
+        inputs, outputs, names = base.in_features, base.out_features, ("output_projection", "value_projection")
+        kinds = {name: getattr(base, name) for name in names}
+        super().__init__(inputs, outputs, base.bias is not None, **kinds, initial_std=base.initial_std)
+        self.adapter = VisitAdapter(inputs, outputs, rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs]."""
+        return linear(x, self.weight, self.bias) + linear(linear(x, self.adapter.a), self.adapter.b)
+
+    @property
+    def matrix(self) -> Tensor:
+        """W + B A [outputs, inputs], computed at each access."""
+        return self.weight + linear(self.adapter.b, self.adapter.a.mT)
+
+
+def adapt_projections(module: nn.Module, rank: int) -> None:
+    """Put an `AdaptedLinear` in the place of each `Linear` within the module."""
+    for path, base in [*module.named_modules()]:
+        if type(base) is Linear:
+            module.set_submodule(path, AdaptedLinear(base, rank))
+
+
 def weight_matrix(projection: nn.Module) -> Tensor:
     """The matrix [outputs, inputs] of a `Linear` without bias, or of a wrapper around one, such as a LoRA adapter."""
     if type(projection) is Linear and not is_watched(projection):
         return projection.weight
+    if isinstance(projection, AdaptedLinear) and not is_watched(projection):
+        return projection.matrix
     inner = next((module for module in projection.modules() if isinstance(module, Linear)), None)
     if inner is None:  # a replacement of `Linear` that has a `weight` of its own
         return cast(Tensor, projection.weight)
