@@ -13,19 +13,13 @@ from heddle.errors import ConfigError, lacks_compiler
 from heddle.model.decoder import Decoder
 from heddle.numerics.quantized import BITS, can_quantize, dequantize, quantize, quantized_linear
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.feedforwards.gated import Gated
-from heddle.parts.feedforwards.mlp import MLP
 from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import Mixer
-from heddle.parts.mixers.attention import Attention
-from heddle.parts.mixers.differential_attention import DifferentialAttention
-from heddle.parts.mixers.latent_attention import LatentAttention
 from heddle.parts.modules.eager import eager_methods
 from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.linear import Linear
 from heddle.parts.modules.short_convolution import ShortConvolutions
 from heddle.parts.positions import ScoreBias
-from heddle.parts.positions.alibi import Alibi
 from heddle.torch_private import is_compiler_error
 
 # Not quantized: matrices that a mixer multiplies with each other, and routers, since small errors change their choices.
@@ -147,15 +141,10 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None, wh
     return compiled_model
 
 
-_PARTS = (Mixer, Feedforward, ScoreBias, Indexer, ShortConvolutions)
-_IN_GRAPHS = (Attention, LatentAttention, DifferentialAttention, Gated, MLP, Alibi)
-
-
 def whole_graph_refusal(model: Decoder) -> str | None:
     """Why `compiled` must not make one graph of a model's layers on a CPU, or None.
 
-    Recurrences would be unrolled over the text, experts are chosen on the host, and gradients of biases by offset would
-    be added in any order.
+    Recurrences would be unrolled over the text, and experts are chosen on the host.
     """
     if model.encoder is not None or len(model.multi_token):
         return "an encoder and multi-token modules have graphs of their own"
@@ -164,10 +153,9 @@ def whole_graph_refusal(model: Decoder) -> str | None:
     if model.length_dependent:
         return "rotary angles depend on the length of the text"
     for module in model.layers.modules():
-        if isinstance(module, _PARTS) and type(module) not in _IN_GRAPHS:
+        is_slow = isinstance(module, Mixer | Feedforward | ScoreBias) and not module.fast_graph
+        if is_slow or isinstance(module, Indexer | ShortConvolutions):
             return f"{type(module).__name__} has no fast graph"
-        if isinstance(module, Attention) and module.relative is not None:
-            return "relative logits have no fast graph"
     return None
 
 
