@@ -11,6 +11,7 @@ from heddle.cli.main import run_command
 from heddle.errors import pip_install
 from heddle.model import copies
 from heddle.model.copies import should_compile
+from heddle.model.decoder import Decoder
 from heddle.storage.model import load
 from heddle.training import built_models, loop
 from tests import small
@@ -109,8 +110,36 @@ def test_what_was_chosen_for_compilation_counts(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copies, "should_compile", lambda device: True)
-    monkeypatch.setattr(built_models, "compiled", lambda model: model)
+    monkeypatch.setattr(built_models, "compiled", lambda model, whole: model)
     for name, options in {"chosen": ["--no-compile"], "default": []}.items():
         assert train(workspace, tmp_path / name, *options) == 0
         run_file = json.loads((tmp_path / name / "run.json").read_text())
         assert run_file["settings"]["compile"] is (name == "default")
+
+
+def test_a_run_keeps_how_its_layers_were_compiled(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU a new run has one graph; one that began with a graph for each layer, as earlier runs, goes on so."""
+    made = list[bool]()
+
+    def compiled(model: Decoder, whole: bool = False) -> Decoder:
+        made.append(whole)
+        return model
+
+    def said(out: Path) -> str:
+        data = ["--data", f"{workspace}/text", "--out", str(out)]
+        assert run_command(["train", f"{workspace}/design.yaml", *data, *SIZE[:-1], "--compile"]) == 0
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(built_models, "compiled", compiled)
+    new, earlier = tmp_path / "new", tmp_path / "earlier"
+    assert "compile: all layers as one graph" in said(new)
+    assert json.loads((new / "run.json").read_text())["settings"]["whole_graph"] is True
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "whole_graph_refusal", lambda model: "it was not known")
+        assert "compile: each layer by itself, since it was not known" in said(earlier)
+    assert "whole_graph" not in json.loads((earlier / "run.json").read_text())["settings"]
+    assert "all layers as one graph" in said(new)
+    assert "since the run began so" in said(earlier)
+    assert made == [True, False, True, False]

@@ -2,22 +2,27 @@
 
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
+from heddle.config import parse_config
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model import copies as compiled_module
-from heddle.model.copies import compiled
+from heddle.model.config import ModelConfig
+from heddle.model.copies import compiled, whole_graph_refusal
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.numerics.random import RandomKey, use_random_key
+from heddle.parts.feedforwards import mlp
 from heddle.parts.feedforwards.gated import Gated
 from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import eager_methods
 from heddle.parts.modules.router_statistics import record_router_statistics
-from tests.cases import MLP, case, design, layer
+from tests.cases import CASES, MLP, attention, case, design, layer
 
 pytestmark = [  # of the compiler itself, which instantiates autograd functions and reads .grad of any tensor
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -53,6 +58,76 @@ def test_another_layout_does_not_recompile() -> None:
     assert first > 0
     assert after == first
     assert max_difference < 1e-10
+
+
+# All layers as one graph.
+
+
+FIVE_LAYOUTS = [[[16], [16]], [[12, 4], [16]], [[3, 13], [16]], [[16], [16]], [[1, 2, 13], [8, 8]]]
+WHOLE = {
+    "attention": lambda: model_under_test(parse_config(ModelConfig, design(layer(attention(2, kv_heads=1)), width=8))),
+    "latent attention": lambda: model_under_test(case("latent-low-rank-query")),
+}
+
+
+def check_whole_graph(plain: Decoder, layouts: list[list[list[int]]] = FIVE_LAYOUTS, backend: str = "eager") -> None:
+    """All layouts take two graphs; outputs and gradients are the eager model's."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled_model = compiled(plain.train(), counter, whole=True)
+    tokens = random_tokens(plain.config, 2, 16)
+    for step, lengths in enumerate(layouts):
+        want, got = (_step(each, tokens, Layout.packed(lengths), step) for each in (plain, compiled_model))
+        assert (want[0] - got[0]).abs().max() < 1e-10
+        assert all((a - b).abs().max() < 1e-9 for a, b in zip(want[1:], got[1:], strict=True))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_all_layouts_take_two_graphs(name: str) -> None:
+    check_whole_graph(WHOLE[name]())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_every_design_without_a_refusal_is_two_graphs(name: str) -> None:
+    plain = model_under_test(case(name))
+    if whole_graph_refusal(plain) is None:
+        check_whole_graph(plain)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["attention-gqa", "latent-low-rank-query", "differential", "dropout-everywhere"])
+def test_a_compiled_graph_has_the_same_values(name: str) -> None:
+    check_whole_graph(model_under_test(case(name)), backend="inductor")
+
+
+def test_a_graph_that_forgets_documents_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: the graph of packed rows reads them as one document."""
+    monkeypatch.setattr(
+        compiled_module, "replace", lambda layout, **fields: replace(layout, **fields, segment_ids=None)
+    )
+    with pytest.raises(AssertionError, match="1e-10"):
+        check_whole_graph(WHOLE["attention"](), FIVE_LAYOUTS[1:2])
+
+
+def test_a_number_that_changes_with_each_call_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: the graph reads a Python number."""
+    calls, forward = [0], mlp.MLP.forward
+
+    def counting(self: mlp.MLP, x: torch.Tensor, layout: Layout, state: None = None) -> Any:
+        calls[0] += 1
+        return forward(self, x * calls[0] / calls[0], layout, state)
+
+    monkeypatch.setattr(mlp.MLP, "forward", counting)
+    with pytest.raises(AssertionError, match="== 2"):
+        check_whole_graph(WHOLE["attention"](), FIVE_LAYOUTS[:3])
+
+
+def test_what_has_no_fast_graph_is_refused() -> None:
+    for name in ("moe", "delta", "attention-indexer", "attention-relative", "relative-bias", "rope-ntk-dynamic"):
+        assert whole_graph_refusal(model_under_test(case(name))) is not None, name
+    assert whole_graph_refusal(WHOLE["attention"]()) is None
 
 
 def test_lengths_read_by_a_compiled_layer_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

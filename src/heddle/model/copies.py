@@ -2,17 +2,25 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, lacks_compiler
 from heddle.model.decoder import Decoder
 from heddle.numerics.quantized import BITS, can_quantize, dequantize, quantize, quantized_linear
+from heddle.parts.feedforwards import Feedforward
+from heddle.parts.layout import HandedOver, Layout
+from heddle.parts.mixers import Mixer
 from heddle.parts.modules.eager import eager_methods
+from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.linear import Linear
+from heddle.parts.modules.short_convolution import ShortConvolutions
+from heddle.parts.positions import ScoreBias
+from heddle.torch_private import is_compiler_error
 
 # Not quantized: matrices that a mixer multiplies with each other, and routers, since small errors change their choices.
 EXEMPT = ("k_up", "v_up", "router")
@@ -104,25 +112,81 @@ def should_compile(device: str) -> bool:
     return device.partition(":")[0] == "cuda" and find_spec("triton") is not None
 
 
-def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) -> Decoder:
-    """Return a copy over the same parameters whose layers are compiled with `torch.compile`. The model stays eager.
+def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None, whole: bool = False) -> Decoder:
+    """Return a copy over the same parameters that is compiled with `torch.compile`. The model stays eager.
 
-    Methods marked `eager` (attention over a layout, expert statistics) are not compiled, so that a new layout never
-    causes a recompilation. `backend` is torch.compile's; None is its default.
+    Each layer is compiled by itself. Methods marked `eager` (attention over a layout, expert statistics) are not
+    compiled, so that a new layout never causes a recompilation. `backend` is torch.compile's; None is its default.
+    whole: calls without a state run all layers as one graph, attention included: one for rows of one document, one for
+    packed rows, one for padded rows, whatever their documents. It is for a model with no `whole_graph_refusal`.
     """
     device = model.embed.weight.device.type
     compiled_model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    options: dict[str, Any] = {} if backend is None else {"backend": backend}
+    own_graphs = options | {"isolate_recompiles": True}
+    if whole:
+        setattr(compiled_model, "run_layers", _whole_graph(compiled_model, own_graphs))  # noqa: B010
+        return compiled_model
     for module in compiled_model.modules():
         for name in eager_methods(module, device):
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
-    options: dict[str, Any] = {} if backend is None else {"backend": backend}
     for stack in (compiled_model, compiled_model.encoder):
         if stack is None:
             continue
         # A growing stream, or a shorter sequence, would make sizes dynamic in the graphs that layers share.
-        own_graphs = options | {"isolate_recompiles": True}
         for layer in stack.layers:
             layer.compile(**(own_graphs if stack.config.residual.stream_grows else options))
         for module in stack.multi_token:
             module.get_submodule("layer").compile(**own_graphs)
     return compiled_model
+
+
+def whole_graph_refusal(model: Decoder) -> str | None:
+    """Why `compiled` must not make one graph of a model's layers on a CPU, or None.
+
+    Recurrences would be unrolled over the text, and experts are chosen on the host.
+    """
+    if model.encoder is not None or len(model.multi_token):
+        return "an encoder and multi-token modules have graphs of their own"
+    if model.config.reads_tokens or model.embed.per_layer is not None:
+        return "layers read tokens or parts of the embedding"
+    if model.length_dependent:
+        return "rotary angles depend on the length of the text"
+    for module in model.layers.modules():
+        is_slow = isinstance(module, Mixer | Feedforward | ScoreBias) and not module.fast_graph
+        if is_slow or isinstance(module, Indexer | ShortConvolutions):
+            return f"{type(module).__name__} has no fast graph"
+    return None
+
+
+def _whole_graph(model: Decoder, options: dict[str, Any]) -> Callable[..., Any]:
+    """`Decoder.run_layers` as a graph of tensors alone: neither the lengths nor the cache of a layout are traced."""
+    run_layers, no_states, hands_over = model.run_layers, [None] * len(model.layers), model.config.hands_over
+
+    def run(
+        x: Tensor, positions: Tensor | None, segments: Tensor | None, coordinates: Tensor | None, padded: bool
+    ) -> Tensor:
+        rows, length = x.shape[:2]
+        layout = Layout.causal(rows, length, device=x.device)
+        if positions is not None:
+            layout = Layout(positions, segments, has_padding=padded, is_checked=True)
+        handed_over = HandedOver() if hands_over else None
+        return run_layers(x, replace(layout, coordinates=coordinates, handed_over=handed_over), no_states)[0]
+
+    graph = torch.compile(run, fullgraph=True, **options)
+
+    def run_graph(x: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
+        if layout.attention_backend is not None or any(state is not None for state in states):
+            return run_layers(x, layout, states)
+        positions = None if layout.start == 0 else layout.positions
+        try:
+            return graph(x, positions, layout.segment_ids, layout.coordinates, layout.has_padding), states
+        except RuntimeError as error:
+            if not is_compiler_error(error) or lacks_compiler(error):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"compile: torch.compile cannot make one graph of the layers ({reason}); leave it out"
+            ) from None
+
+    return run_graph

@@ -524,8 +524,11 @@ class Decoder(nn.Module):
     def _run(self, tokens: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
         if self.config.hands_over:
             layout = replace(layout, handed_over=HandedOver())  # of this call, and of its backward pass
-        stream = self.expand_stream(self.embedded(tokens, layout))
-        new_states = []
+        return self.run_layers(self.embedded(tokens, layout), layout, states)
+
+    def run_layers(self, x: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
+        """The embedding's output x [B, T, width] -> (hidden [B, T, width], the layers' new states)."""
+        stream, new_states = self.expand_stream(x), []
         for layer, state in zip(self.layers, states, strict=True):
             stream, new_state = self._call_layer(layer, stream, layout, state)
             new_states.append(new_state)

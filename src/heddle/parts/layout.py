@@ -6,6 +6,7 @@ invalid tensors; see `layout_facts`.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from heddle.errors import ConfigError
 from heddle.numerics.attention.mask import AttentionMask
@@ -445,7 +447,8 @@ class Layout:
     def cached(self, key: Any, make: Callable[[], V]) -> V:
         """`make()`, computed for the first caller and stored for the other layers."""
         if key not in self.cache:
-            with torch.inference_mode(False):  # a layout used in inference may be used in training afterwards
+            # A layout used in inference may be used in training afterwards; a graph of one call has no use for it.
+            with nullcontext() if is_compiling() else torch.inference_mode(False):
                 self.cache[key] = make()
         value: V = self.cache[key]
         return value

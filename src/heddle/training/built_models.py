@@ -126,7 +126,8 @@ def build_models(job: TrainingJob) -> BuiltModels:
     _check(job, model)
     teacher = job.build_teacher(model)
     forward_model = float8_copy(model) if settings.fp8 else model
-    forward_model = compiled(forward_model) if settings.compile else forward_model
+    if settings.compile:
+        forward_model = compiled(forward_model, whole=True) if settings.whole_graph else compiled(forward_model)
     forward_model.checkpointing = settings.checkpoint_activations
     return BuiltModels(model, forward_model, teacher)
 

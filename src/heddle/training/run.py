@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -142,6 +142,8 @@ def _train(settings: TrainSettings) -> TrainedRun:
         else:
             source, source_vocab_size = task, task.vocab_size
             task.check_vocab_size(config.vocab_size)
+        if resolved.compile and runtime.device == "cpu":
+            resolved = _with_graphs(settings, resolved, config, ranks)
         if (choices := _choices(settings, device, ranks)) is not None:
             runtime = with_choices(runtime, choices)
         job = TrainingJob(
@@ -205,6 +207,26 @@ def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None)
         reason = f"is longer than the run of {resolved.steps} steps, which would never reach --lr"
         raise ConfigError(f"--warmup {settings.warmup}: {reason}; give fewer steps")
     return resolved
+
+
+def _with_graphs(settings: TrainSettings, resolved: Settings, config: ModelConfig, ranks: Ranks) -> Settings:
+    """Whether compiled layers are one graph on a CPU, said in a sentence; a continued run keeps its first choice."""
+    run = settings.out / RUN_FILE
+    recorded = read_json_file(run).get("settings", {}).get("whole_graph", False) if run.is_file() else None
+    reasons = {
+        "ranks shard single layers": ranks.count > 1,
+        "the run began so": recorded is False,
+        "--checkpoint-activations recomputes single layers": settings.checkpoint_activations,
+        "--qk-clip reads the logits of each layer": settings.qk_clip is not None,
+        "--lora and --distill change single layers": settings.lora is not None or settings.distill is not None,
+        "--kernel and --deterministic choose kernels call by call": bool(settings.kernel) or settings.deterministic,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is None:
+        reason = copies.whole_graph_refusal(build(with_vocab_size(config, DEFAULT_VOCAB_SIZE), device="meta"))
+    way = "all layers as one graph" if reason is None else f"each layer by itself, since {reason}"
+    print_status(f"compile: {way}; compiling takes a minute or more, in the first steps")
+    return replace(resolved, whole_graph=reason is None if recorded is None else recorded)
 
 
 def _check_paths(out: Path, config: ModelConfig, resolved: Settings, lora: LoraSettings | None) -> None:

@@ -30,6 +30,7 @@ _LATER_FIELDS = (
     "fp8",
     "spike_guard",
     "qk_clip",
+    "whole_graph",
 )  # earlier runs do not have them
 MAX_COUNT = 10**12
 FLOAT8_MULTIPLE = 16  # what sizes of float8 matrices must be multiples of
@@ -53,6 +54,7 @@ class Settings:
     skips the data since then (`heddle.training.loop`). None: never.
     qk_clip: after a step, q and k of each head whose largest logit in it exceeded this are scaled down to it
     (`Optimizer.clip_logits`). None: never.
+    compile: each layer by itself; with whole_graph all layers as one graph (`heddle.model.copies.compiled`).
     """
 
     steps: int
@@ -66,6 +68,7 @@ class Settings:
     stochastic_rounding: bool = False
     fp8: bool = False
     compile: bool = False
+    whole_graph: bool = False
     checkpoint_activations: bool = False
     optimizer: str = "adamw"
     schedule: str = "wsd"
@@ -251,9 +254,7 @@ class TrainSettings(SessionSettings):
         float | None, Option("X", "QK-clip: scale q and k of heads whose largest logit exceeds X, such as 100.")
     ] = None
     track: Track = ()
-    compile: Annotated[bool | None, Option("", "Compile each layer with torch.compile. [where it pays: on CUDA]")] = (
-        None
-    )
+    compile: Annotated[bool | None, Option("", "Compile layers with torch.compile. [where it pays: on CUDA]")] = None
     checkpoint_activations: Annotated[bool, Option("", "Recompute activations in backward; saves memory.")] = False
     precision: TrainingPrecision = Settings.precision
     stochastic_rounding: Annotated[bool, Option("", "With bf16-params: stochastic rounding, no float32 copies.")] = (

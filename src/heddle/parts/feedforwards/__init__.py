@@ -92,12 +92,13 @@ class Feedforward(nn.Module, ABC):
 
     window: how many tokens a token depends on, itself included; if it is more than 1, the feed-forward has a state.
     dilation: of these, a token depends on the input x of every so many; on the ids of all, if it reads ids.
-    input_projections: as in `Mixer`. convolutions: the short convolutions of its hidden channels, if it has any.
+    input_projections, fast_graph: as in `Mixer`. convolutions: those of its hidden channels, if it has any.
     """
 
     window: int = 1
     dilation: int = 1
     input_projections: Sequence[str] | None = None
+    fast_graph: bool = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -72,6 +72,7 @@ class GatedConfig(FeedforwardConfig):
 
 class Gated(Feedforward):
     input_projections = ("gate", "up")
+    fast_graph = True
 
     def __init__(self, config: GatedConfig, width: int) -> None:
         super().__init__()

@@ -68,6 +68,7 @@ class XIELU(SelfInitialized):
 
 class MLP(Feedforward):
     input_projections = ("up",)
+    fast_graph = True
 
     def __init__(self, config: MLPConfig, width: int) -> None:
         super().__init__()

@@ -119,6 +119,7 @@ class Mixer(nn.Module, ABC):
     input_projections: names of the projections that read x, if nothing else reads it; some may be absent. None: not
     stated. uses_layer_index: whether its formula depends on the layer index. absolute_positions: whether it depends on
     positions themselves, not only on their differences.
+    fast_graph: whether torch's compiler makes a graph of it for a CPU in which it is fast.
 
     kv_source: index of the layer whose `kv_read` it reads. value_source: index of the layer whose values it adds
     to its own. kv_target: index under which it hands over its own (`Layout.handed_over`). The model sets these three.
@@ -134,6 +135,7 @@ class Mixer(nn.Module, ABC):
     input_projections: Sequence[str] | None = None
     uses_layer_index: bool = False
     absolute_positions: bool = False
+    fast_graph: bool = False
     kv_source: int | None = None
     value_source: int | None = None
     kv_target: int | None = None

@@ -378,6 +378,7 @@ class Attention(SelfInitialized, Mixer):
         dim, extent = config.relative_dim, config.relative_extent
         self.relative = None if dim is None else Linear(context.width, self.heads * dim)
         self.relative_logits = None if dim is None or extent is None else Linear(dim, extent)
+        self.fast_graph = dim is None
         self.gate_activation = config.gate_activation
         self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
         factors = config.value_residual

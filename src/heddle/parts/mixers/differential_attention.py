@@ -109,6 +109,7 @@ class DifferentialAttention(SelfInitialized, Mixer):
 
     input_projections = ("q", "k", "v")
     uses_layer_index = True
+    fast_graph = True
 
     def __init__(self, config: DifferentialAttentionConfig, context: BuildContext) -> None:
         super().__init__()

@@ -133,6 +133,8 @@ class LatentAttention(Mixer):
     With `indexer` it is an `IndexedCache`, which has the indexer's keys as well.
     """
 
+    fast_graph = True
+
     def __init__(self, config: LatentAttentionConfig, width: int) -> None:
         super().__init__()
         self.window, self.causal = None, True

@@ -87,7 +87,12 @@ class ScoreBiasConfig(MixerPositionConfig, ABC):
 
 
 class ScoreBias(nn.Module, ABC):
-    """Gives each head a bias function of the offset i − j of query i and key j, with or without parameters."""
+    """Gives each head a bias function of the offset i − j of query i and key j, with or without parameters.
+
+    fast_graph: as in `Mixer`. A graph would add the gradients of learned biases in any order.
+    """
+
+    fast_graph: bool = False
 
     @abstractmethod
     def forward(self, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction:

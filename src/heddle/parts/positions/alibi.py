@@ -22,6 +22,8 @@ class AlibiConfig(ScoreBiasConfig):
 class Alibi(ScoreBias):
     """The module. Slopes are floats, not a tensor, so that no change of dtype rounds them."""
 
+    fast_graph = True
+
     def __init__(self, slopes: tuple[float, ...]) -> None:
         super().__init__()
         self.slopes = slopes
