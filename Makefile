@@ -12,7 +12,7 @@ COMPARE_ARGS ?=
 BENCH_ARGS ?=
 SOAK_SECONDS ?= 600
 PYTEST_ARGS ?=
-QUICK := tests/test_*.py tests/laws/test_laws.py tests/laws/test_pairs.py tests/parts
+QUICK := tests/test_*.py tests/laws/test_laws.py tests/parts
 
 OUT := runs/compare
 RUN := .venv/bin/python
@@ -57,7 +57,7 @@ test: dev ## check style and types, and run the tests
 test-browser: dev ## open every kind of page in chromium: no error, no request, phone, dark, keyboard, 400 choices
 	@$(RUN) -m pytest -q tests/browser/check_pages.py tests/browser/check_live_pages.py
 
-quick: dev ## what one runs many times a day: style, types, house rules, parts, every law on every option
+quick: dev ## what one runs many times a day: style, types, house rules, parts, every law on a few cases
 	@$(MAKE) --no-print-directory test PYTEST_ARGS='$(QUICK) $(PYTEST_ARGS)'
 
 nightly: dev ## repetition of what `make test` checks once: random designs, long products, many kills

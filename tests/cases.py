@@ -1003,6 +1003,7 @@ def in_turn(parameters: Iterable[Any], turn: int, turns: int = 4) -> list[Any]:
     return result
 
 
+@cache
 def parts_of(config: Config) -> set[tuple[str, str]]:
     """(slot, kind) of every part within a config."""
     parts = {(config.slot, config.kind)} if isinstance(config, Part) else set()

@@ -3,9 +3,11 @@
 import gc
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,9 +64,30 @@ def reset_globals() -> None:
     torch.default_generator.manual_seed(0)  # torch.manual_seed also writes down the stack, 3 ms, for each GPU library
 
 
+BUILT = Path(__file__).parent.parent / "build/operators"  # of earlier runs; `make clean` removes it
+
+
 @pytest.fixture(autouse=True, scope="session")
-def separate_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Cache tokenizers, token files and built operators outside the user's cache, once for all test processes."""
+def separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Cache tokenizers, token files and built operators outside the user's cache, once for all test processes.
+
+    Built operators are kept for the next run: compiling them takes a minute, and their names are hashes of the sources,
+    the flags, the compiler and torch.
+    """
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    os.environ["HEDDLE_CACHE"] = str(folder / "heddle-cache")
+    cache = folder / "heddle-cache"
+    os.environ["HEDDLE_CACHE"] = str(cache)
+    copy_operators(BUILT, cache)
+    yield
+    copy_operators(cache, BUILT)
+
+
+def copy_operators(source: Path, target: Path) -> None:
+    """Copy the operators that are not there yet, each file whole or not at all."""
+    for file in (*source.glob("*.so"), *source.glob("*.so.json")):
+        if not (target / file.name).exists():
+            target.mkdir(parents=True, exist_ok=True)
+            part = target / f".{file.name}.{os.getpid()}"
+            shutil.copyfile(file, part)
+            part.replace(target / file.name)

@@ -11,7 +11,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from heddle.config import Config, Part, Probability
+from heddle.config import Config, Part
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from tests.cases import CASES, case
@@ -33,9 +33,9 @@ from tests.pairs import (
     is_bidirectional,
     joined,
     mixers_of,
+    rates,
     reads_encoder,
     refusal,
-    type_hints,
 )
 
 Key = TypeVar("Key", int, str)
@@ -226,12 +226,11 @@ def options_of(config: Config) -> set[str]:
     A dropout rate of zero is none: a design with a rate does in eval mode what one without a rate does.
     """
     options: set[str] = set()
-    hints = type_hints(type(config))
     owner = config.kind if isinstance(config, Part) else type(config).__name__
     for name, value in fields_of(config):
         inner = [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Config)]
         options = options.union(*(options_of(item) for item in inner))
-        is_off = value is None or name in SIZES or (hints[name] == Probability and value == 0)
+        is_off = value is None or name in SIZES or (name in rates(type(config)) and value == 0)
         if not is_off and not (inner and isinstance(value, tuple)):
             options.add(f"{owner}.{name}: {label_of(value)}")
     return options

@@ -68,18 +68,26 @@ def fields_of(config: Config) -> Iterator[tuple[str, Any]]:
     return ((name, getattr(config, name)) for name in type(config).model_fields)
 
 
+@cache
+def rates(cls: type[Config]) -> frozenset[str]:
+    """The dropout rates of a config, without those of its parts."""
+    return frozenset(name for name, hint in type_hints(cls).items() if hint == Probability)
+
+
 def with_rate(config: C, rate: float) -> C:
     """The design with this value for every dropout rate, also those of its parts."""
-    hints = type_hints(type(config))
+    own = rates(type(config))
     changed: dict[str, Any] = {}
     for name, value in fields_of(config):
-        if hints[name] == Probability:
+        if name in own:
             changed[name] = rate
         elif isinstance(value, Config):
             changed[name] = with_rate(value, rate)
         elif isinstance(value, tuple):
             changed[name] = tuple(with_rate(item, rate) if isinstance(item, Config) else item for item in value)
-    return config.replace(**changed)
+    return (
+        config.replace(**changed) if any(getattr(config, name) != value for name, value in changed.items()) else config
+    )
 
 
 def mixer_label(config: MixerConfig, context: BuildContext) -> str:

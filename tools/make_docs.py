@@ -10,9 +10,11 @@ import json
 import re
 import sys
 import types
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -307,14 +309,21 @@ def short_names(names: Sequence[str]) -> Iterator[str]:
 
 def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:
     """The names, within a kind's module, of the parameters that it has in any case."""
-    names: dict[str, None] = {}
-    for name in cases:
-        inner: set[nn.Module] = set()  # of modules before them
-        for module in build(case(name), device="meta").modules():
-            if type(module).__module__ == f"heddle.parts.{slot}.{kind}" and module not in inner:
-                inner |= set(module.modules())
-                names |= dict.fromkeys(parameter for parameter, _ in module.named_parameters())
-    return list(names)
+    home = f"heddle.parts.{slot}.{kind}"
+    return list(dict.fromkeys(chain.from_iterable(parameters_of(name).get(home, ()) for name in cases)))
+
+
+@cache
+def parameters_of(name: str) -> dict[str, dict[str, None]]:
+    """The names of a case's parameters within the modules of each kind, by the kind's file."""
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    inner: dict[str, set[nn.Module]] = defaultdict(set)  # of modules before them
+    for module in build(case(name), device="meta").modules():
+        home = type(module).__module__
+        if module not in inner[home]:
+            inner[home] |= set(module.modules())
+            names[home] |= dict.fromkeys(parameter for parameter, _ in module.named_parameters())
+    return names
 
 
 def fields(cls: type[Config], names: Iterable[str]) -> str:

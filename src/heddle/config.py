@@ -288,7 +288,7 @@ def parse_config(target: type[C], data: Any, path: str = "") -> C:
     for name in data:
         if name not in known:
             raise DesignError(path, _unknown("field", name, sorted(known), nested_field(known, name, Config)))
-    values = {name: _decode_value(known[name].annotation, value, join(path, name)) for name, value in data.items()}
+    values = {name: _decode_value(_content(cls, name), value, join(path, name)) for name, value in data.items()}
     config = build_under(path, lambda: cls(**values))
     assert isinstance(config, target)
     return config
@@ -315,11 +315,18 @@ def field_class(cls: type[Config], name: str) -> type[Config] | None:
     return None if field is None else nested_class(field.annotation, Config)
 
 
-def _decode_value(annotation: Any, value: Any, path: str) -> Any:
-    nested = nested_class(annotation, Config)
+@cache
+def _content(cls: type[Config], name: str) -> tuple[type[Config] | None, bool, bool]:
+    """The config class within a field, whether the field is a list, and whether a word may stand for the list."""
+    annotation = cls.model_fields[name].annotation
+    return nested_class(annotation, Config), is_list(annotation), has_words(annotation)
+
+
+def _decode_value(content: tuple[type[Config] | None, bool, bool], value: Any, path: str) -> Any:
+    nested, listed, words = content
     if value is None or isinstance(value, Config):
         return value
-    if is_list(annotation) and not (isinstance(value, str) and has_words(annotation)):
+    if listed and not (isinstance(value, str) and words):
         if not isinstance(value, list | tuple):
             raise DesignError(path, f"expected a list, got {describe_value(value)}")
         if nested is None:

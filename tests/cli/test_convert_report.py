@@ -308,6 +308,7 @@ def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
     results = parse_results(read_json_file(tmp_path / "sweep/convert.json"))
     assert [model.stage for model in results.models] == ["original", "converted", "converted"]
     (tmp_path / "sweep").rename(tmp_path / "first")
+    monkeypatch.setattr(convert_module, "time_training_steps", lambda job, built: [6.0])
     assert run_command(words) == 0
     assert "the budget chose: --heal" in capsys.readouterr().err
     left = sorted(path.name for path in (tmp_path / "sweep.work").iterdir())

@@ -193,8 +193,14 @@ def test_equal_heads_lose_nothing(name: str) -> None:
         assert difference(small, converted) < 1e-10, merge
 
 
-@pytest.mark.parametrize("name", [name for name in MIXERS if name != "alibi"])
-@pytest.mark.parametrize("merge", ["aligned", "least-squares"])
+@pytest.mark.parametrize(
+    ("name", "merge"),
+    [
+        each
+        for turn, merge in enumerate(("aligned", "least-squares"))
+        for each in cases.in_turn([(name, merge) for name in MIXERS if name != "alibi"], turn, 2)
+    ],
+)
 def test_heads_that_are_equal_up_to_a_rotation_lose_nothing(name: str, merge: Any) -> None:
     small = few(name)
     large = many(small, "any")

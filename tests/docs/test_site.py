@@ -67,18 +67,26 @@ def public_entries() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def entries() -> dict[str, Entry]:
-    """Every entry of the reference by its name."""
-    return {entry.name: entry for module in reference.modules(ROOT / "src") for entry in module.walk()}
+def modules() -> list[Entry]:
+    """Every module of the reference."""
+    return reference.modules(ROOT / "src")
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Links]:
+def entries(modules: list[Entry]) -> dict[str, Entry]:
+    """Every entry of the reference by its name."""
+    return {entry.name: entry for module in modules for entry in module.walk()}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, modules: list[Entry]) -> dict[str, Links]:
     """Every page of the site by its path. Sources are plain: colors take most of the time."""
     out, runs = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("runs")
     (runs / "compare").mkdir()
     (runs / "compare/report.html").write_text(REPORT, encoding="utf-8")
-    Site(out, highlighted=False).build(runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(site_build.reference, "modules", lambda _: modules)
+        Site(out, highlighted=False).build(runs)
     parsed = {"": Links("")}
     for file in out.rglob("*"):
         path = file.relative_to(out).as_posix()

@@ -10,6 +10,8 @@ import click
 import pytest
 
 from heddle.cli.main import VerbCommand, app, run_command
+from heddle.lab.compare.speed import measure_speeds as speeds
+from heddle.lab.conversion import run as conversion_run
 from tests.docs.pages import Block, blocks, commands, pages, save
 from tests.small import forget_parts
 
@@ -21,6 +23,10 @@ PRINTED_RESULT = re.compile(r"  # (wrong \S+, right \S+)$", re.MULTILINE)  # a c
 @pytest.fixture(autouse=True)
 def run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    # A conversion's speeds at 512 tokens; at 2,048 and 8,192 they took most of the time of its pages.
+    monkeypatch.setattr(
+        conversion_run, "measure_speeds", lambda design, contexts, *rest: speeds(design, contexts[:1], *rest)
+    )
     yield
     forget_parts()
 

@@ -18,7 +18,7 @@ from tests.covering import attempt, fits, sites
 from tests.exchange.hf_models import AutoModelForCausalLM, our_logits, their_logits
 from tests.pairs import Draft, catalogue
 
-DESIGNS, MORE_DESIGNS, MANY_DESIGNS = 12, 50, 400  # in the suite, the night and the soak
+DESIGNS, MORE_DESIGNS, MANY_DESIGNS = 6, 50, 400  # in the suite, the night and the soak
 PROFILE: dict[str, Any] = {
     "deadline": None,
     "derandomize": True,

@@ -18,7 +18,7 @@ from tests.schema_designs import COUNTS, fields_without_effect, violations
 
 SAMPLE = int(os.environ.get("HEDDLE_SOAK_DESIGNS", "2000"))
 SHARES = 16
-FEW = (2, 3)  # numbers of designs of several kinds
+FEW = (3, pytest.param(2, marks=pytest.mark.nightly))  # numbers of designs of several kinds
 
 
 @pytest.mark.parametrize("number", FEW)

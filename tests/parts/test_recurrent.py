@@ -1,6 +1,7 @@
 """linear_attention and retention against loops over tokens written from the papers; errors; the state."""
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -165,35 +166,35 @@ def test_a_wrong_lightning_attention_is_caught(plant: Plant, monkeypatch: pytest
     assert retention_distance(**LIGHTNING) > 1e-3
 
 
-RECURRENT = [
-    "retention-lightning",
-    "linear-attention-rope",
-    "linear-attention-bidirectional",
-    "retention-rope-gate",
-    "retention-learned-decays",
-    "kda-own-widths",
-    "delta-key-heads",
-    "delta-negative-eigenvalues",
-    "delta-steps",
-    "mamba-norms",
-    "mamba2-groups",
-    "rwkv7-own-widths",
-    "rwkv7-value-residual",
-]
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-@pytest.mark.parametrize(
-    "law",
-    [
-        "chunked_ragged_batch",
-        "document_packing",
-        "causality",
-        "document_isolation",
-        "padding_gradients",
-        "kernel_equivalence",
-    ],
+RECURRENT = {  # the cases of each kind
+    "retention": ("retention-lightning", "retention-rope-gate", "retention-learned-decays"),
+    "linear_attention": ("linear-attention-rope", "linear-attention-bidirectional"),
+    "kda": ("kda-own-widths",),
+    "gated_delta": ("delta-key-heads", "delta-negative-eigenvalues", "delta-steps"),
+    "mamba": ("mamba-norms",),
+    "mamba2": ("mamba2-groups",),
+    "rwkv7": ("rwkv7-own-widths", "rwkv7-value-residual"),
+}
+OF_CHUNKS = (
+    "chunked_ragged_batch",
+    "document_packing",
+    "causality",
+    "document_isolation",
+    "padding_gradients",
+    "kernel_equivalence",
 )
+
+
+def of_each_kind() -> Iterator[Any]:
+    """Every law on a case of each kind by day, in turn, and on its others in the night."""
+    for turn, law in enumerate(OF_CHUNKS):
+        for names in RECURRENT.values():
+            for number, name in enumerate(names):
+                marks = () if number == turn % len(names) else pytest.mark.nightly
+                yield pytest.param(law, name, marks=marks, id=f"{law}-{name}")
+
+
+@pytest.mark.parametrize(("law", "name"), list(of_each_kind()))
 def test_laws_hold_over_many_chunks(law: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The laws' texts are shorter than a chunk; here a chunk has three tokens, and a group two chunks."""
     for module in (batched_chunks, chunked_sums, gated_delta, general_delta, ssd):

@@ -20,7 +20,7 @@ from tests.cases import CASES, case
 from tests.laws.planting import Plant, calls, condition
 
 BAD = (float("nan"), float("inf"), -float("inf"))
-SITES, SOAK_SITES = 150, 5000  # of each optimizer
+SITES, SOAK_SITES = 80, 5000  # of each optimizer
 UNUSED_TOKEN = 3
 
 

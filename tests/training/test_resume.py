@@ -78,10 +78,12 @@ def dying(monkeypatch: pytest.MonkeyPatch, name: str, at: int, before: bool) -> 
     ("name", "before"),
     [("accumulate_gradients", True), ("apply_gradients", False), ("save_run", True), ("save_run", False)],
 )
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_death_at_any_step(
-    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, name: str, before: bool
+    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, name: str, before: bool, every: int
 ) -> None:
-    for at in range(1, STEPS + 1):
+    """By day at even steps before a call and at odd ones after it, in the night at each step."""
+    for at in range(every if before else 1, STEPS + 1, every):
         out = tmp_path / str(at)
         with dying(monkeypatch, name, at, before):
             train(job(texts, out, save_every=1))

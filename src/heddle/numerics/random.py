@@ -197,6 +197,8 @@ def uniform(shape: tuple[int, ...], site: int, device: torch.device, tensor_slic
     if key is None:
         key = RandomKey(int(torch.randint(2**62, (), device="cpu").item()), 0, torch.arange(shape[0], device=device))
     samples = to_device(key.sample_indices, device).to(torch.int64)
+    if samples.is_meta:  # without values: the ten rounds took most of the time of measuring a design with dropout
+        return torch.empty(shape, dtype=torch.float32, device=device)
     stream_key = RandomStream.of(key.seed, key.step, site).key
     if tensor_slice is None:
         words = _words_of_all_cells(samples, torch.Size(shape[1:]).numel(), stream_key)

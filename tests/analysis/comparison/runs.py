@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from heddle.lab.compare.worker import perform_task
 from heddle.signals import Interrupted
 from heddle.storage.file_io import write_json_file
@@ -21,6 +23,15 @@ JAPANESE = (
 )
 OPTIONS = ["--sequence-length", "32", "--batch-size", "16", "--device", "cpu", "--threads", "1"]
 OPTIONS += ["--speed-context-length", "24"]
+
+# Of speeds and samples of text no test reads more than that they are there.
+FEW = {
+    "heddle.lab.compare.speed.READ_BYTES": 2**20,
+    "heddle.lab.compare.speed.WARMUP_STEPS": 1,
+    "heddle.lab.compare.speed.MEASURED_STEPS": 2,
+    "heddle.lab.compare.speed.DECODED_TOKENS": 4,
+    "heddle.generation.generate.SAMPLE_TOKENS": 8,
+}
 
 
 class Workers:
@@ -43,7 +54,10 @@ class Workers:
         self.ran.append(name)
         if name in self.kills:
             return -9
-        result, code = perform_task(task)
+        with pytest.MonkeyPatch.context() as patch:
+            for constant, value in FEW.items():
+                patch.setattr(constant, value)
+            result, code = perform_task(task)
         if name in self.diverges:
             result, code = {"status": "diverged", "message": "10 steps in a row"}, 0
         write_json_file(target, result)
