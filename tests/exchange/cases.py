@@ -1949,11 +1949,10 @@ CASES: dict[str, Case] = {
         inert=(
             OF_STATE_SPACES
             | OF_NEMOTRON
-            | {"biases-one-kv-head:topk_group"}
             | {f"no-experts-groups:{name}" for name in OF_NEMOTRON_EXPERTS}
         )
         - {"time_step_min"},
-        refused=frozenset({"attention_bias"}),
+        refused=frozenset({"attention_bias", "biases-one-kv-head:topk_group"}),
         fixed=frozenset({"tie_word_embeddings"}),
     ),
     "falcon_h1": Case(

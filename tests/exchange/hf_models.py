@@ -25,7 +25,7 @@ from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.experts import mixture
 from heddle.parts.feedforwards import moe
 from heddle.parts.modules import indexer
-from tests.exchange.cases import BASE, CASES, Fields
+from tests.exchange.cases import BASE, CASES, FULL, Fields
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -181,8 +181,9 @@ def alone(model: Any) -> bool:
 
 
 def reads_padding(model: Any) -> bool:
-    """Whether padding on the left changes the tokens after it."""
-    return bool(getattr(model.config, READS_PADDING.get(model.config.model_type, ""), False))
+    """Whether padding on the left changes the tokens after it; where every layer attends, none does."""
+    attends = set(getattr(model.config, "layer_types", None) or ()) == {FULL}
+    return not attends and bool(getattr(model.config, READS_PADDING.get(model.config.model_type, ""), False))
 
 
 @torch.no_grad()
@@ -243,7 +244,8 @@ def distances(theirs: Any, ours: heddle.Decoder) -> tuple[float, float]:
         got = our_logits(ours, tokens, layout)
     compared = mask.bool() & sure(margins, mask)
     want = their_logits(theirs, tokens, mask)
-    assert float(want[compared].std()) > 0.3, "logits this even would agree whatever the model does"
+    if not float(want[compared].std()) > 0.3:
+        raise DoubtfulError("logits this even would agree whatever the model does")
     has_indexer = any(indexer.indexer_field(layer.mixer) for _, layer in ours.config.expand())
     assert has_indexer or compared.sum() > mask.sum() / 2  # an indexer chooses in every layer, and for every token
     if compared.sum() <= mask.sum() / 4:

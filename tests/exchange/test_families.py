@@ -200,7 +200,7 @@ def changed(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [[first, *value[1:]] for first in changed(value[0])]
     if isinstance(value, int):
-        others = [value * 2, value + 1, value - 1, value * 7, value // 2, 1] if value else [1]
+        others = [value * 2, value + 1, value - 1, value * 7, value // 2, 1] if value else [1, 5]
         return [other for other in others if other != value]
     return [value * 1.5, value * 0.5, value * 2.0] if value else [0.5]
 

@@ -797,7 +797,7 @@ BUGS = [
         reads(NGramMemory._look_up, "ids", lambda ids: ids.roll(-1, 1), 3)),
     # Experts by a hash of the token's id (tests/parts/test_hash_routing.py)
     Bug("experts of the token before in the call", "chunked_decoding", "moe-hash",
-        calls(MoE._hashed, "token_ids", lambda ids, *call: ids(*call).roll(1, 1))),
+        calls(MoE._by_ids, "token_ids", lambda ids, *call: ids(*call).roll(1, 1))),
     Bug("an RWKV-7 state that decays at padding", "padding_not_cached", "rwkv7",
         calls(RWKV7._recurrence, "without_padding", lambda _, x, layout: x, nth=2)),
     Bug("padding written into an RWKV-7 state", "padding_not_cached", "rwkv7",
