@@ -79,13 +79,18 @@ def built(draw: random.Random) -> MoE:
     return mixture
 
 
-def drawn(seed: int) -> tuple[MoE, Tensor, list[int], Layout]:
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    layer, tokens = built(draw), [draw.choice((0, 1, 2, 40, 70_000, 2**31 - 1, 2**40)) for _ in range(9)]
+def with_tokens(tokens: list[int]) -> Layout:
     layout, handed_over = Layout.causal(1, len(tokens)), HandedOver()
     handed_over.tokens = torch.tensor([tokens])
+    return heddle.Layout(**(vars(layout) | {"handed_over": handed_over, "cache": {}}))
+
+
+def drawn(seed: int, layer: MoE | None = None) -> tuple[MoE, Tensor, list[int], Layout]:
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    layer = layer or built(draw)
+    tokens = [draw.choice((0, 1, 2, 40, 70_000, 2**31 - 1, 2**40)) for _ in range(9)]
     x = normal_tensor((len(tokens), WIDTH), generator).requires_grad_()
-    return layer, x, tokens, heddle.Layout(**(vars(layout) | {"handed_over": handed_over, "cache": {}}))
+    return layer, x, tokens, with_tokens(tokens)
 
 
 def largest_errors(seed: int) -> tuple[float, float]:
@@ -152,6 +157,23 @@ def test_a_new_table_is_a_hash_with_a_seed_of_its_own() -> None:
             name = f"layers.{layer}.feedforward.table"
             seed = ParameterDraws(3, name)("experts").key % 2**16
             assert torch.equal(experts, hashed_experts(torch.arange(61), 6, 2, seed))
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_an_expert_named_twice_counts_twice(single: bool) -> None:
+    """As in transformers, with a token alone, whose experts run one by one, and with several."""
+    draw = random.Random(5)
+    config = MoEConfig(experts=4, top_k=3, hidden=2, selection="table", id_range=5, routing="sqrt_softplus")
+    layer = with_large_weights(config.build(BuildContext(WIDTH, RMSConfig())), draw)
+    assert layer.table is not None
+    with torch.no_grad():
+        layer.table.experts.copy_(torch.tensor([[1, 3, 1]] * 5))
+    _, x, tokens, layout = drawn(1, layer)
+    if single:
+        x, tokens, layout = x[:1], tokens[:1], with_tokens(tokens[:1])
+    with torch.no_grad():
+        got = layer(x[None], layout)[0][0]
+    assert float((got - loop(x, tokens, layer)).detach().abs().max()) < 1e-10
 
 
 def test_every_expert_gets_about_as_many_ids() -> None:

@@ -264,7 +264,7 @@ def _per_expert(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights,
         dropout_mask = None if assignment.dropout_mask is None else assignment.dropout_mask[rows, slots]
         out = run_expert(x if single_token else x[rows], expert, dropout_mask, activation)
         if single_token:
-            y.addcmul_(out, gates[:, slots[0], None])
+            y.addcmul_(out, gates[:, slots].sum(1, keepdim=True))  # a table of ids may name an expert twice
         else:
             y.index_add_(0, torch.tensor(rows, device=x.device), out * gates[rows, slots, None])
     return y
