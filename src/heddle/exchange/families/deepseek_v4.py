@@ -43,9 +43,7 @@ EXPERTS = _common.Fields(
     scale=("routed_scaling_factor", 1.5),
     limit=("swiglu_limit", 10.0),
 )
-STREAMS = _common.Fields(
-    streams=("hc_mult", 4), iterations=("hc_sinkhorn_iters", 20), eps=("hc_eps", 1e-6)
-)  # fmt: skip
+STREAMS = _common.Fields(streams=("hc_mult", 4), iterations=("hc_sinkhorn_iters", 20), eps=("hc_eps", 1e-6))
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
@@ -61,7 +59,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 
 def _read_mixers(config: ConfigReader) -> list[dict[str, Any]]:
-    depth, ratios = _layer_types.read_depth(config), config.get("compress_ratios", [])
+    none: list[int] = []
+    depth, ratios = _layer_types.read_depth(config), config.get("compress_ratios", none)
     if any(ratio not in RATIOS for ratio in ratios) or 0 < len(ratios) < depth:
         raise config.invalid("compress_ratios", f"should say 0, 4 or 128 of each of {depth} layers")
     usual = [CSA if index > 1 and index % 2 else HCA for index in range(depth)]
@@ -112,7 +111,9 @@ def _read_feedforwards(config: ConfigReader) -> list[dict[str, Any]]:
     types = _layer_types.read_kinds(config, "mlp_layer_types", usual, (BY_TABLE, BY_SCORES))
     routing = ROUTINGS[config.expect("scoring_func", *ROUTINGS, default="sqrtsoftplus")]
     experts = {"kind": "moe", **EXPERTS.read(config), "activation": "swiglu_limited", "shared": 1, "routing": routing}
-    kinds = {BY_TABLE: {"selection": "table", "id_range": vocab}, BY_SCORES: {"bias_update": 0.0}}
+    kinds: dict[str, dict[str, Any]] = {
+        BY_TABLE: {"selection": "table", "id_range": vocab}, BY_SCORES: {"bias_update": 0.0},
+    }  # fmt: skip
     return [experts | kinds[kind] for kind in types]
 
 
