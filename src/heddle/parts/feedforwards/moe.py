@@ -1,6 +1,6 @@
 """Mixture of experts (Shazeer et al. 2017; DeepSeek-V3 2024): `shared(x) + Σ_i gate_i · expert_i(x)` over the k chosen.
 
-Experts are feed-forwards: `down f(up x)`, `down (f(gate x) ⊙ up x)`, or `gated` with `swiglu_clamped`. Routing is in
+Experts are feed-forwards: `down f(up x)`, `down (f(gate x) ⊙ up x)`, or `gated` with a clamped SwiGLU. Routing is in
 numerics/experts/mixture.py.
 """
 
