@@ -629,6 +629,10 @@ CASES |= {
     "moe-shared-bias": moe(4, 2, shared=2, bias="shared", capacity_factor=0.8),
     "moe-mlp-shared": moe(expert="mlp", shared=2, shared_gate=True, aux_loss=0.3, z_loss=0.01, bias_update=0.5),
     "moe-hash": moe(5, 2, selection="hash", aux_loss=0.2, shared=1),
+    "moe-table": moe(
+        5, 2, selection="table", id_range=40, routing="sqrt_softplus", activation="swiglu_limited", limit=0.6
+    ),
+    "moe-sqrt-softplus": moe(6, 2, routing="sqrt_softplus", renormalize=False, bias_update=0.1, z_loss=0.03),
     "ngram-memory": design(
         layer(None, {"kind": "ngram_memory", "dim": 3, "slots": 20}),
         layer(attention(3)),
@@ -879,6 +883,9 @@ CASES |= {
     "residual-hyper-apart": wired("hyper_connections", *APART, norm={"kind": "rms"}, streams=2, iterations=4),
     "residual-hyper-weighted": wired(
         "hyper_connections", streams=3, iterations=3, norm_weight=False, eps=1e-3, collapse="weighted", drop_path=0.3
+    ),
+    "residual-hyper-whole": wired(
+        "hyper_connections", streams=3, iterations=3, norm_weight=False, eps=1e-3, collapse="weighted", whole_bias=True
     ),
     "residual-hyper-not-mixed": wired(
         "hyper_connections", *APART, streams=2, mixing=False, magnitude=0.7, eps=1e-3, drop_path=0.3

@@ -19,9 +19,9 @@ from tests.cases import CASES
 from tests.clients.folders import run_client
 from tests.exchange.hf_models import config_of
 
-STEPS, NEW_TOKENS = 200, 24
+STEPS, NEW_TOKENS, VOCABULARY = 200, 24, 300
 OPTIONS = [
-    "--vocab-size", "300", "--batch-size", "8", "--sequence-length", "64", "--lr", "0.01", "--device", "cpu",
+    "--vocab-size", str(VOCABULARY), "--batch-size", "8", "--sequence-length", "64", "--lr", "0.01", "--device", "cpu",
     "--threads", "1", "--quiet",
 ]  # fmt: skip
 PROMPT = "The weaver lifts"
@@ -29,7 +29,7 @@ PROMPT = "The weaver lifts"
 
 def family_design(family: str) -> dict[str, Any]:
     """The design of a small model of a family."""
-    config = json.loads(config_of(family, "plain").to_json_string())
+    config = json.loads(config_of(family, "plain", vocab_size=VOCABULARY).to_json_string())
     return design_from_config(config, families()[family]).dump()
 
 
@@ -37,6 +37,8 @@ def designs() -> dict[str, dict[str, Any]]:
     """A design of each mechanism: one that a family holds, where there is a family."""
     return {
         "indexer": family_design("deepseek_v32"),
+        "compressed attention and experts by a table": family_design("deepseek_v4"),
+        "Mamba": family_design("jamba"),
         "multi-token prediction": family_design("deepseek_v3") | {"multi_token": {"depth": 1, "loss_weight": 0.3}},
         "negative eigenvalues": family_design("olmo_hybrid"),
         "shared keys": CASES["attention-shared-keys"],

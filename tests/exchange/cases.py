@@ -310,6 +310,32 @@ FACTORS = scaled(
 )
 OF_LATENTS = frozenset(["num_key_value_heads", "qk_head_dim", "output_router_logits"])
 
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+V4_ROPE: Fields = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+V4_YARN: Fields = {
+    "rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 3.0,
+    "beta_slow": 1.0, "attention_factor": 1.0, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+V4: Fields = {
+    **{name: value for name, value in BASE.items() if name not in ("num_key_value_heads", "intermediate_size")},
+    "num_hidden_layers": 4, "layer_types": [SLIDING, CSA, HCA, CSA], "compress_rates": {CSA: 3, HCA: 4},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"], "moe_intermediate_size": 20, "q_lora_rank": 17,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 5, "index_n_heads": 9,
+    "rope_theta": 100.0, "compress_rope_theta": 3000.0, "partial_rotary_factor": 0.5,
+    "index_head_dim": 6, "index_topk": 4, "sliding_window": 7, "swiglu_limit": 1.5, "hc_eps": 1e-3,
+    "rope_parameters": {"main": V4_ROPE, "compress": V4_ROPE | {"rope_theta": 3000.0}},
+}  # fmt: skip
+V4_INERT = OF_LOSSES - {"output_router_logits"} | {
+    "rope_theta", "compress_rope_theta", "partial_rotary_factor", "qk_rope_head_dim", "router_jitter_noise",
+    "num_nextn_predict_layers",
+}  # fmt: skip
+V4_FIXED = frozenset(
+    """
+    attention_bias mlp_bias n_shared_experts norm_topk_prob output_router_logits num_key_value_heads
+    attention_factor
+    """.split()  # noqa: SIM905
+)
+
 ERNIE: Fields = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20}
 GRANITE_DENSE_ONLY: Fields = {name: GRANITE[name] for name in GRANITE if "multiplier" in name or "scaling" in name}
 GRANITE_EXPERTS: Fields = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}
@@ -1946,14 +1972,9 @@ CASES: dict[str, Case] = {
             "no-experts-groups": NEMOTRON_DENSE
             | {"layers_block_type": [LINEAR, "mlp", FULL, LINEAR, "mlp"], "mlp_hidden_act": "silu", "n_groups": 3},
         },
-        inert=(
-            OF_STATE_SPACES
-            | OF_NEMOTRON
-            | {"biases-one-kv-head:topk_group"}
-            | {f"no-experts-groups:{name}" for name in OF_NEMOTRON_EXPERTS}
-        )
+        inert=(OF_STATE_SPACES | OF_NEMOTRON | {f"no-experts-groups:{name}" for name in OF_NEMOTRON_EXPERTS})
         - {"time_step_min"},
-        refused=frozenset({"attention_bias"}),
+        refused=frozenset({"attention_bias", "biases-one-kv-head:topk_group"}),
         fixed=frozenset({"tie_word_embeddings"}),
     ),
     "falcon_h1": Case(
@@ -1995,6 +2016,32 @@ CASES: dict[str, Case] = {
         inexact=frozenset({"alpha-tied-biases"}),  # frequencies of another base are the product of two powers
         exact=True,
         narrow=True,
+    ),
+    "deepseek_v4": Case(
+        {
+            "plain": {},
+            "sigmoid-three-streams-tied-yarn": {
+                "layer_types": [HCA, CSA, SLIDING, HCA],
+                "mlp_layer_types": ["moe", "hash_moe", "moe", "moe"],
+                "scoring_func": "sigmoid",
+                "hc_mult": 3,
+                "hc_sinkhorn_iters": 4,
+                "routed_scaling_factor": 0.7,
+                "num_experts_per_tok": 3,
+                "tie_word_embeddings": True,
+                "compress_rates": {CSA: 2, HCA: 5},
+                "o_groups": 3,
+                "index_topk": 6,
+                "head_dim": 16,
+                "index_head_dim": 10,
+                "rms_norm_eps": 1e-3,
+                "rope_parameters": {"main": V4_ROPE, "compress": V4_YARN},
+                "compress_rope_theta": V4_YARN["rope_theta"],
+            },
+        },
+        inert=V4_INERT,
+        base=V4,
+        fixed=V4_FIXED,
     ),
     "granitemoehybrid": Case(
         {

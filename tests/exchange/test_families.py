@@ -200,7 +200,7 @@ def changed(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [[first, *value[1:]] for first in changed(value[0])]
     if isinstance(value, int):
-        others = [value * 2, value + 1, value - 1, value * 7, value // 2, 1] if value else [1]
+        others = [value * 2, value + 1, value - 1, value * 7, value // 2, 1] if value else [1, 5]
         return [other for other in others if other != value]
     return [value * 1.5, value * 0.5, value * 2.0] if value else [0.5]
 
@@ -297,7 +297,9 @@ LISTS = (
 
 
 def shapes(model: Any) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+    """Of what its state dict holds, each tensor once."""
+    own = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    return {name: tensor.shape for name, tensor in model.state_dict().items() if name in own}
 
 
 def follow(data: dict[str, Any], changed: str, value: Any) -> None:
@@ -323,7 +325,7 @@ def follow(data: dict[str, Any], changed: str, value: Any) -> None:
     if changed == "rope_theta" and "attn_config" in data:  # of DBRX, which says it twice
         for table in (data["attn_config"], rope):
             table[changed] = value
-    if changed == "qk_rope_head_dim":
+    if changed == "qk_rope_head_dim" and data["model_type"] != "deepseek_v4":
         data.pop("head_dim", None)
     if changed in ("hidden_size", "num_attention_heads") and data["model_type"] in ("cohere2", "cohere_compass_text"):
         data.pop("head_dim")  # transformers writes it, and goes by the two

@@ -70,6 +70,11 @@ BUGS = {
     ),
     "index queries without their norm": ("minimax_m3_vl_text", "plain", condition(Indexer.forward, "q_norm", True)),
     "gates over more experts": ("phimoe", "plain", reads(route, "tolerance", lambda tolerance: 4 * tolerance)),
+    "experts of the best scores, whatever the table says": (
+        "deepseek_v4",
+        "plain",
+        reads(MoE._routed_experts, "chosen", lambda _: None, 0),
+    ),
     "unclipped queries and keys": ("dbrx", "plain", condition(Attention.forward, "qkv_clip", False)),
 }
 
@@ -109,6 +114,7 @@ def add(folder: Path, name: str) -> None:
         ("minimax", "model.layers.1.self_attn.slope_rate", "model.layers.*.self_attn.slope_rate"),
         ("minimax", "model.layers.1.self_attn.key_decay", "model.layers.*.self_attn.*_decay"),
         ("nemotron_h", "mtp.layers.0.norm.weight", "mtp."),
+        ("deepseek_v4", "mtp.0.norm.weight", "mtp."),
     ],
 )
 def test_what_predicts_further_tokens_is_left_out_and_told(
@@ -151,6 +157,27 @@ def test_the_balancing_bias_stays_in_float32(tmp_path: Path) -> None:
     lowered = load(saved("deepseek_v3", "plain")[1], torch.bfloat16).model
     assert lowered.get_parameter("layers.1.feedforward.router.expert_bias").dtype == torch.float32
     assert lowered.embed.weight.dtype == torch.bfloat16
+
+
+def test_a_table_of_ids_is_of_whole_numbers_in_files(tmp_path: Path) -> None:
+    """Read whole or lazily it is float32, also in a narrow model; written it is int64, by its published name."""
+    folder, name = copy("deepseek_v4", "plain", tmp_path), "layers.0.feedforward.table.experts"
+    model, lazy = load(folder, torch.bfloat16).model, LazyCheckpoint(folder)
+    assert lazy.specs[name] == (torch.float32, (97, 2))
+    assert model.get_parameter(name).dtype == torch.float32
+    assert torch.equal(lazy.tensor(name), model.get_parameter(name))
+    export(model, tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    table = load_file(file)["layers.0.ffn.gate.tid2eid"]
+    assert table.dtype == torch.int64
+    assert torch.equal(table.float(), lazy.tensor(name))
+    again = load(tmp_path / "out").model
+    assert all(torch.equal(value, again.get_parameter(each)) for each, value in model.named_parameters())
+    shards = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    shard = folder / shards[theirs := "model.layers.0.ffn.gate.tid2eid"]
+    save_file(load_file(shard) | {theirs: table.float()}, shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"tid2eid' is of type torch.float32; it holds ids"):
+        load(folder)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

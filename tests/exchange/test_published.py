@@ -25,6 +25,8 @@ COUNTED = [
     "Qwen/Qwen3-30B-A3B-Thinking-2507",
     "deepseek-ai/DeepSeek-V2-Lite",
     "deepseek-ai/DeepSeek-V3",
+    "deepseek-ai/DeepSeek-V4-Flash-0731",
+    "DeepSeek V4, defaults of the class",
     "Qwen/Qwen3-Next-80B-A3B-Thinking",
     "Qwen/Qwen1.5-MoE-A2.7B",
     "Qwen/Qwen3.5-397B-A17B, text model",
@@ -121,5 +123,6 @@ def test_the_class_of_transformers_has_as_many_parameters(name: str) -> None:
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config, **PLAIN)
     count = sum(parameter.numel() for parameter in theirs.parameters())
-    count += sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith("correction_bias"))
+    kept = ("correction_bias", "tid2eid")  # parameters here
+    count += sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith(kept))
     assert heddle.size(design_of(READ[name]), context_length=8, batch=1).parameters == count

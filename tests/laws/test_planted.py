@@ -111,7 +111,7 @@ from heddle.numerics.recurrent.ssd import reference as ssd_reference
 from heddle.numerics.rotary import apply_rotary, rotary_table
 from heddle.numerics.rotary import reference as rotate
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.feedforwards.moe import MoE, Router, RouterTrunk, balance_loss, compute_router_statistics
+from heddle.parts.feedforwards.moe import ExpertTable, MoE, Router, RouterTrunk, balance_loss, compute_router_statistics
 from heddle.parts.feedforwards.ngram_memory import NGramMemory
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers.attention import Attention, query_temperature
@@ -816,7 +816,9 @@ BUGS = [
         reads(NGramMemory._look_up, "ids", lambda ids: ids.roll(-1, 1), 3)),
     # Experts by a hash of the token's id (tests/parts/test_hash_routing.py)
     Bug("experts of the token before in the call", "chunked_decoding", "moe-hash",
-        calls(MoE._hashed, "token_ids", lambda ids, *call: ids(*call).roll(1, 1))),
+        calls(MoE._by_ids, "token_ids", lambda ids, *call: ids(*call).roll(1, 1))),
+    Bug("a table that has the same experts for each seed", "seeded_initialization", "moe-table",
+        reads(ExpertTable.init_weights, "draws", lambda _: ParameterDraws(0, ""), 0)),
     Bug("an RWKV-7 state that decays at padding", "padding_not_cached", "rwkv7",
         calls(RWKV7._recurrence, "without_padding", lambda _, x, layout: x, nth=2)),
     Bug("padding written into an RWKV-7 state", "padding_not_cached", "rwkv7",

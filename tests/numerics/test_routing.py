@@ -10,6 +10,7 @@ from torch import Tensor
 from heddle.numerics.experts.mixture import (
     Route,
     RoutingConfig,
+    log_sqrt_softplus,
     near_gates,
     route,
     router_logits,
@@ -26,6 +27,8 @@ CONFIGS = {
     "sigmoid": RoutingConfig("sigmoid", 3, renormalize=False),
     "sigmoid, renormalized": RoutingConfig("sigmoid", 2, scale=2.5),
     "sigmoid, chosen by logits": RoutingConfig("sigmoid_logits", 3, renormalize=False),
+    "roots of softplus": RoutingConfig("sqrt_softplus", 3, renormalize=False),
+    "roots of softplus, renormalized": RoutingConfig("sqrt_softplus", 2, scale=1.5),
     "sigmoid, best groups": RoutingConfig("sigmoid", 4, True, 4, 2, 2.5),
     "softmax, best groups": RoutingConfig("softmax_group_max", 4, False, 4, 2, 16.0),
     "softmax, best groups, renormalized": RoutingConfig("softmax_group_max", 1, True, 6, 1),
@@ -57,7 +60,9 @@ def route_token(
 ) -> tuple[list[int], list[float], list[float]]:
     """Expert indices, gates and probabilities of one token."""
     sigmoids = [1 / (1 + math.exp(-number)) for number in logits]
+    roots = [math.sqrt(math.log1p(math.exp(number))) for number in logits]
     own = {"sigmoid": sigmoids, "sigmoid_logits": sigmoids, "topk_softmax": logits, "sparse_mixer": logits}
+    own["sqrt_softplus"] = roots
     scores = own.get(config.routing, softmax(logits))
     chosen_by = logits if config.routing == "sigmoid_logits" else scores
     biased = [score + bias for score, bias in zip(chosen_by, balancing_bias, strict=True)]
@@ -75,9 +80,8 @@ def route_token(
         gates = softmax(gates)
     elif config.renormalize:
         gates = [gate / math.fsum(gates) for gate in gates]
-    probabilities = (
-        [score / math.fsum(sigmoids) for score in sigmoids] if "sigmoid" in config.routing else softmax(logits)
-    )
+    shares = {"sigmoid": sigmoids, "sigmoid_logits": sigmoids, "sqrt_softplus": roots}.get(config.routing)
+    probabilities = softmax(logits) if shares is None else [score / math.fsum(shares) for score in shares]
     return expert_indices, [gate * config.scale for gate in gates], probabilities
 
 
@@ -113,6 +117,8 @@ MISTAKES = [
     ("sigmoid, renormalized", condition(route, "routing", False, nth=0)),
     ("softmax, renormalized", result(route, lambda route: route._replace(probabilities=2 * route.probabilities))),
     ("sigmoid", reads(route, "sigmoid", lambda _, *, probabilities: lambda: probabilities)),
+    ("roots of softplus", reads(route, "exp", lambda _, *, probabilities: lambda: probabilities)),
+    ("roots of softplus, renormalized", result(log_sqrt_softplus, lambda logs: 2 * logs)),
     ("sigmoid, chosen by logits", assigned(route, "chosen_by", lambda _, *, scores: scores)),
     ("softmax", condition(route, "scale", True)),
     ("sigmoid, best groups", condition(select_experts, "routing", False)),
@@ -131,6 +137,20 @@ def test_a_planted_mistake_is_detected(mistake: tuple[str, Plant], monkeypatch: 
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         check(CONFIGS[name], balanced=True)
+
+
+def test_roots_of_softplus_of_any_size() -> None:
+    """Far below zero, where softplus has no bits left, as of float64's logarithms; gradients are finite everywhere."""
+    x = torch.tensor([-3000.0, -120.0, -41.0, -40.0, -7.0, 0.0, 3.0, 39.0, 41.0, 3000.0], requires_grad=True)
+    logs = log_sqrt_softplus(x)
+    exact = [
+        value / 2 if value < -40 else math.log(value if value > 40 else math.log1p(math.exp(value))) / 2
+        for value in x.tolist()
+    ]
+    assert logs.tolist() == pytest.approx(exact, rel=1e-6)
+    (gradient,) = torch.autograd.grad(logs.sum(), x)
+    assert bool(gradient.isfinite().all())
+    assert gradient[:3].tolist() == pytest.approx([0.5] * 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.numerics.norms import sinkhorn
+from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import ResidualContext
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.residuals.hyper_connections import GateMaps, HyperConnectionsConfig, MixingMaps
@@ -59,7 +60,7 @@ def drawn(family: str, draw: random.Random) -> tuple[dict[str, Any], dict[str, A
     norm: dict[str, Any] = {"eps": draw.choice((1e-6, 1e-2))}
     if family == "qwen4_exp":
         return fields | {"mixing": False, "gate_rank": draw.randint(1, 6)}, norm | {"offset": 1.0, "cast": "after"}
-    fields |= {"norm_weight": False, "eps": draw.choice((1e-6, 1e-3, 0.1))}
+    fields |= {"norm_weight": False, "eps": draw.choice((1e-6, 1e-3, 0.1)), "whole_bias": draw.random() < 0.5}
     if family == "hy_v4":
         return fields | {"mixing": False, "magnitude": draw.choice((2.0, 0.7))}, norm
     return fields | {"iterations": draw.randint(1, 9)} | ({"collapse": "mean"} if family == "glm5_next" else {}), norm
@@ -84,10 +85,11 @@ def their_maps(family: str, config: Any, ours: Any, is_last: bool = False) -> nn
     theirs = getattr(module, f"{prefix}{'HyperHead' if is_last else 'HyperConnection'}")(config)
     n = config.hc_mult
     weight, bias = list(ours.projection.weight.split(ours.sizes)), list(ours.bias.split(ours.sizes))
-    bias[0] = bias[0] - torch.tensor(n - 1.0, dtype=torch.float64).log()
+    whole = ours.config.whole_bias
+    bias[0] = bias[0] - (0.0 if whole else torch.tensor(n - 1.0, dtype=torch.float64).log())
     if len(ours.sizes) == 3:
         weight[2] = weight[2].unflatten(0, (n, n)).transpose(0, 1).flatten(0, 1)
-        bias[2] = (bias[2].view(n, n) + 4 * torch.eye(n)).T.flatten()
+        bias[2] = (bias[2].view(n, n) + (0.0 if whole else 4 * torch.eye(n))).T.flatten()
     values = {"fn": torch.cat(weight), "base": torch.cat(bias), "scale": ours.gain}
     assign(theirs, **({f"hc_{name}": value for name, value in values.items()} if is_last else values))
     return theirs
@@ -176,6 +178,7 @@ MISTAKES: dict[str, tuple[str, Plant]] = {
     "eps in Sinkhorn's steps left out": (
         "glm5_next", wrapped(sinkhorn, lambda sinkhorn, logits, iterations, eps: sinkhorn(logits, iterations)),
     ),
+    "constants beside biases that hold them": ("deepseek_v4", reads(MixingMaps.forward, "whole_bias", lambda _: False)),
     "writing weights up to 2 whatever the magnitude": (
         "hy_v4", reads(MixingMaps.forward, "magnitude", lambda magnitude: 2.0),
     ),
@@ -184,6 +187,19 @@ MISTAKES: dict[str, tuple[str, Plant]] = {
     ),
     "the sum of gated streams": ("qwen4_exp", calls(GateMaps.forward, "mean", lambda x, dim: x.sum(dim))),
 }  # fmt: skip
+
+
+def test_a_whole_bias_starts_around_its_constants() -> None:
+    """Drawn by the design's std: R of 1/n, W of 1, and M near the identity."""
+    norm, n = parse_config(RMSConfig, {}), 3
+    for mixing in (False, True):
+        config = parse_config(HyperConnectionsConfig, {"streams": n, "whole_bias": True, "mixing": mixing})
+        maps = config.build_maps(4, norm)
+        assert isinstance(maps, MixingMaps)
+        maps.init_weights(1e-3, ParameterDraws(0, "maps"))
+        start = [*[-0.6931] * n, *[0.0] * n, *(4 * torch.eye(n)).flatten().tolist()][: 2 * n + n * n * mixing]
+        assert maps.bias.tolist() == pytest.approx(start, abs=0.01)
+        assert float(maps.bias.detach().diff().abs().min()) > 0
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -200,6 +216,7 @@ def test_a_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
         ({"mixing": False, "iterations": 5}, "iterations: is of Sinkhorn's steps, but mixing is false"),
         ({"gate_rank": 4}, "gate_rank: gates streams that are not mixed"),
         ({"gate_rank": 4, "mixing": False, "eps": 0.1}, "eps: is added to n weights, but gate_rank"),
+        ({"gate_rank": 4, "mixing": False, "whole_bias": True}, "whole_bias: is of b, but gate_rank"),
         ({"eps": 1.0}, "eps: .*less than 1"),
         ({"magnitude": 0.0}, "magnitude"),
         ({"collapse": "sum"}, "collapse"),

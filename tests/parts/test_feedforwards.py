@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import Gemma3nTextConfig
+from transformers.models.deepseek_v4 import DeepseekV4Config, modeling_deepseek_v4
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
 from heddle.config import DesignError, parse_config
-from heddle.numerics.activations import GATED, LEARNED, PLAIN, above_quantile, normal_quantile, xielu
+from heddle.numerics.activations import GATED, LEARNED, PLAIN, above_quantile, normal_quantile, swiglu_limited, xielu
 from heddle.numerics.activations import activation as registered_activation
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
@@ -21,7 +22,7 @@ from heddle.parts.feedforwards.gated import Gated, GatedConfig
 from heddle.parts.feedforwards.mlp import XIELU, MLPConfig
 from heddle.parts.layout import Layout
 from heddle.parts.norms.rms import RMSConfig
-from tests.laws.planting import calls, operand_dropped
+from tests.laws.planting import Plant, calls, operand_dropped, result
 
 FORMULAS: dict[str, Callable[[float], float]] = {
     "relu": lambda x: max(x, 0.0),
@@ -50,6 +51,23 @@ def test_clamped() -> None:
         want = torch.tensor(hidden, dtype=torch.float64).view(up.shape) @ part.get_parameter("down.weight").T
         torch.testing.assert_close(part(x, Layout.causal(2, 3))[0], want, rtol=0, atol=1e-10)
     assert config.resolved(context).dump() == data | {"alpha": 1.702, "bias": False, "dropout": 0.0}
+
+
+@pytest.mark.parametrize("plant", [None, result(swiglu_limited, lambda y: y + 0.01)])
+def test_limited(plant: Plant | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSeek V4's shared expert, to the last bit but for sums."""
+    config = DeepseekV4Config(hidden_size=5, moe_intermediate_size=7, swiglu_limit=0.5)
+    theirs = modeling_deepseek_v4.DeepseekV4MLP(config).double()
+    fields = {"kind": "gated", "hidden": 7, "activation": "swiglu_limited", "limit": 0.5}
+    if plant is not None:
+        plant(monkeypatch)
+    part = parse_config(FeedforwardConfig, fields).build(BuildContext(5, RMSConfig())).double()  # type: ignore[type-abstract]
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    with torch.no_grad():
+        for name in ("gate", "up", "down"):
+            part.get_parameter(f"{name}.weight").copy_(theirs.get_parameter(f"{name}_proj.weight").normal_())
+        apart = float((part(x, Layout.causal(2, 3))[0] - theirs(x)).abs().max())
+    assert (apart < 1e-12) == (plant is None)
 
 
 def xielu_formula(x: float, a_p: float, a_n: float) -> float:

@@ -28,7 +28,7 @@ HEDDLE_ACTIVATIONS = {hf_name: name for name, hf_name in HF_ACTIVATIONS.items()}
     "gelu_new": "gelu_tanh", "gelu_python": "gelu", "gelu_fast": "gelu_tanh", "swish": "silu",
 }  # fmt: skip
 # The nearest; the families that have them (gpt_oss, apertus) write them themselves.
-HF_ACTIVATIONS |= {"swiglu_clamped": "silu", "xielu": "silu"}
+HF_ACTIVATIONS |= {"swiglu_clamped": "silu", "swiglu_limited": "silu", "xielu": "silu"}
 
 
 def layers(design: ModelConfig) -> list[LayerConfig]:

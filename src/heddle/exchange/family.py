@@ -29,10 +29,14 @@ ParameterRef = str | tuple[str, int | slice]
 
 
 class TensorTransform(NamedTuple):
-    """join: heddle parameters -> Hugging Face tensor. split: the inverse, given the shapes of the parameters."""
+    """join: heddle parameters -> Hugging Face tensor. split: the inverse, given the shapes of the parameters.
+
+    whole_numbers: the Hugging Face tensor is of int64, and the parameter of float32.
+    """
 
     join: Callable[[Sequence[Tensor]], Tensor]
     split: Callable[[Tensor, Sequence[torch.Size]], Sequence[Tensor]]
+    whole_numbers: bool = False
 
 
 def _concatenate(parameters: Sequence[Tensor]) -> Tensor:

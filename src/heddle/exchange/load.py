@@ -188,7 +188,10 @@ def _check_tensor(
     weight_map: WeightMap, rule: TensorRule, dtype: torch.dtype, shape: Sequence[int], source: str
 ) -> None:
     """Raises CheckpointError for a tensor that is not what its rule needs."""
-    if not dtype.is_floating_point or dtype.itemsize == 1:
+    if rule.transform.whole_numbers:
+        if dtype not in (torch.int64, torch.int32):
+            raise CheckpointError(f"{source} is of type {dtype}; it holds ids, which are int64 or int32")
+    elif not dtype.is_floating_point or dtype.itemsize == 1:
         raise CheckpointError(f"{source} is of type {dtype}; heddle reads unquantized floating-point weights")
     if tuple(shape) != tuple(expected := weight_map.hf_shape(rule)):
         raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}")
@@ -421,9 +424,13 @@ class LazyCheckpoint:
     def specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and shape of every parameter, by its name in heddle."""
         return {
-            name: (self._stored.get(self._rules[name][0].hf_name, ABSENT)[1], tuple(parameter.shape))
+            name: (self._dtype(self._rules[name][0]), tuple(parameter.shape))
             for name, parameter in self._model.named_parameters()
         }
+
+    def _dtype(self, rule: TensorRule) -> torch.dtype:
+        stored: torch.dtype = self._stored.get(rule.hf_name, ABSENT)[1]
+        return torch.float32 if rule.transform.whole_numbers else stored
 
     def tensor(self, name: str) -> Tensor:
         """Read one parameter."""

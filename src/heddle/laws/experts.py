@@ -217,14 +217,15 @@ def load_balancing(config: ModelConfig) -> None:
         mixture = part.expert_info
         loads = torch.arange(1 if mixture is None else mixture.num_experts) * 2
         before = {name: value.detach().clone() for name, value in part.named_parameters()}
+        bias = None if mixture is None else getattr(mixture.router, "expert_bias", None)
         y = _forward(part, x)
         part.update_expert_bias(loads)
         toward = torch.sign(loads.double().mean() - loads)
         for name, value in part.named_parameters():
             moved = value.detach() - before[name]
-            if value.requires_grad and bool(moved.any()):
-                raise LawViolation(f"balancing changes {name}, which is trained by its gradient")
-            if mixture is not None and not value.requires_grad:
+            if value is not bias and bool(moved.any()):
+                raise LawViolation(f"balancing changes {name}, which is no balancing bias")
+            if value is bias:
                 if bool((moved.sign() * toward < 0).any()):
                     raise LawViolation(f"{name}: an expert above the mean load became more likely")
                 with torch.no_grad():

@@ -14,6 +14,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
 from heddle.parts.feedforwards import Feedforward
+from heddle.parts.feedforwards.moe import ExpertTable
 from heddle.parts.layout import EncoderOutput, Layout
 
 TOLERANCE = 1e-10
@@ -54,7 +55,7 @@ class ModelCache:
 
 
 def model_under_test(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
-    """Build the design in eval mode and add random numbers to every parameter.
+    """Build the design in eval mode and add random numbers to every parameter but tables of whole numbers.
 
     Initial weights hide mistakes: gains are 1, biases 0 and branches small.
     """
@@ -87,8 +88,9 @@ def _copied(module: M, memo: dict[int, Any]) -> M:
 def _build(config: ModelConfig) -> Decoder:
     model = build(config, dtype=torch.float64, device=torch.get_default_device()).eval()
     generator = torch.Generator().manual_seed(1)
+    tables = {id(module.experts) for module in model.modules() if isinstance(module, ExpertTable)}
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (each for each in model.parameters() if id(each) not in tables):
             spread = 0.3 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
             parameter.add_(normal_tensor(parameter.shape, generator) * spread)
     return model

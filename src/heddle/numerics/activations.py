@@ -1,4 +1,4 @@
-"""Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss."""
+"""Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and clamped forms of SwiGLU."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -126,6 +126,12 @@ def swiglu_clamped(up: Tensor, gate: Tensor, limit: float, alpha: float) -> Tens
     """`(clamp(up, −limit, limit) + 1) ⊙ g σ(alpha g)`, g = min(gate, limit), as in gpt-oss."""
     clamped_gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1) * (clamped_gate * (alpha * clamped_gate).sigmoid())
+
+
+@gated({"limit": 10.0})
+def swiglu_limited(up: Tensor, gate: Tensor, limit: float) -> Tensor:
+    """`clamp(up, −limit, limit) ⊙ silu(min(gate, limit))`, as in DeepSeek V4."""
+    return up.clamp(-limit, limit) * silu(gate.clamp(max=limit))
 
 
 def activation(name: str, settings: Mapping[str, float] | None = None) -> Activation:

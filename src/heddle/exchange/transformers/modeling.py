@@ -105,7 +105,7 @@ class HeddlePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = _supports_sdpa = True
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers reads a list
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["expert_bias"]  # noqa: RUF012 - bf16 would lose its small updates
+    _keep_in_fp32_modules_strict = ["expert_bias", "table"]  # noqa: RUF012 - bf16 would lose small updates and ids
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -80,8 +80,9 @@ def projection(n: Quantities, inputs: Number, outputs: Number, bias: Number = 0)
 
 def check_activation(n: Quantities) -> None:
     """Declare which activations take `limit` and `alpha`."""
-    for name in ("limit", "alpha"):
-        n.refuse((1 - n.equals("activation", "swiglu_clamped")) * n.has(name), **{name: 3.0})
+    clamped, limited = n.equals("activation", "swiglu_clamped"), n.equals("activation", "swiglu_limited")
+    n.refuse((1 - clamped - limited) * n.has("limit"), limit=3.0)
+    n.refuse((1 - clamped) * n.has("alpha"), alpha=3.0)
 
 
 # Feed-forwards
@@ -121,7 +122,9 @@ def moe(n: Quantities) -> Costs:
     shared = projection(n, n.width, (1 + gated) * shared_hidden, n.has("bias"))
     shared += projection(n, shared_hidden, n.width, n.has("bias"))
     norm = Costs(parameters=n.norm(n.width)).scaled(n.output_norm)
-    return router + experts + shared.scaled(n.has("shared")) + projection(n, n.width, 1).scaled(n.shared_gate) + norm
+    table = Costs(parameters=n.id_range * n.top_k).scaled(n.has("id_range"))
+    shared = shared.scaled(n.has("shared")) + projection(n, n.width, 1).scaled(n.shared_gate)
+    return table + router + experts + shared + norm
 
 
 def _check_mixture(n: Quantities) -> None:
@@ -140,12 +143,15 @@ def _check_mixture(n: Quantities) -> None:
     n.refuse(n.has("shared_hidden") * n.above(n.shared, 1), shared=3, shared_hidden=40)
     n.refuse((1 - shared) * n.equals("bias", "shared"), shared=None, bias="shared")
     n.refuse(n.has("router_rank") * n.above(2, n.router_rank), router_rank=1)
-    without_gate = n.equals("expert", "mlp") * n.equals("activation", "swiglu_clamped")
-    n.refuse(without_gate, expert="mlp", activation="swiglu_clamped")
+    for name in ("swiglu_clamped", "swiglu_limited"):
+        n.refuse(n.equals("expert", "mlp") * n.equals("activation", name), expert="mlp", activation=name)
     check_activation(n)
     by_group, groups, top_groups = n.equals("routing", "softmax_group_max"), n.has("groups"), n.has("top_groups")
-    hashed, one = n.equals("selection", "hash"), 1 - n.above(n.least(n.top_k, 2), 1)
+    hashed, tabled = n.equals("selection", "hash"), n.equals("selection", "table")
     n.refuse((1 - hashed) * n.hash_seed, hash_seed=1)
+    n.refuse((1 - tabled) * n.has("id_range"), id_range=9)
+    n.refuse(tabled * (1 - n.has("id_range")), selection="table")
+    hashed, one = hashed + tabled, 1 - n.above(n.least(n.top_k, 2), 1)
     n.refuse(hashed * (1 - groups) * n.equals("routing", "sigmoid_logits"), selection="hash", routing="sigmoid_logits")
     n.refuse(hashed * groups, selection="hash", routing="sigmoid", groups=2, top_groups=1)
     n.refuse(hashed * n.has("bias_update"), selection="hash", bias_update=0.1)
@@ -300,6 +306,7 @@ def hyper_connections(n: Quantities) -> Costs:
     gated, mixed, streams = n.has("gate_rank"), 1 - n.is_false("mixing"), n.streams * n.width
     n.refuse(gated * mixed, gate_rank=4)
     n.refuse(gated * n.eps, gate_rank=4, mixing=False, eps=0.1)
+    n.refuse(gated * n.whole_bias, gate_rank=4, mixing=False, whole_bias=True)
     n.refuse((1 - mixed) * (n.above(n.iterations, 20) + n.above(20, n.iterations)), mixing=False, iterations=4)
     each = n.streams * (2 + n.streams * mixed)
     maps = projection(n, streams, each, 1) + Costs(parameters=2 + mixed) + _norm_of_streams(n)

@@ -264,7 +264,7 @@ def _per_expert(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights,
         dropout_mask = None if assignment.dropout_mask is None else assignment.dropout_mask[rows, slots]
         out = run_expert(x if single_token else x[rows], expert, dropout_mask, activation)
         if single_token:
-            y.addcmul_(out, gates[:, slots[0], None])
+            y.addcmul_(out, gates[:, slots].sum(1, keepdim=True))  # a table of ids may name an expert twice
         else:
             y.index_add_(0, torch.tensor(rows, device=x.device), out * gates[rows, slots, None])
     return y
@@ -384,13 +384,13 @@ def run_on_weighted_inputs(
 
 # Routing (Shazeer et al. 2017; Fedus et al. 2021; DeepSeek-V2 and V3): the experts of each token, and their gates.
 #
-# Let l be the router's logits and s the scores: softmax(l), sigmoid(l) or l itself. A token selects the k experts with
-# the largest s + b, or with `sigmoid_logits` the largest l + b. The balancing bias b is used for selection only. Of
-# equal scores the lowest index wins, on every device: `torch.topk` guarantees no order, a stable sort does. With
-# groups, the best groups are selected first, then experts of these groups. The gates are the scores s of the selected
-# experts, or renormalized to sum to 1, computed as
+# Let l be the router's logits and s the scores: softmax(l), sigmoid(l), sqrt(softplus(l)) or l itself. A token selects
+# the k experts with the largest s + b, or with `sigmoid_logits` the largest l + b. The balancing bias b is used for
+# selection only. Of equal scores the lowest index wins, on every device: `torch.topk` guarantees no order, a stable
+# sort does. With groups, the best groups are selected first, then experts of these groups. The gates are the scores s
+# of the selected experts, or renormalized to sum to 1, computed as
 #
-#     softmax over the selected experts, l_i − log Σ_selected exp(l_j)      (for the sigmoid, with log sigmoid(l) for l)
+#     softmax over the selected experts, l_i − log Σ_selected exp(l_j)      (with log s for l, where s is no softmax)
 #
 # which never divides zero by zero. With `renormalize_eps` ε they are s / (Σ_selected s + ε). Everything is computed in
 # at least float32.
@@ -400,7 +400,9 @@ def run_on_weighted_inputs(
 # experts before it. Their training samples experts; here they are selected as in inference.
 
 
-Routing = Literal["softmax_topk", "topk_softmax", "sigmoid", "sigmoid_logits", "softmax_group_max", "sparse_mixer"]
+Routing = Literal[
+    "softmax_topk", "topk_softmax", "sigmoid", "sigmoid_logits", "softmax_group_max", "sparse_mixer", "sqrt_softplus"
+]  # fmt: skip
 SIGMOID = ("sigmoid", "sigmoid_logits")
 BY_LOGITS = ("topk_softmax", "sparse_mixer")
 
@@ -424,7 +426,7 @@ class RoutingConfig(NamedTuple):
 class Route(NamedTuple):
     """expert_indices int64 [..., k], best first, their gates [..., k], and all experts' probabilities [..., experts].
 
-    Probabilities sum to 1: the softmax, or the sigmoid scores divided by their sum. Load-balancing losses use them.
+    Probabilities sum to 1: the softmax, or other scores divided by their sum. Load-balancing losses use them.
     """
 
     expert_indices: Tensor
@@ -471,9 +473,11 @@ def route(logits: Tensor, balancing_bias: Tensor | None, config: RoutingConfig, 
     Gates and probabilities are differentiable, expert indices are not.
     """
     with without_autocast(logits):
-        log_scores = functional.logsigmoid(logits) if config.routing in SIGMOID else logits
+        logs = dict.fromkeys(SIGMOID, functional.logsigmoid) | {"sqrt_softplus": log_sqrt_softplus}
+        log_scores = logs[config.routing](logits) if config.routing in logs else logits
         probabilities = log_scores.softmax(-1)
         score_functions = dict.fromkeys(SIGMOID, logits.sigmoid) | dict.fromkeys(BY_LOGITS, lambda: logits)
+        score_functions["sqrt_softplus"] = log_scores.exp
         scores = score_functions.get(config.routing, lambda: probabilities)()
         with torch.no_grad():
             chosen_by = logits if config.routing == "sigmoid_logits" else scores
@@ -490,6 +494,11 @@ def route(logits: Tensor, balancing_bias: Tensor | None, config: RoutingConfig, 
         if eps is not None:
             gates = gates / (gates.sum(-1, keepdim=True) + eps)
         return Route(expert_indices, gates if config.scale == 1.0 else gates * config.scale, probabilities)
+
+
+def log_sqrt_softplus(x: Tensor) -> Tensor:
+    """½ log(log(1 + exp(x))), which is x / 2 to the last bit below −40, where softplus may have no bits left."""
+    return 0.5 * torch.where(x < -40.0, x, functional.softplus(x.clamp(min=-40.0), threshold=40.0).log())
 
 
 def near_gates(logits: Tensor, expert_indices: Tensor, tolerance: float) -> Tensor:

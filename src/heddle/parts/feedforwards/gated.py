@@ -1,6 +1,7 @@
 """Gated feed-forward (Shazeer 2020): `down(f(gate(x)) ⊙ up(x))`; SwiGLU with silu, GeGLU with gelu, ReGLU with relu.
 
 `swiglu_clamped` is gpt-oss's (2025): `down((clamp(up(x), ±limit) + 1) ⊙ g σ(alpha g))`, g = min(gate(x), limit).
+`swiglu_limited` is DeepSeek V4's (2026): `down(clamp(up(x), ±limit) ⊙ silu(g))`.
 With multipliers it is `m · down(f(g · gate(x)) ⊙ up(x))` (Falcon-H1, 2025). `short_convolution` of `hidden` convolves
 gate(x) and up(x).
 
@@ -27,7 +28,10 @@ from heddle.parts.states import ConvolvedState
 
 
 class GatedConfig(FeedforwardConfig):
-    """Fields of `gated`. `limit` (default 7) and `alpha` (default 1.702) are for `swiglu_clamped` only."""
+    """Fields of `gated`. `limit` is for `swiglu_clamped` (default 7) and `swiglu_limited` (10), `alpha` for the first.
+
+    By default `alpha` is 1.702.
+    """
 
     aliases = ("swiglu", "geglu", "reglu")
     convolved = ("input", "hidden")

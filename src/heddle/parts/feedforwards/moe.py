@@ -1,6 +1,6 @@
 """Mixture of experts (Shazeer et al. 2017; DeepSeek-V3 2024): `shared(x) + Σ_i gate_i · expert_i(x)` over the k chosen.
 
-Experts are feed-forwards: `down f(up x)`, `down (f(gate x) ⊙ up x)`, or `gated` with `swiglu_clamped`. Routing is in
+Experts are feed-forwards: `down f(up x)`, `down (f(gate x) ⊙ up x)`, or `gated` with a clamped SwiGLU. Routing is in
 numerics/experts/mixture.py.
 """
 
@@ -99,6 +99,26 @@ class Router(SelfInitialized):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> [..., experts], in at least float32."""
         return router_logits(x if self.trunk is None else self.trunk(x), self.weight, self.bias)
+
+
+class ExpertTable(SelfInitialized):
+    """The experts of each token id: `experts` [ids, k], numbers of experts, which have no gradient."""
+
+    def __init__(self, ids: int, top_k: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.experts = nn.Parameter(torch.empty(ids, top_k), requires_grad=False)
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Experts of the hash, with a seed of its own for each table."""
+        seed, (ids, top_k) = draws("experts").key % 2**16, self.experts.shape
+        chosen = hashed_experts(torch.arange(ids, device="cpu"), self.num_experts, top_k, seed)
+        with torch.no_grad():
+            self.experts.copy_(chosen)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Ids int64 [B, T] -> their experts, int64 [B, T, k]. Row t is of every id that is t modulo the rows."""
+        return self.experts[tokens % len(self.experts)].round().clamp(0, self.num_experts - 1).long()
 
 
 class ExpertLinear(SelfInitialized):
@@ -207,7 +227,8 @@ class MoEConfig(FeedforwardConfig):
     (ZAYA1, 2025).
 
     With `selection: hash` a fixed hash of the token's id selects the experts, and `routing` gives only their gates
-    (Roller et al. 2021; the first layers of DeepSeek V4, 2026). `hash_seed` gives other experts, for other layers.
+    (Roller et al. 2021). `hash_seed` gives other experts, for other layers. With `table` the experts of each of
+    `id_range` ids stand in a table among the weights, which starts as a hash (the first layers of DeepSeek V4, 2026).
 
     Load balancing: `aux_loss` and `z_loss` are coefficients of losses that training adds. With `bias_update`, a bias
     that is added only for the selection moves by this much each step (0: it stays as loaded). With
@@ -219,7 +240,7 @@ class MoEConfig(FeedforwardConfig):
     data_dependent = ("capacity_factor",)
     later_fields = (
         *("weighted", "router_rank", "router_softcap", "shared_scale", "selection", "hash_seed", "output_norm"),
-        "router_tolerance",
+        *("router_tolerance", "id_range"),
     )
 
     experts: Width
@@ -236,8 +257,9 @@ class MoEConfig(FeedforwardConfig):
     shared_gate: bool = False
     shared_scale: PositiveFloat | None = None  # default: 1
     routing: Routing = "softmax_topk"
-    selection: Literal["scores", "hash"] = "scores"  # of experts: by the router, or by the ids of tokens
+    selection: Literal["scores", "hash", "table"] = "scores"  # of experts: by the router, or by the ids of tokens
     hash_seed: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    id_range: PositiveInt | None = None  # rows of the table
     renormalize: bool = True
     renormalize_eps: PositiveFloat | None = None
     weighted: Literal["outputs", "inputs"] = "outputs"
@@ -285,21 +307,23 @@ class MoEConfig(FeedforwardConfig):
         return self
 
     def _check_selection(self) -> None:
-        if self.selection == "scores":
-            if self.hash_seed:
-                refuse(
-                    "hash_seed", f"{self.hash_seed} does nothing without selection: hash; give it, or leave this out"
-                )
+        by = self.selection
+        for name, value, user in (("hash_seed", self.hash_seed, "hash"), ("id_range", self.id_range, "table")):
+            if value and by != user:
+                refuse(name, f"{value} does nothing without selection: {user}; give it, or leave this out")
+        if by == "scores":
             return
+        if by == "table" and self.id_range is None:
+            refuse("id_range", "is missing; with selection: table give the number of ids, such as vocab_size")
         if self.groups is not None or self.routing == "sigmoid_logits":
             name = "routing" if self.groups is None else "groups"
-            refuse(name, "selects experts by scores, but selection is hash; choose another routing, without groups")
+            refuse(name, f"selects experts by scores, but selection is {by}; choose another routing, without groups")
         if self.bias_update is not None:
-            refuse("bias_update", "moves a selection by scores, but selection is hash; leave it out")
+            refuse("bias_update", f"moves a selection by scores, but selection is {by}; leave it out")
         if self.top_k == self.experts:
-            refuse("selection", f"hash selects all experts if top_k = {self.top_k}; choose fewer, or leave it out")
+            refuse("selection", f"{by} selects all experts if top_k = {self.top_k}; choose fewer, or leave it out")
         if self.top_k == 1 and self.renormalize_eps is None and (self.renormalize or self.routing == "topk_softmax"):
-            refuse("top_k", "1 makes the gate 1, so with hash nothing reads the router; give renormalize: false")
+            refuse("top_k", f"1 makes the gate 1, so with {by} nothing reads the router; give renormalize: false")
 
     def _check_groups(self) -> None:
         groups, top_groups = self.groups, self.top_groups
@@ -341,8 +365,8 @@ class MoEConfig(FeedforwardConfig):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether `selection` is hash."""
-        return self.selection == "hash"
+        """Whether ids of tokens select experts."""
+        return self.selection != "scores"
 
     @property
     def active_hidden(self) -> int:
@@ -409,6 +433,7 @@ class MoE(Feedforward):
         self.router = Router(experts, width, config.router_bias, config.bias_update is not None, trunk)
         if trunk is not None:
             self.input_projections = ("router.trunk", *type(self).input_projections[1:])
+        self.table = None if config.id_range is None else ExpertTable(config.id_range, config.top_k, experts)
         self.gate = ExpertLinear(experts, width, hidden, bias, False) if config.expert == "gated" else None
         self.up = ExpertLinear(experts, width, hidden, bias, False)
         self.down = ExpertLinear(experts, hidden, width, bias, output_projection=True)
@@ -447,7 +472,7 @@ class MoE(Feedforward):
         Raises ConfigError if a capacity factor is used in training mode with a state.
         """
         logits, cap = self.router(x), self.config.router_softcap
-        chosen = self._hashed(layout) if self.config.reads_tokens else None
+        chosen = self._by_ids(layout) if self.config.reads_tokens else None
         y = self._routed_experts(x, logits if cap is None else cap * (logits / cap).tanh(), layout, chosen)
         if self.shared is not None:
             shared: Tensor = self.shared(x)
@@ -456,10 +481,13 @@ class MoE(Feedforward):
         return y if self.output_norm is None else self.output_norm(y), None
 
     @layout_dependent
-    def _hashed(self, layout: Layout) -> Tensor:
+    def _by_ids(self, layout: Layout) -> Tensor:
         """The experts of each token by its id, int64 [B, T, k]."""
-        config = self.config
-        return hashed_experts(token_ids(layout, "selection: hash"), config.experts, config.top_k, config.hash_seed)
+        config, ids = self.config, token_ids(layout, f"selection: {self.config.selection}")
+        if self.table is not None:
+            chosen: Tensor = self.table(ids)
+            return chosen
+        return hashed_experts(ids, config.experts, config.top_k, config.hash_seed)
 
     @eager_on_cpu
     def _routed_experts(self, x: Tensor, logits: Tensor, layout: Layout, chosen: Tensor | None) -> Tensor:

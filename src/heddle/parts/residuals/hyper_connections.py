@@ -18,9 +18,9 @@ X ═╦═ R ── N ── mixer ── W ═(+)═╦═ R ── N ── f
 
 | published form | fields |
 | --- | --- |
-| DeepSeek V4 | `norm_weight: false`, `eps: 1e-6`, `collapse: weighted` |
-| GLM-5-Next | `norm_weight: false`, `eps: 1e-6` |
-| Hy V4 | `norm_weight: false`, `eps: 1e-6`, `collapse: weighted`, `mixing: false`, `magnitude` |
+| DeepSeek V4 | `norm_weight: false`, `eps: 1e-6`, `whole_bias: true`, `collapse: weighted` |
+| GLM-5-Next | `norm_weight: false`, `eps: 1e-6`, `whole_bias: true` |
+| Hy V4 | as DeepSeek V4, with `mixing: false`, `magnitude` |
 | Qwen4 | `gate_rank`, `collapse: weighted`, `mixing: false` |
 """
 
@@ -37,7 +37,7 @@ from heddle.numerics.dispatch import add_flops
 from heddle.numerics.norms import at_least_float32, sinkhorn, without_autocast
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import ResidualContext
-from heddle.parts.modules.linear import Linear, SelfInitialized
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
@@ -48,11 +48,13 @@ class HyperConnectionsConfig(ResidualConfig):
     """`streams` is n; `iterations` of Sinkhorn–Knopp.
 
     `eps` is added to R and, in Sinkhorn's steps, to elements and sums; without `mixing`, to R and W. With `collapse:
-    weighted` the end has an R, before its norm; with `gate_rank` no norm follows.
+    weighted` the end has an R, before its norm; with `gate_rank` no norm follows. With `whole_bias` the constants
+    log(1/(n−1)) and 4·I are not added to b, which is drawn around them, by the design's std.
     """
 
     later_fields = (
         *ResidualConfig.later_fields, "mixing", "magnitude", "eps", "norm_weight", "gate_rank", "collapse",
+        "whole_bias",
     )  # fmt: skip
 
     aliases = ("mhc",)
@@ -65,6 +67,7 @@ class HyperConnectionsConfig(ResidualConfig):
     norm_weight: bool = True  # of the norm of vec X
     gate_rank: Width | None = None  # rows of D
     collapse: Literal["mean", "weighted"] = "mean"  # of the streams after the last layer
+    whole_bias: bool = False  # b holds the constants that are else added to it
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,6 +77,8 @@ class HyperConnectionsConfig(ResidualConfig):
             refuse("gate_rank", "gates streams that are not mixed; set mixing to false, or leave it out")
         if self.gate_rank is not None and self.eps:
             refuse("eps", "is added to n weights, but gate_rank has gates in their place; leave it out")
+        if self.gate_rank is not None and self.whole_bias:
+            refuse("whole_bias", "is of b, but gate_rank has gates without it; leave it out")
         return self
 
     @property
@@ -126,9 +131,22 @@ class MixingMaps(SelfInitialized):
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Zeros: no map depends on the token yet, and every stream is read with the same weight."""
+        """Zeros: no map depends on the token yet, and every stream is read with the same weight.
+
+        A bias that holds its constants is drawn around them.
+        """
         nn.init.zeros_(self.gain)
-        nn.init.zeros_(self.bias)
+        if self.config.whole_bias:
+            fill_normal(self.bias, std, draws("bias"), mean=self._constants())
+        else:
+            nn.init.zeros_(self.bias)
+
+    def _constants(self) -> Tensor:
+        """What b starts from: log(1/(n−1)) for R, 0 for W and 4·I for M, on the CPU."""
+        n = self.config.streams
+        with torch.device("cpu"):
+            parts = torch.full((n,), -math.log(n - 1)), torch.zeros(n), IDENTITY_BIAS * torch.eye(n).flatten()
+            return torch.cat(parts[: len(self.sizes)])
 
     def forward(self, stream: Tensor) -> Mixing:
         """stream [B, T, n, width] -> the mixing, in the stream's dtype."""
@@ -136,15 +154,17 @@ class MixingMaps(SelfInitialized):
         logits = at_least_float32(self.projection(self.norm(stream.flatten(2)))).split(self.sizes, dim=-1)
         gain, bias = at_least_float32(self.gain), at_least_float32(self.bias).split(self.sizes)
         read, *others = (gain[i] * each + bias[i] for i, each in enumerate(logits))
-        weights = (read - math.log(n - 1)).sigmoid().unsqueeze(-2) + eps
+        whole = self.config.whole_bias
+        weights = (read if whole else read - math.log(n - 1)).sigmoid().unsqueeze(-2) + eps
         x = _mix_streams(weights.to(stream.dtype), stream).squeeze(2)
         if not others:
             return Mixing(x)
         write = self.config.magnitude * others[0].sigmoid().unsqueeze(-1)
         if not self.config.mixing:
             return Mixing(x, (write + eps).to(stream.dtype))
-        identity = IDENTITY_BIAS * torch.eye(n, dtype=write.dtype, device=write.device)
-        mix = sinkhorn(others[1].unflatten(-1, (n, n)) + identity, self.config.iterations, eps)
+        mix = others[1].unflatten(-1, (n, n))
+        mix = mix if whole else mix + IDENTITY_BIAS * torch.eye(n, dtype=write.dtype, device=write.device)
+        mix = sinkhorn(mix, self.config.iterations, eps)
         return Mixing(x, write.to(stream.dtype), mix.to(stream.dtype))
 
 
