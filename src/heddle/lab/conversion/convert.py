@@ -49,9 +49,7 @@ from heddle.lab.compare.speed import time_reading, time_training_steps
 from heddle.lab.conversion.measure import (
     DRY_RUN_CONTEXT,
     MeasurementSettings,
-    MeasurementText,
     conversion_costs,
-    measured_rows,
     print_costs,
 )
 from heddle.lab.conversion.results import (
@@ -69,6 +67,7 @@ from heddle.lab.conversion.run import (
     part_path,
     refuse_finished,
     report_conversion,
+    report_seconds,
     report_variants,
 )
 from heddle.lab.search.results import SearchResults
@@ -99,7 +98,6 @@ MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
 BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
 CALIBRATION_SHARE = 0.3  # of the time that a budget leaves after the text is read
-SPEED_SECONDS = 25.0  # for measuring one model's speeds
 MIN_CHOSEN_STEPS = 50  # the shortest healing that a budget chooses: the first ten are warmup, and the rate decays to 0
 MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded before a budget chooses the steps
 
@@ -232,15 +230,16 @@ def _warn_of_state(design: ModelConfig, converted: ModelConfig) -> None:
 class HealingPlan:
     """Decides how long to heal; a time budget chooses the length, or rejects one that was set.
 
-    budget: for the whole command; None: no limit. models: how many are measured for the report, on `rows` rows each.
-    text_tokens: to heal on; a budget reads them at most once. choice: the file that keeps the choice of the budget
-    until the work is complete. steps: per healing; None until the budget has chosen.
+    budget: for the whole command; None: no limit. source: the original. variants: of it, each measured for the report
+    before and after healing. text_tokens: to heal on; a budget reads them at most once. choice: the file that keeps
+    the choice of the budget until the work is complete. steps: per healing; None until the budget has chosen.
     """
 
     settings: ConvertSettings
     budget: TimeBudget | None
-    models: int
-    rows: int
+    source: ConversionSource
+    variants: int
+    report: ConversionReport | None
     text_tokens: int
     choice: Path
     steps: int | None
@@ -260,13 +259,14 @@ class HealingPlan:
         print_status("timing the first steps of the healing")
         converting = (count - 1) * (time.monotonic() - begun)
         built = build_models(job)
-        seconds = median(time_training_steps(job, built))
-        # Reading a token costs a third of training on it, or less: a step of few tokens is mostly the optimizer's.
-        read = (seconds / 3 if self.budget is None else min(seconds / 3, time_reading(job, built.model))) / tokens
-        report = count * _evaluation_tokens(self.settings) * read
-        if self.rows:
-            report += self.models * (self.rows * self.settings.sequence_length * read + SPEED_SECONDS)
-        left = 0.0 if self.budget is None else max(0.0, self.budget.remaining - report - converting)
+        seconds, report, left = median(time_training_steps(job, built)), 0.0, 0.0
+        if self.budget is not None:  # reading is timed by itself: a step of few tokens is mostly the optimizer's
+            batch = job.training_data.train_batches(replace(job.settings, seed=0))(0)
+            report = count * _evaluation_tokens(self.settings) * time_reading(batch, built.model)
+            del built
+            if self.report is not None:
+                report += report_seconds(self.source, self.report, 1 + 2 * self.variants, 1 + self.variants)
+            left = max(0.0, self.budget.remaining - report - converting)
         fitting = int(left / (seconds * count))
         if self.steps is None:
             self.steps = self._choose(fitting, tokens)
@@ -458,18 +458,17 @@ class _ConversionJob:
 
     def run(self, out: Path) -> ConversionResults | None:
         """Write the converted models, and measure them unless no report is wanted."""
-        settings, report, read = self.settings, None, 0
+        settings, report = self.settings, None
         with_report = settings.report_tokens > 0 and can_report(self.source)
         corpus = self._encoded_text() if self.healing is not None or with_report else self.corpus
         if with_report:
             assert corpus is not None
             report = conversion_report(settings, self.source, corpus, self.runtime, self.rewrites)
-            read = measured_rows(MeasurementText(report.corpus, report.settings))
         most_tokens = 0 if corpus is None else sum(len(tokens) for tokens in corpus.train)
         steps = self.chosen.get("healing_steps") if self.healing is None or self.chooses_healing else self.healing.steps
         choice = partial_folder(out) / CHOICE_FILE
-        models = 1 + 2 * max(1, len(self.variants))
-        plan = HealingPlan(settings, self.budget, models, read, most_tokens, choice, steps)
+        variants = max(1, len(self.variants))
+        plan = HealingPlan(settings, self.budget, self.source, variants, report, most_tokens, choice, steps)
         write = partial(self._write, plan)
         results = None
         if self.is_comparison:
@@ -538,7 +537,7 @@ class _ConversionJob:
         )
         if healed is not None and self.settings.report_tokens and not (self.is_comparison or self.settings.json):
             loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
-            others = ", on other sequences than the report's" if plan.rows else ""
+            others = "" if plan.report is None else ", on other sequences than the report's"
             print_text(f"{loss} ({self.corpus.rows}{others})")
 
 
