@@ -73,7 +73,7 @@ class ChatFormat:
         }
         self._special_tokens = {
             name: text
-            for name, token in (named | config).items()
+            for name, token in special_token_settings(config, named).items()
             if name.endswith("_token") and (text := _token_text(token))
         }
         self._special_tokens_pattern = re.compile("|".join(map(re.escape, tokenizer.special_tokens.values())))
@@ -188,6 +188,15 @@ def chat_template_text(tokenizer_files: Mapping[str, str]) -> str | None:
     """Return the Jinja text of the chat template in a tokenizer's files (content by name), or None."""
     config = _read_tokenizer_config(tokenizer_files)
     return tokenizer_files.get(CHAT_TEMPLATE_FILE) or _select_template(config.get("chat_template"))
+
+
+def special_token_settings(config: Mapping[str, Any], token_map: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of tokenizer_config.json and special_tokens_map.json; which wins where both set one.
+
+    As in transformers: the latter, unless the former lists the added tokens itself.
+    """
+    first, last = (token_map, config) if "added_tokens_decoder" in config else (config, token_map)
+    return {**first, **{name: value for name, value in last.items() if value is not None}}
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
