@@ -1,6 +1,7 @@
 """A training as a file of options: it overrides defaults, is overridden, printed and saved; `heddle.train` reads it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ def test_a_bad_file_is_a_sentence(line: str, sentence: str, tmp_path: Path, caps
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
+
+
+def test_a_file_of_options_is_small_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "large.yaml").open("wb") as file:
+        file.truncate(5 * 2**30)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for name, sentence in (("large.yaml", "has more than"), ("pipe.yaml", "is"), ("none.yaml", "does not exist")):
+        assert run_command(["train", "--config", f"{tmp_path / name}"]) == 2
+        assert f"{tmp_path / name}: {sentence}" in capsys.readouterr().err
 
 
 def test_python_refuses_what_is_no_option(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Chat data: only the assistant's tokens have labels; templates give what transformers gives."""
 
+import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +253,39 @@ def test_a_field_that_says_whether_to_train_is_obeyed_or_refused(
         for tokens, mask in split.conversations
     }
     assert learned == {ANSWERS["content"] * is_learned + "second", "second"}
+
+
+@pytest.mark.parametrize("name", ["loss", "trainable", "learn", "loss_weight", "mask"])
+@pytest.mark.parametrize("value", [0, False, 0.0])
+def test_a_field_of_another_name_that_may_say_not_to_train_is_refused(
+    name: str, value: float, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(line([SAYS, ANSWERS | {name: value}, SAYS, ANSWERS]))
+    with pytest.raises(DataError, match=rf'"{name}", which is not supported, in messages\[1\]'):
+        prepare_chat([f"chat:{path}"], tokenizer, 64)
+
+
+@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}])
+def test_a_conversation_that_is_not_to_be_trained_on_is_refused(
+    field: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(line([SAYS, ANSWERS], **field))
+    with pytest.raises(DataError, match=rf'"{next(iter(field))}" that says not to train.*line 1'):
+        prepare_chat([f"chat:{path}"], tokenizer, 64)
+
+
+@pytest.mark.parametrize("name", ["talks.jsonl.gz", "talks.json", "talks.ndjson.xz"])
+def test_conversations_are_read_under_every_usual_name(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    lines = [line([SAYS, ANSWERS]), line([SAYS, ANSWERS | {"content": "other"}])]
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    content = ("[\n" + ",\n".join(lines) + "]" if name.endswith(".json") else "\n".join(lines)).encode()
+    packed = {".gz": gzip.compress(content), ".xz": lzma.compress(content)}
+    (tmp_path / name).write_bytes(packed.get(Path(name).suffix, content))
+    plain, other = (prepare_chat([f"chat:{tmp_path / each}"], tokenizer, 64) for each in ("talks.jsonl", name))
+    assert other.hash == plain.hash
+    assert len(plain.train.conversations) == 1
 
 
 @pytest.mark.parametrize("fields", [{"weight": 0}, {"train": False}, {"weight": None}])

@@ -137,15 +137,19 @@ def test_what_needs_pyarrow_is_said_and_in_a_folder_skipped(tmp_path: Path, monk
 
 
 def test_a_parquet_that_stands_for_much_more_text_is_refused(tmp_path: Path) -> None:
-    """As rows that share one long text, and as pages that decompress to it."""
+    """As rows that share one long text, as pages that decompress to it, and as rows without any."""
+    nulls = pyarrow.table({"text": pyarrow.nulls(10**7, pyarrow.string())})
+    with parquet.ParquetWriter(tmp_path / "nulls.parquet", nulls.schema) as writer:
+        for _ in range(7):
+            writer.write_table(nulls)
     shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2000, pyarrow.int32()), ["a" * 10**6])
     parquet.write_table(pyarrow.table({"text": shared}), tmp_path / "shared.parquet", compression="zstd")
     rows = pyarrow.array(["a" * 10**6] * 100)
     parquet.write_table(
         pyarrow.table({"text": rows}), tmp_path / "pages.parquet", compression="zstd", use_dictionary=False
     )
-    for name in ("shared", "pages"):
-        assert (tmp_path / f"{name}.parquet").stat().st_size < 10**5
+    for name in ("shared", "pages", "nulls"):
+        assert (tmp_path / f"{name}.parquet").stat().st_size < 2 * 10**5
         with pytest.raises(DataError, match=rf"{name}.parquet.*more than 100 times"):
             scan(tmp_path / f"{name}.parquet")
 

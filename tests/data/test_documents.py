@@ -109,7 +109,7 @@ def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
         (b"ab\xffcd", r"0xff.*offset 2"),
         (b"a" * 100_000 + b"\xe9t\xe9", r"0xe9.*offset 100000"),
         (b"\x7fELF\0\0", "offset 4"),
-        ("utf-16".encode("utf-16"), "looks binary"),
+        ("utf-16".encode("utf-16-le"), "looks binary"),
         (b"abc\xe6\x97", r"UTF-8.*3"),
         (b"\xed\xa0\x80", "UTF-8"),
         (b"\xc0\x80", "UTF-8"),
@@ -218,6 +218,59 @@ def test_a_broken_array_keeps_what_was_read(cut: int, tmp_path: Path) -> None:
     read = list(read_documents(path, skipped=skipped))
     assert read[:2] == ["first", "second"]
     assert (skipped.count, "item" in skipped.reason) == (1, True)
+
+
+FINE = [b'{"text": "one"}', b'{"text": "two"}', b'{"text": "three"}']
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ([b"null", *FINE], "of record 1"),
+        ([b'"a \\" b"', b"-1.5e3", *FINE], "of record 1"),
+        ([FINE[0], b'{"text": "\xff"}', *FINE[1:]], "UTF-8 in item 2"),
+        ([FINE[0], b'{"text": "a" "b"}', *FINE[1:]], "JSON in item 2"),
+        ([*FINE[:2], b"[" * 99_999, FINE[2]], "JSON in item 3"),
+    ],
+)
+@pytest.mark.parametrize("form", [b"[%b]", b"[\n  %b\n]"])
+def test_a_broken_item_of_an_array_costs_no_other(
+    records: list[bytes], reason: str, form: bytes, tmp_path: Path
+) -> None:
+    path, skipped = tmp_path / "a.json", SkippedRecords()
+    path.write_bytes(form % (b",\n  " if b" " in form else b",\n").join(records))
+    assert list(read_documents(path, skipped=skipped)) == ["one", "two", "three"]
+    assert (skipped.count, reason in skipped.reason) == (len(records) - 3, True)
+
+
+@pytest.mark.parametrize("first", [b"null", b'{"text": "never ends'])
+def test_a_broken_first_line_of_json_lines_costs_no_other(first: bytes, tmp_path: Path) -> None:
+    path, skipped = tmp_path / "a.json", SkippedRecords()
+    path.write_bytes(b"\n".join([first, *FINE]))
+    assert list(read_documents(path, skipped=skipped)) == ["one", "two", "three"]
+    assert skipped.count == 1
+
+
+def test_records_of_one_line_after_a_broken_one_are_said_to_be_left_out(tmp_path: Path) -> None:
+    path, skipped = tmp_path / "a.json", SkippedRecords()
+    path.write_bytes(b"[" + b", ".join([FINE[0], b'{"text": "a" "b"}', *FINE[1:]]) + b"]")
+    assert list(read_documents(path, skipped=skipped)) == ["one"]
+    assert "from item 2 on" in skipped.reason
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_what_a_name_hides_is_named(name: str, tmp_path: Path) -> None:
+    contents = {
+        "gzip": gzip.compress(FINE[0]),
+        "bzip2": bz2.compress(FINE[0]),
+        "xz": lzma.compress(FINE[0]),
+        "zip": b"PK\x03\x04aaa",
+        "UTF-16": FINE[0].decode().encode("utf-16"),
+    }
+    for what, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UnreadableError, match=what):
+            list(read_documents(tmp_path / name))
 
 
 @pytest.mark.parametrize("content", ['{"a": 1}', '{\n "text": "a"\n}', "[1, 2]", '{"a": 1}\nx', "[]"])

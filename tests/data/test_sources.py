@@ -221,7 +221,7 @@ def test_one_document_in_twenty_is_for_validation() -> None:
 def test_files_without_a_suffix_and_manual_pages_are_read_if_they_are_text(tmp_path: Path) -> None:
     (tmp_path / "fortune").write_text("a thread\n%\n織機\n")
     (tmp_path / "ls.1").write_text(".TH LS 1\n")
-    (tmp_path / "printf.3p.gz").write_bytes(gzip.compress(b".TH PRINTF 3\n"))
+    (tmp_path / "printf.3posix.gz").write_bytes(gzip.compress(b".TH PRINTF 3\n"))
     (tmp_path / "libx.so.1").write_bytes(b"\x7fELF\2\1\1\0")
     (tmp_path / "legacy").write_bytes(b"caf\xe9 " * 100)
     (tmp_path / "cut").write_bytes(("é" * 8000).encode()[:-1])
@@ -233,9 +233,9 @@ def test_files_without_a_suffix_and_manual_pages_are_read_if_they_are_text(tmp_p
 
 
 def test_tables_and_pages_are_left_out_and_said_to_be(tmp_path: Path) -> None:
-    for name in ("a.csv", "b.CSV", "c.html", "d.tsv.gz", "e.txt"):
+    for name in ("a.csv", "b.CSV", "c.html", "d.tsv.gz", "f.psv", "g.xhtml", "e.txt"):
         (tmp_path / name).write_text("text")
     source = scan(tmp_path)
     assert list(source.read()) == ["text"]
-    assert source.left_out == {".csv": 2, ".html": 1, ".tsv": 1}
+    assert source.left_out == {".csv": 2, ".html": 1, ".psv": 1, ".tsv": 1, ".xhtml": 1}
     assert list(scan(tmp_path / "a.csv").read()) == ["text"]  # named, it is read as it is

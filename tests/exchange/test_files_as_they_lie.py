@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import CheckpointError
 from heddle.exchange import load as loading
 from heddle.exchange.export import export
 from heddle.exchange.family import families
@@ -84,7 +84,13 @@ def test_two_models_in_one_file_are_named(tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["rotary_emb.inv_freq", "rotary_emb.cos_cached", "attn.masked_bias", "position_ids"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "attn.masked_bias", "position_ids", "causal_mask"),
+        *("rotary_pos_emb.inv_freq", "inv_freq", "rotary_emb.sin", "freqs_cis", "_extra_state"),
+    ],
+)
 def test_buffers_are_ignored(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copy(theirs(), tmp_path / "model")
     rewrite(shard(folder), lambda tensors: tensors.update({f"model.layers.0.self_attn.{name}": torch.arange(4.0)}))
@@ -120,26 +126,48 @@ def test_an_adapter_is_named_with_its_model(tmp_path: Path) -> None:
     assert "merge_and_unload" in text
 
 
-def test_what_is_left_of_quantization_is_named(tmp_path: Path) -> None:
+def test_an_adapter_beside_a_model_is_said_not_to_be_applied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = copy(theirs(), tmp_path / "model")
-    rewrite(shard(folder), lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}))
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "meta/llama"}))
+    load(folder)
+    assert "the adapter of meta/llama is not applied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_2", "k_scale", "weight.quant_state.bitsandbytes__nf4"])
+def test_what_is_left_of_quantization_is_named(name: str, tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    rewrite(shard(folder), lambda t: t.update({f"model.layers.0.mlp.up_proj.{name}": torch.ones(1)}))
     assert "left over from quantized weights" in refusal(folder)
 
 
-def test_quantized_weights_are_refused_with_the_option_that_reads_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "is_unpacked"),
+    [
+        ({"quant_method": "gptq"}, True),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, True),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, False),
+        ({"quant_method": "hqq"}, False),
+        ({"quant_algo": "NVFP4"}, False),
+    ],
+)
+def test_quantized_weights_are_refused_with_the_option_that_reads_them(
+    fields: Fields, is_unpacked: bool, tmp_path: Path
+) -> None:
+    """Only where it does."""
     folder = copy(theirs(), tmp_path / "model")
-    edit(folder / "config.json", quantization_config={"quant_method": "gptq"})
+    edit(folder / "config.json", quantization_config=fields)
     for file in folder.glob("*.safetensors"):
         file.write_bytes(b"never read")
-    with pytest.raises(ConfigError, match="--dequantize bf16"):
-        load(folder)
+    assert ("--dequantize bf16" in refusal(folder)) == is_unpacked
 
 
 def test_a_missing_head_is_said_to_be_that_of_a_base_class(tmp_path: Path) -> None:
     def headless(config: Fields, tensors: Tensors) -> Tensors:
         return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
 
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*base classes"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*base classes.*tie_word_embeddings"):
         load(rewritten("llama", "plain", tmp_path / "model", headless))
 
 

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from heddle.data.chat import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, ChatFormat, turn_end_ids
 from heddle.data.chat_template import ChatTemplate, unknown_names
 from heddle.errors import ConfigError
+from heddle.exchange import tokenizer_files
 from heddle.exchange.export import export
 from heddle.exchange.tokenizer_files import read_tokenizer_files
 from heddle.serving.engine import TokenReader
@@ -107,6 +108,57 @@ def test_tokens_that_the_config_adds_are_added(tmp_path: Path) -> None:
         config.write_text(json.dumps({"added_tokens_decoder": {far: {"content": "<far>"}}}))
         with pytest.raises(ConfigError, match=f"token {far[:4]}"):
             read_tokenizer_files(tmp_path, 2**20)
+
+
+NAMED: list[tuple[str, dict[str, Any]]] = [
+    ("added_tokens.json", {"<b>": 0, "<a>": 1}),
+    (SPECIAL_TOKENS_FILE, {"additional_special_tokens": ["<a>", "<s>"]}),
+    (TOKENIZER_CONFIG_FILE, {"additional_special_tokens": ["<a>", "<b>"]}),
+    (TOKENIZER_CONFIG_FILE, {"extra_special_tokens": {"image_token": "<a>"}}),
+    (TOKENIZER_CONFIG_FILE, {"eos_token": "<b>", "pad_token": {"content": "<a>", "__type": "AddedToken"}}),
+    (TOKENIZER_CONFIG_FILE, {"bos_token": "<a>", "image_token": "<b>"}),
+]
+
+
+@pytest.mark.parametrize(("file", "content"), NAMED)
+def test_tokens_that_other_files_name_are_added(file: str, content: dict[str, Any], tmp_path: Path) -> None:
+    """With the ids that transformers gives them, and with `eos_token` of the map above that of the config."""
+    text = tokenizer().to_json()
+    size = Backend.from_str(text).get_vocab_size()
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+    (tmp_path / TOKENIZER_CONFIG_FILE).write_text(json.dumps({"eos_token": "<|end|>"}))
+    (tmp_path / SPECIAL_TOKENS_FILE).write_text(json.dumps({"eos_token": "<|eot|>"}))
+    if file == "added_tokens.json":
+        content = {token: size + index for token, index in content.items()}
+    (tmp_path / file).write_text(json.dumps(content))
+    got, _ = read_tokenizer_files(tmp_path, 2**20)
+    assert got is not None
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert got.encode("x<b>y<a> z") == theirs("x<b>y<a> z")["input_ids"]
+    assert [got.id_to_token(index) for index in got.eos_ids] == [theirs.eos_token]
+
+
+def test_a_named_token_without_a_row_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tokenizer().to_json()
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+    (tmp_path / TOKENIZER_CONFIG_FILE).write_text(json.dumps({"bos_token": "<a>", "pad_token": "<b>"}))
+    size = Backend.from_str(text).get_vocab_size()
+    got, _ = read_tokenizer_files(tmp_path, size + 1)
+    assert got is not None
+    assert (got.vocab_size, got.id_to_token(size)) == (size + 1, "<a>")
+    assert "without a row of the embedding are left out: '<b>'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [result(tokenizer_files._named_tokens, lambda names: []), result(tokenizer_files._named_tokens, lambda n: n[::-1])],
+)
+def test_a_named_token_that_is_not_added_is_caught(
+    plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_tokens_that_other_files_name_are_added(*NAMED[5], tmp_path)
 
 
 CALLS = [

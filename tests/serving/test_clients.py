@@ -47,6 +47,9 @@ PASSES: list[dict[str, Any]] = [
     {"functions": None, "logit_bias": {}, "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
     {"stop": None, "top_p": 1, "temperature": None, "stream": None, "stream_options": None, "logprobs": None},
     {"modalities": ["text"], "audio": None, "prediction": None, "response_format": None},
+    {"min_p": 0.0, "repetition_penalty": 1, "length_penalty": 1.0, "min_tokens": 0, "use_beam_search": False},
+    {"ignore_eos": False, "skip_special_tokens": True, "add_generation_prompt": True, "chat_template_kwargs": {}},
+    {"stop": "", "stream_options": {"include_obfuscation": False, "include_usage": None}},
 ]
 MESSAGES: list[list[Any]] = [
     [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}],
@@ -73,6 +76,22 @@ def test_parts_names_and_empty_fields_are_the_same_message(messages: list[Any], 
     assert answer.json()["choices"] == plain.json()["choices"]
 
 
+def test_a_developer_is_the_system(server: Running) -> None:
+    body = {"model": NAME, "max_tokens": 4, "top_k": 1}
+    plain, answer = (
+        server.client.post(
+            "/v1/chat/completions", json=body | {"messages": [{"role": role, "content": "Be kind"}, *HI]}
+        )
+        for role in ("system", "developer")
+    )
+    assert answer.json()["choices"] == plain.json()["choices"]
+
+
+def test_false_asks_for_no_scores_of_a_completion(server: Running) -> None:
+    assert server.complete(logprobs=False, max_tokens=2).json()["choices"][0]["logprobs"] is None
+    assert server.complete(logprobs=True, max_tokens=2).status_code == 400
+
+
 def test_an_echoed_answer_passes(server: Running) -> None:
     messages = [*HI, {"role": "assistant", "content": "yo"} | ECHOED, {"role": "user", "content": "and"}]
     answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages, "max_tokens": 2})
@@ -93,6 +112,10 @@ ASKS: list[tuple[str, Any]] = [
     ("n", 200),
     ("modalities", ["audio"]),
     ("reasoning_effort", "high"),
+    ("min_p", 0.1),
+    ("repetition_penalty", 1.2),
+    ("ignore_eos", True),
+    ("chat_template_kwargs", {"enable_thinking": False}),
     ("stop_token_ids", ["x"]),
     ("stop_token_ids", [10**6]),
 ]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from heddle import progress
-from heddle.data.documents import UnreadableError, read_json_lines
+from heddle.data.documents import UnreadableError, read_records
 from heddle.data.samples import Batch, epoch_shuffle
 from heddle.data.sources import is_in_validation
 from heddle.errors import DataError, describe_path
@@ -73,7 +73,7 @@ class ChatFormat:
         }
         self._special_tokens = {
             name: text
-            for name, token in (named | config).items()
+            for name, token in special_token_settings(config, named).items()
             if name.endswith("_token") and (text := _token_text(token))
         }
         self._special_tokens_pattern = re.compile("|".join(map(re.escape, tokenizer.special_tokens.values())))
@@ -188,6 +188,15 @@ def chat_template_text(tokenizer_files: Mapping[str, str]) -> str | None:
     """Return the Jinja text of the chat template in a tokenizer's files (content by name), or None."""
     config = _read_tokenizer_config(tokenizer_files)
     return tokenizer_files.get(CHAT_TEMPLATE_FILE) or _select_template(config.get("chat_template"))
+
+
+def special_token_settings(config: Mapping[str, Any], token_map: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of tokenizer_config.json and special_tokens_map.json; which wins where both set one.
+
+    As in transformers: the latter, unless the former lists the added tokens itself.
+    """
+    first, last = (token_map, config) if "added_tokens_decoder" in config else (config, token_map)
+    return {**first, **{name: value for name, value in last.items() if value is not None}}
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -427,20 +436,18 @@ def _read_conversations(
         raise DataError(f"data file {label} {what}: give chat:FILE.jsonl.")
     line_number = 0
     try:
-        with open(path, "rb") as file:
-            for number, record in read_json_lines(file):
-                line_number = number
-                messages, untrained = _parse_messages(record)
-                parts: list[Any] = [[message["role"], message["content"]] for message in messages]
-                content = json.dumps(parts + ([{"untrained": untrained}] if untrained else [])).encode()
-                yield hashlib.sha256(content).digest(), chat_format.encode(messages, untrained), len(content)
+        for number, record in read_records(path):
+            line_number = number
+            messages, untrained = _parse_messages(record)
+            parts: list[Any] = [[message["role"], message["content"]] for message in messages]
+            content = json.dumps(parts + ([{"untrained": untrained}] if untrained else [])).encode()
+            yield hashlib.sha256(content).digest(), chat_format.encode(messages, untrained), len(content)
     except _InvalidRecordError as error:
         raise DataError(f"data file {label} {error} on line {line_number}: give {_EXPECTED_RECORD}.") from error
     except UnreadableError as error:
-        location = "" if "on line" in str(error) else f", line {line_number},"
+        is_placed = not line_number or re.search(r"(line|item) \d", str(error))
+        location = "" if is_placed else f", line {line_number},"
         raise DataError(f"data file {label}{location} {error}.") from error
-    except OSError as error:
-        raise DataError(f"data file {label} cannot be read ({error.strerror or error}): make it readable.") from error
     if line_number == 0:
         raise DataError(f"data file {label} is empty: give one conversation per line.")
 
@@ -474,7 +481,7 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
         if not isinstance(content, str) or not content.strip():
             raise _InvalidRecordError(f"has no content in {location}")
         known = ("role", "content", *TRAIN_FIELDS)
-        extra_fields = [name for name, value in message.items() if name not in known and value]
+        extra_fields = [name for name, value in message.items() if name not in known and not _is_neutral(value)]
         if extra_fields:
             raise _InvalidRecordError(
                 f"has the field {printable(json.dumps(extra_fields[0]))[:40]}, which is not supported, in {location}"
@@ -482,6 +489,9 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
         if any("\ud800" <= character <= "\udfff" for character in content):
             raise _InvalidRecordError(f"has half a surrogate pair in {location}")
         _check_train_fields(message, location)
+    for name in TRAIN_FIELDS:
+        if record.get(name) in (0, False):
+            raise _InvalidRecordError(f'has a "{name}" that says not to train on the conversation,')
     if all(message["role"] != ASSISTANT for message in messages):
         raise _InvalidRecordError("has no message of the assistant")
     untrained = [
@@ -492,6 +502,11 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
     if len(untrained) == sum(message["role"] == ASSISTANT for message in messages):
         raise _InvalidRecordError("has no answer to train on")
     return [{"role": message["role"], "content": message["content"]} for message in messages], untrained
+
+
+def _is_neutral(value: Any) -> bool:
+    """Whether a field that is not known says nothing: null or empty. False and 0 may say not to train on it."""
+    return value is None or value in ("", [], {})
 
 
 def _check_train_fields(message: Mapping[str, Any], location: str) -> None:

@@ -29,6 +29,17 @@ MAX_BYTES_OF_ANY_RATIO = 64 * 1024 * 1024
 MAX_RATIO = 100
 MAX_XZ_MEMORY = 256 * 1024 * 1024  # for the dictionary of an .xz file, whose size its header sets
 _BLOCK_BYTES = 1024 * 1024
+# What files begin with that are named as text, and are not: what they are, and the remedy.
+_OTHER_FORMATS = (
+    (b"\x1f\x8b", "compressed by gzip", "end its name in .gz"),
+    (b"(\xb5/\xfd", "compressed by zstd", "end its name in .zst"),
+    (b"\xfd7zXZ\0", "compressed by xz", "end its name in .xz"),
+    (b"BZh91AY&", "compressed by bzip2", "end its name in .bz2"),
+    (b"PK\x03\x04", "a zip archive", "give the files in it"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4", "decompress it"),
+    (b"\xff\xfe", "UTF-16", "convert it to UTF-8"),
+    (b"\xfe\xff", "UTF-16", "convert it to UTF-8"),
+)
 
 
 class UnreadableError(Exception):
@@ -73,6 +84,11 @@ def open_text(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as file:
             if suffix not in COMPRESSED_SUFFIXES:
+                head = file.read(8)
+                for begin, what, remedy in _OTHER_FORMATS:
+                    if head.startswith(begin):
+                        raise UnreadableError(f"is {what}: {remedy}")
+                file.seek(0)
                 yield file
                 return
             yield io.BufferedReader(_Decompressed(_STREAMS[suffix](file), file), _BLOCK_BYTES)
@@ -164,6 +180,10 @@ _CONTROL_BYTES = frozenset({*range(32), 127}) - frozenset(
     b"\t\n\v\f\r\b\x1b"
 )  # allowed in text; \b is the bold of man pages
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_ARRAY_OF_OBJECTS = re.compile(rb'\[\s*+(?:(?:null|true|false|[-+.\deE]++|"(?:[^"\\]|\\.)*+")\s*+,\s*+)*+\{', re.DOTALL)
+_RECORD_LINES = 16  # of a .json file, which decide whether it holds one record a line
+_GAP = re.compile(r"[ \t\r\n,]*")
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # how "surrogateescape" keeps a byte that is not UTF-8
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 
 
@@ -230,18 +250,20 @@ class _Continued:
 
 
 def _records_of(first: bytes) -> str | None:
-    """How a `.json` file holds records: "array" of objects, objects on "lines", or None for plain text."""
+    """How a `.json` file holds records: an "array" with objects, objects on "lines", or None for plain text."""
     head = first.removeprefix(_BYTE_ORDER_MARK).lstrip()
-    if head.startswith(b"[") and head[1:].lstrip().startswith(b"{"):
+    if _ARRAY_OF_OBJECTS.match(head):
         return "array"
-    line, _, rest = head.partition(b"\n")
-    if not line.startswith(b"{") or not rest.lstrip().startswith(b"{"):
-        return None
+    lines = [line for line in head.split(b"\n", _RECORD_LINES)[:_RECORD_LINES] if not line.isspace() and line]
+    begins = all(line.startswith(b"{") or line.strip() == b"null" for line in lines)
+    return "lines" if len(lines) > 1 and begins and any(map(_is_object, lines)) else None
+
+
+def _is_object(line: bytes) -> bool:
     try:
-        json.loads(line)
+        return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
-        return None
-    return "lines"
+        return False
 
 
 def split_documents(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -310,12 +332,19 @@ def documents_from_bytes(data: bytes) -> Iterator[str]:
             yield text
 
 
-def read_json_lines(file: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """Yield the number (from 1) and the parsed JSON of each line that is not blank. Raises UnreadableError."""
-    for number, record in _parsed_lines(file):
-        if isinstance(record, UnreadableError):
-            raise record
-        yield number, record
+def read_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number of the line (from 1) and the value of each record of a file as `read_documents` finds them.
+
+    In an array the number is the item's. Raises UnreadableError, also for a broken record.
+    """
+    with open_text(path) as file:
+        first = file.read(_BLOCK_BYTES)
+        is_array = text_suffix(path) == ".json" and _records_of(first) == "array"
+        rest = _Continued(first, file)
+        for number, record in _parsed_array(rest) if is_array else _parsed_lines(rest):
+            if isinstance(record, UnreadableError):
+                raise record
+            yield number, record
 
 
 def _parsed_lines(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
@@ -342,34 +371,44 @@ def _parsed_lines(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
 
 
 def _parsed_array(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
-    """Yield the number and value of each item of an array, with one item in memory; stops at a broken item."""
-    decoder, text, number = json.JSONDecoder(), "", 0
-    bytes_decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    """Yield the number and value of each item of an array, with 16 MB of it in memory; of a broken item, the error.
+
+    After a broken item, the next one begins on a line of its own, indented as the first; otherwise the rest is one.
+    """
+    decoder, number = json.JSONDecoder(), 0
+    bytes_decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
 
     def more() -> str:
         block = file.read(_BLOCK_BYTES)
         return bytes_decoder.decode(block, final=not block)
 
-    try:
-        text = more().lstrip()[1:]
-        while True:
-            text = text.lstrip(" \t\r\n,")
-            if text.startswith("]"):
-                return
-            try:
-                value, end = decoder.raw_decode(text)
-            except ValueError:
-                block = more() if len(text) <= MAX_JSON_LINE_BYTES else ""
-                if not block:
-                    yield number + 1, UnreadableError(f"has no valid JSON in item {number + 1}: repair that record")
-                    return
-                text += block
+    text = more().lstrip()[1:]
+    start = len(text) - len(text.lstrip())
+    next_item = "\n" + text[:start].rpartition("\n")[2] + "{"
+    while True:
+        gap = _GAP.match(text, start)
+        assert gap is not None
+        start = gap.end()
+        if text.startswith("]", start):
+            return
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError) as error:
+            is_cut = isinstance(error, ValueError) and len(text) - start <= MAX_JSON_LINE_BYTES
+            if is_cut and (block := more()):
+                text, start = text[start:] + block, 0
                 continue
+            number, end = number + 1, text.find(next_item, start + 1)
+            rest = f"in item {number}" if end >= 0 else f"from item {number} on"
+            yield number, UnreadableError(f"has no valid JSON {rest}: repair that record")
+            if end < 0:
+                return
+        else:
             number += 1
+            if _ESCAPED_BYTE.search(text, start, end):
+                value = UnreadableError(f"has no valid UTF-8 in item {number}: repair that record")
             yield number, value
-            text = text[end:]
-    except (UnicodeDecodeError, RecursionError):
-        yield number + 1, UnreadableError(f"has no valid UTF-8 JSON in item {number + 1}: repair that record")
+        start = end
 
 
 def _json_documents(

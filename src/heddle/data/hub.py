@@ -170,6 +170,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[Any]:
 
     with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
         _check_column(file.schema_arrow, column)
+        check_ratio(file.metadata.num_rows, path)  # nulls take no bytes
         for group in range(file.metadata.num_row_groups):
             check_ratio(file.metadata.row_group(group).total_byte_size, path)
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column], use_threads=False):

@@ -31,8 +31,8 @@ TEXT_SUFFIXES = frozenset(
     """.split()  # noqa: SIM905
 )
 # Left out of folders, with a message: only a part of such a file is text for a reader.
-LEFT_OUT_SUFFIXES = frozenset({".csv", ".tsv", ".html", ".htm"})
-_MANUAL_SECTION = re.compile(r"\.[1-9n][a-z]{0,4}")  # ls.1, printf.3p
+LEFT_OUT_SUFFIXES = frozenset({".csv", ".tsv", ".psv", ".html", ".htm", ".xhtml"})
+_MANUAL_SECTION = re.compile(r"\.[1-9n][a-z]{0,8}")  # ls.1, printf.3posix
 _IGNORED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _WEIGHT = re.compile(r"(?P<path>.+)@(?P<weight>[0-9]+(\.[0-9]+)?)", re.DOTALL)
 _VALIDATION_ONE_IN = 20  # one document in this many goes to the validation split

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.exchange.config_reader import ConfigReader, short_repr
+from heddle.exchange.dequantized_folder import packing_of
 from heddle.model.config import MAX_LAYERS, ModelConfig, MultiTokenConfig
 
 # How the parameters of a heddle model correspond to the tensors of a Hugging Face checkpoint, in both directions.
@@ -302,8 +303,10 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
         quantization = config.get(field_name)
         if quantization is not None:
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            is_known = isinstance(quantization, dict) and packing_of(quantization) is not None
+            unpack = "unpack them with `--dequantize bf16`, or " if is_known else "heddle does not unpack these; "
             raise ConfigError(
                 f"{source}: field '{field_name}' says the weights are quantized ({short_repr(method)});"
-                " unpack them with `--dequantize bf16`, or import the unquantized model"
+                f" {unpack}import the unquantized model"
             )
     return families()[model_type]

@@ -13,7 +13,7 @@ from torch import Tensor
 from heddle.config import parse_config
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import ConfigReader, list_fields
-from heddle.exchange.dequantized_folder import DequantizedFolder
+from heddle.exchange.dequantized_folder import DESCRIPTION, DequantizedFolder
 from heddle.exchange.family import Family, ModuleNames, TensorRule, WeightMap, family_of, parameter_name
 from heddle.exchange.family_match import design_from_config, differences
 from heddle.exchange.imported_checkpoint import ImportedModel
@@ -33,15 +33,18 @@ HF_HEAD_WEIGHTS = (
 )  # fmt: skip
 # Buffers that older files of any family hold: inverse frequencies and tables of RoPE, positions, causal masks.
 IGNORED_TENSORS = (
-    "*rotary_emb.*inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_cached", "*position_ids", "*token_type_ids",
+    "*inv_freq", "*rotary_*.cos", "*rotary_*.sin", "*freqs_cis", "rope.freqs", "*position_ids", "*token_type_ids",
     "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias", "*.embed_positions",
+    "*causal_mask", "*_extra_state",
 )  # fmt: skip
 # Words that wrappers insert into tensor names: torch.compile, data parallelism, FSDP, checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Suffixes of tensors that are left over where quantized weights were loaded and saved again.
 QUANTIZATION_LEFTOVERS = (
     ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".input_scale", ".SCB",
-    ".weight_format", ".absmax", ".quant_map", ".nested_absmax", ".zero_point", ".weight_packed",
+    ".weight_format", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".zero_point", ".weight_packed",
+    ".weight_scale_2", ".weight_global_scale", ".weight_shape", ".weight_g_idx", ".weight_zero_point",
+    ".input_global_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".act_scales",
 )  # fmt: skip
 
 
@@ -199,7 +202,8 @@ def _check_tensor(
 
 def _missing(name: str) -> str:
     if name in HF_HEAD_WEIGHTS:
-        return f"tensor '{name}' is missing, as in base classes without a language head; import a model with one"
+        remedy = "import a model with one, or set 'tie_word_embeddings' to true if it is the embedding"
+        return f"tensor '{name}' is missing, as in base classes without a language head; {remedy}"
     return f"tensor '{name}' is missing; download the weights again"
 
 
@@ -325,7 +329,7 @@ class _WeightLoader:
                 self.loaded[HEAD_WEIGHT] = tensor
             elif name in self.weight_map.rules:
                 raise CheckpointError(f"{source} appears twice; save the weights again")
-            elif own_name.endswith(QUANTIZATION_LEFTOVERS):
+            elif own_name.endswith(QUANTIZATION_LEFTOVERS) or DESCRIPTION in own_name:
                 remedy = "save the weights dequantized, or restore the config that says how they are quantized"
                 raise CheckpointError(f"{source} is left over from quantized weights; {remedy}")
             else:

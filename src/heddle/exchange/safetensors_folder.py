@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError, no_folder_reason
-from heddle.progress import printable, progress_bar
+from heddle.progress import print_status, printable, progress_bar
 from heddle.storage.file_io import READ_FLAGS_FOLLOWING_LINKS, open_regular_file, read_error, read_exactly
 from heddle.storage.folder import MAX_DOCUMENT_BYTES, read_folder
 from heddle.storage.manifest import MANIFEST_FILE, FileRecord, is_file_name, parse_json_object
@@ -132,6 +132,8 @@ class SafetensorsFolder:
             gguf = min(folder.glob("*.gguf"), default=None)
             remedy = "name the folder of one" if gguf is None else f"name the GGUF itself, {gguf}"
             raise CheckpointError(f"{folder}: has no {CONFIG_FILE}, so it is not a transformers model; {remedy}")
+        if (folder / ADAPTER_FILE).is_file():
+            print_status(f"warning: {folder / ADAPTER_FILE}: the adapter{self._adapter_base()} is not applied")
         self.records: Mapping[str, FileRecord] = {}
         self.verified_texts: Mapping[str, str] = {}
         if os.path.lexists(folder / MANIFEST_FILE):

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
-from heddle.data.chat import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, turn_end_ids
+from heddle.data.chat import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, special_token_settings, turn_end_ids
 from heddle.errors import ConfigError, DataError, describe_path
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.safetensors_folder import CONFIG_FILE, parse_json, read_text_file, to_json
@@ -21,6 +21,8 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 UNLIMITED_LENGTH = int(1e30)  # model_max_length that transformers writes for a tokenizer without a maximum
 # The key of tokenizer_config.json under which an export stores the post-processor that it replaced.
 POST_PROCESSOR_KEY = "heddle"
+ADDED_TOKENS_FILE = "added_tokens.json"
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 UNREADABLE_TOKENIZER_FILES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json",
@@ -54,9 +56,21 @@ def read_tokenizer_files(
     if tokenizer is None:
         _refuse_many_words(_word_count(text), vocab_limit, path)  # before the library reads them
         backend = read_backend(text, str(path))
-        named = dict(json_files.get(SPECIAL_TOKENS_FILE, {}))
-        named |= {name: token for name, token in tokenizer_config.items() if token is not None}
-        if (with_added := _with_added_tokens(text, backend, named, folder)) != text:
+        named = special_token_settings(tokenizer_config, json_files.get(SPECIAL_TOKENS_FILE, {}))
+        added = named.get("added_tokens_decoder"), TOKENIZER_CONFIG_FILE
+        if added[0] is None and (folder / ADDED_TOKENS_FILE).is_file():  # as older versions of transformers write it
+            listed = parse_json(read_text(folder / ADDED_TOKENS_FILE), folder / ADDED_TOKENS_FILE)
+            special = set(_named_tokens(named))
+            added = (
+                {
+                    str(index): {"content": token, "special": token in special, "normalized": token not in special}
+                    for token, index in listed.items()
+                },
+                ADDED_TOKENS_FILE,
+            )
+        with_added = _with_added_tokens(text, backend, *added, folder)
+        with_added = _with_named_tokens(with_added, backend, named, vocab_limit, folder)
+        if with_added != text:
             text, backend = with_added, read_backend(with_added, str(path))
         eos_ids = _eos_ids(json_files | {CONFIG_FILE: model_config or {}}, named, backend, folder)
         boundaries = BoundaryTokens(_bos_ids(backend, named), eos_ids, text_files)
@@ -142,24 +156,43 @@ def _bos_ids(backend: Backend, named: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(bos_ids) if bos_id is None else (bos_id,)
 
 
-def _with_added_tokens(text: str, backend: Backend, named: Mapping[str, Any], folder: Path) -> str:
-    """The tokenizer.json with the tokens that tokenizer_config.json adds, as transformers adds them.
+def _with_added_tokens(text: str, backend: Backend, added: Any, file: str, folder: Path) -> str:
+    """The tokenizer.json with the tokens that another file adds by id, as transformers adds them.
 
     Raises ConfigError for a token that would get another id there.
     """
-    added = named.get("added_tokens_decoder")
     entries = added.items() if isinstance(added, dict) else ()
     missing = [(key, entry) for key, entry in entries if backend.token_to_id(_token_text(entry) or "") is None]
     for key, entry in sorted(missing, key=lambda pair: (len(pair[0]), pair[0])):
         content = _token_text(entry)
         if content is None or key != str(backend.get_vocab_size()):
-            source = folder / TOKENIZER_CONFIG_FILE
-            raise ConfigError(
-                f"{source}: 'added_tokens_decoder' has token {key}, which does not fit {TOKENIZER_FILE}; re-save both"
-            )
+            raise ConfigError(f"{folder / file}: adds token {key}, which does not fit {TOKENIZER_FILE}; re-save both")
         flags = {name: entry[name] for name in TOKEN_FLAGS if name in entry}
         backend.add_tokens([AddedToken(content, **flags)])
     return backend.to_str() if missing else text
+
+
+def _named_tokens(named: Mapping[str, Any]) -> list[str]:
+    """The special tokens that settings name, in the order in which transformers adds those that are missing."""
+    extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
+    others = [name for name in named if name.endswith("_token") and name not in TOKEN_NAMES]
+    tokens = [named.get(name) for name in (*TOKEN_NAMES, *others)]
+    tokens += extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+    return list(dict.fromkeys(text for token in tokens if (text := _token_text(token))))
+
+
+def _with_named_tokens(text: str, backend: Backend, named: Mapping[str, Any], vocab_limit: int, folder: Path) -> str:
+    """The tokenizer.json with the special tokens that settings name and it lacks, as transformers adds them.
+
+    One without a row of the embedding is left out, with a warning: a text that held it could not be read.
+    """
+    missing = [token for token in _named_tokens(named) if backend.token_to_id(token) is None]
+    fitting = missing[: max(0, vocab_limit - backend.get_vocab_size())]
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in fitting])
+    if left_out := missing[len(fitting) :]:
+        names = ", ".join(map(repr, left_out[:4]))
+        print_status(f"warning: {folder}: special tokens without a row of the embedding are left out: {names}")
+    return backend.to_str() if fitting else text
 
 
 def _eos_ids(

@@ -12,7 +12,7 @@ from heddle.data.token_file import TokenFile
 from heddle.errors import CheckpointError, HeddleError, describe_path
 from heddle.exchange.gguf.file import check_seal
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER, QUARANTINE_PATTERN, STEP_PATTERN
-from heddle.storage.file_io import HASH_KEY, LEFTOVER_PATTERN, list_names, read_json_file
+from heddle.storage.file_io import HASH_KEY, LEFTOVER_PATTERN, MAX_JSON_BYTES, list_names, read_json_file
 from heddle.storage.folder import verify_file
 from heddle.storage.lock import LOCK_FILE
 from heddle.storage.manifest import MANIFEST_FILE, LogPosition, read_manifest
@@ -153,7 +153,7 @@ def _is_foreign_json(path: Path) -> bool:
     The field's name or its length shows that there was one, so that no damage to it goes unnoticed.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes()) if path.stat().st_size <= MAX_JSON_BYTES else []
     except (OSError, ValueError, RecursionError):
         return False
     fields = content.items() if isinstance(content, dict) else ()

@@ -26,6 +26,7 @@ MAX_TOOLS = 128  # OpenAI's limit
 MAX_CHOICES = 16  # texts of one request: prompts times n
 DEFAULT_TOKENS = 128  # for requests that set no limit
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second one is vLLM's, as is top_k
+_IGNORED_STREAM_OPTIONS = {"include_obfuscation"}  # padding against listeners, which OpenAI's own server adds
 _SHARED_FIELDS = {
     "model", "max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed", "stream",
     "stream_options", "logprobs", "n", "user",
@@ -57,6 +58,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "metadata": (_ANY,),
     "prompt_cache_key": (_ANY,),
     "safety_identifier": (_ANY,),
+    # of vLLM, SGLang and llama.cpp, at their defaults
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
 }
 # The same for an assistant message that a client sends back unchanged.
 _NEUTRAL_OF_MESSAGE: dict[str, tuple[Any, ...]] = {
@@ -210,8 +221,9 @@ class RequestReader:
         count = int(_number(fields, "n", 1, (1, MAX_CHOICES), whole=True))
         _text(fields, "user", "")
         options = fields.get("stream_options", {})
-        if not isinstance(options, dict) or set(options) - set(_STREAM_OPTIONS):
+        if not isinstance(options, dict) or set(options) - set(_STREAM_OPTIONS) - _IGNORED_STREAM_OPTIONS:
             raise RequestError(f"stream_options: may have only {' and '.join(_STREAM_OPTIONS)}", "stream_options")
+        options = {name: value for name, value in options.items() if value is not None}
         temperature = float(_number(fields, "temperature", 1.0, (0.0, 2.0)))
         top_p = float(_number(fields, "top_p", 1.0, (0.0, 1.0)))
         if top_p == 0.0:
@@ -226,7 +238,7 @@ class RequestReader:
             new_tokens=self._new_tokens(fields, least=0 if prompts[0][1] is not None else 1),
             temperature=temperature,
             top_p=None if top_p == 1.0 else top_p,
-            top_k=int(_number(fields, "top_k", 0, (0, self.tokenizer.vocab_size), whole=True)) or None,
+            top_k=max(0, int(_number(fields, "top_k", 0, (-1, self.tokenizer.vocab_size), whole=True))) or None,
             seed=int(_number(fields, "seed", secrets.randbelow(2**31), (0, 2**62 - 1), whole=True)),
             stop=self._stop_strings(fields),
             stop_ids=self._stop_ids(fields, kind),
@@ -263,7 +275,7 @@ class RequestReader:
 
     def _stop_strings(self, fields: Mapping[str, Any]) -> tuple[str, ...]:
         stop = fields.get("stop", [])
-        strings = [stop] if isinstance(stop, str) else stop
+        strings = [stop] * bool(stop) if isinstance(stop, str) else stop
         if not isinstance(strings, list) or len(strings) > self.limits.max_stops:
             raise RequestError(f"stop: must be a string, or a list of at most {self.limits.max_stops}", "stop")
         for text in strings:
@@ -363,6 +375,8 @@ class RequestReader:
 
         Text parts are joined. `name` is ignored unless the role is tool: templates read no other.
         """
+        if isinstance(message, dict) and message.get("role") == "developer":  # OpenAI's later name of the same role
+            message = message | {"role": "system"}
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise RequestError(f"messages: each must have a role ({', '.join(ROLES)}) and text content", "messages")
         role = message["role"]
@@ -501,7 +515,7 @@ def _truth(fields: Mapping[str, Any], name: str) -> bool:
 
 def _alternatives(fields: Mapping[str, Any]) -> int | None:
     """How many alternatives `logprobs` of /v1/completions, a number, asks for."""
-    if "logprobs" not in fields:
+    if fields.get("logprobs", False) is False:
         return None
     return int(_number(fields, "logprobs", 0, (0, MAX_ALTERNATIVES), whole=True))
 

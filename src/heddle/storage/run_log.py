@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from heddle.errors import CheckpointError, ConfigError, describe_path
-from heddle.model.load_config import parse_yaml
+from heddle.model.load_config import MAX_YAML_BYTES, parse_yaml
 from heddle.progress import print_status, print_warning
 from heddle.storage import file_io
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
@@ -405,6 +405,10 @@ def read_options(path: Path | str) -> dict[str, Any]:
         if not isinstance(options, dict):
             raise ConfigError(f"{path}: its {RUN_FILE} holds no options; write them to a YAML file")
         return options
+    what = describe_path(path)
+    if what != "is a file" or path.stat().st_size > MAX_YAML_BYTES:
+        what = f"has more than {MAX_YAML_BYTES:,} bytes" if what == "is a file" else what
+        raise ConfigError(f"{path}: {what}; name a YAML file of options")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -20,6 +20,7 @@ from heddle.lab.compare.statistics import quartiles
 from heddle.lab.compare.tables import format_percent, join_names, shared_context, value_at
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
+from heddle.model.size import flops_per_token
 from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
 from heddle.runtime import fastest_seconds, synchronize
@@ -55,6 +56,25 @@ def measure_speeds(config: ModelConfig, contexts: Sequence[int], device: str, dt
             speeds["prefill"].append((context, [context / seconds for seconds in prefill_seconds]))
             speeds["decode"].append((context, [1 / seconds for seconds in decode_seconds]))
     return speeds
+
+
+def expected_seconds(config: ModelConfig, contexts: Sequence[int], device: str, dtype: torch.dtype) -> float:
+    """About how long `measure_speeds` takes, from its shortest context: prefills grow with their FLOPs."""
+    meta = build(config, device="meta")
+    head = 2.0 * meta.embed.weight.numel()  # a prefill has the last token's logits only
+    total, model = _timed(lambda: build(config, dtype=dtype, device=device).eval(), device)
+    try:
+        with torch.no_grad(), packed_weights():
+            _prefill(model, min(64, *contexts))
+            state, prefills = _timed_prefill(model, contexts[0])
+            decoding = sum(_timed_decode(model, state))
+        first = contexts[0] * (flops_per_token(meta, contexts[0]) - head)
+        for context in contexts:
+            seconds = min(prefills) * context * (flops_per_token(meta, context) - head) / first
+            total += seconds * (MAX_PREFILLS if seconds <= REPEAT_LIMIT_SECONDS else 1) + decoding
+    except ConfigError:  # the context is longer than the learned positions
+        pass
+    return total
 
 
 def read_rate(device: str) -> float:
@@ -110,11 +130,13 @@ def time_training_steps(job: TrainingJob, built: BuiltModels | None = None) -> l
     return times[min(WARMUP_STEPS, len(times) - 1) :]
 
 
-def time_reading(job: TrainingJob, model: Decoder) -> float:
-    """Seconds to evaluate one of the job's batches, the better of two times."""
-    batch = job.training_data.train_batches(replace(job.settings, seed=0))(0)
+def time_reading(batch: Batch, model: Decoder) -> float:
+    """Seconds to score a token of a batch, the better of two times if the first was short."""
     byte_lengths = np.ones(model.embed.weight.shape[0], dtype=np.int64)
-    return min(time_call(lambda: list(token_scores(model, [batch], byte_lengths)), model)[0] for _ in range(2))
+    times: list[float] = []
+    while not times or (len(times) == 1 and times[0] < LONGEST_SECONDS):
+        times.append(time_call(lambda: list(token_scores(model, [batch], byte_lengths)), model)[0])
+    return min(times) / batch.targets.size
 
 
 def summarize_speeds(rounds: Sequence[dict[str, Samples]]) -> dict[str, list[tuple[int, float, float, float]]]:
@@ -176,7 +198,10 @@ def _timed_decode(model: Decoder, state: State) -> list[float]:
 
 def time_call(call: Callable[[], Value], model: Decoder) -> tuple[float, Value]:
     """(seconds, result) of a call; the device's queue is empty before and after."""
-    device = str(model.embed.weight.device)
+    return _timed(call, str(model.embed.weight.device))
+
+
+def _timed(call: Callable[[], Value], device: str) -> tuple[float, Value]:
     synchronize(device)
     start = time.perf_counter()
     result = call()

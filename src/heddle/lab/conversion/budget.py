@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +17,7 @@ from heddle.conversion.weights import CalibrationText
 from heddle.errors import ConfigError, MachineError
 from heddle.lab.compare.budget import END_SHARE, TimeBudget, format_seconds
 from heddle.lab.compare.speed import time_reading, time_training_steps
+from heddle.lab.conversion.run import ConversionReport, report_seconds
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.progress import format_duration, print_status, quiet
@@ -29,7 +30,6 @@ CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: 
 MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
 CALIBRATION_SHARE = 0.3  # of the time that a budget leaves after the text is read
-SPEED_SECONDS = 25.0  # for measuring one model's speeds
 MIN_CHOSEN_STEPS = 50  # the shortest healing that a budget chooses: the first ten are warmup, and the rate decays to 0
 
 
@@ -86,15 +86,16 @@ def affordable_calibration(
 class HealingPlan:
     """Decides how long to heal; a time budget chooses the length, or rejects one that was set.
 
-    budget: for the whole command; None: no limit. models: how many are measured for the report, on `rows` rows each.
-    text_tokens: to heal on; a budget reads them at most once. choice: the file that keeps the choice of the budget
-    until the work is complete. steps: per healing; None until the budget has chosen.
+    budget: for the whole command; None: no limit. source: the original. variants: of it, each measured for the report
+    before and after healing. text_tokens: to heal on; a budget reads them at most once. choice: the file that keeps
+    the choice of the budget until the work is complete. steps: per healing; None until the budget has chosen.
     """
 
     settings: ConvertSettings
     budget: TimeBudget | None
-    models: int
-    rows: int
+    source: ConversionSource
+    variants: int
+    report: ConversionReport | None
     text_tokens: int
     choice: Path
     steps: int | None
@@ -113,17 +114,18 @@ class HealingPlan:
             return self.steps
         print_status("timing the first steps of the healing")
         converting = (count - 1) * (time.monotonic() - begun)
-        timed, whole = [], sum(job.settings.steps for job in jobs)
+        timed, whole, report, left = [], sum(job.settings.steps for job in jobs), 0.0, 0.0
         for job in jobs:
             built = build_models(job)
             timed.append(median(time_training_steps(job, built)))
         seconds = sum(each * job.settings.steps / whole for each, job in zip(timed, jobs, strict=True))
-        # Reading a token costs a third of training on it, or less: a step of few tokens is mostly the optimizer's.
-        read = (timed[-1] / 3 if self.budget is None else min(timed[-1] / 3, time_reading(job, built.model))) / tokens
-        report = count * evaluation_tokens(self.settings) * read
-        if self.rows:
-            report += self.models * (self.rows * self.settings.sequence_length * read + SPEED_SECONDS)
-        left = 0.0 if self.budget is None else max(0.0, self.budget.remaining - report - converting)
+        if self.budget is not None:  # reading is timed by itself: a step of few tokens is mostly the optimizer's
+            batch = job.training_data.train_batches(replace(job.settings, seed=0))(0)
+            report = count * evaluation_tokens(self.settings) * time_reading(batch, built.model)
+            del built
+            if self.report is not None:
+                report += report_seconds(self.source, self.report, 1 + 2 * self.variants, 1 + self.variants)
+            left = max(0.0, self.budget.remaining - report - converting)
         fitting = int(left / (seconds * count))
         if self.steps is None:
             self.steps = self._choose(fitting, tokens)

@@ -58,9 +58,7 @@ from heddle.lab.conversion.budget import (
 from heddle.lab.conversion.measure import (
     DRY_RUN_CONTEXT,
     MeasurementSettings,
-    MeasurementText,
     conversion_costs,
-    measured_rows,
     print_costs,
 )
 from heddle.lab.conversion.results import (
@@ -342,19 +340,18 @@ class _ConversionJob:
 
     def run(self, out: Path) -> ConversionResults | None:
         """Write the converted models, and measure them unless no report is wanted."""
-        settings, report, read = self.settings, None, 0
+        settings, report = self.settings, None
         with_report = settings.report_tokens > 0 and can_report(self.source)
         corpus = self._encoded_text() if self.healing is not None or with_report else self.corpus
         if with_report:
             assert corpus is not None
             report = conversion_report(settings, self.source, corpus, self.runtime, self.rewrites)
-            read = measured_rows(MeasurementText(report.corpus, report.settings))
         most_tokens = 0 if corpus is None else sum(len(tokens) for tokens in corpus.train)
         steps = self.chosen.get("healing_steps") if self.healing is None or self.chooses_healing else self.healing.steps
         choice = partial_folder(out) / CHOICE_FILE
         conversion, searched, baselines = (None, None, {}) if self.is_comparison else self._conversion(out)
-        models = 1 + 2 * max(1, len(self.variants))
-        plan = HealingPlan(settings, self.budget, models, read, most_tokens, choice, steps)
+        variants = max(1, len(self.variants))
+        plan = HealingPlan(settings, self.budget, self.source, variants, report, most_tokens, choice, steps)
         write = partial(self._write, plan)
         results = None
         if conversion is None:
@@ -428,7 +425,7 @@ class _ConversionJob:
         prints = not (self.is_comparison or self.settings.heal_baselines or self.settings.json)
         if healed is not None and self.settings.report_tokens and prints:
             loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
-            others = ", on other sequences than the report's" if plan.rows else ""
+            others = "" if plan.report is None else ", on other sequences than the report's"
             print_text(f"{loss} ({self.corpus.rows}{others})")
 
 

@@ -25,12 +25,12 @@ from heddle.conversion.convert import (
 )
 from heddle.conversion.heal import CONVERTED_FOLDER, interrupted_rows, partial_folder
 from heddle.conversion.targets import ConversionVariant
-from heddle.conversion.weights import CalibrationText
+from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import Corpus
 from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.lab.compare.results import plain
-from heddle.lab.compare.speed import Samples, measure_speeds
+from heddle.lab.compare.speed import Samples, expected_seconds, measure_speeds, time_reading
 from heddle.lab.conversion.measure import (
     MeasurementSettings,
     MeasurementText,
@@ -106,6 +106,29 @@ def measure_conversion(models: Sequence[ModelToMeasure], report: ConversionRepor
     part_path(path).unlink(missing_ok=True)
     _measure_all_speeds(models, results, text.settings, report.device, lambda: _save(results, path, {}))
     return results
+
+
+def report_seconds(source: ConversionSource, report: ConversionReport, models: int, designs: int) -> float:
+    """About how long `measure_conversion` takes, from reading one batch and the shortest context's speed.
+
+    models: with the original. designs: that differ.
+    """
+    text, settings = MeasurementText(report.corpus, report.settings), report.settings
+    if not text.windows:
+        return 0.0
+    started = time.monotonic()
+    model = build_model(source.weights).to(report.device)
+    loading, design = time.monotonic() - started, source.weights.design
+    batch = text.windows[0]
+    read = time_reading(batch, model)
+    del model
+    tokens = sum(batch.targets.size for batch in text.windows) + text.recall.row_count * text.recall.row_length
+    compared = 2 * (loading + read * sum(rows.targets.size for rows in text.layer_rows))  # with the original's layers
+    seconds = models * (loading + read * tokens) + (models - 1) * compared
+    if contexts := settings.speed_contexts:
+        each = expected_seconds(design, contexts, report.device, source.weights.dtype)
+        seconds += SPEED_ROUNDS * designs * each
+    return seconds
 
 
 def part_path(path: Path) -> Path:
