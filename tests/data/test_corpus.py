@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,7 @@ def test_an_encoding_that_ends_too_late_is_given_up(texts: Path, cache: Path, mo
         return encode(self, documents)
 
     monkeypatch.setattr(Tokenizer, "encode_documents", slow)
-    monkeypatch.setattr(corpus_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with pytest.raises(MachineError, match=r"encoding .* of text takes about .* leaves too little of --budget"):
         make_corpus(texts, cache, until=8.0)
     assert now[0] < 8.0  # it is foreseen

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from heddle.cli.main import run_command
+from heddle.data.corpus import prepare_corpus
 from heddle.lab import workers as processes
 from heddle.lab.compare import budget
 from heddle.lab.compare import run as comparison_run
@@ -165,14 +166,14 @@ def test_what_was_given_is_never_changed(folder: Path, tmp_path: Path, machine: 
 def test_a_text_that_takes_long_shortens_the_training(
     folder: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare, read = comparison_run.prepare_corpus, list[str]()
+    read = list[str]()
 
     def slow(*sources: Any, **options: Any) -> Any:
         read.append("text")
         if len(read) == 1:  # then it is in the cache
             assert machine.clock.now < options["until"] < machine.clock.now + 180
             machine.clock.now += 60.0
-        return prepare(*sources, **options)
+        return prepare_corpus(*sources, **options)
 
     for name, seconds in (("quick", 0.0), ("slow", 60.0)):
         read[:] = ["before"] if not seconds else []

@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 
 from heddle.cli.main import run_command
 from heddle.conversion.convert import FolderWeights, open_source
-from heddle.conversion.heal import calibration_from_corpus
+from heddle.conversion.heal import calibration_from_corpus, convert_and_heal
 from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import prepare_corpus
 from heddle.errors import CheckpointError, ConfigError
@@ -158,7 +158,7 @@ def test_the_choice_is_a_conversion_of_its_own(workspace: Path, written: Path, t
 def test_baselines_are_healed_alike_and_continue_after_a_kill(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, kept, heal = tmp_path / "out", convert_module.remove_folder, convert_module.convert_and_heal
+    out = tmp_path / "out"
     stages = [word for stage in ("50%:layers", "50%:logits") for word in ("--heal-stage", stage)]
     only = ["--only", "kv_heads=1", "--only", "window=4", "--search", GOAL, "--heal-baselines", *stages]
     words = command(workspace, out, *only, "--heal", "256")
@@ -168,9 +168,9 @@ def test_baselines_are_healed_alike_and_continue_after_a_kill(
         def dying(*arguments: Any, left: Any = left) -> Any:
             if next(left) == 2:
                 raise KeyboardInterrupt
-            return heal(*arguments)
+            return convert_and_heal(*arguments)
 
-        monkeypatch.setattr(convert_module, "convert_and_heal", dying if name == "killed" else heal)
+        monkeypatch.setattr(convert_module, "convert_and_heal", dying if name == "killed" else convert_and_heal)
         monkeypatch.setattr(convert_module, "remove_folder", lambda folder: None)
         assert run_command(words) == (130 if name == "killed" else 0)
     results = parse_results(read_json_file(out / "convert.json"))
@@ -191,7 +191,6 @@ def test_baselines_are_healed_alike_and_continue_after_a_kill(
     sentence = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Against the best of"))
     assert f"{len(healed) - 1} baselines that were healed alike, “{best.removesuffix(', healed')}”" in sentence
     assert format_signed(losses[healed[0]] - losses[best]) in sentence
-    kept(tmp_path / "out.work")
 
 
 def test_a_killed_search_continues_with_the_same_bits(
