@@ -106,6 +106,25 @@ def test_lines_that_a_checkpoint_counted_may_not_be_missing(folder: Path) -> Non
     assert [result.path for result in verify_files(folder) if result.status == DAMAGED] == []
 
 
+def test_a_checkpoint_of_another_step_or_run_is_named(folder: Path, tmp_path: Path) -> None:
+    checkpoints = folder / "run" / "checkpoints"
+    newest = checkpoint_folder(folder / "run", 5)
+    newest.rename(newest.with_name("step-00000007"))
+    named = [result for result in verify_files(folder) if result.status == DAMAGED]
+    assert [(result.path, "step 7" in str(result.reason)) for result in named] == [
+        ("run/checkpoints/step-00000007/training.json", True)
+    ]
+    shutil.rmtree(checkpoints)
+    text = small.folder(tmp_path / "text", documents=12, size=300)
+    corpus = prepare_corpus([str(text)], vocab_size=280, max_train_tokens=None)
+    train(small.job(corpus, tmp_path / "other", small.design(width=8), steps=5, seed=3))
+    shutil.copytree(tmp_path / "other" / "checkpoints", checkpoints)
+    shutil.copy(tmp_path / "other" / "log.jsonl", folder / "run")
+    named = [result for result in verify_files(folder) if result.status == DAMAGED]
+    assert named
+    assert all(result.path.endswith("/training.json") and "another run" in str(result.reason) for result in named)
+
+
 def test_folders_that_cannot_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("text")
     for name, sentence in (("", "holds no file with a hash"), ("/none", "does not exist"), ("/file", "file: holds")):

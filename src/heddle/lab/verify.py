@@ -5,6 +5,7 @@ Folders of models, checkpoints, runs, comparisons, ladders, conversions and the 
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ from heddle.storage.file_io import HASH_KEY, LEFTOVER_PATTERN, MAX_JSON_BYTES, l
 from heddle.storage.folder import verify_file
 from heddle.storage.lock import LOCK_FILE
 from heddle.storage.manifest import MANIFEST_FILE, LogPosition, read_manifest
-from heddle.storage.run_log import LOG_FILE, RUN_FILE, verify_log
+from heddle.storage.run_log import LOG_FILE, RUN_FILE, run_hash, verify_log
+from heddle.training.checkpoint import PROGRESS_FILE, parse_progress
 
 OK, DAMAGED, NOT_COVERED = "ok", "damaged", "not covered"
 COMPILED_FOLDER = "compiled"  # torch's own cache of kernels
@@ -98,9 +100,21 @@ def _verify_manifest_folder(folder: Path, names: list[str], only: str | None = N
         if only not in (None, name):
             continue
         if name in records:
-            yield _result(path, lambda: verify_file(path, records[name]))  # noqa: B023 - called at once
+            outcome = _result(path, lambda: verify_file(path, records[name]))  # noqa: B023 - called at once
+            is_progress = name == PROGRESS_FILE and STEP_PATTERN.fullmatch(folder.name) is not None
+            yield _result(path, lambda: _check_place(path)) if is_progress and outcome[1] == OK else outcome  # noqa: B023
         elif not name.endswith(LOCK_FILE):
             yield path, NOT_COVERED, _uncovered_reason(path) or NO_HASH
+
+
+def _check_place(path: Path) -> None:
+    """Raise CheckpointError for the progress of a checkpoint under another step's name, or in another run."""
+    run = None
+    with suppress(HeddleError):  # a damaged run.json is named itself
+        run = run_hash(path.parents[2])
+    if run is not None:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        parse_progress(text, path, int(path.parent.name.rpartition("-")[2]), run)
 
 
 def _newest_log_position(checkpoints: Path) -> LogPosition | None:

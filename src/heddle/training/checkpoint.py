@@ -233,13 +233,17 @@ def _open_log(log: RunLog, position: LogPosition, ranks: Ranks) -> str:
 
 
 def _read_progress(contents: FolderContents, step: int | None, run: str | None) -> TrainingProgress:
+    text = contents.documents.get(PROGRESS_FILE, "")
+    return parse_progress(text, contents.folder / PROGRESS_FILE, step, run)
+
+
+def parse_progress(text: str, path: Path, step: int | None, run: str | None) -> TrainingProgress:
     """Return the counts in a checkpoint of this step. Raises CheckpointError if they cannot be right.
 
     run: the `run_hash` of the run that continues; checkpoints of earlier versions do not name their run.
     """
-    path = contents.folder / PROGRESS_FILE
     try:
-        fields = parse_json_object(contents.documents.get(PROGRESS_FILE, "").encode())
+        fields = parse_json_object(text.encode())
         if fields.pop("run", run) != run:
             raise ValueError("it is a checkpoint of another run")
         if not all(type(value) is int and value >= 0 for value in fields.values()):
