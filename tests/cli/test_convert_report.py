@@ -45,6 +45,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _reading_takes_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heddle.lab.compare.speed.DECODED_TOKENS", 4)
     monkeypatch.setattr(convert_module, "time_reading", lambda job, model: math.inf)
 
 
