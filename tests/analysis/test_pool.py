@@ -22,7 +22,7 @@ from tests.analysis.scripted_workers import Scripts, ok, scripts, task
 from tools.kill_test import done
 
 __all__ = ["scripts"]  # a fixture
-STEPS = 400
+STEPS = 200
 
 
 def on_cpu(count: int) -> Workers:

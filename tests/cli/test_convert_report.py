@@ -47,6 +47,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.trained_run(tmp_path_factory.mktemp("workspace"), 2)
 
 
+@pytest.fixture(autouse=True)
+def _short_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heddle.lab.compare.speed.DECODED_TOKENS", 4)
+
+
 def command(workspace: Path, out: Path, *options: str) -> list[str]:
     return ["convert", f"{workspace}/run", str(out), "--data", f"{workspace}/text", *QUICK, *SPEED, *options]
 

@@ -64,6 +64,11 @@ QUICK += ["--speed-context-length", "4", "--device", "cpu"]
 TARGET = ["--to", "kv_heads=1,groups=contiguous"]
 
 
+@pytest.fixture(autouse=True)
+def _few_decoded_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heddle.lab.compare.speed.DECODED_TOKENS", 4)
+
+
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.folder(tmp_path_factory.mktemp("text") / "text", size=300)

@@ -60,7 +60,7 @@ def texts_and_rounds(
 
 @pytest.mark.parametrize(
     ("kind", "speculative_tokens"),
-    [each for turn, tokens in enumerate((1, 4)) for each in in_turn([(kind, tokens) for kind in DESIGNS], turn, 2)],
+    [each for turn, tokens in enumerate((1, 4)) for each in in_turn([(kind, tokens) for kind in DESIGNS], turn)],
 )
 def test_greedy_text_equals_plain_decoding(kind: str, speculative_tokens: int) -> None:
     model = build_model(DESIGNS[kind])

@@ -63,8 +63,8 @@ def test_greedy_text_equals_decoding_without_a_draft(kind: str, speculative_toke
         settings = {"max_new_tokens": STEPS, "draft_model": draft, "speculative_tokens": speculative_tokens}
         texts, rounds = generate_with_rounds(model, PROMPTS, **settings)
         assert texts == plain
-        alone = PROMPTS if not acceptance_rates else PROMPTS[:1]
-        assert [generate_texts(model, [prompt], **settings)[0] for prompt in alone] == plain[: len(alone)]
+        if not acceptance_rates:
+            assert [generate_texts(model, [prompt], **settings)[0] for prompt in PROMPTS[:2]] == plain[:2]
         proposed, accepted, emitted, near_ties = (sum(counts) for counts in zip(*rounds, strict=True))
         acceptance_rates.append(accepted / proposed)
         assert near_ties == 0
@@ -73,7 +73,7 @@ def test_greedy_text_equals_decoding_without_a_draft(kind: str, speculative_toke
     assert acceptance_rates[1] < acceptance_rates[0]
 
 
-@pytest.mark.parametrize("kind", DESIGNS)
+@pytest.mark.parametrize("kind", in_turn(DESIGNS, 1, 2))
 def test_a_state_that_cannot_roll_back_reads_the_accepted_tokens_again(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ class Program(RuleBasedStateMachine):
 
 
 NAMES = ("attention-gqa", "attention-window-2", "attention-window-mixed", "layers-nested", "sinusoidal")
-LIMITS = settings(max_examples=12, stateful_step_count=14)
+LIMITS = settings(max_examples=6, stateful_step_count=14)
 
 
 def run(name: str, limits: settings = LIMITS) -> None:
@@ -140,8 +140,9 @@ def _kinds(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *other_mixer_cases()])
-def test_programs(name: str) -> None:
-    run(name)
+@pytest.mark.parametrize("examples", [6, pytest.param(24, marks=pytest.mark.nightly)])
+def test_programs(name: str, examples: int) -> None:
+    run(name, settings(LIMITS, max_examples=examples))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ family would compute. If the two designs agree, the family matches. If not, thei
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from heddle.config import Config, DesignError, parse_config
@@ -290,6 +291,7 @@ def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str], tra
                 yield from _compare(fields[name][pair[0]], other_fields[name][pair[1]], f"layers.{index}")
 
 
+@lru_cache(maxsize=2)  # of the design that is compared with every family, and of the last family's
 def _distinct_fields(design: ModelConfig, training: bool) -> dict[str, Any]:
     """As `inference_fields` of a resolved design, with each different layer once; `training`: all its fields."""
     layers = [layer.config.replace(repeat=1, shared=False) for layer in design.distinct_layers]

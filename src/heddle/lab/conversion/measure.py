@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -240,7 +240,7 @@ def measure_model(
         key=model.key,
         design_key=f"{design.fingerprint()} {dtype}",
         summary=summarize_design(design, model_size),
-        architecture=match_report(design).architecture,
+        architecture=_architecture(design),
         parameters=model_size.parameters,
         flops_per_token=model_size.flops_per_token,
         state_bytes=_state_bytes(shapes, text.settings.state_contexts),
@@ -299,6 +299,12 @@ ROWS = {  # of a dry run's table, by the name in JSON
 }
 
 
+@cache
+def _architecture(design: ModelConfig) -> str:
+    """The class that a design exports as. Found once for each: the models of a sweep share designs."""
+    return match_report(design).architecture
+
+
 def conversion_costs(weights: Weights, design: ModelConfig) -> dict[str, dict[str, Any]]:
     """Sizes and costs of both designs."""
     columns = {}
@@ -311,7 +317,7 @@ def conversion_costs(weights: Weights, design: ModelConfig) -> dict[str, dict[st
             "state_bytes_per_token": costs.state_bytes_per_token,
             "state_bytes": costs.state_bytes,
             "flops_per_token": round(costs.flops_per_token),
-            "architecture": match_report(config).architecture,
+            "architecture": _architecture(config),
         }
     return columns
 
