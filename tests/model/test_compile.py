@@ -27,6 +27,7 @@ from tests.cases import CASES, MLP, attention, case, design, layer
 pytestmark = [  # of the compiler itself, which instantiates autograd functions and reads .grad of any tensor
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
 CUDA_CASES = ["delta", "kda", "dropout-everywhere", "moe-capacity", "attention-indexer"]

@@ -184,9 +184,9 @@ def _whole_graph(model: Decoder, options: dict[str, Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             if not is_compiler_error(error) or lacks_compiler(error):
                 raise
-            reason = str(error).strip().partition("\n")[0]
+            reason = " ".join(str(error).split("\n\n")[0].split())
             raise ConfigError(
                 f"compile: torch.compile cannot make one graph of the layers ({reason}); leave it out"
-            ) from None
+            ) from error
 
     return run_graph
