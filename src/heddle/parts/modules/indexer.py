@@ -13,7 +13,7 @@ With `block`, `top_k` blocks are selected, by the highest score of their visible
 selects by q_h · k for its share of the attention's heads (MiniMax M3: for a key head). Without `heads` each head of the
 attention selects by its own queries and keys (MoBA); with `block_score: attention` the heads of a key head together, by
 their mean weights in a softmax over the means of whole blocks (the selection of Native Sparse Attention, arXiv
-2502.11089).
+2502.11089, with means in the place of learned compressed keys, as in flash-linear-attention).
 
 With `pool` a block has one key, and queries score finished blocks alone; the keys of others are always attended to:
 
