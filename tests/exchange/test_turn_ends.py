@@ -59,6 +59,26 @@ def test_a_turn_ends_at_the_template_s_token(name: str) -> None:
     assert TokenReader(text, chat, float("inf")).read(token(end)).finish_reason is None
 
 
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+AFTER = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHAT + AFTER, "<|im_end|>"),  # an answer begins otherwise than its prompt ends
+        (CHAT + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", "<|im_end|>"),  # the text ends, too
+        ("{% if messages[0].role != 'system' %}{{ raise_exception('x') }}{% endif %}" + CHAT, "<|im_end|>"),
+        ("{% for m in messages %}{{ m.content }} <|/head|><|eot|>{% endfor %}", "<|eot|>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}<s>\n{% endfor %}", "<s>"),
+        ("{% for m in messages %}{{ m.content }}, he said<|eot|>{% endfor %}", "<|eot|>"),
+        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}<|eot|>{% endfor %}", "<|eot|>"),
+    ],
+)
+def test_what_follows_an_answer_ends_a_turn(template: str, end: str) -> None:
+    assert turn_end_ids(tokenizer(template, eos_token="<|end|>")) == (token(end),)
+
+
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}", "{% for %}"])
 def test_other_templates_end_no_turn(template: str | None) -> None:
     assert turn_end_ids(tokenizer(template)) == ()

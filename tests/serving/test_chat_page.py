@@ -129,7 +129,7 @@ def test_the_terminal_follows_commands(
 ) -> None:
     lines = iter(
         ["/temperature 0", "/top-k 4", "/max-tokens 3", "//x", "/tokens", "/state", "/temperature 9", "/seed a",
-         "/top-k -1", "/nope", "/help", "/stop z", "/reset", "/tokens", "/quit", "never read"]
+         "/top-k -2", "/nope", "/help", "/stop z", "/reset", "/tokens", "/quit", "never read"]
     )  # fmt: skip
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     Terminal([conversation], SamplingSettings()).run()
@@ -140,7 +140,7 @@ def test_the_terminal_follows_commands(
     assert "now: temperature 0, top-k 4, top-p 0.95, max-tokens 3, seed none, stop none" in out
     assert "/temperature 9:" in err
     assert "/seed a:" in err
-    assert "/top-k -1: top_k" in err
+    assert "/top-k -2: top_k" in err
     assert "/nope:" in err
     assert "stop 'z'" in err
     assert "has not answered yet" in err

@@ -85,9 +85,23 @@ class ChatFormat:
 
     @cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The special token that ends an answer in this template; empty if there is none."""
-        try:
-            [answered] = self.encode([{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}])
+        """The special token that ends an answer in this template; empty if there is none.
+
+        It follows the answer, after white space at most, as the last of its neighbors: what stands further behind may
+        end the text. Where no special token does, it is the last one of what an answer adds.
+        """
+        asked = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _PROBE}]
+        for messages in (asked, [{"role": "system", "content": "a"}, *asked]):  # some templates need a system message
+            try:
+                _, found, rest = self._render(messages, False).rpartition(_PROBE)
+            except UnreadableError:
+                continue
+            specials = "|".join(map(re.escape, filter(None, self.tokenizer.special_tokens.values())))
+            match = re.match(rf"\s*(?:{specials})*({specials})", rest) if found and specials else None
+            if match is not None:
+                return tuple(token for token, text in self.tokenizer.special_tokens.items() if text == match[1])
+        try:  # the last one of what an answer adds
+            [answered] = self.encode(asked)
         except (UnreadableError, ValueError):
             return ()
         return (int(answered.tokens[answered.assistant_mask][-1]),)
@@ -231,6 +245,7 @@ def _token_text(token: Any) -> str | None:
 
 
 CHAT_PREFIX = "chat:"
+_PROBE = "Xyzzy"  # an answer
 TRAIN_FIELDS = ("weight", "train", "training")  # of a message, in OpenAI's and axolotl's files
 MAX_MESSAGES = 1000  # per conversation
 
