@@ -43,6 +43,7 @@ class Machine:
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.step, self.slower, self.speed_steps = clock, 0.05, 1.0, 7
+        self.other_steps = 7
         self.running: list[Worker] = []
         self.trained: list[str] = []
         self.timings = 0
@@ -67,7 +68,8 @@ class Worker:
 
     def __init__(self, machine: Machine, task: dict[str, Any], target: Path) -> None:
         self.machine, self.task, self.target, self.signals = machine, task, target, list[int]()
-        steps = {"train": task["settings"]["steps"] * machine.slower, "speed": machine.speed_steps}.get(task["task"], 7)
+        steps = {"train": task["settings"]["steps"] * machine.slower, "speed": machine.speed_steps, "calibrate": 7}
+        steps = steps.get(task["task"], machine.other_steps)
         self.seconds = START + steps * machine.step
         self.ends = machine.clock.now + self.seconds
 
@@ -269,6 +271,13 @@ def test_the_last_paired_seed_comes_before_speeds(folder: Path, tmp_path: Path, 
     report = read_report(tmp_path)
     assert [len(design["runs"]) for design in report["designs"]] == [3, 3]
     assert report["progress"]["stop_reason"].startswith("The budget of 3 min ended before the speed of ")
+
+
+def test_slow_recall_tasks_leave_time_for_a_round_of_speeds(folder: Path, tmp_path: Path, machine: Machine) -> None:
+    machine.other_steps, machine.speed_steps = 10_000, 150
+    assert compare(folder, tmp_path, "--budget", "5m", "--recall", "mqar", "--speed-context-length", "5600") == 0
+    assert [len(list((tmp_path / "runs").glob(f"{name}-speed-1.json"))) for name in "ab"] == [1, 1]
+    assert not list((tmp_path / "runs").glob("*recall*.json"))
 
 
 def test_speeds_that_the_budget_cuts_are_named(folder: Path, tmp_path: Path, machine: Machine) -> None:

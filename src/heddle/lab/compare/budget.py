@@ -47,7 +47,8 @@ OTHER_EVALUATED_TOKENS = 2**15  # at the end of a run: longer sequences, recall 
 END_SHARE, MIN_END_SECONDS = 0.02, 6.0  # reserved for starting the command and writing the last report
 TEXT_SHARE, MAX_TEXT_SECONDS = 0.06, 60.0  # reserved for preparing the text
 SPEED_SHARE, RECALL_SHARE = 0.15, 0.2  # at most, where a budget chooses them
-LATE_SPEED_SHARE = 0.05  # at most, where trainings or recall tasks took longer than planned
+LATE_SPEED_SHARE = 0.05  # at most, where trainings took longer than planned
+SLOW_SPEED = 1.5  # how much longer a round of speed measurements may take than planned
 DECODE_SECONDS = 0.5  # for decoding at one context length
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
 KEPT_SECONDS = 600.0  # for which step times hold: the load of a machine changes
@@ -124,18 +125,22 @@ class TimePlan:
     def training_end(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> float:
         """When training must end. Planned seeds come first; seeds that are bought leave time for the other parts."""
         if self.budget is None or not self.times or comparison.plan.until_resolved is None:
-            return self.recall_end(comparison)
+            return self._end_before_speeds(comparison, LATE_SPEED_SHARE)
         speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts, rounds=1)
         recall = sum(_recall_seconds(comparison, self.times, choice) for choice in choices)
         shares = min(recall, RECALL_SHARE * self.budget.seconds), min(speed, SPEED_SHARE * self.budget.seconds)
         return self.end - sum(shares)
 
     def recall_end(self, comparison: Comparison) -> float:
-        """When the recall tasks must end, to leave a little time for the speed measurements, which come last."""
+        """When the recall tasks must end, to leave time for a round of the speed measurements, which come last."""
+        return self._end_before_speeds(comparison, SPEED_SHARE)
+
+    def _end_before_speeds(self, comparison: Comparison, share: float) -> float:
+        """The end of the budget without a slow round of speed measurements, of at most a share of it."""
         if self.budget is None or not self.times:
             return self.end
         speed = _speed_seconds(comparison, self.times, comparison.plan.speed_contexts, rounds=1)
-        return self.end - min(speed, LATE_SPEED_SHARE * self.budget.seconds)
+        return self.end - min(SLOW_SPEED * speed, share * self.budget.seconds)
 
     def affordable(self, comparison: Comparison, choices: Sequence[TaskChoice]) -> list[TaskChoice]:
         """The recall tasks; those that `auto` chose and that do not fit the budget are marked as left out."""
