@@ -200,7 +200,8 @@ def option_blocks() -> Iterator[str]:
             own = [row for row in rows[words] if row not in shared]
             others = [row[0].strip("`").split(", ")[-1].split()[0] for row in rows[words] if row in shared]
             also = f"And {', '.join(f'`{name}`' for name in others)}, as above." if others else ""
-            yield joined(f"### heddle {words}", prose(verbs[words].help), _listed(own), also).strip()
+            name = words.split()[-1]  # as `--help` prints it and pages write it; both names work
+            yield joined(f"### heddle {name}", prose(verbs[words].help), _listed(own), also).strip()
 
 
 def _listed(options: list[tuple[str, str]]) -> str:

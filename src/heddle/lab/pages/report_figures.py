@@ -55,6 +55,8 @@ from heddle.lab.pages.figures import (
 from heddle.lab.pages.render import report_styles
 
 MAX_LABELED_DESIGNS = 8
+PHONE_PLOT = (300, 300)  # width and height of a plot on a phone, in pixels
+LABEL, MARKER = (8, 18), 12  # pixels: width of a character and height of a line; from a point to its label
 
 
 def overview_figures(report: Report) -> dict[str, Figure | None]:
@@ -172,7 +174,7 @@ def _tradeoff_figure(report: Report) -> Figure:
     if len(data) > 1:
         layout["yaxis"]["range"] = _range_with_margin(data, baseline_loss)
         layout["shapes"] = [] if baseline_loss is None else [dotted_line(baseline_loss, color="series-0")]
-        layout["annotations"] = [_direction_note(), *_design_labels(data)]
+        layout["annotations"] = [_direction_note(), *_design_labels(data, layout["yaxis"]["range"])]
     return {"data": data, "layout": layout}
 
 
@@ -196,26 +198,46 @@ def _direction_note() -> dict[str, Any]:
     return corner | {"text": "↙ better: less memory, lower loss", "showarrow": False, "font": {"color": "soft"}}
 
 
-def _design_labels(data: Sequence[Figure]) -> list[dict[str, Any]]:
-    """A label next to each point, on the side with more room; none if there are too many designs."""
+def _design_labels(data: Sequence[Figure], y_range: Sequence[float]) -> list[dict[str, Any]]:
+    """A label next to each point, on the side with more room, moved up or down off other labels and points.
+
+    None if there are too many designs.
+    """
     if len(data) > MAX_LABELED_DESIGNS:
         return []
     logs = [math.log10(trace["x"][0]) for trace in data]
-    middle = (min(logs) + max(logs)) / 2
-    return [
-        {
-            "x": log,
-            "y": trace["y"][0],
-            "xanchor": "left" if log <= middle else "right",
-            "xshift": 12 if log <= middle else -12,
-            "showarrow": False,
-            "text": trace["name"],
-            "font": {"color": "ink", "size": 13},
-            "bgcolor": "card",
-            "name": str(trace["meta"]),
-        }
+    middle, width = (min(logs) + max(logs)) / 2, max(logs) - min(logs) or 1.0
+    points = [
+        (
+            PHONE_PLOT[0] * (log - min(logs)) / width,
+            PHONE_PLOT[1] * (trace["y"][0] - y_range[0]) / (y_range[1] - y_range[0]),
+        )
         for trace, log in zip(data, logs, strict=True)
     ]
+    taken = [(x - MARKER, x + MARKER, y) for x, y in points]  # left, right and height, in pixels
+    labels = []
+    for trace, log, (x, y) in zip(data, logs, points, strict=True):
+        is_right, length = log <= middle, LABEL[0] * len(trace["name"])
+        left = x + MARKER if is_right else x - MARKER - length
+        near = [at for start, end, at in taken if start < left + length and left < end]
+        steps = sorted(range(-2 * len(taken), 2 * len(taken) + 1), key=abs)
+        shift = next(step * LABEL[1] for step in steps if all(abs(y + step * LABEL[1] - at) >= LABEL[1] for at in near))
+        taken.append((left, left + length, y + shift))
+        labels.append(
+            {
+                "x": log,
+                "y": trace["y"][0],
+                "xanchor": "left" if is_right else "right",
+                "xshift": MARKER if is_right else -MARKER,
+                "yshift": shift,
+                "showarrow": False,
+                "text": trace["name"],
+                "font": {"color": "ink", "size": 13},
+                "bgcolor": "card",
+                "name": str(trace["meta"]),
+            }
+        )
+    return labels
 
 
 # The figures of varied fields: bits per byte over the values of each field.
