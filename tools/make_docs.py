@@ -110,7 +110,7 @@ OPTIONS = f"""# Options
 
 Every verb with its arguments and options. `heddle VERB --help-all` prints them all, `--help` the most used ones.
 In Python, in a file of options (`--config FILE`) and in the record of a run, an option has the same name with `_`
-for `-`: `heddle.train("preset:gqa-tiny", batch_size=4)`, `batch_size: 4`. A default stands in brackets.
+for `-`: `heddle.train("preset:gqa-tiny", batch_size=4)`, `batch_size: 4`. Brackets hold the default.
 """
 PAIRS = """## Combinations that are refused
 

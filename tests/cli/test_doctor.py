@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -114,7 +115,7 @@ def test_show_chooses_kernels_as_on_a_device_that_is_not_there(capsys: pytest.Ca
 
 def test_show_ends_with_the_command_for_the_same_design(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ShowSettings(design=PRESET, overrides=("width=64", "layers.*.mixer.window=8"))
-    _print_facts(replace(settings, part=("my parts/a.py",)), show(settings).facts)
+    _print_facts(replace(settings, part=(Path("my parts/a.py"),)), show(settings).facts)
     said = (
         "heddle doctor preset:gqa-tiny width=64 'layers.*.mixer.window=8' --part 'my parts/a.py' says why other kernels"
     )

@@ -101,7 +101,7 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
     table.add_column("layers", justify="right")
     table.add_column("mixer and feed-forward", overflow="fold")
     length, rows = facts["contexts"][0]["context_length"], facts["batch_size"]
-    for name in ("parameters of each", f"state of each{f', {rows} sequences,' * (rows > 1)} at {length:,}"):
+    for name in ("parameters of each", f"state of each at {length:,}{f', batch {rows}' * (rows > 1)}"):
         table.add_column(name, justify="right")
     for stack in ("encoder", "layers", "multi_token"):
         block, times = _repeated(facts[stack])
