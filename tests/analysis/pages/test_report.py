@@ -183,7 +183,7 @@ def test_figures_show_what_was_measured() -> None:
 def test_labels_of_near_designs_do_not_overlap() -> None:
     near = [{"name": f"mla-tinyqa-{n}", "x": [1e6 * (1 + n / 100)], "y": [2.0], "meta": n} for n in range(4)]
     far = {"name": "mha-tiny", "x": [4e6], "y": [2.9], "meta": 4}
-    labels = _design_labels([*near, far], [1.0, 3.0])
+    labels = _design_labels([*near, far], [5.8, 6.8], [1.0, 3.0])
     heights = sorted(label["yshift"] for label in labels[:4])
     assert min(after - before for before, after in pairwise(heights)) >= LABEL[1]
     assert labels[4]["yshift"] == 0, "one that is alone stays beside its point"
