@@ -76,8 +76,9 @@ bench: dev ## speed against peers and limits: about 40 minutes (BENCH_ARGS=--all
 evidence: core ## run every row of docs/evidence.md: about an hour of one core; continues where it stopped
 	@$(RUN) -m evidence --workers $(WORKERS)
 
-docs: ## build the documentation as a site, offline: build/docs/index.html
+docs: ## build the documentation as a site, offline, in half a minute: build/docs/index.html (its explorer needs torch)
 	@sh tools/install.sh docs
+	@echo "heddle: writing a thousand pages into build/docs, in about half a minute"
 	@$(RUN) -m tools.site build/docs
 
 package: dev ## build the sdist and the wheel into dist/, offline, and try the wheel from an empty folder

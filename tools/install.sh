@@ -36,6 +36,7 @@ wanted() {
 install() { # a name for the message, then pip's arguments
     what=$1
     shift
+    echo "heddle: installing $what"
     # shellcheck disable=SC2086  # PIP_ARGS is a list of words
     .venv/bin/python -m pip install -q --no-input ${PIP_ARGS:-} "$@" >>"$log" 2>&1 && return
     rm -f "$mark"
@@ -81,7 +82,8 @@ if [ -n "${TORCH:-}" ]; then
     torch="torch==$TORCH"
     [ "$TORCH" = newest ] && torch=torch
 fi
-echo "heddle: installing torch and heddle ($extra) into .venv; the first time takes minutes"
+echo "heddle: filling .venv once, for '$extra': torch is most of it, gigabytes on Linux unless TORCH_INDEX names a CPU-only index;"
+echo "heddle: minutes, or a quarter of an hour on a slow network. pip writes its errors to $log."
 if [ -n "${HASHES:-}" ]; then # setuptools first: it builds the packages that have no wheel
     sed -n '/^setuptools==/,/[^\\]$/p' hashes.txt >.venv/setuptools.txt
     install setuptools --require-hashes --no-deps -r .venv/setuptools.txt

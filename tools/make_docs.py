@@ -112,7 +112,7 @@ OPTIONS = f"""# Options
 
 Every verb with its arguments and options. `heddle VERB --help-all` prints them all, `--help` the most used ones.
 In Python, in a file of options (`--config FILE`) and in the record of a run, an option has the same name with `_`
-for `-`: `heddle.train("preset:gqa-tiny", batch_size=4)`, `batch_size: 4`. A default stands in brackets.
+for `-`: `heddle.train("preset:gqa-tiny", batch_size=4)`, `batch_size: 4`. Brackets hold the default.
 """
 PAIRS = """## Combinations that are refused
 
@@ -202,7 +202,8 @@ def option_blocks() -> Iterator[str]:
             own = [row for row in rows[words] if row not in shared]
             others = [row[0].strip("`").split(", ")[-1].split()[0] for row in rows[words] if row in shared]
             also = f"And {', '.join(f'`{name}`' for name in others)}, as above." if others else ""
-            yield joined(f"### heddle {words}", prose(verbs[words].help), _listed(own), also).strip()
+            name = words.split()[-1]  # as `--help` prints it and pages write it; both names work
+            yield joined(f"### heddle {name}", prose(verbs[words].help), _listed(own), also).strip()
 
 
 def _listed(options: list[tuple[str, str]]) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +63,39 @@ QUESTIONS = {
     "rope scaling": "docs/parts/positions",
     "decode speed": "docs/compare/reading",
     "fine-tuning": "docs/training/finetune",
-    "out of memory": "docs/plan/accuracy",
+    "out of memory": "docs/plan.html",
     "speculative decoding": "docs/generation",
     "sliding window attention": "docs/parts/mixers",
     "perplexity": "docs/training/files",
     "openai api": "docs/serve",
+    "kv cache size": "docs/plan.html|docs/start/size.html",
+    "learning rate tuning": "docs/compare/tuning",
+    "sliding window": "docs/parts/mixers|docs/convert",
+    "export gguf": "docs/deploy/llama-cpp|docs/huggingface/quantized",
+    "multi gpu": "docs/ranks.html",
+    "checkpoint format": "docs/training/files",
+    "GQA to MLA": "docs/convert.html",
+    "log probabilities": "docs/serve/requests",
+    "tokenizer": "docs/training/data",
+    "tune": "docs/compare/tuning",
+    "resume training": "docs/training/resume",
+    "MLA rank": "docs/parts/mixers|docs/convert|docs/start/size",
+    "muon": "docs/training/settings|docs/training/learning-rates",
+    "router aux loss": "docs/experts|docs/parts/feedforwards",
+    "add position encoding": "docs/add-a-part|docs/parts/positions",
+    "OOM": "docs/plan.html",
+    "halve the cache": "docs/convert.html|docs/start/size.html",
+    "ran out of memory": "docs/plan.html",
+    "window": "docs/parts/mixers",
+    "logprobs": "docs/serve/requests",
+    "MLA": "docs/parts/mixers",
 }
 ASK = """(words) => {
-  const box = document.getElementById("search");
+  const box = document.getElementById("site-search");
   box.value = words;
   box.dispatchEvent(new Event("input"));
-  return [...document.querySelectorAll("#results a")].slice(0, 3).map((link) => link.getAttribute("href")).join(" ");
+  const links = [...document.querySelectorAll("#results a")].slice(0, 5);
+  return links.map((link) => [link.getAttribute("href"), link.querySelector("small").textContent]);
 }"""
 
 
@@ -129,15 +153,27 @@ def test_ladder(chromium: Browser, folder: Path, tmp_path: Path) -> None:
 
 
 def test_site(chromium: Browser, tmp_path: Path) -> None:
-    Site(tmp_path, highlighted=False).build()
+    site = Site(tmp_path, highlighted=False)
+    site.build()
     for name in ("index", "docs/parts/mixers", "api/heddle.model.size", "explorer/index", "docs/start/student"):
         check_page(chromium, tmp_path / f"{name}.html")
     page = open_page(chromium, tmp_path / "index.html")
-    page.locator("#search").press_sequentially("retention")
+    page.locator("#site-search").press_sequentially("retention")
     page.locator("#results", has_text="retention").wait_for()
+    whole = {" ".join(entry[3].split()) for entry in site.search}
     for asked, answer in QUESTIONS.items():
-        links = page.evaluate(ASK, asked)
-        assert answer in links, (asked, links)
+        hits = page.evaluate(ASK, asked)
+        links = [link for link, _ in hits]
+        assert re.search(answer, " ".join(links[:3])), (asked, links)
+        assert max(Counter(link.partition("#")[0] for link in links).values()) <= 2, (asked, links)
+        assert not [link for link in links if ".zh." in link], (asked, links)
+        for excerpt in (shown.removeprefix("… ").removesuffix(" …") for _, shown in hits):
+            assert any(f" {excerpt} " in f" {text} " for text in whole), (asked, excerpt)
+    page = open_page(chromium, tmp_path / "docs/index.html")
+    behind = page.evaluate("[...document.querySelectorAll('.scroll')].map(e => getComputedStyle(e).backgroundImage)")
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert behind
+    assert all(color in image for image in behind)
     assert errors(page) == []
 
 

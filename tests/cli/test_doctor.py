@@ -2,7 +2,9 @@
 
 import json
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 
 from heddle.cli import doctor
 from heddle.cli.main import run_command
-from heddle.cli.show import print_kernels
+from heddle.cli.show import _print_facts, print_kernels
+from heddle.lab.show import ShowSettings, show
 from heddle.runtime import device_name, is_available
 
 PRESET = "preset:gqa-tiny"
@@ -108,6 +111,15 @@ def test_show_chooses_kernels_as_on_a_device_that_is_not_there(capsys: pytest.Ca
     }
     assert "it runs on the CPU only" in reasons["cuda"] - reasons["cpu"]
     assert facts["cpu"]["parameters"] == facts["cuda"]["parameters"]
+
+
+def test_show_ends_with_the_command_for_the_same_design(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ShowSettings(design=PRESET, overrides=("width=64", "layers.*.mixer.window=8"))
+    _print_facts(replace(settings, part=(Path("my parts/a.py"),)), show(settings).facts)
+    said = (
+        "heddle doctor preset:gqa-tiny width=64 'layers.*.mixer.window=8' --part 'my parts/a.py' says why other kernels"
+    )
+    assert said in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_device_has_a_name_whether_or_not_it_is_there() -> None:

@@ -140,7 +140,7 @@ def test_show_prints_a_repeated_group_once(capsys: pytest.CaptureFixture[str]) -
         ["3", "×", "gated_delta"],
         ["1", "×", "attention"],
     ]
-    assert "state of 16 at 512" in table
+    assert "batch 16" in table
     out, _ = call(
         capsys, "show", "preset:hybrid-1b", "layers.0.layers.0.repeat=2", "layers.0.repeat=1", "--device", "cpu"
     )

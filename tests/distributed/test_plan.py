@@ -146,7 +146,10 @@ def test_a_plan_is_ranked_and_fits() -> None:
     assert rates == sorted(rates, reverse=True)
     assert all(candidate.layout.gpus == 64 for candidate in plan.candidates)
     assert all(candidate.bytes <= USABLE * plan.gpu.memory * GIB for candidate in plan.candidates)
-    assert [candidate.layout.shard for candidate in plan.too_large] == [1, 2]
+    assert {each.layout.shard for each in plan.too_large if each.layout.recompute == "layers"} == {1, 2}
+    assert {each.layout.shard for each in plan.too_large if each.layout.recompute == "none"} >= {1, 2}
+    shapes = [(each.layout.shard, each.layout.recompute) for each in (*plan.candidates, *plan.too_large)]
+    assert len(shapes) == len(set(shapes)) == 14, "every shard degree with and without recomputed layers, once"
     causal, full = plan.utilization(plan.candidates[0])
     assert causal < full < 1
 
@@ -189,6 +192,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "tokens/s per GPU" in printed
     assert "all_gather" in printed
+    asked = ["plan", "preset:gqa-medium", "--gpus", "8", "--gpu", "rtx4090", "--sequence-length", "64k"]
+    assert run_command(asked) == 0
+    named = re.search(
+        "recompute none does not fit at shard degree .*: .* needs .* GB of 23.2 usable, .*", capsys.readouterr().out
+    )
+    assert named is not None
+    assert named[0].endswith("activations")
     assert run_command(["plan", *design, *sizes, "--gpus", "8"]) == 0
     printed = capsys.readouterr().out
     (nearest,) = re.findall("no layout fits; .* shorter sequences: (--gpus [0-9]+) fits", printed)

@@ -13,6 +13,7 @@ from heddle.laws import LAWS, harness, run
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
+from heddle.model.state import State
 from heddle.parts.mixers import merge_heads
 from heddle.parts.position_table import PositionTable
 from tests.cases import DEFAULTS, attention, case, cross, design, layer
@@ -132,3 +133,16 @@ def test_other_errors_are_reported_as_violations(monkeypatch: pytest.MonkeyPatch
     (result,) = run(case("attention-gqa"), ["causality"])
     assert not result.passed
     assert result.message.startswith("stopped by RuntimeError: ")
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_bool_tensors_of_a_state_are_compared_exactly(is_planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_flags(tensors: Any, state: State) -> dict[str, torch.Tensor]:
+        found = tensors(state)
+        counts = found["table.token_counts"]
+        return found | {"seen": counts > (len(counts) if is_planted else 1)}
+
+    wrapped(State.tensors, with_flags)(monkeypatch)
+    (result,) = run(case("attention-gqa"), ["padding_not_cached"])
+    assert result.passed == (not is_planted), result.message
+    assert result.message.startswith("seen of row ") == is_planted

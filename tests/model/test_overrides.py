@@ -117,15 +117,18 @@ def test_every_position_can_come_in_the_place_of_every_other() -> None:
 def test_what_is_chosen_is_said_and_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
     latent = "layers.*.mixer.kind=latent_attention"
     chosen = load_config("preset:gqa-tiny", [latent]).dump()["layers"][0]["mixer"]
-    said = "latent_attention: kv_rank 64, nope_dim 32, rope_dim 16 chosen; set them to change\n"
-    assert capsys.readouterr().err == said
+    dropped = "; kv_heads 2 dropped, as latent_attention has no such field\n"
+    said = "latent_attention: kv_rank 64, nope_dim 32, rope_dim 16 chosen; set them to change"
+    assert capsys.readouterr().err == said + dropped
     assert (chosen["kv_rank"], chosen["nope_dim"], chosen["rope_dim"]) == (64, 32, 16)
     for overrides in ([latent, "layers.*.mixer.kv_rank=20"], ["layers.*.mixer.kv_rank=20", latent]):
         changed = load_config("preset:gqa-tiny", overrides).dump()["layers"][0]["mixer"]
         assert changed == chosen | {"kv_rank": 20}
-        assert capsys.readouterr().err == "latent_attention: nope_dim 32, rope_dim 16 chosen; set them to change\n"
+        assert capsys.readouterr().err == said.replace("kv_rank 64, ", "") + dropped
+    load_config("preset:local_global-tiny", [latent])
+    assert "kv_heads 2, window 64 dropped" in capsys.readouterr().err
     load_config("preset:gqa-tiny", ["layers.*.mixer.kind=retention", "layers.*.feedforward.kind=swiglu"])
-    assert capsys.readouterr().err == "", "nothing had to be chosen"
+    assert capsys.readouterr().err == "retention: kv_heads 2 dropped, as retention has no such field\n"
 
 
 def test_what_does_not_fit_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:

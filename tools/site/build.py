@@ -43,7 +43,8 @@ class Site:
         self.links = Links(contents.ROOT)
         self.groups = contents.groups()
         self.modules = reference.modules(contents.ROOT / "src")
-        self.search: list[tuple[str, str, str, str]] = []  # title of the page, title of the section, link, text
+        # title of the page, title of the section, link, text, kind (page, section, row or other), other words for it
+        self.search: list[tuple[str, str, str, str, str, str]] = []
         self.titles: dict[str, str] = {}
         self.environment = Environment(
             loader=FileSystemLoader(HERE / "templates"),
@@ -79,7 +80,10 @@ class Site:
     def _render(self, page: contents.Page) -> Rendered:
         text = CHINESE_BREAK.sub("", (contents.ROOT / page.source).read_text(encoding="utf-8"))
         formulas = page.source.startswith("docs/parts/")
-        return markdown_pages.render(text, lambda link: self.links.follow(page, link), formulas)
+        links = self.links
+        return markdown_pages.render(
+            text, lambda link: links.follow(page, link), formulas, lambda link: links.title(page, link)
+        )
 
     def _docstring(self, text: str) -> Markup:
         return markdown_pages.render(prose(text), lambda link: link, formulas=True).html
@@ -110,14 +114,17 @@ class Site:
             page.target, "page.html", content.title, body=content.html, language=page.language, twin=twin,
             neighbors=neighbors, sections=[section for section in content.sections if section.level in {2, 3}],
         )  # fmt: skip
-        for section in content.sections:
-            link = f"{page.target}#{section.anchor}"
-            self._index(content.title, section, link)
+        for number, section in enumerate(content.sections):
+            link = f"{page.target}#{section.anchor}" if number else page.target
+            keys = "" if number else contents.KEYWORDS.get(page.source, "")
+            self._index(content.title, section, link, "section" if number else "page", keys)
             for name, text in section.rows:
-                self._index(section.title, Section(section.level, section.anchor, name.split(" ")[0], text), link)
+                row = Section(section.level, section.anchor, name.split(" ")[0], text)
+                self._index(section.title, row, f"{page.target}#{section.anchor}", "row")
 
-    def _index(self, title: str, section: Section, link: str) -> None:
-        self.search.append((title, section.title, link, " ".join(section.text.split())[:SEARCH_TEXT]))
+    def _index(self, title: str, section: Section, link: str, kind: str = "other", keys: str = "") -> None:
+        text = " ".join(section.text.split())[:SEARCH_TEXT]
+        self.search.append((title, section.title, link, text, kind, keys))
 
     def _write_reference(self) -> None:
         names = reference.top_level(contents.ROOT / "src/heddle/__init__.py")
@@ -176,7 +183,7 @@ class Site:
             self._save(f"explorer/{slot or 'index'}.html", explorer_page(slot))
             title = "Explorer" if slot is None else f"Explorer: {slot}"
             text = "choose kinds and options, see formulas, pictures, parameters, FLOPs and state"
-            self._index(title, Section(1, "", title, text), f"explorer/{slot or 'index'}.html")
+            self._index(title, Section(1, "", title, text), f"explorer/{slot or 'index'}.html", "page")
 
     def _write_assets(self) -> None:
         light = HtmlFormatter(style="default").get_style_defs(".code")

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS: dict[str, tuple[str, ...]] = {
     "Start": (
-        "README.md", "docs/start/README.md", "docs/start/researcher.md", "docs/start/engineer.md",
+        "README.md", "docs/README.md", "docs/start/README.md", "docs/start/researcher.md", "docs/start/engineer.md",
         "docs/start/student.md", "docs/start/size.md", "docs/start/download.md", "docs/tour.md", "docs/glossary.md",
     ),
     "Designs": (
@@ -57,11 +57,28 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/laws.md", "docs/rank-laws.md", "docs/commonly-wrong.md", "docs/shipped-bugs.md", "docs/reliability.md",
     ),
     "Project": (
-        "CONTRIBUTING.md", "SECURITY.md", "THIRD_PARTY.md", "CHANGELOG.md", "docs/README.md",
+        "CONTRIBUTING.md", "SECURITY.md", "THIRD_PARTY.md", "CHANGELOG.md",
         "docs/not-here.md", "docs/decisions/README.md", "docs/log.md",
     ),
     "More": (),
 }  # fmt: skip
+# What readers ask the search for, in words that the page's title lacks.
+KEYWORDS = {
+    "docs/plan.md": "out of memory, oom, kv cache size, gpu memory, vram",
+    "docs/start/size.md": "kv cache size, halve the cache",
+    "docs/convert.md": "gqa, mla, halve the cache, sliding window",
+    "docs/ranks.md": "multi gpu, ddp, fsdp, tensor parallel, expert parallel",
+    "docs/training/data.md": "tokenizer, vocabulary, corpus",
+    "docs/training/files.md": "checkpoint format, log, perplexity",
+    "docs/serve/requests.md": "log probabilities, logprobs",
+    "docs/compare/tuning.md": "tune, learning rate tuning, hyperparameters",
+    "docs/deploy/llama-cpp.md": "export gguf",
+    "docs/generation.md": "speculative decoding, draft model",
+    "docs/parts/mixers.md": "sliding window, local attention, latent attention, mla, gqa, linear attention",
+    "docs/experts.md": "router, aux loss, moe",
+    "docs/add-a-part.md": "add position encoding, new mixer",
+    "docs/serve.md": "openai api",
+}
 RESULTS = ("benchmarks/results", "evidence/results")
 TRANSLATED = ".zh.md"
 SHOWN = (".py", ".yaml", ".yml", ".json", ".sh", ".txt", ".toml", ".sbatch", "")

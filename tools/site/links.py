@@ -27,8 +27,7 @@ class Links:
         if link.startswith(("https://", "http://", "mailto:", "data:")):
             return link
         path, _, anchor = link.partition("#")
-        source = posixpath.normpath(posixpath.join(posixpath.dirname(page.source), path)) if path else page.source
-        target = self._target(source)
+        target = self._target(_source_of(page, path))
         if target is None:
             self.faults.append(f"{page.source}: no target for '{link}'")
             return link
@@ -36,6 +35,14 @@ class Links:
             self.anchors.append((page.source, target, anchor))
         shown = contents.relative(target, page.target) if path else ""
         return f"{shown}#{anchor}" if anchor else shown
+
+    def title(self, page: contents.Page, link: str) -> str:
+        """The first heading of the page of documentation that a link leads to, or nothing."""
+        source = _source_of(page, link.partition("#")[0])
+        source = f"{source}/README.md" if (self.root / source).is_dir() else source
+        if source not in contents.markdown_files():
+            return ""
+        return (self.root / source).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
     def _target(self, source: str) -> str | None:
         file = self.root / source
@@ -59,3 +66,8 @@ class Links:
         for page, target, anchor in self.anchors:
             if target in ids and anchor not in ids[target]:
                 self.faults.append(f"{page}: {target} has no heading '{anchor}'")
+
+
+def _source_of(page: contents.Page, path: str) -> str:
+    """The file that a link's path names, from the root; no path is the page itself."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page.source), path)) if path else page.source

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from latex2mathml.converter import convert
@@ -22,6 +23,7 @@ from heddle.lab.explore.page import Piece, pieces_of
 
 LEXERS = {"python": "python", "yaml": "yaml", "sh": "bash", "console": "console", "json": "json"}
 SIMPLE = HtmlFormatter(nowrap=True)
+FILE_NAME = re.compile(r"^[\w./-]+(\.md|/)$")  # of a page, or of a folder with one
 NAMING = {"field", "option", "setting"}  # heads of tables whose rows the search finds by name
 
 
@@ -52,14 +54,23 @@ class Rendered:
         return self.sections[0].title if self.sections else ""
 
 
-def render(text: str, target_of: Callable[[str], str], formulas: bool = False) -> Rendered:
+def render(
+    text: str,
+    target_of: Callable[[str], str],
+    formulas: bool = False,
+    title_of: Callable[[str], str] | None = None,
+) -> Rendered:
     """Render a page. target_of: turns the target of a link or an image, as written, into one from the written page.
 
-    formulas: whether blocks of text are typeset where they are formulas.
+    formulas: whether blocks of text are typeset where they are formulas. title_of: the title of the page that a link
+    leads to, which replaces a file's name as its text.
     """
     parser = _parser()
     tokens = parser.parse(text)
     sections = list(_number_headings(tokens))
+    for link, shown in pairwise(_inline(tokens)):
+        if title_of is not None and link.type == "link_open" and FILE_NAME.match(shown.content):
+            shown.content = title_of(str(link.attrs["href"])) or shown.content
     for token in _inline(tokens):
         for name in ("href", "src"):
             if (target := token.attrs.get(name)) is not None:

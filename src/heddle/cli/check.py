@@ -57,6 +57,8 @@ def check(settings: CheckSettings) -> None:
         others = len(results) - count
         apart = f"; {others} {'does' if others == 1 else 'do'} not apply to this design" if others else ""
         print(f"{count - len(violations)} of {count} laws hold{apart}")
+        for result in violations:  # again, as they are far above
+            _print_result(result, "")
     if violations:
         raise click.exceptions.Exit(1)
 

@@ -1,4 +1,4 @@
-"""`heddle compare ladder`: train designs at several sizes, and predict their loss and its cost at a larger one."""
+"""`heddle ladder`: train designs at several sizes, and predict their loss and its cost at a larger one."""
 
 from heddle.lab.ladder.settings import LadderSettings
 

@@ -1,4 +1,4 @@
-"""`heddle compare loss`: the loss of trained models on a text, side by side."""
+"""`heddle loss`: the loss of trained models on a text, side by side."""
 
 import json
 import math
@@ -28,7 +28,7 @@ BATCH_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings(SessionSettings):
-    """Settings of `heddle compare loss`."""
+    """Settings of `heddle loss`."""
 
     models: Annotated[tuple[Path, ...], Argument("MODEL", "Runs, model folders or transformers folders.")]
     data: Data = ()

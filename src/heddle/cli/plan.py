@@ -3,7 +3,6 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-from heddle.lab.plan.gpus import GIB
 from heddle.lab.plan.training_plan import PlanSettings
 from heddle.progress import format_amount, format_duration, terminal_safe
 
@@ -11,6 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_LAYOUTS = 6
+GB = 10**9
 _DAY = 86_400
 
 
@@ -103,19 +103,20 @@ def _print(design: str, facts: dict[str, Any]) -> None:
 
 
 def _print_too_large(console: "Console", facts: dict[str, Any]) -> None:
-    """The largest shard degree that does not fit, and what it would need; smaller ones need more."""
-    if not facts["too_large"]:
-        return
-    nearest = min(facts["too_large"], key=lambda each: each["memory_total"])
-    largest = max(nearest["memory"], key=nearest["memory"].get)
-    degrees = sorted(each["data_parallel_shard_degree"] for each in facts["too_large"])
-    others = f" (nor do {', '.join(f'{degree:,}' for degree in degrees[:-1])})" if len(degrees) > 1 else ""
-    console.print(
-        f"shard degree {degrees[-1]:,} does not fit{others}: with one sequence per GPU and recomputed layers it needs "
-        f"{nearest['memory_total'] / GIB:,.1f} GiB of {facts['usable_memory'] / GIB:,.1f} usable, "
-        f"{nearest['memory'][largest] / GIB:,.1f} of it {largest}",
-        markup=False,
-    )
+    """For each way to recompute, the shard degrees that do not fit, and what the leanest of them would need."""
+    for recompute in ("none", "layers"):
+        refused = [each for each in facts["too_large"] if each["recompute"] == recompute]
+        if not refused:
+            continue
+        nearest = min(refused, key=lambda each: each["memory_total"])
+        largest = max(nearest["memory"], key=nearest["memory"].get)
+        degrees = ", ".join(f"{degree:,}" for degree in sorted(each["data_parallel_shard_degree"] for each in refused))
+        console.print(
+            f"recompute {recompute} does not fit at shard degree {degrees}: with one sequence per GPU it needs "
+            f"{nearest['memory_total'] / GB:,.1f} GB of {facts['usable_memory'] / GB:,.1f} usable, "
+            f"{nearest['memory'][largest] / GB:,.1f} of it {largest}",
+            markup=False,
+        )
 
 
 def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
@@ -124,7 +125,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
     has_time = facts["layouts"][0]["training_seconds"] is not None
     degrees = ("replicate", "shard", "sequences", "accumulation", "recompute")
     table = Table(box=None, pad_edge=False)
-    speeds = ("GiB", "tokens/s per GPU", "MFU", "tokens/s", *(["time"] if has_time else []))
+    speeds = ("GB", "tokens/s per GPU", "MFU", "tokens/s", *(["time"] if has_time else []))
     for name in (*degrees, "tokens per step", *speeds):
         table.add_column(name, justify="right")
     for each in facts["layouts"][:MAX_LAYOUTS]:
@@ -135,7 +136,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
             str(each["accumulation"]),
             each["recompute"],
             f"{each['tokens_per_step']:,}",
-            f"{each['memory_total'] / GIB:,.1f}",
+            f"{each['memory_total'] / GB:,.1f}",
             f"{each['tokens_per_second_per_gpu']:,.0f}",
             f"{each['mfu']:.1%}",
             f"{each['tokens_per_second_per_gpu'] * facts['gpus']:,.0f}",
@@ -145,8 +146,8 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
 
 
 def _print_best(console: "Console", best: dict[str, Any]) -> None:
-    memory = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in best["memory"].items())
-    console.print(f"\nthe fastest layout, GiB per rank: {memory}", markup=False)
+    memory = ", ".join(f"{name} {size / GB:,.1f}" for name, size in best["memory"].items())
+    console.print(f"\nthe fastest layout, GB per rank: {memory}", markup=False)
     _print_collectives(console, best["collectives"])
     seconds = best["seconds"]
     console.print(
@@ -187,12 +188,12 @@ def _print_dry_run(console: "Console", facts: dict[str, Any]) -> None:
         markup=False,
     )
     table = Table(box=None, pad_edge=False)
-    for name in ("GiB per rank", "planned", "traced"):
-        table.add_column(name, justify="left" if name.startswith("GiB") else "right")
+    for name in ("GB per rank", "planned", "traced"):
+        table.add_column(name, justify="left" if name.startswith("GB") else "right")
     for name in (*facts["planned_memory"], "all"):
         sizes = [facts["planned_memory"], facts["memory"]]
         numbers = [sum(each.values()) if name == "all" else each.get(name, 0) for each in sizes]
-        table.add_row(name, *(f"{number / GIB:,.2f}" for number in numbers))
+        table.add_row(name, *(f"{number / GB:,.2f}" for number in numbers))
     console.print(table)
     _print_collectives(console, facts["collectives"])
     console.print(f"  {facts['flops'] / 1e12:,.1f} TFLOPs per step, including recomputation")

@@ -30,7 +30,7 @@ def show(settings: ShowSettings) -> None:
     if settings.json:
         print(json.dumps(facts, indent=2))
     else:
-        _print_facts(str(settings.design), facts)
+        _print_facts(settings, facts)
 
 
 def print_profile(profiles: list[dict[str, Any]]) -> None:
@@ -44,11 +44,11 @@ def print_profile(profiles: list[dict[str, Any]]) -> None:
             print(f"  {line}  {where[:26]}")
 
 
-def _print_facts(design: str, facts: dict[str, Any]) -> None:
+def _print_facts(settings: ShowSettings, facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False)
+    console, design = Console(highlight=False), str(settings.design)
     config = facts["design"]
     console.print(f"[bold]{escape(terminal_safe(design))}[/bold]")
     active = facts["active_parameters"]
@@ -65,7 +65,9 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
     for line in facts["exports_as"]:
         print(textwrap.fill(terminal_safe(line), WIDTH, subsequent_indent="    ", break_on_hyphens=False))
     print_kernels(facts["kernels"], with_reasons=False)
-    print(f"\nheddle doctor {terminal_safe(shlex.quote(design))} says why other kernels are not used.")
+    parts = (word for part in settings.part for word in ("--part", str(part)))
+    words = ["heddle", "doctor", design, *settings.overrides, *parts]
+    print(f"\n{terminal_safe(shlex.join(words))} says why other kernels are not used.")
     print_profile(facts.get("profile", []))
 
 
@@ -99,7 +101,7 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
     table.add_column("layers", justify="right")
     table.add_column("mixer and feed-forward", overflow="fold")
     length, rows = facts["contexts"][0]["context_length"], facts["batch_size"]
-    for name in ("parameters of each", f"state{f' of {rows}' * (rows > 1)} at {length:,}"):
+    for name in ("parameters of each", f"state of each at {length:,}{f', batch {rows}' * (rows > 1)}"):
         table.add_column(name, justify="right")
     for stack in ("encoder", "layers", "multi_token"):
         block, times = _repeated(facts[stack])
@@ -128,7 +130,7 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
 
     table = Table(box=None, pad_edge=False)
     further = "each further token" if facts["batch_size"] == 1 else "a token more of each"
-    for name in ("context", "FLOPs per token", "to decode the last", "state", "position tables in it", further):
+    for name in ("context", "FLOPs per token", "FLOPs to decode one", "state", "position tables", further):
         table.add_column(name, justify="right")
     for context in facts["contexts"]:
         names = ("state_bytes", "position_table_bytes", "state_bytes_per_token")
@@ -145,9 +147,9 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     added = f", with {ahead / 1e6:,.1f} M more per token for multi-token modules" if ahead else ""
     console.print(f"forward FLOPs, the mean over the context; training takes 3 times as many{added}")
     if facts["contexts"][0]["decode_flops"] is not None:
-        console.print(
-            "to decode the last: one token after a state of the others; latent attention reads latents as they are"
-        )
+        console.print("FLOPs to decode one: the last token, with the others in the state")
+    if any(context["position_table_bytes"] for context in facts["contexts"]):
+        console.print("the state includes the position tables")
     console.print(table)
     weights, longest = facts["weight_bytes"], facts["contexts"][-1]
     total = format_amount(weights + longest["state_bytes"], "bytes")

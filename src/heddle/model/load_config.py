@@ -373,17 +373,22 @@ class KindReplacement:
     """A part in a design's plain data whose kind changed.
 
     chosen: fields that were added because the design did not give them. dropped: the paths of fields that did not fit.
+    missing: fields of the old part that the new kind does not have, with their values.
     """
 
     part: dict[str, Any]
     kind: str
     chosen: dict[str, Any]
     dropped: tuple[str, ...]
+    missing: dict[str, Any]
 
     def lines(self) -> list[str]:
         """The changes as status lines; fields that were set afterwards are left out."""
         chosen = [f"{name} {_name_value(value)}" for name, value in self.chosen.items() if self.part.get(name) == value]
-        lines = [f"{self.kind}: {', '.join(chosen)} chosen; set them to change"] if chosen else []
+        missing = [f"{name} {_name_value(value)}" for name, value in self.missing.items()]
+        parts = [f"{', '.join(chosen)} chosen; set them to change"] if chosen else []
+        parts += [f"{', '.join(missing)} dropped, as {self.kind} has no such field"] if missing else []
+        lines = [f"{self.kind}: {'; '.join(parts)}"] if parts else []
         return lines + (
             [f"{self.kind}: {', '.join(self.dropped)} left out, as it does not fit"] if self.dropped else []
         )
@@ -465,7 +470,10 @@ def _replace_kind(node: dict[str, Any], base: type[Part], kind: str, width: Any)
     node |= {"kind": kind, **fields}
     config = _build_or_none(base, node, width)
     implied = set() if config is None else config.model_fields_set
-    return KindReplacement(node, kind, chosen, tuple(path for path in dropped if path not in implied))
+    own.pop("kind")
+    missing = {name: value for name, value in own.items() if name not in new.model_fields and value is not None}
+    dropped = tuple(path for path in dropped if path not in implied)
+    return KindReplacement(node, kind, chosen, dropped, missing)
 
 
 def _build_or_none(base: type[Part], data: dict[str, Any], width: int) -> Part | None:

@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from plotly.offline import get_plotlyjs
 from heddle.errors import MachineError
 from heddle.lab.pages import render as render_module
 from heddle.lab.pages.render import DASH_ARRAYS, MARKER_SHAPES, DesignStyle, design_styles, static
+from heddle.lab.pages.report_figures import LABEL, _design_labels
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import (
@@ -176,6 +178,15 @@ def test_figures_show_what_was_measured() -> None:
         reach = trace["error_y"]["array"][0]
         assert (abs(trace["y"][0] - base) > reach) == row["resolved"]
     assert list(overview_figures(reports.hollow()).values()) == [None] * 4
+
+
+def test_labels_of_near_designs_do_not_overlap() -> None:
+    near = [{"name": f"mla-tinyqa-{n}", "x": [1e6 * (1 + n / 100)], "y": [2.0], "meta": n} for n in range(4)]
+    far = {"name": "mha-tiny", "x": [4e6], "y": [2.9], "meta": 4}
+    labels = _design_labels([*near, far], [5.8, 6.8], [1.0, 3.0])
+    heights = sorted(label["yshift"] for label in labels[:4])
+    assert min(after - before for before, after in pairwise(heights)) >= LABEL[1]
+    assert labels[4]["yshift"] == 0, "one that is alone stays beside its point"
 
 
 def test_a_diverged_run_ends_with_a_cross_and_stays_out_of_the_mean() -> None:

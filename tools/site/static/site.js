@@ -1,14 +1,14 @@
 // Search, copy buttons, anchors of headings, sortable tables, and the menu of a phone. The index is read at the first search.
 "use strict";
 const home = document.documentElement.dataset.home;
-const input = document.getElementById("search");
+const input = document.getElementById("site-search");
 const list = document.getElementById("results");
 let entries = null;
 let selected = -1;
 
 function searchEntries(rows) {
-  entries = rows.map(([page, section, link, text]) => ({ page, section, link, text, low: text.toLowerCase(),
-    title: section.toLowerCase(), whole: page.toLowerCase() }));
+  entries = rows.map(([page, section, link, text, kind, keys]) => ({ page, section, link, text, kind, keys,
+    low: text.toLowerCase(), title: section.toLowerCase(), whole: page.toLowerCase() }));
   show();
 }
 
@@ -21,62 +21,106 @@ function load() {
 }
 
 // Words that questions are asked with; a search for these alone looks for them.
-const ASKING = new Set("a an and are can do does for from how i in is it many much my of on or out the to what when where which why with".split(" "));
+const ASKING = new Set(("a an and are can do does for from get how i in is it many much my of on or out ran the to what when where " +
+  "which why with").split(" "));
 
-// Other projects' words, and those of these pages.
-const OTHER_WORDS = { perplexity: "bits per byte", ppl: "bits per byte", oom: "memory", finetune: "fine-tuning", finetuning: "fine-tuning" };
+// What means the same here. Each row's members find each other; those of two words are found before single ones.
+const SAME = [
+  ["sliding window", "sliding windows", "local attention", "window"], ["mla", "latent_attention", "latent attention", "latent"], ["gqa", "grouped-query", "kv_heads", "key/value heads"],
+  ["multi gpu", "multi-gpu", "several gpus", "multiple gpus", "ddp", "fsdp", "distributed", "ranks", "several processes"],
+  ["tune", "tuning", "tuned", "hyperparameters", "own best"], ["out of memory", "oom", "does not fit", "too large"],
+  ["kv cache", "kv-cache", "cache", "state"], ["checkpoint", "checkpoints", "files of a run"],
+  ["log probabilities", "log probs", "logprob", "logprobs", "log-probabilities"], ["resume", "resuming", "continue a run"], ["perplexity", "ppl", "bits per byte"],
+  ["fine-tuning", "fine-tune", "finetune", "finetuning", "adapters"], ["halve", "smaller", "shrink", "fewer"], ["position", "positions", "position encoding", "positional encoding"],
+  ["add", "adding"], ["gguf", "llama.cpp"],
+];
+const PHRASES = SAME.flatMap((forms) => forms.map((form) => [form, forms])).sort(([a], [b]) => b.length - a.length);
 
+// The words of a question, each with the others that mean the same.
 function wordsOf(text) {
-  const said = text.toLowerCase().split(/[\s?]+/).filter(Boolean);
-  const all = said.flatMap((word) => (OTHER_WORDS[word] ?? word).split(" "));
-  const asked = all.filter((word) => !ASKING.has(word));
-  return asked.length ? asked : all;
+  let rest = ` ${text.toLowerCase().replace(/[\s?!,]+/g, " ").trim()} `;
+  const words = [];
+  for (const [form, forms] of PHRASES) {
+    const at = rest.indexOf(` ${form} `);
+    if (at < 0) continue;
+    words.push([form, ...forms.filter((each) => each !== form)]);
+    rest = rest.replace(` ${form} `, " ");
+  }
+  const others = rest.split(" ").filter(Boolean), asked = others.filter((word) => !ASKING.has(word));
+  return [...words, ...(asked.length || words.length ? asked : others).map((word) => [word])];
 }
 
 function stemOf(word) {
   return word.length > 5 ? word.replace(/(ing|ed|es|s)$/, "") : word.length > 3 ? word.replace(/s$/, "") : word;
 }
 
-// Whether a word of the text begins with this; a long one may lie within another.
+// 1 where the text has the word, 0.6 where it has a longer one that begins so, or in which a long one lies.
 function holds(text, stem) {
-  for (let at = text.indexOf(stem); at >= 0; at = text.indexOf(stem, at + 1)) {
-    if (stem.length > 5 || at === 0 || !/[a-z0-9]/.test(text[at - 1])) return true;
+  let best = 0;
+  for (let at = text.indexOf(stem); at >= 0 && best < 1; at = text.indexOf(stem, at + 1)) {
+    const starts = at === 0 || !/[a-z0-9]/.test(text[at - 1]);
+    if (starts && /^(ing|ed|es|s|d)?([^a-z0-9]|$)/.test(text.slice(at + stem.length, at + stem.length + 4))) best = 1;
+    else if (starts || stem.length > 5) best = 0.6;
   }
-  return false;
+  return best;
 }
 
-function points(entry, word, alone) {
+function points(entry, forms) {
   const last = entry.title.split(".").pop().replace(/^-+/, "");
-  const stem = stemOf(word);
-  if (entry.title === word || last === word) return alone ? 60 : 35;
-  if (last.startsWith(stem)) return 30;
-  if (holds(entry.title, stem)) return 20;
-  if (holds(entry.whole, stem)) return 10;
-  return holds(entry.low, stem) ? 4 : 0;
+  return Math.max(...forms.map((form, n) => {
+    const stem = stemOf(form), share = n ? 0.8 : 1;
+    if (entry.title === form || last === form) return 50 * share;
+    return share * Math.max(30 * holds(entry.title, stem), 30 * holds(entry.keys, stem), 10 * holds(entry.whole, stem),
+      4 * holds(entry.low, stem));
+  }));
 }
 
-// Fields, options and guides before internals; an entry needs half of the words, and rare ones count more.
+// Pages before their sections, these before fields, options and families; internals come last.
+const WEIGHTS = { page: 1.3, section: 1, row: 0.4, other: 0.05 };
+function weightOf(entry, asked) {
+  if (/CHANGELOG|docs\/(log|decisions)/.test(entry.link)) return 0.2;
+  if (/huggingface\/(families|published)/.test(entry.link) && entry.kind !== "page") return 0.3;
+  return entry.kind === "row" && /^--|_/.test(asked) ? 2 : WEIGHTS[entry.kind];
+}
+
+// An entry needs half of the words, and rare ones count more. Two of one page at most are among the first five.
 function ranked(words, asked) {
-  const rows = entries.map((entry) => words.map((word) => points(entry, word, words.length === 1)));
-  const rarity = words.map((_, n) => Math.log(1 + entries.length / (1 + rows.filter((row) => row[n]).length)));
+  const chinese = /[\u3000-\u9fff]/.test(asked);
+  const read = entries.filter((entry) => chinese || !/\.zh\.html/.test(entry.link));
+  const rows = read.map((entry) => words.map((forms) => points(entry, forms)));
+  const rarity = words.map((_, n) => Math.log(1 + read.length / (1 + rows.filter((row) => row[n]).length)));
   const hits = [];
   rows.forEach((row, index) => {
-    const entry = entries[index], found = row.filter(Boolean).length;
+    const entry = read[index], found = row.filter(Boolean).length;
     if (!found || found < words.length / 2) return;
     let total = row.reduce((sum, each, n) => sum + each * rarity[n], 0) * (found / words.length) ** 2;
-    if (words.length > 1 && asked.includes(" ") && entry.title.includes(asked)) total *= 2;
-    else if (words.length > 1 && entry.low.includes(asked)) total *= 1.5;
-    if (/CHANGELOG|docs\/(log|decisions)/.test(entry.link)) total *= 0.2;
-    else if (!/^(docs\/|index)/.test(entry.link)) total *= 0.05;
-    hits.push([total, entry]);
+    if (asked.includes(" ") && entry.title.includes(asked)) total *= 2;
+    else if (asked.includes(" ") && entry.low.includes(asked)) total *= 1.3;
+    hits.push([total * weightOf(entry, asked), entry]);
   });
-  return hits.sort(([a], [b]) => b - a);
+  hits.sort(([a], [b]) => b - a);
+  const pages = new Map(), first = [];
+  for (const hit of hits) {
+    const page = hit[1].link.split("#")[0], count = pages.get(page) ?? 0;
+    if (count < 2) first.push(hit);
+    pages.set(page, count + 1);
+    if (first.length === 5) break;
+  }
+  return [...first, ...hits.filter((hit) => !first.includes(hit))];
+}
+
+// 130 characters around the first word, from a whole word to a whole word.
+function excerpt(text, words) {
+  const low = text.toLowerCase(), found = words.map((word) => low.indexOf(word)).filter((n) => n >= 0);
+  const near = Math.max(0, Math.min(...found, text.length) - 40), at = near && found.length ? text.lastIndexOf(" ", near) + 1 : 0;
+  if (at + 130 >= text.length) return (at ? "… " : "") + text.slice(at);
+  const end = text.lastIndexOf(" ", at + 130);
+  return `${at ? "… " : ""}${text.slice(at, end > at ? end : at + 130)} …`;
 }
 
 function marked(text, words) {
-  const at = Math.max(0, Math.min(...words.map((word) => text.toLowerCase().indexOf(word)).filter((n) => n >= 0), text.length) - 40);
   const line = document.createElement("small");
-  let rest = (at ? "… " : "") + text.slice(at, at + 130);
+  let rest = excerpt(text, words);
   while (rest) {
     const hits = words.map((word) => [rest.toLowerCase().indexOf(word), word.length]).filter(([n]) => n >= 0);
     if (!hits.length) break;
@@ -106,7 +150,7 @@ function show() {
     link.href = home + "/" + entry.link;
     link.tabIndex = -1;
     const where = entry.section.startsWith(entry.page) ? "" : entry.page + ": ";
-    link.append(where + entry.section, marked(entry.text, words));
+    link.append(where + entry.section, marked(entry.text, words.flat()));
     item.append(link);
     return item;
   }));
@@ -156,12 +200,17 @@ const menu = document.getElementById("menu");
 menu.addEventListener("click", () => {
   const open = document.getElementById("contents").classList.toggle("open");
   menu.setAttribute("aria-expanded", String(open));
+  showCurrent();
 });
-const current = document.querySelector("#contents [aria-current]");
-if (current && current.offsetParent) {
-  const box = document.getElementById("contents");
-  box.scrollTop = Math.max(0, current.offsetTop - box.clientHeight / 2);
+
+// The page's own line, in the middle of the menu.
+function showCurrent() {
+  const box = document.getElementById("contents"), current = box.querySelector("[aria-current]");
+  if (current && current.offsetParent) {
+    box.scrollTop += current.getBoundingClientRect().top - box.getBoundingClientRect().top - box.clientHeight / 2;
+  }
 }
+showCurrent();
 
 for (const heading of document.querySelectorAll("main :is(h2, h3, h4)[id]")) {
   const link = document.createElement("a");

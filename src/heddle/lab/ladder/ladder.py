@@ -1,4 +1,4 @@
-"""Train designs at several sizes as `heddle compare ladder` does, from settings: `heddle.ladder`."""
+"""Train designs at several sizes as `heddle ladder` does, from settings: `heddle.ladder`."""
 
 import json
 import math
@@ -228,7 +228,7 @@ class TrainedLadder:
 
 
 def ladder(*designs: LadderSettings | str | Path, **options: Any) -> TrainedLadder:
-    """Train designs at several sizes as `heddle compare ladder` does, with its options, defaults and output.
+    """Train designs at several sizes as `heddle ladder` does, with its options, defaults and output.
 
     designs: files, preset:NAME or folders, the first of which is the baseline, and overrides such as "width=64"; or
     one `LadderSettings`. options: as on the command line, such as `sizes="5"`. Raises ConfigError for an unknown or

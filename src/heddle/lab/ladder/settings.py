@@ -1,4 +1,4 @@
-"""The settings of `heddle compare ladder`."""
+"""The settings of `heddle ladder`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ def parse_sizes(text: str) -> int | tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderSettings(SessionSettings):
-    """Settings of `heddle compare ladder` and `heddle.ladder`."""
+    """Settings of `heddle ladder` and `heddle.ladder`."""
 
     SHOWN: ClassVar = (
         "sizes", "tokens_per_parameter", "target", "seeds", "data", "budget", "lr", "sequence_length", "out",

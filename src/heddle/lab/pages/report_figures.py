@@ -55,6 +55,8 @@ from heddle.lab.pages.figures import (
 from heddle.lab.pages.render import report_styles
 
 MAX_LABELED_DESIGNS = 8
+PLOT_WIDTHS, PLOT_HEIGHT = (260, 500), 290  # in pixels, on a phone and on a wide screen
+LABEL, MARKER = (8, 18), 12  # pixels: width of a character and height of a line; from a point to its label
 
 
 def overview_figures(report: Report) -> dict[str, Figure | None]:
@@ -178,7 +180,10 @@ def _tradeoff_figure(report: Report) -> Figure:
     if len(data) > 1:
         layout["yaxis"]["range"] = _range_with_margin(data, baseline_loss)
         layout["shapes"] = [] if baseline_loss is None else [dotted_line(baseline_loss, color="series-0")]
-        layout["annotations"] = [_direction_note(), *_design_labels(data)]
+        layout["annotations"] = [
+            _direction_note(),
+            *_design_labels(data, layout["xaxis"]["range"], layout["yaxis"]["range"]),
+        ]
     return {"data": data, "layout": layout}
 
 
@@ -202,26 +207,42 @@ def _direction_note() -> dict[str, Any]:
     return corner | {"text": "↙ better: less memory, lower loss", "showarrow": False, "font": {"color": "soft"}}
 
 
-def _design_labels(data: Sequence[Figure]) -> list[dict[str, Any]]:
-    """A label next to each point, on the side with more room; none if there are too many designs."""
+def _design_labels(data: Sequence[Figure], x_range: Sequence[float], y_range: Sequence[float]) -> list[dict[str, Any]]:
+    """A label next to each point, on the side with more room, moved up or down off other labels and points.
+
+    The ranges are those of the axes; of bytes, their logarithm. No labels if there are too many designs.
+    """
     if len(data) > MAX_LABELED_DESIGNS:
         return []
     logs = [math.log10(trace["x"][0]) for trace in data]
     middle = (min(logs) + max(logs)) / 2
-    return [
-        {
-            "x": log,
-            "y": trace["y"][0],
-            "xanchor": "left" if log <= middle else "right",
-            "xshift": 12 if log <= middle else -12,
-            "showarrow": False,
-            "text": trace["name"],
-            "font": {"color": "ink", "size": 13},
-            "bgcolor": "card",
-            "name": str(trace["meta"]),
-        }
-        for trace, log in zip(data, logs, strict=True)
-    ]
+    columns = [[width * (log - x_range[0]) / (x_range[1] - x_range[0]) for width in PLOT_WIDTHS] for log in logs]
+    heights = [PLOT_HEIGHT * (trace["y"][0] - y_range[0]) / (y_range[1] - y_range[0]) for trace in data]
+    # what stands on the plot: left and right at each width, and height
+    taken = [([(x - MARKER, x + MARKER) for x in xs], y) for xs, y in zip(columns, heights, strict=True)]
+    labels = []
+    for trace, log, xs, y in zip(data, logs, columns, heights, strict=True):
+        is_right, length = log <= middle, LABEL[0] * len(trace["name"])
+        own = [(x + MARKER, x + MARKER + length) if is_right else (x - MARKER - length, x - MARKER) for x in xs]
+        near = [at for spans, at in taken if any(a < d and c < b for (a, b), (c, d) in zip(own, spans, strict=True))]
+        steps = sorted(range(-2 * len(taken), 2 * len(taken) + 1), key=abs)
+        shift = next(step * LABEL[1] for step in steps if all(abs(y + step * LABEL[1] - at) >= LABEL[1] for at in near))
+        taken.append((own, y + shift))
+        labels.append(
+            {
+                "x": log,
+                "y": trace["y"][0],
+                "xanchor": "left" if is_right else "right",
+                "xshift": MARKER if is_right else -MARKER,
+                "yshift": shift,
+                "showarrow": False,
+                "text": trace["name"],
+                "font": {"color": "ink", "size": 13},
+                "bgcolor": "card",
+                "name": str(trace["meta"]),
+            }
+        )
+    return labels
 
 
 # The figures of varied fields: bits per byte over the values of each field.

@@ -486,7 +486,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """candidates: layouts that fit, fastest first. too_large: the leanest of each shard degree that does not fit."""
+    """candidates: layouts that fit, fastest first. too_large: the leanest of each shard degree, with
+    and without recomputed layers, where it does not fit.
+    """
 
     cost: ModelCost
     gpu: Gpu
@@ -529,9 +531,8 @@ def rank_layouts(cost: ModelCost, gpu: Gpu, gpus: int, batch_size: int | None = 
     """`plan_training` for a design whose costs are known."""
     fitting, too_large = [], []
     for shard in _shard_degrees(gpus, gpu.gpus_per_node):
-        leanest = None
         for recompute in _TRAINER_CHOICES:
-            best = None
+            best = leanest = None
             for layout in _layouts(gpus, shard, recompute, batch_size):
                 candidate = _candidate(cost, layout, gpu)
                 if leanest is None or candidate.bytes < leanest.bytes:
@@ -542,8 +543,8 @@ def rank_layouts(cost: ModelCost, gpu: Gpu, gpus: int, batch_size: int | None = 
                     best = candidate
             if best is not None:
                 fitting.append(best)
-        if leanest is not None and leanest.bytes > USABLE * gpu.memory * GIB:
-            too_large.append(leanest)
+            if leanest is not None and leanest.bytes > USABLE * gpu.memory * GIB:
+                too_large.append(leanest)
     fitting.sort(key=lambda candidate: -candidate.tokens_per_second)
     return Plan(cost, gpu, gpus, tuple(fitting), tuple(too_large))
 

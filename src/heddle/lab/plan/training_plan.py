@@ -39,7 +39,12 @@ class PlanSettings(VerbSettings):
     overrides: Overrides = ()
     cpu: Annotated[bool, Option("", "Plan for this machine's CPU; times a step.")] = False
     gpus: Annotated[int, Option("N", "Number of GPUs.")] = 8
-    gpu: Annotated[str, Option("NAME", "rtx4090, l40s, a100-40gb, a100, h100, h800, h200 or b200.")] = "h100"
+    gpu: Annotated[
+        str,
+        Option(
+            "NAME", "rtx4090 (24 GB), l40s (48), a100-40gb (40), a100, h100 or h800 (80), h200 (141) or b200 (192)."
+        ),
+    ] = "h100"
     sequence_length: Annotated[
         int | None, Option("N", "Tokens per sequence. [4096, or fewer learned positions]", parse_length)
     ] = None
@@ -305,10 +310,8 @@ def _limits(plan: "Plan", candidate: "Candidate") -> list[str]:
     result, usable = [], USABLE * plan.gpu.memory * GIB
     one = memory["activations"] / layout.rows
     if usable < FEW_SEQUENCES * one:
-        kind = "" if layout.recompute == "none" else ", with recomputed layers"
-        result.append(
-            f"activations limit the micro-batch: one sequence of {length:,} tokens takes {one / GIB:,.1f} GiB{kind}"
-        )
+        size, kind = format_amount(one, "bytes"), "" if layout.recompute == "none" else ", with recomputed layers"
+        result.append(f"activations limit the micro-batch: one sequence of {length:,} tokens takes {size}{kind}")
     if memory["loss"] > HALF * candidate.bytes:
         result.append(
             f"the loss takes {memory['loss'] / candidate.bytes:.0%} of the memory: logits of "
