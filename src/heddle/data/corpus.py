@@ -286,6 +286,7 @@ def prepare_corpus(
     cache_folder: Path | None = None,
     tokenizer: Path | Tokenizer | None = None,
     rows: RowProtocol = PLAIN_ROWS,
+    is_whole: bool = False,
 ) -> Corpus:
     """Make a corpus from the sources (see `parse_source`), or read it from the cache.
 
@@ -293,7 +294,8 @@ def prepare_corpus(
     48 MB only an even sample of documents is encoded, as large as that needs, and independent of the cache. A tokenizer
     may not have more than `vocab_size` tokens; without a tokenizer, BPE learns that many tokens (None:
     DEFAULT_VOCAB_SIZE) from at most 16 MB of the training split. rows: how sequences begin for a trained model
-    (`heddle.training.init_checkpoint.model_rows`). Raises DataError and MachineError.
+    (`heddle.training.init_checkpoint.model_rows`). is_whole: its status names no parts. Raises DataError and
+    MachineError.
     """
     if not sources:
         raise DataError("no data was named: give a file, a folder or stdlib.")
@@ -328,7 +330,7 @@ def prepare_corpus(
         rows=rows,
     )
     corpus.report.update(_report(corpus, splits))
-    _announce(corpus, scanned)
+    _announce(corpus, scanned, is_whole)
     if loaded_tokenizer is None:
         _suggest_vocab_size(corpus)
     return corpus
@@ -446,13 +448,15 @@ def _suggest_vocab_size(corpus: Corpus) -> None:
         )
 
 
-def _announce(corpus: Corpus, scanned: Sequence[ScannedSource]) -> None:
+def _announce(corpus: Corpus, scanned: Sequence[ScannedSource], is_whole: bool) -> None:
     total_bytes = sum(source.counts.bytes for source in scanned)
-    tokens = sum(len(file) for file in corpus.train)
+    tokens, held_out = sum(len(file) for file in corpus.train), len(corpus.validation)
+    parts = (
+        f"{tokens + held_out:,} tokens" if is_whole else f"{tokens:,} tokens to train on, {held_out:,} to validate on"
+    )
     progress.print_status(
         f"corpus {corpus.name}, hash {corpus.hash[:16]}: {progress.format_amount(total_bytes, 'bytes')}, "
-        f"{tokens:,} tokens to train on, {len(corpus.validation):,} to validate on, "
-        f"vocabulary {corpus.tokenizer.vocab_size:,}"
+        f"{parts}, vocabulary {corpus.tokenizer.vocab_size:,}"
     )
     for source in scanned:
         _announce_skipped(source)
