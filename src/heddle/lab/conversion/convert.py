@@ -488,8 +488,9 @@ def _check(settings: ConvertSettings) -> None:
         "stage": " ".join(settings.heal_stage) or None,
         "baselines": "" if settings.heal_baselines else None,
     }
+    heals = settings.heal or (settings.heal is None and settings.budget is not None)
     for name, value in healing.items():
-        if settings.heal is None and settings.budget is None and value is not None:
+        if not heals and value is not None:
             option = f"--heal-{name} {value}".rstrip()
             raise ConfigError(f"{option}: has no effect without healing; give --heal or --budget too")
     if settings.heal_stage and settings.heal_loss:
