@@ -11,11 +11,11 @@ import pytest
 from heddle.cli.main import run_command
 from heddle.conversion import weights as weights_module
 from heddle.conversion.convert import Conversion, FolderWeights, conversion_difference
-from heddle.conversion.heal import convert_and_heal
+from heddle.conversion.heal import calibration_from_corpus, convert_and_heal
 from heddle.conversion.targets import conversion_variants
 from heddle.conversion.weights import Weights
 from heddle.data.corpus import Corpus, prepare_corpus
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, DataError
 from heddle.lab.compare import speed as speed_module
 from heddle.lab.compare.speed import time_training_steps
 from heddle.lab.conversion import budget as budget_module
@@ -27,7 +27,9 @@ from heddle.lab.conversion.results import parse_results
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.load_config import load_config
 from heddle.storage.file_io import read_json_file
-from heddle.storage.model import load, save
+from heddle.storage.folder import read_folder
+from heddle.storage.model import find_model_folder, load, save
+from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training import loop
 from heddle.training.built_models import BuiltModels, build_models
 from heddle.training.evaluation.scores import Scores
@@ -83,7 +85,7 @@ def test_one_conversion_is_measured_before_and_after_healing(
         "the report's)"
     )
     assert printed[1].startswith("The original is hardly trained (")
-    assert printed[2].startswith("With half of the state (128 B per token), the model ")
+    assert printed[2].startswith("With half of the state (128 B per token at 8k), the model ")
     assert printed[-2:] == [f"report: {out}/convert.html", str(out)]
     results = parse_results(read_json_file(out / "convert.json"))
     assert [model.stage for model in results.models] == ["original", "converted", "healed"]
@@ -609,10 +611,38 @@ def test_a_text_too_short_names_the_option_and_what_is_enough(
 ) -> None:
     words = ["convert", f"{workspace}/run", "--data", f"{workspace}/text", *QUICK, "--to", target]
     assert run_command([*words, "--dry-run", "--calibration-tokens", "16"]) == 2
-    enough = capsys.readouterr().err.partition("--calibration-tokens ")[2].split()[0]
+    enough = capsys.readouterr().err.rpartition("--calibration-tokens ")[2].split()[0]
     assert run_command([*words, "--dry-run", "--calibration-tokens", enough]) == 0
     assert run_command([*words, "--calibration-tokens", "100M", str(tmp_path / "out")]) == 2
     assert "give more text, or --calibration-tokens " in capsys.readouterr().err
+
+
+def test_all_that_is_too_few_is_said_at_once_and_what_is_proposed_works(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a target that chooses on the text, which no plan without one can refuse."""
+    target = ["--to", "latent_attention,state_budget=50%", "--device", "cpu", "--speed-context-length", "4"]
+    words = ["convert", f"{workspace}/run", "--data", f"{workspace}/text", *target, "--sequence-length", "16"]
+    few = ["--report-tokens", "16", "--calibration-tokens", "16", "--heal", "16"]
+    with monkeypatch.context() as patched:
+        patched.setattr(_ConversionJob, "_encoded_text", lambda job: pytest.fail("the text is read"))
+        assert run_command([*words, *few, str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    asked = [re.search(each, error) for each in (r"at least (\d+), or 0", r"tokens (\d+) or more", r"of (\d+) tokens")]
+    enough = [option for each in zip(few[::2], [match[1] for match in asked if match], strict=True) for option in each]
+    assert run_command([*words, *enough, str(tmp_path / "out")]) == 0
+
+
+def test_a_text_too_short_for_any_calibration_proposes_no_number_that_is_refused(workspace: Path) -> None:
+    tokenizer = Tokenizer.from_files(read_folder(find_model_folder(workspace / "run")).documents)
+    corpus = prepare_corpus((f"{workspace}/text",), vocab_size=None, max_train_tokens=10**6, tokenizer=tokenizer)
+    windows = sum((len(file) - 1) // 16 for file in corpus.train)
+    with pytest.raises(DataError, match=rf"or --calibration-tokens {windows // 2 * 16}$"):
+        calibration_from_corpus(corpus, 10**8, 16, least=32)
+    least = 16 * windows
+    with pytest.raises(DataError, match=rf"text: {2 * windows} windows are enough with --calibration-tokens {least}$"):
+        calibration_from_corpus(corpus, 10**8, 16, least=least)
 
 
 def test_a_refused_layer_of_a_repeated_entry_is_called_a_layer(
@@ -649,6 +679,28 @@ def test_a_state_that_grows_is_said_without_a_report(tmp_path: Path, capsys: pyt
     words = ["convert", str(tmp_path / "model"), str(tmp_path / "more"), *target, "--report-tokens", "0", "--quiet"]
     assert run_command(words) == 0
     assert "the state grows to 2.0 times" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_lengths_that_a_window_saves_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8k and 32k as far as an imported model goes, and a length that was asked for; and what llama.cpp runs."""
+    save(build(load_config(small.design())), tmp_path / "model")
+    words = ["convert", str(tmp_path / "model"), "--to", "window=4096", "--dry-run"]
+    assert run_command([*words, "--json", "--speed-context-length", "5000"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    before, after = (costs[label]["states"] for label in ("before", "after"))
+    assert list(before) == ["2048", "5000", "8192", "32768"]
+    assert [after[length] < before[length] for length in before] == [False, True, True, True]
+    assert run_command(words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in printed if line.startswith("state bytes at 32,768")] == [f"{after['32768']:,}"]
+    assert [line.split()[-2:] for line in printed if line.startswith("GGUF")] == [["llama", "no"]]
+    imported = build(load_config(small.design()))
+    imported.imported_config = {"max_position_embeddings": 8192}
+    save(imported, tmp_path / "imported")
+    assert run_command(["convert", str(tmp_path / "imported"), *words[2:], "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["before"]["states"]) == ["2048", "8192"]
 
 
 def test_a_killed_report_is_finished_by_the_same_command(

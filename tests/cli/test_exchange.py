@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import heddle
 from heddle.cli.main import run_command
+from heddle.data.chat import ChatFormat
 from heddle.storage.folder import tensors_sha256
 from tests import small
 from tests.exchange.hf_models import AutoModelForCausalLM, saved
@@ -69,6 +71,22 @@ def test_a_gguf_comes_back(trained: Path, tmp_path: Path, capsys: pytest.Capture
         assert torch.equal(again.get_parameter(name), parameter), name
 
 
+def test_a_gguf_gets_a_chat_template_which_an_export_keeps(trained: Path, tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", encoding="utf-8")
+    assert run_command(["export", str(trained), f"{tmp_path}/model.gguf", "--format", "gguf", "-q"]) == 0
+    words = ["import", f"{tmp_path}/model.gguf", f"{tmp_path}/back", "--chat-template", str(template), "-q"]
+    assert run_command(words) == 0
+    _, tokenizer = heddle.load(tmp_path / "back")
+    assert tokenizer is not None
+    assert ChatFormat(tokenizer, tokenizer.companion_files).template == template.read_text(encoding="utf-8")
+    assert run_command(["export", f"{tmp_path}/back", f"{tmp_path}/hf", "-q"]) == 0
+    rendered = AutoTokenizer.from_pretrained(tmp_path / "hf").apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False
+    )
+    assert rendered == "[a]"
+
+
 def test_export_to_bfloat16(trained: Path, tmp_path: Path) -> None:
     assert run_command(["export", str(trained), f"{tmp_path}/hf", "--dtype", "bf16", "-q"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
@@ -110,6 +128,8 @@ def test_nothing_is_replaced(
         (["export", "{trained}", "{out}", "--format", "gguf", "--library", "libllama.so"], "--library"),
         (["export", "{trained}", "{out}", "--family", "qwen2"], "family 'qwen2'"),
         (["import", "{trained}", "{out}", "--dequantize", "int4"], "--dequantize int4"),
+        (["import", "{gguf}", "{out}", "--chat-template", "{bad}"], "cannot be read as Jinja"),
+        (["import", "{gguf}", "{out}", "--chat-template", "nowhere"], "nowhere"),
         (["export", "nowhere", "{out}"], "nowhere"),
         (["import", "nowhere", "{out}"], "nowhere"),
         (["import", "{trained}", "{out}"], "config.json"),
@@ -118,7 +138,12 @@ def test_nothing_is_replaced(
 def test_user_errors(
     command: list[str], words: str, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [part.format(trained=trained, out=tmp_path / "out") for part in command]
+    bad, gguf = tmp_path / "bad.jinja", tmp_path / "model.gguf"
+    bad.write_text("{% for %}", encoding="utf-8")
+    if "{gguf}" in command:
+        assert run_command(["export", str(trained), str(gguf), "--format", "gguf", "-q"]) == 0
+        capfd.readouterr()
+    arguments = [part.format(trained=trained, out=tmp_path / "out", bad=bad, gguf=gguf) for part in command]
     assert run_command(arguments) == 2
     error = capfd.readouterr().err
     assert words in error

@@ -24,6 +24,7 @@ from heddle.cli.main import run_command
 from heddle.errors import ConfigError
 from heddle.exchange.family import families
 from heddle.exchange.load import load
+from heddle.exchange.transformers.cache import CACHE_NAME
 from heddle.lab.conformance import reader
 from heddle.lab.conformance.build import (
     GOLDENS_FILE,
@@ -215,8 +216,8 @@ def test_a_cache_of_the_text_before_is_named(kit: Path) -> None:
         left = None
 
         def _run(self, tokens: Any, start: int = 0, **inputs: Any) -> Any:
-            result = super()._run(tokens, start, **{"past_key_values": self.left, **inputs, "use_cache": True})
-            self.left = result.past_key_values if len(tokens) == 48 else None
+            result = super()._run(tokens, start, **{CACHE_NAME: self.left, **inputs, "use_cache": True})
+            self.left = getattr(result, CACHE_NAME) if len(tokens) == 48 else None
             return result
 
     found = wrong_findings(kit, Leftover)

@@ -40,10 +40,11 @@ from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, 
 from heddle.lab.conversion.results import ORIGINAL, ConversionResults, parse_results
 from heddle.lab.conversion.run import ConversionReport, measure_conversion
 from heddle.laws.harness import model_under_test
-from heddle.model.decoder import Decoder
+from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.storage.file_io import read_json_file
 from heddle.storage.model import load as load_checkpoint
+from heddle.storage.model import save
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import finite_ratio
 from heddle.training.init_checkpoint import model_rows
@@ -408,6 +409,39 @@ def test_compare_loss_reads_at_most_the_tokens_asked_for(
     for tokens in (LENGTH, 3 * LENGTH, whole["tokens"] // 3):
         assert run_command([*words, "--tokens", str(tokens)]) == 0
         assert (tokens - 1) // 2 - LENGTH < json.loads(capsys.readouterr().out)[0]["tokens"] <= tokens
+
+
+def test_compare_loss_says_what_it_read_and_where_an_interval_is_missing(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Models of one tokenizer read sequences of one length, though one has fewer positions, and are paired."""
+    corpus = prepare_corpus([str(texts)], vocab_size=small.VOCABULARY, max_train_tokens=None)
+    for name, positions in (("long", 64), ("short", 32)):
+        design = small.design(embedding={"position": {"kind": "learned", "length": positions}})
+        save(build(load_config(design)), tmp_path / name, corpus.tokenizer)
+    words = [
+        "compare",
+        "loss",
+        str(tmp_path / "long"),
+        str(tmp_path / "short"),
+        "--data",
+        str(texts),
+        "--device",
+        "cpu",
+    ]
+    capsys.readouterr()
+    assert run_command([*words, "--tokens", "60"]) == 0
+    printed = capsys.readouterr()
+    assert "to train on" not in printed.err
+    assert " tokens, vocabulary" in printed.err
+    assert "; sequences of 32, " in printed.out
+    assert printed.out.count("; too few sequences for an interval)") == 2
+    assert "not paired" not in printed.out
+    assert run_command([*words, "--held-out"]) == 0
+    printed = capsys.readouterr()
+    assert "to train on" in printed.err
+    assert "too few" not in printed.out
+    assert printed.out.count(" ± ") == 3  # of each model, and of the pair
 
 
 def test_fine_tuning_begins_rows_with_bos(

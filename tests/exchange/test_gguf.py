@@ -628,8 +628,18 @@ def test_layers_without_positions_are_those_of_the_graph(every: int, runs: bool)
 def test_a_refusal_is_of_the_graph_of_the_family_that_a_model_came_from() -> None:
     design = imported("gemma3_text", "plain").model.config
     for preferred in ("gemma3_text", "llama"):
-        with pytest.raises(ConfigError, match=f"its {preferred.removesuffix('_text')} runs it with"):
+        with pytest.raises(ConfigError, match=f"for its {preferred.removesuffix('_text')}, "):
             match_architecture(design.replace(residual=heddle.load_config("preset:gqa-tiny").residual), preferred)
+
+
+def test_a_refusal_names_entries_with_their_layers_and_no_change_twice() -> None:
+    """An entry's number is not its layers', and a conversion is not undone by overrides."""
+    design = heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300"])
+    first = design.layers[0].replace(repeat=3)
+    linear = heddle.load_config("preset:gqa-tiny", overrides=["layers.*.mixer.kind=linear_attention"]).layers[0]
+    design = design.replace(layers=(first, linear.replace(repeat=2)))
+    named = "layers.1.mixer.kind (entry 1, layers 3–4) is linear_attention, not attention"
+    assert refused(design) == f"llama.cpp cannot run this design: for its llama, {named}; choose --format hf"
 
 
 @pytest.mark.parametrize("family", architectures.LEFT_OUT)

@@ -197,3 +197,31 @@ def test_a_group_that_is_named_as_a_layer_names_its_layers() -> None:
         DesignError, match=r"layers\[1\] is a group .*layers\.1\.layers\.0\.mixer\.heads.*layers\.\*\.mixer"
     ):
         load_config(GROUPS, ["layers.1.mixer.heads=6"])
+
+
+def test_a_list_of_entries_is_each_of_them() -> None:
+    layers = [
+        {"mixer": {"kind": "attention", **HEADS}, "feedforward": {"kind": "gated", "hidden": 24}} for _ in range(3)
+    ]
+    data: dict[str, Any] = {"width": 24, "vocab_size": 7, "layers": layers}
+    one_by_one = [f"layers.{index}.mixer.window={8 + step}" for step in (0, 1) for index in (0, 2)]
+    assert load_config(data, ["layers.0,2.mixer.window=8", "layers.2,0.mixer.window=9"]) == load_config(
+        data, one_by_one
+    )
+    assert load_config(data, ["layers.0,2.mixer.window=8"]).layers[1].mixer == load_config(data).layers[1].mixer
+
+
+@pytest.mark.parametrize(
+    ("step", "where"),
+    [
+        ("5", "not '5'; an entry is a group of equal layers: layer 5 is in entry 1"),
+        ("0,3", "not '3'; an entry is a group of equal layers: layer 3 is in entry 1"),
+        ("6", "not '6'"),
+        ("0,x", "not '0,x'"),
+    ],
+)
+def test_a_layer_taken_for_an_entry_is_told_its_entry(step: str, where: str) -> None:
+    layer = {"repeat": 3, "mixer": {"kind": "attention", **HEADS}, "feedforward": {"kind": "gated", "hidden": 24}}
+    with pytest.raises(ConfigError) as caught:
+        load_config({"width": 24, "vocab_size": 7, "layers": [layer, layer]}, [f"layers.{step}.mixer.window=8"])
+    assert str(caught.value).endswith(f"layers has entries 0 to 1, a list such as 0,2, or *, {where}")

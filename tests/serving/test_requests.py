@@ -1,6 +1,7 @@
 """The server answers as OpenAI's does, and refuses wrong requests in a sentence that names the field."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,6 +167,26 @@ def test_wrong_values_are_refused_by_name(fields: dict[str, Any], status: int, n
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) <= 400
     assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"prompt": "word " * 1000}, "prompt: has .*; its operator can raise --max-prompt"),
+        ({"prompt": [5] * 600}, "prompt: has 600 tokens; .*1 to 100; its operator can raise --max-prompt"),
+        ({"stop": ["x"] * 5}, "stop: must be a string, or a list of at most 4; its operator can raise --max-stops"),
+        ({"stop": ["x" * 1000]}, "stop: each must be .* 256 characters; its operator can raise --max-stop-length"),
+        ({"stop_token_ids": [1] * 5}, "stop_token_ids: .*; its operator can raise --max-stops"),
+        ({"max_tokens": 65}, ".* from 1 to 64; its operator can raise --max-new-tokens, and 0 needs echo"),
+        ({"max_tokens": 65, "echo": True}, ".* from 0 to 64; its operator can raise --max-new-tokens"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: is not supported; leave it out, or give 0"),
+        ({"best_of": 4}, "best_of: is not supported; leave it out, or give 1"),
+    ],
+)
+def test_a_refusal_says_what_would_pass(fields: dict[str, Any], sentence: str, server: Running) -> None:
+    """A limit names the option of the server; a field without effect here, the values that have none anywhere."""
+    error = server.client.post("/v1/completions", json={"model": NAME, "prompt": "The"} | fields).json()["error"]
+    assert re.fullmatch(sentence, error["message"]), error["message"]
 
 
 @pytest.mark.parametrize(

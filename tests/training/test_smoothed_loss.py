@@ -21,6 +21,16 @@ def test_the_loss_is_smoothed_over_the_last_steps() -> None:
     assert float(text.split()[2]) == pytest.approx(1.25, abs=0.02)
 
 
+def test_with_a_teacher_the_losses_towards_it_are_named() -> None:
+    """The bits per byte are the text's, which a distillation of logits or layers does not lower itself."""
+    loss = SmoothedLoss()
+    line = {"step": 1, "loss": 9.0, "bits_per_byte": 4.0, "divergence": 0.5, "layer_error": 0.0125}
+    named = "KL from the teacher {} nats per token, layer error 0.0125, text loss 4.000 bits per byte (last ~10 steps)"
+    assert loss.note(line) == named.format("0.500")
+    smoothed = (0.25 + LOSS_DECAY * 0.5) / (1 + LOSS_DECAY)
+    assert loss.note(line | {"step": 2, "divergence": 0.25}) == named.format(f"{smoothed:.3f}")
+
+
 def test_a_skipped_step_is_named_and_leaves_the_loss_as_it_was() -> None:
     loss = SmoothedLoss()
     loss.note({"step": 1, "loss": 2.0})

@@ -47,7 +47,7 @@ class TextLoss:
 
     bits_per_byte, half_width: of its 95 % interval over the text's sequences; None below four. nats_per_token: over
     the scored tokens. added, added_half_width: bits per byte above the first model's, and of the paired interval; None
-    for other sequences. rows: how sequences begin.
+    for other sequences. rows: how sequences begin. paired: whether the first model read the same sequences.
     """
 
     model: str
@@ -61,6 +61,7 @@ class TextLoss:
     rows: str
     added: float | None = None
     added_half_width: float | None = None
+    paired: bool = False
 
 
 def loss(settings: LossSettings) -> None:
@@ -76,7 +77,11 @@ def loss(settings: LossSettings) -> None:
         runtime = open_session(stack, settings)
         sources = _open(settings)
         with_measured_choices(runtime, settings.threads, ("products", "native"))
-        losses = _text_losses([_read(source, settings, runtime.device) for source in sources])
+        usual = min(
+            source.weights.design.usual_length(SEQUENCE_LENGTH) for source in sources
+        )  # one length, to pair them
+        length = settings.sequence_length or usual
+        losses = _text_losses([_read(source, settings, length, runtime.device) for source in sources])
     if settings.json:
         print_text(json.dumps([asdict(each) for each in losses], indent=2))
         return
@@ -123,6 +128,7 @@ def _text_losses(read: Sequence["_ReadText"]) -> list[TextLoss]:
                 rows=str(own.text.rows),
                 added=None if first else own.bits_per_byte - read[0].bits_per_byte,
                 added_half_width=None if first else paired,
+                paired=own.text == read[0].text and not first,
             )
         )
     return losses
@@ -151,7 +157,7 @@ class _ReadText(NamedTuple):
         return float(self.bits.sum() / self.sizes.sum())
 
 
-def _read(source: "ConversionSource", settings: LossSettings, device: str) -> _ReadText:
+def _read(source: "ConversionSource", settings: LossSettings, length: int, device: str) -> _ReadText:
     """Read the text with one model."""
     import numpy as np
 
@@ -164,10 +170,16 @@ def _read(source: "ConversionSource", settings: LossSettings, device: str) -> _R
     tokenizer, data = source.tokenizer, settings.data or ("stdlib",)
     assert tokenizer is not None
     rows = model_rows(source.folder, tokenizer)
-    corpus = prepare_corpus(data, vocab_size=None, max_train_tokens=settings.tokens, tokenizer=tokenizer, rows=rows)
+    corpus = prepare_corpus(
+        data,
+        vocab_size=None,
+        max_train_tokens=settings.tokens,
+        tokenizer=tokenizer,
+        rows=rows,
+        is_whole=not settings.held_out,
+    )
     if not settings.held_out:
         _warn_of_training_text(source.folder, corpus)
-    length = settings.sequence_length or source.weights.design.usual_length(SEQUENCE_LENGTH)
     files = [corpus.validation] if settings.held_out else [*corpus.train, corpus.validation]
     every = -(-sum(-(-(len(file) - 1) // length) for file in files) // max(1, settings.tokens // length))
     windows = chain.from_iterable(evaluation_windows(file, length, 1, rows) for file in files)
@@ -200,7 +212,9 @@ def _sentence(loss: TextLoss, first: str) -> str:
     interval = "" if loss.half_width is None else f" ± {loss.half_width:.4f}"
     sentence = f"{loss.model}: {loss.bits_per_byte:.4f}{interval} bits per byte, perplexity {loss.perplexity:,.2f}"
     if loss.added is not None:
-        paired = " (not paired)" if loss.added_half_width is None else f" ± {loss.added_half_width:.4f}"
+        paired = "" if loss.added_half_width is None else f" ± {loss.added_half_width:.4f}"
+        paired = paired if loss.paired else " (not paired)"
         sentence += f", {loss.added:+.4f}{paired} against {first}"
     text = f"{loss.tokens:,} tokens, {loss.bytes:,} bytes"
-    return f"{sentence} ({text}; sequences of {loss.sequence_length:,}, {loss.rows})"
+    few = "; too few sequences for an interval" if loss.half_width is None else ""
+    return f"{sentence} ({text}; sequences of {loss.sequence_length:,}, {loss.rows}{few})"

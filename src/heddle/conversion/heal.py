@@ -60,10 +60,12 @@ def calibration_samples(tokens: int, sequence_length: int) -> int:
     return -(-rows // batch_rows) * batch_rows
 
 
-def calibration_from_corpus(corpus: Corpus, tokens: int, sequence_length: int, device: str = "cpu") -> CalibrationText:
+def calibration_from_corpus(
+    corpus: Corpus, tokens: int, sequence_length: int, device: str = "cpu", least: int = 0
+) -> CalibrationText:
     """The first `tokens` tokens of a corpus's training text in the order of seed 0, in rows of `sequence_length`.
 
-    Each row begins as the corpus says; BOS tokens count as tokens.
+    Each row begins as the corpus says; BOS tokens count as tokens. least: tokens that are enough to calibrate on.
     Raises DataError, which says how much is needed, if the text is shorter.
     """
     rows = -(-tokens // sequence_length)
@@ -71,10 +73,14 @@ def calibration_from_corpus(corpus: Corpus, tokens: int, sequence_length: int, d
     eod_id = corpus.tokenizer.eod_id
     windows = sum((len(file) - 1) // sequence_length for file in corpus.train)
     if windows < 2 * rows:  # as much again is left to heal on
-        fewer = f", or --calibration-tokens {windows // 2 * sequence_length}" if windows > 1 else ""
+        fewer, few = windows // 2 * sequence_length, -(-least // sequence_length)
+        remedy = f"give more text, or --calibration-tokens {fewer}"
+        if fewer < max(least, 1):  # a number that would be refused next
+            enough = f": {2 * few} windows are enough with --calibration-tokens {least}" if 0 < few < rows else ""
+            remedy = f"give more text{enough}"
         raise DataError(
             f"the training text holds {windows} windows of {sequence_length} tokens, but {2 * rows} are needed: {rows} "
-            f"to calibrate on, and as many to heal on; give more text{fewer}"
+            f"to calibrate on, and as many to heal on; {remedy}"
         )
     loader = CorpusLoader(corpus.train, corpus.weights, sequence_length, batch_rows, SAMPLE_SEED, eod_id, corpus.rows)
     batches = [loader.batch(step) for step in range(-(-rows // batch_rows))]

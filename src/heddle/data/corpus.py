@@ -301,6 +301,7 @@ def prepare_corpus(
     tokenizer: Path | Tokenizer | None = None,
     rows: RowProtocol = PLAIN_ROWS,
     until: float = math.inf,
+    is_whole: bool = False,
 ) -> Corpus:
     """Make a corpus from the sources (see `parse_source`), or read it from the cache.
 
@@ -309,7 +310,7 @@ def prepare_corpus(
     may not have more than `vocab_size` tokens; without a tokenizer, BPE learns that many tokens (None:
     DEFAULT_VOCAB_SIZE) from at most 16 MB of the training split. rows: how sequences begin for a trained model
     (`heddle.training.init_checkpoint.model_rows`). until: in time.monotonic() seconds; an encoding that is seen to end
-    later is given up. Raises DataError and MachineError.
+    later is given up. is_whole: its status names no parts. Raises DataError and MachineError.
     """
     if not sources:
         raise DataError("no data was named: give a file, a folder or stdlib.")
@@ -344,7 +345,7 @@ def prepare_corpus(
         rows=rows,
     )
     corpus.report.update(_report(corpus, splits))
-    _announce(corpus, scanned)
+    _announce(corpus, scanned, is_whole)
     if loaded_tokenizer is None:
         _suggest_vocab_size(corpus)
     return corpus
@@ -462,13 +463,15 @@ def _suggest_vocab_size(corpus: Corpus) -> None:
         )
 
 
-def _announce(corpus: Corpus, scanned: Sequence[ScannedSource]) -> None:
+def _announce(corpus: Corpus, scanned: Sequence[ScannedSource], is_whole: bool) -> None:
     total_bytes = sum(source.counts.bytes for source in scanned)
-    tokens = sum(len(file) for file in corpus.train)
+    tokens, held_out = sum(len(file) for file in corpus.train), len(corpus.validation)
+    parts = (
+        f"{tokens + held_out:,} tokens" if is_whole else f"{tokens:,} tokens to train on, {held_out:,} to validate on"
+    )
     progress.print_status(
         f"corpus {corpus.name}, hash {corpus.hash[:16]}: {progress.format_amount(total_bytes, 'bytes')}, "
-        f"{tokens:,} tokens to train on, {len(corpus.validation):,} to validate on, "
-        f"vocabulary {corpus.tokenizer.vocab_size:,}"
+        f"{parts}, vocabulary {corpus.tokenizer.vocab_size:,}"
     )
     for source in scanned:
         _announce_skipped(source)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import accumulate, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,18 +189,23 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def apply_override(data: dict[str, Any], override: str) -> "list[KindReplacement]":
-    """Set `path.to.field=value` in plain data, in place. `layers.*.` applies to every entry, null removes a field.
+LIST = re.compile(r"\d+(,\d+)+")  # of entries, in the path of an override
 
-    `layers.*.mixer` also reaches the layers of groups. A word in place of a part sets its kind. Returns the parts whose
+
+def apply_override(data: dict[str, Any], override: str) -> "list[KindReplacement]":
+    """Set `path.to.field=value` in plain data, in place. `layers.*.` applies to every entry, `layers.0,2.` to some.
+
+    null removes a field. `layers.*.mixer` also reaches the layers of groups. A word in place of a part sets its kind.
+    Returns the parts whose
     kind changed. Raises ConfigError if the path or the value cannot be read.
     """
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise ConfigError(f"override '{override}': expected path.to.field=value, such as layers.0.mixer.heads=8")
 
-    steps, value = path.split("."), parse_yaml(text, f"override '{override}'")
-    paths = list(_in_groups(data, steps, override, ""))
+    value = parse_yaml(text, f"override '{override}'")
+    choices = [step.split(",") if LIST.fullmatch(step) else [step] for step in path.split(".")]
+    paths = [each for steps in product(*choices) for each in _in_groups(data, list(steps), override, "")]
     return [replacement for each in paths for replacement in _override(data, each, value, override)]
 
 
@@ -255,7 +261,9 @@ def _set(node: Any, steps: list[str], value: Any, override: str, at: str) -> Non
     step, rest = steps[0], steps[1:]
     if isinstance(node, list):
         if step != "*" and not (step.isdecimal() and len(step) < 10 and int(step) < len(node)):
-            raise ConfigError(f"override '{override}': {at} has entries 0 to {len(node) - 1} or *, not '{step}'")
+            where = _entry_of_layer(node, int(step)) if at == "layers" and step.isdecimal() and len(step) < 10 else ""
+            entries = f"0 to {len(node) - 1}, a list such as 0,2, or *"
+            raise ConfigError(f"override '{override}': {at} has entries {entries}, not '{step}'{where}")
         for index in range(len(node)) if step == "*" else [int(step)]:
             if rest:
                 _set(node[index], rest, value, override, f"{at}[{index}]")
@@ -270,6 +278,13 @@ def _set(node: Any, steps: list[str], value: Any, override: str, at: str) -> Non
             _set(node[step], rest, value, override, f"{at}.{step}" if at else step)
     else:
         raise DesignError(f"override '{override}'", f"{at} is {node!r}, which has no field '{step}'; set {at} first")
+
+
+def _entry_of_layer(entries: list[Any], layer: int) -> str:
+    """Where the layer of a number is, for those who take an entry's number for a layer's; "" without such a layer."""
+    ends = list(accumulate(_depth([entry]) for entry in entries))
+    entry = next((index for index, end in enumerate(ends) if layer < end), None)
+    return "" if entry is None else f"; an entry is a group of equal layers: layer {layer} is in entry {entry}"
 
 
 # Parse YAML by its 1.2 core rules: `1e-4` is a number, `off` and `1:30` are text, `010` is ten.

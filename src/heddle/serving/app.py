@@ -26,7 +26,7 @@ from heddle.serving.engine import (
     completion_scores,
     metric_lines,
 )
-from heddle.serving.requests import RequestError, RequestReader, TextRequest
+from heddle.serving.requests import RequestError, RequestReader, TextRequest, raised_by
 
 # Access control by a request's Host, Origin and token.
 
@@ -225,7 +225,7 @@ class Application:
             raise RequestError(sentence, status=408) from None
         if is_long:
             async with self.large_bodies.turn():
-                raise RequestError(f"body: has more than {limit:,} bytes; send a shorter one", status=413)
+                raise RequestError(f"body: has more than {limit:,} bytes; {raised_by('max_body')}", status=413)
         return bytes(body)
 
 

@@ -214,7 +214,8 @@ class RequestReader:
                 raise RequestError(f"{name}: is read at {home} only; ask there, or leave it out", name)
             if name not in _NEUTRAL:
                 raise RequestError(f"{shorten_value(name)}: is not a field that this server knows; leave it out", name)
-            raise RequestError(f"{name}: this server does not support this value; leave it out", name)
+            neutral = " or ".join(json.dumps(value) for value in _NEUTRAL[name])
+            raise RequestError(f"{name}: is not supported; leave it out, or give {neutral}", name)
         if fields.get("model", self.name) != self.name:
             status = 404 if isinstance(fields.get("model"), str) else 400
             raise RequestError(f"model: must be '{self.name}', the only one of this server", "model", status)
@@ -258,7 +259,8 @@ class RequestReader:
     def _new_tokens(self, fields: Mapping[str, Any], least: int) -> int:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         default = min(DEFAULT_TOKENS, self.limits.max_new_tokens)
-        return int(_number(fields, name, default, (least, self.limits.max_new_tokens), whole=True))
+        note = f"; {raised_by('max_new_tokens')}" + (", and 0 needs echo" if least else "")
+        return int(_number(fields, name, default, (least, self.limits.max_new_tokens), whole=True, note=note))
 
     def _stop_ids(self, fields: Mapping[str, Any], kind: str) -> tuple[int, ...]:
         """Tokens that end the text: those of `stop_token_ids`, special tokens among `stop`, and the end of a turn."""
@@ -267,6 +269,7 @@ class RequestReader:
         if not is_list or not all(type(token) is int and 0 <= token < size for token in ids):
             most = self.limits.max_stops
             sentence = f"stop_token_ids: must be a list of at most {most} tokens, each from 0 to {size - 1}"
+            sentence += f"; {raised_by('max_stops')}"
             raise RequestError(sentence, "stop_token_ids")
         stops = self._stop_strings(fields)
         named = [token for token, text in self.tokenizer.special_tokens.items() if text in stops]  # no text holds one
@@ -277,11 +280,12 @@ class RequestReader:
         stop = fields.get("stop", [])
         strings = [stop] * bool(stop) if isinstance(stop, str) else stop
         if not isinstance(strings, list) or len(strings) > self.limits.max_stops:
-            raise RequestError(f"stop: must be a string, or a list of at most {self.limits.max_stops}", "stop")
+            most = f"{self.limits.max_stops}; {raised_by('max_stops')}"
+            raise RequestError(f"stop: must be a string, or a list of at most {most}", "stop")
         for text in strings:
             if not isinstance(text, str) or not 0 < len(text) <= self.limits.max_stop_length:
-                longest = self.limits.max_stop_length
-                raise RequestError(f"stop: each must be a string of 1 to {longest} characters", "stop")
+                longest = f"{self.limits.max_stop_length} characters; {raised_by('max_stop_length')}"
+                raise RequestError(f"stop: each must be a string of 1 to {longest}", "stop")
         return tuple(strings)
 
     def _prompts(self, fields: Mapping[str, Any]) -> list[tuple[list[int], str | None]]:
@@ -432,14 +436,14 @@ class RequestReader:
         """Refuse a text that is too long for any tokenization, before tokenizing it. Raises RequestError."""
         least = len(text) // self._longest_token
         if least > self.limits.max_prompt:
-            raise RequestError(
-                f"{field}: has at least {least:,} tokens; this server reads 1 to {self.limits.max_prompt:,}", field
-            )
+            reads = f"this server reads 1 to {self.limits.max_prompt:,}; {raised_by('max_prompt')}"
+            raise RequestError(f"{field}: has at least {least:,} tokens; {reads}", field)
 
     def _within_limit(self, tokens: list[int], field: str) -> list[int]:
         most = self.limits.max_prompt
         if not 0 < len(tokens) <= most:
-            raise RequestError(f"{field}: has {len(tokens):,} tokens; this server reads 1 to {most:,}", field)
+            reads = f"this server reads 1 to {most:,}" + (f"; {raised_by('max_prompt')}" if tokens else "")
+            raise RequestError(f"{field}: has {len(tokens):,} tokens; {reads}", field)
         return tokens
 
 
@@ -488,14 +492,24 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
+def raised_by(limit: str) -> str:
+    """Which option of the server raises a limit: clients do not see its options."""
+    return f"its operator can raise --{limit.replace('_', '-')}"
+
+
 def _number(
-    fields: Mapping[str, Any], name: str, default: float, between: tuple[float, float], whole: bool = False
+    fields: Mapping[str, Any],
+    name: str,
+    default: float,
+    between: tuple[float, float],
+    whole: bool = False,
+    note: str = "",
 ) -> float:
     value = fields.get(name, default)
     is_number = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
     if not is_number or not between[0] <= value <= between[1]:
         what = "a whole number" if whole else "a number"
-        raise RequestError(f"{name}: must be {what} from {between[0]} to {between[1]}", name)
+        raise RequestError(f"{name}: must be {what} from {between[0]} to {between[1]}{note}", name)
     return value if type(value) is int else float(value)
 
 

@@ -358,6 +358,7 @@ def _next_chain(previous: str, content: bytes) -> str:
 # The smoothed training loss and the speed, as shown beside the progress bar and wherever a run is shown.
 
 LOSS_DECAY = 0.9  # of the smoothed loss, per step
+TEACHER_LOSSES = {"divergence": "KL from the teacher {:.3f} nats per token", "layer_error": "layer error {:.3g}"}
 RATE_STEPS = 100  # the speed beside the progress bar is over the last steps
 
 
@@ -366,6 +367,7 @@ class SmoothedLoss:
 
     def __init__(self) -> None:
         self.total = self.weight = 0.0
+        self.from_teacher: dict[str, SmoothedLoss] = {}  # by the name in TEACHER_LOSSES
 
     def add(self, loss: float) -> float:
         """Add a loss and return the bias-corrected exponential moving average, over about 10 steps."""
@@ -379,7 +381,13 @@ class SmoothedLoss:
             return f"step {line['step']} skipped: its loss is not finite"
         bits = line.get("bits_per_byte")
         smoothed = self.add(line["loss"] if bits is None else bits)
-        return f"training loss {smoothed:.3f} {'nats per answer' if bits is None else 'bits per byte'} (last ~10 steps)"
+        taught = {name: line[name] for name in TEACHER_LOSSES if line.get(name) is not None}
+        parts = [
+            TEACHER_LOSSES[name].format(self.from_teacher.setdefault(name, SmoothedLoss()).add(value))
+            for name, value in taught.items()
+        ]  # what is trained, where a teacher is: the text's loss is a by-product
+        name, unit = "text" if taught else "training", "nats per answer" if bits is None else "bits per byte"
+        return ", ".join([*parts, f"{name} loss {smoothed:.3f} {unit}"]) + " (last ~10 steps)"
 
 
 def step_speed(tokens: int, seconds: Sequence[float], last: int | None = None) -> float:

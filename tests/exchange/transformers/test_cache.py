@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.exchange.transformers import HeddleCache
-from heddle.exchange.transformers.cache import ROLLBACK_SLACK
+from heddle.exchange.transformers.cache import CACHE_NAME, CACHE_NAMES, ROLLBACK_SLACK
 from tests.exchange.transformers.designs import DESIGNS, alone, model, padded, prompts
 
 with warnings.catch_warnings():
@@ -204,11 +204,27 @@ def test_empty_caches_of_transformers_take_ours_in() -> None:
         assert not cache.is_compileable
 
 
+def test_a_cache_goes_by_either_name() -> None:
+    """transformers 5.24 says `cache`, releases before it `past_key_values`, and the models understand both."""
+    row, steps = torch.tensor(prompts([6])), {"max_new_tokens": 3, "do_sample": False}
+    expected = model("gqa").generate(row, **steps)
+    for name in CACHE_NAMES:
+        with torch.no_grad():
+            first = model("gqa")(row[:, :4], **{name: HeddleCache()})
+            logits = model("gqa")(row[:, 4:], **{name: first[CACHE_NAME]}).logits
+        assert_near(logits[0], alone("gqa", row[0].tolist())[4:])
+        assert torch.equal(model("gqa").generate(row, **{name: HeddleCache()}, **steps), expected)
+    both = dict.fromkeys(CACHE_NAMES, HeddleCache())
+    for call in (model("gqa"), model("gqa").generate, model("gqa").model):
+        with pytest.raises(ConfigError, match="cache and past_key_values: are two names"):
+            call(row, **both)
+
+
 def test_caches_of_other_models_are_refused() -> None:
     filled = DynamicCache()
     filled.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     for cache in (filled, DynamicCache(offloading=True), ((torch.zeros(1), torch.zeros(1)),)):
-        with pytest.raises(ConfigError, match="past_key_values:"):
+        with pytest.raises(ConfigError, match=f"{CACHE_NAME}:"):
             read("gqa", [[1]], cache)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="takes no keys and values"):
         HeddleCache().update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)

@@ -94,9 +94,7 @@ def hf_causal_mask(kind: str, mask: Tensor | None, positions: Tensor | None, bat
     """The 4-D mask that transformers makes."""
     config = LlamaConfig(num_hidden_layers=1, attn_implementation=kind)
     like = torch.zeros(batch, length, 4)
-    hf_mask = create_causal_mask(
-        config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
-    )
+    hf_mask = create_causal_mask(config, like, mask, None, positions)
     assert hf_mask is not None
     assert hf_mask.dim() == 4
     return hf_mask

@@ -21,7 +21,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.export import HFTensors
 from heddle.exchange.families._common import DEFAULT_MAX_POSITIONS
 from heddle.exchange.family import families
-from heddle.exchange.family_match import MISSING, FamilyMatch, Mismatch, match_family
+from heddle.exchange.family_match import MISSING, FamilyMatch, Mismatch, describe_mismatch, match_family
 from heddle.exchange.gguf.architectures import (
     ARCHITECTURES,
     LEFT_OUT,
@@ -64,7 +64,7 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
     """The family and the graph for a design.
 
     Several may match: that of the family `preferred`, from which the model came, is first. If none matches, raises
-    ConfigError naming what to change for it, or for the nearest one.
+    ConfigError naming what differs from it, or from the nearest one.
     """
     candidates: list[tuple[bool, list[Mismatch], Architecture]] = []
     for name in sorted((name for name in ARCHITECTURES if name in families()), key=lambda name: name != preferred):
@@ -82,9 +82,9 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
     if not candidates:
         raise ConfigError("llama.cpp cannot run this design or one near it; start from preset:gqa-tiny")
     _, mismatches, graph = min(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
-    reasons = ", ".join(f"{mismatch.path} is {mismatch.actual}" for mismatch in mismatches[:MAX_LISTED])
-    changes = " ".join(str(mismatch) for mismatch in mismatches[:MAX_LISTED])
-    raise ConfigError(f"llama.cpp cannot run this design: {reasons}; its {graph.name} runs it with {changes}")
+    named = [f"{describe_mismatch(design, each)}, not {each.needed}" for each in mismatches]
+    listed = "; ".join(named[:MAX_LISTED]) + (f"; and {more} more" if (more := len(named) - MAX_LISTED) > 0 else "")
+    raise ConfigError(f"llama.cpp cannot run this design: for its {graph.name}, {listed}; choose --format hf")
 
 
 def _outermost(mismatches: list[Mismatch]) -> list[Mismatch]:

@@ -6,18 +6,24 @@ tokens again.
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from heddle.errors import ConfigError
 from heddle.exchange.transformers.masks import CachedTokens
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
 from heddle.parts.layout import Layout
+
+# What calls and outputs of transformers name a cache, the newer name first: `cache` came with 5.24.
+CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAME = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
 
 # Tokens that ring buffers keep beyond their window when tokens may be removed. For more at once, the state is forked.
 ROLLBACK_SLACK = 64
@@ -210,6 +216,13 @@ class HeddleCache(Cache):
         super().__init__(layers=[HeddleCacheLayer(max_cache_len)])
 
 
+def given_cache(cache: Any, past_key_values: Any) -> Any:
+    """The cache of a call that takes it by both names. Raises ConfigError if both are given."""
+    if cache is not None and past_key_values is not None:
+        raise ConfigError(f"{' and '.join(CACHE_NAMES)}: are two names of one argument; give one of them")
+    return past_key_values if cache is None else cache
+
+
 def heddle_layer_of(cache: Any) -> HeddleCacheLayer:
     """The heddle layer of a cache; an empty dynamic or static cache of transformers gets one.
 
@@ -223,7 +236,7 @@ def heddle_layer_of(cache: Any) -> HeddleCacheLayer:
     layer = cache.layers[0] if isinstance(cache, Cache) and cache.layers else None
     if not isinstance(layer, HeddleCacheLayer):
         kind = type(cache).__name__
-        raise ConfigError(f"past_key_values: is a {kind}, offloaded, quantized or of another model; use HeddleCache()")
+        raise ConfigError(f"{CACHE_NAME}: is a {kind}, offloaded, quantized or of another model; use HeddleCache()")
     return layer
 
 

@@ -23,7 +23,7 @@ class HeddleConfig(PreTrainedConfig):
     """
 
     model_type = FAMILY.model_type
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads a list
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012 - transformers reads a list
 
     design: Any = None
     vocab_size: int | None = None

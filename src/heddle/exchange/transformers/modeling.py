@@ -16,7 +16,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from heddle.errors import ConfigError
-from heddle.exchange.transformers.cache import HeddleCache, HeddleCacheLayer, ModelInputs, heddle_layer_of
+from heddle.exchange.transformers.cache import (
+    CACHE_NAME,
+    CACHE_NAMES,
+    HeddleCache,
+    HeddleCacheLayer,
+    ModelInputs,
+    given_cache,
+    heddle_layer_of,
+)
 from heddle.exchange.transformers.config import HeddleConfig
 from heddle.exchange.transformers.external_attention import (
     AttentionModule,
@@ -104,7 +112,7 @@ class HeddlePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_attention_backend = _supports_sdpa = True
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers reads a list
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [*CACHE_NAMES]  # noqa: RUF012
     _keep_in_fp32_modules_strict = ["expert_bias", "table"]  # noqa: RUF012 - bf16 would lose small updates and ids
 
     @classmethod
@@ -367,14 +375,16 @@ class HeddleModel(HeddlePreTrainedModel):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids int64 [B, T], or inputs_embeds [B, T, width], to hidden states [B, T, width].
 
         attention_mask, 2-D [B, columns] (1: a token, 0: padding, anywhere) or 4-D, and position_ids become a layout;
-        see `masks`. Without gradients a cache is created if none is passed, unless use_cache is False. Further
-        arguments: output_hidden_states, output_attentions, return_dict, and token_type_ids [B, T] for designs that have
-        token types. Raises ConfigError for unknown arguments, and for masks and positions that no layout can express.
+        see `masks`. cache is the newer name of past_key_values; without gradients one is created, unless use_cache is
+        False. Further arguments: output_hidden_states, output_attentions, return_dict, and token_type_ids [B, T] for
+        designs that have token types. Raises ConfigError for unknown arguments, and for masks and positions that no
+        layout can express.
         """
         return_states, return_weights = (
             bool(getattr(self.config, name) if (value := kwargs.pop(name, None)) is None else value)
@@ -389,7 +399,7 @@ class HeddleModel(HeddlePreTrainedModel):
         assert tokens is not None
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and not self.decoder.causal:
             raise ConfigError("attention_mask: is 4-D, but the design sees later tokens; give one of [batch, length]")
-        cache, cache_layer = self._cache(past_key_values, use_cache)
+        cache, cache_layer = self._cache(given_cache(cache, past_key_values), use_cache)
         if token_types is not None and cache_layer is not None:
             raise ConfigError("token_type_ids: are not kept in a cache; give use_cache=False")
         inputs = (tokens, attention_mask, position_ids, cache_layer)
@@ -399,9 +409,9 @@ class HeddleModel(HeddlePreTrainedModel):
         hidden, recorded = run(call, modules)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            past_key_values=cache,
             hidden_states=recorded.hidden_states(hidden),
             attentions=recorded.attentions(),
+            **{CACHE_NAME: cache},
         )
 
     def _run(self, call: ModelCall, modules: dict[nn.Module, AttentionModule] | None) -> tuple[Tensor, RecordedOutputs]:
@@ -481,6 +491,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """As HeddleModel, and logits [B, N, vocab] of the last `logits_to_keep` tokens (0: all) or of those indices.
@@ -498,7 +509,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            "past_key_values": past_key_values,
+            "cache": given_cache(cache, past_key_values),
             "inputs_embeds": inputs_embeds,
             "use_cache": False if has_labels and use_cache is None else use_cache,
         }
@@ -521,9 +532,9 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
     @property
@@ -547,7 +558,9 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         self.expert_counts.clear()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as transformers does. Weights are packed once for the whole call."""
+        """Generate as transformers does, a cache given by either name. Weights are packed once for the whole call."""
+        if (cache := given_cache(*(kwargs.pop(name, None) for name in CACHE_NAMES))) is not None:
+            kwargs[CACHE_NAME] = cache
         with packed_weights():
             return super().generate(*args, **kwargs)
 
@@ -555,7 +568,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
@@ -564,16 +577,17 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         """The inputs of the next call. Generated tokens are not padding, so after the first call there is no mask."""
         for name in GENERATION_KWARGS & kwargs.keys():
             del kwargs[name]
-        has_past = past_key_values is not None and past_key_values.get_seq_length() > 0
+        cache = given_cache(cache, kwargs.pop(CACHE_NAMES[1], None))
+        has_past = cache is not None and cache.get_seq_length() > 0
         if has_past and next_sequence_length is not None and not is_first_iteration:
             attention_mask = None
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
+            **{CACHE_NAME: cache},
             **kwargs,
         )
         return inputs
@@ -587,7 +601,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         It has a maximum length if it is static, or if the design's RoPE depends on the length of the text.
         """
         kind = generation_config.cache_implementation
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
             return
         if kind not in (None, "dynamic", "static"):
@@ -596,7 +610,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         cache = HeddleCache(args[-1] if needs_length else None)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE_NAME] = cache
 
 
 # Classes that label texts and tokens: a heddle decoder under a new head without bias, as in transformers' own.

@@ -223,6 +223,8 @@ def prepare_heddle(config: ModelConfig, workload: Workload, precision: str, devi
 
 def prepare_transformers(model: Any, config: ModelConfig, workload: Workload, precision: str) -> Prepared:
     """The same workload with a transformers model: causal sequences, torch's fused AdamW, a dynamic cache."""
+    from heddle.exchange.transformers.cache import CACHE_NAME
+
     model = model.to(weight_dtype(workload, precision))
     if workload.kind == TRAINING:
         tokens = torch.from_numpy(benchmark_tokens(config, workload.rows, workload.length + 1)[:, :-1]).to(model.device)
@@ -232,8 +234,8 @@ def prepare_transformers(model: Any, config: ModelConfig, workload: Workload, pr
 
     def read(texts: Tensor, cache: Any) -> tuple[Tensor, Any]:
         with torch.no_grad():
-            output = model(input_ids=texts, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            return output.logits, output.past_key_values
+            output = model(input_ids=texts, **{CACHE_NAME: cache}, use_cache=True, logits_to_keep=1)
+            return output.logits, getattr(output, CACHE_NAME)
 
     return _reading(read, config, workload, str(model.device), _nothing)
 

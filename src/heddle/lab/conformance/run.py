@@ -517,10 +517,11 @@ class TransformersModel(Model):
 
     def _start(self) -> dict[str, Any]:
         """The cache that a text begins with, where it is not the model's own."""
+        from heddle.exchange.transformers.cache import CACHE_NAME
         from heddle.exchange.transformers.peer import static_cache
 
         try:
-            return {"past_key_values": static_cache(self.model, STATIC_LENGTH)} if self.mode == "static" else {}
+            return {CACHE_NAME: static_cache(self.model, STATIC_LENGTH)} if self.mode == "static" else {}
         except ConfigError as error:
             raise NotSeenError(str(error)) from None
 
@@ -602,7 +603,7 @@ class TransformersModel(Model):
 
     def _cache(self, result: Any) -> dict[str, Any]:
         """The cache of a result, by the name that the next call takes it by."""
-        for name in ("past_key_values", "cache_params"):
+        for name in ("cache", "past_key_values", "cache_params"):
             if getattr(result, name, None) is not None:
                 return {name: getattr(result, name)}
         raise NotSeenError("it returns no cache")

@@ -43,6 +43,7 @@ from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
 from heddle.data.sources import check_sources, describe_files
 from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.export import LENGTH_FIELDS
 from heddle.lab.compare.budget import TimeBudget, parse_duration
 from heddle.lab.compare.results import plain
 from heddle.lab.conversion.budget import (
@@ -86,7 +87,7 @@ from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import size
-from heddle.progress import print_status, print_text, print_warning
+from heddle.progress import print_status, print_text, print_warning, quiet
 from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session, with_measured_choices
 from heddle.storage.file_io import read_json_file, refuse_existing, remove_folder, write_json_file
@@ -109,7 +110,8 @@ class ConvertedModel:
     """One conversion or several. folder: None if nothing was written. results: measurements, if there are any.
 
     costs: from a dry run, by conversion, `before` and `after`: parameters, context_length, state_bytes of a sequence of
-    that length, state_bytes_per_token, flops_per_token, and the architecture of the export.
+    that length, states by length, state_bytes_per_token, flops_per_token, the architecture of the export, and gguf:
+    that of llama.cpp, or "no".
     """
 
     folder: Path | None
@@ -220,16 +222,12 @@ class _ConversionJob:
         self.rows = None if out is None else interrupted_report_rows(out)
         self.choice = None if out is None else partial_folder(out) / CHOICE_FILE
         self.chosen = {} if self.choice is None else chosen_before(self.choice)
-        tokens = settings.calibration_tokens
-        self.calibration_tokens = CALIBRATION_TOKENS if tokens is None else tokens
+        self.calibration_tokens = settings.calibration_tokens or CALIBRATION_TOKENS
         if self.goals:
             self.kept = kept_layers(settings.keep, self.design)
             self.calibration_tokens = search_tokens(self.calibration_tokens)
-            if calibration_samples(self.calibration_tokens, settings.sequence_length) < 3 * CALIBRATION_BATCH:
-                raise ConfigError(
-                    f"--calibration-tokens {tokens}: are too few for a search, which fits, scores and checks on three "
-                    f"texts; give {3 * CALIBRATION_BATCH * settings.sequence_length} or more"
-                )
+        self._check_tokens()
+        if self.goals:
             text, weights = self._size_of_text, self.source.weights
             check_goals(weights, text, self.goals, settings.only, self.kept, settings.sequence_length)
         self.distillation = Distillation(
@@ -249,10 +247,48 @@ class _ConversionJob:
 
     @property
     def _size_of_text(self) -> CalibrationText:
-        """A text of the calibration's size, without tokens: enough to plan what does not choose on a text."""
+        return _text_of_size(self.calibration_tokens, self.settings.sequence_length)
+
+    def _check_tokens(self) -> None:
+        """Raise ConfigError for all tokens that are too few at once, before any text or weight is read."""
+        settings, length, errors = self.settings, self.settings.sequence_length, []
+        step, report = (settings.heal_batch_size or HEALING_BATCH) * length, settings.report_tokens
+        if 0 < report < MIN_WINDOWS * length:
+            least = MIN_WINDOWS * length
+            errors.append(f"--report-tokens {report}: is under {MIN_WINDOWS} sequences; give at least {least}, or 0")
+        why, least = "are too few to calibrate on", least_calibration(self.design, length)
+        is_short = self.calibration_tokens < least and any(map(self._needs_more_text, self.variants))
+        if self.goals:
+            why, least = "are too few for a search, which fits, scores and checks on three texts", 3 * CALIBRATION_BATCH
+            is_short = calibration_samples(self.calibration_tokens, length) < least
+            least *= length
+        if is_short and settings.calibration_tokens is not None:
+            errors.append(
+                f"--calibration-tokens {settings.calibration_tokens}: {why}; give --calibration-tokens {least} or more"
+            )
+        if settings.heal and settings.heal < step:
+            errors.append(
+                f"--heal {settings.heal}: is less than one step of {step:,} tokens; give more, 0 for none, or a "
+                "smaller --heal-batch-size"
+            )
+        if errors:
+            raise ConfigError("; and ".join(errors))
+
+    def _needs_more_text(self, variant: ConversionVariant) -> bool:
+        """Whether a variant cannot calibrate on the text, and can on the least that every rewrite takes."""
         length = self.settings.sequence_length
-        shape = -(-self.calibration_tokens // length), length
-        return CalibrationText([torch.empty(shape, dtype=torch.int64, device="meta")], [])
+
+        def is_possible(tokens: int) -> bool:
+            try:
+                with quiet():
+                    Conversion(self.source, variant.rewrites, _text_of_size(tokens, length)).plan()
+            except (DesignError, ConfigError):
+                return False
+            return True
+
+        if any(rewrite.needs_text and rewrite.chooses_on_text for rewrite in variant.rewrites):
+            return True
+        return not is_possible(self.calibration_tokens) and is_possible(least_calibration(self.design, length))
 
     def _check_variants(self) -> None:
         """Raise DesignError or ConfigError where no variant is possible, before any text or weight is read."""
@@ -305,7 +341,7 @@ class _ConversionJob:
     def _read_calibration_text(self) -> None:
         length, device = self.settings.sequence_length, self.runtime.device
         corpus = self._encoded_text()
-        least = least_calibration(self.design, length)
+        least = max(least_calibration(self.design, length), 3 * CALIBRATION_BATCH * length if self.goals else 0)
         chooses = self.budget is not None and self.settings.calibration_tokens is None and not self.goals
         if chooses and least < CALIBRATION_TOKENS:
             assert self.budget is not None
@@ -318,7 +354,7 @@ class _ConversionJob:
                 write_json_file(self.choice, self.chosen | {"calibration_tokens": count})
             if self.healing is not None:
                 self.healing = replace(self.healing, first_sample=calibration_samples(count, length))
-        self.text = calibration_from_corpus(corpus, self.calibration_tokens, length, device)
+        self.text = calibration_from_corpus(corpus, self.calibration_tokens, length, device, least)
         if self.settings.second_data:
             settings = replace(self.settings, data=self.settings.second_data)
             other = _corpus(settings, self.source, 4 * self.calibration_tokens, corpus.rows)
@@ -336,7 +372,12 @@ class _ConversionJob:
     def costs(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The costs of every conversion, before and after."""
         plans = {each.name: Conversion(self.source, each.rewrites, self.text).plan().design for each in self.variants}
-        return {name: conversion_costs(self.source.weights, plan) for name, plan in plans.items()}
+        limit = next(
+            (n for name in LENGTH_FIELDS if (n := self.source.imported_config.get(name)) is not None), math.inf
+        )
+        usual = [length for length in MeasurementSettings.state_contexts if length <= limit]
+        shown = [*usual, *self.settings.speed_context_length]
+        return {name: conversion_costs(self.source.weights, plan, shown) for name, plan in plans.items()}
 
     def run(self, out: Path) -> ConversionResults | None:
         """Write the converted models, and measure them unless no report is wanted."""
@@ -429,6 +470,11 @@ class _ConversionJob:
             print_text(f"{loss} ({self.corpus.rows}{others})")
 
 
+def _text_of_size(tokens: int, length: int) -> CalibrationText:
+    """A text without tokens: enough to plan what does not choose on a text."""
+    return CalibrationText([torch.empty((-(-tokens // length), length), dtype=torch.int64, device="meta")], [])
+
+
 def _check(settings: ConvertSettings) -> None:
     """Raise ConfigError for options that are missing or have no effect."""
     healing = {
@@ -439,8 +485,9 @@ def _check(settings: ConvertSettings) -> None:
         "stage": " ".join(settings.heal_stage) or None,
         "baselines": "" if settings.heal_baselines else None,
     }
+    heals = settings.heal or (settings.heal is None and settings.budget is not None)
     for name, value in healing.items():
-        if settings.heal is None and settings.budget is None and value is not None:
+        if not heals and value is not None:
             option = f"--heal-{name} {value}".rstrip()
             raise ConfigError(f"{option}: has no effect without healing; give --heal or --budget too")
     if settings.heal_stage and settings.heal_loss:
@@ -457,13 +504,8 @@ def _check(settings: ConvertSettings) -> None:
             raise ConfigError(f"--{name} {value}: must be at least 1")
     if settings.heal_lr is not None and not 0 < settings.heal_lr < math.inf:
         raise ConfigError(f"--heal-lr {settings.heal_lr}: must be a number above 0")
-    step = (settings.heal_batch_size or HEALING_BATCH) * settings.sequence_length
-    if settings.heal and settings.heal < step:
-        raise ConfigError(
-            f"--heal {settings.heal}: is less than one step of {step:,} tokens; give more, 0 for none, or a smaller "
-            "--heal-batch-size"
-        )
-    check_report_tokens(settings.report_tokens, settings.sequence_length, bool(settings.sweep or settings.method))
+    if settings.report_tokens == 0 and (settings.sweep or settings.method):
+        raise ConfigError("--report-tokens 0: a comparison needs a report; give more, or one target with --to")
     if settings.model is None:
         raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
     if settings.search and (settings.to or settings.sweep or settings.method or settings.dry_run):
@@ -495,15 +537,6 @@ def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int
     return prepare_corpus(
         data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer, rows=rows or own_rows
     )
-
-
-def check_report_tokens(tokens: int, sequence_length: int, is_required: bool) -> None:
-    """Raise ConfigError for too few tokens, or for none if a report is required."""
-    if tokens == 0 and is_required:
-        raise ConfigError("--report-tokens 0: a comparison needs a report; give more, or one target with --to")
-    if tokens and tokens < MIN_WINDOWS * sequence_length:
-        least = MIN_WINDOWS * sequence_length
-        raise ConfigError(f"--report-tokens {tokens}: is under {MIN_WINDOWS} sequences; give at least {least}, or 0")
 
 
 def can_report(source: ConversionSource) -> bool:

@@ -17,10 +17,11 @@ from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch, evaluation_windows, joined
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import match_report
+from heddle.exchange.gguf.export import match_architecture
 from heddle.lab.conversion.results import LayerError, ModelResult
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.model.size import build_distinct_layers, measure_size, size, summarize_design
+from heddle.model.size import build_distinct_layers, measure_size, summarize_design
 from heddle.parts.layout import Layout
 from heddle.progress import ProgressBar, print_text
 from heddle.training.evaluation.loss_profile import (
@@ -289,13 +290,14 @@ def _state_bytes(shapes: Decoder, contexts: Sequence[int]) -> list[tuple[int, in
 # What a dry run prints.
 
 
-DRY_RUN_CONTEXT = 2048  # tokens; for the costs that a dry run prints
+DRY_RUN_CONTEXT = 2048  # tokens; the shortest for which a dry run prints costs
 ROWS = {  # of a dry run's table, by the name in JSON
     "parameters": "parameters",
     "state_bytes_per_token": "state bytes per token",
-    "state_bytes": "state bytes at {context_length:,}",
-    "flops_per_token": "FLOPs per token at {context_length:,}",
+    "states": "state bytes at {:,}",
+    "flops_per_token": "FLOPs per token at {:,}",
     "architecture": "exports as",
+    "gguf": "GGUF, for llama.cpp",
 }
 
 
@@ -305,21 +307,33 @@ def _architecture(design: ModelConfig) -> str:
     return match_report(design).architecture
 
 
-def conversion_costs(weights: Weights, design: ModelConfig) -> dict[str, dict[str, Any]]:
-    """Sizes and costs of both designs."""
+def conversion_costs(weights: Weights, design: ModelConfig, contexts: Sequence[int] = ()) -> dict[str, dict[str, Any]]:
+    """Sizes and costs of both designs. contexts: for which the states are given, besides `DRY_RUN_CONTEXT`."""
     columns = {}
     context = weights.design.usual_length(DRY_RUN_CONTEXT)
+    lengths = sorted({context, *map(weights.design.usual_length, contexts)})
     for label, config in (("before", weights.design), ("after", design)):
-        costs = size(config, context, dtype=weights.dtype)
+        shapes = build_distinct_layers(config, weights.dtype)
+        costs = measure_size(shapes, context)
         columns[label] = {
             "parameters": costs.parameters,
             "context_length": context,
             "state_bytes_per_token": costs.state_bytes_per_token,
             "state_bytes": costs.state_bytes,
+            "states": {length: measure_size(shapes, length).state_bytes for length in lengths},
             "flops_per_token": round(costs.flops_per_token),
             "architecture": _architecture(config),
+            "gguf": _graph_of(config),
         }
     return columns
+
+
+def _graph_of(design: ModelConfig) -> str:
+    """The architecture that llama.cpp runs a design as, or "no"."""
+    try:
+        return match_architecture(design)[1].name
+    except ConfigError:
+        return "no"
 
 
 def print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> None:
@@ -331,8 +345,10 @@ def print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> N
         if len(costs) > 1:
             print_text(name)
         print_text(f"{'':30}{'before':>24}{'after':>24}")
-        for name, before in columns["before"].items():
-            shown = [f"{value:,}" if isinstance(value, int) else value for value in (before, columns["after"][name])]
-            if name in ROWS:
-                row = ROWS[name].format(**columns["before"])
-                print_text(f"{row:30}{shown[0]:>24}{shown[1]:>24}")
+        context = columns["before"]["context_length"]
+        for name, row in ROWS.items():
+            pair = [columns[label][name] for label in ("before", "after")]
+            cells = [each if isinstance(each, dict) else {context: each} for each in pair]
+            for length in cells[0]:
+                shown = [f"{cell[length]:,}" if isinstance(cell[length], int) else cell[length] for cell in cells]
+                print_text(f"{row.format(length):30}{shown[0]:>24}{shown[1]:>24}")

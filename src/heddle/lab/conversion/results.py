@@ -13,6 +13,7 @@ from heddle.lab.compare.statistics import TEXT_SPANS, VALIDATION_WINDOWS, TextSa
 from heddle.lab.compare.tables import (
     PREFERRED_CONTEXT,
     format_bytes,
+    format_context,
     format_difference,
     format_percent,
     format_share,
@@ -302,10 +303,24 @@ def needle_gain(model: ModelResult) -> Difference:
     return difference(rows, without, TEXT_SPANS)
 
 
+def needle_change(results: ConversionResults, model: ModelResult) -> Difference:
+    """Accuracy over all depths minus the original's, with an interval over the rows."""
+    rows, reference = (
+        [
+            (None if any(hits is None for hits, _ in depths) else math.fsum(hits or 0 for hits, _ in depths), scored)
+            for depths in zip(*(needle.correct for needle in hidden_needles(each)), strict=True)
+            for scored in [sum(count for _, count in depths)]
+        ]
+        for each in (model, results.original)
+    )
+    return difference(rows, reference, TEXT_SPANS)
+
+
 # The results of a conversion in sentences: how small the state can get before it hurts.
 
 
 UNTRAINED = 0.9  # of the loss of a uniform guess; a model above it has hardly learned anything
+RECALL_LOSS = 0.05  # of the accuracy on needles; a resolved fall by more stands beside the loss
 TOLERANCE = 0.01  # of the original's loss; below it, the page says that a conversion does not hurt
 
 
@@ -397,9 +412,20 @@ def _describe_added(results: ConversionResults, model: ModelResult) -> str:
     added, share = added_loss(results, model), added_share(results, model)
     word = describe_change(added)
     if word == "equal":
-        return f"has the loss of the original on sequences of {results.text.sequence_length:,} tokens"
+        unchanged = f"has the loss of the original on sequences of {results.text.sequence_length:,} tokens"
+        return unchanged + _describe_recall(results, model)
     amount = f"{format_difference(added).removeprefix('+')} bits per byte ({format_signed_percent(share)})"
-    return f"adds {amount}" + (", which is not resolved" if word == "not resolved" else "")
+    resolved = ", which is not resolved," if word == "not resolved" else ""
+    return f"adds {amount}{resolved}{_describe_recall(results, model)}".removesuffix(",")
+
+
+def _describe_recall(results: ConversionResults, model: ModelResult) -> str:
+    """ " and finds 40 % of the needles, the original 95 %" where accuracy fell clearly; else nothing."""
+    change = needle_change(results, model)
+    if change.mean is None or not change.resolved or change.mean > -RECALL_LOSS:
+        return ""
+    found, before = (format_percent(needle_accuracy(each)) for each in (model, results.original))
+    return f" and finds {found} of the needles, the original {before}"
 
 
 def _describe_sweep(results: ConversionResults, measured: list[ModelResult]) -> list[str]:
@@ -448,11 +474,17 @@ def describe_cost(results: ConversionResults, model: ModelResult) -> str:
 
 
 def describe_state(results: ConversionResults, model: ModelResult, whole: str = " of the state") -> str:
-    """ "a quarter of the state (768 B a token)"."""
+    """ "a quarter of the state (768 B per token at 8k)"."""
     own, original = state_per_token(results, model), state_per_token(results, results.original)
     if own is None or not original:
         return "a state of unknown size"
-    return f"{format_share(own, original)}{whole} ({format_bytes(own)} per token)"
+    return f"{format_share(own, original)}{whole} ({format_bytes(own)} {per_token(results)})"
+
+
+def per_token(results: ConversionResults) -> str:
+    """ "per token at 8k": the context counts, because a window's state does not grow with it."""
+    context = state_context(results)
+    return "per token" if context is None else f"per token at {format_context(context)}"
 
 
 def format_signed_percent(share: float | None) -> str:

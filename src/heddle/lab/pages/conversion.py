@@ -43,6 +43,7 @@ from heddle.lab.conversion.results import (
     hidden_needles,
     needle_accuracy,
     needle_gain,
+    per_token,
     speeds_of,
     state_context,
     state_per_token,
@@ -141,7 +142,7 @@ def _recall_bars(results: ConversionResults, model: ModelResult) -> list[Bar]:
 def _cost_bars(results: ConversionResults, model: ModelResult) -> list[Bar]:
     states = [state_per_token(results, each) or 0.0 for each in results.models]
     state, context = state_per_token(results, model), decode_context(results)
-    bars = [Bar("State per token", format_bytes(state), _percent(state, states), "less is better")]
+    bars = [Bar(f"State {per_token(results)}", format_bytes(state), _percent(state, states), "less is better")]
     if context is not None:
         speeds = [value_at(speeds_of(results, each, "decode"), context) or 0.0 for each in results.models]
         speed = value_at(speeds_of(results, model, "decode"), context)
@@ -172,7 +173,7 @@ def sweep_table(results: ConversionResults) -> TextTable:
             after = healed.get(_conversion_of(model))
             removed = None if after is None else healed_share(results, after)
             rows[-1] += [*(_added_cells(results, after) if after else [NO_VALUE] * 2), format_percent(removed)]
-    header = ["conversion", "state per token", "of the original", "adds", ""]
+    header = ["conversion", f"state {per_token(results)}", "of the original", "adds", ""]
     header += ["healed, adds", "", "removed by healing"] if healed else []
     return TextTable(header, rows, "Added bits per byte by state")
 
@@ -284,7 +285,7 @@ def needle_table(results: ConversionResults) -> HeatMap:
 def cost_tables(results: ConversionResults) -> list[TextTable]:
     """Sizes, states over the context, and the class that each model exports as."""
     sizes = TextTable(
-        ["model", "parameters", f"FLOPs per token at {results.text.sequence_length:,}", "state per token"],
+        ["model", "parameters", f"FLOPs per token at {results.text.sequence_length:,}", f"state {per_token(results)}"],
         [
             [
                 model.name,
