@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -15,6 +17,7 @@ from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.lab import workers as processes
 from heddle.lab.judge import decision as judging
 from heddle.lab.judge import evidence, proposal
+from heddle.lab.judge.evidence import Noise
 from heddle.lab.judge.judge import judge
 from heddle.lab.judge.ledger import LEDGER_FILE, Ledger, Windows
 from heddle.lab.judge.proposal import LEAKS, code_hash
@@ -88,12 +91,12 @@ def test_a_proposal_that_learns_becomes_the_incumbent(ledger: Path) -> None:
 
 
 def test_every_pair_has_its_own_seed_and_windows(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, int, tuple[int, ...]]] = []
+    seen: list[tuple[str, int, tuple[tuple[int, ...], ...]]] = []
     workers = Workers()
 
     def start(request: Path, target: Path) -> Any:
         task = json.loads(request.read_text())
-        seen.append((target.stem, task["settings"]["seed"], tuple(task["held_out"])))
+        seen.append((target.stem, task["settings"]["seed"], spans_of(task)))
         return workers.start(request, target)
 
     monkeypatch.setattr(processes, "start_worker", start)
@@ -103,21 +106,43 @@ def test_every_pair_has_its_own_seed_and_windows(ledger: Path, monkeypatch: pyte
     assert len(pairs) * 2 == len(seen)
     assert {name.split("-")[0] for name, *_ in seen} == {"incumbent", "proposal"}
     assert len({seed for seed, _ in pairs}) == len(pairs)
-    spans = sorted(span for _, span in pairs)
-    assert all(first[1] - 1 <= second[0] for first, second in itertools.pairwise(spans))
     windows = Ledger.open(ledger).windows
-    assert all(windows.tuning[1] - 1 <= span[0] and span[1] <= windows.final.start * 16 + 1 for span in spans)
+    others = [windows.tuning, *(windows.of_final_pair(pair) for pair in range(4))]
+    assert do_not_meet([*(span for _, spans in pairs for span in spans), *(span for spans in others for span in spans)])
 
 
-def test_blocks_do_not_meet() -> None:
+def spans_of(request: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(span) for span in request["held_out"])
+
+
+def do_not_meet(spans: Sequence[Sequence[int]]) -> bool:
+    return all(first[1] - 1 <= second[0] for first, second in itertools.pairwise(sorted(map(tuple, spans))))
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_blocks_do_not_meet(spread: bool) -> None:
     """Every token of tuning, blocks and final pairs is read by one of them only."""
-    windows = Windows(count=200, length=8, each=3, pairs=4)
-    spans = [windows.tuning]
-    spans += [windows.of_pair(block, pair) for block in range(windows.decisions) for pair in range(4)]
-    spans += [windows.of_final_pair(pair) for pair in range(4)]
+    windows = Windows(count=200, length=8, each=3, pairs=4, spread=spread)
+    parts = [windows.tuning]
+    parts += [windows.of_pair(block, pair) for block in range(windows.decisions) for pair in range(4)]
+    parts += [windows.of_final_pair(pair) for pair in range(4)]
+    spans = [span for part in parts for span in part]
     assert windows.decisions == 10
-    assert all(first[1] - 1 <= second[0] for first, second in itertools.pairwise(spans))
-    assert spans[-1][1] <= 200 * 8 + 1
+    assert do_not_meet(spans)
+    assert sum(stop - start - 1 for start, stop in spans) == 8 * (25 + 40 * 3 + 48)
+    assert max(stop for _, stop in spans) <= 200 * 8 + 1
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_proposal_that_helps_in_one_half_of_the_text_alone_is_not_better(spread: bool) -> None:
+    """It harms in the other half as much. Windows in a row lie in one half, where all pairs agree."""
+    windows = Windows(count=4000, length=8, each=8, pairs=8, spread=spread)
+    noise, better = Noise(0.1, math.inf), 0
+    for block in range(windows.decisions):
+        pairs = [np.array(windows.of_pair(block, pair)).mean(1) for pair in range(8)]
+        differences = [float(np.where(middles < 4000 * 8 / 2, 0.1, -0.1).mean()) for middles in pairs]
+        better += evidence.verdict(differences, noise, 0.05, 8) == "better"
+    assert (better / windows.decisions <= 0.05) == spread
 
 
 @pytest.mark.usefixtures("workers")
@@ -259,8 +284,9 @@ def test_the_sealed_text_is_opened_once(ledger: Path, monkeypatch: pytest.Monkey
         designs[f"{name}-pair0"]["design"]["layers"][0]["feedforward"]["hidden"] for name in ("without1", "without2")
     ]
     assert hidden == [28, 24]
-    assert {tuple(request["held_out"]) for request in requests} == {
-        tuple(Ledger.open(ledger).windows.of_final_pair(pair)) for pair in range(4)
+    windows = Ledger.open(ledger).windows
+    assert {spans_of(request) for request in requests} == {
+        spans_of({"held_out": windows.of_final_pair(pair)}) for pair in range(4)
     }
     assert 0.9 < found["improvement"]["low"] < found["improvement"]["high"] < 1.1
     assert found["removed"]["1"]["low"] > 0.8
@@ -347,7 +373,7 @@ def test_each_side_is_tuned_on_its_own_part_of_the_text(made: Path, tmp_path: Pa
     rates = {request["name"]: request["settings"]["learning_rate"] for request in requests}
     assert (rates["seed0"], rates["incumbent-pair0"], rates["proposal-pair0"]) == (0.004, 0.004, 0.001)
     trials = [request for request in requests if "trial" in request["name"]]
-    assert {tuple(request["held_out"]) for request in trials} == {tuple(ledger.windows.tuning)}
+    assert {spans_of(request) for request in trials} == {spans_of({"held_out": ledger.windows.tuning})}
     assert {request["settings"]["steps"] for request in trials} == {2048 // 64 // 4}
     # equal parameters, although it has twice the keys and values
     sizes = [ledger.entries[0][name][0]["parameters"] for name in ("sizes", "incumbent_sizes")]

@@ -302,15 +302,15 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
     return job, corpus
 
 
-def _held_out_part(corpus: "Corpus", part: str | list[int] | None, sequence_length: int) -> "Corpus":
-    """The corpus with the "tuning" or the "final" part of its held-out text, or tokens from and to; None: all of it."""
+def _held_out_part(corpus: "Corpus", part: str | list[list[int]] | None, sequence_length: int) -> "Corpus":
+    """The corpus with the "tuning" or the "final" part of its held-out text, or spans of tokens; None: all of it."""
     from heddle.data.token_file import split_held_out
 
     if part is None:
         return corpus
     if isinstance(part, list):
-        span = (part[0], part[1])
-        return replace(corpus, validation=corpus.validation.select([span], corpus.tokenizer.byte_lengths))
+        spans = [(start, stop) for start, stop in part]
+        return replace(corpus, validation=corpus.validation.select(spans, corpus.tokenizer.byte_lengths))
     tuning, final = split_held_out(corpus.validation, sequence_length, corpus.tokenizer.byte_lengths)
     return replace(corpus, validation=tuning if part == "tuning" else final)
 

@@ -20,7 +20,7 @@ from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.lab.compare.plan import all_candidates, parse_tuned_fields, tuned_settings
 from heddle.lab.judge import evidence, foreign
 from heddle.lab.judge.evidence import Decision, Noise
-from heddle.lab.judge.ledger import FIRST_SEED, TOKENIZER_FILE, Candidate, Ledger
+from heddle.lab.judge.ledger import FIRST_SEED, TOKENIZER_FILE, Candidate, Ledger, Spans
 from heddle.lab.judge.proposal import Refused, Submission, screen, screen_apart
 from heddle.lab.judge.settings import JudgeSettings
 from heddle.lab.workers import Task, Workers, run_tasks
@@ -71,12 +71,12 @@ class Judge:
         where: Path,
         *,
         seed: int,
-        span: Sequence[int],
+        span: Spans,
         tokens: int,
         kind: str = "loss",
         keeps_windows: bool = False,
     ) -> Task:
-        """One run: trained on `tokens` tokens from a seed, and scored on a span of the held-out tokens."""
+        """One run: trained on `tokens` tokens from a seed, and scored on spans of the held-out tokens."""
         settings, folder = self.settings, self.ledger.folder.resolve()
         file = where.resolve() / "runs" / f"{name}.json"
         fields = self.defaults | candidate.training
@@ -89,7 +89,7 @@ class Judge:
             "trainer": candidate.trainer,
             "data": list(candidate.data or settings.data),
             "held_out_data": list(settings.data) if candidate.data else None,
-            "held_out": list(span),
+            "held_out": span,
             "hides_windows": not keeps_windows,
             "tokenizer": str(folder / TOKENIZER_FILE),
             "vocab_size": None,
@@ -133,7 +133,7 @@ class Judge:
         _, value, tokens = self.ledger.facts["budget"]
         if candidate.trainer is not None:
             return int(tokens)
-        task = self.task(candidate, size, f"{name}-time", where, seed=0, span=[0, 2], tokens=1, kind="calibrate")
+        task = self.task(candidate, size, f"{name}-time", where, seed=0, span=[[0, 2]], tokens=1, kind="calibrate")
         [result] = self.run([task])
         if result["status"] != "done":
             raise RunFailed(result["message"])
@@ -182,7 +182,7 @@ class Judge:
             return ["flops", 3 * flops_per_token(model, settings.sequence_length, training=True) * tokens, tokens]
         where = self.ledger.folder / "calibration"
         size = {"design": config.dump()}
-        task = self.task(first, size, "time", where, seed=0, span=[0, 2], tokens=1, kind="calibrate")
+        task = self.task(first, size, "time", where, seed=0, span=[[0, 2]], tokens=1, kind="calibrate")
         [result] = self.run([task])
         if result["status"] != "done":
             raise MachineError(result["message"])

@@ -125,10 +125,9 @@ def _test(score: Scorer, text: np.ndarray, vocab_size: int) -> None:
 
 def _scored(score: Scorer, request: Any, corpus: Corpus) -> dict[str, Any]:
     """The result, on windows of the held-out text."""
-    start, stop = request["held_out"]
     length = request["settings"]["sequence_length"]
-    tokens = corpus.validation.read(start, stop)
-    rows = np.stack([tokens[first : first + length + 1] for first in range(0, len(tokens) - length, length)])
+    firsts = [first for start, stop in request["held_out"] for first in range(start, stop - length, length)]
+    rows = np.stack([corpus.validation.read(first, first + length + 1) for first in firsts])
     sizes = corpus.tokenizer.byte_lengths[rows[:, 1:]]
     losses = np.where(sizes > 0, score(rows), 0.0)
     bits, counts = losses.sum(1) / math.log(2), np.maximum(sizes, 0).sum(1)

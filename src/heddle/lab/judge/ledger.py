@@ -8,11 +8,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
+from heddle.data.samples import GOLDEN_GAMMA, splitmix64
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.lab.judge.settings import JudgeSettings
 from heddle.storage.file_io import write_file
@@ -21,6 +23,7 @@ from heddle.storage.run_log import LOG_FILE, RunLog, read_log, to_plain_json
 LEDGER_FILE, AGENTS_FILE, TOKENIZER_FILE = "ledger.yaml", "AGENTS.md", "tokenizer.json"
 PROPOSALS = "proposals"
 FINAL_SHARE, TUNING_SHARE = 4, 8  # of the held-out windows: a fourth is sealed, an eighth tunes and calibrates
+MIN_WINDOWS = 8  # of a pair, where there are enough
 MIN_DECISIONS = 20  # that the windows must allow, where their number follows from the variance
 FIRST_SEED, FINAL_SEED = 1_000, 500_000  # of decisions and of the final runs; calibration has those below
 
@@ -67,22 +70,27 @@ def checked_file(folder: Path, file: str, digest: str) -> str:
     return str(path)
 
 
+Spans = list[list[int]]  # of the held-out tokens: from and to
+
+
 @dataclass(frozen=True)
 class Windows:
     """How the windows of the held-out text are divided: tuning first, then one block for each decision, final last.
 
-    count: of all. length: tokens of each. each: windows of one pair. pairs: of one decision.
+    count: of all. length: tokens of each. each: windows of one pair. pairs: of one decision. spread: whether all parts
+    are drawn from the whole text: windows in a row share a document, and what helps there would pass for what helps.
     """
 
     count: int
     length: int
     each: int
     pairs: int
+    spread: bool = False  # of older ledgers
 
     @property
-    def tuning(self) -> list[int]:
+    def tuning(self) -> Spans:
         """The tokens from and to that tune and calibrate."""
-        return self._span(0, max(1, self.count // TUNING_SHARE))
+        return self._spans(0, max(1, self.count // TUNING_SHARE))
 
     @property
     def final(self) -> range:
@@ -98,32 +106,39 @@ class Windows:
     def _first(self) -> int:
         return max(1, self.count // TUNING_SHARE)
 
-    def of_pair(self, block: int, pair: int) -> list[int]:
+    def of_pair(self, block: int, pair: int) -> Spans:
         """The tokens from and to that only this pair of a decision reads."""
         first = self._first + (block * self.pairs + pair) * self.each
-        return self._span(first, first + self.each)
+        return self._spans(first, first + self.each)
 
-    def of_final_pair(self, pair: int) -> list[int]:
+    def of_final_pair(self, pair: int) -> Spans:
         """The tokens from and to of a pair of the final runs."""
         each = len(self.final) // self.pairs
         first = self.final.start + pair * each
-        return self._span(first, first + each)
+        return self._spans(first, first + each)
 
-    def _span(self, first: int, last: int) -> list[int]:
-        return [first * self.length, last * self.length + 1]
+    @cached_property
+    def _order(self) -> list[int]:
+        """The windows in the order in which they are given out."""
+        return sorted(range(self.count), key=lambda number: splitmix64(number * GOLDEN_GAMMA))
+
+    def _spans(self, first: int, last: int) -> Spans:
+        if not self.spread:
+            return [[first * self.length, last * self.length + 1]]
+        return [[number * self.length, (number + 1) * self.length + 1] for number in sorted(self._order[first:last])]
 
 
 def windows_from(settings: JudgeSettings, count: int, seed_variance: float, window_variance: float) -> Windows:
     """The division of `count` windows. Raises DataError where they allow no decision.
 
-    By default a pair reads so many windows that these add no more variance than the seed, and at least 20 decisions
-    stay.
+    By default a pair reads at least MIN_WINDOWS, and so many that these add no more variance than the seed, if 20
+    decisions stay. The variance is that of two seeds; two designs differ by more from text to text.
     """
     each, free = settings.windows, count - count // TUNING_SHARE - count // FINAL_SHARE
     if each is None:
         wanted = math.ceil(window_variance / seed_variance) if seed_variance > 0 else 1
-        each = max(1, min(wanted, free // (settings.pairs * MIN_DECISIONS)))
-    windows = Windows(count, settings.sequence_length, each, settings.pairs)
+        each = max(1, min(max(MIN_WINDOWS, wanted), free // (settings.pairs * MIN_DECISIONS)))
+    windows = Windows(count, settings.sequence_length, each, settings.pairs, spread=True)
     if windows.decisions < 1:
         raise DataError(
             f"the held-out text has {count} windows of {settings.sequence_length} tokens, too few for one decision of "
