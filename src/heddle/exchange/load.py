@@ -1,7 +1,7 @@
 """Load a Hugging Face folder as a heddle model: read config.json field by field, then place the tensors one by one."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -243,16 +243,23 @@ class TensorNames:
 
     def __init__(self, weight_map: WeightMap, stored_names: Iterable[str], source: str) -> None:
         rules = weight_map.rules
-        self.known = {*rules, *weight_map.alternatives, *weight_map.copies}
-        embedding = next((name for name, rule in rules.items() if rule.parameters[0] == EMBEDDING), "")
-        base, _, rest = embedding.partition(".")
-        is_base = bool(rest) and sum(name.startswith(f"{base}.") for name in rules) > len(rules) // 2
-        self.base = f"{base}." if is_base else ""
-        self.dropped = ""
+        others = {name: rule for name, (rule, _) in weight_map.alternatives.items()}
+        self.known = {*rules, *others, *weight_map.copies}
+        self.base = self.dropped = self.added = ""
         names = {_without_wrappers(name) for name in stored_names}
+        for known in (rules, others):
+            embedding = next((name for name, rule in known.items() if rule.parameters[0] == EMBEDDING), None)
+            if embedding is not None and self._finds(embedding, known, names, source):
+                return
+
+    def _finds(self, embedding: str, known: Collection[str], names: Collection[str], source: str) -> bool:
+        """Whether names of a file have this embedding; then what they have beside the names of the class is set."""
+        base, _, rest = embedding.partition(".")
+        is_base = bool(rest) and sum(name.startswith(f"{base}.") for name in known) > len(known) // 2
+        self.base = f"{base}." if is_base else ""
         if embedding in names or embedding.removeprefix(self.base) in names:
             self.added = "" if embedding in names else self.base
-            return
+            return True
         ends = (embedding, embedding.removeprefix(self.base))
         found = {
             name: end
@@ -263,9 +270,9 @@ class TensorNames:
         if len(found) > 1:
             two = " and ".join(f"'{name}'" for name in sorted(found)[:2])
             raise CheckpointError(f"{source}: holds several models ({two}); save the weights of only one")
-        self.added = ""
         for name, end in found.items():
             self.dropped, self.added = name.removesuffix(end), "" if end == embedding else self.base
+        return bool(found)
 
     def __call__(self, stored_name: str) -> str:
         """The name in the family's class."""

@@ -225,6 +225,8 @@ def load_balancing(config: ModelConfig) -> None:
             moved = value.detach() - before[name]
             if value is not bias and bool(moved.any()):
                 raise LawViolation(f"balancing changes {name}, which is no balancing bias")
+            if value is bias and value.requires_grad:
+                raise LawViolation(f"{name} is trained by its gradient, and balancing changes it")
             if value is bias:
                 if bool((moved.sign() * toward < 0).any()):
                     raise LawViolation(f"{name}: an expert above the mean load became more likely")

@@ -64,7 +64,7 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
     """The family and the graph for a design.
 
     Several may match: that of the family `preferred`, from which the model came, is first. If none matches, raises
-    ConfigError naming what differs from it, or from the nearest one.
+    ConfigError naming what to change for it, or for the nearest one.
     """
     candidates: list[tuple[bool, list[Mismatch], Architecture]] = []
     for name in sorted((name for name in ARCHITECTURES if name in families()), key=lambda name: name != preferred):
@@ -82,9 +82,9 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
     if not candidates:
         raise ConfigError("llama.cpp cannot run this design or one near it; start from preset:gqa-tiny")
     _, mismatches, graph = min(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
-    named = [f"{describe_mismatch(design, each)}, not {each.needed}" for each in mismatches]
-    listed = "; ".join(named[:MAX_LISTED]) + (f"; and {more} more" if (more := len(named) - MAX_LISTED) > 0 else "")
-    raise ConfigError(f"llama.cpp cannot run this design: for its {graph.name}, {listed}; choose --format hf")
+    reasons = ", ".join(describe_mismatch(design, each) for each in mismatches[:MAX_LISTED])
+    changes = " ".join(str(each) for each in mismatches[:MAX_LISTED])
+    raise ConfigError(f"llama.cpp cannot run this design: {reasons}; its {graph.name} runs it with {changes}")
 
 
 def _outermost(mismatches: list[Mismatch]) -> list[Mismatch]:
