@@ -38,7 +38,7 @@ from tests.conversion.exactness import logits
 from tests.conversion.random_designs import ATTENTION, EXACT, convert_exactly, random_design
 from tests.laws.planting import Plant, assigned, calls, condition, replaced, result
 
-QUICK, THOROUGH = 8, 200
+QUICK, THOROUGH = 12, 200
 # About this share of random designs converts; the others are refused.
 LEAST_SHARE = {
     "rope_layout": 0.2,
@@ -301,6 +301,7 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     ),
     "a stream that grows": ("residual-attention", [Depth(depth=9)], "residual: kind attention_residuals changes"),
     "streams that are predicted": ("residual-altup", [Depth(depth=9)], "residual: kind sandwich changes"),
+    "parts of the embedding": ("per-layer-embedding", [Depth(depth=9)], "embedding.per_layer: holds a part for each"),
     "layer norm": ("delta-convolution-2", [StreamWidth(width=32)], "norm: kind layer cannot undo added zeros"),
     "no gain to fold": ("norm-rms-no-weight", [Tied(tied=False), FoldNorms()], "norm.weight: is false, so there is no"),
     "no gain to grow": ("norm-rms-no-weight", [StreamWidth(width=32)], "norm.weight: is false, so there is no gain"),

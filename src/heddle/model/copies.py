@@ -1,6 +1,7 @@
 """Copies of a model: with int8 or int4 weights for generation on a CPU, and with compiled layers."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -159,6 +160,13 @@ def whole_graph_refusal(model: Decoder) -> str | None:
     return None
 
 
+COMPILER_WARNINGS = (  # of torch's compiler itself, which reads .grad of any tensor and instantiates autograd functions
+    "The .grad attribute of a Tensor that is not a leaf",
+    ".*should not be instantiated",
+    "`torch.jit.script_method` is deprecated",
+)
+
+
 def _whole_graph(model: Decoder, options: dict[str, Any]) -> Callable[..., Any]:
     """`Decoder.run_layers` as a graph of tensors alone: neither the lengths nor the cache of a layout are traced."""
     run_layers, no_states, hands_over = model.run_layers, [None] * len(model.layers), model.config.hands_over
@@ -173,6 +181,8 @@ def _whole_graph(model: Decoder, options: dict[str, Any]) -> Callable[..., Any]:
         handed_over = HandedOver() if hands_over else None
         return run_layers(x, replace(layout, coordinates=coordinates, handed_over=handed_over), no_states)[0]
 
+    for message in COMPILER_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     graph = torch.compile(run, fullgraph=True, **options)
 
     def run_graph(x: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:

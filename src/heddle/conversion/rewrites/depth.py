@@ -47,6 +47,9 @@ class Depth(Rewrite):
         if design.residual.first_layer_differs:
             reason = "leaves the first layer without a norm, which a copy of it would need"
             raise DesignError("residual.first_norm", f"{reason}; leave the depth alone")
+        if design.embedding.per_layer is not None:
+            reason = "holds a part for each layer, and new layers would need one"
+            raise DesignError("embedding.per_layer", f"{reason}; leave the depth alone")
         origins = self.layer_sources(design.depth)
         self._check_indices(design, origins)
         new_design = design.replace(layers=tuple(design.layers[origin] for origin, _ in origins))
