@@ -301,7 +301,7 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     ),
     "a stream that grows": ("residual-attention", [Depth(depth=9)], "residual: kind attention_residuals changes"),
     "streams that are predicted": ("residual-altup", [Depth(depth=9)], "residual: kind sandwich changes"),
-    "parts of the embedding": ("per-layer-embedding", [Depth(depth=9)], "embedding.per_layer: holds a part for each"),
+    "parts of the embedding": ("per-layer-embedding-shared", [Depth(depth=9)], "embedding.per_layer: holds a part for"),
     "layer norm": ("delta-convolution-2", [StreamWidth(width=32)], "norm: kind layer cannot undo added zeros"),
     "no gain to fold": ("norm-rms-no-weight", [Tied(tied=False), FoldNorms()], "norm.weight: is false, so there is no"),
     "no gain to grow": ("norm-rms-no-weight", [StreamWidth(width=32)], "norm.weight: is false, so there is no gain"),
