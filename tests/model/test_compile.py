@@ -24,12 +24,6 @@ from heddle.parts.modules.eager import eager_methods
 from heddle.parts.modules.router_statistics import record_router_statistics
 from tests.cases import CASES, MLP, attention, case, design, layer
 
-pytestmark = [  # of the compiler itself, which instantiates autograd functions and reads .grad of any tensor
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-]
-
 CUDA_CASES = ["delta", "kda", "dropout-everywhere", "moe-capacity", "attention-indexer"]
 LAYOUTS = [[[12, 4], [16]], [[3, 13], [16]], [[1, 2, 13], [8, 8]]]
 

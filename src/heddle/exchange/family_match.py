@@ -50,12 +50,7 @@ class Mismatch(NamedTuple):
 
     def __str__(self) -> str:
         """The override that removes it, such as `residual.kind=pre_norm`."""
-        return f"{self.path}={self.needed}"
-
-    @property
-    def needed(self) -> str:
-        """The required value as an override writes it."""
-        return "null" if self.required == MISSING else _display(self.required)
+        return f"{self.path}={'null' if self.required == MISSING else _display(self.required)}"
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from heddle.errors import ConfigError
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode, prefill
 from heddle.generation.sampling import check_chosen
+from heddle.model.copies import refusing_compiler_errors
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
 from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, device_type
 from heddle.numerics.linear import ProductTable
-from heddle.torch_private import is_compiler_error
 
 # Record the kernels of a step once, and replay them all by one call: a CUDA graph.
 
@@ -167,15 +166,8 @@ def _refusing(compiled_step: Step) -> Step:
     """A step that raises ConfigError if the compiler fails on it."""
 
     def run() -> None:
-        try:
+        with refusing_compiler_errors("compile_decoding: torch.compile cannot compile a step of this design"):
             compiled_step()
-        except RuntimeError as error:
-            if not is_compiler_error(error):
-                raise
-            reason = " ".join(str(error).split("\n\n")[0].split())
-            raise ConfigError(
-                f"compile_decoding: torch.compile cannot compile a step of this design ({reason}); leave it out"
-            ) from error
 
     return run
 

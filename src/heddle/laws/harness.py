@@ -4,10 +4,9 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
@@ -27,7 +26,6 @@ MAX_CACHED_PARAMETERS = 2**20  # of a model that stays in memory while others ar
 _cached_models: ContextVar[dict[ModelConfig, Decoder] | None] = ContextVar("cached_models", default=None)
 
 Gradients = dict[str, Tensor]
-M = TypeVar("M", bound=nn.Module)
 
 
 class LawViolation(AssertionError):
@@ -66,23 +64,7 @@ def model_under_test(config: ModelConfig, dtype: torch.dtype = torch.float64) ->
         if models is None or sum(parameter.numel() for parameter in model.parameters()) > MAX_CACHED_PARAMETERS:
             return model.to(dtype)
         models[config] = model
-    return _copied(model, {}).to(dtype)
-
-
-def _copied(module: M, memo: dict[int, Any]) -> M:
-    """`copy.deepcopy` in a third of its time, most of which goes into a module's empty tables of hooks."""
-    if id(module) in memo:
-        return cast(M, memo[id(module)])
-    copied = memo[id(module)] = module.__new__(type(module))
-    for name, value in vars(module).items():
-        if name == "_modules":
-            value = {key: None if each is None else _copied(each, memo) for key, each in value.items()}
-        elif not isinstance(value, dict) or value:
-            value = copy.deepcopy(value, memo)
-        else:
-            value = type(value)()
-        vars(copied)[name] = value
-    return copied
+    return copy.deepcopy(model).to(dtype)
 
 
 def _build(config: ModelConfig) -> Decoder:

@@ -2,7 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -121,6 +122,8 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None, wh
     whole: calls without a state run all layers as one graph, attention included: one for rows of one document, one for
     packed rows, one for padded rows, whatever their documents. It is for a model with no `whole_graph_refusal`.
     """
+    for category, message in COMPILER_WARNINGS:
+        warnings.filterwarnings("ignore", message, category)
     device = model.embed.weight.device.type
     compiled_model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     options: dict[str, Any] = {} if backend is None else {"backend": backend}
@@ -161,9 +164,9 @@ def whole_graph_refusal(model: Decoder) -> str | None:
 
 
 COMPILER_WARNINGS = (  # of torch's compiler itself, which reads .grad of any tensor and instantiates autograd functions
-    "The .grad attribute of a Tensor that is not a leaf",
-    ".*should not be instantiated",
-    "`torch.jit.script_method` is deprecated",
+    (UserWarning, "The .grad attribute of a Tensor that is not a leaf"),
+    (DeprecationWarning, ".*should not be instantiated"),
+    (DeprecationWarning, "`torch.jit.script_method` is deprecated"),
 )
 
 
@@ -181,22 +184,25 @@ def _whole_graph(model: Decoder, options: dict[str, Any]) -> Callable[..., Any]:
         handed_over = HandedOver() if hands_over else None
         return run_layers(x, replace(layout, coordinates=coordinates, handed_over=handed_over), no_states)[0]
 
-    for message in COMPILER_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
     graph = torch.compile(run, fullgraph=True, **options)
 
     def run_graph(x: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
         if layout.attention_backend is not None or any(state is not None for state in states):
             return run_layers(x, layout, states)
         positions = None if layout.start == 0 else layout.positions
-        try:
+        with refusing_compiler_errors("compile: torch.compile cannot make one graph of the layers"):
             return graph(x, positions, layout.segment_ids, layout.coordinates, layout.has_padding), states
-        except RuntimeError as error:
-            if not is_compiler_error(error) or lacks_compiler(error):
-                raise
-            reason = " ".join(str(error).split("\n\n")[0].split())
-            raise ConfigError(
-                f"compile: torch.compile cannot make one graph of the layers ({reason}); leave it out"
-            ) from error
 
     return run_graph
+
+
+@contextmanager
+def refusing_compiler_errors(sentence: str) -> Iterator[None]:
+    """Within the block, what torch's compiler cannot do is a ConfigError; a machine without a C++ compiler is none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_compiler_error(error) or lacks_compiler(error):
+            raise
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        raise ConfigError(f"{sentence} ({reason}); leave it out") from error
