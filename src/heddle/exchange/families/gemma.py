@@ -511,7 +511,7 @@ def read_recurrent_gemma(config: ConfigReader) -> dict[str, Any]:
     """
     # Of the first weights, and of older versions.
     config.unread -= {"w_init_variance_scale", "final_w_init_variance_scale", "embeddings_scale_by_sqrt_dim"}
-    heads, bias = _common.read_equal_heads(config), config.get("attention_bias", False) or "out"
+    heads, bias = _common.read_heads(config), config.get("attention_bias", False) or "out"
     rope = read_rope(config, heads["head_dim"], partial_rotary_factor=0.5)
     if "scaling" in rope:
         raise config.invalid("rope_parameters", "models of this family have no scaling of RoPE; leave it out")
@@ -539,19 +539,21 @@ def read_recurrent_gemma(config: ConfigReader) -> dict[str, Any]:
 def write_recurrent_gemma(design: ModelConfig) -> dict[str, Any]:
     mixer, gated = design_parts.first_attention(design), design_parts.first_gated(design)
     recurrence = design_parts.first_mixer(design, RGLRUConfig(heads=mixer.heads, hidden=design.width))
-    is_recurrent = [isinstance(layer.mixer, RGLRUConfig) for layer in design_parts.layers(design)]
+    types = [ATTENTION, RECURRENT]
+    types = [types[isinstance(layer.mixer, RGLRUConfig)] for layer in design_parts.layers(design)]
+    periods = range(1, len(types))
+    period = next((n for n in periods if types[n:] == types[:-n]), len(types))
     return {
         **_common.without(_common.write_common(design), "max_position_embeddings"),
         **_common.write_attention(design, partial_rotary_factor=0.5),
         **_common.write_gated(design, ACTIVATION),
         "num_attention_heads": recurrence.heads,
-        "head_dim": None,
         "attention_bias": mixer.bias is True,
         "intermediate_size": 2 * gated.hidden,
         "lru_width": recurrence.hidden,
         "conv1d_width": recurrence.conv_kernel,
         "attention_window_size": mixer.window or 2048,
-        "block_types": [RECURRENT if each else ATTENTION for each in is_recurrent],
+        "block_types": types[:period],
         "logits_soft_cap": design.head.softcap or 30.0,
         "rms_norm_eps": design_parts.norm_eps(design),
     }
