@@ -746,6 +746,15 @@ CASES |= {
             repeat=2,
         )
     ),
+    "rg-lru": design(layer({"kind": "rg_lru", "heads": 3}, repeat=2), norm={"kind": "layer"}),
+    "rg-lru-own-width": design(
+        layer(
+            {
+                "kind": "rg_lru", "heads": 5, "hidden": 15, "conv_kernel": 2, "activation": "silu", "bias": False,
+            },
+            repeat=2,
+        )
+    ),
     "mamba2": design(layer({"kind": "mamba2", "heads": 6, "state_size": 5}, repeat=2), norm={"kind": "layer"}),
     "mamba2-groups": design(
         layer(

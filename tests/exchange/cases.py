@@ -1946,6 +1946,20 @@ CASES: dict[str, Case] = {
         inert=OF_SCANS,
         base=SCANS,
     ),
+    "recurrent_gemma": Case(
+        {
+            "plain": {"attention_window_size": 7},
+            "untied-biases-own-width": {"tie_word_embeddings": False, "attention_bias": True, "lru_width": 18}
+            | {"block_types": ["attention", "recurrent"], "num_key_value_heads": 3, "conv1d_width": 2}
+            | {"attention_window_size": 5, "logits_soft_cap": 1.5, "hidden_activation": "silu", "rms_norm_eps": 1e-2}
+            | scaled("default", partial_rotary_factor=1.0, rope_theta=700.0),
+            "three-heads-then-attention": {"block_types": ["recurrent", "recurrent", "recurrent", "attention"]}
+            | {"num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 6, "head_dim": 12}
+            | {"attention_window_size": 9},
+        },
+        inert=frozenset({"w_init_variance_scale", "final_w_init_variance_scale"}),
+        base={name: BASE[name] for name in BASE if name != "head_dim"} | {"hidden_size": 48},
+    ),
     "jamba": Case(
         {
             "plain": JAMBA,

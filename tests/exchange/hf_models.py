@@ -70,6 +70,7 @@ READS_PADDING = {
     "falcon_h1": "mamba_proj_bias",
     "minimax_m3_vl_text": "index_block_size",  # whose blocks count padding
     "deepseek_v4": "compress_rates",  # the same
+    "recurrent_gemma": "lru_width",  # whose convolution reads padding, too
 }  # by model_type, if true
 # Names that transformers writes, and those of published files, which an export writes.
 WRITTEN_NAMES = {
@@ -127,7 +128,8 @@ def drawn(config: Any) -> Any:
     leave_out_decays(model)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.is_floating_point() and ((tensor.dim() == 1 and "inv_freq" not in name) or "norm" in name):
+            is_drawn = (tensor.dim() == 1 and "inv_freq" not in name) or ("norm" in name and "normalizer" not in name)
+            if tensor.is_floating_point() and is_drawn:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
             if name.endswith("position_bias"):
                 tensor.normal_()

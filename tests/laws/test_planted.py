@@ -103,7 +103,8 @@ from heddle.numerics.recurrent.gated_delta import _step as delta_step
 from heddle.numerics.recurrent.general_delta import _solved as general_solved
 from heddle.numerics.recurrent.general_delta import _step as general_step
 from heddle.numerics.recurrent.linear_attention import _both_directions, softmax_over_tokens
-from heddle.numerics.recurrent.selective_scan import _by_halves, _stretch
+from heddle.numerics.recurrent.selective_scan import _by_halves, _diagonal_scan, _stretch, diagonal_reference
+from heddle.numerics.recurrent.selective_scan import _diagonal_step as diagonal_step
 from heddle.numerics.recurrent.selective_scan import _step as scan_step
 from heddle.numerics.recurrent.ssd import _chunked as ssd_chunked
 from heddle.numerics.recurrent.ssd import _step as ssd_step
@@ -123,6 +124,7 @@ from heddle.parts.mixers.mamba import Mamba
 from heddle.parts.mixers.mamba2 import Mamba2
 from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.path_attention import PathAttention
+from heddle.parts.mixers.rg_lru import RGLRU
 from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.mixers.short_conv import ShortConv
 from heddle.parts.modules.blocks import BlockCache, _call_blocks, block_mask, extend_blocks, finished_blocks
@@ -864,6 +866,19 @@ BUGS = [
         reads(_stretch, "starts", lambda _: None, 0)),
     Bug("two neighbors of which the first does not decay", "kernel_equivalence", "mamba",
         operator(_by_halves, ast.Mult, ast.Add)),
+    # RG-LRU
+    Bug("an RG-LRU state that decays at padding", "padding_not_cached", "rg-lru",
+        calls(RGLRU._recurrence, "without_padding", lambda _, x, layout: x, every=True)),
+    Bug("an RG-LRU convolution that forgets its last tokens", "chunked_decoding", "rg-lru-own-width",
+        calls(RGLRU._recurrence, "next_state", lambda convolution, x, layout, last: 0 * last)),
+    Bug("a first token of each call without its factor", "chunked_decoding", "rg-lru",
+        reads(RGLRU._recurrence, "positions", lambda positions: positions - positions[:, :1])),
+    Bug("an RG-LRU state carried into the next document in single steps", "chunked_ragged_batch", "rg-lru",
+        inputs_with(diagonal_step, lambda inputs: {"call_segment_ids": None})),
+    Bug("an RG-LRU state carried into the next document", "document_isolation", "rg-lru-own-width",
+        reads(_diagonal_scan, "starts", lambda _: None, 0)),
+    Bug("an RG-LRU factor left out token by token", "kernel_equivalence", "rg-lru",
+        inputs_with(diagonal_reference, lambda inputs: {"factor": torch.ones_like(inputs.factor)})),
     # Mamba-2
     Bug("a Mamba-2 state that decays at padding", "padding_not_cached", "mamba2",
         calls(Mamba2._scan, "without_padding", lambda _, x, layout: x)),

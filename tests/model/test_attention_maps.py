@@ -17,7 +17,7 @@ from heddle.numerics.attention import softmax as numerics
 from heddle.numerics.attention.observer import Observation, notify_observer
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import attention as attention_module
-from heddle.parts.mixers import linear_attention, mamba, mamba2, retention, rwkv7
+from heddle.parts.mixers import linear_attention, mamba, mamba2, retention, rg_lru, rwkv7
 from heddle.parts.modules import recurrent
 from tests.cases import CASES, alone, attention, case, design, layer
 from tests.numerics.oracle import is_visible, loop_weights
@@ -139,6 +139,7 @@ LINEAR = {
     "kda-own-widths": (recurrent, "gated_delta_rule"),
     "kda-preconditioned": (recurrent, "gated_delta_rule"),
     "mamba-norms": (mamba, "selective_scan"),
+    "rg-lru": (rg_lru, "diagonal_recurrence"),
     "mamba2-groups": (mamba2, "state_space_duality"),
     "rwkv7-own-widths": (rwkv7, "general_delta_rule"),
 }

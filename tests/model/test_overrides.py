@@ -27,6 +27,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "pair": {"first": {"kind": "attention", **HEADS}, "second": {"kind": "mamba2", "heads": 4}},
     "path_attention": {"heads": 4, "kv_heads": 2, "vector_rank": 6},
     "retention": {**HEADS, "decay": "learned", "gate": "silu"},
+    "rg_lru": {"heads": 4},
     "rwkv7": {"heads": 4, "decay_rank": 4, "gate_rank": 4},
     "short_conv": {"conv_kernel": 4},
 }
@@ -59,7 +60,8 @@ def test_every_mixer_can_come_in_the_place_of_every_other(before: str) -> None:
     for width in (48, 50):  # 50: no head_dim follows from the width
         data = design(mixer(before), GATED) | {"width": width}
         if width == 50:
-            data["layers"][0]["mixer"] |= {} if before in ("pair", "latent_attention") else {"head_dim": 12}
+            widths = {"pair": {}, "latent_attention": {}, "rg_lru": {"hidden": 48}}
+            data["layers"][0]["mixer"] |= widths.get(before, {"head_dim": 12})
         if before == "pair":
             data["layers"][0]["mixer"]["first"] = {"kind": "attention", **HEADS, "head_dim": 12}
             data["layers"][0]["mixer"]["second"] = {"kind": "mamba2", "heads": 4}

@@ -172,6 +172,7 @@ RECURRENT = {  # the cases of each kind
     "kda": ("kda-own-widths",),
     "gated_delta": ("delta-key-heads", "delta-negative-eigenvalues", "delta-steps"),
     "mamba": ("mamba-norms",),
+    "rg_lru": ("rg-lru-own-width",),
     "mamba2": ("mamba2-groups",),
     "rwkv7": ("rwkv7-own-widths", "rwkv7-value-residual"),
 }
@@ -260,7 +261,7 @@ def test_the_state_has_a_fixed_size_and_at_least_float32(mixer: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    "name", ["linear-attention-elu", "retention-learned-decays", "delta", "kda", "mamba", "mamba2", "rwkv7"]
+    "name", ["linear-attention-elu", "retention-learned-decays", "delta", "kda", "mamba", "mamba2", "rg-lru", "rwkv7"]
 )
 def test_no_position_is_stored_of_a_longer_text(name: str) -> None:
     short, long = (heddle.size(case(name), context_length=tokens) for tokens in (64, 1024))

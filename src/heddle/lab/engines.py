@@ -23,7 +23,9 @@ BLOCK = 16  # vLLM: tokens of a block, and what blocks of hybrids are multiples 
 BATCHED_TOKENS = 8192  # vLLM: the most tokens of a step, `max_num_batched_tokens`, by default on an H100 or H200
 FEW_PADDED_LAYERS = 1.5  # vLLM: kinds of layers whose numbers differ by less are padded to the larger number
 # Families that the registry of vLLM has no class for.
-NOT_IN_VLLM = frozenset({"diffllama", "helium", "lfm3", "ministral", "nanochat", "solar_open", "vaultgemma", "youtu"})
+NOT_IN_VLLM = frozenset(
+    "diffllama helium lfm3 ministral nanochat recurrent_gemma solar_open vaultgemma youtu".split()  # noqa: SIM905
+)
 # Families whose recurrent states vLLM keeps in float32, since their class or their published files ask for it.
 FLOAT32_STATES = frozenset({"kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text"})
 CELLS = 256  # llama.cpp: cells of a cache are a multiple of this number
@@ -115,8 +117,10 @@ def _transformers(model: Decoder, match: FamilyMatch, sizes: Sequence[Size], dty
     """A `StaticCache` of each context. heddle's own class keeps heddle's own state in it."""
     if match.family.model_type == HEDDLE:
         return [size.state_bytes for size in sizes]
-    if match.family.model_type in ("minimax", "openai-gpt"):
+    if match.family.model_type in ("deepseek_v4", "minimax", "openai-gpt"):
         raise ConfigError("its class takes no StaticCache")
+    if match.family.model_type == "recurrent_gemma":
+        raise ConfigError("its class has its recurrent states outside of a StaticCache")
     kept = list(kept_by_layers(model).items())
     if match.family.model_type == "gpt_neo":  # its config names windows in a way that the cache does not read
         kept = [(replace(each, window=None), count) for each, count in kept]

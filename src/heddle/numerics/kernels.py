@@ -18,7 +18,7 @@ from heddle.numerics.recurrent.double_softmax import DOUBLE_SOFTMAX
 from heddle.numerics.recurrent.gated_delta import DELTA_RULE
 from heddle.numerics.recurrent.general_delta import GENERAL_DELTA
 from heddle.numerics.recurrent.linear_attention import DOCUMENT_SUMS
-from heddle.numerics.recurrent.selective_scan import SELECTIVE_SCAN
+from heddle.numerics.recurrent.selective_scan import DIAGONAL, SELECTIVE_SCAN
 from heddle.numerics.recurrent.ssd import SSD
 from heddle.numerics.rotary import ROTARY
 
@@ -28,6 +28,7 @@ _ALL: tuple[Operation[Any], ...] = (
     CAUSAL_SUMS,
     CONVOLUTION,
     DELTA_RULE,
+    DIAGONAL,
     DOCUMENT_SUMS,
     DOUBLE_SOFTMAX,
     EXPERTS,

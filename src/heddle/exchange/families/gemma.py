@@ -1,12 +1,18 @@
-"""Gemma's text models: scaled embeddings, norms with weights 1 + γ, GeGLU, later windows. To Gemma 4."""
+"""Gemma's text models: scaled embeddings, norms with weights 1 + γ, GeGLU, later windows. To Gemma 4.
 
+RecurrentGemma has Griffin's recurrence in most layers.
+"""
+
+import math
 from functools import partial
 from typing import Any
+
+import torch
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
-from heddle.exchange.family import Family, WeightMap
+from heddle.exchange.family import DEPTHWISE_CONV, STACKED_TRANSPOSED, Family, WeightMap, reshaped
 from heddle.exchange.rope import (
     FULL,
     SLIDING,
@@ -17,7 +23,9 @@ from heddle.exchange.rope import (
     write_ropes_by_layer_type,
 )
 from heddle.model.config import ModelConfig
+from heddle.numerics.norms import rounded_to_dtypes
 from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.mixers.rg_lru import RGLRUConfig
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.proportional import ProportionalConfig
 
@@ -483,3 +491,92 @@ GEMMA3N = Family(
     "gemma3n_text", "Gemma3nForCausalLM", read_gemma3n, write_gemma3n, map_gemma3n,
     ignored_tensors=GEMMA4.ignored_tensors,
 )  # fmt: skip
+
+
+# RecurrentGemma.
+RECURRENT, ATTENTION = "recurrent", "attention"
+OF_GRIFFIN = {"temporal_pre_norm": "residual.norms.mixer", "channel_pre_norm": "residual.norms.feedforward"}
+OF_RECURRENCE = {
+    "linear_x": "v", "linear_y": "gate", "linear_out": "out", "conv_1d.bias": "convolution.bias",
+    "rg_lru.recurrent_param": "rate",
+}  # fmt: skip
+OF_ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
+GATES = {"input_gate": "input_gate", "recurrent_gate": "decay_gate"}
+
+
+def read_recurrent_gemma(config: ConfigReader) -> dict[str, Any]:
+    """RecurrentGemma (Griffin Team 2024): an RG-LRU in two of three layers, attention with a window in the third.
+
+    The factor of embeddings is rounded to bfloat16, as in transformers. `intermediate_size` counts both halves.
+    """
+    # Of the first weights, and of older versions.
+    config.unread -= {"w_init_variance_scale", "final_w_init_variance_scale", "embeddings_scale_by_sqrt_dim"}
+    heads, bias = _common.read_heads(config), config.get("attention_bias", False) or "out"
+    rope = read_rope(config, heads["head_dim"], partial_rotary_factor=0.5)
+    if "scaling" in rope:
+        raise config.invalid("rope_parameters", "models of this family have no scaling of RoPE; leave it out")
+    window, width = config.get("attention_window_size", 2048), config.require_count("hidden_size")
+    attention = _common.attention(config, heads, rope, bias=bias, window=window)
+    gated = _common.read_gated(config, ACTIVATION, GELU_TANH, bias=True)
+    recurrence = {"kind": "rg_lru", "heads": heads["heads"], "hidden": config.get("lru_width", width)}
+    recurrence |= {"conv_kernel": config.get("conv1d_width", 4), "activation": gated["activation"]}
+    types = config.get("block_types", [RECURRENT, RECURRENT, ATTENTION], "_block_types")
+    if not types or any(kind not in (RECURRENT, ATTENTION) for kind in types):
+        raise config.invalid("block_types", f"should say {RECURRENT} or {ATTENTION} of each layer of a period")
+    mixers = [
+        recurrence if types[index % len(types)] == RECURRENT else attention
+        for index in range(_layer_types.read_depth(config))
+    ]
+    return _common.design_fields(
+        config,
+        read_norm(config),
+        _layer_types.layers_of(mixers, gated | {"hidden": gated["hidden"] // 2}),
+        embedding={"multiplier": rounded_to_dtypes(math.sqrt(width))[torch.bfloat16]},
+        head={"tied": config.get("tie_word_embeddings", True), "softcap": config.get("logits_soft_cap", 30.0)},
+    )
+
+
+def write_recurrent_gemma(design: ModelConfig) -> dict[str, Any]:
+    mixer, gated = design_parts.first_attention(design), design_parts.first_gated(design)
+    recurrence = design_parts.first_mixer(design, RGLRUConfig(heads=mixer.heads, hidden=design.width))
+    types = [ATTENTION, RECURRENT]
+    types = [types[isinstance(layer.mixer, RGLRUConfig)] for layer in design_parts.layers(design)]
+    periods = range(1, len(types))
+    period = next((n for n in periods if types[n:] == types[:-n]), len(types))
+    return {
+        **_common.without(_common.write_common(design), "max_position_embeddings"),
+        **_common.write_attention(design, partial_rotary_factor=0.5),
+        **_common.write_gated(design, ACTIVATION),
+        "num_attention_heads": recurrence.heads,
+        "attention_bias": mixer.bias is True,
+        "intermediate_size": 2 * gated.hidden,
+        "lru_width": recurrence.hidden,
+        "conv1d_width": recurrence.conv_kernel,
+        "attention_window_size": mixer.window or 2048,
+        "block_types": types[:period],
+        "logits_soft_cap": design.head.softcap or 30.0,
+        "rms_norm_eps": design_parts.norm_eps(design),
+    }
+
+
+def map_recurrent_gemma(design: ModelConfig, weights: WeightMap) -> None:
+    """Names of its own; the gates' blocks are [inputs, outputs]."""
+    _common.map_embedding_and_head(design, weights, norm="model.final_norm")
+    for hf, heddle, layer in _common.named_layers(design):
+        weights.add_modules(hf, heddle, OF_GRIFFIN)
+        _common.map_gated(weights, f"{hf}.mlp_block", f"{heddle}.feedforward")
+        unit, mixer = f"{hf}.temporal_block", f"{heddle}.mixer"
+        if not isinstance(layer.mixer, RGLRUConfig):
+            weights.add_modules(unit, mixer, OF_ATTENTION)
+            continue
+        weights.add_modules(unit, mixer, OF_RECURRENCE)
+        weights.add_tensor(f"{unit}.conv_1d.weight", f"{mixer}.convolution.weight", transform=DEPTHWISE_CONV)
+        for name, gate in GATES.items():
+            hf_gate, blocks = f"{unit}.rg_lru.{name}", reshaped(layer.mixer.heads, -1)
+            weights.add_tensor(f"{hf_gate}_weight", f"{mixer}.{gate}.weight", transform=STACKED_TRANSPOSED)
+            weights.add_tensor(f"{hf_gate}_bias", f"{mixer}.{gate}.bias", transform=blocks)
+
+
+RECURRENT_GEMMA = Family(
+    "recurrent_gemma", "RecurrentGemmaForCausalLM", read_recurrent_gemma, write_recurrent_gemma, map_recurrent_gemma
+)

@@ -367,6 +367,17 @@ def mamba(n: Quantities) -> Costs:
     return read + own + projection(n, hidden, n.width, n.bias)
 
 
+@costs_of("mixers", "rg_lru")
+def rg_lru(n: Quantities) -> Costs:
+    """Projections, the convolution, two gates of blocks, Λ, and a state of one number for each channel."""
+    hidden = n.default("hidden", n.width)
+    n.refuse(n.remainder(hidden, n.heads), n.heads, hidden, heads=7)
+    own = Costs(parameters=hidden, flops=2 * n.tokens * hidden, recurrent=hidden)
+    gates = projection(n, hidden, 2 * hidden / n.heads) + Costs(parameters=2 * hidden)
+    read = projection(n, n.width, 2 * hidden, n.bias) + convolution_costs(n, hidden, 1)
+    return read + gates + own + projection(n, hidden, n.width, n.bias)
+
+
 @costs_of("mixers", "mamba2")
 def mamba2(n: Quantities) -> Costs:
     """Projections, the convolution, decay, skip and norm, and the recurrence."""

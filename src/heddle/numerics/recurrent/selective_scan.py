@@ -6,6 +6,9 @@ q, k and v are the paper's C, B and x. A head is a channel there, d_v is 1, and 
 matrices replaces the states, so they are computed, in log T steps: two neighbors are one token of half as many. Factors
 are exponentials of Δ A ≤ 0 and their products, so nothing overflows. States are kept for a stretch of tokens at a time,
 and computed again in the backward pass. Everything is in at least float32.
+
+Where the states are the output, `h_t = α_t h_{t−1} + g_t v_t` for each channel, `diagonal_recurrence` computes them the
+same way.
 """
 
 from typing import Any, NamedTuple
@@ -14,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heddle.numerics.dispatch import DeviceSize
+from heddle.numerics.dispatch import DeviceSize, add_flops
 from heddle.numerics.recurrent import ssd
 from heddle.numerics.recurrent.fla import CuSeqlens
-from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation
+from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_recurrence
 
 STRETCH = DeviceSize(cpu=2**20, accelerator=2**26)  # numbers of the states that are in memory at once
 LEAST_TOKENS = 16  # of a stretch
@@ -119,17 +122,20 @@ def _stretch(
     return y.view(v.shape), states[-1].clone()  # not a view of all states
 
 
+def _document_starts(ids: Tensor | None) -> Tensor | None:
+    """call_segment_ids [B, T] -> bool [T, B], whether a new document begins."""
+    return None if ids is None else (ids.diff(dim=1, prepend=ids.new_zeros(len(ids), 1)) != 0).T
+
+
 def _scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Stretch by stretch; each keeps its inputs alone for the backward pass."""
     stretch = max(LEAST_TOKENS, STRETCH.on(inputs.v) // max(1, state.numel()))
     if inputs.v.is_meta and not torch.is_grad_enabled():  # a size is asked for, and shapes take no memory
         stretch = inputs.v.shape[2]
-    groups, ids, starts = inputs.k.shape[1], inputs.call_segment_ids, None
+    groups, starts = inputs.k.shape[1], _document_starts(inputs.call_segment_ids)
     q, k = (x.permute(2, 0, 1, 3) for x in (inputs.q, inputs.k))
     v, time_step = (x.unflatten(1, (groups, -1)).movedim(3, 0) for x in (inputs.v, inputs.time_step[..., 0]))
     rate = inputs.rate.unflatten(0, (groups, -1)).mT.contiguous()
-    if ids is not None:
-        starts = (ids.diff(dim=1, prepend=ids.new_zeros(len(ids), 1)) != 0).T
     current, outputs = state.unflatten(1, (groups, -1)).transpose(2, 3), []
     for first in range(0, len(q), stretch):
         part = slice(first, first + stretch)
@@ -148,3 +154,65 @@ SELECTIVE_SCAN = recurrence_operation("selective_scan", RecurrenceKernels(_step,
 def selective_scan(inputs: ScanInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `ssd.run_with_skip`."""
     return ssd.run_with_skip(SELECTIVE_SCAN, inputs, inputs.skip, state)
+
+
+class DiagonalInputs(NamedTuple):
+    """Inputs of `h_t = α_t h_{t−1} + g_t v_t`: v [B, H, T, d], factor (g) and log_decay (log α ≤ 0) [B, H, T, 1].
+
+    A token with zeros for log α and v leaves the state unchanged. call_segment_ids, dtype: as in `ssd.SSDInputs`.
+    """
+
+    v: Tensor
+    factor: Tensor
+    log_decay: Tensor
+    call_segment_ids: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def k(self) -> Tensor:
+        """[B, H, T, 1]: the state has one row, as with keys of one element."""
+        return self.log_decay
+
+    @property
+    def cu_seqlens(self) -> CuSeqlens | None:
+        """None: no library is called."""
+        return None
+
+
+def diagonal_reference(inputs: DiagonalInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Token by token: state [B, H, 1, d] -> (h [B, H, T, d], the state after the last token)."""
+    starts, outputs, u = _document_starts(inputs.call_segment_ids), [inputs.v[:, :, :0]], inputs.factor * inputs.v
+    for t, (added, decay) in enumerate(zip(u.unbind(2), inputs.log_decay.exp().unbind(2), strict=True)):
+        if starts is not None:
+            state = state.masked_fill(starts[t, :, None, None, None], 0.0)
+        state = state * decay[:, :, None] + added[:, :, None]
+        outputs.append(state)
+    return torch.cat(outputs, dim=2), state
+
+
+def _diagonal_step(inputs: DiagonalInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token without gradients. The state is updated in place."""
+    decay = inputs.log_decay.exp()
+    if inputs.call_segment_ids is not None:  # a new document starts from a zero state
+        decay = decay.masked_fill(inputs.call_segment_ids[:, None, :, None] > 0, 0.0)
+    return state.mul_(decay).addcmul_(inputs.factor, inputs.v).clone(), state
+
+
+def _diagonal_scan(inputs: DiagonalInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    starts = _document_starts(inputs.call_segment_ids)
+    decay, added = (x.movedim(2, 0) for x in (inputs.log_decay.exp(), inputs.factor * inputs.v))
+    if starts is not None:
+        decay = decay.masked_fill(starts[:, :, None, None], 0.0)
+    states: Tensor = _States.apply(decay, added, state[:, :, 0])
+    return states.movedim(0, 2), states[-1, :, :, None].clone()  # not a view of all states
+
+
+DIAGONAL = recurrence_operation(
+    "diagonal_recurrence", RecurrenceKernels(_diagonal_step, _diagonal_scan, None, _diagonal_scan, diagonal_reference)
+)
+
+
+def diagonal_recurrence(inputs: DiagonalInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """state [B, H, 1, d] (None: zeros) -> (h [B, H, T, d], the state after the last token). May update it in place."""
+    add_flops(2 * inputs.v.numel())
+    return run_recurrence(DIAGONAL, inputs, state)
