@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from heddle.config import DesignError
+from heddle.data.samples import PLAIN_ROWS
 from heddle.errors import ConfigError, choices_hint
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config, parse_values
-from heddle.progress import parse_duration
+from heddle.progress import parse_duration, print_status
 from heddle.training.optimizer import LearningRateScales, learning_rate_factors
 from heddle.training.settings import OPTIMIZERS, SCHEDULES, Settings
 from heddle.training.width_transfer import transfer_over_width
@@ -490,6 +491,11 @@ def load_entries(
                 )
             )
         entries += variant_entries
+    if folders := [source for source in sources if Path(source).is_dir()]:
+        print_status(
+            f"{', '.join(folders)}: only the design is read, and trained from random weights like all others, on "
+            f"sequences {PLAIN_ROWS}; `heddle compare loss` reads trained weights"
+        )
     return tuple(entries)
 
 
