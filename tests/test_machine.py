@@ -22,8 +22,9 @@ from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.dispatch import record_choices
 from heddle.numerics.linear import DEFAULT_WAYS, linear, packed_weights, way_name
 from heddle.runtime import DEFAULT_CHOICES, EARLIER_CHOICES, Choices, set_up_runtime
-from heddle.session import ALL_NEEDS
+from heddle.session import ALL_NEEDS, TRAINING_NEEDS
 from heddle.storage.file_io import write_json_file
+from heddle.storage.lock import lock_output
 from heddle.storage.model import save
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
@@ -125,6 +126,42 @@ def test_a_busy_machine_ends_a_measurement_in_time_and_keeps_the_others(
     sections["packing"] = lambda: FACTS["packing"]
     assert measured_choices(1) == MEASURED  # it is measured the next time
     assert measures == ["products", "attention", "native"]
+
+
+def test_a_budget_bounds_all_that_is_measured(
+    measures: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    now = [0.0]
+
+    def slow_call() -> None:
+        now[0] += 7.0
+
+    monkeypatch.setattr("heddle.machine.time.perf_counter", lambda: now[0])
+    sections = dict(machine.MEASURES)
+    sections["attention"] = lambda: machine.race({"plain": slow_call, "packed": slow_call})
+    monkeypatch.setattr(machine, "MEASURES", sections)
+    runtime = set_up_runtime("cpu", 1)
+    needs = {1: TRAINING_NEEDS, 2: TRAINING_NEEDS}
+    chosen = machine.with_worker_choices(runtime, tmp_path / "out", "plan.json", needs, seconds=20.0)
+    assert now[0] <= 20.0 + 7.0
+    assert chosen.worker_choices == {1: Choices("medium"), 2: DEFAULT_CHOICES}
+    assert measures == ["products"]  # no section begins after the end
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "at most 20 where other programs run" in printed
+    for section in ("attention", "native"):
+        assert f"{section}: not measured within the 20 seconds that the budget leaves for it" in printed
+    sections["attention"] = lambda: FACTS["attention"]
+    assert measured_choices(1) == MEASURED  # without a budget they are measured the next time
+
+
+def test_a_measurement_of_another_process_is_not_waited_for_beyond_the_budget(
+    measures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heddle.storage.lock.POLL_SECONDS", 0.01)
+    with lock_output(machine._facts_file(1)):
+        assert measured_choices(1, seconds=0.05) == DEFAULT_CHOICES
+    assert not measures
+    assert measured_choices(1) == MEASURED
 
 
 def test_without_a_home_the_defaults_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from heddle.data.cache import DataCache
 from heddle.errors import CheckpointError, ConfigError, MachineError
-from heddle.extensions import install, sources_hash, unusable
+from heddle.extensions import OutOfTimeError, install, sources_hash, unusable
 from heddle.numerics import native
 from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask
@@ -57,18 +57,35 @@ ROWS, HEADS, HEAD_DIM = 2, 4, 64  # of attention
 
 Facts = dict[str, Any]
 
-_end: ContextVar[float] = ContextVar("end", default=inf)  # of a section, in time.perf_counter() seconds
+
+class _Clock:
+    """Time for each section, and for all of them. seconds: for all; None: no limit."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds, self.section_end = seconds, inf
+        self.end = inf if seconds is None else time.perf_counter() + seconds
+
+    def begin_section(self) -> None:
+        self.section_end = time.perf_counter() + LIMIT_SECONDS
+
+    def check(self) -> None:
+        """Raise OutOfTimeError at the end of the time."""
+        if time.perf_counter() > self.section_end:
+            raise OutOfTimeError(f"not measured within {LIMIT_SECONDS:.0f} seconds, because the machine is busy")
+        if time.perf_counter() >= self.end:
+            raise OutOfTimeError(f"not measured within the {self.seconds:.0f} seconds that the budget leaves for it")
 
 
-class _BusyError(MachineError):
-    """A section took longer than LIMIT_SECONDS."""
+_clock: ContextVar[_Clock] = ContextVar("clock", default=_Clock())  # noqa: B039 - without limits it never changes
 
 
-def measured_choices(threads: int | None = None, needs: Collection[str] = ALL_NEEDS) -> Choices:
+def measured_choices(
+    threads: int | None = None, needs: Collection[str] = ALL_NEEDS, seconds: float | None = None
+) -> Choices:
     """The choices for `threads` (None: torch's thread count). What is needed and not cached is measured.
 
-    needs: a subset of ALL_NEEDS. Returns the defaults if no cache folder is writable. Raises ConfigError if
-    $HEDDLE_MACHINE names no file of choices.
+    needs: a subset of ALL_NEEDS. seconds: after which the rest keeps the defaults; None: no limit. Returns the defaults
+    if no cache folder is writable. Raises ConfigError if $HEDDLE_MACHINE names no file of choices.
     """
     asked = os.environ.get(VARIABLE)
     if asked == "default":
@@ -76,7 +93,7 @@ def measured_choices(threads: int | None = None, needs: Collection[str] = ALL_NE
     if asked:
         return _choices_of_file(Path(asked))
     try:
-        return choices_from(measured_facts(threads, needs))
+        return choices_from(measured_facts(threads, needs, seconds=seconds))
     except (ConfigError, MachineError):  # no home, or a full disk
         return DEFAULT_CHOICES
 
@@ -101,35 +118,43 @@ def choices_from(facts: Mapping[str, Any]) -> Choices:
     )
 
 
-def measured_facts(threads: int | None = None, needs: Collection[str] = ALL_NEEDS, anew: bool = False) -> Facts:
+def measured_facts(
+    threads: int | None = None, needs: Collection[str] = ALL_NEEDS, anew: bool = False, seconds: float | None = None
+) -> Facts:
     """The measurements by section, from the cache where it has them. anew: measure everything again.
 
-    A section that takes over `LIMIT_SECONDS`, because the machine is busy, is left to the next call.
+    A section that takes over `LIMIT_SECONDS`, because the machine is busy, is left to the next call, and so is what
+    does not end within `seconds`, which include building operators and waiting for another process.
     Raises ConfigError or MachineError without a writable cache folder.
     """
     count = torch.get_num_threads() if threads is None else threads
-    path = _facts_file(count)
+    path, clock, measured = _facts_file(count), _Clock(seconds), False
 
     def is_known() -> bool:
-        return not anew and set(needs) <= set(_known(path))
+        return time.perf_counter() >= clock.end or (not anew and set(needs) <= set(_known(path)))
 
     with wait_for_lock(path, is_known):  # two processes that measure at once would disturb each other
         facts = _known(path)
         missing = [section for section in needs if anew or section not in facts]
         if missing:
-            name, most = f"{count} thread{'s' if count > 1 else ''}", LIMIT_SECONDS * len(missing)
+            name = f"{count} thread{'s' if count > 1 else ''}"
+            most = min(LIMIT_SECONDS * len(missing), inf if seconds is None else seconds)
             takes = f"about {4 * len(missing)} seconds, at most {most:.0f} where other programs run"
             print_status(f"measuring the fastest CPU kernels with {name}, once per machine: {takes}")
-            with _threads(count):
-                for section in missing:
-                    token = _end.set(time.perf_counter() + LIMIT_SECONDS)
-                    try:
-                        facts[section] = MEASURES[section]()
-                    except _BusyError as error:
-                        print_status(f"{section}: {error}")
-                    finally:
-                        _end.reset(token)
-            write_json_file(path, facts)
+            token = _clock.set(clock)
+            try:
+                with _threads(count):
+                    for section in missing:
+                        clock.begin_section()
+                        try:
+                            clock.check()
+                            facts[section], measured = MEASURES[section](), True
+                        except OutOfTimeError as error:
+                            print_status(f"{section}: {error}; what was measured before, or torch's default, is used")
+            finally:
+                _clock.reset(token)
+            if measured:
+                write_json_file(path, facts)
     return facts
 
 
@@ -175,12 +200,12 @@ def _threads(count: int) -> Iterator[None]:
 def race(ways: Mapping[str, Callable[[], None]], rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[str, float]:
     """Time each way, in seconds: the lower quartile over rounds that run every way once.
 
-    Raises MachineError at the end of the time for a section.
+    Raises OutOfTimeError at the end of the time for a section.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for run in ways.values():  # warm up: oneDNN prepares for new shapes
         run()
-        _check_time()
+        _clock.get().check()
     began = time.perf_counter()
     for number in range(rounds):
         if number >= MIN_ROUNDS and time.perf_counter() - began > seconds:
@@ -189,14 +214,8 @@ def race(ways: Mapping[str, Callable[[], None]], rounds: int = ROUNDS, seconds: 
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
-            _check_time()
+            _clock.get().check()
     return {name: sorted(each)[len(each) // 4] for name, each in times.items()}
-
-
-def _check_time() -> None:
-    if time.perf_counter() > _end.get():
-        reason = f"not measured within {LIMIT_SECONDS:.0f} seconds, because the machine is busy"
-        raise _BusyError(f"{reason}; what was measured before, or torch's default, is used")
 
 
 def fastest(seconds: Mapping[str, float], default: str, tie: float = TIE) -> str:
@@ -350,8 +369,8 @@ def _native() -> Facts:
 
     speedups, faster = {}, []
     try:
-        built = install(native.OPERATORS)
-        _end.set(time.perf_counter() + LIMIT_SECONDS)  # building is no measurement
+        built = install(native.OPERATORS, _clock.get().end)
+        _clock.get().begin_section()  # building is no measurement
         for name in built:
             run = RACES[name]()
             seconds = race({"plain": on(before - {name}, run), "native": on(before | {name}, run)}, ROUNDS, SECONDS / 2)
@@ -386,13 +405,18 @@ def recorded_choices(run: Path) -> Choices | None:
 
 
 def with_worker_choices(
-    runtime: Runtime, folder: Path, plan_file: str, needs: Mapping[int, Collection[str]]
+    runtime: Runtime,
+    folder: Path,
+    plan_file: str,
+    needs: Mapping[int, Collection[str]],
+    seconds: float | None = None,
 ) -> Runtime:
     """Add the choices of workers, for the work in a folder, to the runtime. Nothing else may run meanwhile.
 
     needs: a worker's needs, by its number of threads. Work that has started keeps its recorded choices, or the defaults
-    of versions that recorded none.
+    of versions that recorded none. seconds: in which all measurements must end; None: no limit.
     """
+    end = inf if seconds is None else time.perf_counter() + seconds
     if runtime.device != "cpu":
         return runtime
     saved, usual = _worker_choices_of(folder), None
@@ -400,7 +424,11 @@ def with_worker_choices(
         usual = DEFAULT_CHOICES
     elif (folder / plan_file).is_file():
         usual = EARLIER_CHOICES
-    choices = {count: saved.get(count) or usual or measured_choices(count, each) for count, each in needs.items()}
+
+    def measured(count: int, each: Collection[str]) -> Choices:
+        return measured_choices(count, each, None if seconds is None else max(0.0, end - time.perf_counter()))
+
+    choices = {count: saved.get(count) or usual or measured(count, each) for count, each in needs.items()}
     return replace(runtime, worker_choices={**saved, **choices})
 
 

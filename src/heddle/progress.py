@@ -6,12 +6,15 @@ Progress is a bar on a terminal, plain lines elsewhere, nothing when quiet. Cont
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, TextIO
+
+from heddle.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -151,6 +154,18 @@ def format_duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Seconds of a time such as 90s, 30m, 1.5h or 1d. Raises ConfigError naming the option."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
+    seconds = float(match[1]) * SECONDS_PER_UNIT[match[2]] if match else 0.0
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{option} {text}: must be a time above 0, such as 90s, 30m, 2h or 1d")
+    return seconds
 
 
 class _SilentBar:

@@ -52,18 +52,20 @@ def open_session(
     return runtime
 
 
-def with_measured_choices(runtime: "Runtime", threads: int | None, needs: Collection[str]) -> "Runtime":
+def with_measured_choices(
+    runtime: "Runtime", threads: int | None, needs: Collection[str], seconds: float | None = None
+) -> "Runtime":
     """Use the fastest kernels of this CPU, measured now unless they are known: up to minutes, once per machine.
 
     Called when a verb has checked its input. needs: the measurements of `heddle.machine` that it needs. GPUs and
-    deterministic runs keep the defaults.
+    deterministic runs keep the defaults. seconds: in which it must end; None: no limit.
     """
     if runtime.device != "cpu" or runtime.deterministic:
         return runtime
     from heddle.machine import measured_choices
     from heddle.runtime import with_choices
 
-    return with_choices(runtime, measured_choices(threads, needs))
+    return with_choices(runtime, measured_choices(threads, needs, seconds))
 
 
 def load_parts(files: Iterable[Path]) -> None:

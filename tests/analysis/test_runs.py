@@ -19,15 +19,21 @@ from heddle.storage.manifest import LogPosition
 from heddle.storage.run_log import FINAL_FILE, LOG_FILE, RunLog, open_run
 from tests.html_page import Page
 
+DATA = {"hash": "a"}
 DESIGN = {"width": 16, "layers": [{"mixer": {"kind": "attention"}}]}
 
 
 def write_run(
-    folder: Path, losses: list[float], steps: int = 40, design: dict[str, Any] = DESIGN, **settings: Any
+    folder: Path,
+    losses: list[float],
+    steps: int = 40,
+    design: dict[str, Any] = DESIGN,
+    data: dict[str, Any] = DATA,
+    **settings: Any,
 ) -> Path:
     """A run of 100 tokens a step, one step a second, the first of which took ten."""
     folder.mkdir(parents=True)
-    identity = {"design": design, "data": {"hash": "a"}, "settings": {"steps": steps, **settings}}
+    identity = {"design": design, "data": data, "settings": {"steps": steps, **settings}}
     open_run(folder, identity, {"command": "heddle train"})
     log = RunLog(folder)
     log.resume(LogPosition())
@@ -89,6 +95,23 @@ def test_what_is_off_in_a_run_is_not_listed_unless_nothing_else_differs(tmp_path
     out = capsys.readouterr().out
     assert 'kind="latent_attention"' in out
     assert "sink" not in out
+
+
+def test_runs_that_begin_with_bos_are_named_beside_others(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A healed import and a native run: their losses are not of the same tokens, which each table says."""
+    words = ["Sequences of deep/gemma are read beginning with BOS, which is not scored", "others beginning mid-text"]
+    write_run(folder / "deep/gemma", [3.0], data={"hash": "a", "bos_ids": [2]})
+    for options in ([], ["--compare"], ["--plot", str(tmp_path / "page.html")]):
+        assert run_command(["runs", str(folder), *options]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert all(word in printed for word in words)
+    page = (tmp_path / "page.html").read_text()
+    assert all(word in page for word in words)
+    for alike in ("deep/gemma", "b"):  # nothing is said of runs that are alike
+        assert run_command(["runs", str(folder / alike)]) == 0
+        assert "BOS" not in capsys.readouterr().out
 
 
 def test_the_command_lists_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

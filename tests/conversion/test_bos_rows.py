@@ -35,6 +35,7 @@ from heddle.data.samples import PLAIN_ROWS, CorpusLoader, RowProtocol, evaluatio
 from heddle.errors import ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.load import load
+from heddle.lab.compare.plan import load_entries
 from heddle.lab.conversion import measure as measure_module
 from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, ModelToMeasure, layer_errors
 from heddle.lab.conversion.results import ORIGINAL, ConversionResults, parse_results
@@ -442,6 +443,25 @@ def test_compare_loss_says_what_it_read_and_where_an_interval_is_missing(
     assert "to train on" in printed.err
     assert "too few" not in printed.out
     assert printed.out.count(" ± ") == 3  # of each model, and of the pair
+
+
+def test_an_imported_model_is_never_beside_a_native_one_without_a_word(
+    imported: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`compare loss` says how each was read, and pairs none; a comparison reads the design of an import only."""
+    corpus = prepare_corpus([str(texts)], vocab_size=small.VOCABULARY, max_train_tokens=None)
+    save(build(load_config(small.design())), native := tmp_path / "native", corpus.tokenizer)
+    words = ["compare", "loss", str(imported), str(native), "--data", str(texts), "--device", "cpu"]
+    assert run_command([*words, "--held-out", "--tokens", "512"]) == 0
+    first, second = capsys.readouterr().out.strip().splitlines()
+    assert "beginning with BOS, which is not scored" in first
+    assert "(not paired)" in second
+    assert "beginning mid-text, without BOS" in second
+    entries = load_entries([str(imported), "preset:mha-tiny"], [])
+    assert len(entries) == 2
+    assert f"{imported}: only the design is read, and trained from random weights" in capsys.readouterr().err
+    load_entries(["preset:mha-tiny"], [])
+    assert not capsys.readouterr().err
 
 
 def test_fine_tuning_begins_rows_with_bos(

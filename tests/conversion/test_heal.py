@@ -31,7 +31,8 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.storage.folder import read_folder, tensors_sha256
 from heddle.storage.model import WEIGHTS_FILE, load
 from heddle.storage.run_log import read_log
-from heddle.training.distillation import Distillation, LossWeights
+from heddle.training.built_models import build_models
+from heddle.training.distillation import Distillation, LossWeights, Teacher
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from heddle.training.settings import Settings
@@ -93,6 +94,39 @@ def test_a_healing_stopped_and_resumed_has_the_same_bits(
     folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small.same_after_a_signal(lambda name: job(folders, texts, tmp_path / name, first_sample=5), monkeypatch)
+
+
+@pytest.mark.parametrize("parameters", ["all", "touched"])
+def test_less_memory_gives_the_same_bits(
+    folders: tuple[ConversionSource, Path],
+    texts: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parameters: str,
+) -> None:
+    """Recomputed activations, which a run keeps, and a teacher that reads the frozen weights of the model."""
+
+    def healed(name: str) -> TrainingJob:
+        first = job(folders, texts, tmp_path / name, LossWeights(logits=1.0, text=0.1))
+        assert first.distillation is not None
+        return dataclasses.replace(first, distillation=dataclasses.replace(first.distillation, parameters=parameters))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Teacher, "share_frozen", lambda self, model: None)
+        usual = train(healed("usual")).model
+    monkeypatch.setattr(heal_module, "ACTIVATION_BYTES", 1000)
+    assert not healed("usual").settings.checkpoint_activations
+    saving = healed("saving")
+    assert saving.settings.checkpoint_activations
+    models = build_models(saving)
+    assert models.model.checkpointing
+    assert models.teacher is not None
+    own = dict(models.teacher.model.named_parameters())
+    shared = {name for name, x in models.model.named_parameters() if x.data_ptr() == own[name].data_ptr()}
+    assert shared == {name for name, x in models.model.named_parameters() if not x.requires_grad}
+    assert bool(shared) is (parameters == "touched")
+    for (name, x), y in zip(usual.named_parameters(), train(saving).model.parameters(), strict=True):
+        assert torch.equal(x, y), name
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 
 from heddle.data import documents
 from heddle.data.documents import UnreadableError, read_documents, text_suffix
@@ -152,6 +152,33 @@ def test_a_parquet_that_stands_for_much_more_text_is_refused(tmp_path: Path) -> 
         assert (tmp_path / f"{name}.parquet").stat().st_size < 2 * 10**5
         with pytest.raises(DataError, match=rf"{name}.parquet.*more than 100 times"):
             scan(tmp_path / f"{name}.parquet")
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("form", ["stream", "file", "dictionary", "dictionary file"])
+def test_an_arrow_batch_is_refused_before_it_is_decompressed(codec: str, form: str, tmp_path: Path) -> None:
+    """100 MB in one batch, or in the dictionary of its one row."""
+    texts = pyarrow.array(["a" * 10**6] * 100)
+    if form.startswith("dictionary"):
+        texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0], pyarrow.int32()), texts)
+    batch, path = pyarrow.record_batch({"text": texts}), tmp_path / "a.arrow"
+    opened = ipc.new_file if form.endswith("file") else ipc.new_stream
+    for options, is_bomb in ((ipc.IpcWriteOptions(compression=codec), True), (ipc.IpcWriteOptions(), False)):
+        with opened(str(path), batch.schema, options=options) as file:
+            file.write(batch)
+        if not is_bomb:
+            scan(path)
+            continue
+        assert path.stat().st_size < 10**6
+        usual = pyarrow.default_memory_pool()
+        counting = pyarrow.proxy_memory_pool(usual)
+        pyarrow.set_memory_pool(counting)
+        try:
+            with pytest.raises(DataError, match=r"a.arrow.*more than 100 times"):
+                scan(path)
+        finally:
+            pyarrow.set_memory_pool(usual)
+        assert counting.max_memory() < 10**6
 
 
 def test_a_json_that_datasets_writes_is_of_a_bounded_size(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """C++ operators equal the plain way in float64, values and gradients; what cannot be built is named, and not used."""
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from heddle import extensions
 from heddle.data.samples import Batch
+from heddle.extensions import OutOfTimeError
 from heddle.laws.harness import LawViolation
 from heddle.laws.kernels import kernel_equivalence
 from heddle.model.decoder import build
@@ -270,12 +272,51 @@ def test_what_cannot_be_built_is_named_and_not_used(
     extensions._compiler_version.cache_clear()
 
 
+def test_a_build_that_does_not_end_in_time_is_stopped_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The compiler would never end."""
+    monkeypatch.setenv("HEDDLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(extensions, "_loaded", set())
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "*) echo $$ >> {tmp_path}/began; exec sleep 10000;; *) exec c++ "$@";; esac\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    extensions._compiler_version.cache_clear()
+
+    class Clock:
+        """It stands still until the compiler has begun, and then is past the end."""
+
+        @staticmethod
+        def perf_counter() -> float:
+            return 20.0 if (tmp_path / "began").is_file() else 0.0
+
+    monkeypatch.setattr(extensions, "time", Clock)
+    with pytest.raises(OutOfTimeError, match="elementwise"):
+        extensions.install(["rms_norm"], 1.0)
+    assert not native.in_use
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    stat = Path("/proc", (tmp_path / "began").read_text().strip(), "stat")
+    for _ in range(1000):  # a killed process takes a moment to end
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "XZ":
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the compiler was not stopped")
+    with pytest.raises(OutOfTimeError):  # nothing is begun after the end
+        extensions.install(["rms_norm"], 1.0)
+    assert len((tmp_path / "began").read_text().split()) == 1
+    extensions._compiler_version.cache_clear()
+
+
 def test_a_damaged_build_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEDDLE_CACHE", str(tmp_path))
     monkeypatch.setattr(extensions, "_loaded", set())
     built: list[Path] = []
 
-    def build_file(group: str, path: Path) -> None:
+    def build_file(group: str, path: Path, end: float) -> None:
         built.append(path)
         path.write_bytes(b"code")
         write_json_file(extensions._record_of(path), {"code": hashlib.sha256(b"code").hexdigest()})

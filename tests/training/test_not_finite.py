@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from heddle.data.corpus import Corpus
-from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
+from heddle.storage.checkpoints import PROGRESS_FILE, checkpoint_folder, checkpoint_steps
 from heddle.storage.model import load
 from heddle.storage.run_log import read_log
-from heddle.training import checkpoint as snapshot
 from heddle.training import loop
 from heddle.training.loop import Diverged, train
 from heddle.training.run import say_if_diverged
@@ -46,7 +45,7 @@ def test_bad_steps_are_counted_and_survive_a_resume(
     assert [line["skipped"] for line in lines] == [False, True, True, False, False, False]
     assert [line["loss"] is None for line in lines] == [False, True, True, False, False, False]
     assert train(small.job(texts, tmp_path, steps=6)).progress.skipped_steps == 2
-    assert json.loads((checkpoint_folder(tmp_path, 4) / snapshot.PROGRESS_FILE).read_text())["skipped_steps"] == 2
+    assert json.loads((checkpoint_folder(tmp_path, 4) / PROGRESS_FILE).read_text())["skipped_steps"] == 2
 
 
 def test_ten_bad_steps_in_a_row_end_the_run_and_leave_its_checkpoints(

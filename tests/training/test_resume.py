@@ -19,9 +19,10 @@ from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError
 from heddle.signals import Interrupted
 from heddle.storage import folder
-from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
+from heddle.storage.checkpoints import PROGRESS_FILE, checkpoint_folder, checkpoint_steps
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.folder import read_folder, tensors_sha256
+from heddle.storage.model import find_model_folder
 from heddle.storage.run_log import LOG_FILE, RUN_FILE, read_log
 from heddle.training import checkpoint as snapshot
 from heddle.training import loop
@@ -41,7 +42,7 @@ def job(texts: Corpus, out: Path, **settings: Any) -> TrainingJob:
 def ending(out: Path) -> tuple[str, str, list[dict[str, Any]]]:
     """All that must be equal: every tensor, the progress, and each line of the log but its time."""
     last = checkpoint_folder(out, STEPS)
-    return tensors_sha256(last), (last / snapshot.PROGRESS_FILE).read_text(), untimed_log(out)
+    return tensors_sha256(last), (last / PROGRESS_FILE).read_text(), untimed_log(out)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,7 @@ def test_a_checkpoint_of_an_impossible_step_is_refused(texts: Corpus, tmp_path: 
         train(job(texts, tmp_path / "run"))
     contents = read_folder(later)
     for step in (-1, STEPS, 10**17, "9", True):
-        documents = contents.documents | {snapshot.PROGRESS_FILE: json.dumps({"step": step})}
+        documents = contents.documents | {PROGRESS_FILE: json.dumps({"step": step})}
         with pytest.raises(CheckpointError, match=f"step {STEPS + 2}"):
             snapshot._read_progress(dataclasses.replace(contents, documents=documents), STEPS + 2, None)
 
@@ -239,11 +240,32 @@ def test_a_checkpoint_of_another_run_with_its_log_is_refused(
     shutil.copy(tmp_path / "other" / LOG_FILE, tmp_path / "run" / LOG_FILE)
     with pytest.raises(CheckpointError, match="it is a checkpoint of another run"):
         train(job(texts, tmp_path / "run"))
+    newest = checkpoint_folder(tmp_path / "run", checkpoint_steps(tmp_path / "run")[-1])
+    for named in (tmp_path / "run", newest):  # by each reader of models, too
+        with pytest.raises(CheckpointError, match="is a checkpoint of another run"):
+            heddle.load(named)
+    heddle.load(newest.rename(tmp_path / newest.name))  # elsewhere it stands for itself
     # one of an earlier version does not say of which run it is, and so does one that nobody asks
     monkeypatch.setattr(snapshot, "run_hash", lambda run: None)
     train(job(texts, tmp_path / "older"))
     monkeypatch.undo()
     train(job(texts, tmp_path / "older"))
+    heddle.load(tmp_path / "older")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_read(
+    texts: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(job(texts, tmp_path))
+    first, last = (checkpoint_folder(tmp_path, step) for step in checkpoint_steps(tmp_path))
+    renamed = last.rename(checkpoint_folder(tmp_path, STEPS + 5))
+    assert find_model_folder(tmp_path) == first
+    assert f"is the checkpoint of step {STEPS}, not of step {STEPS + 5}" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=f"step {STEPS}, not of step {STEPS + 5}"):
+        heddle.load(renamed)
+    shutil.rmtree(first)
+    with pytest.raises(CheckpointError, match=f"step {STEPS}, not of step {STEPS + 5}"):
+        heddle.load(tmp_path)
 
 
 def test_a_cut_last_line_of_the_log_is_written_again(texts: Corpus, tmp_path: Path, whole: Any) -> None:

@@ -81,7 +81,7 @@ def _print_table(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, 
     from rich.markup import escape
     from rich.table import Table
 
-    from heddle.lab.runs import VALIDATION_NOTE
+    from heddle.lab.runs import reading_note
 
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold")
@@ -97,7 +97,7 @@ def _print_table(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, 
     console.print(table)
     metrics = sorted({run.metric.replace("_", " ") for run in summaries})
     console.print(f"training, validation and final: {' or '.join(metrics)}")
-    console.print(VALIDATION_NOTE)
+    console.print(escape(terminal_safe(reading_note(summaries))))
 
 
 def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, Any]]) -> None:
@@ -106,7 +106,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
     from rich.markup import escape
     from rich.table import Table
 
-    from heddle.lab.runs import VALIDATION_NOTE, at_equal_tokens
+    from heddle.lab.runs import at_equal_tokens, reading_note
 
     tokens, values = at_equal_tokens(summaries)
     sizes = [run.peak_memory_bytes for run in summaries]
@@ -128,7 +128,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
         table.add_row(*(escape(terminal_safe(text)) for text in (title, *cells)))
     console = Console(highlight=False, width=WIDTH)
     console.print(table)
-    console.print(VALIDATION_NOTE)
+    console.print(escape(terminal_safe(reading_note(summaries))))
 
 
 def _number(value: float | None) -> str:

@@ -19,7 +19,6 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.progress import progress_bar
-from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
 from heddle.storage.file_io import refuse_existing
 from heddle.storage.folder import FolderContents, read_folder, tensors_sha256, write_folder
 from heddle.storage.manifest import parse_json_object
@@ -31,7 +30,7 @@ from heddle.storage.model import (
     read_config,
     read_imported_config,
 )
-from heddle.storage.run_log import first_difference
+from heddle.storage.run_log import CHECKPOINTS_FOLDER, first_difference
 from heddle.storage.tensor_file import DTYPES, LazyTensors
 from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
 

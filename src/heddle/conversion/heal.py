@@ -32,6 +32,8 @@ from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader, RowProtocol
 from heddle.errors import CheckpointError, ConfigError, DataError
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
 from heddle.parts.layout import Layout
 from heddle.progress import print_status, print_warning
 from heddle.storage.file_io import read_json_file, refuse_existing, sync_folder, write_json_file
@@ -100,6 +102,7 @@ RATE_ROWS = 16  # of the text, on which the added loss is measured
 RATE_FILE, CONVERTED_FOLDER, HEAL_FOLDER = "rate.json", "converted", "heal"  # in the work folder
 HEALING_BATCH = 8  # rows
 SAVE_EVERY = 50  # steps
+ACTIVATION_BYTES = 2**30  # of the layers, in one step
 MIDDLE_WINDOWS = 4  # held-out, after a stage that is not the last
 
 
@@ -244,12 +247,17 @@ def healing_job(
 ) -> TrainingJob:
     """Describe the healing of a converted model's folder as a training run in the folder `out`, for `train`.
 
-    corpus: the calibration's, encoded as far; rows begin as it says, or as they did in a run that `out` holds.
+    corpus: the calibration's, encoded as far; rows begin as it says, or as they did in a run that `out` holds. Layers
+    whose activations would take over ACTIVATION_BYTES are computed again in the backward pass: the same numbers.
     Warns if its text is too short to read each window once.
     """
     start = open_init_checkpoint(converted)
+    recomputes = settings.tokens_per_step * _activation_bytes(start.config) > ACTIVATION_BYTES
     if (run := out / RUN_FILE).is_file():
-        corpus = replace(corpus, rows=RowProtocol.parse(read_json_file(run)["data"]))
+        saved = read_json_file(run)
+        corpus = replace(corpus, rows=RowProtocol.parse(saved["data"]))
+        recomputes = bool(saved["settings"].get("checkpoint_activations"))
+    settings = replace(settings, checkpoint_activations=recomputes)
     if _repeats(corpus, settings):
         print_warning(
             f"healing reads {settings.steps * settings.tokens_per_step} tokens, more than the text has after "
@@ -267,6 +275,12 @@ def healing_job(
         init_checkpoint=start,
         distillation=distillation,
     )
+
+
+def _activation_bytes(config: ModelConfig) -> int:
+    """About how many bytes of activations the layers keep for a token: what their matrices read and write."""
+    matrices = [x.shape for x in build(config, device="meta").layers.parameters() if x.dim() > 1]
+    return 4 * sum(rows + columns for *_, rows, columns in matrices)
 
 
 def _repeats(corpus: Corpus, settings: Settings) -> bool:
@@ -382,8 +396,8 @@ def _adapted_rate(source: ConversionSource, job: TrainingJob, corpus: Corpus, fi
     length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
     batch = CorpusLoader(corpus.train, corpus.weights, length, RATE_ROWS, SAMPLE_SEED, eod_id, corpus.rows).batch(0)
     bits = [
-        sum(score for score, _ in bits_and_bytes(model.float(), [batch], corpus.tokenizer.byte_lengths))
-        for model in (build_model(source.weights), load(start.folder)[0])
+        sum(score for score, _ in bits_and_bytes(read().float(), [batch], corpus.tokenizer.byte_lengths))
+        for read in (lambda: build_model(source.weights), lambda: load(start.folder)[0])  # one at a time in memory
     ]
     added = (bits[1] - bits[0]) * math.log(2) / batch.targets.size
     share = rate_share(added)

@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from heddle import progress
 from heddle.data.cache import CACHE_REMEDY, DataCache, report_damage
@@ -55,6 +56,7 @@ _OPTION = re.compile(r"(?P<rest>.*),(?P<key>\w+)=(?P<value>[^,]*)", re.DOTALL)
 _BATCH_ROWS = 256  # rows read at a time
 _TEXT_ROWS = 16  # converted to text at a time: a row may be long, and stored once for many
 _MAX_STATE_BYTES = 64 * 1024 * 1024  # of the JSON that `datasets` writes beside its files
+_DICTIONARY, _BATCH = 2, 3  # kinds of IPC messages
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -178,7 +180,10 @@ def _read_parquet(path: Path, column: str) -> Iterator[Any]:
 
 
 def _read_arrow(pyarrow: Any, path: Path, column: str) -> Iterator[Any]:
-    """Read a column of an IPC file or IPC stream (`datasets` writes streams), which must be complete."""
+    """Read a column of an IPC file or IPC stream (`datasets` writes streams), which must be complete.
+
+    Raises UnreadableError for compressed batches of too many bytes before one is decompressed.
+    """
     from pyarrow import ipc
 
     with open(path, "rb") as file:
@@ -186,6 +191,10 @@ def _read_arrow(pyarrow: Any, path: Path, column: str) -> Iterator[Any]:
         file.seek(-min(8, os.fstat(file.fileno()).st_size), os.SEEK_END)
         if not is_file and file.read(8) != _STREAM_END:
             raise UnreadableError("is cut short: save the data set again")
+        try:
+            _check_ipc_batches(file, path, is_file)
+        except (struct.error, IndexError) as error:
+            raise OSError("its metadata points outside of it") from error
     open_ipc = ipc.open_file if is_file else ipc.open_stream
     with pyarrow.OSFile(str(path)) as source:
         index = _check_column(open_ipc(source).schema, column)
@@ -196,6 +205,78 @@ def _read_arrow(pyarrow: Any, path: Path, column: str) -> Iterator[Any]:
             yield from (reader.get_batch(number).column(0) for number in range(reader.num_record_batches))
         else:
             yield from (batch.column(0) for batch in reader)
+
+
+# Metadata of an Arrow IPC message is a flatbuffer (format/Message.fbs, format/File.fbs of Apache Arrow): a table begins
+# with the distance back to its vtable, which has the offset of each field, 0 for one that is absent.
+
+
+def _flat_field(data: bytes, table: int, number: int) -> int | None:
+    """Position of a table's field; None if it is absent."""
+    vtable = table - _int(data, "i", table)
+    offset = _int(data, "H", vtable + 4 + 2 * number) if 4 + 2 * number < _int(data, "H", vtable) else 0
+    return table + offset if offset else None
+
+
+def _flat_target(data: bytes, position: int | None) -> int:
+    """What the offset at a position points to, such as a table, or a vector, which begins with its count."""
+    if position is None:
+        raise IndexError
+    return position + _int(data, "I", position)
+
+
+def _int(data: bytes, form: str, position: int) -> int:
+    if position < 0:
+        raise IndexError
+    return int(struct.unpack_from("<" + form, data, position)[0])
+
+
+def _check_ipc_batches(file: BinaryIO, path: Path, is_file: bool) -> None:
+    """Raise UnreadableError if one batch or dictionary of an IPC file or stream decompresses to too many bytes."""
+    size = os.fstat(file.fileno()).st_size
+
+    def read(position: int, length: int) -> bytes:
+        if not 0 <= length <= min(size, _MAX_STATE_BYTES):
+            raise IndexError
+        file.seek(position)
+        return file.read(length)
+
+    if not is_file:
+        position = 0
+        while position < size and (end := _check_ipc_message(read, position, path)):
+            position = end
+        return
+    length = _int(read(size - 10, 4), "i", 0)
+    footer = read(size - 10 - length, length)
+    for number in (2, 3):  # dictionaries, batches: structs of 24 bytes that begin with the message's position
+        if (field := _flat_field(footer, _int(footer, "I", 0), number)) is not None:
+            vector = _flat_target(footer, field)
+            for index in range(_int(footer, "I", vector)):
+                _check_ipc_message(read, _int(footer, "q", vector + 4 + 24 * index), path)
+
+
+def _check_ipc_message(read: Callable[[int, int], bytes], position: int, path: Path) -> int | None:
+    """Return where the message at a position ends; None for the mark of the stream's end."""
+    position += 4 if read(position, 4) == _STREAM_END[:4] else 0  # messages before Arrow 0.15 have no such mark
+    if not (length := _int(read(position, 4), "i", 0)):
+        return None
+    data, body = read(position + 4, length), position + 4 + length
+    message = _int(data, "I", 0)
+    kind = _flat_field(data, message, 1)
+    if kind is not None and data[kind] in (_DICTIONARY, _BATCH):
+        batch = _flat_target(data, _flat_field(data, message, 2))
+        if data[kind] == _DICTIONARY:
+            batch = _flat_target(data, _flat_field(data, batch, 1))
+        is_compressed = _flat_field(data, batch, 3) is not None or b"experimental_compression" in data
+        buffers = _flat_field(data, batch, 2)
+        if is_compressed and buffers is not None:
+            vector = _flat_target(data, buffers)  # of structs: offset in the body, length
+            offsets = [_int(data, "q", vector + 4 + 16 * index) for index in range(_int(data, "I", vector))]
+            lengths = [_int(data, "q", vector + 12 + 16 * index) for index in range(len(offsets))]
+            pairs = zip(offsets, lengths, strict=True)  # a compressed buffer begins with its own length; −1: it is not
+            check_ratio(sum(max(_int(read(body + at, 8), "q", 0), 0) for at, length in pairs if length), path)
+    body_length = _flat_field(data, message, 3)
+    return body + (0 if body_length is None else max(_int(data, "q", body_length), 0))
 
 
 def _check_column(schema: Any, column: str) -> int:

@@ -8,9 +8,9 @@ import torch
 
 from heddle.exchange.safetensors_folder import parse_json, read_text_file
 from heddle.model.decoder import Decoder
-from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
 from heddle.storage.folder import read_folder
 from heddle.storage.model import IMPORTED_FILE, find_model_folder, load
+from heddle.storage.run_log import CHECKPOINTS_FOLDER
 from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
 
 # An imported model together with the parts of its folder that heddle does not use but an export writes again.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError, HeddleError
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.file_io import read_json_file
@@ -32,6 +33,7 @@ VALIDATION_NOTE = (
     "Validation, during training, reads a part of the held-out text; final, at the end, and a comparison's report "
     "read more of it."
 )
+BOS_FIELD = "data.bos_ids"
 MAX_POINTS = 100
 _COMPARED = ("design", "data", "settings")  # of run.json; the rest describes the machine
 
@@ -135,6 +137,17 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(item, f"{path}.{index}")
     else:
         yield path, value
+
+
+def reading_note(runs: Sequence[RunSummary]) -> str:
+    """What the losses of runs are read on, and which runs begin their sequences with BOS where not all do."""
+    named = [run.name for run in runs if run.fields.get(BOS_FIELD)]
+    if not named or len(named) == len(runs):
+        return VALIDATION_NOTE
+    return (
+        f"{VALIDATION_NOTE} Sequences of {', '.join(named)} are read {RowProtocol((0,))}; "
+        f"those of the others {RowProtocol()}: their losses are not of the same tokens."
+    )
 
 
 def at_equal_tokens(runs: Sequence[RunSummary]) -> tuple[int, list[float | None]]:

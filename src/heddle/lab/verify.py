@@ -5,20 +5,18 @@ Folders of models, checkpoints, runs, comparisons, ladders, conversions and the 
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from heddle.data.token_file import TokenFile
 from heddle.errors import CheckpointError, HeddleError, describe_path
 from heddle.exchange.gguf.file import check_seal
-from heddle.storage.checkpoints import CHECKPOINTS_FOLDER, QUARANTINE_PATTERN, STEP_PATTERN
+from heddle.storage.checkpoints import PROGRESS_FILE, QUARANTINE_PATTERN, STEP_PATTERN, check_place
 from heddle.storage.file_io import HASH_KEY, LEFTOVER_PATTERN, MAX_JSON_BYTES, list_names, read_json_file
 from heddle.storage.folder import verify_file
 from heddle.storage.lock import LOCK_FILE
 from heddle.storage.manifest import MANIFEST_FILE, LogPosition, read_manifest
-from heddle.storage.run_log import LOG_FILE, RUN_FILE, run_hash, verify_log
-from heddle.training.checkpoint import PROGRESS_FILE, parse_progress
+from heddle.storage.run_log import CHECKPOINTS_FOLDER, LOG_FILE, RUN_FILE, verify_log
 
 OK, DAMAGED, NOT_COVERED = "ok", "damaged", "not covered"
 COMPILED_FOLDER = "compiled"  # torch's own cache of kernels
@@ -101,20 +99,11 @@ def _verify_manifest_folder(folder: Path, names: list[str], only: str | None = N
             continue
         if name in records:
             outcome = _result(path, lambda: verify_file(path, records[name]))  # noqa: B023 - called at once
-            is_progress = name == PROGRESS_FILE and STEP_PATTERN.fullmatch(folder.name) is not None
-            yield _result(path, lambda: _check_place(path)) if is_progress and outcome[1] == OK else outcome  # noqa: B023
+            if name == PROGRESS_FILE and outcome[1] == OK:
+                outcome = _result(path, lambda: check_place(folder, path.read_text("utf-8", "replace")))  # noqa: B023
+            yield outcome
         elif not name.endswith(LOCK_FILE):
             yield path, NOT_COVERED, _uncovered_reason(path) or NO_HASH
-
-
-def _check_place(path: Path) -> None:
-    """Raise CheckpointError for the progress of a checkpoint under another step's name, or in another run."""
-    run = None
-    with suppress(HeddleError):  # a damaged run.json is named itself
-        run = run_hash(path.parents[2])
-    if run is not None:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        parse_progress(text, path, int(path.parent.name.rpartition("-")[2]), run)
 
 
 def _newest_log_position(checkpoints: Path) -> LogPosition | None:

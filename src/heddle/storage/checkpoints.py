@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from heddle.distributed.ranks import ONE_PROCESS, Ranks, call_on_all
 from heddle.errors import CheckpointError, HeddleError
 from heddle.storage import file_io
 from heddle.storage.folder import unlisted_files, verify_folder, write_folder
-from heddle.storage.manifest import LogPosition
+from heddle.storage.manifest import LogPosition, parse_json_object
 from heddle.storage.rank_folder import write_rank_folder
+from heddle.storage.run_log import CHECKPOINTS_FOLDER, run_hash
 
-CHECKPOINTS_FOLDER = "checkpoints"
+PROGRESS_FILE = "training.json"  # counts of the training: its step, and the run's hash
 STEP_PATTERN = re.compile(r"step-(\d{8,18})")
 QUARANTINE_PATTERN = re.compile(STEP_PATTERN.pattern + r"\.damaged-\d+")  # a renamed damaged checkpoint
 
@@ -114,12 +116,38 @@ def _steps_in(run: Path) -> list[int]:
 
 
 def latest_checkpoint(run: Path, kind: str | None = None, ranks: Ranks = ONE_PROCESS) -> LatestCheckpoint:
-    """Return the newest checkpoint of a run in which every byte verifies; `path` is None if there is none.
+    """Return the newest checkpoint of a run that is its own and in which every byte verifies; None if there is none.
 
-    Newer ones that do not verify are skipped and described in `damaged`. The caller must report them. ranks:
-    collective; each verifies a share of the files.
+    Newer ones that do not verify, or lie in the wrong place, are skipped and described in `damaged`. The caller must
+    report them. ranks: collective; each verifies a share of the files.
     """
-    return find_latest(run, lambda path: verify_folder(path, kind, ranks), ranks)
+
+    def read(path: Path) -> None:
+        check_place(path, verify_folder(path, kind, ranks).documents.get(PROGRESS_FILE))
+
+    return find_latest(run, read, ranks)
+
+
+def check_place(path: Path, progress: str | None) -> None:
+    """Raise CheckpointError for a checkpoint under another step's name, or in the folder of another run.
+
+    progress: the text of its PROGRESS_FILE; None: unknown. Earlier versions did not write the run's hash into it.
+    """
+    path = path.absolute()
+    if progress is None or (match := STEP_PATTERN.fullmatch(path.name)) is None:
+        return
+    run = None
+    with suppress(HeddleError):  # a damaged run.json is named by what reads it
+        run = run_hash(path.parent.parent) if path.parent.name == CHECKPOINTS_FOLDER else None
+    try:
+        fields = parse_json_object(progress.encode())
+    except ValueError as error:
+        raise CheckpointError(f"{path / PROGRESS_FILE}: is not valid ({error}); restore it") from error
+    step = int(match[1])
+    if (own := fields.get("step", step)) != step:
+        raise CheckpointError(f"{path}: is the checkpoint of step {own!s:.20}, not of step {step}; restore its name")
+    if run is not None and fields.get("run", run) != run:
+        raise CheckpointError(f"{path}: is a checkpoint of another run; restore this run's own")
 
 
 def find_latest(run: Path, read: Callable[[Path], object], ranks: Ranks = ONE_PROCESS) -> LatestCheckpoint:

@@ -25,11 +25,11 @@ from heddle.parts.layout import EncoderOutput
 from heddle.parts.position_table import PositionTable
 from heddle.parts.states import MixerState
 from heddle.progress import print_warning
-from heddle.storage.checkpoints import CHECKPOINTS_FOLDER, latest_checkpoint
+from heddle.storage.checkpoints import PROGRESS_FILE, STEP_PATTERN, check_place, latest_checkpoint
 from heddle.storage.folder import FolderContents, read_folder, write_folder
 from heddle.storage.manifest import parse_json_object
 from heddle.storage.rank_folder import write_rank_folder
-from heddle.storage.run_log import RUN_FILE
+from heddle.storage.run_log import CHECKPOINTS_FOLDER, RUN_FILE
 from heddle.tokenization.tokenizer import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
@@ -72,7 +72,7 @@ def load(
 def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
     """Return the folder itself if it holds a model, else the newest intact checkpoint of the run in it.
 
-    ranks: collective; each verifies a share.
+    A checkpoint must have its own step's name and lie in its own run. ranks: collective; each verifies a share.
     """
     if describe_path(folder) not in ("is a folder", "does not exist"):
         raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name a folder that heddle saved")
@@ -87,6 +87,8 @@ def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
         if newest.path is None:
             raise CheckpointError(f"{folder}: holds no checkpoint yet; train until one is saved")
         return newest.path
+    if STEP_PATTERN.fullmatch(folder.absolute().name) and folder.is_dir():
+        check_place(folder, read_folder(folder).documents.get(PROGRESS_FILE))
     return folder
 
 

@@ -18,10 +18,10 @@ from heddle.errors import CheckpointError, ConfigError, describe_path
 from heddle.model.load_config import MAX_YAML_BYTES, parse_yaml
 from heddle.progress import print_status, print_warning
 from heddle.storage import file_io
-from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
 from heddle.storage.file_io import read_json_file, remove_leftovers, write_file, write_json_file
 from heddle.storage.manifest import EMPTY_CHAIN, LogPosition, parse_json_object
 
+CHECKPOINTS_FOLDER = "checkpoints"
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 FINAL_FILE = "final.json"  # {"step": …, "final_bits_per_byte": …}, or final_accuracy
@@ -84,6 +84,8 @@ def run_hash(folder: Path) -> str | None:
     if not path.is_file():
         return None
     saved = read_json_file(path)
+    if not isinstance(saved.get("settings"), dict):
+        raise CheckpointError(f"{path}: has no settings of a run; restore the file or choose another folder")
     return hashlib.sha256(json.dumps(trunk_identity(saved), sort_keys=True).encode()).hexdigest()
 
 

@@ -125,6 +125,8 @@ def build_models(job: TrainingJob) -> BuiltModels:
     model = job.build_model().train()
     _check(job, model)
     teacher = job.build_teacher(model)
+    if teacher is not None:
+        teacher.share_frozen(model)
     forward_model = float8_copy(model) if settings.fp8 else model
     if settings.compile:
         forward_model = compiled(forward_model, whole=True) if settings.whole_graph else compiled(forward_model)

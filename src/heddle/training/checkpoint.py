@@ -15,7 +15,7 @@ from heddle.errors import CheckpointError, HeddleError
 from heddle.model.decoder import Decoder
 from heddle.model.lora import lora_tensors
 from heddle.progress import print_status, print_warning
-from heddle.storage.checkpoints import find_latest, prune_checkpoints, write_checkpoint
+from heddle.storage.checkpoints import PROGRESS_FILE, find_latest, prune_checkpoints, write_checkpoint
 from heddle.storage.folder import FolderContents, read_folder, verify_folder
 from heddle.storage.manifest import LogPosition, parse_json_object
 from heddle.storage.model import WEIGHTS_FILE, HeldRows, model_documents, model_tensors
@@ -92,7 +92,6 @@ class CheckpointSaver:
 
 
 TRAINING_TENSORS_FILE = "training.safetensors"
-PROGRESS_FILE = "training.json"
 RANDOM_STATE = "rng.cpu"
 ADAPTERS_FILE = "adapters.safetensors"  # LoRA's A and B; in the model's weights they are merged
 
@@ -233,17 +232,13 @@ def _open_log(log: RunLog, position: LogPosition, ranks: Ranks) -> str:
 
 
 def _read_progress(contents: FolderContents, step: int | None, run: str | None) -> TrainingProgress:
-    text = contents.documents.get(PROGRESS_FILE, "")
-    return parse_progress(text, contents.folder / PROGRESS_FILE, step, run)
-
-
-def parse_progress(text: str, path: Path, step: int | None, run: str | None) -> TrainingProgress:
     """Return the counts in a checkpoint of this step. Raises CheckpointError if they cannot be right.
 
     run: the `run_hash` of the run that continues; checkpoints of earlier versions do not name their run.
     """
+    path = contents.folder / PROGRESS_FILE
     try:
-        fields = parse_json_object(text.encode())
+        fields = parse_json_object(contents.documents.get(PROGRESS_FILE, "").encode())
         if fields.pop("run", run) != run:
             raise ValueError("it is a checkpoint of another run")
         if not all(type(value) is int and value >= 0 for value in fields.values()):

@@ -227,6 +227,16 @@ class Teacher:
     def __init__(self, model: Decoder, weights: LossWeights, layers: Sequence[int] = ()) -> None:
         self.model, self.weights, self.layers = model.eval().requires_grad_(False), weights, tuple(layers)
 
+    def share_frozen(self, model: Decoder) -> None:
+        """Read the weights that the model has, too, and does not train from its memory."""
+        own = dict(self.model.named_parameters())
+        for name, parameter in model.named_parameters():
+            twin = own.get(name)
+            if twin is None or parameter.requires_grad or twin.dtype != parameter.dtype:
+                continue
+            if torch.equal(twin, parameter):
+                twin.data = parameter.data
+
     @property
     def uses_head(self) -> bool:
         """Return whether gradients reach the model through its head; False if only layers are compared."""

@@ -15,12 +15,12 @@ from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.model.lora import TARGETS
 from heddle.progress import print_status
+from heddle.storage.checkpoints import PROGRESS_FILE
 from heddle.storage.file_io import read_json_file
 from heddle.storage.folder import FolderContents, read_folder, tensors_sha256
 from heddle.storage.model import CONFIG_FILE, WEIGHTS_FILE, find_model_folder, load_shards, read_config, restore_model
 from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
 from heddle.tokenization.tokenizer import BOUNDARY_TOKENS_FILE, TOKENIZER_FILE, Tokenizer
-from heddle.training.checkpoint import PROGRESS_FILE
 
 OWN_FILES = (CONFIG_FILE, TOKENIZER_FILE, BOUNDARY_TOKENS_FILE, PROGRESS_FILE)
 

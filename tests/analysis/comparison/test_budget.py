@@ -13,10 +13,12 @@ import pytest
 
 from heddle.cli.main import run_command
 from heddle.data.corpus import prepare_corpus
+from heddle.errors import ConfigError
 from heddle.lab import workers as processes
 from heddle.lab.compare import budget
 from heddle.lab.compare import run as comparison_run
-from heddle.lab.compare.budget import StepTime, TimeBudget, format_seconds, parse_duration
+from heddle.lab.compare.budget import StepTime, TimeBudget, format_seconds
+from heddle.progress import parse_duration
 from heddle.signals import Interrupted
 from heddle.storage.file_io import read_json_file, write_json_file
 from tests.analysis.comparison import reports
@@ -394,4 +396,9 @@ def test_the_estimate_is_linear_in_steps_and_seeds() -> None:
     assert step.forward(4e9) == pytest.approx(2.0)
     limit = TimeBudget(seconds=parse_duration("7m", "--budget"), started=0.0)
     assert limit.end == pytest.approx(420 - 8.4)
+    times = {"90s": 90, "1.5h": 5400, "1d": 86400, " 0.5d ": 43200}
+    assert {text: parse_duration(text, "--budget") for text in times} == times
+    for text in ("", "d", "0d", "1w", "1 d", "-1d", "1e3s", f"{'9' * 400}d"):
+        with pytest.raises(ConfigError, match=r"--budget .*such as 90s, 30m, 2h or 1d"):
+            parse_duration(text, "--budget")
     assert [format_seconds(seconds) for seconds in (4, 60, 90, 7200)] == ["4 s", "1 min", "1 min 30 s", "2.0 h"]

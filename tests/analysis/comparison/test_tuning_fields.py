@@ -107,6 +107,7 @@ def test_the_budget() -> None:
     budgets = {"0.5": ("share", 0.5), "50%": ("share", 0.5), "90s": ("seconds", 90), "10m": ("seconds", 600)}
     assert {text: parse_tuning_budget(text) for text in budgets} == budgets
     assert parse_tuning_budget("1.5h") == ("seconds", 5400)
+    assert parse_tuning_budget("1d") == ("seconds", 86400)
     for text in ("", "m", "0", "-1", "nan", "10x", "inf"):
         with pytest.raises(ConfigError, match="share"):
             parse_tuning_budget(text)

@@ -5,7 +5,6 @@ changed; the others are chosen: tokens first, then fewer seeds. No run continues
 """
 
 import math
-import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from heddle.lab.workers import describe_workers, run_tasks
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token, size
-from heddle.progress import format_duration, print_status
+from heddle.progress import format_duration, parse_duration, print_status
 from heddle.runtime import hardware
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import to_plain_json
@@ -50,7 +49,7 @@ SPEED_SHARE, RECALL_SHARE = 0.15, 0.2  # at most, where a budget chooses them
 LATE_SPEED_SHARE = 0.05  # at most, where trainings took longer than planned
 SLOW_SPEED = 1.5  # how much longer a round of speed measurements may take than planned
 DECODE_SECONDS = 0.5  # for decoding at one context length
-SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
+KERNEL_SHARE = 0.1  # at most, for building and measuring kernels, once per machine
 KEPT_SECONDS = 600.0  # for which step times hold: the load of a machine changes
 UNTIMED_FLOPS = 2e12  # training below this takes seconds, and is not worth timing
 
@@ -158,13 +157,9 @@ class TimePlan:
         return kept
 
 
-def parse_duration(text: str, option: str) -> float:
-    """Seconds of a time such as 90s, 30m or 1.5h. Raises ConfigError naming the option."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
-    seconds = float(match[1]) * SECONDS_PER_UNIT[match[2]] if match else 0.0
-    if not seconds:
-        raise ConfigError(f"{option} {text}: must be a time above 0, such as 90s, 30m or 2h")
-    return seconds
+def kernel_seconds(text: str | None) -> float | None:
+    """Seconds of a --budget in which this machine's kernels may be built and measured; None without one."""
+    return None if text is None else KERNEL_SHARE * parse_duration(text, "--budget")
 
 
 def text_seconds(budget: float) -> float:

@@ -27,7 +27,7 @@ from heddle.lab.compare.budget import (
     fit_plan,
     is_finished,
     is_worth_timing,
-    parse_duration,
+    kernel_seconds,
     text_seconds,
     time_steps,
 )
@@ -78,7 +78,7 @@ from heddle.lab.live import open_live_page
 from heddle.lab.workers import Workers
 from heddle.machine import with_worker_choices
 from heddle.notebook import html_table
-from heddle.progress import format_duration, print_status, print_text, terminal_safe
+from heddle.progress import format_duration, parse_duration, print_status, print_text, terminal_safe
 from heddle.runtime import Runtime, device_name, kind_of_device, resolve_device
 from heddle.session import ALL_NEEDS, TRAINING_NEEDS, dtype_of, open_session
 from heddle.settings import shared
@@ -221,7 +221,7 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         )
         # speed measurements have all needs; with as many threads as training, their entry replaces its own
         needs = {workers.threads or runtime.threads: TRAINING_NEEDS, plan.threads or runtime.threads: ALL_NEEDS}
-        runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, needs)
+        runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, needs, kernel_seconds(settings.budget))
         warn_of_precision(runtime, settings.precision)
         plan, time_plan, text = _plan_time(settings, plan, runtime, workers, started)
         if settings.dry_run:

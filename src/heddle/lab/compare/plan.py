@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from heddle.config import DesignError
+from heddle.data.samples import PLAIN_ROWS
 from heddle.errors import ConfigError, choices_hint
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config, parse_values
+from heddle.progress import parse_duration, print_status
 from heddle.training.optimizer import LearningRateScales, learning_rate_factors
 from heddle.training.settings import OPTIMIZERS, SCHEDULES, Settings
 from heddle.training.width_transfer import transfer_over_width
@@ -187,7 +189,6 @@ SETTINGS_NAMES = {
     "schedule": "schedule",
 }
 INTEGER_FIELDS = ("batch_size", "warmup")
-_BUDGET_UNITS = {"%": ("share", 0.01), "s": ("seconds", 1.0), "m": ("seconds", 60.0), "h": ("seconds", 3600.0)}
 WORDS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 
 
@@ -260,17 +261,18 @@ def parse_tuned_fields(assignments: Sequence[str]) -> tuple[TunedField, ...]:
 
 
 def parse_tuning_budget(text: str) -> tuple[str, float]:
-    """("share", x) of `0.5` or `50%`, ("seconds", x) of `90s`, `10m` or `2h`. Raises ConfigError for anything else."""
-    kind, factor = _BUDGET_UNITS.get(text[-1:], ("share", 1.0))
+    """("share", x) of `0.5` or `50%`, ("seconds", x) of `90s`, `10m` or `1d`. Raises ConfigError for anything else."""
+    if re.fullmatch(r"[0-9.]+[smhd]", text):
+        return "seconds", parse_duration(text, "tuning budget")
     try:
-        value = float(text[:-1] if text[-1:] in _BUDGET_UNITS else text) * factor
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
         raise ConfigError(
             f"tuning budget {text}: expected a share of the comparison's training, such as 0.5, or a time, such as 10m"
         )
-    return kind, value
+    return "share", value
 
 
 def all_candidates(fields: Sequence[TunedField]) -> list[Candidate]:
@@ -489,6 +491,11 @@ def load_entries(
                 )
             )
         entries += variant_entries
+    if folders := [source for source in sources if Path(source).is_dir()]:
+        print_status(
+            f"{', '.join(folders)}: only the design is read, and trained from random weights like all others, on "
+            f"sequences {PLAIN_ROWS}; `heddle compare loss` reads trained weights"
+        )
     return tuple(entries)
 
 

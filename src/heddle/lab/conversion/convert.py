@@ -44,7 +44,7 @@ from heddle.data.samples import RowProtocol
 from heddle.data.sources import check_sources, describe_files
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import LENGTH_FIELDS
-from heddle.lab.compare.budget import TimeBudget, parse_duration
+from heddle.lab.compare.budget import TimeBudget, kernel_seconds
 from heddle.lab.compare.results import plain
 from heddle.lab.conversion.budget import (
     CHOICE_FILE,
@@ -87,7 +87,7 @@ from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import size
-from heddle.progress import print_status, print_text, print_warning, quiet
+from heddle.progress import parse_duration, print_status, print_text, print_warning, quiet
 from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session, with_measured_choices
 from heddle.storage.file_io import read_json_file, refuse_existing, remove_folder, write_json_file
@@ -160,7 +160,9 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             return ConvertedModel(None)
         job = _ConversionJob(settings, runtime, started)
         if choices is None and not settings.dry_run:
-            job.runtime = with_measured_choices(runtime, settings.threads, TRAINING_NEEDS)
+            job.runtime = with_measured_choices(
+                runtime, settings.threads, TRAINING_NEEDS, kernel_seconds(settings.budget)
+            )
         job.prepare()
         if settings.dry_run:
             costs = job.costs()

@@ -21,8 +21,8 @@ from heddle.lab.compare.budget import (
     UNTIMED_FLOPS,
     TimeBudget,
     format_seconds,
+    kernel_seconds,
     least_budget,
-    parse_duration,
     text_seconds,
 )
 from heddle.lab.compare.plan import load_entries, shared_vocab_size, split_designs
@@ -37,7 +37,7 @@ from heddle.lab.ladder.run import PLAN_FILE, Ladder, StepTimes, ladder_seconds, 
 from heddle.lab.ladder.settings import DEFAULT_SEEDS, DEFAULT_SIZES, LadderSettings, parse_ratios, parse_sizes
 from heddle.lab.workers import default_workers, describe_workers
 from heddle.machine import with_worker_choices
-from heddle.progress import format_duration, print_status, print_text
+from heddle.progress import format_duration, parse_duration, print_status, print_text
 from heddle.runtime import Runtime
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import parse_named, shared
@@ -249,7 +249,8 @@ def _ladder(settings: LadderSettings) -> TrainedLadder:
         refuse_other_content(settings.out, PLAN_FILE)
         plan = _plan(settings, runtime)
         threads = plan.threads or default_workers(runtime.device, runtime.threads).threads or runtime.threads
-        runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, {threads: TRAINING_NEEDS})
+        seconds = kernel_seconds(settings.budget)
+        runtime = with_worker_choices(runtime, settings.out, PLAN_FILE, {threads: TRAINING_NEEDS}, seconds)
         plan, choice, until = _plan_time(settings, plan, runtime, started)
         if settings.dry_run:
             assert choice is not None

@@ -63,7 +63,7 @@ class LadderSettings(SessionSettings):
     irreducible: Annotated[str, Option("NAME", "Irreducible loss of the designs: shared or separate.")] = "shared"
     seeds: Annotated[int | None, Option("N", "Runs of each size, with random seeds 0 to N-1. [2]")] = None
     budget: Annotated[
-        str | None, Option("TIME", "Time of the whole command (30m, 12h); chooses sizes, tokens, seeds not given.")
+        str | None, Option("TIME", "Time of the whole command (30m, 12h, 1d); chooses sizes, tokens, seeds not given.")
     ] = None
     out: Annotated[Path, Option("FOLDER", "The ladder's folder; a later call may add to it.")] = Path("runs/ladder")
     dry_run: Annotated[bool, Option("", "Print sizes, tokens and the time they take; train nothing.")] = False

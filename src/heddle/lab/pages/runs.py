@@ -12,7 +12,7 @@ from heddle.errors import ConfigError
 from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, plotly_text, value_range
 from heddle.lab.pages.render import DesignStyle, design_styles, render_figures
 from heddle.lab.pages.sections import ExpertLoads, expert_cards
-from heddle.lab.runs import VALIDATION_NOTE, RunSummary, WatchedRun, smoothed
+from heddle.lab.runs import RunSummary, WatchedRun, reading_note, smoothed
 from heddle.progress import format_duration
 from heddle.storage.file_io import write_file
 
@@ -42,7 +42,7 @@ def runs_page(runs: Sequence[RunSummary], differences: Sequence[str]) -> str:
         figures,
         title=f"heddle runs: {len(runs)}",
         max_lines=MAX_LINES,
-        validation_note=VALIDATION_NOTE,
+        validation_note=reading_note(runs),
         rows=list(zip(runs, differences, strict=True)),
     )
 
