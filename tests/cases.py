@@ -124,6 +124,12 @@ CASES: dict[str, Data] = {
         layer(attention(kv_heads=2, qk_norm="per_head"), repeat=2), norm={"kind": "layer"}
     ),
     "attention-qk-layer-norm-projection": design(layer(attention(qk_norm="projection")), norm={"kind": "layer"}),
+    "attention-qk-dynamic-tanh-per-head": design(
+        layer(attention(kv_heads=2, qk_norm="per_head"), repeat=2), norm={"kind": "dynamic_tanh"}
+    ),
+    "attention-dynamic-tanh-erf": design(
+        layer(attention(qk_norm="head"), repeat=2), norm={"kind": "dynamic_tanh", "function": "erf", "alpha": 0.8}
+    ),
     "attention-norm-after-rotation": alone(kv_heads=2, qk_norm="head", norm_after_rotation=True),
     "attention-projection-norm-after-rotation": design(
         layer(attention(kv_heads=2, qk_norm="projection", norm_after_rotation=True)),

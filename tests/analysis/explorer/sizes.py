@@ -31,7 +31,7 @@ def declared_size(config: ModelConfig, tokens: int, element_bytes: int = WIDE) -
     for layer in config.distinct_layers:
         if not _add(sums, config, layer, tokens, before):
             return None
-    surroundings = {"width": config.width, "norm_weights": norm_weights(config.norm), "tokens": tokens}
+    surroundings = {"width": config.width, "tokens": tokens} | around_norms(config.norm)
     surroundings |= {"layers": before[0], "all_branches": before[1]}
     final = formulas_of(config.residual.slot, config.residual.kind)
     if final is None:
@@ -58,10 +58,10 @@ def _around_layers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def norm_weights(norm: Part) -> int:
-    """Parameters of a norm for each element."""
-    costs = _costs(norm, {"width": 1})
-    return 1 if costs is None else costs[0]
+def around_norms(norm: Part) -> dict[str, int]:
+    """Parameters of a norm: for each element, and beside them."""
+    none, one = (costs[0] if (costs := _costs(norm, {"width": width})) else width for width in (0, 1))
+    return {"norm_weights": one - none, "norm_scalars": none}
 
 
 def refused_fields(part: Part, width: int, branches: int = 2, layers: int = 1) -> list[tuple[str, str]]:
@@ -99,7 +99,7 @@ def _add(sums: list[int], config: ModelConfig, layer: DistinctLayer, tokens: int
     surroundings = {"width": config.width, "tokens": tokens, "branches": len(parts)}
     surroundings |= {"count": count, "layers_before": before[0], "branches_before": before[1]}
     before[:] = before[0] + count, before[1] + count * len(parts)
-    surroundings["norm_weights"] = norm_weights(config.norm)
+    surroundings |= around_norms(config.norm)
     for part in (*parts, config.residual):
         costs = _costs(part, surroundings)
         if costs is None:
@@ -116,7 +116,7 @@ def _costs(part: Part, surroundings: dict[str, Any]) -> tuple[int, ...] | None:
         return None
     own = getattr(part, "norm", None)
     if own is not None:
-        surroundings = surroundings | {"norm_weights": norm_weights(own)}
+        surroundings = surroundings | around_norms(own)
     sums = [0] * 5 if formulas is None else [*formulas.costs_of(values_of(part) | surroundings)]
     for each in inner:
         costs = _costs(each, surroundings)

@@ -197,6 +197,12 @@ def layer_norm(n: Quantities) -> Costs:
     return Costs(parameters=n.width * (1 - n.is_false("weight") + n.bias))
 
 
+@costs_of("norms", "dynamic_tanh")
+def dynamic_tanh(n: Quantities) -> Costs:
+    """A weight and a bias for each element, α, and the shift of `erf`."""
+    return Costs(parameters=2 * n.width + 1 + n.equals("function", "erf"))
+
+
 @costs_of("positions", "learned")
 def learned(n: Quantities) -> Costs:
     """The table."""

@@ -72,7 +72,7 @@ class Quantities:
 
     def norm(self, width: Any, heads: Any = 1) -> Any:
         """The parameters of a norm over `width` elements, or of one for each head."""
-        return self.norm_weights * width * heads
+        return (self.norm_weights * width + self.norm_scalars) * heads
 
     def refuse(self, condition: Any, *shown: Any, **witness: Any) -> None:
         """Declare that the config rejects its fields if `condition` is above 0.

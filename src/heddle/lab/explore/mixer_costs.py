@@ -137,9 +137,9 @@ def attention(n: Quantities) -> Costs:
     for is_there, fields in ((n.forget, {"forget": True}), (relative, {"relative_dim": 8, "relative_extent": 8})):
         n.refuse(is_there * (1 - n.causal), causal=False, **fields)
         n.refuse(is_there * single, window=1, **fields)
-    key_norm, query_norm = has_keys * n.norm(groups * dim), n.norm(n.heads * dim)
     norms = n.equals("qk_norm", "head") * (1 + has_keys) * n.norm(dim)
-    norms += (n.equals("qk_norm", "projection") + n.equals("qk_norm", "per_head")) * (key_norm + query_norm)
+    norms += n.equals("qk_norm", "projection") * (has_keys * n.norm(groups * dim) + n.norm(n.heads * dim))
+    norms += n.equals("qk_norm", "per_head") * (has_keys * n.norm(dim, groups) + n.norm(dim, n.heads))
     norms *= n.has("qk_norm_weight")
     pairs = n.chunked * chunk_pair_count(n) + (1 - n.chunked) * pair_count(n)
     gate = projection(n, n.width, n.heads, bias).scaled(n.equals("gate", "head"))
@@ -358,7 +358,7 @@ def mamba(n: Quantities) -> Costs:
     for field, width in (("time_step_rank", rank), ("state_size", n.state_size)):
         n.refuse(n.has("norm") * n.above(2, width), norm={"kind": "rms"}, **{field: 1})
     own = Costs(
-        parameters=hidden * (n.state_size + 2) + n.has("norm") * n.norm(rank + 2 * n.state_size),
+        parameters=hidden * (n.state_size + 2) + n.has("norm") * (n.norm(rank) + 2 * n.norm(n.state_size)),
         flops=causal_sums_flops(n.tokens, 1, hidden, (n.state_size, 1)),
         recurrent=hidden * n.state_size,
     )
@@ -386,7 +386,7 @@ def mamba2(n: Quantities) -> Costs:
     without_norm = n.equals("gated_norm", "none")
     n.refuse(without_norm * n.has("norm"), gated_norm="none", norm={"kind": "rms"})
     own = Costs(
-        parameters=3 * n.heads + (1 - without_norm) * n.norm(values),
+        parameters=3 * n.heads + (1 - without_norm) * n.norm(values / groups, groups),
         flops=causal_sums_flops(n.tokens, 1, n.heads, (n.state_size, dim)),
         recurrent=n.heads * n.state_size * dim,
     )

@@ -49,7 +49,7 @@ const innerParts = (slot, part) => kindOf(slot, part.kind).fields
   .map(field => [field.name, part[field.name]]);
 
 function costs(slot, part, around) {
-  if (part.norm) around = { ...around, norm_weights: normWeights(part.norm) };
+  if (part.norm) around = { ...around, ...aroundNorms(part.norm) };
   const formulas = FORMULAS[slot][part.kind];
   const sums = formulas ? formulas.costs(complete(slot, part, around)) : [0, 0, 0, 0, 0];
   for (const [, inner] of innerParts(slot, part)) add(sums, costs(slot, inner, around));
@@ -57,7 +57,11 @@ function costs(slot, part, around) {
 }
 
 const add = (sums, others, count = 1) => others.forEach((value, index) => { sums[index] += value * count; });
-const normWeights = norm => FORMULAS.norms[norm.kind].costs(complete("norms", norm, { width: 1 }))[0];
+// Parameters of a norm: for each element, and beside them.
+const aroundNorms = norm => {
+  const [none, one] = [0, 1].map(width => FORMULAS.norms[norm.kind].costs(complete("norms", norm, { width }))[0]);
+  return { norm_weights: one - none, norm_scalars: none };
+};
 
 // [path of a field, sentence] of everything that makes the design invalid.
 function refusals(design) {
@@ -118,7 +122,7 @@ function below(design, entries) {
 function surroundings(design, layer) {
   const all = below(design, design.layers.length), before = below(design, Math.max(0, design.layers.indexOf(layer)));
   return {
-    width: design.width, tokens: design.tokens, branches: branchesOf(layer), norm_weights: normWeights(design.norm),
+    width: design.width, tokens: design.tokens, branches: branchesOf(layer), ...aroundNorms(design.norm),
     layers: all.layers, all_branches: all.branches, count: layer.count ?? 1, layers_before: before.layers, branches_before: before.branches,
   };
 }
