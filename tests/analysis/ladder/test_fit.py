@@ -14,6 +14,7 @@ from heddle.lab.ladder.fit import (
     POWER_LAW,
     FormFits,
     SizeLosses,
+    curve_loss,
     fit_curves,
     fit_ladder,
     point_arrays,
@@ -101,6 +102,27 @@ def test_all_draws_share_the_floor_and_are_aligned() -> None:
     assert {form.form for form in fit.forms} == {POWER_LAW, PLAIN_POWER_LAW, LOG_QUADRATIC}
     alone = fit_ladder(points.losses, points.seed_deviation, share_irreducible=False)
     assert not np.array_equal(alone.draws["a"][:, 0], alone.draws["b"][:, 0])
+
+
+def steepening_losses() -> dict[str, SizeLosses]:
+    """log L = 1 − 0.17 x − 0.03 x² around 7e4, of sizes to 4e5."""
+    sizes = [1.5e4, 3.5e4, 7e4, 1.6e5, 3.7e5]
+    logs = [1 - 0.17 * x - 0.03 * x**2 for x in (math.log(size / 7e4) for size in sizes)]
+    return {"a": SizeLosses(sizes, [math.exp(log) for log in logs], [2] * 5)}
+
+
+def straight_share() -> float:
+    """Log of the predicted ratio of losses at 10 times the largest size and there, over that of the tangent there."""
+    fit = fit_ladder(steepening_losses(), 0.001)
+    there, beyond = (float(np.median(fit.losses("a", size))) for size in (3.7e5, 3.7e6))
+    slope = -0.17 - 2 * 0.03 * math.log(3.7e5 / 7e4)
+    return math.log(beyond / there) / (slope * math.log(10))
+
+
+def test_a_curve_that_bends_down_goes_on_straight_beyond_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert straight_share() == pytest.approx(1, abs=0.02)
+    calls(curve_loss, "maximum", lambda np, x, y: 0 * x)(monkeypatch)
+    assert straight_share() > 1.2  # the planted bug: it bends on
 
 
 def test_a_fit_is_deterministic() -> None:

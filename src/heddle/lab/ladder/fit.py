@@ -98,10 +98,15 @@ class SizeLosses:
     tokens: Sequence[float] = ()
 
 
-def curve_loss(coefficients: Array, x: Array | float) -> Array:
-    """L = E + exp(a + b·x + c·x²) for coefficients (E, a, b, c) [..., 4]."""
+def curve_loss(coefficients: Array, x: Array | float, last: float = math.inf) -> Array:
+    """L = E + exp(a + b·x + c·x²) for coefficients (E, a, b, c) [..., 4].
+
+    With c < 0, log L falls faster and faster, as it does for very small models; power laws with E never do. So beyond
+    `last` it goes on along its tangent there.
+    """
     floor, a, b, c = np.moveaxis(coefficients, -1, 0)
-    return np.asarray(floor + np.exp(np.clip(a + b * x + c * x**2, -500, 50)))
+    squares = c * x**2 - np.minimum(c, 0) * np.maximum(x - last, 0) ** 2
+    return np.asarray(floor + np.exp(np.clip(a + b * x + squares, -500, 50)))
 
 
 def fit_curves(points: SizeLosses, center: float, shapes: Array) -> CurveFits:
@@ -420,13 +425,15 @@ class LadderFit:
 
     center: the size at which x = log(N / center) is 0. draws: by design [draws, 4 or 6], coefficients as in `FormFit`.
     deviations: by design [draws], of a point's log loss around its curve. forms: the best curves of each form.
-    token_center: of L(N, D), the tokens at which y is 0; None for L(N).
+    largest: of the sizes; beyond it no curve of L(N) bends down. token_center: of L(N, D), the tokens at which y is 0;
+    None for L(N).
     """
 
     center: float
     draws: dict[str, Array]
     deviations: dict[str, Array]
     forms: tuple[FormFit, ...]
+    largest: float
     token_center: float | None = None
 
     def losses(self, name: str, sizes: float | Array, tokens: float | Array | None = None) -> Array:
@@ -437,7 +444,7 @@ class LadderFit:
         """The loss of a curve or surface with coefficients as in `FormFit`."""
         x = np.log(np.asarray(sizes, dtype=np.float64) / self.center)
         if self.token_center is None:
-            return curve_loss(coefficients, x)
+            return curve_loss(coefficients, x, math.log(self.largest / self.center))
         assert tokens is not None, "L(N, D) needs tokens"
         return surface_loss(coefficients, x, np.log(np.asarray(tokens, dtype=np.float64) / self.token_center))
 
@@ -489,6 +496,7 @@ def fit_ladder(
         draws={name: each for draws, _, _ in fits for name, each in draws.items()},
         deviations={name: each for draws, each, _ in fits for name in draws},
         forms=tuple(form for _, _, forms in fits for form in forms),
+        largest=max(size for each in points.values() for size in each.sizes),
         token_center=token_center,
     )
 

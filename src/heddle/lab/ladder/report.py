@@ -14,7 +14,7 @@ from heddle import __version__
 from heddle.errors import ConfigError, DataError
 from heddle.lab.compare.statistics import t_quantile
 from heddle.lab.compare.tables import NO_VALUE, TextTable, format_bits, format_number, format_percent, join_names
-from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, LadderFit, SizeLosses, too_few_points
+from heddle.lab.ladder.fit import LOG_QUADRATIC, MAX_EXTRAPOLATION, LadderFit, SizeLosses, too_few_points
 from heddle.lab.ladder.plan import Rung, equal_rungs
 from heddle.lab.ladder.predictions import (
     CONFIDENCE,
@@ -470,6 +470,12 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
             f"The points lie {misfit / deviation:.0f} times as far from the curve as seed variance explains: "
             "sizes differ in more than size, for example in how well the learning rate suits them."
         )
+    if steepening := [] if fit is None else _steepening(fit):
+        sentences.append(
+            f"The loss of {join_names(steepening)} falls faster from size to size, which is usual only for very small "
+            "models. Beyond the largest size the curves go on straight, and the loss may be higher than predicted; "
+            "train larger sizes."
+        )
     if report.law == "L(N, D)":
         ratio = format_number(report.tokens_per_parameter)
         sentences.append(f"Costs of equal loss and crossings compare designs at {ratio} tokens per parameter.")
@@ -479,6 +485,16 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
         f"width^−{exponent:g}; a design with a best rate that scales differently is at a disadvantage at some sizes."
     )
     return sentences
+
+
+def _steepening(fit: FitResult) -> list[str]:
+    """The designs of which log L bends down with log N in the likeliest form of L(N)."""
+    names = []
+    for form in fit.forms:
+        rivals = [other.weight for other in fit.forms if other.coefficients.keys() & form.coefficients.keys()]
+        if form.form == LOG_QUADRATIC and form.weight == max(rivals):
+            names += [name for name, coefficients in form.coefficients.items() if coefficients[3] < 0]
+    return names
 
 
 # Rows and columns that the terminal and the page of a ladder share: rungs, predictions, fits, the self-test.
