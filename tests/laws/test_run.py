@@ -48,7 +48,7 @@ def test_a_result_is_known_before_the_next_law_is_checked(monkeypatch: pytest.Mo
 def test_each_law_gets_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["gradient_accumulation", "batch_invariance"]  # the first turns dropout on
     assert [result.passed for result in run(case("attention-dropout"), names)] == [True, True]
-    calls(harness.model_under_test, "deepcopy", lambda copy, model: model)(monkeypatch)
+    calls(harness.model_under_test, "deepcopy", lambda copy, model, memo: model)(monkeypatch)
     assert [result.passed for result in run(case("attention-dropout"), names)] == [True, False]
 
 

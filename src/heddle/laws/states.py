@@ -349,11 +349,14 @@ def chunked_ragged_batch(config: ModelConfig) -> None:
         "padded between": Layout(torch.where(holes > 0, holes.cumsum(1) - 1, -1)),
         "of packed documents": Layout.packed([[4, 5], [1, 8], [3, 3, 3]]),
     }
-    tokens = random_tokens(config, 3, 9)
-    for name, layout in layouts.items():
-        is_token = (layout.positions >= 0)[..., None]
+    few, many = (([9], 9), ([6, 3], None)), (([1] * 9, None), ([1, 3, 1, 4], 9))
+    tensors = [(layout.positions, layout.dense_segment_ids) for layout in layouts.values()]
+    together = Layout(*(torch.cat(column) for column in zip(*tensors, strict=True)))
+    runs = [*((*item, few) for item in layouts.items()), ("of all these kinds", together, many)]
+    for name, layout, chunkings in runs:
+        tokens, is_token = random_tokens(config, layout.positions.shape[0], 9), (layout.positions >= 0)[..., None]
         full = forward_no_grad(model, tokens, layout) * is_token
-        for sizes, cache_length in (([9], 9), ([1] * 9, None), ([1, 3, 1, 4], 9), ([6, 3], None)):
+        for sizes, cache_length in chunkings:
             hidden, _ = forward_in_chunks(model, tokens, sizes, cache_length, layout)
             assert_close(
                 torch.where(is_token, hidden, 0.0), full, f"rows {name} in chunks {sizes}, cache_length {cache_length}"

@@ -1,6 +1,7 @@
 """Training, multi-token modules, and building: dropout, gradients, and what defines a model."""
 
 import json
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, TypeVar, get_type_hints
 
@@ -125,29 +126,40 @@ def finite_differences(config: ModelConfig) -> None:
     model, tokens = model_under_test(config), random_tokens(config, 2, 7)
     grads = gradients(model, probe_loss(forward(model, tokens)))
     generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if name not in grads:  # not trained by gradients
-            continue
-        direction = normal_tensor(parameter.shape, generator)
-        predicted = float((grads[name] * direction).sum())
-        for step in (1e-6, 1e-7, 1e-8):  # where the loss is curved, a smaller step confirms a right gradient
-            measured = _slope(model, tokens, parameter, step * direction) / step
-            if abs(measured - predicted) <= 1e-5 * max(1.0, abs(measured)):
-                break
-        else:
+    trained = {name: parameter for name, parameter in model.named_parameters() if name in grads}
+    directions = {name: normal_tensor(parameter.shape, generator) for name, parameter in trained.items()}
+    slopes = {name: float((grads[name] * direction).sum()) for name, direction in directions.items()}
+
+    def otherwise(names: Iterable[str], tolerance: float) -> float | None:
+        """The measured slope if it differs from the predicted one."""
+        measured, predicted = 0.0, sum(slopes[name] for name in names)
+        for step in (1e-7, 1e-6, 1e-8):  # where the loss is curved, a smaller step confirms a right gradient
+            measured = _slope(model, tokens, [(trained[name], step * directions[name]) for name in names]) / step
+            if abs(measured - predicted) <= tolerance * max(1.0, abs(measured)):
+                return None
+        return measured
+
+    # All at once, a thousand times closer, as one parameter is a share of the sum; where they differ, each alone.
+    if otherwise(trained, 1e-8) is None:
+        return
+    for name in trained:
+        measured = otherwise([name], 1e-5)
+        if measured is not None:
             raise LawViolation(
-                f"{name}: a small step changes the loss by {measured:.6g}; its gradient predicts {predicted:.6g}"
+                f"{name}: a small step changes the loss by {measured:.6g}; its gradient predicts {slopes[name]:.6g}"
             )
 
 
 @torch.no_grad()
-def _slope(model: Decoder, tokens: torch.Tensor, parameter: torch.Tensor, step: torch.Tensor) -> float:
-    """Half the difference of the losses after a step forward and one back."""
-    before, losses = parameter.clone(), []
+def _slope(model: Decoder, tokens: torch.Tensor, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Half the difference of the losses after a step of these parameters forward and one back."""
+    before, losses = [parameter.clone() for parameter, _ in steps], []
     for sign in (1, -1):
-        parameter.copy_(before + sign * step)
+        for (parameter, step), value in zip(steps, before, strict=True):
+            parameter.copy_(value + sign * step)
         losses.append(float(probe_loss(forward(model, tokens))))
-    parameter.copy_(before)
+    for (parameter, _), value in zip(steps, before, strict=True):
+        parameter.copy_(value)
     return (losses[0] - losses[1]) / 2
 
 
