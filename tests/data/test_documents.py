@@ -265,6 +265,7 @@ def test_what_a_name_hides_is_named(name: str, tmp_path: Path) -> None:
         "bzip2": bz2.compress(FINE[0]),
         "xz": lzma.compress(FINE[0]),
         "zip": b"PK\x03\x04aaa",
+        "tar": b"a.txt".ljust(257, b"\0") + b"ustar\0" + bytes(249),
         "UTF-16": FINE[0].decode().encode("utf-16"),
     }
     for what, content in contents.items():
@@ -277,6 +278,21 @@ def test_what_a_name_hides_is_named(name: str, tmp_path: Path) -> None:
 def test_other_json_is_text_like_any_source(content: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content)
     assert list(read_documents(tmp_path / "a.json")) == [content]
+
+
+@pytest.mark.parametrize("start", ['{"data": ', '{"version": "1.1", "n": 2, "rows": '])
+def test_records_in_a_field_of_an_object_are_not_read_as_text(start: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(start + '[{"id": 1, "text": "one"}]}')
+    with pytest.raises(UnreadableError, match=r'field "(data|rows)"'):
+        list(read_documents(tmp_path / "a.json"))
+    (tmp_path / "a.json").write_text(content := start + '[{"id": 1}], "text": 1}')  # such as settings of a program
+    assert list(read_documents(tmp_path / "a.json", "body")) == [content]
+
+
+def test_a_compressed_tar_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\0" + bytes(249)))
+    with pytest.raises(UnreadableError, match="tar archive"):
+        list(read_documents(tmp_path / "a.tar.gz"))
 
 
 def test_other_fields_are_said_with_how_to_name_them(tmp_path: Path) -> None:

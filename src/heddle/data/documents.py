@@ -29,6 +29,7 @@ MAX_BYTES_OF_ANY_RATIO = 64 * 1024 * 1024
 MAX_RATIO = 100
 MAX_XZ_MEMORY = 256 * 1024 * 1024  # for the dictionary of an .xz file, whose size its header sets
 _BLOCK_BYTES = 1024 * 1024
+_TAR_BYTES = 262  # of a tar archive's header, up to the end of its mark
 # What files begin with that are named as text, and are not: what they are, and the remedy.
 _OTHER_FORMATS = (
     (b"\x1f\x8b", "compressed by gzip", "end its name in .gz"),
@@ -84,10 +85,11 @@ def open_text(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as file:
             if suffix not in COMPRESSED_SUFFIXES:
-                head = file.read(8)
+                head = file.read(_TAR_BYTES)
                 for begin, what, remedy in _OTHER_FORMATS:
                     if head.startswith(begin):
                         raise UnreadableError(f"is {what}: {remedy}")
+                _refuse_tar(head)
                 file.seek(0)
                 yield file
                 return
@@ -182,6 +184,12 @@ _CONTROL_BYTES = frozenset({*range(32), 127}) - frozenset(
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ARRAY_OF_OBJECTS = re.compile(rb'\[\s*+(?:(?:null|true|false|[-+.\deE]++|"(?:[^"\\]|\\.)*+")\s*+,\s*+)*+\{', re.DOTALL)
 _RECORD_LINES = 16  # of a .json file, which decide whether it holds one record a line
+# An object whose first field that is no plain value holds an array of objects: {"version": 1, "data": [{
+_WRAPPED_ARRAY = re.compile(
+    rb'\{\s*+(?:"[^"\\]*+"\s*+:\s*+(?:null|true|false|[-+.\deE]++|"(?:[^"\\]|\\.)*+")\s*+,\s*+)*+'
+    rb'"(?P<name>[^"\\]*+)"\s*+:\s*+\[\s*+\{',
+    re.DOTALL,
+)
 _GAP = re.compile(r"[ \t\r\n,]*")
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # how "surrogateescape" keeps a byte that is not UTF-8
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
@@ -211,10 +219,25 @@ def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | No
         rest = _Continued(first, file)
         kind = _records_of(first) if suffix == ".json" else None
         if kind is None:
+            if suffix == ".json":
+                _refuse_wrapped_records(first, field)
             yield from _text_documents(first, file)
         else:
             records = _parsed_lines(rest) if kind == "lines" else _parsed_array(rest)
             yield from _json_documents(records, field, path, skipped)
+
+
+def _refuse_tar(first: bytes) -> None:
+    if first[257:262] == b"ustar":
+        raise UnreadableError("is a tar archive: give the files in it")
+
+
+def _refuse_wrapped_records(first: bytes, field: str) -> None:
+    """Raise UnreadableError for one object around an array of records with this field: its marks are no text."""
+    found = _WRAPPED_ARRAY.match(first.removeprefix(_BYTE_ORDER_MARK).lstrip())
+    if found and re.search(rb'"%s"\s*:' % re.escape(json.dumps(field)[1:-1].encode()), found.string[found.end() :]):
+        name = printable(found["name"].decode("utf-8", "replace"))
+        raise UnreadableError(f'has its records in a field "{name}": write that array alone, or a record on each line')
 
 
 def looks_like_text(path: Path) -> bool:
@@ -300,6 +323,7 @@ def _cut_point(window: bytes) -> int:
 
 
 def _text_documents(first: bytes, file: BinaryIO) -> Iterator[str]:
+    _refuse_tar(first)
     null_offset = first.find(b"\0", 0, _BINARY_CHECK_BYTES)
     if null_offset >= 0:
         raise UnreadableError(f"looks binary (byte 0 at offset {null_offset}): give UTF-8 text")

@@ -150,3 +150,8 @@ def test_characters_that_reorder_text_are_shown_by_their_numbers(character: str)
     assert f"<p>good{number}gnp.exe</p>" in shown
     assert json.loads(shown.partition("</p>")[2]) == {"a": f"good{number}gnp.exe"}
     assert "\u200f" in environment().from_string("{{ name }}").render(name="\u200f")  # right-to-left text needs it
+
+
+def test_no_line_ends_at_plus_minus() -> None:
+    shown = environment().from_string("<p>{{ sentence }}</p>").render(sentence="adds 0.012 ± 0.003 bits")
+    assert "0.012 ±\u00a00.003 bits" in shown

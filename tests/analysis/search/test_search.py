@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -292,6 +293,23 @@ def test_options_of_a_search(workspace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for words in (["--search", GOAL, "--to", "kv_heads=1"], ["--to", "kv_heads=1", "--keep", "0"]):
         assert run_command(command(workspace, out, *words)) == 2
+
+
+def test_a_dry_run_says_what_a_search_tries_and_how_long_it_takes(
+    workspace: Path, finished: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run_command(searched(workspace, out, "--dry-run")) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for target in finished.targets:
+        layers = sum(item.target == target for item in finished.items)
+        assert f"{target} in {layers} layers" in printed
+    assert re.search(r"about \d+ s, without healing and report. Nothing was written.", printed)
+    assert run_command(searched(workspace, out, "--dry-run", "--json")) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert sum(plan["replacements"].values()) == len(finished.items)
+    assert plan["seconds"] > 0
+    assert not list(tmp_path.iterdir())
 
 
 # Goals that whole models are measured for.

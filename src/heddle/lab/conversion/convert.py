@@ -3,11 +3,13 @@
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +89,7 @@ from heddle.machine import recorded_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import size
-from heddle.progress import parse_duration, print_status, print_text, print_warning, quiet
+from heddle.progress import format_duration, parse_duration, print_status, print_text, print_warning, quiet
 from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session, with_measured_choices
 from heddle.storage.file_io import read_json_file, refuse_existing, remove_folder, write_json_file
@@ -99,6 +101,7 @@ from heddle.training.settings import Settings
 
 if TYPE_CHECKING:
     from heddle.lab.search.goals import Goal
+    from heddle.lab.search.search import Search
 
 SEARCH_FOLDER = "search"  # in the work folder
 BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
@@ -164,6 +167,9 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
                 runtime, settings.threads, TRAINING_NEEDS, kernel_seconds(settings.budget)
             )
         job.prepare()
+        if settings.dry_run and job.goals:
+            job.plan_search()
+            return ConvertedModel(None)
         if settings.dry_run:
             costs = job.costs()
             print_costs(costs, settings.json)
@@ -426,21 +432,39 @@ class _ConversionJob:
         """The one conversion that was asked for, or that a search chooses, and the baselines that are healed too."""
         if not self.goals:
             return Conversion(self.source, self.variants[0].rewrites, self.text), None, {}
+        search = self._search(partial_folder(out) / SEARCH_FOLDER)
+        conversion, results = search.run()
+        baselines = search.baselines(results) if self.settings.heal_baselines else {}
+        named = {SEARCH: conversion, **baselines}
+        self.variants = tuple(ConversionVariant(name, "layerwise", each.rewrites) for name, each in named.items())
+        return conversion, results, baselines
+
+    def _search(self, folder: Path) -> "Search":
         from heddle.lab.search.search import Search, SearchInput
 
         assert self.text is not None
         assert self.corpus is not None
-        settings, folder = self.settings, partial_folder(out) / SEARCH_FOLDER
         given = SearchInput(
-            self.source, self.text, self.goals, settings.only, self.kept, settings.sequence_length, folder, self.corpus,
-            self.budget, self.second,
+            self.source, self.text, self.goals, self.settings.only, self.kept, self.settings.sequence_length, folder,
+            self.corpus, self.budget, self.second,
         )  # fmt: skip
-        search = Search(given)
-        conversion, results = search.run()
-        baselines = search.baselines(results) if settings.heal_baselines else {}
-        named = {SEARCH: conversion, **baselines}
-        self.variants = tuple(ConversionVariant(name, "layerwise", each.rewrites) for name, each in named.items())
-        return conversion, results, baselines
+        return Search(given)
+
+    def plan_search(self) -> None:
+        """Print what a search would try, and about how long it takes; nothing is kept."""
+        with TemporaryDirectory() as folder:
+            search = self._search(Path(folder))
+            seconds = search.estimate()
+        counts = Counter(item.target for item in search.items)
+        if self.settings.json:
+            print_text(
+                json.dumps({"replacements": counts, "left_out": search.replacements.left_out, "seconds": seconds})
+            )
+            return
+        tried = ", ".join(f"{target} in {count} layers" for target, count in counts.items())
+        print_text(
+            f"would try {tried}: about {format_duration(seconds)}, without healing and report. Nothing was written."
+        )
 
     def _write(self, plan: HealingPlan, conversion: Conversion, folder: Path) -> None:
         """Write one converted model, healed if it is to be."""
@@ -510,8 +534,8 @@ def _check(settings: ConvertSettings) -> None:
         raise ConfigError("--report-tokens 0: a comparison needs a report; give more, or one target with --to")
     if settings.model is None:
         raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
-    if settings.search and (settings.to or settings.sweep or settings.method or settings.dry_run):
-        raise ConfigError("--search: chooses the conversion itself; leave out --to, --sweep, --method and --dry-run")
+    if settings.search and (settings.to or settings.sweep or settings.method):
+        raise ConfigError("--search: chooses the conversion itself; leave out --to, --sweep and --method")
     if not settings.search and (settings.only or settings.keep or settings.second_data):
         raise ConfigError("--only, --keep and --second-data: have no effect without --search; give a goal")
     if not settings.to and not settings.sweep and not settings.search:

@@ -366,8 +366,11 @@ class Search(Plan):
         by_row[broken], gram[broken], gram[:, broken] = WORST_KL, 0.0, 0.0
         return by_row, self._table(by_row.mean(1), gram)
 
-    def _fit(self) -> None:
-        """Fit all replacements, after the time of the first ones of each target has been told."""
+    def estimate(self) -> float:
+        """Print and return about how many seconds the search takes, after fitting the first replacement of each target.
+
+        Raises ConfigError if the budget leaves less.
+        """
         left, folder = 0.0, self.given.folder
         for target in self.targets:
             own = [item for item in self.items if item.target == target and not (folder / item.file_name).is_file()]
@@ -400,6 +403,11 @@ class Search(Plan):
                 f"--budget: leaves {given}, and the search takes about {takes} more; give more time, fewer "
                 "alternatives with --only, or fewer --calibration-tokens; what was fitted is kept"
             )
+        return left
+
+    def _fit(self) -> None:
+        self.estimate()
+        folder = self.given.folder
         with progress_bar("fitting", len(self.items), "replacements") as bar:
             for _ in self.replacements.fit_all(folder):
                 bar.advance(1)
