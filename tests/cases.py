@@ -752,6 +752,7 @@ CASES |= {
         layer(
             {
                 "kind": "rg_lru", "heads": 5, "hidden": 15, "conv_kernel": 2, "activation": "silu", "bias": False,
+                "short_convolution": convolution("input"),
             },
             repeat=2,
         )
