@@ -300,6 +300,7 @@ CASES: dict[str, Data] = {
     "latent-no-rope": design(layer(latent(None), repeat=2)),
     "latent-shared-unturned": design(layer(latent(None, rope_dim=3, heads=1, bias=True), repeat=2)),
     "latent-no-norms": design(layer(latent(query_rank=11, kv_norm="none", query_norm="none"), repeat=2)),
+    "latent-norm-eps": design(layer(latent(query_rank=11, norm_eps=0.05)), layer(latent(norm_eps=0.3), None)),
     "latent-bias-scale": design(layer(latent(query_rank=6, bias=True, scale=0.4), repeat=2), norm={"kind": "layer"}),
     "latent-yarn": design(layer(latent(YARN, rope_dim=8), repeat=2)),
     "latent-hybrid": design(layer(latent()), layer(attention(kv_heads=2, window=3)), layer(latent(kv_rank=5))),
@@ -757,6 +758,7 @@ CASES |= {
         layer(
             {
                 "kind": "rg_lru", "heads": 5, "hidden": 15, "conv_kernel": 2, "activation": "silu", "bias": False,
+                "short_convolution": convolution("input"),
             },
             repeat=2,
         )

@@ -349,6 +349,14 @@ OF_YOUTU: Fields = {
 OF_GLM_LITE: Fields = OF_YOUTU | {name: OF_SOLAR[name] for name in OF_SOLAR}
 INDEXER: Fields = {"index_topk": 6, "index_n_heads": 9, "index_head_dim": 10, "first_k_dense_replace": 1}
 
+INDEXED = "indexed_attention"
+GLM5_NEXT: Fields = {
+    **BASE, "num_key_value_heads": 6, "num_hidden_layers": 4, "head_dim": 0, "n_routed_experts": 12,
+    "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 3, "topk_group": 2,
+    "q_lora_rank": 21, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "v_head_dim": 8, "attention_bias": True,
+    "index_topk": 12, "index_kpool": 3, "index_n_heads": 7, "index_head_dim": 10, "linear_num_heads": 3,
+    "linear_head_dim": 10, "swiglu_limit": 1.1, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+}  # fmt: skip
 OF_K_EXAONE: Fields = {
     **{name: SIGMOID[name] for name in ("num_experts_per_tok", "moe_intermediate_size", *GROUPS)},
     "num_experts": 16, "num_shared_experts": 2, "sliding_window": 7,
@@ -2030,6 +2038,30 @@ CASES: dict[str, Case] = {
         inexact=frozenset({"alpha-tied-biases"}),  # frequencies of another base are the product of two powers
         exact=True,
         narrow=True,
+    ),
+    "glm5_next_text": Case(  # with biases, as glm_moe_dsa
+        {
+            "plain": {},
+            "shared-tied-unbounded": {
+                "layer_types": ["linear_attention", INDEXED, INDEXED, "linear_attention"],
+                "indexer_types": ["full", "full", "shared", "full"],
+                "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+                "tie_word_embeddings": True,
+                "linear_lower_bound": None,
+                "linear_conv_kernel_dim": 2,
+                "hc_mult": 3,
+                "hc_sinkhorn_iters": 4,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 0.75,
+                "index_kpool": 2,
+                "index_topk": 8,
+                "rms_norm_eps": 1e-3,
+            },
+        },
+        inert=frozenset({"output_router_logits", "router_aux_loss_coef", "qk_head_dim"}),
+        base=GLM5_NEXT,
+        refused=frozenset({"num_attention_heads", "num_key_value_heads"}),  # they must be equal
+        fixed=frozenset({"head_dim", "qk_rope_head_dim", "index_kpool_always_select_tail", "output_router_logits"}),
     ),
     "deepseek_v4": Case(
         {

@@ -29,8 +29,10 @@ from tests.exchange.cases import BASE, CASES, FULL, Fields
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, GenerationMixin
+    from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.models.emu3 import Emu3ForCausalLM, Emu3TextConfig
+    from transformers.models.glm5_next import Glm5NextTextConfig, modeling_glm5_next
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -38,6 +40,28 @@ with warnings.catch_warnings():
 
 # The automatic class knows it by the config of the whole model alone.
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
+
+
+class Glm5NextForCausalLM(modeling_glm5_next.Glm5NextPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """The text model with a head, for which transformers has a class only beside an encoder of images."""
+
+    config_class = Glm5NextTextConfig
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - as transformers writes it
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = modeling_glm5_next.Glm5NextTextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        outputs = self.model(input_ids, attention_mask, **options)
+        return CausalLMOutputWithPast(
+            logits=self.lm_head(outputs.last_hidden_state), past_key_values=outputs.past_key_values
+        )
+
+
+AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextForCausalLM, exist_ok=True)
 VOCABULARY = BASE["vocab_size"]
 FOLDERS = tempfile.TemporaryDirectory(prefix="heddle-exchange-")  # of all models, gone when the tests end
 # Their faster experts refuse rows that are not whole multiples of 16 bytes; in older versions their faster attention

@@ -59,6 +59,7 @@ SEEING = [
     ("minimax_m3_vl", "minimax_m3_vl_text", M3),
     (HEARS, "qwen3", MOSS),
     ("emu3", "emu3_text_model", EMU3),
+    ("glm5_next", "glm5_next_text", {name: value for name, value in QWEN_VISION.items() if "num_pos" not in name}),
 ]
 
 

@@ -32,6 +32,7 @@ TEXT_MODELS = {
     "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
+    "glm5_next": ("glm5_next_text",),
     "minimax_m3_vl": ("minimax_m3_vl_text",),
     "got_ocr2": ("qwen2",),
     "fuyu": ("persimmon",),
@@ -46,7 +47,7 @@ IMAGE_FIELDS = frozenset(
     audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id
     vision_soft_tokens_per_image video_token_index projector_hidden_size image_seq_length image_size patch_size
     num_channels merged_hidden_size projector_bias audio_merge_size audio_chunk_size vq_config
-    vocabulary_map
+    vocabulary_map image_start_token_id image_end_token_id video_start_token_id video_end_token_id
     """.split()  # noqa: SIM905
 )
 IMAGE_TENSORS = (

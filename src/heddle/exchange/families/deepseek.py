@@ -261,7 +261,9 @@ def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
 def map_attention(weights: WeightMap, hf: str, heddle: str, heads: int, names: Mapping[str, str] = LATENTS) -> None:
     """The projections of latent attention; those to keys and to values are one tensor, interleaved by head."""
     weights.add_modules(hf, heddle, names)
-    weights.add_module(f"{hf}.kv_a_proj_with_mqa", f"{heddle}.kv_down", f"{heddle}.k_rope")
+    latents = [f"{heddle}.kv_down", f"{heddle}.k_rope"]
+    rotated = 2 if f"{heddle}.k_rope.weight" in weights.shapes else 1
+    weights.add_module(f"{hf}.kv_a_proj_with_mqa", *latents[:rotated])
     weights.add_module(f"{hf}.kv_b_proj", f"{heddle}.k_up", f"{heddle}.v_up", transform=interleaved_by_group(heads))
 
 
@@ -425,7 +427,7 @@ def read_dsa(config: ConfigReader) -> dict[str, Any]:
     config.expect("indexer_rope_interleave", True, None)
     indexer = {"rope_layout": "interleaved"}
     design = read_indexed_design(config, 1e-5, query_rank=2048, heads=32, indexer=indexer)
-    types = _layer_types.read_kinds(config, "indexer_types", _usual(config), (OWN, SHARED))
+    types = _layer_types.read_kinds(config, "indexer_types", usual_indexers(config), (OWN, SHARED))
     layers = [{**layer, "repeat": 1} for layer in design["layers"] for _ in range(layer["repeat"])]
     for layer, kind in zip(layers, types, strict=True):
         if kind == SHARED:
@@ -434,7 +436,7 @@ def read_dsa(config: ConfigReader) -> dict[str, Any]:
     return design | {"layers": _layer_types.merge_repeats(layers)}
 
 
-def _usual(config: ConfigReader) -> list[str]:
+def usual_indexers(config: ConfigReader) -> list[str]:
     """The types where `indexer_types` is absent: a pattern of F and S, or every `index_topk_freq`-th after some."""
     depth, pattern = _layer_types.read_depth(config), config.optional("index_topk_pattern")
     every, first = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)

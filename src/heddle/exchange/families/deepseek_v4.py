@@ -199,7 +199,7 @@ def transposed_mix(streams: int) -> TensorTransform:
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """The published names, and those that transformers writes."""
     _common.map_embedding_and_head(design, weights, "embed", "norm", "head")
-    _map_streams(weights, "hc_head", "final_norm.maps")
+    map_streams(weights, "hc_head", "final_norm.maps")
     for hf, heddle, _ in _common.named_layers(design, prefix="layers"):
         weights.add_modules(f"{hf}.attn", f"{heddle}.mixer", ATTENTION_NAMES)
         for name, own in PLACES.items():
@@ -208,12 +208,12 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
         _map_feedforward(weights, f"{hf}.ffn", f"{heddle}.feedforward")
         for branch, own in (("attn", "mixer"), ("ffn", "feedforward")):
             weights.add_module(f"{hf}.{branch}_norm", f"{heddle}.residual.norms.{own}")
-            _map_streams(weights, f"{hf}.hc_{branch}", f"{heddle}.residual.maps.{own}", design.residual)
+            map_streams(weights, f"{hf}.hc_{branch}", f"{heddle}.residual.maps.{own}", design.residual)
     for name in list(weights.rules):
         weights.add_renamed(RENAMED.get(name, f"model.{name}"), name)
 
 
-def _map_streams(weights: WeightMap, hf: str, heddle: str, residual: Any = None) -> None:
+def map_streams(weights: WeightMap, hf: str, heddle: str, residual: Any = None) -> None:
     """The maps of one branch, or those of the end."""
     streams = residual.streams if isinstance(residual, HyperConnectionsConfig) and residual.mixing else None
     options = {} if streams is None else {"transform": transposed_mix(streams)}

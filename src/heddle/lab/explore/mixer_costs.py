@@ -202,6 +202,8 @@ def latent_attention(n: Quantities) -> Costs:
     n.refuse(n.above(n.kv_rank, n.width), n.kv_rank, kv_rank=700)
     n.refuse(n.above(n.query_rank, n.width), n.query_rank, query_rank=700)
     n.refuse(n.has("query_norm") * (1 - queries), query_norm="rms")
+    normless = n.equals("kv_norm", "none") * (1 - queries * (1 - n.equals("query_norm", "none")))
+    n.refuse(n.has("norm_eps") * normless, norm_eps=1e-5, kv_norm="none")
     n.refuse(rotates * (1 - n.has("rope_dim")), rope_dim=None, **rotary)
     n.refuse(rotates * n.remainder(n.rope_dim, 2), rope_dim=5, **rotary)
     check_rotation(n, n.rope_dim)

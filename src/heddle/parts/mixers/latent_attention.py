@@ -34,8 +34,7 @@ from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
 from heddle.parts.states import KVCache, StateSpec
 
-# With DeepSeek's epsilon, not the model's.
-LATENT_NORM = {"kind": "rms", "eps": 1e-6}
+LATENT_EPS = 1e-6  # DeepSeek's, not the model's
 
 LatentNorm = Literal["rms", "none"]
 
@@ -44,7 +43,7 @@ class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("mla",)
-    later_fields = ("indexer", "shared_index", "gate")
+    later_fields = ("indexer", "shared_index", "gate", "norm_eps")
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
     query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
@@ -53,6 +52,7 @@ class LatentAttentionConfig(MixerConfig):
     value_dim: Width | None = None  # default: nope_dim
     kv_norm: LatentNorm | None = None  # default: rms
     query_norm: LatentNorm | None = None  # default: rms
+    norm_eps: PositiveFloat | None = None  # of both norms; default: 1e-6
     scale: PositiveFloat | None = None  # default: 1 / sqrt(nope_dim + rope_dim); YaRN multiplies either
     bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
     query_bias: bool | None = None  # of the projection to query heads, from x or from their latent; default: none
@@ -73,6 +73,9 @@ class LatentAttentionConfig(MixerConfig):
             refuse(
                 "query_norm", "normalizes the latent of queries, but there is none; give query_rank, or leave it out"
             )
+        queries = None if self.query_rank is None else self.query_norm or "rms"
+        if self.norm_eps is not None and self.kv_norm == "none" and queries in (None, "none"):
+            refuse("norm_eps", "is of the norms of latents, but there are none; leave it out")
         return self
 
     def resolved(self, context: BuildContext) -> Self:
@@ -82,6 +85,7 @@ class LatentAttentionConfig(MixerConfig):
             value_dim=self.value_dim or self.nope_dim,
             kv_norm=self.kv_norm or "rms",
             query_norm=None if self.query_rank is None else self.query_norm or "rms",
+            norm_eps=None if self.norm_eps == LATENT_EPS else self.norm_eps,
             scale=self.scale or head_dim**-0.5,
             query_bias=self.query_bias or None,
             position=self.position if self.position is None or rope_dim is None else self.position.resolved(rope_dim),
@@ -146,10 +150,10 @@ class LatentAttention(Mixer):
         query_bias = bool(config.query_bias)
         self.q = Linear(width, self.heads * head_dim, bias=query_bias) if query_rank is None else None
         self.q_down = None if query_rank is None else Linear(width, query_rank, bias=bias)
-        self.q_norm = None if query_rank is None else _latent_norm(query_rank, config.query_norm)
+        self.q_norm = None if query_rank is None else _latent_norm(query_rank, config.query_norm, config.norm_eps)
         self.q_up = None if query_rank is None else Linear(query_rank, self.heads * head_dim, bias=query_bias)
         self.kv_down = Linear(width, rank, bias=bias)
-        self.kv_norm = _latent_norm(rank, config.kv_norm)
+        self.kv_norm = _latent_norm(rank, config.kv_norm, config.norm_eps)
         self.k_rope = Linear(width, self.rope_dim, bias=bias) if self.rope_dim else None
         self.k_up = Linear(rank, self.heads * self.nope_dim)
         self.v_up = Linear(rank, self.heads * value_dim, value_projection=True)
@@ -249,8 +253,9 @@ def _attended(queries: tuple[Tensor, Tensor], latents: Tensor, up: tuple[Tensor,
     return torch.cat(queries, dim=-1), expand_latents(latents, up, queries[0].shape[1])[0]
 
 
-def _latent_norm(rank: int, kind: LatentNorm | None) -> SelfInitialized | None:
+def _latent_norm(rank: int, kind: LatentNorm | None, eps: float | None) -> SelfInitialized | None:
     if kind == "none":
         return None
-    config: NormConfig = parse_config(NormConfig, LATENT_NORM)  # type: ignore[type-abstract]
+    fields = {"kind": "rms", "eps": eps or LATENT_EPS}
+    config: NormConfig = parse_config(NormConfig, fields)  # type: ignore[type-abstract]
     return config.build(rank)
