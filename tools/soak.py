@@ -18,7 +18,10 @@ import datetime
 import json
 import os
 import platform
+import random
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +33,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from heddle.lab.judge.judge import judge  # noqa: E402
+from heddle.lab.judge.ledger import Ledger  # noqa: E402
 from tests import killed_commands, small  # noqa: E402
 from tests.cli.test_verify import unnoticed, write_files  # noqa: E402
 from tests.model.test_hostile_designs import check_random  # noqa: E402
@@ -37,7 +42,7 @@ from tests.mutated_files import refusals  # noqa: E402
 from tests.random_order import repeat_share  # noqa: E402
 from tests.serving.server_process import server  # noqa: E402
 from tests.training.test_first_non_finite import check_sites  # noqa: E402
-from tools.kill_test import ending, killed, moments, undisturbed  # noqa: E402
+from tools.kill_test import ending, is_alive, killed, moments, undisturbed  # noqa: E402
 
 DAMAGES, KILLS, STEPS = 5_000, 10, 30  # of a round
 FILES, DESIGNS, SITES = 5_000, 10_000, 500
