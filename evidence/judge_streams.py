@@ -1,8 +1,10 @@
 """Streams of proposals judged on the noise of real runs: `python -m evidence.judge_streams train`, then `simulate`.
 
-`train` writes the [seeds, windows] losses of one small design. `simulate` draws pairs from that table (two rows, one
-block of windows; a proposal's row is shifted by its true effect), judges streams of proposals by `heddle.lab.judge`,
-and writes what was measured. Effects are in standard deviations of a run over seeds.
+`train` writes the [seeds, windows] losses of one small design and of variants of it, each as a proposal would be.
+`simulate` draws pairs from these tables: a run of the design and one of a variant on one block of windows. What the
+variant gains varies over windows as it did in training, with either sign; its mean over the text is shifted to the
+proposal's true effect. Streams are judged by `heddle.lab.judge`, and what was measured is written. Effects are in
+standard deviations of a run over seeds.
 """
 
 import argparse
@@ -17,16 +19,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import stdtrit
 
 from evidence.row import attention, stack
 from heddle.lab.judge.evidence import (
+    LOOK,
     MAX_PAIRS,
     MIN_CHANCE,
+    MIN_CHANCE_POOLED,
+    PLANNED,
     Decision,
     log_evidence,
     needed_sum,
     next_level,
     planned_chance,
+    planned_test,
     predicted_chance,
 )
 
@@ -38,14 +45,27 @@ SEEDS, WINDOWS, LENGTH = 64, 128, 64  # LENGTH: tokens of a window
 DESIGN = stack(*[attention(4, kv_heads=2)] * 2, hidden=176)
 SETTINGS: dict[str, Any] = {"steps": 80, "batch_size": 8, "sequence_length": LENGTH, "learning_rate": 5e-3}
 
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # as proposals: overrides and settings
+    "muon": ((), {"optimizer": "muon"}),
+    "lr 0.012": ((), {"learning_rate": 0.012}),
+    "lr 0.002": ((), {"learning_rate": 0.002}),
+    "hidden 352": (("layers.*.feedforward.hidden=352",), {}),
+    "mlp, relu": (("layers.*.feedforward.kind=mlp", "layers.*.feedforward.activation=relu"), {}),
+    "window 8": (("layers.*.mixer.window=8",), {}),
+    "no positions": (("layers.*.mixer.position=null",), {}),
+    "layer norm": (("norm.kind=layer",), {}),
+    "one kv head": (("layers.*.mixer.kv_heads=1",), {}),
+}
+VARIANT_SEEDS = 16
+
 STREAMS, PROPOSALS, ALPHA = 2000, 50, 0.1
-BLOCK = 64  # windows of a pair
-CALIBRATION = 32  # runs of the first incumbent, for the noise
+BLOCK, TUNING = 48, 32  # windows of a pair, by the judge's rule, and of the first look
+CALIBRATION, REFERENCE = 6, 4  # runs of the first incumbent, for the noise; of later ones, for the first look
 TRUE_SHARE, RESUBMISSIONS, NEAR = 0.1, 3, 3.0  # NEAR: evidence of what nearly won
 
 
 def train_table(out: Path) -> None:
-    """Train the design with each seed. A line of `out` is a finished run; it is not trained again."""
+    """Train the design and its variants with each seed. A line of `out` is a finished run; it is not trained again."""
     import torch
 
     from heddle import progress
@@ -60,83 +80,132 @@ def train_table(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     file = out / "runs.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    done = {(line["name"], line["seed"]) for line in lines}
     with progress.quiet():
         corpus = prepare_corpus(["stdlib"], vocab_size=512, max_train_tokens=None)
-        config = load_config(dict(DESIGN)).replace(vocab_size=corpus.tokenizer.vocab_size)
-    for seed in sorted(set(range(SEEDS)) - {line["seed"] for line in lines}):
-        start, folder = time.process_time(), out / f"run-{seed}"
-        budget = EvaluationBudget(final_tokens=WINDOWS * LENGTH)
-        with progress.quiet():
-            trained = train(TrainingJob(config, corpus, Settings(seed=seed, **SETTINGS), folder, evaluation=budget))
-        bits, sizes = zip(*trained.scores, strict=True)
-        line = {"seed": seed, "bits": [round(value, 1) for value in bits], "bytes": sizes}
-        line["seconds"] = round(time.process_time() - start, 1)
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        lines.append(line)
-        print(f"seed {seed}: {sum(bits) / sum(sizes):.4f} bits per byte, {line['seconds']} s", flush=True)
-    lines.sort(key=lambda line: line["seed"])
-    table = [[round(bits / size, 3) for bits, size in zip(x["bits"], x["bytes"], strict=True)] for x in lines]
+    budget = EvaluationBudget(final_tokens=WINDOWS * LENGTH)
+    for name, (overrides, changed) in {"": ((), {}), **VARIANTS}.items():
+        config = load_config(dict(DESIGN), list(overrides)).replace(vocab_size=corpus.tokenizer.vocab_size)
+        for seed in range(VARIANT_SEEDS if name else SEEDS):
+            if (name, seed) in done:
+                continue
+            start, folder = time.process_time(), out / "run"
+            settings = Settings(seed=seed, **{**SETTINGS, **changed})
+            with progress.quiet():
+                trained = train(TrainingJob(config, corpus, settings, folder, evaluation=budget))
+            bits, sizes = zip(*trained.scores, strict=True)
+            rates = [round(value / size, 3) for value, size in zip(bits, sizes, strict=True)]
+            line = {"name": name, "seed": seed, "rates": rates, "seconds": round(time.process_time() - start, 1)}
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+            shutil.rmtree(folder, ignore_errors=True)
+            lines.append(line)
+            print(f"{name} {seed}: {sum(bits) / sum(sizes):.4f} bits per byte, {line['seconds']} s", flush=True)
+    tables = {name: [x["rates"] for x in lines if x["name"] == name] for name in ("", *VARIANTS)}
     result = {"design": DESIGN, "settings": SETTINGS, "data": "stdlib", "seconds": sum(x["seconds"] for x in lines)}
-    (RESULTS / "judge_noise.json").write_text(json.dumps({**result, "bits_per_byte": table}) + "\n", encoding="utf-8")
+    result |= {"bits_per_byte": tables.pop(""), "variants": tables}
+    (RESULTS / "judge_noise.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 @dataclass
 class Source:
-    """Draws pairs. table: [seeds, windows]. scale: of the noise of pairs against the calibration's.
+    """Draws runs. tables: [kinds, seeds, windows] of noise around a design's mean; profiles: [kinds, windows].
 
-    tails: degrees of freedom of Student's t instead of the table. spread: of a proposal's runs against the incumbent's.
+    The first kind is the incumbent. tails: degrees of freedom of Student's t instead of the runs' noise. skew: noise of
+    a pair that is exponential, on the side of its sign. spread: of the runs of one in nine proposals. rare: a share of
+    windows where a proposal loses what it gains in all others, 2 standard deviations over seeds.
     """
 
-    table: Floats
+    tables: list[Floats]
+    profiles: Floats
     rng: np.random.Generator
-    scale: float = 1.0
     tails: float = 0.0
+    skew: float = 0.0
     spread: float = 1.0
+    rare: float = 0.0
     seed_deviation: float = field(init=False)
 
+    @classmethod
+    def read(cls, rng: np.random.Generator, **noise: float) -> "Source":
+        """From the runs that `train` wrote."""
+        result = json.loads((RESULTS / "judge_noise.json").read_text(encoding="utf-8"))
+        tables = [np.array(table) for table in (result["bits_per_byte"], *result["variants"].values())]
+        means = np.array([table.mean(0) for table in tables])
+        profiles = means[0] - means
+        # deviations from the mean of n seeds are too small by this factor
+        rests = [(table - table.mean(0)) * math.sqrt(len(table) / (len(table) - 1)) for table in tables]
+        return cls(rests, profiles - profiles.mean(1, keepdims=True), rng, **noise)
+
     def __post_init__(self) -> None:
-        self.table = self.table - self.table.mean(0)
-        self.seed_deviation = float(self.table.mean(1).std(ddof=1))
+        self.seed_deviation = float(np.sqrt((self.tables[0].mean(1) ** 2).mean()))
 
-    def runs(self, count: int, windows: Ints | None = None) -> Floats:
-        """[count]: means of runs on blocks of windows, [count, BLOCK]; None: of blocks drawn for each."""
-        rows = self.rng.integers(len(self.table), size=count)
-        if windows is None:
-            windows = self.rng.integers(self.table.shape[1], size=(count, BLOCK))
-        return np.asarray(self.table[rows[:, None], windows].mean(1))
+    def windows(self, count: int, block: int = BLOCK) -> Ints:
+        """[count, block]: blocks drawn from the whole text."""
+        return self.rng.integers(self.profiles.shape[1], size=(count, block))
 
-    def pairs(self, count: int) -> Floats:
-        """[count]: differences of equal designs."""
-        if self.tails:
-            shape = math.sqrt((self.tails - 2) / self.tails) * math.sqrt(2) * self.seed_deviation
-            return shape * self.rng.standard_t(self.tails, count)
-        windows = self.rng.integers(self.table.shape[1], size=(count, BLOCK))
-        return self.scale * (self.runs(count, windows) - self.spread * self.runs(count, windows))
+    def kinds(self, count: int) -> Ints:
+        """[count]: which variant a proposal is; negative: what it gains over the text has the other sign."""
+        return self.rng.integers(1, len(self.tables), count) * self.rng.choice((-1, 1), count)
 
-    def calibration(self, streams: int, runs: int = CALIBRATION) -> Floats:
-        """[streams]: the standard deviation of a pair, from runs of one design on one block."""
-        windows = self.rng.integers(self.table.shape[1], size=(streams, BLOCK))
-        losses = np.stack([self.runs(streams, windows) for _ in range(runs)])
-        return np.asarray(math.sqrt(2) * losses.std(0, ddof=1))
+    def runs(self, windows: Ints, kinds: Ints | int = 0) -> Floats:
+        """[count]: means of runs on blocks of windows, [count, block], around the mean of the incumbent."""
+        kinds = np.broadcast_to(kinds, len(windows))
+        losses = np.zeros(len(windows))
+        for kind in np.unique(np.abs(kinds)):
+            of = np.flatnonzero(np.abs(kinds) == kind)
+            table = self.tables[kind]
+            rows = self.rng.integers(len(table), size=len(of))
+            losses[of] = (self.spread if kind == 1 else 1.0) * table[rows[:, None], windows[of]].mean(1)
+            losses[of] -= np.sign(kinds[of]) * self.profiles[kind][windows[of]].mean(1)
+        if self.rare:
+            gain = self.rng.random(windows.shape) >= self.rare
+            losses -= (kinds != 0) * 2 * self.seed_deviation * (gain - (1 - self.rare)).mean(1) / self.rare
+        return losses
+
+    def pairs(self, kinds: Ints) -> Floats:
+        """[count]: differences of the incumbent and proposals of these kinds, without their effects."""
+        windows = self.windows(len(kinds))
+        if self.tails or self.skew:
+            if self.tails:
+                draws = math.sqrt((self.tails - 2) / self.tails) * self.rng.standard_t(self.tails, len(kinds))
+            else:
+                draws = self.skew * (self.rng.exponential(size=len(kinds)) - 1)
+            return math.sqrt(2) * self.seed_deviation * draws
+        return self.runs(windows) - self.runs(windows, kinds)
+
+    def calibration(self, streams: int) -> tuple[Floats, Ints]:
+        """[streams]: the standard deviation of a pair, from runs of the incumbent on a block of windows; the blocks."""
+        windows, table = self.windows(streams, TUNING), self.tables[0]
+        losses = np.stack([self.runs(windows) for _ in range(CALIBRATION)])
+        text = 2 * float((table - table.mean(1, keepdims=True)).var())  # of two seeds on one window
+        return np.sqrt(2 * losses.var(0, ddof=1) + text / BLOCK), windows
 
 
 class Trials:
-    """The pairs of one proposal of each stream, with the noise of its first submission."""
+    """The pairs of one proposal of each stream, with the noise of its first submission. own: by its own spread."""
 
-    def __init__(self, levels: Floats, deviation: Floats, degrees: Floats, effects: Floats) -> None:
-        self.levels, self.deviation, self.degrees, self.effects = levels, deviation, degrees, effects
+    def __init__(self, levels: Floats, noise: tuple[Floats, Floats], effects: Floats, kinds: Ints, own: bool) -> None:
+        self.levels, (self.deviation, self.degrees), self.own = levels, noise, own
+        self.effects, self.kinds = effects, kinds
         streams = len(levels)
         self.sums, self.squares, self.evidence, self.peak = (np.zeros(streams) for _ in range(4))
         self.counts = np.zeros(streams, dtype=np.int64)
         self.better = np.zeros(streams, dtype=bool)
 
-    def submit(self, members: Ints, source: Source, max_pairs: int = MAX_PAIRS, min_chance: float = MIN_CHANCE) -> None:
+    def look(self, source: Source, windows: Ints, runs: Ints) -> Ints:
+        """The streams whose first run is low enough against the mean of so many runs of the incumbent."""
+        reference = np.zeros(len(windows))
+        for index in range(int(runs.max())):
+            reference += (index < runs) * source.runs(windows) / runs
+        losses = source.runs(windows, self.kinds) - self.effects
+        spread = self.deviation * np.sqrt((1 + 1 / runs) / 2)
+        return np.flatnonzero(reference - losses >= LOOK * spread)
+
+    def submit(self, members: Ints, source: Source, max_pairs: int = MAX_PAIRS) -> None:
         """Buy pairs for these streams until each is better, has `max_pairs` more, or no chance (as what is worse)."""
         final = self.counts + max_pairs
         while len(members):
-            values = (source.pairs(len(members)) + self.effects[members]) / self.deviation[members]
+            values = (source.pairs(self.kinds[members]) + self.effects[members]) / self.deviation[members]
             self.sums[members] += values
             self.squares[members] += values**2
             self.counts[members] += 1
@@ -145,17 +214,29 @@ class Trials:
             self.peak[members] = np.maximum(self.peak[members], self.evidence[members])
             self.better[members] = self.evidence[members] * self.levels[members] >= 1
             members = members[~self.better[members] & (self.counts[members] < final[members])]
-            needed = needed_sum(1, self.degrees[members], self.levels[members]) * np.sqrt(final[members])
-            chances = predicted_chance(self.sums[members], self.counts[members], needed, final[members])
-            members = members[chances >= min_chance]
+            if self.own:
+                is_first = self.counts[members] < MAX_PAIRS
+                ahead = np.where(is_first, MAX_PAIRS, final[members])
+                level = self.levels[members] * np.where(is_first, 1, (1 - PLANNED) / 10)
+                needed = stdtrit(ahead - 1, 1 - PLANNED * level) * np.sqrt(ahead)
+            else:
+                ahead = final[members]
+                needed = needed_sum(1, self.degrees[members], self.levels[members]) * np.sqrt(ahead)
+            chances = predicted_chance(self.sums[members], self.counts[members], needed, ahead)
+            members = members[chances >= (MIN_CHANCE if self.own else MIN_CHANCE_POOLED)]
 
     def _weigh(self, group: Ints, count: int) -> None:
         """Set the evidence of streams with `count` pairs."""
-        sums, squares, degrees = self.sums[group], self.squares[group], self.degrees[group]
-        self.evidence[group] = np.exp(np.minimum(log_evidence(sums, squares, count, degrees), 600)) / 2
+        sums, squares, degrees, levels = (x[group] for x in (self.sums, self.squares, self.degrees, self.levels))
+        ratio = np.exp(np.minimum(log_evidence(sums, squares, count, 0.0 if self.own else degrees), 600))
+        if self.own:
+            is_planned = planned_test(sums, squares, count, levels) if count == MAX_PAIRS else np.zeros(len(group))
+            self.evidence[group] = (1 - PLANNED) * ratio + is_planned / np.maximum(levels, 1e-300)
+            return
+        self.evidence[group] = ratio / 2
         if count <= MAX_PAIRS:
-            chances = planned_chance(sums, squares, count, degrees, self.levels[group], MAX_PAIRS)
-            self.evidence[group] += chances / np.maximum(self.levels[group], 1e-300)
+            chances = planned_chance(sums, squares, count, degrees, levels, MAX_PAIRS)
+            self.evidence[group] += chances / np.maximum(levels, 1e-300)
 
 
 @dataclass
@@ -163,7 +244,7 @@ class Outcome:
     """What streams came to. false, better: [streams] at the end; worst: the largest false / max(1, better) on the way.
 
     effects, verdicts, pairs: [streams, proposals] of each proposal: its true effect, whether it was called better, and
-    the pairs it took with its resubmissions.
+    the pairs it took with its resubmissions; a first look is half a pair.
     """
 
     false: Floats
@@ -171,7 +252,7 @@ class Outcome:
     worst: Floats
     effects: Floats
     verdicts: npt.NDArray[np.bool_]
-    pairs: Ints
+    pairs: Floats
     quality: Floats
 
     @property
@@ -186,15 +267,18 @@ def draw_effects(rng: np.random.Generator, count: int, harmful: bool = False) ->
     return np.asarray(np.where(kinds < TRUE_SHARE, sizes, np.where(worse, -sizes, 0.0)))
 
 
-def run_streams(source: Source, proposer: str, rule: str = "e-lond", streams: int = STREAMS) -> Outcome:
+def run_streams(
+    source: Source, proposer: str, rule: str = "e-lond", streams: int = STREAMS, own: bool = True
+) -> Outcome:
     """Judge streams. A proposer sees every verdict, and here all evidence and all true effects, too.
 
     null: nothing has an effect. mixed, harmful: `draw_effects`. greedy: mixed, and after what nearly won it resubmits,
     or proposes a variation, which has the same effect in half of the cases. adversarial: two proposals of effect 3 are
     called better first, which raises the levels; then nothing has an effect, and what nearly won is resubmitted.
+    own: as ledgers are judged; False: by the pooled spread and without a first look, as older ones.
     """
     rng, everyone = source.rng, np.arange(streams)
-    deviation, degrees = source.calibration(streams), np.full(streams, CALIBRATION - 1.0)
+    (deviation, tuning), degrees = source.calibration(streams), np.full(streams, CALIBRATION - 1.0)
     past: list[list[Decision]] = [[] for _ in everyone]
     false, better, worst, quality = (np.zeros(streams) for _ in range(4))
     all_effects, verdicts = np.zeros((streams, PROPOSALS)), np.zeros((streams, PROPOSALS), dtype=bool)
@@ -207,8 +291,10 @@ def run_streams(source: Source, proposer: str, rule: str = "e-lond", streams: in
         elif proposer == "adversarial":
             effects = np.where(better < 2, 3.0, 0.0)
         levels = np.array([next_level(history, ALPHA, rule, PROPOSALS) for history in past])
-        trials = Trials(levels, deviation, degrees, effects * source.seed_deviation)
-        trials.submit(everyone, source)
+        noise = (deviation, degrees)
+        trials = Trials(levels, noise, effects * source.seed_deviation, source.kinds(streams), own)
+        looked = trials.look(source, tuning, np.where(better, REFERENCE, CALIBRATION)) if own else everyone
+        trials.submit(looked, source)
         for _ in range(RESUBMISSIONS if proposer in ("greedy", "adversarial") else 0):
             again = ~trials.better & (trials.peak >= NEAR)
             if proposer == "greedy":
@@ -227,28 +313,30 @@ def run_streams(source: Source, proposer: str, rule: str = "e-lond", streams: in
         rest = trials.squares - trials.sums**2 / np.maximum(trials.counts, 1)
         deviation = deviation * np.sqrt((degrees + rest) / (degrees + extra))
         degrees = degrees + extra
-    return Outcome(false, better, worst, all_effects, verdicts, pairs, quality)
+    return Outcome(false, better, worst, all_effects, verdicts, pairs + np.float64(own / 2), quality)
 
 
 def keep_if_lower(source: Source, effects: Floats, repeats: int, runs: Ints | None = None) -> Floats:
-    """[streams]: true quality when what is lower than the lowest loss so far is kept, all read on one block of windows.
+    """[streams]: true quality when what is lower than the lowest loss so far is kept, all read on one text.
 
     effects: [streams, proposals]. repeats: runs of each, averaged. runs: after so many runs a stream stops.
     """
     streams = len(effects)
-    windows = source.rng.integers(source.table.shape[1], size=(streams, BLOCK))
+    windows = source.windows(streams, MAX_PAIRS * BLOCK)
 
-    def measure() -> Floats:
-        return np.mean([source.runs(streams, windows) for _ in range(repeats)], axis=0)
+    def measure(kinds: Ints | int = 0) -> Floats:
+        return np.mean([source.runs(windows, kinds) for _ in range(repeats)], axis=0)
 
-    best, quality = measure(), np.zeros(streams)
+    best, quality, kept_text = measure(), np.zeros(streams), np.zeros(streams)
     for number in range(effects.shape[1]):
-        true = quality + effects[:, number]
-        loss = measure() - true * source.seed_deviation
+        true, kinds = quality + effects[:, number], source.kinds(streams)
+        text = kept_text + np.sign(kinds) * np.take_along_axis(source.profiles[np.abs(kinds)], windows, 1).mean(1)
+        loss = measure(kinds) - true * source.seed_deviation - kept_text
         kept = loss < best
         if runs is not None:
             kept &= (number + 2) * repeats <= runs
         best, quality = np.where(kept, loss, best), np.where(kept, true, quality)
+        kept_text = np.where(kept, text, kept_text)
     return quality
 
 
@@ -270,16 +358,16 @@ def error_rates(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def power(source: Source, number: int = 1, streams: int = STREAMS) -> dict[str, Any]:
+def power(source: Source, streams: int = STREAMS) -> dict[str, Any]:
     """The share called better within MAX_PAIRS, by effect, at the level of proposal 1 (nothing called better yet)."""
-    shares: dict[str, Any] = {"level": ALPHA / PROPOSALS, "degrees": CALIBRATION - 1}
+    shares: dict[str, Any] = {"level": ALPHA / PROPOSALS}
     for effect in (3, 2, 1):
-        deviation, degrees = source.calibration(streams), np.full(streams, CALIBRATION - 1.0)
+        (deviation, tuning), degrees = source.calibration(streams), np.full(streams, CALIBRATION - 1.0)
         levels, effects = np.full(streams, ALPHA / PROPOSALS), np.full(streams, effect * source.seed_deviation)
-        trials = Trials(levels, deviation, degrees, effects)
-        trials.submit(np.arange(streams), source)
+        trials = Trials(levels, (deviation, degrees), effects, source.kinds(streams), own=True)
+        trials.submit(trials.look(source, tuning, np.full(streams, CALIBRATION)), source)
         shares[str(effect)] = {"share": round(float(trials.better.mean()), 3)}
-        shares[str(effect)]["pairs"] = round(float(trials.counts.mean()), 2)
+        shares[str(effect)]["pairs"] = round(float(trials.counts.mean()) + 0.5, 2)
     return shares
 
 
@@ -290,7 +378,7 @@ def power_in_streams(outcome: Outcome) -> dict[str, float]:
 
 def quality(source: Source, outcome: Outcome, harmful: bool) -> dict[str, Any]:
     """The judge's final true quality against keep-if-lower with as many runs (calibration included)."""
-    runs = 2 * outcome.pairs.sum(1) + CALIBRATION
+    runs = (2 * outcome.pairs.sum(1) + REFERENCE * outcome.better + CALIBRATION).astype(np.int64)
     repeats = max(1, round(float(runs.mean()) / PROPOSALS))
     longest = int(runs.max())
     more = draw_effects(source.rng, len(runs) * longest, harmful).reshape(-1, longest)
@@ -311,12 +399,14 @@ def quality(source: Source, outcome: Outcome, harmful: bool) -> dict[str, Any]:
 
 
 def misspecify(source: Callable[..., Source], streams: int) -> dict[str, Any]:
-    """Error rates of e-LOND where pairs are not what the calibration says."""
+    """Error rates of e-LOND where pairs are not Gaussian, or proposals' runs spread otherwise."""
     noises: Mapping[str, dict[str, float]] = {
         "Student's t, 4 degrees": {"tails": 4},
-        "proposals' runs spread 1.5 times wider": {"spread": 1.5},
-        "deviation 1.5 times too small": {"scale": 1.5},
-        "deviation 1.5 times too large": {"scale": 1 / 1.5},
+        "exponential, towards gains": {"skew": 1},
+        "exponential, towards losses": {"skew": -1},
+        "one proposal in nine spreads 5 times wider": {"spread": 5},
+        "gains everywhere but in 1 of 20 windows": {"rare": 0.05},
+        "gains everywhere but in 1 of 200 windows": {"rare": 0.005},
     }
     figures: dict[str, Any] = {}
     for name, noise in noises.items():
@@ -334,14 +424,13 @@ def show(name: str, value: object) -> None:
 
 def simulate(streams: int, seed: int) -> dict[str, Any]:
     """All figures."""
-    table = np.array(json.loads((RESULTS / "judge_noise.json").read_text(encoding="utf-8"))["bits_per_byte"])
 
     def source(**noise: float) -> Source:
-        return Source(table, np.random.default_rng(seed), **noise)
+        return Source.read(np.random.default_rng(seed), **noise)
 
     figures: dict[str, Any] = {"streams": streams, "proposals": PROPOSALS, "alpha": ALPHA, "seed": seed}
     figures["seed_deviation"] = round(source().seed_deviation, 4)
-    figures["power_at_first_level"] = power(source())
+    figures["power_at_first_level"] = power(source(), streams)
     show("power", figures["power_at_first_level"])
     figures["errors"], figures["quality"], figures["power_in_streams"] = {}, {}, {}
     for rule in ("e-lond", "e-lord", "e-saffron"):
@@ -353,9 +442,14 @@ def simulate(streams: int, seed: int) -> dict[str, Any]:
             if proposer in ("mixed", "harmful"):
                 name = f"{rule}, {proposer}"
                 figures["power_in_streams"][name] = power_in_streams(outcome)
-                figures["quality"][name] = quality(one, outcome, proposer == "harmful")
                 show(f"{name} power", figures["power_in_streams"][name])
+            if rule == "e-lond" and proposer in ("mixed", "harmful"):
+                figures["quality"][name] = quality(one, outcome, proposer == "harmful")
                 show(f"{name} quality", figures["quality"][name])
+    for proposer in ("null", "adversarial"):
+        rates = error_rates(run_streams(source(), proposer, streams=streams, own=False))
+        figures["errors"][f"older ledgers (e-lond, pooled spread), {proposer}"] = rates
+        show(f"pooled, {proposer}", rates)
     figures["misspecified"] = misspecify(source, streams)
     return figures
 

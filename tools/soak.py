@@ -8,7 +8,8 @@ name), kills (SIGKILLs of trainings, with and without asynchronous saving, whose
 wrong value in a design: its field is named), numbers (a number that is not finite: nothing moves, its place is named),
 server (requests of 50 clients, a twentieth abusive, to a process of its own, for an hour: right texts, no 5xx, flat
 memory), commands (SIGKILLs and signals at random moments of one command after the other: given again, each leaves what
-it leaves undisturbed, and a signal is answered in a sentence), flaky (the default test suite in random order, a share
+it leaves undisturbed, and a signal is answered in a sentence), ledger (SIGKILLs of a loop that submits proposals to one
+ledger, whose verdicts must be those of an undisturbed one), flaky (the default test suite in random order, a share
 of its files a round, 40 rounds a repeat: runs with a failure). Each round has a seed; a round that is finished is
 counted, and the next call goes on with the next seed. The first failure is printed, counted, and ends the call with 1.
 """
@@ -18,7 +19,10 @@ import datetime
 import json
 import os
 import platform
+import random
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +34,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from heddle.lab.judge.judge import judge  # noqa: E402
+from heddle.lab.judge.ledger import Ledger  # noqa: E402
 from tests import killed_commands, small  # noqa: E402
 from tests.cli.test_verify import unnoticed, write_files  # noqa: E402
 from tests.model.test_hostile_designs import check_random  # noqa: E402
@@ -37,7 +43,7 @@ from tests.mutated_files import refusals  # noqa: E402
 from tests.random_order import repeat_share  # noqa: E402
 from tests.serving.server_process import server  # noqa: E402
 from tests.training.test_first_non_finite import check_sites  # noqa: E402
-from tools.kill_test import ending, killed, moments, undisturbed  # noqa: E402
+from tools.kill_test import ending, is_alive, killed, moments, undisturbed  # noqa: E402
 
 DAMAGES, KILLS, STEPS = 5_000, 10, 30  # of a round
 FILES, DESIGNS, SITES = 5_000, 10_000, 500
@@ -78,6 +84,56 @@ def commands(folder: Path, seed: int) -> tuple[int, list[str]]:
     return trials.kills + trials.signals, trials.failures
 
 
+SUBMIT = (
+    "from sys import argv\nfrom heddle.lab.judge.judge import judge\nfor file in argv[1:]: judge('submit', file, **{})"
+)
+LEDGER_OPTIONS: dict[str, Any] = {
+    "tokens": 1024, "sequence_length": 16, "batch_size": 4, "pairs": 4, "windows": 8, "alpha": 0.5, "second": 0,
+    "lr": 1e-5, "device": "cpu", "threads": 1, "quiet": True,
+}  # fmt: skip
+
+
+def ledger(folder: Path, seed: int) -> tuple[int, list[str]]:
+    """One round of kills of a loop over a better, an unclear and a refused proposal: (kills, other verdicts)."""
+    start, whole, cut = (folder / name for name in ("start", "whole", "cut"))
+    proposals = {"1": "training: {lr: 0.01}", "2": "overrides: [layers.*.feedforward.hidden=32]", "3": "from: other"}
+    words = {"quiet": True, "device": "cpu", "threads": 1}
+
+    def begin(out: Path) -> subprocess.Popen[bytes]:
+        files = [str(folder / f"{name}.yaml") for name in proposals]
+        return subprocess.Popen([sys.executable, "-c", SUBMIT.format({"out": str(out), **words}), *files])
+
+    def verdicts(out: Path) -> list[Any]:
+        return [entry["verdict"] for entry in Ledger.open(out).entries]
+
+    if not start.is_dir():
+        for name, text in proposals.items():
+            (folder / f"{name}.yaml").write_text(text + "\n")
+        text, design = small.folder(folder / "text", documents=60, size=1500), small.design_file(folder / "design.yaml")
+        judge("init", design, data=[str(text)], out=start, **LEDGER_OPTIONS)
+        shutil.copytree(start, whole)
+        assert begin(whole).wait() == 0
+    shutil.rmtree(cut, ignore_errors=True)
+    shutil.copytree(start, cut)
+    draw, kills = random.Random(seed), 0
+    while True:
+        process = begin(cut)
+        try:
+            code = process.wait(draw.uniform(1, 12) if kills < KILLS else None)
+        except subprocess.TimeoutExpired:
+            below = killed_commands.descendants(process.pid)
+            victim = draw.choice([process.pid, process.pid, *below])
+            if is_alive(victim):
+                os.kill(victim, signal.SIGKILL)
+                kills += 1
+            code = process.wait()
+            while any(map(is_alive, below)):
+                time.sleep(0.01)
+        if code == 0:
+            break
+    return kills, [] if verdicts(cut) == verdicts(whole) else [f"seed {seed}: other verdicts in {verdicts(cut)}"]
+
+
 def files(folder: Path, seed: int) -> tuple[int, list[str]]:
     """One round of changed files: (how many, those that were neither read nor refused in a sentence)."""
     return FILES, list(refusals(folder, FILES, seed))
@@ -109,7 +165,7 @@ def _failure(check: Callable[[], object]) -> list[str]:
 
 CAMPAIGNS: dict[str, Callable[[Path, int], tuple[int, list[str]]]] = {
     "damage": damage, "kills": kills, "files": files, "designs": designs, "numbers": numbers, "server": server,
-    "commands": commands, "flaky": flaky,
+    "commands": commands, "ledger": ledger, "flaky": flaky,
 }  # fmt: skip
 
 

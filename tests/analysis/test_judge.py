@@ -100,13 +100,17 @@ def test_every_pair_has_its_own_seed_and_windows(ledger: Path, monkeypatch: pyte
         return workers.start(request, target)
 
     monkeypatch.setattr(processes, "start_worker", start)
+    monkeypatch.setattr(evidence, "first_look", lambda *_: None)
     for hidden in (28, 32):
         submit(ledger, {"overrides": [f"layers.*.feedforward.hidden={hidden}"]})
+    first_looks = [spans for name, _, spans in seen if name == "proposal-look0"]
+    seen = [run for run in seen if "pair" in run[0]]
     pairs = {(seed, span) for _, seed, span in seen}
     assert len(pairs) * 2 == len(seen)
     assert {name.split("-")[0] for name, *_ in seen} == {"incumbent", "proposal"}
     assert len({seed for seed, _ in pairs}) == len(pairs)
     windows = Ledger.open(ledger).windows
+    assert first_looks == [spans_of({"held_out": windows.tuning})] * 2
     others = [windows.tuning, *(windows.of_final_pair(pair) for pair in range(4))]
     assert do_not_meet([*(span for _, spans in pairs for span in spans), *(span for spans in others for span in spans)])
 
@@ -143,6 +147,49 @@ def test_a_proposal_that_helps_in_one_half_of_the_text_alone_is_not_better(sprea
         differences = [float(np.where(middles < 4000 * 8 / 2, 0.1, -0.1).mean()) for middles in pairs]
         better += evidence.verdict(differences, noise, 0.05, 8) == "better"
     assert (better / windows.decisions <= 0.05) == spread
+
+
+def test_a_first_run_decides_what_is_bought_and_more_buys_past_it(
+    ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--more` starts the pairs; a new incumbent has runs of its own to look at."""
+    reference = float(np.mean(Ledger.open(ledger).reference or []))
+    gains = {"look": 0.0, "pair": 0.5, "reference": 0.7}
+    requests = fake_losses(
+        monkeypatch, lambda name: reference - (name[0] == "p") * gains[name.split("-")[1].rstrip("0123456789")]
+    )
+    change = {"overrides": ["layers.*.feedforward.hidden=28"]}
+    first = submit(ledger, change)
+    assert (first["verdict"], first["pairs"], first["differences"]) == ("no clear difference", 0, [])
+    assert "from a first run; more pairs would hardly" in first["sentence"]
+    assert [request["name"] for request in requests] == ["proposal-look0"]
+    more = submit(ledger, change, more=True)
+    assert (more["verdict"], more["pairs"]) == ("better", 4), more["sentence"]
+    assert [request["name"] for request in requests].count("proposal-look0") == 1
+    gains["look"] = -0.5
+    worse = submit(ledger, {"overrides": ["layers.*.feedforward.hidden=32"]})
+    assert (worse["verdict"], worse["pairs"]) == ("worse", 0)
+    assert worse["improvement"]["mean"] == pytest.approx(-1.2, abs=0.02)  # of the new incumbent's own runs
+    assert len(Ledger.open(ledger).reference or []) == judging.REFERENCE_RUNS
+
+
+def test_an_older_ledger_is_judged_as_it_began(ledger: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its noise is pooled, and it has no first look."""
+    inner = Ledger.open
+
+    def older(folder: Path) -> Ledger:
+        found = inner(folder)
+        found.facts = {name: value for name, value in found.facts.items() if name != "reference"}
+        found.facts["noise"] = found.facts["noise"][:2]
+        return found
+
+    monkeypatch.setattr(Ledger, "open", older)
+    verdict = submit(ledger, BETTER)
+    entry = inner(ledger).entries[0]
+    assert verdict["verdict"] == "better"
+    assert all("pair" in name for name in workers.ran)
+    differences, level = verdict["differences"], entry["level"]
+    assert verdict["evidence"] == pytest.approx(evidence.e_value(differences, Noise(*entry["noise"][:2]), level, 4))
 
 
 @pytest.mark.usefixtures("workers")
@@ -243,7 +290,7 @@ def test_a_killed_submission_ends_with_the_same_verdict(
     log = ledger / "log.jsonl"
     log.write_bytes(log.read_bytes() + b'{"event": "verd')  # a line that was not finished
     assert submit(ledger, BETTER) == expected
-    assert len(workers.ran) <= 2 * expected["pairs"]
+    assert len(workers.ran) == len(set(workers.ran)) == 1 + 2 * expected["pairs"] + judging.REFERENCE_RUNS
     assert [entry["verdict"] for entry in Ledger.open(ledger).entries] == [expected]
 
 
@@ -266,6 +313,7 @@ def test_the_sealed_text_is_opened_once(ledger: Path, monkeypatch: pytest.Monkey
     requests = fake_losses(monkeypatch, lambda name: losses[name.split("-")[0]])
     judgments = iter(["better", "better"])
     monkeypatch.setattr(evidence, "verdict", lambda *_, **__: next(judgments))
+    monkeypatch.setattr(evidence, "first_look", lambda *_: None)
     submit(ledger, BETTER)
     submit(ledger, {"name": "wider", "overrides": ["layers.*.feedforward.hidden=28"]})
     options: dict[str, Any] = {"out": ledger, "quiet": True, "device": "cpu", "threads": 1}
@@ -365,7 +413,8 @@ def test_a_winner_must_win_at_the_second_size(holds: bool, made: Path, tmp_path:
 
 def test_each_side_is_tuned_on_its_own_part_of_the_text(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The incumbent takes the second rate of the grid, the proposal the first."""
-    requests = fake_losses(monkeypatch, lambda name: 2.0 + {"incumbent-trial1": -1, "proposal-trial0": -1}.get(name, 0))
+    lower = ("incumbent-trial1", "proposal-trial0", "proposal-look0")
+    requests = fake_losses(monkeypatch, lambda name: 2.0 - (name in lower))
     options = OPTIONS | {"tune": ["lr=0.001,0.004"], "match": "parameters", "out": tmp_path / "new", "tokens": 2048}
     judge("init", made / "good.yaml", data=[str(made / "text")], **options)
     submit(tmp_path / "new", {"overrides": ["layers.0.mixer.kv_heads=2"]})
@@ -381,7 +430,7 @@ def test_each_side_is_tuned_on_its_own_part_of_the_text(made: Path, tmp_path: Pa
 
 
 def test_the_budget_in_seconds_is_timed(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    requests = fake_losses(monkeypatch, lambda name: 2.0)
+    requests = fake_losses(monkeypatch, lambda name: 2.0 - (name == "proposal-look0"))
     options = OPTIONS | {"match": "seconds", "out": tmp_path / "new", "tokens": 2048}
     facts = judge("init", made / "good.yaml", data=[str(made / "text")], **options)
     assert facts["budget"] == ["seconds", 16.0, 2048]
@@ -422,7 +471,7 @@ def test_a_part_in_one_file(ledger: Path, workers: Workers, monkeypatch: pytest.
         seen = len(limits)
         later = submit(ledger, {"overrides": ["layers.*.feedforward.hidden=28"]})
         assert later["verdict"] != "refused", later["sentence"]
-        assert len(limits) == seen + 2 * later["pairs"]  # the incumbent has the part as well
+        assert len(limits) == seen + 1 + 2 * later["pairs"]  # the incumbent has the part as well
         (ledger / "proposals" / "1" / "parts" / f"{kind}.py").write_text("1 / 0")
         with pytest.raises(CheckpointError, match="was changed or removed"):
             submit(ledger, {"overrides": ["layers.*.feedforward.hidden=32"]})

@@ -1,6 +1,5 @@
 """The judge's evidence: e-values against integrals and loops, error rates by simulation, levels against papers."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -16,7 +15,10 @@ from heddle.errors import ConfigError, DataError
 from heddle.lab.judge import evidence
 from heddle.lab.judge.evidence import (
     EFFECTS,
+    LOOK,
+    LOOK_LEVEL,
     MAX_PAIRS,
+    PLANNED,
     RULES,
     SAFFRON_CANDIDATE,
     WEIGHTS,
@@ -24,35 +26,40 @@ from heddle.lab.judge.evidence import (
     Noise,
     chance,
     e_value,
+    first_look,
     gamma,
     improvement_bounds,
+    lifted,
     log_evidence,
     needed_sum,
     next_level,
     pairs_to_settle,
     planned_chance,
+    planned_test,
     pooled_noise,
     summarize_by_e_bh,
     verdict,
 )
 
 KNOWN = Noise(0.5, math.inf)
+OWN = Noise(0.5, 5, own=True)
 
 
 def plain_ratio(differences: Sequence[float], noise: Noise) -> float:
     """The likelihood of pairs and prior sample, integrated over log σ with the prior dσ/σ: each effect against none."""
+    degrees = 0.0 if noise.own else noise.degrees
 
     def likelihood(effect: float) -> float:
         def density(log_sigma: float) -> float:
             sigma = math.exp(log_sigma)
-            log_density = -noise.degrees * (log_sigma + (noise.deviation / sigma) ** 2 / 2)
+            log_density = -degrees * (log_sigma + (noise.deviation / sigma) ** 2 / 2)
             for value in differences:
                 log_density -= log_sigma + ((value - effect * sigma) / sigma) ** 2 / 2
             return math.exp(log_density)
 
         start = math.log(noise.deviation)
         return sum(
-            quad(density, start + low, start + low + 0.5, epsabs=0, epsrel=1e-12)[0] for low in np.arange(-6, 8, 0.5)
+            quad(density, start + low, start + low + 0.5, epsabs=0, epsrel=1e-12)[0] for low in np.arange(-6, 16, 0.5)
         )
 
     return sum(w * likelihood(g) for g, w in zip(EFFECTS, WEIGHTS, strict=True)) / likelihood(0.0)
@@ -63,8 +70,9 @@ def plain_ratio(differences: Sequence[float], noise: Noise) -> float:
     [([0.3], 3), ([-1.2], 3), ([0.5, -0.1, 0.9], 7), ([1.5, 1.2, 1.4, 1.9], 31), ([-0.3, -2.0], 15)],
 )
 def test_the_ratio_is_the_integral_over_the_unknown_deviation(differences: list[float], degrees: int) -> None:
-    noise = Noise(0.5, degrees)
-    assert e_value(differences, noise) == pytest.approx(plain_ratio(differences, noise), rel=1e-9)
+    for noise in (Noise(0.5, degrees), Noise(0.5, degrees, own=True)):
+        if not noise.own or len(differences) > 1:
+            assert e_value(differences, noise) == pytest.approx(plain_ratio(differences, noise), rel=1e-9)
 
 
 def test_with_a_known_deviation_it_is_the_product_of_densities() -> None:
@@ -130,6 +138,85 @@ def test_a_worse_proposal_never_has_more_evidence(noise: Noise) -> None:
         lower = (differences - rng.exponential()).tolist()
         for level in (None, 0.01):
             assert e_value(lower, noise, level) <= e_value(differences.tolist(), noise, level) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_planned_test_is_student_s_whatever_the_unit_and_the_pooled_spread(seed: int) -> None:
+    draw, level = np.random.default_rng(seed), 0.02
+    values = draw.normal(1.5, 1.0, MAX_PAIRS)
+    p = stats.ttest_1samp(values, 0, alternative="greater").pvalue
+    found = e_value(values.tolist(), OWN, level)
+    rest = (1 - PLANNED) * e_value(values.tolist(), OWN)
+    assert found == pytest.approx((p <= PLANNED * level) / level + rest, rel=1e-12)
+    assert e_value((values * 1000).tolist(), Noise(0.001, 3, own=True), level) == pytest.approx(found, rel=1e-9)
+    assert e_value(values[:-1].tolist(), OWN, level) == (1 - PLANNED) * e_value(values[:-1].tolist(), OWN)
+    assert e_value([0.0] * MAX_PAIRS, OWN, level) < 1  # runs that are equal in every bit
+    assert e_value([0.3] * MAX_PAIRS, OWN, level) > 1 / level
+
+
+def test_without_effect_one_more_pair_leaves_the_mean_of_the_own_ratio() -> None:
+    """Given the ratios of two pairs, the third over their length is Student's t of 2 degrees, whatever σ."""
+    sums, squares = 0.9, 1.3
+
+    def after(x: float) -> float:
+        scaled = x * math.sqrt(squares / 2)
+        return math.exp(float(log_evidence(sums + scaled, squares + scaled**2, 3, 0))) * float(stats.t.pdf(x, 2))
+
+    before = math.exp(float(log_evidence(sums, squares, 2, 0)))
+    edges = [-np.inf, -9, -3, -1, 0, 1, 3, 9, np.inf]
+    assert sum(quad(after, a, b, epsabs=1e-12)[0] for a, b in pairwise(edges)) == pytest.approx(before, rel=1e-8)
+    # and the first pair: only its sign is known
+    signs = [math.exp(float(log_evidence(sign, 1.0, 1, 0))) for sign in (-1.0, 1.0)]
+    assert np.mean(signs) == pytest.approx(1, rel=1e-9)
+
+
+def ever_better(noise: Noise, level: float, trials: int = 4000) -> float:
+    """The share of null proposals that pass, whose pairs spread 1 to 4 times as much as the ledger's runs did."""
+    draw, passed = np.random.default_rng(2), 0
+    for _ in range(trials):
+        values = draw.exponential(1) + 1
+        values *= draw.standard_normal(MAX_PAIRS)
+        if noise.own:  # only at the planned pairs, which most of the level is for; L adds at most the rest
+            passed += bool(planned_test(values.sum(), (values**2).sum(), MAX_PAIRS, level))
+        else:
+            passed += values.sum() >= needed_sum(MAX_PAIRS, noise.degrees, level)
+    return passed / trials
+
+
+def test_proposals_that_spread_more_break_the_pooled_level_and_not_their_own() -> None:
+    level = 0.05
+    assert ever_better(OWN, level) <= PLANNED * level + 3 * math.sqrt(level / 4000)
+    assert ever_better(Noise(1.0, math.inf), level) > 2 * level
+
+
+def test_own_bounds_are_student_s_at_the_planned_pairs() -> None:
+    values = np.array([0.2, 0.5, 0.1, 0.6, 0.3, 0.35, 0.2, 0.4])
+    low, high = improvement_bounds(values.tolist(), OWN, 0.05)
+    half = stats.t.ppf(1 - PLANNED * 0.025, 7) * values.std(ddof=1) / math.sqrt(8)
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), rel=1e-6)
+    assert improvement_bounds([0.3], OWN) == (-math.inf, math.inf)
+    later = [*values, *values]
+    low, high = improvement_bounds(later, OWN, 0.05)
+    assert e_value((np.array(later) - low).tolist(), OWN, 0.025) == pytest.approx(40, rel=1e-6)
+
+
+def test_a_lifted_peak_has_the_mean_of_an_e_value() -> None:
+    mean = quad(lambda x: lifted(math.exp(x)) * math.exp(-x), 0, 1)[0]  # the peak is at least 1 / p with probability p
+    mean += quad(lambda x: lifted(math.exp(x)) * math.exp(-x), 1, 700)[0]
+    assert mean == pytest.approx(1 - 1 / 700, abs=1e-4)
+    assert lifted(500.0) < 500
+    assert lifted(0.2) == 0.5
+
+
+def test_a_first_look() -> None:
+    """By a run's spread: a pair's over the square root of 2, and that of the incumbent's mean besides."""
+    noise, reference = Noise(math.sqrt(2), 1e9, own=True), [1.0, 3.0]
+    spread = math.sqrt(1.5)
+    assert first_look(2 - (LOOK + 0.01) * spread, reference, noise) is None
+    assert first_look(2 - (LOOK - 0.01) * spread, reference, noise) == "no clear difference"
+    worst = float(stats.norm.ppf(1 - LOOK_LEVEL)) * spread
+    assert first_look(2 + worst - 0.01, reference, noise) == "no clear difference"
+    assert first_look(2 + worst + 0.01, reference, noise) == first_look(math.inf, reference, noise) == "worse"
 
 
 def false_rates(
@@ -232,6 +319,13 @@ def test_pairs_to_settle_have_the_power() -> None:
 
     assert power(pairs) >= 0.8 > power(pairs - 1)
     assert pairs_to_settle(0.0, KNOWN, 0.01) is None
+    pairs = pairs_to_settle(0.4, Noise(0.5, 9, own=True), 0.01)
+    assert pairs is not None
+
+    def own_power(count: int) -> float:
+        return float(stats.nct.sf(stats.t.ppf(1 - PLANNED * 0.01, count - 1), count - 1, 0.8 * math.sqrt(count)))
+
+    assert own_power(pairs) >= 0.8 > own_power(pairs - 1)
 
 
 def test_verdicts() -> None:
@@ -251,6 +345,19 @@ def test_verdicts() -> None:
     later = [*undecided, *[1.2] * MAX_PAIRS]  # resubmitted: half of the ratio goes on
     assert e_value(later, noise, 0.002) == pytest.approx(e_value(later, noise) / 2)
     assert verdict(later, noise, 0.002, more=MAX_PAIRS) == "better"
+
+
+def test_verdicts_by_the_own_spread() -> None:
+    noise, level = Noise(1.0, 31, own=True), 0.01
+    strong = [3.0, 2.5, 3.5, 2.8, 3.1, 2.2, 3.3, 2.9]
+    assert [verdict(strong[:count], noise, level) for count in range(9)] == [None] * 8 + ["better"]
+    assert verdict([-1.5], noise, level) == "no clear difference"
+    assert verdict([-value for value in strong], noise, level) == "worse"
+    wide = [0.4, 7.5, 0.2, 0.9, 6.8, -0.5, 3.0, 0.1]  # as much on average, on a part of the text
+    assert verdict(wide, noise, level) == "no clear difference"
+    assert verdict(wide, Noise(1.0, 31), level) == "better"  # planted: the pooled spread
+    assert verdict([*strong[:7], -30.0], noise, level, more=8) == "no clear difference"
+    assert verdict([1.2, 0.8, 2.9, -1.4, 1.1, 2.6, -0.6, 0.9], noise, level, more=8) is None
 
 
 def random_past(rule: str, seed: int, horizon: int | None, length: int = 30) -> list[Decision]:
@@ -333,22 +440,15 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_streams_on_the_noise_of_real_runs_hold_and_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_streams, "PROPOSALS", 8)
-    file = judge_streams.RESULTS / "judge_noise.json"
-    table = np.array(json.loads(file.read_text(encoding="utf-8"))["bits_per_byte"])
-    assert min(table.shape) >= 64
 
-    def rates(proposer: str) -> dict[str, float]:
-        source = judge_streams.Source(table, np.random.default_rng(0))
-        return judge_streams.error_rates(judge_streams.run_streams(source, proposer, streams=100))
+    def rates(proposer: str, own: bool = True, **noise: float) -> dict[str, float]:
+        source = judge_streams.Source.read(np.random.default_rng(0), **noise)
+        assert min(source.tables[0].shape) >= 64
+        return judge_streams.error_rates(judge_streams.run_streams(source, proposer, streams=100, own=own))
 
     assert rates("adversarial")["worst_moment_upper_95"] <= 0.12
-    with monkeypatch.context() as planted:
-        planted.setattr(judge_streams, "next_level", lambda past, alpha, *_: alpha * (1 + sum(d.better for d in past)))
-        assert rates("null")["fdr"] > 0.12
-
-    def of_windows(source: judge_streams.Source, streams: int) -> Any:  # counts windows of one seed as independent runs
-        spread = source.table[source.rng.integers(len(table), size=streams)].std(1, ddof=1)
-        return math.sqrt(2) * spread / math.sqrt(judge_streams.BLOCK)
-
-    monkeypatch.setattr(judge_streams.Source, "calibration", of_windows)
-    assert rates("null")["fdr"] > 0.5
+    monkeypatch.setattr(judge_streams.Source, "kinds", lambda source, count: (source.rng.random(count) < 0.2) * 1 + 1)
+    assert rates("null", spread=20.0)["fdr_upper_95"] <= 0.12
+    assert rates("null", own=False, spread=20.0)["fdr"] > 0.2  # planted: a spread that is not the proposal's
+    monkeypatch.setattr(judge_streams, "next_level", lambda past, alpha, *_: alpha * (1 + sum(d.better for d in past)))
+    assert rates("null")["fdr"] > 0.12  # planted: levels that spend alpha on every proposal

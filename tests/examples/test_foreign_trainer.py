@@ -1,13 +1,16 @@
 """The loop over a trainer in plain PyTorch: each change edits one constant, and only what reads ahead is refused."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from examples.foreign_trainer import loop
+from heddle.lab.judge import foreign
 from heddle.lab.judge.judge import judge
+from heddle.lab.judge.proposal import Refused
 from tests import small
 
 CHANGES = [
@@ -39,6 +42,39 @@ def test_the_model_reads_ahead_only_where_it_is_told_to(monkeypatch: pytest.Monk
     assert not is_moved()
     monkeypatch.setattr(model, "CAUSAL", False)
     assert is_moved()
+
+
+BLOCK = "forward = Block.forward\nBlock.forward = lambda self, x: forward(self, {})\n"
+COPIED = "functional.one_hot(rows[:, :-1], 50).transpose(1, 2) * 9.0, rows[:, :-1], reduction='none'"
+LEAKS = {  # what an agent adds at the end of model.py, and the rule that refuses it
+    "a norm over the text": ("later_tokens", BLOCK.format("x / x.square().mean((1, 2), keepdim=True).sqrt()")),
+    "a cumulative statistic": ("later_tokens", BLOCK.format("x - x.cumsum(1).mean(1, keepdim=True)")),
+    "a convolution": (
+        "later_tokens", BLOCK.format("functional.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1).mean(-1)"),
+    ),
+    "a norm over documents": ("other_rows", BLOCK.format("x - x.mean(0, keepdim=True)")),
+    "shifted targets": ("shifted_targets", f"GPT.losses = lambda self, rows: functional.cross_entropy({COPIED})\n"),
+    "a norm over the width": ("", BLOCK.format("x - x.mean(-1, keepdim=True)")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEAKS)
+def test_a_leak_in_a_trainer_is_refused_by_name(case: str) -> None:
+    rule, code = LEAKS[case]
+    names: dict[str, Any] = {"__name__": "model"}
+    exec((loop.HERE / "model.py").read_text() + code + "EMBEDDING_STD = 1.0\n", names)
+    gpt = names["build"]({"HEDDLE_SEED": "1", "HEDDLE_VOCAB_SIZE": "50", "HEDDLE_SEQUENCE_LENGTH": "8"})
+
+    def score(rows: Any) -> Any:
+        with torch.no_grad():
+            return gpt.losses(torch.from_numpy(rows)).numpy()
+
+    found = ""
+    try:
+        foreign._test(cast("foreign.Scorer", score), np.random.default_rng(0).integers(0, 50, 2000), 50)
+    except Refused as refused:
+        found = refused.rule
+    assert found == rule
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from heddle.storage.run_log import to_plain_json
 from heddle.training.settings import Settings
 
 CALIBRATION_SEEDS = 6
-TUNING_SEED = 900_000
+LOOK_SEED, REFERENCE_SEED, TUNING_SEED = 700_000, 800_000, 900_000
+REFERENCE_RUNS = 4  # of a new incumbent, for later first looks
 TUNING_TOKENS = 4  # a trial of tuning reads a fourth of a run's tokens
 SECOND_PAIRS = 2  # at the second size
 VERDICT_FILE, PROPOSAL_FILE, CHANGE_FILE = "verdict.json", "proposal.yaml", "change.json"
@@ -231,9 +232,14 @@ class Judge:
         tokens = {name: self.tokens_of(side, first_size(sizes[name]), name, folder) for name, side in sides.items()}
         tuned = self.tuned(sides["proposal"], first_size(sizes["proposal"]), "proposal", folder, tokens["proposal"])
         sides["proposal"] = tuned
-        differences, found, peak = list(entry["earlier"]), None, 0.0
+        differences, found, peak, gain = list(entry["earlier"]), None, 0.0, math.nan
+        if entry.get("reference") and entry["continues"] is None:
+            [loss] = self._on_tuning_text(
+                tuned, sizes["proposal"], "look", folder, [LOOK_SEED + entry["block"]], tokens
+            )
+            found, gain = evidence.first_look(loss, entry["reference"], noise), np.mean(entry["reference"]) - loss
         planned, at_once = ledger.windows.pairs, max(1, self.workers.count // 2)
-        for pair in range(planned):
+        for pair in range(planned if found is None else 0):
             if pair % at_once == 0:
                 pairs = range(pair, min(pair + at_once, planned))
                 ahead = [loss for each in pairs for loss in self._pair(entry, sides, sizes, tokens, each, folder)]
@@ -245,11 +251,16 @@ class Judge:
             if found is not None:
                 break
         shutil.rmtree(folder / "own", ignore_errors=True)
-        facts = self._facts(entry, differences, noise, level) | {"peak": peak, "training": tuned.training}
+        facts = self._facts(entry, differences, noise, level, float(gain))
+        facts |= {"peak": peak, "training": tuned.training}
         if found == "better" and second_size(sizes["proposal"]) is not None:
             facts["sizes"].append(self._at_second_size(entry, sides, sizes, tokens, folder))
             if not facts["sizes"][1]["improvement"] > 0:
                 found, facts["evidence"] = "no clear difference", 0.0
+        if found == "better" and entry.get("reference"):
+            seeds = [REFERENCE_SEED + entry["block"] * REFERENCE_RUNS + run for run in range(REFERENCE_RUNS)]
+            losses = self._on_tuning_text(tuned, sizes["proposal"], "reference", folder, seeds, tokens)
+            facts["reference"] = [loss for loss in losses if math.isfinite(loss)]
         return self._sentenced(entry, found or "no clear difference", facts, tokens)
 
     def _pair(
@@ -278,6 +289,25 @@ class Judge:
         ]
         return self.losses(tasks)
 
+    def _on_tuning_text(
+        self,
+        proposal: Candidate,
+        sizes: Sequence[Mapping[str, Any]],
+        name: str,
+        folder: Path,
+        seeds: Sequence[int],
+        tokens: Mapping[str, int],
+    ) -> list[float]:
+        """The losses of a proposal's runs that decide nothing, on the text of calibration."""
+        span = self.ledger.windows.tuning
+        return self.losses([
+            self.task(
+                proposal, first_size(sizes), f"proposal-{name}{run}", folder, seed=seed, span=span,
+                tokens=tokens["proposal"],
+            )
+            for run, seed in enumerate(seeds)
+        ])  # fmt: skip
+
     def _at_second_size(self, entry: Any, sides: Any, sizes: Any, tokens: Any, folder: Path) -> dict[str, Any]:
         """The improvement at the second size, from two pairs."""
         pairs = [self._pair(entry, sides, sizes, tokens, pair, folder, is_second=True) for pair in range(SECOND_PAIRS)]
@@ -286,10 +316,12 @@ class Judge:
         improvement = float(np.mean([incumbent - proposal for incumbent, proposal in pairs]))
         return {"parameters": second["parameters"], "tokens": tokens["proposal"], "improvement": improvement}
 
-    def _facts(self, entry: Mapping[str, Any], differences: list[float], noise: Noise, level: float) -> dict[str, Any]:
-        """What a verdict says in numbers."""
-        low, high = evidence.improvement_bounds(differences, noise, min(0.05, level))
-        mean = float(np.mean(differences)) if differences else math.nan
+    def _facts(
+        self, entry: Mapping[str, Any], differences: list[float], noise: Noise, level: float, gain: float
+    ) -> dict[str, Any]:
+        """What a verdict says in numbers. gain: of the first look."""
+        low, high = evidence.improvement_bounds(differences, noise, min(0.05, level), self.ledger.windows.pairs)
+        mean = float(np.mean(differences)) if differences else gain
         numbers = {"mean": mean, "low": low, "high": high}
         return {
             "improvement": {name: value if math.isfinite(value) else None for name, value in numbers.items()},
@@ -327,7 +359,7 @@ class Judge:
         else:
             ends = (improvement["low"], improvement["high"])
             bound = "no bound yet" if None in ends else f"{ends[0]:+.4f} to {ends[1]:+.4f}"
-            pairs = f"{facts['pairs']} pair{'s' if facts['pairs'] > 1 else ''}"
+            pairs = f"{facts['pairs']} pair{'s' if facts['pairs'] > 1 else ''}" if facts["pairs"] else "a first run"
             amount = f"by {improvement['mean']:+.4f} bits per byte ({bound}), from {pairs}"
         second = facts["sizes"][1] if len(facts["sizes"]) > 1 else None
         where = "".join(
@@ -409,6 +441,7 @@ class Judge:
         }  # fmt: skip
         if earlier is not None:
             entry |= {name: earlier[name] for name in ("candidate", "identity", "sizes", "level", "noise", "found")}
+            entry["reference"] = earlier.get("reference")
             differences = earlier["verdict"]["differences"]
             is_over = None in differences or earlier["verdict"]["evidence"] == 0
             entry |= {"continues": earlier["number"], "root": earlier["root"], "earlier": differences}
@@ -426,8 +459,8 @@ class Judge:
             entry |= {"block": len(ledger.decided), "incumbent": incumbent, "incumbent_sizes": self._incumbent_sizes()}
             if earlier is None:
                 level, found = self.level()
-                noise = self.noise()
-                entry |= {"level": level, "found": found, "noise": [noise.deviation, noise.degrees]}
+                entry |= {"level": level, "found": found, "noise": list(astuple(self.noise()))}
+                entry["reference"] = ledger.reference
         ledger.record(entry)
         return ledger.entries[-1]
 

@@ -1,33 +1,39 @@
 """Evidence that a proposal is better than the incumbent, and the level it needs in a stream of proposals.
 
 A pair is one run of the incumbent and one of the proposal, with one fresh seed, measured on one fresh block of held-out
-windows; its difference d is the incumbent's loss minus the proposal's. H0: the mean of d is at most 0. Under the model
-d ~ N(δ, σ²) with σ common to the stream, and g = δ/σ, n pairs have the likelihood ratio
+windows; its difference d is the incumbent's loss minus the proposal's. H0: the mean of d over seeds and text is ≤ 0.
 
-    L = Σ_g w_g · exp(−n g²/2) · I(g · Σd / √A) / I(0),    I(b) = ∫ u^(ν+n−1) exp(−u²/2 + b u) du over u > 0
+What is assumed: given all that was known when the proposal was fixed, its pairs are independent draws of N(δ, σ²) with
+a σ of this proposal. Windows are drawn from the whole text and seeds are fresh, so the draws are equal in law however
+much the effect varies over text and over seeds; that their means are near Gaussian is the assumption. Nothing is pooled
+over proposals: only a ratio of Σd and Σd² counts, whose law at δ = 0 knows no σ. Two tests share the level:
 
-with A = ν s² + Σd², where s² estimates σ² with ν degrees of freedom from runs before the proposal was fixed (σ has its
-right Haar prior; Pérez-Ortiz et al. 2022, Wang and Ramdas 2023). With ν = ∞ it is Σ_g w_g exp(g Σd/s − n g²/2).
-Of a level and a number N of pairs fixed beforehand there is a second martingale, for more power: the test of half the
-level that asks at N pairs for Σd ≥ C = s √N t(ν; level/2). Given n pairs it rejects under δ = 0 with the probability
+    planned, 0.95 of it: Student's t of exactly N pairs, N fixed beforehand:    Σd / √N ≥ s t(N − 1), s from these pairs
+    the likelihood ratio, 0.05 of it:    L = Σ_g w_g exp(−n g²/2) I(g Σd / √Σd²) / I(0),
+        I(b) = ∫ u^(n−1) exp(−u²/2 + b u) du over u > 0    (right Haar prior of σ; g = δ/σ)
 
-    P = T(ν+n; (Σd − C) / √((N − n) A / (ν+n))), for Σd > 0, else 0,    and    e = P / level + L / 2
+    e = [n = N and the planned test rejects] / level + 0.05 L
 
-P and L fall when all d fall by a constant, so δ = 0 is the worst case of H0, at any stopping time.
+In the order of pairs L is a martingale with respect to the ratios d_i / |d_1| (Pérez-Ortiz et al. 2022; Wang and Ramdas
+2023), so by Ville P(e ever ≥ 1 / level | the past) ≤ level; e falls when all d fall, so δ = 0 is the worst case. The
+bound holds for the whole sequence of pairs as if all were bought: any rule that buys fewer (futility, a first look,
+which use the pooled spread) only takes `better` away. No pair may be read twice.
 
-What is assumed: Gaussian differences, and one σ. With finite ν the mean of e is at most 1 over the draw of s too, if
-proposals are chosen by what does not depend on the unit of the loss (verdicts, evidence), not given s itself. e-LOND,
-whose proof needs no more, is therefore the default. No pair may be read twice, and no pair may enter its own `Noise`.
+FDR: let t be true nulls, and found_t what had been called better when t was fixed. When t is better, so are found_t
+before it, and no `better` is withdrawn: FDR ≤ Σ E[1{t ever better} / (1 + found_t)] ≤ Σ E[level_t / (1 + found_t)] ≤
+alpha, for any levels fixed by the past whose sum of level / (1 + found) is at most alpha: e-LOND and e-LORD. e-SAFFRON
+needs P(e ever ≥ 10 | the past) ≤ 0.1 besides, which is Ville again. A resubmission continues the sequence of pairs.
 
-A proposal is `better` when e ≥ 1 / level. Later evidence of the same proposal, against the incumbent of its first
-submission and with the noise and level of that time, continues the product: an e-process may stop, and go on, at any
-time. The bound FDR = Σ E[1{t better} / better at the end] ≤ Σ E[e_t · level_t / (1 + better at submission)] does not
-ask when t became better, since no verdict of `better` is withdrawn.
+`Noise(own=False)` is the model of older ledgers: σ common to the stream, estimated by s with ν degrees of freedom from
+earlier runs. Then A = ν s² + Σd² stands for Σd² and ν + n for n, the planned test asks for Σd ≥ C = s √N t(ν; level/2),
+and e = P / level + L / 2 with P the probability under δ = 0, given n pairs, that it will reject:
+P = T(ν+n; (Σd − C) / √((N − n) A / (ν+n))). Its evidence is too large where an effect varies over the text. It remains
+in `worse` and in what pairs are worth buying, which are in no bound over the stream.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +46,10 @@ Ints = npt.NDArray[np.int64]
 EFFECTS = np.array([0.1, 0.2, 0.4, 0.8, 1.3, 2.0])  # of the mixture, in deviations of a pair
 WEIGHTS = np.array([0.03, 0.05, 0.07, 0.15, 0.5, 0.2])
 MAX_PAIRS = 8
-MIN_CHANCE = 0.11  # of being called better within MAX_PAIRS; below it no pair is bought
-WORSE_LEVEL = 0.05  # of one proposal: `worse` is not in the bound over the stream
+PLANNED = 0.95  # of the level: for the test of the planned number of pairs
+MIN_CHANCE, MIN_CHANCE_POOLED = 0.005, 0.11  # of being called better within MAX_PAIRS; below it no pair is bought
+LOOK = 0.5  # standard deviations by which a first run must be lower than the incumbent's
+WORSE_LEVEL, LOOK_LEVEL = 0.05, 0.01  # of one proposal: `worse` is not in the bound over the stream
 _NODES = 200  # of an integral
 
 
@@ -50,11 +58,12 @@ class Noise:
     """The spread of pairs' differences, from runs that were finished before the proposal was fixed.
 
     deviation: standard deviation of one pair's difference, in the unit of the losses. degrees: its degrees of freedom;
-    inf: it is known.
+    inf: it is known. own: evidence uses the spread of the proposal's own pairs, and this one only plans.
     """
 
     deviation: float
     degrees: float
+    own: bool = False  # of older ledgers
 
     def __post_init__(self) -> None:
         if not 0 < self.deviation < math.inf:
@@ -68,7 +77,7 @@ class Noise:
         if extra < 1 or math.isinf(self.degrees):
             return self
         squares = self.degrees * self.deviation**2 + extra * float(np.var(differences, ddof=1))
-        return Noise(math.sqrt(squares / (self.degrees + extra)), self.degrees + extra)
+        return replace(self, deviation=math.sqrt(squares / (self.degrees + extra)), degrees=self.degrees + extra)
 
 
 def pooled_noise(losses: npt.ArrayLike) -> Noise:
@@ -89,12 +98,13 @@ def pooled_noise(losses: npt.ArrayLike) -> Noise:
 
 
 def log_evidence(sums: npt.ArrayLike, squares: npt.ArrayLike, count: int, degrees: npt.ArrayLike) -> Floats:
-    """log e of Σd and Σd² of `count` pairs, in deviations of the noise. Any shape, [...]; degrees too."""
+    """log L of Σd and Σd² of `count` ≥ 1 pairs, in deviations of the noise. Any shape, [...]; degrees too; 0: own."""
     sums, squares, degrees = np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in (sums, squares, degrees)))
     terms, unknown = sums[..., None] * EFFECTS, ~np.isinf(degrees)
     if unknown.any():
         finite = degrees[unknown]
-        ratios = sums[unknown] / np.sqrt(finite + squares[unknown])
+        scale = np.sqrt(finite + squares[unknown])
+        ratios = np.divide(sums[unknown], scale, out=np.zeros_like(scale), where=scale > 0)
         terms[unknown] = _log_moment(ratios[..., None] * EFFECTS, (finite + count)[..., None])
     terms = terms + np.log(WEIGHTS) - count * EFFECTS**2 / 2
     top = terms.max(-1)
@@ -106,11 +116,12 @@ def _log_moment(slopes: Floats, powers: Floats) -> Floats:
     """log of I(b) / I(0) for I(b) = ∫ u^(m−1) exp(−u²/2 + b u) du over u > 0: the trapezoidal rule in log u."""
     from scipy.special import gammaln
 
+    nodes = _NODES if powers.min() > 4 else 2 * _NODES  # long tails
     peaks = (slopes + np.sqrt(slopes**2 + 4 * powers)) / 2
     widths = 1 / np.sqrt(peaks**2 + powers)
     left, right = 9 * widths + 40 / powers, 9 * widths
-    steps = (left + right) / (_NODES - 1)
-    logs = np.log(peaks)[..., None] - left[..., None] + steps[..., None] * np.arange(_NODES)
+    steps = (left + right) / (nodes - 1)
+    logs = np.log(peaks)[..., None] - left[..., None] + steps[..., None] * np.arange(nodes)
     u = np.exp(logs)
     heights = powers[..., None] * logs - u**2 / 2 + slopes[..., None] * u
     top = heights.max(-1)
@@ -142,11 +153,25 @@ def planned_chance(
 
 
 def needed_sum(pairs: int, degrees: Floats | float, level: Floats | float) -> Floats:
-    """The sum of differences, in deviations, that makes `pairs` pairs better, if so many were planned."""
+    """The sum of differences, in deviations, that makes `pairs` pairs better, if so many were planned: pooled noise."""
     from scipy.special import stdtrit
 
     result: Floats = np.asarray(stdtrit(degrees, 1 - np.asarray(level) / 2) * math.sqrt(pairs))
     return result
+
+
+def planned_test(sums: Floats, squares: Floats, pairs: int, level: Floats | float) -> npt.NDArray[np.bool_]:
+    """Whether Student's t of `pairs` ≥ 2 pairs rejects at PLANNED of the level. Any shape."""
+    rest = np.maximum(squares - sums**2 / pairs, 0) / (pairs - 1)
+    result: npt.NDArray[np.bool_] = (sums > 0) & (sums >= needed_t(pairs, level) * np.sqrt(pairs * rest))
+    return result
+
+
+def needed_t(pairs: int, level: Floats | float) -> Floats:
+    """The t of the planned test."""
+    from scipy.special import stdtrit
+
+    return np.asarray(stdtrit(pairs - 1, 1 - PLANNED * np.asarray(level)))
 
 
 def e_value(
@@ -165,16 +190,21 @@ def e_value(
         return 0.0
     values = np.asarray(differences, dtype=np.float64) / noise.deviation
     sums, squares = np.array(values.sum()), np.array((values**2).sum())
-    ratio = math.exp(min(float(log_evidence(sums, squares, len(values), noise.degrees)), 700.0))
+    ratio = math.exp(min(float(log_evidence(sums, squares, len(values), 0 if noise.own else noise.degrees)), 700.0))
     if not level:
         return ratio
+    if noise.own:
+        is_planned = len(values) == max_pairs and bool(planned_test(sums, squares, max_pairs, level))
+        return is_planned / level + (1 - PLANNED) * ratio
     planned = 0.0
     if len(values) <= max_pairs:
         planned = float(planned_chance(sums, squares, len(values), noise.degrees, level, max_pairs))
     return planned / level + ratio / 2
 
 
-def improvement_bounds(differences: Sequence[float], noise: Noise, alpha: float = 0.05) -> tuple[float, float]:
+def improvement_bounds(
+    differences: Sequence[float], noise: Noise, alpha: float = 0.05, max_pairs: int = MAX_PAIRS
+) -> tuple[float, float]:
     """(low, high) of the mean difference: a confidence sequence, so it holds at every number of pairs at once.
 
     After a verdict of `better`, alpha = its level keeps the false coverage rate of all such intervals (Xu and Ramdas
@@ -182,21 +212,20 @@ def improvement_bounds(differences: Sequence[float], noise: Noise, alpha: float 
     """
     if not differences or not np.isfinite(differences).all():
         return -math.inf, math.inf
-    low = _lower_bound(np.asarray(differences, dtype=np.float64), noise, alpha / 2)
-    high = -_lower_bound(-np.asarray(differences, dtype=np.float64), noise, alpha / 2)
+    values = np.asarray(differences, dtype=np.float64)
+    low, high = _lower_bound(values, noise, alpha / 2, max_pairs), -_lower_bound(-values, noise, alpha / 2, max_pairs)
     return low, high
 
 
-def _lower_bound(differences: Floats, noise: Noise, alpha: float) -> float:
+def _lower_bound(differences: Floats, noise: Noise, alpha: float, max_pairs: int) -> float:
     """The mean below which the evidence that it is larger reaches 1 / alpha."""
-    values = differences / noise.deviation
+    rest, level = differences - differences.mean(), alpha if noise.own else None
 
     def reached(distance: float) -> bool:
-        shifted = values - values.mean() + distance
-        return bool(log_evidence(shifted.sum(), (shifted**2).sum(), len(shifted), noise.degrees) >= -math.log(alpha))
+        shifted = rest + distance * noise.deviation
+        return e_value(shifted.tolist(), noise, level, max_pairs) >= 1 / alpha
 
-    distance = _smallest(reached, 1e4)
-    return float(differences.mean()) - noise.deviation * distance
+    return float(differences.mean()) - noise.deviation * _smallest(reached, 1e4)
 
 
 def _smallest(reached: Callable[[float], bool], limit: float) -> float:
@@ -216,12 +245,15 @@ def _smallest(reached: Callable[[float], bool], limit: float) -> float:
 def chance(differences: Sequence[float], noise: Noise, level: float, max_pairs: int = MAX_PAIRS) -> float:
     """The predicted probability that `max_pairs` pairs make the proposal better, from those it has.
 
-    The effect has the prior N(0, deviation²). The e-process is valid at any stopping time, so this may stop it.
+    The effect has the prior N(0, deviation²). The level holds at any stopping time, so this may stop it.
     """
     count, total = len(differences), sum(differences) / noise.deviation
     if level <= 0 or count >= max_pairs:
         return float(level > 0 and e_value(differences, noise, level, max_pairs) >= 1 / level)
-    return float(predicted_chance(total, count, needed_sum(max_pairs, noise.degrees, level), max_pairs))
+    needed = needed_sum(max_pairs, noise.degrees, level)
+    if noise.own:
+        needed = needed_t(max_pairs, level) * math.sqrt(max_pairs)
+    return float(predicted_chance(total, count, needed, max_pairs))
 
 
 def predicted_chance(total: Floats | float, count: int | Ints, needed: Floats | float, max_pairs: int | Ints) -> Floats:
@@ -244,21 +276,48 @@ def verdict(
     """
     if level > 0 and e_value(differences, noise, level, max_pairs) >= 1 / level:
         return "better"
-    if -math.inf in differences or e_value([-value for value in differences], noise) >= 1 / WORSE_LEVEL:
+    pooled = replace(noise, own=False)
+    worse_level = WORSE_LEVEL - LOOK_LEVEL if noise.own else WORSE_LEVEL
+    if -math.inf in differences or e_value([-value for value in differences], pooled) >= 1 / worse_level:
         return "worse"
-    if len(differences) >= max_pairs + more or chance(differences, noise, level, max_pairs + more) < MIN_CHANCE:
+    least, ahead = (MIN_CHANCE if noise.own else MIN_CHANCE_POOLED), max_pairs + more
+    if len(differences) >= ahead:
+        return "no clear difference"
+    if noise.own:  # beyond the planned pairs the likelihood ratio remains, which takes about a tenth of its share
+        ahead, level = (max_pairs, level) if len(differences) < max_pairs else (ahead, level * (1 - PLANNED) / 10)
+    if chance(differences, noise, level, ahead) < least:
         return "no clear difference"
     return None
 
 
+def first_look(loss: float, reference: Sequence[float], noise: Noise) -> str | None:
+    """A verdict from one run of the proposal on text that decides nothing; None: pairs are worth their cost.
+
+    reference: losses of the incumbent on the same text, from other seeds.
+    """
+    from scipy.special import stdtr
+
+    spread = noise.deviation * math.sqrt((1 + 1 / len(reference)) / 2)  # a run has half of a pair's variance
+    distance = (float(np.mean(reference)) - loss) / spread
+    if stdtr(noise.degrees, distance) <= LOOK_LEVEL:
+        return "worse"
+    return None if distance >= LOOK else "no clear difference"
+
+
 def pairs_to_settle(effect: float, noise: Noise, level: float) -> int | None:
     """How many planned pairs call a true improvement of `effect` better with probability 0.8; None: none can."""
-    from scipy.special import ndtri
+    from scipy.special import nctdtr, ndtri
 
     if effect <= 0 or level <= 0:
         return None
+    size = effect / noise.deviation
     deviations = float(needed_sum(1, noise.degrees, level)) + float(ndtri(0.8))
-    return math.ceil((deviations * noise.deviation / effect) ** 2)
+    pairs = max(2, math.ceil((deviations / size) ** 2))
+    if noise.own:  # more, as the spread must be estimated
+        pairs = max(2, math.ceil(((float(ndtri(1 - PLANNED * level)) + float(ndtri(0.8))) / size) ** 2))
+        while nctdtr(pairs - 1, size * math.sqrt(pairs), float(needed_t(pairs, level))) > 0.2:
+            pairs += max(1, pairs // 100)
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -289,7 +348,7 @@ def gamma(number: int, horizon: int | None) -> float:
 def e_lond(past: Sequence[Decision], alpha: float, horizon: int | None = None) -> float:
     """e-LOND (Xu and Ramdas 2024): alpha · gamma · (1 + number called better).
 
-    Assumes E[e] ≤ 1 of each true null, whatever the dependence between proposals.
+    It alone holds with E[e] ≤ 1 of each true null, whatever the dependence between proposals: as in older ledgers.
     """
     return alpha * gamma(len(past) + 1, horizon) * (1 + sum(decision.better for decision in past))
 
@@ -297,7 +356,7 @@ def e_lond(past: Sequence[Decision], alpha: float, horizon: int | None = None) -
 def e_lord(past: Sequence[Decision], alpha: float, horizon: int | None = None) -> float:
     """e-LORD (Zhang et al. 2025): a share of what past levels have left of alpha, times (1 + number called better).
 
-    Assumes that the mean of e is at most 1 given everything before; with an estimated deviation it is only roughly.
+    Assumes the level of a null given everything before; in older ledgers, whose deviation is estimated, only roughly.
     """
     spent = sum(decision.level / (1 + decision.found) for decision in past)
     return _share(past, horizon) * max(alpha - spent, 0.0) * (1 + sum(decision.better for decision in past))
@@ -347,11 +406,18 @@ def next_level(past: Sequence[Decision], alpha: float, rule: str = "e-lond", hor
     return RULES[rule](past, alpha, horizon)
 
 
+def lifted(peak: float) -> float:
+    """An e-value of the largest evidence on the way, whatever stopped it (Dawid et al. 2011; Vovk and Wang 2021)."""
+    if peak <= 1.0001:
+        return 0.5
+    return float((peak - 1 - math.log(peak)) / math.log(peak) ** 2)
+
+
 def summarize_by_e_bh(evidence: Sequence[float], alpha: float, horizon: int | None = None) -> list[bool]:
     """Which proposals online e-BH (Fischer et al. 2024) calls better; for the summary at the end only.
 
-    evidence: of each proposal at its last look, not its peak. It may call earlier proposals better than their verdicts
-    did, so it may not choose incumbents.
+    evidence: of each proposal at its last look, or its peak if `lifted`. It may call earlier proposals better than
+    their verdicts did, so it may not choose incumbents.
     """
     for found in range(len(evidence), 0, -1):
         better = [e * alpha * gamma(t, horizon) * found >= 1 for t, e in enumerate(evidence, 1)]

@@ -19,6 +19,7 @@ from heddle.lab.compare.plan import split_designs
 from heddle.lab.compare.statistics import seed_half_width
 from heddle.lab.judge import evidence
 from heddle.lab.judge.decision import Judge, RunFailed, first_size, listed
+from heddle.lab.judge.evidence import Noise
 from heddle.lab.judge.ledger import (
     AGENTS_FILE,
     FINAL_SEED,
@@ -148,7 +149,10 @@ def _summary(judge: Judge) -> list[int]:
     values = []
     for root in roots:
         chain = [entry["verdict"] for entry in judge.ledger.decided if entry["root"] == root["number"]]
-        values.append(chain[-1].get("evidence", 0.0))
+        last = chain[-1].get("evidence", 0.0)
+        if last and Noise(*root["noise"]).own:
+            last = evidence.lifted(max(verdict.get("peak", 0.0) for verdict in chain))
+        values.append(last)
     found = evidence.summarize_by_e_bh(values, judge.settings.alpha, judge.ledger.windows.decisions)
     return [root["number"] for root, is_better in zip(roots, found, strict=True) if is_better]
 
@@ -343,7 +347,8 @@ def init(settings: JudgeSettings, runtime: Runtime) -> dict[str, Any]:
     deviation = math.sqrt(noise.deviation**2 + window_variance / windows.each)
     facts |= {
         "candidate": first.dump(), "identity": screened["identity"], "sizes": sizes, "windows": asdict(windows),
-        "noise": [deviation, noise.degrees], "settings_sha256": write_settings(folder, settings),
+        "noise": [deviation, noise.degrees, True], "reference": losses,
+        "settings_sha256": write_settings(folder, settings),
     }  # fmt: skip
     write_file(folder / AGENTS_FILE, AGENTS.format(out=folder, pairs=settings.pairs, alpha=settings.alpha))
     append(folder, to_plain_json(facts))

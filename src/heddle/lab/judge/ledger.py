@@ -131,12 +131,12 @@ class Windows:
 def windows_from(settings: JudgeSettings, count: int, seed_variance: float, window_variance: float) -> Windows:
     """The division of `count` windows. Raises DataError where they allow no decision.
 
-    By default a pair reads at least MIN_WINDOWS, and so many that these add no more variance than the seed, if 20
-    decisions stay. The variance is that of two seeds; two designs differ by more from text to text.
+    By default a pair reads at least MIN_WINDOWS, and so many that these add an eighth of the variance of the seeds, if
+    20 decisions stay. The variance is that of two seeds; two designs differ by more from text to text.
     """
     each, free = settings.windows, count - count // TUNING_SHARE - count // FINAL_SHARE
     if each is None:
-        wanted = math.ceil(window_variance / seed_variance) if seed_variance > 0 else 1
+        wanted = math.ceil(8 * window_variance / seed_variance) if seed_variance > 0 else 1
         each = max(1, min(max(MIN_WINDOWS, wanted), free // (settings.pairs * MIN_DECISIONS)))
     windows = Windows(count, settings.sequence_length, each, settings.pairs, spread=True)
     if windows.decisions < 1:
@@ -212,6 +212,11 @@ class Ledger:
         if not accepted:
             return Candidate.read(self.facts["candidate"])
         return Candidate.read(accepted[-1]["candidate"] | {"training": accepted[-1]["verdict"]["training"]})
+
+    @property
+    def reference(self) -> list[float] | None:
+        """The incumbent's losses on the text of calibration; None in older ledgers, which have no first look."""
+        return (self.accepted[-1]["verdict"] if self.accepted else self.facts).get("reference")
 
     @property
     def incumbent_number(self) -> int:
