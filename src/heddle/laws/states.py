@@ -351,7 +351,8 @@ def chunked_ragged_batch(config: ModelConfig) -> None:
     }
     few, many = (([9], 9), ([6, 3], None)), (([1] * 9, None), ([1, 3, 1, 4], 9))
     tensors = [(layout.positions, layout.dense_segment_ids) for layout in layouts.values()]
-    together = Layout(*(torch.cat(column) for column in zip(*tensors, strict=True)))
+    positions, segment_ids = (torch.cat(column) for column in zip(*tensors, strict=True))
+    together = Layout(positions, segment_ids)
     runs = [*((*item, few) for item in layouts.items()), ("of all these kinds", together, many)]
     for name, layout, chunkings in runs:
         tokens, is_token = random_tokens(config, layout.positions.shape[0], 9), (layout.positions >= 0)[..., None]
