@@ -189,7 +189,7 @@ def leaves(name: str) -> list[tuple[bool, str, str, int]]:
 # Modules whose parameters have two dims but are not matrices that multiply vectors.
 TABLES = {
     "Embedding", "PerLayerEmbedding", "TokenTypes", "Head", "Learned", "ShortConvolution", "LayerNorm", "RMSNorm",
-    "RelativeBias", "Tables", "DilatedConvolution", "Mamba", "Indexer",
+    "RelativeBias", "Tables", "DilatedConvolution", "DynamicTanh", "Mamba", "Indexer",
 }  # fmt: skip
 OUTSIDE = ("head.", "final_norm.", "embed.per_layer.", "expansion.")
 
