@@ -53,8 +53,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax.attention(q, k.transpose(1, 2), v, AttentionMask(positions, positions, contiguous=True), 0.3)
 
 
-def _packed_attention(lengths: list[list[int]], window: int | None, *heads: Tensor) -> Tensor:
-    return softmax.attention(*heads, Layout.packed(lengths).attention_mask(window, True), 0.3)
+def _packed_attention(lengths: list[list[int]], window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax.attention(q, k, v, Layout.packed(lengths).attention_mask(window, True), 0.3)
 
 
 def _loss(targets: Tensor, scale: float, hidden: Tensor, weight: Tensor) -> Tensor:
