@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +134,12 @@ def test_errors_of_the_compiler_are_known() -> None:
         torch.compile(lambda x: torch._dynamo.graph_break(), backend="eager", fullgraph=True)(torch.zeros(1))
     assert torch_private.is_compiler_error(raised.value)
     assert not torch_private.is_compiler_error(RuntimeError())
+
+
+def test_the_folder_of_the_compiler_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A library that a killed process left half written would make every later compilation fail."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert torch_private.compiler_cache() == str(tmp_path)
 
 
 def test_norms_of_many_tensors() -> None:

@@ -104,6 +104,13 @@ def is_compiler_error(error: BaseException) -> bool:
     return isinstance(error, TorchDynamoException)
 
 
+def compiler_cache() -> str:
+    """The folder in which torch's compiler keeps what it built."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
 # Operators.
 
 

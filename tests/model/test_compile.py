@@ -1,14 +1,18 @@
 """Compiled layers: the same values, and no recompilation for another layout."""
 
+import fcntl
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
+from heddle import extensions
 from heddle.config import parse_config
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model import copies as compiled_module
@@ -53,6 +57,55 @@ def test_another_layout_does_not_recompile() -> None:
     assert first > 0
     assert after == first
     assert max_difference < 1e-10
+
+
+# What killed processes leave in the compiler's cache.
+
+
+def check_damaged_libraries(folder: Path) -> None:
+    """Libraries that are cut or empty are removed, unless a process builds them."""
+    # A header of 64 bytes, which says that two sections of 64 bytes are described from byte 64 on.
+    library = (b"\x7fELF\x02".ljust(40, b"\0") + bytes([64, *[0] * 17, 64, 0, 2, 0, 0, 0])).ljust(192, b"\0")
+    contents = {"whole": library, "cut": library[:-1], "empty": b"", "zeros": bytes(len(library)), "built": b""}
+    (folder / "locks").mkdir()
+    for name, code in contents.items():
+        (folder / name[:2]).mkdir()
+        (folder / name[:2] / f"{name}.main.so").write_bytes(code)
+    with (folder / "locks" / "built.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        compiled(model())
+    assert sorted(path.name for path in folder.glob("*/*.so")) == ["built.main.so", "whole.main.so"]
+
+
+def test_damaged_libraries_of_the_compiler_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    check_damaged_libraries(tmp_path)
+
+
+def test_a_library_of_which_only_the_beginning_is_read_is_caught(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiled_module, "_is_whole", lambda path: path.read_bytes()[:4] == b"\x7fELF")
+    with pytest.raises(AssertionError, match="cut"):
+        check_damaged_libraries(tmp_path)
+
+
+@pytest.mark.soak
+def test_a_compilation_follows_a_killed_one(tmp_path: Path) -> None:
+    """The first process compiles; what it built is cut; the second one compiles again."""
+    program = f"""
+from tests.model.test_compile import compiled, model
+import torch
+from pathlib import Path
+compiled(model())(torch.arange(32).view(2, 16))
+for path in Path({str(tmp_path)!r}).glob("*/*.so"):
+    path.write_bytes(path.read_bytes()[:-1] if path.stat().st_ino % 2 else b"")
+"""
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        )
 
 
 # All layers as one graph.
@@ -117,6 +170,22 @@ def test_a_number_that_changes_with_each_call_is_caught(monkeypatch: pytest.Monk
     monkeypatch.setattr(mlp.MLP, "forward", counting)
     with pytest.raises(AssertionError, match="== 2"):
         check_whole_graph(WHOLE["attention"](), FIVE_LAYOUTS[:3])
+
+
+def test_a_graph_calls_the_operator_of_attention() -> None:
+    """Of rows of one document and of packed rows, forward and backward, with the values of the plain way."""
+    plain = WHOLE["attention"]().train()
+    want = [_step(plain, random_tokens(plain.config, 2, 16), Layout.packed(lengths), 0) for lengths in FIVE_LAYOUTS[:2]]
+    assert extensions.install(["causal_attention"]) == ("causal_attention",)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled_model = compiled(plain, counter, whole=True)
+    for results, lengths in zip(want, FIVE_LAYOUTS[:2], strict=True):
+        got = _step(compiled_model, random_tokens(plain.config, 2, 16), Layout.packed(lengths), 0)
+        assert all((a - b).abs().max() < 1e-10 for a, b in zip(results, got, strict=True))
+    for graph in counter.graphs:
+        assert sum("causal_attention" in str(node.target) for node in graph.graph.nodes) == len(plain.layers)
+    assert len(counter.graphs) == 2
 
 
 def test_what_has_no_fast_graph_is_refused() -> None:

@@ -33,8 +33,10 @@ from heddle.numerics.linear import linear
 from heddle.numerics.native.races import RACES
 from heddle.numerics.norms import euclidean_norms, rms_norm
 from heddle.numerics.rotary import apply_rotary
+from heddle.parts.layout import Layout
 from heddle.storage.file_io import write_json_file
 from heddle.torch_private import LightDispatchMode
+from heddle.training import optimizer as optimizer_module
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 
@@ -51,6 +53,10 @@ def operators() -> None:
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     positions = torch.arange(q.shape[2], dtype=torch.int32)[None].expand(q.shape[0], -1)
     return softmax.attention(q, k.transpose(1, 2), v, AttentionMask(positions, positions, contiguous=True), 0.3)
+
+
+def _packed_attention(lengths: list[list[int]], window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax.attention(q, k, v, Layout.packed(lengths).attention_mask(window, True), 0.3)
 
 
 def _loss(targets: Tensor, scale: float, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -80,6 +86,9 @@ def _cases() -> Iterator[Case]:
     for batch, heads, groups, length, dim, values in ((1, 1, 1, 2, 3, 5), (2, 4, 2, 97, 24, 70), (1, 6, 2, 200, 65, 8)):
         q, k = random(batch, heads, length, dim), random(batch, length, groups, dim)
         yield "attention", _attention, [q, k, random(batch, groups, length, values)]
+    for window in (None, 5, 70):
+        packed = partial(_packed_attention, [[90, 1, 6], [40, 57]], window)
+        yield "attention", packed, [random(2, heads, 97, dim) for heads, dim in ((4, 24), (2, 24), (2, 70))]
     targets = torch.randint(101, (37,))
     for scale in (1.0, 1.7):
         yield "linear_cross_entropy", partial(_loss, targets, scale), [random(37, 9), random(101, 9)]
@@ -208,6 +217,41 @@ def test_training_steps_give_the_same_weights() -> None:
     got, want = _trained(frozenset(native.OPERATORS)), _trained(frozenset())
     for name, weight in want.items():
         assert _error(got[name], weight) < 1e-10, name
+
+
+def check_that_numbers_are_seen() -> None:
+    """What a step knew of its weights and moments is not taken for those that were written since."""
+    model = build(load_config("preset:gqa-tiny", DESIGN)).train()
+    optimizer = build_optimizer(model, 0.1)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(1e-3, None, torch.tensor(2.0), 1.0)
+        assert optimizer.is_finite()
+    saved = optimizer.state
+    for tensor in (model.embed.weight.detach(), *saved["embed.weight"].values()):
+        number = tensor.flatten()[0].clone()
+        for wrong in (float("nan"), float("inf")):
+            tensor.view(-1)[0] = wrong
+            assert bool(optimizer.is_finite()) == (tensor is saved["embed.weight"]["step"])
+        tensor.view(-1)[0] = number
+        assert optimizer.is_finite()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e30)  # its square overflows
+    optimizer.step(1e-3)
+    assert not optimizer.is_finite()
+
+
+@pytest.mark.usefixtures("operators")
+def test_numbers_written_after_a_step_are_seen() -> None:
+    check_that_numbers_are_seen()
+
+
+@pytest.mark.usefixtures("operators")
+def test_a_step_that_trusts_what_it_knew_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module.Optimizer, "_versions", lambda self: [])
+    with pytest.raises(AssertionError):
+        check_that_numbers_are_seen()
 
 
 @pytest.mark.usefixtures("operators")

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode, prefill
 from heddle.generation.sampling import check_chosen
-from heddle.model.copies import refusing_compiler_errors
+from heddle.model.copies import refusing_compiler_errors, remove_damaged_libraries
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
 from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, device_type
@@ -143,6 +143,7 @@ class PinnedDecoder:
     def compiled_step(self) -> Step:
         """The step as one compiled graph, for the current limit. A call raises ConfigError if it cannot be compiled."""
         if self.tokens.device.type == "cpu":
+            remove_damaged_libraries()
             try:
                 return _refusing(record_step(self.step, self.tensors()))
             except RuntimeError:  # the step reads a value; torch.compile's tracer chooses kernels that read none

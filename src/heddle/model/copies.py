@@ -1,11 +1,14 @@
 """Copies of a model: with int8 or int4 weights for generation on a CPU, and with compiled layers."""
 
 import copy
+import fcntl
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +25,7 @@ from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.linear import Linear
 from heddle.parts.modules.short_convolution import ShortConvolutions
 from heddle.parts.positions import ScoreBias
-from heddle.torch_private import is_compiler_error
+from heddle.torch_private import compiler_cache, is_compiler_error
 
 # Not quantized: matrices that a mixer multiplies with each other, and routers, since small errors change their choices.
 EXEMPT = ("k_up", "v_up", "router")
@@ -125,6 +128,8 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None, wh
     for category, message in COMPILER_WARNINGS:
         warnings.filterwarnings("ignore", message, category)
     device = model.embed.weight.device.type
+    if device == "cpu":
+        remove_damaged_libraries()
     compiled_model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     options: dict[str, Any] = {} if backend is None else {"backend": backend}
     own_graphs = options | {"isolate_recompiles": True}
@@ -194,6 +199,36 @@ def _whole_graph(model: Decoder, options: dict[str, Any]) -> Callable[..., Any]:
             return graph(x, positions, layout.segment_ids, layout.coordinates, layout.has_padding), states
 
     return run_graph
+
+
+def remove_damaged_libraries() -> None:
+    """Remove what killed processes left half written in the cache of torch's compiler, which would load it and fail.
+
+    What another process is building, it holds locked, and keeps.
+    """
+    folder = Path(compiler_cache())
+    for path in (*folder.glob("*/*.so"), *folder.glob("*/*.o")):
+        lock = folder / "locks" / f"{path.name.partition('.')[0]}.lock"
+        with suppress(OSError):  # locked, or removed by another process at this time
+            if not _is_whole(path):
+                lock.parent.mkdir(exist_ok=True)
+                with lock.open("a") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if not _is_whole(path):
+                        path.unlink()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library or object is not empty and, on Linux, reaches to the end of its table of sections."""
+    with path.open("rb") as file:
+        start, size = file.read(64), path.stat().st_size
+    if not sys.platform.startswith("linux"):
+        return size > 0
+    if len(start) < 64 or start[:5] != b"\x7fELF\x02":
+        return False
+    sections = int.from_bytes(start[40:48], sys.byteorder)
+    each, count = (int.from_bytes(start[at : at + 2], sys.byteorder) for at in (58, 60))
+    return 0 < sections <= size - each * count
 
 
 @contextmanager

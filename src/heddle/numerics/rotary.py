@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling, is_exporting
 
 from heddle.numerics import native
 from heddle.numerics.dispatch import Kernel, Operation
@@ -50,7 +51,17 @@ def rotary_table(
         frequency = tensor_of(inv_freq, wide, positions.device)
     clamped = positions.clamp(min=0) if positions.dim() == 2 else positions
     angle = clamped.to(wide)[:, None, ..., None] * frequency
-    return (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)
+    table = (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)
+    if is_compiling() and positions.device.type == "cpu" and not is_exporting() and not angle.requires_grad:
+        return torch.ops.heddle.computed_once(table[0]), torch.ops.heddle.computed_once(table[1])
+    return table
+
+
+# In a graph, Inductor would compute cosines and sines again in the kernels of every layer, forward and backward.
+_library = torch.library.Library("heddle", "FRAGMENT")
+_library.define("computed_once(Tensor x) -> Tensor")
+_library.impl("computed_once", torch.clone, "CPU")
+_library.impl("computed_once", torch.empty_like, "Meta")
 
 
 class RotaryFacts(NamedTuple):

@@ -483,4 +483,5 @@ class Layout:
             all_visible=contiguous and (self.length == 1 or (not causal and window is None)),
             doc_lengths=self.packed_lengths,
             may_have_padding=self.has_padding,
+            adjacent=True,
         )

@@ -28,7 +28,7 @@ from heddle.numerics.norms import euclidean_norms
 from heddle.numerics.random import RandomStream, stochastic_round
 from heddle.parts.mixers import Mixer
 from heddle.parts.modules.linear import SelfInitialized
-from heddle.torch_private import foreach_add_, foreach_copy_, foreach_mul_
+from heddle.torch_private import foreach_add_, foreach_copy_, foreach_mul_, version_counters
 
 # Optimizers that start without torch's compiler.
 #
@@ -55,6 +55,35 @@ class EagerAdamw(EagerOptimizer, torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+
+    @torch.no_grad()
+    def native_step(self, clip: float) -> bool:
+        """`step` by the C++ operator, with gradients times `clip`: equal up to rounding.
+
+        Returns whether all weights and moments are finite afterwards.
+        """
+        are_finite = True
+        for group in self.param_groups:
+            weights, names = group["params"], ("exp_avg", "exp_avg_sq", "step")
+            gradients, moments = [weight.grad for weight in weights], [self.state[weight] for weight in weights]
+            states = ([moment[name] for moment in moments] for name in names)
+            factors = clip, group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+            are_finite &= torch.ops.heddle.adamw_(weights, gradients, *states, *factors)
+        return are_finite
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the C++ operator can take the next step: on a CPU, once all tensors have gradients and moments."""
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        return native.serves("adamw", *weights) and all(
+            weight.dtype in (torch.float32, torch.float64)
+            and weight.is_contiguous()
+            and weight.grad is not None
+            and weight.grad.dtype == weight.dtype
+            and weight.grad.is_contiguous()
+            and "exp_avg" in self.state.get(weight, ())
+            for weight in weights
+        )
 
 
 # Muon over stacks: matrices of one shape are updated together, in a few kernel launches instead of two dozen each.
@@ -330,6 +359,7 @@ class Optimizer:
         self.masters, self.key = masters, (0, 0)
         self._buffers: list[Tensor] = []  # hold the moments of this many updated tensors:
         self._states_in_buffers = 0
+        self._finite_versions: list[tuple[int, int]] | None = None  # of weights and moments known to be finite
         self._weights: dict[str, nn.Parameter] = {**trainable, **masters.copies}
         self._optimizer_of = {
             id(tensor): optimizer
@@ -356,7 +386,7 @@ class Optimizer:
             values = {key: value for key, value in state.get(name, {}).items() if key != "master"}
             if values:
                 self._optimizer_of[id(tensor)].state[tensor] = values
-        self._states_in_buffers = 0
+        self._states_in_buffers, self._finite_versions = 0, None
         self._share_buffers()
 
     @property
@@ -377,13 +407,21 @@ class Optimizer:
     def is_finite(self) -> Tensor:
         """Return whether all weights, float32 copies and moments on this rank are finite: bool [], on the device.
 
-        Unused rows of the embedding count too. Numbers that overflow when squared count as non-finite.
+        Unused rows of the embedding count too. Numbers that overflow when squared count as non-finite. What the last
+        step found serves if nothing has been written since, as far as torch counts it.
         """
+        if self._finite_versions is not None and self._finite_versions == self._versions():
+            return torch.ones((), dtype=torch.bool, device="cpu")
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (*map(local_part, self.trainable.values()), *self._moments()):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         with torch.no_grad():
             return torch.cat([euclidean_norms(tensors).float() for tensors in by_dtype.values()]).isfinite().all()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """The address and the version counter of each weight and moment."""
+        tensors = [*self.trainable.values(), *self._moments()]
+        return list(zip((tensor.data_ptr() for tensor in tensors), version_counters(tensors), strict=True))
 
     def _moments(self) -> list[Tensor]:
         """Tensors that hold all moments and float32 copies of this rank."""
@@ -400,24 +438,43 @@ class Optimizer:
         self.masters.take_gradients()
         return list(self._weights.values())
 
-    def step(self, learning_rate: float, found_inf: Tensor | None = None) -> None:
+    def step(
+        self,
+        learning_rate: float,
+        found_inf: Tensor | None = None,
+        norm: Tensor | None = None,
+        max_norm: float = math.inf,
+    ) -> None:
         """Update the weights, each at the learning rate times its factor, and clear the gradients.
 
         found_inf: float32 [] on the weights' device. 1 leaves weights, moments and step counts unchanged, whatever the
-        gradients; needs `skips_on_device`.
+        gradients; needs `skips_on_device`. norm: of all gradients, which are first scaled so that it is at most
+        `max_norm`.
         """
         assert found_inf is None or self.skips_on_device
-        for name, weight in zip(self._weights, self.take_gradients(), strict=True):
+        weights, clip = self.take_gradients(), 1.0
+        adamw = self.optimizers[0] if len(self.optimizers) == 1 else None
+        is_native = found_inf is None and isinstance(adamw, EagerAdamw) and adamw.is_native
+        if norm is not None and is_native:
+            clip = min(1.0, max_norm / (float(norm) + 1e-6))  # as torch's function
+        elif norm is not None:
+            nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
+        for name, weight in zip(self._weights, weights, strict=True):
             if name not in self.updated_tensors and weight.grad is not None:
                 for slice_name, gradient in _slices(name, weight.grad).items():
                     self.updated_tensors[slice_name].grad = gradient
+        are_finite = False
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["factor"]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # where torch's fused optimizers read it
-            optimizer.step()
+            if is_native and isinstance(optimizer, EagerAdamw):
+                are_finite = optimizer.native_step(clip)
+            else:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self._share_buffers()
+        self._finite_versions = self._versions() if are_finite else None
         self.masters.write_back(self.key)
         self.discard_gradients()
 

@@ -454,8 +454,7 @@ def apply_gradients(
     result = StepResult(batch, norm, bad_ranks == 0, qk_clip)
     on_host = device_type(norm) == "cpu" or not optimizer.skips_on_device
     if not on_host or bool(result.is_finite):
-        nn.utils.clip_grads_with_norm_(updated, max_gradient_norm, norm)
-        optimizer.step(learning_rate, None if on_host else (~result.is_finite).float())
+        optimizer.step(learning_rate, None if on_host else (~result.is_finite).float(), norm, max_gradient_norm)
         if qk_clip is not None:
             optimizer.clip_logits(model, batch.largest_logits, qk_clip, None if on_host else result.is_finite)
         trainable_ids = {id(parameter) for parameter in optimizer.trainable.values()}

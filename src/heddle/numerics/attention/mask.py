@@ -32,6 +32,7 @@ class AttentionMask:
     visible ones; entry n is for the n-th of N equal shares of the heads. None: all visible keys.
     chunk: the width of the chunks that the segment ids tell apart. None: they are of documents alone.
     pair_count: the number of visible pairs of a row, where the keys are no tokens that follow each other.
+    adjacent: T = S, queries and keys are the same tokens, and the documents of a row lie next to each other.
     """
 
     q_positions: Tensor  # int [B, T], −1 is padding
@@ -48,6 +49,7 @@ class AttentionMask:
     most_selected: int | None = None
     chunk: int | None = None
     pair_count: int | None = None
+    adjacent: bool = False
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cached(self, key: Any, make: Callable[[], V]) -> V:
@@ -89,6 +91,16 @@ class AttentionMask:
             doc_lengths=doc_lengths,
             chunk=width,
         )
+
+    def first_keys(self) -> Tensor:
+        """The first key that each query sees, int64 [B, T], of an `adjacent` causal mask without padding."""
+        index = torch.arange(self.q_positions.shape[1], device=self.q_positions.device).expand_as(self.q_positions)
+        if self.q_segment_ids is None:
+            first = torch.zeros_like(index)
+        else:
+            begins = self.q_segment_ids[:, 1:] != self.q_segment_ids[:, :-1]
+            first = functional.pad(index[:, 1:] * begins, (1, 0)).cummax(1).values
+        return first if self.window is None else torch.maximum(first, index - self.window + 1)
 
     def pairs(self, queries: int, keys: int) -> int:
         """Number of visible (query, key) pairs when the queries are the last of consecutive keys.

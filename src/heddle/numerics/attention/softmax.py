@@ -68,8 +68,9 @@ NO_BIAS = "torch's fused kernel takes a score bias only as a mask, which is buil
 class AttentionFacts(NamedTuple):
     """What decides the kernel: sizes and the static facts of the mask.
 
-    dtype: of the computation. width: the larger of d_k and d_v. fixed_shape: whether later calls with gradients have
-    the same lengths. native: whether the C++ operator serves these tensors.
+    fixed_shape: whether later calls with gradients have
+    the same lengths. adjacent: causal rows of documents next to each other, all keys of which are tokens. native:
+    whether the C++ operator serves these tensors.
     """
 
     queries: int
@@ -94,6 +95,7 @@ class AttentionFacts(NamedTuple):
     linear_bias: bool = False
     token_bias: bool = False
     selected: bool = False
+    adjacent: bool = False
     native: bool = False
 
 
@@ -124,6 +126,7 @@ def attention_facts(
         linear_bias=isinstance(modifiers.score_bias, LinearBias),
         token_bias=modifiers.token_bias is not None,
         selected=mask.selected is not None,
+        adjacent=mask.adjacent and mask.causal and not mask.may_have_padding and mask.selected is None,
         native=native.serves("causal_attention", q, k, v),
     )
 
@@ -210,7 +213,7 @@ def native_unsupported(facts: AttentionFacts) -> str | None:
         return f"it serves training on rows of up to {MAX_NATIVE_KEYS} keys"
     if facts.softcap or facts.sink or facts.score_bias:
         return "it has no softcap, sink or score bias"
-    return causal_unsupported(facts) or native.unsupported_dtype(facts.dtype)
+    return (None if facts.adjacent else causal_unsupported(facts)) or native.unsupported_dtype(facts.dtype)
 
 
 def triangle_unsupported(facts: AttentionFacts) -> str | None:
@@ -480,7 +483,12 @@ def _causal(
 def _native(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
 ) -> Tensor:
-    y: Tensor = torch.ops.heddle.causal_attention(q, k, v, scale)
+    starts = (
+        None
+        if mask.contiguous and (mask.window is None or mask.window >= k.shape[2])
+        else mask.cached("first keys", mask.first_keys)
+    )
+    y: Tensor = torch.ops.heddle.causal_attention(q, k, v, scale, starts)
     return y
 
 
@@ -593,7 +601,7 @@ ATTENTION = Operation(
         Kernel("flash", _flash, by_offsets(flash_unsupported)),
         Kernel("products", _products, without_dropout(products_unsupported)),
         Kernel("varlen", _varlen, by_offsets(varlen_unsupported), traceable=False),
-        Kernel("native", _native, by_offsets(native_unsupported), traceable=False),
+        Kernel("native", _native, by_offsets(native_unsupported)),
         Kernel("triangle", _triangle, by_offsets(triangle_unsupported), traceable=False),
         Kernel("causal", _causal, by_offsets(causal_unsupported)),
         Kernel("flex", _flex, by_offsets(flex_unsupported), nondeterministic=flex_nondeterministic),

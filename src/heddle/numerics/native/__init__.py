@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from heddle.torch_private import in_dispatch_mode
 
 OPERATORS = {  # operator: the file that holds it, without .cpp
+    "adamw": "elementwise",
     "causal_attention": "products",
     "cross_entropy": "elementwise",
     "delta": "recurrent",
@@ -27,6 +28,7 @@ OPERATORS = {  # operator: the file that holds it, without .cpp
     "swiglu": "elementwise",
     "weighted_swiglu_backward": "elementwise",
 }
+TRACEABLE = ("causal_attention",)  # compiled graphs call them: each has a backward operator, and shapes on "meta"
 NOT_IN_USE = "its C++ operator is not in use for these tensors"  # why a native kernel rejects a call
 
 in_use: frozenset[str] = frozenset()  # the operators that `heddle.extensions.install` has loaded
@@ -34,7 +36,12 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 def serves(operator: str, *tensors: Tensor | None) -> bool:
-    """Whether the operator is in use and can read these tensors: on a CPU, with values, outside compilers and modes."""
+    """Whether the operator is in use and can read these tensors: on a CPU, with values, outside modes and compilers.
+
+    A graph that is compiled may call those of `TRACEABLE`.
+    """
+    if is_compiling() and operator in TRACEABLE:
+        return operator in in_use and all(x is None or x.device.type == "cpu" for x in tensors)
     return (
         operator in in_use
         and not is_compiling()

@@ -298,7 +298,7 @@ void cross_entropy_rows(T* logits, const int64_t* targets, Wide<T>* losses, int6
 #pragma omp simd reduction(max : largest)
             for (int64_t i = 0; i < vocab; i++) {
                 e[i] = scale * wide(z[i]);
-                largest = std::max(largest, e[i]);
+                largest = e[i] > largest ? e[i] : largest;  // std::max did not become vector instructions
             }
             const W target = e[targets[row]];
             double sum = 0;
@@ -375,6 +375,57 @@ Tensor norms(at::TensorList tensors) {
     return result;
 }
 
+// AdamW (Loshchilov & Hutter 2019) of contiguous tensors of one dtype, from gradients times `clip`: in one pass, which
+// also adds the squares of the new weights and moments. Returns whether their sum is finite. Steps are float32.
+
+template <typename T>
+struct AdamwFactors {
+    T clip, keep, beta1, beta2, rate, scale, eps;  // scale: 1 / sqrt(1 - beta2^t)
+};
+
+template <typename T>
+[[gnu::noinline]] T adamw_part(T* w, const T* gradient, T* m, T* v, int64_t n, const AdamwFactors<T> f) {
+    T squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < n; i++) {
+        const T g = gradient[i] * f.clip, first = m[i] + (1 - f.beta1) * (g - m[i]),
+                second = f.beta2 * v[i] + (1 - f.beta2) * g * g,
+                x = f.keep * w[i] - f.rate * first / (std::sqrt(second) * f.scale + f.eps);
+        m[i] = first;
+        v[i] = second;
+        w[i] = x;
+        squares += x * x + first * first + second * second;
+    }
+    return squares;
+}
+
+bool adamw_(at::TensorList weights, at::TensorList gradients, at::TensorList firsts, at::TensorList seconds,
+            at::TensorList steps, double clip, double rate, double beta1, double beta2, double eps, double decay) {
+    constexpr int64_t PART = 4096;
+    std::vector<std::pair<int64_t, int64_t>> parts;  // tensor, first element
+    std::vector<double> counts;
+    for (size_t i = 0; i < weights.size(); i++) {
+        counts.push_back(*steps[i].data_ptr<float>() += 1);
+        for (int64_t first = 0; first < weights[i].numel(); first += PART) parts.emplace_back(int64_t(i), first);
+    }
+    std::vector<double> sums(parts.size());
+    at::parallel_for(0, int64_t(parts.size()), 8, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            const auto [t, at] = parts[i];
+            const int64_t n = std::min(PART, weights[t].numel() - at);
+            const double one = 1 - std::pow(beta1, counts[t]), two = 1 - std::pow(beta2, counts[t]);
+            HEDDLE_DISPATCH(weights[t], S, using T = Wide<S>;
+                            const AdamwFactors<T> f{T(clip), T(1 - rate * decay), T(beta1), T(beta2), T(rate / one),
+                                                    T(1 / std::sqrt(two)), T(eps)};
+                            sums[i] = adamw_part<T>(weights[t].data_ptr<T>() + at, gradients[t].data_ptr<T>() + at,
+                                                    firsts[t].data_ptr<T>() + at, seconds[t].data_ptr<T>() + at, n, f))
+        }
+    });
+    double total = 0;
+    for (const double sum : sums) total += sum;
+    return std::isfinite(total);
+}
+
 TORCH_LIBRARY_FRAGMENT(heddle, m) {
     m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset, bool before) -> Tensor", &rms_norm);
     m.def("swiglu(Tensor gate, Tensor up) -> Tensor", &swiglu);
@@ -382,6 +433,10 @@ TORCH_LIBRARY_FRAGMENT(heddle, m) {
     m.def("cross_entropy_(Tensor(a!) logits, Tensor targets, float scale, float weight, bool gradients) -> Tensor",
           &cross_entropy_);
     m.def("norms(Tensor[] tensors) -> Tensor", &norms);
+    m.def(
+        "adamw_(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] firsts, Tensor(c!)[] seconds, "
+        "Tensor(d!)[] steps, float clip, float rate, float beta1, float beta2, float eps, float decay) -> bool",
+        &adamw_);
     m.def("weighted_swiglu_backward(Tensor gate, Tensor up, Tensor dh, Tensor w) -> (Tensor, Tensor, Tensor, Tensor)",
           &weighted_swiglu_backward);
 }

@@ -205,6 +205,7 @@ Tensor linear(const Tensor& x, const Tensor& weight) { return Linear::apply(x, w
 
 // Causal attention: q [B, H, T, d], k [B, G, S, d], v [B, G, S, e] -> [B, H, T, e]; the queries are the last T
 // positions. A thread takes one row and one group of heads. Only the logarithms of the sums of exponentials are kept.
+// starts int64 [B, T], with T = S: the first key that each query sees, for rows of several documents or a window.
 
 constexpr int64_t QUERIES = 48;  // of a tile, a multiple of ROWS
 
@@ -230,6 +231,15 @@ struct Sizes {
           values(v.size(3)) {}
 };
 
+// The first key of a tile of queries, at the beginning of a panel, and the first key of one query.
+template <typename W>
+int64_t first_key(const int64_t* starts, int64_t count) {
+    return starts ? *std::min_element(starts, starts + count) / PANEL<W> * PANEL<W> : 0;
+}
+inline const int64_t* starts_of(const int64_t* starts, const Sizes& z, int64_t b, int64_t query) {
+    return starts ? starts + b * z.queries + query : nullptr;
+}
+
 template <typename W>
 using Buffer = std::unique_ptr<W[]>;
 template <typename W>
@@ -245,8 +255,8 @@ Buffer<W> pack_all(Matrix<const W> b, int64_t depth, int64_t columns) {
 }
 
 template <typename W>
-void attention_forward(const Sizes z, const Tensor& q_, const Tensor& k_, const Tensor& v_, Tensor& y_, Tensor& sums_,
-                       W scale) {
+void attention_forward(const Sizes z, const Tensor& q_, const Tensor& k_, const Tensor& v_, const int64_t* starts,
+                       Tensor& y_, Tensor& sums_, W scale) {
     const Heads<W> q(q_), k(k_), v(v_), y(y_);
     W* sums = sums_.data_ptr<W>();
     const int64_t per_group = z.heads / z.groups;
@@ -261,28 +271,31 @@ void attention_forward(const Sizes z, const Tensor& q_, const Tensor& k_, const 
                 for (int64_t start = 0; start < z.queries; start += QUERIES) {
                     const int64_t count = std::min(QUERIES, z.queries - start),
                                   visible = z.keys - z.queries + start + count;
-                    multiply_rows<W>(0, count, visible, z.dim, {q.of(b, h, start), q.token, 1}, keys.get(),
-                                     scores.get(), width, false);
+                    const int64_t *from = starts_of(starts, z, b, start), first = first_key<W>(from, count);
+                    multiply_rows<W>(0, count, visible - first, z.dim, {q.of(b, h, start), q.token, 1},
+                                     keys.get() + first * z.dim, scores.get() + first, width, false);
                     for (int64_t i = 0; i < count; i++) {
                         W* row = scores.get() + i * width;
-                        const int64_t n = visible - count + i + 1;
+                        const int64_t n = visible - count + i + 1, s = from ? from[i] : 0;
                         W largest = -INFINITY, total = 0;
 #pragma omp simd reduction(max : largest)
-                        for (int64_t j = 0; j < n; j++) largest = std::max(largest, row[j] * scale);
+                        for (int64_t j = s; j < n; j++) largest = row[j] * scale > largest ? row[j] * scale : largest;
 #pragma omp simd reduction(+ : total)
-                        for (int64_t j = 0; j < n; j++) {
+                        for (int64_t j = s; j < n; j++) {
                             row[j] = fast_exp(row[j] * scale - largest);
                             total += row[j];
                         }
 #pragma omp simd
-                        for (int64_t j = 0; j < n; j++) row[j] /= total;
-                        for (int64_t j = n; j < visible; j++) row[j] = 0;
+                        for (int64_t j = s; j < n; j++) row[j] /= total;
+                        std::fill(row + first, row + s, W(0));
+                        std::fill(row + n, row + visible, W(0));
                         sums[(b * z.heads + h) * z.queries + start + i] = std::log(total) + largest;
                     }
                     // the values are packed for all keys, so later keys are left out by depth, panel by panel
                     for (int64_t panel = 0; panel < panels<W>(z.values); panel++)
-                        multiply_rows<W>(0, count, std::min<int64_t>(PANEL<W>, z.values - panel * PANEL<W>), visible,
-                                         {scores.get(), width, 1}, values.get() + panel * z.keys * PANEL<W>,
+                        multiply_rows<W>(0, count, std::min<int64_t>(PANEL<W>, z.values - panel * PANEL<W>),
+                                         visible - first, {scores.get() + first, width, 1},
+                                         values.get() + (panel * z.keys + first) * PANEL<W>,
                                          y.of(b, h, start) + panel * PANEL<W>, y.token, false);
                 }
         }
@@ -291,7 +304,8 @@ void attention_forward(const Sizes z, const Tensor& q_, const Tensor& k_, const 
 
 template <typename W>
 void attention_backward(const Sizes z, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& y_,
-                        const Tensor& sums_, const Tensor& dy_, Tensor& dq_, Tensor& dk_, Tensor& dv_, W scale) {
+                        const Tensor& sums_, const Tensor& dy_, const int64_t* starts, Tensor& dq_, Tensor& dk_,
+                        Tensor& dv_, W scale) {
     const Heads<W> q(q_), k(k_), v(v_), y(y_), dy(dy_), dq(dq_), dk(dk_), dv(dv_);
     const W* sums = sums_.data_ptr<W>();
     const int64_t per_group = z.heads / z.groups;
@@ -312,35 +326,38 @@ void attention_backward(const Sizes z, const Tensor& q_, const Tensor& k_, const
                 for (int64_t start = 0; start < z.queries; start += QUERIES) {
                     const int64_t count = std::min(QUERIES, z.queries - start),
                                   visible = z.keys - z.queries + start + count;
-                    multiply_rows<W>(0, count, visible, z.dim, {q.of(b, h, start), q.token, 1}, keys.get(),
-                                     weights.get(), width, false);
-                    multiply_rows<W>(0, count, visible, z.values, {dy.of(b, h, start), dy.token, 1}, values.get(),
-                                     slopes.get(), width, false);
+                    const int64_t *from = starts_of(starts, z, b, start), first = first_key<W>(from, count);
+                    multiply_rows<W>(0, count, visible - first, z.dim, {q.of(b, h, start), q.token, 1},
+                                     keys.get() + first * z.dim, weights.get() + first, width, false);
+                    multiply_rows<W>(0, count, visible - first, z.values, {dy.of(b, h, start), dy.token, 1},
+                                     values.get() + first * z.values, slopes.get() + first, width, false);
                     for (int64_t i = 0; i < count; i++) {
                         W *p = weights.get() + i * width, *ds = slopes.get() + i * width;
                         const W *out = y.of(b, h, start + i), *up = dy.of(b, h, start + i);
                         const W sum = sums[(b * z.heads + h) * z.queries + start + i];
-                        const int64_t n = visible - count + i + 1;
+                        const int64_t n = visible - count + i + 1, s = from ? from[i] : 0;
                         W dot = 0;
 #pragma omp simd reduction(+ : dot)
                         for (int64_t j = 0; j < z.values; j++) dot += out[j] * up[j];
 #pragma omp simd
-                        for (int64_t j = 0; j < n; j++) {
+                        for (int64_t j = s; j < n; j++) {
                             p[j] = fast_exp(p[j] * scale - sum);
                             ds[j] = p[j] * (ds[j] - dot) * scale;
                         }
+                        for (int64_t j = first; j < s; j++) p[j] = ds[j] = 0;
                         for (int64_t j = n; j < visible; j++) p[j] = ds[j] = 0;
                     }
                     for (int64_t panel = 0; panel < panels<W>(z.dim); panel++)
-                        multiply_rows<W>(0, count, std::min<int64_t>(PANEL<W>, z.dim - panel * PANEL<W>), visible,
-                                         {slopes.get(), width, 1}, rows.get() + panel * z.keys * PANEL<W>,
+                        multiply_rows<W>(0, count, std::min<int64_t>(PANEL<W>, z.dim - panel * PANEL<W>),
+                                         visible - first, {slopes.get() + first, width, 1},
+                                         rows.get() + (panel * z.keys + first) * PANEL<W>,
                                          dq.of(b, h, start) + panel * PANEL<W>, dq.token, false);
                     pack<W>({q.of(b, h, start), q.token, 1}, count, z.dim, tile_q.get(), 0, panels<W>(z.dim));
                     pack<W>({dy.of(b, h, start), dy.token, 1}, count, z.values, tile_dy.get(), 0, panels<W>(z.values));
-                    multiply_rows<W>(0, visible, z.dim, count, {slopes.get(), 1, width}, tile_q.get(), dk.of(b, g),
-                                     dk.token, true);
-                    multiply_rows<W>(0, visible, z.values, count, {weights.get(), 1, width}, tile_dy.get(), dv.of(b, g),
-                                     dv.token, true);
+                    multiply_rows<W>(0, visible - first, z.dim, count, {slopes.get() + first, 1, width}, tile_q.get(),
+                                     dk.of(b, g, first), dk.token, true);
+                    multiply_rows<W>(0, visible - first, z.values, count, {weights.get() + first, 1, width},
+                                     tile_dy.get(), dv.of(b, g, first), dv.token, true);
                 }
         }
     });
@@ -356,14 +373,50 @@ Tensor readable(const Tensor& x, at::ScalarType type) {
     return y.stride(3) == 1 ? y : y.contiguous();
 }
 
+// The operators of a compiled graph, forward and backward, in the wide type. On the meta device they only allocate.
+using Starts = optional<Tensor>;
+
+std::tuple<Tensor, Tensor> attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Starts& starts_,
+                                  double scale) {
+    const auto type = q_.scalar_type();
+    const Tensor q = readable(q_, type), k = readable(k_, type), v = readable(v_, type);
+    const Sizes z(q, k, v);
+    Tensor y = empty_heads(q, z.values), sums = at::empty({z.batch, z.heads, z.queries}, q.options());
+    if (q.is_meta()) return {y, sums};
+    const Tensor starts = starts_ ? starts_->contiguous() : Tensor();
+    const int64_t* from = starts_ ? starts.const_data_ptr<int64_t>() : nullptr;
+    HEDDLE_WIDE(q, W, attention_forward<W>(z, q, k, v, from, y, sums, W(scale)))
+    return {y, sums};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                                                   const Tensor& y_, const Tensor& sums, const Tensor& dy_,
+                                                   const Starts& starts_, double scale) {
+    const auto type = q_.scalar_type();
+    const Tensor q = readable(q_, type), k = readable(k_, type), v = readable(v_, type), y = readable(y_, type),
+                 dy = readable(dy_, type);
+    Tensor dq = empty_heads(q, q.size(3)), dk = empty_heads(k, k.size(3)), dv = empty_heads(v, v.size(3));
+    if (q.is_meta()) return {dq, dk, dv};
+    const Tensor starts = starts_ ? starts_->contiguous() : Tensor();
+    const int64_t* from = starts_ ? starts.const_data_ptr<int64_t>() : nullptr;
+    const Sizes z(q, k, v);
+    HEDDLE_WIDE(q, W, attention_backward<W>(z, q, k, v, y, sums.contiguous(), dy, from, dq, dk, dv, W(scale)))
+    return {dq, dk, dv};
+}
+
+template <typename F, typename... Arguments>
+auto call_operator(F*, const char* name, const Arguments&... arguments) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>().call(arguments...);
+}
+
 struct CausalAttention : torch::autograd::Function<CausalAttention> {
-    static Tensor forward(AutogradContext* ctx, const Tensor& q_, const Tensor& k_, const Tensor& v_, double scale) {
+    static Tensor forward(AutogradContext* ctx, const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                          const Starts& starts, double scale) {
         const auto type = q_.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-        const Tensor q = readable(q_, type), k = readable(k_, type), v = readable(v_, type);
-        const Sizes z(q, k, v);
-        Tensor y = empty_heads(q, z.values), sums = at::empty({z.batch, z.heads, z.queries}, q.options());
-        HEDDLE_WIDE(q, W, attention_forward<W>(z, q, k, v, y, sums, W(scale)))
-        ctx->save_for_backward({q, k, v, y, sums});
+        const Tensor q = q_.to(type), k = k_.to(type), v = v_.to(type);
+        const auto [y, sums] = call_operator((decltype(attend)*)nullptr, "heddle::attend", q, k, v, starts, scale);
+        ctx->save_for_backward({q, k, v, y, sums, starts ? *starts : Tensor()});
         ctx->saved_data["scale"] = scale;
         ctx->saved_data["dtype"] = int64_t(q_.scalar_type());
         return y.to(q_.scalar_type());
@@ -372,23 +425,34 @@ struct CausalAttention : torch::autograd::Function<CausalAttention> {
     static variable_list backward(AutogradContext* ctx, variable_list gradients) {
         refuse_second_derivatives("causal_attention");
         const auto saved = ctx->get_saved_variables();
-        const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &y = saved[3], &sums = saved[4];
-        const Tensor dy = readable(gradients[0], q.scalar_type());
-        Tensor dq = empty_heads(q, q.size(3)), dk = empty_heads(k, k.size(3)), dv = empty_heads(v, v.size(3));
-        const double scale = ctx->saved_data["scale"].toDouble();
-        HEDDLE_WIDE(q, W, attention_backward<W>(Sizes(q, k, v), q, k, v, y, sums, dy, dq, dk, dv, W(scale)))
+        const Tensor dy = gradients[0].to(saved[0].scalar_type());
+        const auto [dq, dk, dv] = call_operator(
+            (decltype(attend_backward)*)nullptr, "heddle::attend_backward", saved[0], saved[1], saved[2], saved[3],
+            saved[4], dy, saved[5].defined() ? Starts(saved[5]) : Starts(), ctx->saved_data["scale"].toDouble());
         const auto type = at::ScalarType(ctx->saved_data["dtype"].toInt());
-        return {dq.to(type), dk.to(type), dv.to(type), Tensor()};
+        return {dq.to(type), dk.to(type), dv.to(type), Tensor(), Tensor()};
     }
 };
 
-Tensor causal_attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
-    return CausalAttention::apply(q, k, v, scale);
+Tensor causal_attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Starts& starts) {
+    return CausalAttention::apply(q, k, v, starts, scale);
 }
 
 TORCH_LIBRARY_FRAGMENT(heddle, m) {
     m.def("linear(Tensor x, Tensor weight) -> Tensor", &linear);
-    m.def("causal_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", &causal_attention);
+    m.def("causal_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? starts) -> Tensor", &causal_attention);
+    m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? starts, float scale) -> (Tensor, Tensor)");
+    m.def(
+        "attend_backward(Tensor q, Tensor k, Tensor v, Tensor y, Tensor sums, Tensor dy, Tensor? starts, float scale) "
+        "-> (Tensor, Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(heddle, CPU, m) {
+    m.impl("attend", &attend);
+    m.impl("attend_backward", &attend_backward);
+}
+TORCH_LIBRARY_IMPL(heddle, Meta, m) {
+    m.impl("attend", &attend);
+    m.impl("attend_backward", &attend_backward);
 }
 
 }  // namespace heddle

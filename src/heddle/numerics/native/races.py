@@ -1,11 +1,14 @@
 """What each C++ operator is timed on, against the plain way, in float32: training of small designs, or one token."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim.adamw import adamw
 
+from heddle.numerics import native
 from heddle.numerics.activations import activation
 from heddle.numerics.attention import softmax
 from heddle.numerics.attention.latent import latent_attention
@@ -18,6 +21,7 @@ from heddle.numerics.norms import euclidean_norms, rms_norm
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
 from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_table
+from heddle.torch_private import foreach_mul_
 
 ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 4, 128, 128, 352, 4, 2, 2048
 RECURRENT_LENGTH, RECURRENT_WIDTH = 512, 64  # of one row of the recurrences
@@ -48,6 +52,24 @@ def _norms() -> Step:
 
     def run() -> None:
         euclidean_norms(tensors)
+
+    return run
+
+
+def _adamw() -> Step:
+    """With the clipping and the checks that the operator contains."""
+    weights, *others = ([_random(WIDTH, WIDTH).detach().abs() for _ in range(64)] for _ in range(4))
+    steps = [torch.zeros((), device="cpu") for _ in weights]
+    rates = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+
+    def run() -> None:
+        with torch.no_grad():
+            if native.serves("adamw", *weights):
+                torch.ops.heddle.adamw_(weights, *others, steps, 0.5, *list(rates.values())[:3], 1e-8, 0.1)
+                return
+            euclidean_norms([*weights, *others[1], *others[2]])
+            foreach_mul_(others[0], 1.0)
+            inspect.unwrap(adamw)(weights, *others, [], steps, fused=True, amsgrad=False, maximize=False, **rates)
 
     return run
 
@@ -126,6 +148,7 @@ def _weighted_swiglu_backward() -> Step:
 
 
 RACES: dict[str, Callable[[], Step]] = {  # operator: makes what is timed
+    "adamw": _adamw,
     "causal_attention": _causal_attention,
     "cross_entropy": _cross_entropy,
     "delta": _delta,
