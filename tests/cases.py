@@ -753,6 +753,25 @@ CASES |= {
             repeat=2,
         )
     ),
+    "nsa": design(
+        layer(
+            {
+                "kind": "native_sparse_attention", "heads": 4, "kv_heads": 2, "block": 2, "top_k": 3, "local": 1,
+                "first": 1, "window": 3, "position": ROPE,
+            },
+            repeat=2,
+        )
+    ),
+    "nsa-own-widths": design(
+        layer(
+            {
+                "kind": "native_sparse_attention", "heads": 3, "head_dim": 5, "value_dim": 4, "block": 3, "top_k": 2,
+                "local": 1, "first": 0, "window": 4, "scale": 0.5, "short_convolution": convolution("input"),
+            },
+            repeat=2,
+        ),
+        norm={"kind": "layer"},
+    ),
     "rg-lru": design(layer({"kind": "rg_lru", "heads": 3}, repeat=2), norm={"kind": "layer"}),
     "rg-lru-own-width": design(
         layer(

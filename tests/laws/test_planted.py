@@ -122,6 +122,7 @@ from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
 from heddle.parts.mixers.mamba import Mamba
 from heddle.parts.mixers.mamba2 import Mamba2
+from heddle.parts.mixers.native_sparse_attention import NativeSparseAttention
 from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.path_attention import PathAttention
 from heddle.parts.mixers.rg_lru import RGLRU
@@ -866,6 +867,15 @@ BUGS = [
         reads(_stretch, "starts", lambda _: None, 0)),
     Bug("two neighbors of which the first does not decay", "kernel_equivalence", "mamba",
         operator(_by_halves, ast.Mult, ast.Add)),
+    # Native sparse attention
+    Bug("a window that a single step does not have", "chunked_decoding", "nsa",
+        calls(NativeSparseAttention._attend, "replace", lambda _, mask, **changed: mask)),
+    Bug("means of blocks that are not finished", "causality", "nsa-own-widths",
+        reads(NativeSparseAttention._attend, "entries", lambda mask: replace(mask, causal=False), 0)),
+    Bug("tails of blocks forgotten between calls", "chunked_decoding", "nsa-own-widths",
+        calls(extend_blocks, "cat", lambda torch, pair, dim: torch.cat((0 * pair[0], pair[1]), dim))),
+    Bug("means of blocks that padding cuts", "padding_invariance", "nsa",
+        reads(extend_blocks, "order", lambda _: None)),
     # RG-LRU
     Bug("an RG-LRU state that decays at padding", "padding_not_cached", "rg-lru",
         calls(RGLRU._recurrence, "without_padding", lambda _, x, layout: x, every=True)),

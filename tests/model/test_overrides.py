@@ -24,6 +24,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "linear_attention": {**HEADS, "normalization": "kernel", "feature_map": "learned"},
     "mamba": {"state_size": 16, "time_step_rank": 4},
     "mamba2": {"heads": 4, "state_size": 8},
+    "native_sparse_attention": {"heads": 4, "kv_heads": 2},
     "pair": {"first": {"kind": "attention", **HEADS}, "second": {"kind": "mamba2", "heads": 4}},
     "path_attention": {"heads": 4, "kv_heads": 2, "vector_rank": 6},
     "retention": {**HEADS, "decay": "learned", "gate": "silu"},

@@ -16,7 +16,7 @@ from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.latent_attention import LatentAttention
-from heddle.parts.modules.indexer import Indexer
+from heddle.parts.modules.blocks import block_tokens
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import by_day
 from tests.laws.planting import calls, reads
@@ -331,7 +331,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("compare", [test_gated_pools_are_those_of_glm, test_mean_pools_are_those_of_qwen4_exp])
 def test_the_comparisons_see_other_pools(compare: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    reads(Indexer._pooled, "places", lambda places: places - 1)(monkeypatch)
+    reads(block_tokens, "places", lambda places: places - 1)(monkeypatch)
     with pytest.raises(AssertionError):
         compare(1, monkeypatch)
 

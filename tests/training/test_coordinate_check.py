@@ -72,6 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "kda": two_layers({"kind": "kda", "heads": 2}),
     "rwkv7": two_layers({"kind": "rwkv7", "heads": 2}),
     "mamba": two_layers({"kind": "mamba"}),
+    "native_sparse_attention": two_layers({"kind": "native_sparse_attention", "heads": 2, "block": 4, "top_k": 4}),
     "rg_lru": two_layers({"kind": "rg_lru", "heads": 2}),
     "mamba2": two_layers({"kind": "mamba2", "heads": 4, "state_size": 16}),
     "linear": two_layers({"kind": "linear_attention", "heads": 2, "feature_map": "learned"}),

@@ -87,6 +87,7 @@ class Kind:
 NOT_EXPLORED = (
     "shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first", "k_eq_v",
     "layer_scalar", "adapter_rank", "per_layer", "ngram_memory", "compressed_attention",
+    "native_sparse_attention",
 )  # fmt: skip
 
 

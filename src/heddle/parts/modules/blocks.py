@@ -138,6 +138,13 @@ class BlockCache(MixerState):
         return replace(self, tail=tail)
 
 
+def block_tokens(raw: Tensor, lead: int, blocks: CallBlocks, ratio: int) -> Tensor:
+    """What the tokens of each block that a call may fill add to it, [B, n, ratio, ...]; raw as in `extend_blocks`."""
+    rows = torch.arange(len(raw), device=raw.device)[:, None, None]
+    places = blocks.last[..., None] + lead - torch.arange(ratio - 1, -1, -1, device=raw.device)
+    return raw[rows, places.clamp(min=0)]
+
+
 C = TypeVar("C", bound=BlockCache)
 
 

@@ -50,6 +50,7 @@ from heddle.parts.modules.blocks import (
     BlockCache,
     CallBlocks,
     block_mask,
+    block_tokens,
     call_blocks,
     empty_blocks,
     entry_pairs,
@@ -302,10 +303,8 @@ class Indexer(SelfInitialized):
 
     def _pooled(self, raw: Tensor, lead: int, blocks: CallBlocks) -> Tensor:
         """The keys of the blocks that a call may finish, [B, n, d]; raw [B, lead + T, parts, d]."""
-        rows = torch.arange(len(raw), device=raw.device)[:, None, None]
-        places = blocks.last[..., None] + lead - torch.arange(self.block - 1, -1, -1, device=raw.device)
         pooled: Tensor
-        keys, *gates = at_least_float32(raw)[rows, places.clamp(min=0)].unbind(3)  # [B, n, block, d]
+        keys, *gates = block_tokens(at_least_float32(raw), lead, blocks, self.block).unbind(3)  # [B, n, block, d]
         if self.pool_bias is None:
             pooled = self.k_norm(keys.mean(2).to(raw.dtype))[:, None]
         else:
