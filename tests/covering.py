@@ -11,6 +11,8 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import pytest
+
 from heddle.config import Config, Part
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
@@ -266,6 +268,13 @@ def uncovered_cases() -> list[str]:
     """A few cases that have, together, every option of the cases that no design of `designs_with_every_option` has."""
     covered = set().union(*map(options_of, designs_with_every_option()))
     return fewest({name: options_of(case(name)) - covered for name in CASES})
+
+
+@cache
+def each_option() -> list[Any]:
+    """Cases as parameters of a test: a few that have, together, every option; the others are for the night."""
+    by_day = fewest({name: options_of(case(name)) for name in CASES})
+    return [pytest.param(name, marks=() if name in by_day else pytest.mark.nightly) for name in CASES]
 
 
 class Unit(NamedTuple):

@@ -33,9 +33,10 @@ from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.norms.rms import RMSConfig
 from heddle.storage.model import save_lora
 from heddle.tokenization.tokenizer import Tokenizer
-from tests.cases import CASES, case
+from tests.cases import case
 from tests.conversion.exactness import logits
 from tests.conversion.random_designs import ATTENTION, EXACT, convert_exactly, random_design
+from tests.covering import each_option
 from tests.laws.planting import Plant, assigned, calls, condition, replaced, result
 
 QUICK, THOROUGH = 12, 200
@@ -195,7 +196,7 @@ def read_by(module: nn.Module, wider: nn.Module) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_option())
 def test_parts_state_what_reads_their_input(name: str) -> None:
     config = case(name).resolved()
     model = build(config, device="meta")

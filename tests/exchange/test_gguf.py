@@ -27,6 +27,7 @@ from heddle.model.config import ModelConfig
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES as DESIGNS
 from tests.cases import in_turn
+from tests.covering import each_option
 from tests.exchange.cases import LLAMA3, Fields, scaled
 from tests.exchange.hf_models import (
     AutoConfig,
@@ -662,7 +663,7 @@ def refused(design: ModelConfig) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", DESIGNS)
+@pytest.mark.parametrize("name", each_option())
 def test_any_design_runs_alike_or_is_refused(name: str, tmp_path: Path) -> None:
     design = heddle.load_config(DESIGNS[name], overrides=[f"vocab_size={ROWS}"])
     reason = refused(design)

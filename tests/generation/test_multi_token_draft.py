@@ -111,7 +111,7 @@ def check_proposals(kind: str, monkeypatch: pytest.MonkeyPatch, **settings: Any)
         assert first_proposals(model, text)[-1] == proposed
 
 
-@pytest.mark.parametrize("kind", DESIGNS)
+@pytest.mark.parametrize("kind", in_turn(DESIGNS, 2))
 def test_a_round_begins_with_what_the_module_predicts_on_the_whole_text(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

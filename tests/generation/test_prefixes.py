@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("kind", in_turn(DESIGNS, 0, 2))
+@pytest.mark.parametrize("kind", in_turn(DESIGNS, 0))
 def test_a_prefix_over_several_calls(kind: str) -> None:
     model = build_model(kind)
     before = heddle.prefix(model, SHARED)

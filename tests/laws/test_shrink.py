@@ -8,7 +8,8 @@ from heddle.laws import LAWS, run, shrink
 from heddle.model.load_config import load_config
 from heddle.model.presets import names
 from heddle.model.size import size
-from tests.cases import CASES, Data, attention, case, design, layer
+from tests.cases import Data, attention, case, design, layer
+from tests.covering import each_option
 
 
 def shrunk_mixer(data: Data, index: int = 0) -> Any:
@@ -19,14 +20,14 @@ SLOWER = ["receptive_field", "kernel_equivalence", "position_shift_invariance"]
 
 
 @pytest.mark.parametrize("laws", [["chunked_decoding"], pytest.param(SLOWER, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if "tiny" in n else pytest.mark.nightly) for n in names()])
 def test_shrunk_presets_are_small_and_satisfy_laws(name: str, laws: list[str]) -> None:
     small = shrink(load_config(f"preset:{name}"))
     assert size(small, context_length=16).parameters < 13_000
     assert [result for result in run(small, laws) if not result.passed] == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_option())
 def test_cases_keep_their_parts_and_options(name: str) -> None:
     config = case(name)
     small = shrink(config)

@@ -10,6 +10,7 @@ import yaml
 from heddle.errors import ConfigError
 from heddle.model.load_config import load_config, parse_yaml
 from tests.cases import CASES, attention, design, layer
+from tests.covering import each_option
 
 YAML = """
 vocab_size: 61
@@ -130,7 +131,7 @@ def test_checkpoint_folders(tmp_path: Path) -> None:
     assert load_config(tmp_path / "checkpoints" / "step-00000002").width == 24
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_option())
 def test_written_configs_load_equal(name: str, tmp_path: Path) -> None:
     config = load_config(CASES[name])
     (tmp_path / "a.json").write_text(json.dumps(config.dump()))

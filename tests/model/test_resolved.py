@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import heddle
-from tests.cases import CASES, case
+from tests.cases import case
+from tests.covering import each_option
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_option())
 def test_a_resolved_design_builds_the_same_model(name: str) -> None:
     config = case(name)
     resolved_config = config.resolved()

@@ -13,6 +13,7 @@ from heddle.model.load_config import load_config
 from heddle.model.presets import names, preset
 from tests import small
 from tests.cases import CASES
+from tests.covering import each_option
 from tests.source import slots
 
 SCHEMA = schema()
@@ -45,7 +46,7 @@ def test_presets(name: str) -> None:
     VALIDATOR.validate(preset(name))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_option())
 def test_cases(name: str) -> None:
     VALIDATOR.validate(CASES[name])
     VALIDATOR.validate(load_config(CASES[name]).dump())

@@ -30,7 +30,7 @@ from heddle.training.optimizer import build_optimizer
 from heddle.training.settings import OPTIMIZERS
 from heddle.training.step import accumulate_gradients, apply_gradients
 from tests import small
-from tests.cases import case
+from tests.cases import case, in_turn
 from tests.laws.planting import Plant, assigned, calls, constant, operand_dropped, replaced
 
 EVERYTHING = ("layers.*.mixer.*", "layers.*.feedforward.*")
@@ -150,17 +150,15 @@ def test_the_same_text_from_both_and_from_a_compiled_twin() -> None:
     close(laws.forward_no_grad(compiled(twin, backend="eager"), tokens), laws.forward_no_grad(merge_lora(twin), tokens))
 
 
-@pytest.mark.parametrize(
-    ("name", "law"),
-    [
-        *itertools.product(
-            ("attention-gqa", "latent-low-rank-query", "moe-shared-gate"),
-            ("chunked_decoding", "chunked_ragged_batch", "padding_invariance", "padding_gradients", "document_packing",
-             "document_isolation", "causality", "nan_in_padding", "nan_in_other_rows", "batch_invariance",
-             "gradient_accumulation", "activation_checkpointing", "finite_differences", "kernel_equivalence"),
-        )
-    ],
+LAWS_OF_ADAPTERS = (
+    "chunked_decoding", "chunked_ragged_batch", "padding_invariance", "padding_gradients", "document_packing",
+    "document_isolation", "causality", "nan_in_padding", "nan_in_other_rows", "batch_invariance",
+    "gradient_accumulation", "activation_checkpointing", "finite_differences", "kernel_equivalence",
 )  # fmt: skip
+ADAPTED = ("attention-gqa", "latent-low-rank-query", "moe-shared-gate")
+
+
+@pytest.mark.parametrize(("name", "law"), in_turn(itertools.product(ADAPTED, LAWS_OF_ADAPTERS), 0, 3))
 def test_laws_of_models_with_adapters(name: str, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def adapted(*arguments: Any, **named: Any) -> Decoder:
         return add_lora(build(*arguments, **named), FITTING[name], RANK, ALPHA)
