@@ -38,17 +38,14 @@ def judge_page(summary: Mapping[str, Any]) -> str:
 
 def stream_figure(judged: Sequence[Mapping[str, Any]], styles: Mapping[str, DesignStyle]) -> Figure:
     """The improvement of each judged proposal over the incumbent of its time."""
-    series = [
-        Series(
-            title,
-            styles[title],
-            [_value(verdict, 0.0) for verdict in judged if verdict["verdict"] == name],
-            has_line=False,
-            filled=name == "better",
-        )
-        for name, title in VERDICTS.items()
-    ]
-    return line_figure(series, axis("proposal"), axis("improvement, bits per byte"), [(0.0, "the incumbent")])
+    series = []
+    for name, title in VERDICTS.items():
+        values = [_value(verdict, 0.0) for verdict in judged if verdict["verdict"] == name]
+        # apart, as an interval of no width would be drawn as a line
+        parts = [[value for value in values if (value.low is None) == is_open] for is_open in (False, True)]
+        for label, part in zip((title, ""), sorted(parts, key=len, reverse=True), strict=True):
+            series.append(Series(label, styles[title], part, has_line=False, filled=name == "better"))
+    return line_figure(series, _numbers(judged), axis("improvement, bits per byte"), [(0.0, "the incumbent")])
 
 
 def lineage_figure(judged: Sequence[Mapping[str, Any]], style: DesignStyle) -> Figure:
@@ -58,7 +55,12 @@ def lineage_figure(judged: Sequence[Mapping[str, Any]], style: DesignStyle) -> F
         if verdict["incumbent"]:
             values.append(_value(verdict, total))
             total += verdict["improvement"]["mean"]
-    return line_figure([Series("", style, values)], axis("proposal"), axis("improvement in all, bits per byte"))
+    return line_figure([Series("", style, values)], _numbers(judged), axis("improvement in all, bits per byte"))
+
+
+def _numbers(judged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The axis of proposals: whole numbers."""
+    return axis("proposal") | ({"dtick": 1} if judged[-1]["number"] <= 12 else {})
 
 
 def _value(verdict: Mapping[str, Any], before: float) -> Value:
@@ -85,8 +87,9 @@ def stream_table(verdicts: Sequence[Mapping[str, Any]]) -> TextTable:
     """Every proposal, newest first."""
     rows = [
         [
-            _name(each), each["verdict"], str(each["against"]), _amount(each.get("improvement")),
-            str(each.get("pairs", "")), f"{each['evidence']:.3g}" if "evidence" in each else "",
+            _name(each), each["verdict"].replace(" ", "\N{NO-BREAK SPACE}"), str(each["against"]),
+            _amount(each.get("improvement")), str(each.get("pairs", "")),
+            f"{each['evidence']:.3g}" if "evidence" in each else "",
         ]
         for each in reversed(verdicts)
     ]  # fmt: skip
