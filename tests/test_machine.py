@@ -185,7 +185,7 @@ def test_a_file_of_choices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         ({"packing": []}, "packing: expected a table"),
         ({"triangle_lengths": [3]}, r"triangle_lengths \[3\]: must be a list"),
         ({"triangle_lengths": 256}, "triangle_lengths 256: must be a list"),
-        ({"native": ["norm"]}, r"native \['norm'\]: must be a list of some of causal_attention,"),
+        ({"native": ["norm"]}, r"native \['norm'\]: must be a list of some of adamw,"),
     ]
     for values, reason in wrong:
         path.write_text(json.dumps(values))

@@ -60,12 +60,12 @@ def _adamw() -> Step:
     """With the clipping and the checks that the operator contains."""
     weights, *others = ([_random(WIDTH, WIDTH).detach().abs() for _ in range(64)] for _ in range(4))
     steps = [torch.zeros((), device="cpu") for _ in weights]
-    rates = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+    rates = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
     def run() -> None:
         with torch.no_grad():
             if native.serves("adamw", *weights):
-                torch.ops.heddle.adamw_(weights, *others, steps, 0.5, *list(rates.values())[:3], 1e-8, 0.1)
+                torch.ops.heddle.adamw_(weights, *others, steps, 1.0, *rates.values())
                 return
             euclidean_norms([*weights, *others[1], *others[2]])
             foreach_mul_(others[0], 1.0)
