@@ -110,8 +110,8 @@ def read_glm5_next(config: ConfigReader) -> dict[str, Any]:
     block, top_k = config.get("index_kpool", 16), config.get("index_topk", 2048)
     if block < 2 or top_k < block or top_k % block:
         raise config.invalid("index_kpool", f"should be at least 2 and divide index_topk = {top_k}")
-    indexer: dict[str, Any] = {"heads": config.get("index_n_heads", 32), "head_dim": config.get("index_head_dim", 128)}
-    indexer |= {"top_k": top_k // block, "block": block, "pool": "gated"}
+    indexer: dict[str, Any] = {"top_k": top_k // block, "block": block, "pool": "gated"}
+    indexer |= {"heads": config.get("index_n_heads", 32), "head_dim": config.get("index_head_dim", 128)}
     latents = deepseek.read_latents(config, query_rank=1536) | {"rope_dim": None, "norm_eps": eps}
     if latents["query_rank"] is None:
         raise config.invalid("q_lora_rank", "its class projects queries from a latent; give its width")
