@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,7 @@ from heddle.numerics.dispatch import record_choices
 from heddle.parts.layout import Layout
 from heddle.torch_private import cudnn_attention
 from tests.accelerator.pretend import on_device, pretending, values_of
+from tests.cases import in_turn
 from tests.laws.planting import Plant, assigned, calls, constant, operator, reads
 from tests.numerics.test_attention import CASES, OPTIONS, Bias, Shape, draw, graded, options, tail
 
@@ -108,8 +110,10 @@ def run_flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
     return flash(q, k, v, scale, not mask.all_visible, modifiers.sink_per_query(q))
 
 
-@pytest.mark.parametrize("option", ["plain", "bias, softcap and sink"])
-@pytest.mark.parametrize("case", [*CASES, *(f"long {name}" for name in LONG)])
+@pytest.mark.parametrize(
+    ("case", "option"),
+    in_turn(product([*CASES, *(f"long {name}" for name in LONG)], ["plain", "bias, softcap and sink"]), 1, 3),
+)
 def test_flex_equals_the_reference(case: str, option: str) -> None:
     mask = LONG[case.removeprefix("long ")]() if case.startswith("long ") else CASES[case]()
     inputs = tuple(x.detach() for x in draw(mask, SHAPE))

@@ -160,13 +160,16 @@ def waiting(root: Path, at_start: Callable[[], None] | None = None) -> "subproce
     return process
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "heddle", "show", "--schema"]
+@pytest.mark.parametrize(
+    ("closed", "words"),
+    [("<&-", ["--version"]), (">&-", ["show", "--schema"]), ("2>&-", ["--version"]), ("<&- >&- 2>&-", ["--version"])],
+)
+def test_closed_streams_are_no_error(closed: str, words: list[str]) -> None:
+    command = [sys.executable, "-m", "heddle", *words]
     ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, check=False)
     assert ended.returncode == 0
     assert ended.stderr == b""
-    assert ended.stdout.startswith(b"{") is (">&-" not in closed.replace("2>&-", ""))
+    assert bool(ended.stdout) is (">&-" not in closed.replace("2>&-", ""))
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heddle.data.samples import (
@@ -190,6 +190,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
     return token_file(tmp_path_factory.mktemp("short") / "a", 20)
 
 
+@settings(max_examples=40)
 @given(weights=st.lists(st.integers(1, 40).map(float), min_size=1, max_size=9))
 def test_weights_of_many_sources(short: TokenFile, weights: list[float]) -> None:
     order = CorpusLoader([short] * len(weights), weights, SEQUENCE_LENGTH, 1, 0, 0)

@@ -25,7 +25,7 @@ from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards.moe import MoE
 from heddle.training import optimizer, step
-from tests.cases import CASES, case
+from tests.cases import CASES, case, in_turn
 from tests.distributed.ranks import on_ranks
 from tests.distributed.steps import (
     MESHES,
@@ -105,7 +105,7 @@ def test_first_weights_are_those_of_one_process(count: int, monkeypatch: pytest.
             assert is_tied == config.head.tied
 
 
-@pytest.mark.parametrize("mesh", ["DDP-2", "FSDP-4", "HSDP-2×2"])
+@pytest.mark.parametrize("mesh", in_turn(["DDP-2", "FSDP-4", "HSDP-2×2"], 1))
 def test_muon_orthogonalizes_each_matrix_on_one_rank(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where experts, which ranks hold whole, have the shape of matrices that are sharded."""
     values: dict[str, Any] = copy.deepcopy(CASES["moe-sigmoid"])

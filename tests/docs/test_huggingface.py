@@ -45,6 +45,7 @@ def test_every_shell_line_is_known_to_a_test() -> None:
     assert lm_eval.startswith("lm_eval --model hf ")
 
 
+@pytest.mark.nightly
 def test_the_server_gives_the_client_the_text_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "page"}

@@ -125,11 +125,17 @@ def faults(pages: dict[str, Links]) -> list[str]:
     return lines
 
 
-def test_every_public_name_has_an_entry(site: dict[str, Links]) -> None:
+def test_every_public_name_has_an_entry(entries: dict[str, Entry]) -> None:
+    assert sorted(public_entries() - entries.keys()) == []
+
+
+@pytest.mark.nightly
+def test_every_public_name_has_an_anchor(site: dict[str, Links]) -> None:
     ids = {identifier for path, page in site.items() if path.startswith("api/") for identifier in page.ids}
     assert sorted(public_entries() - ids) == []
 
 
+@pytest.mark.nightly
 def test_every_link_has_a_target_and_nothing_is_loaded_from_elsewhere(site: dict[str, Links]) -> None:
     assert faults(site) == []
     policies = {page.policy for path, page in site.items() if path.endswith(".html") and not path.startswith("src/")}
@@ -137,6 +143,7 @@ def test_every_link_has_a_target_and_nothing_is_loaded_from_elsewhere(site: dict
     assert "http" not in "".join(policies)
 
 
+@pytest.mark.nightly
 def test_reports_of_runs_are_pages(site: dict[str, Links]) -> None:
     assert "reports/compare-report.html" in site
     assert "compare-report.html" in site["reports/index.html"].links
@@ -152,6 +159,7 @@ def test_a_folder_with_other_files_is_left_alone(
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
+@pytest.mark.nightly
 def test_planted_faults_of_pages_are_seen(site: dict[str, Links]) -> None:
     planted = Links('<img src="https://a.test/b.png"><a href="none.html">x</a><a href="index.html#none">y</a>')
     assert len(faults(site | {"planted.html": planted})) == 3

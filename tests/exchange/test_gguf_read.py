@@ -25,6 +25,7 @@ from heddle.exchange.gguf.file import check_seal
 from heddle.exchange.load import load
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
+from tests.cases import in_turn
 from tests.exchange.cases import scaled
 from tests.exchange.hf_models import AutoConfig, drawn, our_logits, write
 from tests.exchange.test_gguf import BASE, PAIRS, RUN_AS, model_pair, prompt, tokenizer
@@ -44,7 +45,7 @@ WITHOUT_LENGTH = ("bloom", "mamba2")  # in whose config no length is
 ROUNDED = ("gemma", "qwen3_next", "qwen3_5", "mamba2", "granitemoehybrid")
 
 
-@pytest.mark.parametrize(("family", "variant"), READ)
+@pytest.mark.parametrize(("family", "variant"), in_turn(READ, 1, 2))
 def test_what_was_written_is_read(family: str, variant: str, tmp_path: Path) -> None:
     _, ours = model_pair(family, variant)
     file = tmp_path / "model.gguf"

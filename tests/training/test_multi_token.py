@@ -22,6 +22,7 @@ from heddle.parts.layout import Layout
 from heddle.storage.run_log import read_log
 from heddle.training.loop import train
 from tests import small
+from tests.cases import in_turn
 from tests.training.gradients import CONTEXT, ROWS, furthest, gradients_of
 
 pytestmark = [  # of the compiler itself, as in tests/model/test_compile.py
@@ -86,7 +87,7 @@ def test_losses_and_gradients_are_those_of_plain_autograd(pieces: int, labels: b
         )
 
 
-@pytest.mark.parametrize("design", [small.dropping(), small.design(layers=[small.design()["layers"][0]] * 2)])
+@pytest.mark.parametrize("design", in_turn([small.dropping(), small.design(layers=small.design()["layers"] * 2)], 0))
 def test_compiled_layers_give_the_same_gradients(design: dict[str, Any]) -> None:
     model, rows = build(small.config(design | {"multi_token": MODULES}), dtype=torch.float64).train(), batch()
     wanted, result = gradients_of(model, rows, 2)

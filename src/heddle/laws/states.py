@@ -350,9 +350,8 @@ def chunked_ragged_batch(config: ModelConfig) -> None:
         "of packed documents": Layout.packed([[4, 5], [1, 8], [3, 3, 3]]),
     }
     few, many = (([9], 9), ([6, 3], None)), (([1] * 9, None), ([1, 3, 1, 4], 9))
-    tensors = [(layout.positions, layout.dense_segment_ids) for layout in layouts.values()]
-    positions, segment_ids = (torch.cat(column) for column in zip(*tensors, strict=True))
-    together = Layout(positions, segment_ids)
+    positions = torch.cat([layout.positions for layout in layouts.values()])
+    together = Layout(positions, torch.cat([layout.dense_segment_ids for layout in layouts.values()]))
     runs = [*((*item, few) for item in layouts.items()), ("of all these kinds", together, many)]
     for name, layout, chunkings in runs:
         tokens, is_token = random_tokens(config, layout.positions.shape[0], 9), (layout.positions >= 0)[..., None]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -293,13 +294,18 @@ def _flops(model: Decoder, context_length: int, encoder_length: int, training: b
     return around + sum(value * count for value, (_, count) in zip(flops, layers, strict=True))
 
 
+@lru_cache(maxsize=16)  # reports ask for many contexts, and building takes most of an answer's time
+def _kept_layers(config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    return build_distinct_layers(config, dtype)
+
+
 @_shapes_only()
 def state_bytes(config: ModelConfig, context_length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes of a state for `context_length` tokens, with the table of positions.
 
     If the design reads an encoder output, it has as many tokens, and its projected keys and values are counted.
     """
-    model = build_distinct_layers(config, dtype)
+    model = _kept_layers(config, dtype)
     state = model.init_state(batch, context_length, _encoder_output(model, batch, context_length))
     return state.table.bytes + _times_counts(model, state.layer_bytes)
 

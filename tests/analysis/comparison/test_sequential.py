@@ -16,6 +16,7 @@ from tests.analysis.comparison import simulation
 from tests.analysis.comparison.plain import typed
 from tests.analysis.comparison.simulation import draw, run_until_resolved, stopped_miss_rate
 from tests.analysis.comparison.test_statistics import finished_run
+from tests.cases import in_turn
 
 
 def losses_of(offsets: Sequence[float], seeds: int = 4, spread: float = 0.004) -> np.ndarray:
@@ -202,7 +203,7 @@ def test_all_looks_together_cover_in_full(designs: int, seeds: int) -> None:
 STOPPED = [(2, 20.0), (4, 40.0), (8, 64.0)]
 
 
-@pytest.mark.parametrize(("designs", "budget"), STOPPED)
+@pytest.mark.parametrize(("designs", "budget"), in_turn(STOPPED, 1))
 def test_stopping_and_dropping_resolve_equal_designs_rarely(designs: int, budget: float) -> None:
     trials = 240 // designs
     rate, runs = stopped_miss_rate([1.0] * designs, 0.8, budget, trials)

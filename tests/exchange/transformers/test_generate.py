@@ -8,11 +8,12 @@ from transformers import WatermarkingConfig
 
 import heddle
 from heddle.errors import ConfigError
+from tests.cases import in_turn
 from tests.exchange.transformers.designs import DESIGNS, by_length, decoder, draft, model, padded, prompts
 from tests.generation.loops import greedy_loop
 
 STEPS = 14
-EACH = pytest.mark.parametrize("name", DESIGNS)
+EACH = [pytest.mark.parametrize("name", in_turn(DESIGNS, turn, 3)) for turn in range(3)]
 
 
 def written(name: str, inputs: dict[str, Any], **kwargs: Any) -> list[list[int]]:
@@ -46,12 +47,12 @@ def check_beams(name: str) -> None:
     assert written(name, inputs, **kwargs) == written(name, inputs, use_cache=False, **kwargs)
 
 
-@EACH
+@EACH[0]
 def test_greedy_in_a_padded_batch(name: str) -> None:
     check_greedy(name)
 
 
-@EACH
+@EACH[1]
 def test_caches_change_nothing(name: str) -> None:
     inputs = padded(prompts([7, 5]))
     expected = written(name, inputs)
@@ -69,17 +70,17 @@ def test_chunked_prefill_needs_the_length_of_each_text() -> None:
         by_length().generate(**padded(prompts([9, 3])), prefill_chunk_size=4, **arguments)
 
 
-@EACH
+@EACH[2]
 def test_beams(name: str) -> None:
     check_beams(name)
 
 
-@EACH
+@EACH[0]
 def test_assisted_and_prompt_lookup(name: str) -> None:
     check_taken_back(name)
 
 
-@EACH
+@EACH[1]
 def test_sampling_draws_the_same_with_and_without_a_cache(name: str) -> None:
     inputs = padded(prompts([6, 2]))
     kwargs = {"do_sample": True, "temperature": 1.3, "top_k": 20, "num_return_sequences": 2}
@@ -134,7 +135,7 @@ def test_strategies_are_the_same_with_and_without_a_cache(strategy: str) -> None
     assert text(True, arguments) != text(True, without)
 
 
-@EACH
+@EACH[2]
 def test_a_cache_given_back_goes_on(name: str) -> None:
     inputs = padded(prompts([6, 2]))
     expected = model(name).generate(**inputs, max_new_tokens=STEPS, do_sample=False, pad_token_id=0)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -541,6 +542,7 @@ def _recall_seconds(comparison: Comparison, times: Mapping[str, StepTime], choic
     return total / min(comparison.workers.total, max(1, len(trained)))
 
 
+@lru_cache(maxsize=256)  # asked again before each run
 def _flops_per_token(config: ModelConfig, length: int, training: bool = False) -> float:
     """FLOPs per token of a forward pass, at most at the longest sequence that its learned positions allow."""
     try:
