@@ -174,8 +174,7 @@ def ever_better(noise: Noise, level: float, trials: int = 4000) -> float:
     """The share of null proposals that pass, whose pairs spread 1 to 4 times as much as the ledger's runs did."""
     draw, passed = np.random.default_rng(2), 0
     for _ in range(trials):
-        values = draw.exponential(1) + 1
-        values *= draw.standard_normal(MAX_PAIRS)
+        values = (draw.exponential(1) + 1) * draw.standard_normal(MAX_PAIRS)
         if noise.own:  # only at the planned pairs, which most of the level is for; L adds at most the rest
             passed += bool(planned_test(values.sum(), (values**2).sum(), MAX_PAIRS, level))
         else:

@@ -320,7 +320,8 @@ class Judge:
         self, entry: Mapping[str, Any], differences: list[float], noise: Noise, level: float, gain: float
     ) -> dict[str, Any]:
         """What a verdict says in numbers. gain: of the first look."""
-        low, high = evidence.improvement_bounds(differences, noise, min(0.05, level), self.ledger.windows.pairs)
+        ends = min(0.05, level) * (2 if noise.own else 1)  # with 2 the lower end is above 0 where the verdict is better
+        low, high = evidence.improvement_bounds(differences, noise, ends, self.ledger.windows.pairs)
         mean = float(np.mean(differences)) if differences else gain
         numbers = {"mean": mean, "low": low, "high": high}
         return {
