@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from heddle.lab.judge.judge import judge  # noqa: E402
 from heddle.lab.judge.ledger import Ledger  # noqa: E402
+from heddle.storage.run_log import first_difference  # noqa: E402
 from tests import killed_commands, small  # noqa: E402
 from tests.cli.test_verify import unnoticed, write_files  # noqa: E402
 from tests.model.test_hostile_designs import check_random  # noqa: E402
@@ -107,8 +108,8 @@ def ledger(folder: Path, seed: int) -> tuple[int, list[str]]:
         return [entry["verdict"] for entry in Ledger.open(out).entries]
 
     if not start.is_dir():
-        for name, text in proposals.items():
-            (folder / f"{name}.yaml").write_text(text + "\n")
+        for name, change in proposals.items():
+            (folder / f"{name}.yaml").write_text(change + "\n")
         text, design = small.folder(folder / "text", documents=60, size=1500), small.design_file(folder / "design.yaml")
         judge("init", design, data=[str(text)], out=start, **LEDGER_OPTIONS)
         shutil.copytree(start, whole)
@@ -131,7 +132,8 @@ def ledger(folder: Path, seed: int) -> tuple[int, list[str]]:
                 time.sleep(0.01)
         if code == 0:
             break
-    return kills, [] if verdicts(cut) == verdicts(whole) else [f"seed {seed}: other verdicts in {verdicts(cut)}"]
+    expected, found = verdicts(whole), verdicts(cut)
+    return kills, [] if expected == found else [f"seed {seed}: {first_difference(expected, found)}"]
 
 
 def files(folder: Path, seed: int) -> tuple[int, list[str]]:

@@ -250,7 +250,6 @@ class Judge:
             found = evidence.verdict(differences, noise, level, planned, more=len(entry["earlier"]))
             if found is not None:
                 break
-        shutil.rmtree(folder / "own", ignore_errors=True)
         facts = self._facts(entry, differences, noise, level, float(gain))
         facts |= {"peak": peak, "training": tuned.training}
         if found == "better" and second_size(sizes["proposal"]) is not None:
@@ -261,6 +260,7 @@ class Judge:
             seeds = [REFERENCE_SEED + entry["block"] * REFERENCE_RUNS + run for run in range(REFERENCE_RUNS)]
             losses = self._on_tuning_text(tuned, sizes["proposal"], "reference", folder, seeds, tokens)
             facts["reference"] = [loss for loss in losses if math.isfinite(loss)]
+        shutil.rmtree(folder / "own", ignore_errors=True)
         return self._sentenced(entry, found or "no clear difference", facts, tokens)
 
     def _pair(
@@ -320,7 +320,8 @@ class Judge:
         self, entry: Mapping[str, Any], differences: list[float], noise: Noise, level: float, gain: float
     ) -> dict[str, Any]:
         """What a verdict says in numbers. gain: of the first look."""
-        low, high = evidence.improvement_bounds(differences, noise, min(0.05, level), self.ledger.windows.pairs)
+        ends = min(0.05, level) * (2 if noise.own else 1)  # with 2 the lower end is above 0 where the verdict is better
+        low, high = evidence.improvement_bounds(differences, noise, ends, self.ledger.windows.pairs)
         mean = float(np.mean(differences)) if differences else gain
         numbers = {"mean": mean, "low": low, "high": high}
         return {

@@ -207,8 +207,8 @@ def improvement_bounds(
 ) -> tuple[float, float]:
     """(low, high) of the mean difference: a confidence sequence, so it holds at every number of pairs at once.
 
-    After a verdict of `better`, alpha = its level keeps the false coverage rate of all such intervals (Xu and Ramdas
-    2024). An end that the pairs do not bound is −inf or inf.
+    Each end holds with 1 − alpha / 2. After a verdict of `better`, alpha = its level keeps the false coverage rate of
+    all such intervals (Xu and Ramdas 2024); twice that, of each end. An end that the pairs do not bound is −inf or inf.
     """
     if not differences or not np.isfinite(differences).all():
         return -math.inf, math.inf
