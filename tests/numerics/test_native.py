@@ -120,6 +120,18 @@ def test_operators_equal_the_reference_in_values_and_gradients() -> None:
 
 
 @pytest.mark.usefixtures("operators")
+def test_a_mask_that_forgets_documents_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: queries see the keys of earlier documents."""
+    monkeypatch.setattr(AttentionMask, "first_keys", lambda mask: torch.zeros_like(mask.q_positions))
+    inputs = [torch.randn(2, heads, 97, 24, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
+    run = partial(_packed_attention, [[90, 1, 6], [40, 57]], None)
+    got = _results(run, inputs)
+    with kernels(attention="reference"):
+        want = _results(run, inputs)
+    assert all(_error(a, b) > 1e-3 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_storage_in_fewer_bits_is_as_exact_as_the_plain_way(dtype: torch.dtype) -> None:
     for operation, run, inputs in _cases():
