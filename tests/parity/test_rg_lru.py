@@ -177,7 +177,7 @@ def test_the_first_weights_are_those_of_the_authors() -> None:
 def test_the_state_has_a_fixed_size_and_at_least_float32(dtype: torch.dtype) -> None:
     model, item_size = heddle.build(case("rg-lru-own-width"), dtype=dtype), torch.finfo(dtype).bits // 8
     for cache_length in (None, 5000):
-        assert model.init_state(2, cache_length).layer_bytes == [2 * (15 * 4 + 15 * item_size)] * 2
+        assert model.init_state(2, cache_length).layer_bytes == [2 * (15 * 4 + (15 + 3 * 24) * item_size)] * 2
 
 
 def test_flops_are_those_of_the_products_and_the_recurrence() -> None:

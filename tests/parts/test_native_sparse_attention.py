@@ -92,7 +92,7 @@ def built(draw: random.Random) -> NativeSparseAttention:
 def largest_errors(seed: int) -> Errors:
     """For two packed documents."""
     draw = random.Random(seed)
-    return mixer_errors(built(draw), loop, WIDTH, [draw.randint(1, 9), draw.randint(8, 15)], draw)
+    return mixer_errors(built(draw), loop, WIDTH, [draw.randint(1, 5), draw.randint(7, 11)], draw)
 
 
 def test_values_and_gradients_are_those_of_the_loop() -> None:
@@ -114,7 +114,7 @@ WRONG: dict[str, Plant] = {
 @pytest.mark.parametrize("bug", WRONG)
 def test_the_loop_sees_another_attention(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     WRONG[bug](monkeypatch)
-    assert max(max(largest_errors(seed)) for seed in range(8)) > 1e-3
+    assert any(max(largest_errors(seed)) > 1e-3 for seed in range(40))
 
 
 def test_one_block_for_all_and_a_wide_window_are_dense_attention_three_times() -> None:
