@@ -92,8 +92,8 @@ def test_planted_repeat_that_is_not_counted_is_caught(monkeypatch: pytest.Monkey
         return extrapolate([Run(run.block, run.count - 1) for run in runs], base, with_extra)
 
     monkeypatch.setattr(dry_run_module, "extrapolate", shorter)
-    design, layout = CASES["accumulated"]
-    assert largest_error(dry_run(design(), layout, SEQUENCE_LENGTH), of_all_layers("accumulated")) > 0.02
+    design, layout = CASES["windowed"]
+    assert largest_error(dry_run(design(), layout, SEQUENCE_LENGTH), of_all_layers("windowed")) > 0.02
 
 
 @pytest.mark.parametrize("make", [uniform, looped])
