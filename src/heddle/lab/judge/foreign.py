@@ -110,14 +110,14 @@ def _test(score: Scorer, text: np.ndarray, vocab_size: int) -> None:
     # one call: most of its time is the start of a process
     found = score(np.concatenate([variants.reshape(-1, width), every.reshape(-1, width)]))
     losses = found[: variants.size // width].reshape(width, TEST_ROWS, width - 1)
+    if not np.abs(score(rows) - losses[-1]).max() <= TOLERANCE:
+        raise Refused("other_rows", f"the losses of {width} tokens change with the other rows")
     for index in range(1, width):
         before, after = losses[-1, :, : index - 1], losses[index - 1, :, : index - 1]
         moved = np.argwhere(~(np.abs(before - after) <= TOLERANCE))
         if len(moved):
             what = f"of {width} tokens, changing those from {index} on moves the loss of token {int(moved[0][1]) + 1}"
             raise Refused("later_tokens", what)
-    if not np.abs(score(rows) - losses[-1]).max() <= TOLERANCE:
-        raise Refused("other_rows", f"the losses of {width} tokens change with the other rows")
     for total in np.exp(-found[variants.size // width :, place - 1]).reshape(2, vocab_size).sum(1):
         if not total <= MAX_PROBABILITY:
             what = f"the probabilities of all {vocab_size} tokens at place {place} sum to {total:.4g}"
