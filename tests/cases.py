@@ -130,6 +130,9 @@ CASES: dict[str, Data] = {
     "attention-dynamic-tanh-erf": design(
         layer(attention(qk_norm="head"), repeat=2), norm={"kind": "dynamic_tanh", "function": "erf", "alpha": 0.8}
     ),
+    "attention-dynamic-tanh-without-weight": design(
+        layer(attention(), repeat=2), norm={"kind": "dynamic_tanh", "weight": False}
+    ),
     "attention-norm-after-rotation": alone(kv_heads=2, qk_norm="head", norm_after_rotation=True),
     "attention-projection-norm-after-rotation": design(
         layer(attention(kv_heads=2, qk_norm="projection", norm_after_rotation=True)),

@@ -175,7 +175,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "classes that are no texts": (anonymous([{}]), r"config\.json: model_type None is not supported"),
     "unknown kind": (fields(model_type="mamba9"), r"'mamba9' is not supported; did you mean 'mamba'\? heddle reads"),
     "a long kind": (fields(model_type="x" * 4000), r"\(4002 characters\) is not supported; heddle reads the \d+"),
-    "a kind without its parts": (fields(model_type="zamba2"), r"'zamba2' is not supported; .* one block with adapters"),
+    "a kind without its parts": (fields(model_type="zamba2"), r"'zamba2' is not supported; .* one block between"),
     "no kind": (fields(model_type=None), r"config\.json: model_type None is not supported"),
     "a kind of wrong kind": (fields(model_type=["llama"]), r"model_type \['llama'\] is not supported"),
     "unknown rope": (fields(rope_parameters={"rope_type": "spiral"}), r"rope_type 'spiral' is not known; heddle reads"),

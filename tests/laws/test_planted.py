@@ -875,7 +875,7 @@ BUGS = [
     Bug("tails of blocks forgotten between calls", "chunked_decoding", "nsa-own-widths",
         calls(extend_blocks, "cat", lambda torch, pair, dim: torch.cat((0 * pair[0], pair[1]), dim))),
     Bug("means of blocks that padding cuts", "padding_invariance", "nsa",
-        reads(extend_blocks, "order", lambda _: None)),
+        reads(extend_blocks, "order", lambda _: None, 0)),
     # RG-LRU
     Bug("an RG-LRU state that decays at padding", "padding_not_cached", "rg-lru",
         calls(RGLRU._recurrence, "without_padding", lambda _, x, layout: x, every=True)),

@@ -11,6 +11,7 @@ from heddle.parts.feedforwards.moe import ExpertLinear
 from heddle.parts.mixers import Mixer
 from heddle.parts.modules.linear import Linear
 from heddle.parts.norms import NormConfig
+from heddle.parts.norms.dynamic_tanh import DynamicTanhConfig
 from heddle.parts.norms.layer import LayerNormConfig
 from heddle.parts.norms.rms import RMSConfig
 
@@ -66,11 +67,13 @@ def gain_offset(norm: NormConfig) -> float:
 
     Raises DesignError for an unknown norm, and for one without a weight.
     """
-    if isinstance(norm, RMSConfig | LayerNormConfig) and not norm.weight:
+    if isinstance(norm, RMSConfig | LayerNormConfig | DynamicTanhConfig) and not norm.weight:
         raise DesignError("norm.weight", "is false, so there is no gain to rewrite; choose a norm with a weight")
     if isinstance(norm, RMSConfig | LayerNormConfig):
         return norm.offset
-    raise DesignError("norm", f"kind {norm.kind} has an unknown gain; only gains of rms and layer can be rewritten")
+    if isinstance(norm, DynamicTanhConfig):
+        return 0.0
+    raise DesignError("norm", f"kind {norm.kind} has an unknown gain; only those of heddle can be rewritten")
 
 
 def check_growth(field: str, before: int, after: int) -> None:

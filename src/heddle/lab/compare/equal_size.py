@@ -136,7 +136,8 @@ def _state_changes(mixer: MixerConfig, values: dict[str, Any], factor: float, wi
     """The fields that set the size of a state, scaled. values: all fields."""
     if "encoder_width" in values:  # the state holds the encoder output, which the design does not set
         return {}
-    if values.get("window") is not None and values.get("compress_ratio") is None:
+    keeps_all = values.get("compress_ratio") is not None or "local" in values  # beside the window
+    if values.get("window") is not None and not keeps_all:
         return {"window": max(1, round(values["window"] * factor))}
     if "kv_rank" in values:  # rotated keys stay
         rotated = values["rope_dim"] or 0
@@ -144,6 +145,8 @@ def _state_changes(mixer: MixerConfig, values: dict[str, Any], factor: float, wi
     if "state_size" in values:
         return {"state_size": max(1, round(values["state_size"] * factor))}
     heads, value_dim = mixer.head_shape(width)
+    if "hidden" in values:  # a number for each channel
+        return {"hidden": heads * max(1, round((values["hidden"] or width) * factor / heads))}
     if "kv_heads" in values:
         queries = 2 if isinstance(mixer, DifferentialAttentionConfig) else 1  # of each head
         dim = values["head_dim"] or width // (queries * heads)

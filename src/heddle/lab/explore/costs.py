@@ -200,8 +200,8 @@ def layer_norm(n: Quantities) -> Costs:
 
 @costs_of("norms", "dynamic_tanh")
 def dynamic_tanh(n: Quantities) -> Costs:
-    """A weight and a bias for each element, α, and the shift of `erf`."""
-    return Costs(parameters=2 * n.width + 1 + n.equals("function", "erf"))
+    """A weight and a bias for each element, if they are there, α, and the shift of `erf`."""
+    return Costs(parameters=2 * n.width * (1 - n.is_false("weight")) + 1 + n.equals("function", "erf"))
 
 
 @costs_of("positions", "learned")

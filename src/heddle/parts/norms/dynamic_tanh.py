@@ -3,7 +3,7 @@
 No statistics: each element is squashed by itself, with a scalar α that is learned.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,20 @@ from heddle.parts.norms import NormConfig, weight_shape
 
 
 class DynamicTanhConfig(NormConfig):
-    """`alpha`: the value at which α begins. `function: erf` adds the learned scalar shift s of Derf."""
+    """`alpha`: the value at which α begins. `function: erf` adds the learned scalar shift s of Derf.
+
+    `weight: false` leaves γ and β out.
+    """
 
     aliases = ("dyt",)
 
     alpha: PositiveFloat = 0.5
     function: Literal["tanh", "erf"] = "tanh"
+    weight: bool = True
+
+    def without_weight(self) -> Self:
+        """The same α, a gain of 1 and no bias."""
+        return self.replace(weight=False)
 
     def build(self, width: int, heads: int | None = None) -> "DynamicTanh":
         """Build the module. With `heads`, α and s are one number per head."""
@@ -35,19 +43,23 @@ class DynamicTanh(SelfInitialized):
         scalar = (1,) if heads is None else (heads, 1)
         self.alpha = nn.Parameter(torch.empty(scalar))
         self.shift = nn.Parameter(torch.empty(scalar)) if config.function == "erf" else None
-        self.weight = nn.Parameter(torch.empty(weight_shape(width, heads)))
-        self.bias = nn.Parameter(torch.empty(weight_shape(width, heads)))
+        shape = weight_shape(width, heads)
+        self.weight = nn.Parameter(torch.empty(shape)) if config.weight else None
+        self.bias = nn.Parameter(torch.empty(shape)) if config.weight else None
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """α as configured, s and β 0, γ 1."""
         nn.init.constant_(self.alpha, self.initial_alpha)
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
-        if self.shift is not None:
-            nn.init.zeros_(self.shift)
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        for bias in (self.bias, self.shift):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> the same shape and dtype."""
         z = at_least_float32(x) * self.alpha
         y = torch.tanh(z) if self.shift is None else torch.erf(z + self.shift)
-        return (y * self.weight + self.bias).to(x.dtype)
+        if self.weight is not None and self.bias is not None:
+            y = y * self.weight + self.bias
+        return y.to(x.dtype)
