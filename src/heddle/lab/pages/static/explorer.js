@@ -166,7 +166,8 @@ function pictures(slot, part) {
   const inner = innerParts(slot, part);
   if (inner.length) return inner.map(([name, each]) => [html`<h4>${name}: ${each.kind}</h4>`, pictures(slot, each)]);
   const rotated = part.position ? positionPictures(part.position, v, position) : "";
-  return [maskPicture(part, v), v.heads ? headsPicture(part, v) : "", cachePicture(part, v), rotated];
+  const hasKeys = v.heads && (v.head_dim || v.kv_rank); // the heads of rg_lru are blocks of its gates
+  return [maskPicture(part, v), hasKeys ? [headsPicture(part, v), cachePicture(part, v)] : "", rotated];
 }
 
 function shapes(slot, part) {
