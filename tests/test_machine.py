@@ -106,18 +106,24 @@ def test_a_file_that_is_not_as_it_was_written_is_measured_again(measures: list[s
     assert len(measures) == 2
 
 
-def test_a_busy_machine_ends_a_measurement_in_time_and_keeps_the_others(
-    measures: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def slow_section(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[list[float], dict[str, Any]]:
+    """The clock, which each call of this section's race puts forward by 7 seconds, and all sections."""
     now = [0.0]
 
     def slow_call() -> None:
         now[0] += 7.0
 
     monkeypatch.setattr("heddle.machine.time.perf_counter", lambda: now[0])
-    sections = dict(machine.MEASURES)
-    sections["packing"] = lambda: machine.race({"plain": slow_call, "packed": slow_call})
+    sections: dict[str, Any] = dict(machine.MEASURES)
+    sections[name] = lambda: machine.race({"plain": slow_call, "packed": slow_call})
     monkeypatch.setattr(machine, "MEASURES", sections)
+    return now, sections
+
+
+def test_a_busy_machine_ends_a_measurement_in_time_and_keeps_the_others(
+    measures: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, sections = slow_section(monkeypatch, "packing")
     assert measured_choices(1) == Choices("medium", triangle_lengths=(256,))
     assert now[0] <= machine.LIMIT_SECONDS + 7.0
     printed = capsys.readouterr().err
@@ -131,15 +137,7 @@ def test_a_busy_machine_ends_a_measurement_in_time_and_keeps_the_others(
 def test_a_budget_bounds_all_that_is_measured(
     measures: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    now = [0.0]
-
-    def slow_call() -> None:
-        now[0] += 7.0
-
-    monkeypatch.setattr("heddle.machine.time.perf_counter", lambda: now[0])
-    sections = dict(machine.MEASURES)
-    sections["attention"] = lambda: machine.race({"plain": slow_call, "packed": slow_call})
-    monkeypatch.setattr(machine, "MEASURES", sections)
+    now, sections = slow_section(monkeypatch, "attention")
     runtime = set_up_runtime("cpu", 1)
     needs = {1: TRAINING_NEEDS, 2: TRAINING_NEEDS}
     chosen = machine.with_worker_choices(runtime, tmp_path / "out", "plan.json", needs, seconds=20.0)

@@ -91,7 +91,8 @@ def random_design(number: int, attention: bool = False) -> ModelConfig:
         layer = {"repeat": 2, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 20}}
         if accepted := draw.accepted({**config.dump(), "encoder": None, "layers": [layer]}):
             return accepted
-    return (number % 3 and draw.accepted(plain(config.dump()))) or config
+    without = draw.accepted(plain(config.dump())) if number % 3 else None
+    return without or config
 
 
 def plain(data: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +103,8 @@ def plain(data: dict[str, Any]) -> dict[str, Any]:
     def change(layer: dict[str, Any]) -> None:
         for inner in layer.get("layers") or ():
             change(inner)
-        layer.pop("shared", None), layer.pop("adapter_rank", None)
+        layer.pop("shared", None)
+        layer.pop("adapter_rank", None)
         feedforward = layer.get("feedforward") or {}
         if feedforward.get("kind") == "ngram_memory" or feedforward.get("selection", "scores") != "scores":
             layer["feedforward"] = {"kind": "gated", "hidden": 20}

@@ -73,7 +73,9 @@ def gain_offset(norm: NormConfig) -> float:
         return norm.offset
     if isinstance(norm, DynamicTanhConfig):
         return 0.0
-    raise DesignError("norm", f"kind {norm.kind} has an unknown gain; only those of heddle can be rewritten")
+    raise DesignError(
+        "norm", f"kind {norm.kind} has an unknown gain; only gains of rms, layer and dynamic_tanh can be rewritten"
+    )
 
 
 def check_growth(field: str, before: int, after: int) -> None:

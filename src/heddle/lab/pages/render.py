@@ -75,7 +75,7 @@ def environment() -> "Environment":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: _printable(value) if type(value) is str else value,
+        finalize=lambda value: _page_text(value) if type(value) is str else value,
     )
     created.globals |= {"static": lambda name: Markup(static(name)), "version": __version__}
     created.filters |= FILTERS | {
@@ -85,7 +85,7 @@ def environment() -> "Environment":
     return created
 
 
-def _printable(text: str) -> str:
+def _page_text(text: str) -> str:
     """A text with control characters shown, and no line break after "±"."""
     return text.translate(BIDI_CONTROLS).replace("± ", "±\u00a0")
 
