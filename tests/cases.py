@@ -1049,6 +1049,14 @@ def in_turn(parameters: Iterable[Any], turn: int, turns: int = 4) -> list[Any]:
     return result
 
 
+def written(kind: str, data: Any = CASES) -> Data:
+    """The first part of a kind in the cases, as it is written there; empty without one."""
+    if isinstance(data, dict) and data.get("kind") == kind:
+        return data
+    inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return next(filter(None, (written(kind, each) for each in inner)), {})
+
+
 @cache
 def parts_of(config: Config) -> set[tuple[str, str]]:
     """(slot, kind) of every part within a config."""

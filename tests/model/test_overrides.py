@@ -8,69 +8,87 @@ import pytest
 from heddle.config import DesignError, kind_class, kinds
 from heddle.errors import ConfigError
 from heddle.model.load_config import apply_override, load_config
+from heddle.parts.build import BuildContext
+from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.mixers import MixerConfig
+from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.positions import AdditivePositionConfig, MixerPositionConfig
+from tests.cases import written
 
 HEADS = {"heads": 4, "position": {"kind": "rope"}}
-# Each kind with all that its files of the field usually give: what another kind cannot have must not be in the way.
+# What files of the field usually give, and another kind cannot have: it must not be in the way.
 MIXERS: dict[str, dict[str, Any]] = {
     "attention": {**HEADS, "kv_heads": 2, "bias": "qkv", "gate": "head", "qk_norm": "per_head", "sink": True},
-    "compressed_attention": {**HEADS, "window": 8, "compress_ratio": 4, "overlap": True},
-    "cross_attention": {"heads": 4, "normalization": "double_softmax"},
-    "differential_attention": HEADS,
-    "gated_delta": {"heads": 4, "key_heads": 2},
-    "kda": {"heads": 4, "gate_rank": 4},
-    "latent_attention": {**HEADS, "kv_rank": 12, "nope_dim": 10, "rope_dim": 6, "value_dim": 14},
-    "linear_attention": {**HEADS, "normalization": "kernel", "feature_map": "learned"},
-    "mamba": {"state_size": 16, "time_step_rank": 4},
-    "mamba2": {"heads": 4, "state_size": 8},
-    "native_sparse_attention": {"heads": 4, "kv_heads": 2},
+    "compressed_attention": {"window": 8, "compress_ratio": 4, "overlap": True},
+    "cross_attention": {"normalization": "double_softmax"},
+    "gated_delta": {"key_heads": 2},
+    "kda": {"gate_rank": 4},
+    "latent_attention": {"kv_rank": 12, "nope_dim": 10, "rope_dim": 6, "value_dim": 14},
+    "linear_attention": {"feature_map": "learned"},
+    "mamba2": {"state_size": 8},
     "pair": {"first": {"kind": "attention", **HEADS}, "second": {"kind": "mamba2", "heads": 4}},
-    "path_attention": {"heads": 4, "kv_heads": 2, "vector_rank": 6},
-    "retention": {**HEADS, "decay": "learned", "gate": "silu"},
-    "rg_lru": {"heads": 4},
-    "rwkv7": {"heads": 4, "decay_rank": 4, "gate_rank": 4},
-    "short_conv": {"conv_kernel": 4},
+    "path_attention": {"vector_rank": 6},
+    "retention": {"decay": "learned", "gate": "silu"},
+    "rwkv7": {"decay_rank": 4, "gate_rank": 4},
 }
 FEEDFORWARDS: dict[str, dict[str, Any]] = {
     "gated": {"hidden": 24, "activation": "swiglu_clamped", "limit": 3.0},
-    "mlp": {"hidden": 24, "activation": "relu2", "bias": True},
-    "moe": {"hidden": 12, "experts": 4, "top_k": 2, "shared": 1, "bias": "shared", "activation": "silu"},
-    "ngram_memory": {"dim": 3, "slots": 20, "order": 2},
+    "mlp": {"activation": "relu2", "bias": True},
+    "moe": {"experts": 4, "shared": 1, "bias": "shared", "activation": "silu"},
 }
 
 
-def design(mixer: dict[str, Any], feedforward: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def design(mixer: dict[str, Any] | None, feedforward: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"width": 48, "layers": [{"mixer": mixer, "feedforward": feedforward}], **fields}
-
-
-def mixer(kind: str) -> dict[str, Any]:
-    return {"kind": kind, **MIXERS[kind]}
 
 
 GATED = {"kind": "gated", "hidden": 24}
 
 
-def test_every_kind_is_here() -> None:
-    assert sorted(MIXERS) == kinds("mixers")
-    assert sorted(FEEDFORWARDS) == kinds("feedforwards")
+def in_place(name: str, part: dict[str, Any], kind: str) -> dict[str, Any]:
+    """A part of a kind as it comes in the place of another one."""
+    data = {"width": 48, "layers": [{name: dict(part)}]}
+    apply_override(data, f"layers.0.{name}.kind={kind}")
+    placed: dict[str, Any] = data["layers"][0][name]  # type: ignore[index]
+    return placed
 
 
-@pytest.mark.parametrize("before", [kind for kind in MIXERS if kind not in ("mamba", "short_conv")])
+def mixer(kind: str) -> dict[str, Any]:
+    """A mixer of a kind in the place of attention, with what is usually given."""
+    return in_place("mixer", {**HEADS, "kind": "attention", "kv_heads": 2}, kind) | MIXERS.get(kind, {})
+
+
+def feedforward(kind: str) -> dict[str, Any]:
+    """The same in the place of a gated one; with what it needs as a case has it."""
+    return written(kind) | in_place("feedforward", GATED, kind) | FEEDFORWARDS.get(kind, {})
+
+
+def widths_of(part: MixerConfig) -> dict[str, Any]:
+    """What follows from a width of 48, written out, in the mixers within a mixer too."""
+    resolved = part.resolved(BuildContext(48, RMSConfig()))
+    inner = {name: value for name in type(part).model_fields if isinstance(value := getattr(part, name), MixerConfig)}
+    own = {name: value for name in ("head_dim", "hidden") if (value := getattr(resolved, name, None)) is not None}
+    return own | {name: each.dump() | widths_of(each) for name, each in inner.items()}
+
+
+@pytest.mark.parametrize("before", kinds("mixers"))
 def test_every_mixer_can_come_in_the_place_of_every_other(before: str) -> None:
-    for width in (48, 50):  # 50: no head_dim follows from the width
-        data = design(mixer(before), GATED) | {"width": width}
-        if width == 50:
-            widths = {"pair": {}, "latent_attention": {}, "rg_lru": {"hidden": 48}}
-            data["layers"][0]["mixer"] |= widths.get(before, {"head_dim": 12})
-        if before == "pair":
-            data["layers"][0]["mixer"]["first"] = {"kind": "attention", **HEADS, "head_dim": 12}
-            data["layers"][0]["mixer"]["second"] = {"kind": "mamba2", "heads": 4}
-        load_config(data)
+    """One without heads, in the place of which another asks for them, says so."""
+    [first] = load_config(design(mixer(before), GATED)).layers
+    assert first.mixer is not None
+    has_heads = first.mixer.template.head_shape(48) != (0, 0)
+    widths = widths_of(first.mixer)
+    for data in (design(mixer(before), GATED), design(mixer(before) | widths, GATED) | {"width": 50}):
+        load_config(data)  # no head_dim follows from 50
         for after in kinds("mixers"):
-            config = load_config(data, [f"layers.*.mixer.kind={after}"])
-            assert config.layers[0].mixer is not None
-            assert config.layers[0].mixer.kind == after
+            try:
+                config = load_config(data, [f"layers.*.mixer.kind={after}"])
+            except DesignError as error:
+                assert not has_heads, (after, error)
+                assert error.path.endswith(".heads")
+            else:
+                assert config.layers[0].mixer is not None
+                assert config.layers[0].mixer.kind == after
 
 
 def test_a_mixer_of_heads_in_the_place_of_one_without_asks_for_them() -> None:
@@ -80,18 +98,21 @@ def test_a_mixer_of_heads_in_the_place_of_one_without_asks_for_them() -> None:
     assert load_config(data, ["layers.*.mixer={kind: attention, heads: 4}"]).layers[0].mixer is not None
 
 
-@pytest.mark.parametrize(("before", "after"), list(permutations(FEEDFORWARDS, 2)))
+@pytest.mark.parametrize(("before", "after"), list(permutations(kinds("feedforwards"), 2)))
 def test_every_feedforward_can_come_in_the_place_of_every_other(before: str, after: str) -> None:
-    data = design(mixer("attention"), {"kind": before, **FEEDFORWARDS[before]})
-    sizes = ["layers.0.feedforward.dim=3", "layers.0.feedforward.slots=9"] if after == "ngram_memory" else []
-    if before == "ngram_memory":  # it has no hidden channels
-        sizes = ["layers.0.feedforward.hidden=24"]
-        sizes += ["layers.0.feedforward.experts=8", "layers.0.feedforward.top_k=2"] if after == "moe" else []
-    feedforward = load_config(data, [f"layers.0.feedforward.kind={after}", *sizes]).layers[0].feedforward
-    assert feedforward is not None
-    assert feedforward.kind == after
-    if "ngram_memory" not in (before, after):
-        assert feedforward.active_hidden == (36 if before == "moe" else 24), "a token uses as many channels as before"
+    """One without hidden channels is in the way of those that need their number, and so are fields of its own."""
+    data = design(mixer("attention"), feedforward(before))
+    [first] = load_config(data).layers
+    assert isinstance(first.feedforward, FeedforwardConfig)
+    cls = kind_class("feedforwards", after)
+    known = {*type(first.feedforward).model_fields, *cls.default_fields(first.feedforward, 48)}
+    needed = [name for name, field in cls.model_fields.items() if field.is_required() and name not in known]
+    sizes = [f"layers.0.feedforward.{name}={feedforward(after)[name]}" for name in needed]
+    config = load_config(data, [f"layers.0.feedforward.kind={after}", *sizes]).layers[0].feedforward
+    assert isinstance(config, FeedforwardConfig)
+    assert config.kind == after
+    hidden = {first.feedforward.active_hidden, config.active_hidden}
+    assert len(hidden - {None}) == 1 or needed, "a token uses as many channels as before"
 
 
 @pytest.mark.parametrize("slot", ["residual", "norm"])
@@ -110,7 +131,7 @@ def test_every_position_can_come_in_the_place_of_every_other() -> None:
     ):
         fitting = [kind for kind in kinds("positions") if issubclass(kind_class("positions", kind), base)]
         for before, after in permutations(fitting, 2):
-            start = {"kind": before} | ({"length": 9} if before == "learned" else {})
+            start = dict(written(before))
             data = design({"kind": "attention", "heads": 4}, GATED)
             where = data["layers"][0]["mixer"] if base is MixerPositionConfig else data.setdefault("embedding", {})
             where["position"] = start

@@ -26,6 +26,7 @@ from heddle.parts.mixers.differential_attention import DifferentialAttentionConf
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 from heddle.parts.mixers.linear_attention import LinearAttentionConfig
+from heddle.parts.mixers.native_sparse_attention import NativeSparseAttentionConfig
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import equal_size_table
 from tests.model.test_overrides import GATED, design, mixer
@@ -157,6 +158,8 @@ WIDTH = 64
         # a latent of 24 and a rotated key of 8: half of 32 less 8
         (LatentAttentionConfig, {"heads": 4, "kv_rank": 24, "nope_dim": 8, "rope_dim": 8}, 0.5, {"kv_rank": 8}),
         (LatentAttentionConfig, {"heads": 4, "kv_rank": 24, "nope_dim": 8}, 0.5, {"kv_rank": 12}),
+        (LatentAttentionConfig, {"heads": 4, "kv_rank": 64, "nope_dim": 8}, 0.5, {"kv_rank": 32}),
+        (NativeSparseAttentionConfig, {"heads": 4, "window": 9}, 0.5, {"kv_heads": 2}),  # it stores all tokens
         (DifferentialAttentionConfig, {"heads": 4}, 0.5, {"kv_heads": 2}),
         (DifferentialAttentionConfig, {"heads": 4, "window": 10}, 0.5, {"window": 5}),
     ],

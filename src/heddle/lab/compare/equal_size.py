@@ -25,6 +25,8 @@ from heddle.model.size import flops_per_token, parameter_counts, state_bytes
 from heddle.parts.build import BuildContext
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
+from heddle.parts.norms.rms import RMSConfig
+from heddle.parts.states import StateSpec
 from heddle.training.width_transfer import with_hidden
 
 # Scale the states of designs to the baseline's: each mixer changes the field that sets the size of its state.
@@ -38,6 +40,7 @@ STATE = "state"  # the kind of size; `state@4096` names the context length
 MAX_FACTOR = 16.0  # times the design's own state, or its inverse: beyond it, little is left of the design
 MAX_CONTEXT = 10**9  # tokens
 STEPS = 24  # of the bisection
+LONG = 2**20  # tokens, more than a window has
 CLOSE_STATE_TOLERANCE = 0.002  # of the target: no further steps
 MAX_STATE_DEVIATION = 0.05  # of the target: beyond it states do not count as equal
 
@@ -136,33 +139,67 @@ def _state_changes(mixer: MixerConfig, values: dict[str, Any], factor: float, wi
     """The fields that set the size of a state, scaled. values: all fields."""
     if "encoder_width" in values:  # the state holds the encoder output, which the design does not set
         return {}
-    keeps_all = values.get("compress_ratio") is not None or "local" in values  # beside the window
-    if values.get("window") is not None and not keeps_all:
-        return {"window": max(1, round(values["window"] * factor))}
+    number = _scaling_choice(mixer, width)
+    return {} if number is None else list(_choices(mixer, values, factor, width))[number]
+
+
+@cache
+def _scaling_choice(mixer: MixerConfig, width: int) -> int | None:
+    """The number of the first choice that, for a factor of 2 or a half, changes a long sequence's state by half."""
+    values = {name: getattr(mixer, name) for name in type(mixer).model_fields}
+    size = _state_size(mixer, width)
+    for pair in zip(*(enumerate(_choices(mixer, values, factor, width)) for factor in (2.0, 0.5)), strict=True):
+        for number, changes in pair:
+            try:
+                changed = _state_size(mixer.replace(**changes), width)
+            except ConfigError:  # it allows no such value
+                continue
+            if max(changed, size) > 1.5 * min(changed, size):
+                return number
+    return None
+
+
+def _state_size(mixer: MixerConfig, width: int) -> int:
+    """Bytes of the state of the mixer alone, whose keys and values are its own; 0 for a bidirectional one."""
+    own = mixer.replace(**{mixer.kv_read[0]: False}) if mixer.reads_kv else mixer
+    with torch.device("meta"):
+        module = own.build(BuildContext(width, RMSConfig()))
+        state = module.init_state(StateSpec(1, LONG, torch.float32, "meta")) if module.causal else None
+    return 0 if state is None else sum(tensor.nbytes for tensor in state.tensors().values())
+
+
+def _choices(mixer: MixerConfig, values: dict[str, Any], factor: float, width: int) -> Iterator[dict[str, Any]]:
+    """Changes that scale the states of mixers: by the fields that mixers share, then by each number of its own."""
+    if values.get("window") is not None:
+        yield {"window": max(1, round(values["window"] * factor))}
     if "kv_rank" in values:  # rotated keys stay
         rotated = values["rope_dim"] or 0
-        return {"kv_rank": min(width, max(1, round((values["kv_rank"] + rotated) * factor) - rotated))}
+        yield {"kv_rank": min(width, max(1, round((values["kv_rank"] + rotated) * factor) - rotated))}
     if "state_size" in values:
-        return {"state_size": max(1, round(values["state_size"] * factor))}
+        yield {"state_size": max(1, round(values["state_size"] * factor))}
     heads, value_dim = mixer.head_shape(width)
     if "hidden" in values:  # a number for each channel
-        return {"hidden": heads * max(1, round((values["hidden"] or width) * factor / heads))}
+        blocks = max(1, heads)
+        yield {"hidden": blocks * max(1, round((values["hidden"] or width) * factor / blocks))}
     if "kv_heads" in values:
         queries = 2 if isinstance(mixer, DifferentialAttentionConfig) else 1  # of each head
         dim = values["head_dim"] or width // (queries * heads)
         number, new_dim, new_value = scale_heads(values["kv_heads"] or heads, factor, heads, (dim, value_dim))
         changed = (new_dim, new_value) != (dim, value_dim)
-        return {"kv_heads": number} | ({"head_dim": new_dim, "value_dim": new_value} if changed else {})
+        yield {"kv_heads": number} | ({"head_dim": new_dim, "value_dim": new_value} if changed else {})
     if "head_dim" in values and heads:  # a recurrence: keys of another width; values stay as wide as they were
         dim = values["head_dim"] or width // heads
         names = ("value_dim",) if values.get("full_gates") else ("value_dim", "gate_rank")
         as_before: dict[str, int] = {name: values[name] or dim for name in names if name in values}
         if values.get("rope_dim") is not None:
             as_before["rope_dim"] = min(values["rope_dim"], scale_even(dim, factor))
-        return {"head_dim": scale_even(dim, factor)} | as_before
+        yield {"head_dim": scale_even(dim, factor)} | as_before
     if "conv_kernel" in values:
-        return {"conv_kernel": 1 + max(1, round(factor * (values["conv_kernel"] - 1)))}
-    return {}
+        yield {"conv_kernel": 1 + max(1, round(factor * (values["conv_kernel"] - 1)))}
+    resolved = mixer.resolved(BuildContext(width, RMSConfig()))
+    for name in values:
+        if type(value := getattr(resolved, name)) is int:
+            yield {name: max(1, round(value * factor))}
 
 
 def scale_heads(count: int, factor: float, heads: int, dims: tuple[int, int]) -> tuple[int, int, int]:
