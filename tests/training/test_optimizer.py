@@ -3,7 +3,8 @@
 import itertools
 import math
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
+from heddle.parts.modules.linear import SelfInitialized
 from heddle.training.optimizer import (
     EagerAdamw,
     Optimizer,
@@ -168,8 +170,17 @@ def test_a_mistake_in_muon_is_caught(planted: str, monkeypatch: pytest.MonkeyPat
 IN_STACKS = r"(encoder\.)?(layers|multi_token)\."
 
 
-def leaves(name: str) -> list[tuple[bool, str, str, int]]:
-    """(updated by Muon, class of the module, name, dims) of each parameter of a case."""
+class Leaf(NamedTuple):
+    """A parameter of a case. stated: whether its module says which of its parameters are matrices."""
+
+    muon: bool
+    path: str
+    dims: int
+    stated: bool
+
+
+def leaves(name: str) -> Iterator[Leaf]:
+    """The trained parameters of a case."""
     decoder = build(load_config(CASES[name]), device="meta")
     optimizer = build_optimizer(decoder, DECAY, "muon")
     optimizer_of = {
@@ -178,33 +189,26 @@ def leaves(name: str) -> list[tuple[bool, str, str, int]]:
         for group in torch_optimizer.param_groups
         for parameter in group["params"]
     }
-    rows = []
     for path, parameter in optimizer.trainable.items():
         updated = next(tensor for tag, tensor in optimizer.updated_tensors.items() if tag in (path, f"{path}.0"))
-        module_kind = type(decoder.get_submodule(path.rpartition(".")[0])).__name__
-        rows.append((isinstance(optimizer_of[id(updated)], torch.optim.Muon), module_kind, path, parameter.dim()))
-    return rows
-
-
-# Modules whose parameters have two dims but are not matrices that multiply vectors.
-TABLES = {
-    "Embedding", "PerLayerEmbedding", "TokenTypes", "Head", "Learned", "ShortConvolution", "LayerNorm", "RMSNorm",
-    "RelativeBias", "Tables", "DilatedConvolution", "DynamicTanh", "Mamba", "Indexer",
-}  # fmt: skip
-OUTSIDE = ("head.", "final_norm.", "embed.per_layer.", "expansion.")
+        module = type(decoder.get_submodule(path.rpartition(".")[0]))
+        stated = any("matrix_parameters" in vars(cls) for cls in module.__mro__ if cls is not SelfInitialized)
+        of_norm = module.__module__.startswith("heddle.parts.norms.")  # no norm multiplies vectors by a matrix
+        muon = isinstance(optimizer_of[id(updated)], torch.optim.Muon)
+        yield Leaf(muon, path, parameter.dim(), stated or of_norm)
 
 
 def test_muon_takes_every_matrix_of_a_layer_and_nothing_else() -> None:
-    """A new kind of module with parameters of two dims must list its matrices in `matrix_parameters`.
+    """A module with parameters of two dims must list its matrices in `matrix_parameters`, if only as `()`.
 
     The head is not a layer, nor are the transform of a masked language model's head, the last mix of sources and what
     projects the embedding for all layers or for further streams.
     """
     rows = list(itertools.chain.from_iterable(leaves(name) for name in CASES))
-    assert {dims for muon, _, _, dims in rows if muon} == {2, 3}
-    assert [row for row in rows if row[0] and (row[1] in TABLES or not re.match(IN_STACKS, row[2]))] == []
-    others = [row for row in rows if not row[0] and row[3] >= 2 and not row[2].endswith(".bias")]
-    assert [row for row in others if row[1] not in TABLES and not row[2].startswith(OUTSIDE)] == []
+    assert {leaf.dims for leaf in rows if leaf.muon} == {2, 3}
+    assert [leaf for leaf in rows if leaf.muon and not re.match(IN_STACKS, leaf.path)] == []
+    tables = [leaf for leaf in rows if re.match(IN_STACKS, leaf.path) and not leaf.muon and leaf.dims >= 2]
+    assert {leaf.path for leaf in tables if not (leaf.stated or leaf.path.endswith(".bias"))} == set()
 
 
 def test_states_are_kept_by_name_those_of_a_stack_by_slice() -> None:

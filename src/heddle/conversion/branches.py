@@ -11,9 +11,6 @@ from heddle.parts.feedforwards.moe import ExpertLinear
 from heddle.parts.mixers import Mixer
 from heddle.parts.modules.linear import Linear
 from heddle.parts.norms import NormConfig
-from heddle.parts.norms.dynamic_tanh import DynamicTanhConfig
-from heddle.parts.norms.layer import LayerNormConfig
-from heddle.parts.norms.rms import RMSConfig
 
 BRANCHES = ("mixer", "feedforward")
 BLOCK = 2**22  # elements that are multiplied in float64 at a time
@@ -65,17 +62,15 @@ def output_projections(layer: nn.Module, branch: str) -> list[str]:
 def gain_offset(norm: NormConfig) -> float:
     """What a norm adds to its weight: it multiplies by `offset + weight`.
 
-    Raises DesignError for an unknown norm, and for one without a weight.
+    Raises DesignError for a norm without the field `weight`, whose gain is unknown, and for one without a weight.
     """
-    if isinstance(norm, RMSConfig | LayerNormConfig | DynamicTanhConfig) and not norm.weight:
+    has_weight = getattr(norm, "weight", None)
+    if has_weight is None:
+        reason = f"kind {norm.kind} has no field weight, so its gain is unknown; choose a norm that has it"
+        raise DesignError("norm", reason)
+    if not has_weight:
         raise DesignError("norm.weight", "is false, so there is no gain to rewrite; choose a norm with a weight")
-    if isinstance(norm, RMSConfig | LayerNormConfig):
-        return norm.offset
-    if isinstance(norm, DynamicTanhConfig):
-        return 0.0
-    raise DesignError(
-        "norm", f"kind {norm.kind} has an unknown gain; only gains of rms, layer and dynamic_tanh can be rewritten"
-    )
+    return float(getattr(norm, "offset", 0.0))
 
 
 def check_growth(field: str, before: int, after: int) -> None:

@@ -18,7 +18,6 @@ from heddle.model.decoder import build
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
-from heddle.parts.mixers.native_sparse_attention import NativeSparseAttentionConfig
 from heddle.parts.modules.indexer import IndexerConfig
 from heddle.parts.positions import MixerPositionConfig
 from heddle.parts.positions.axial_rope import AxialRopeConfig
@@ -45,6 +44,7 @@ MOST = {  # an odd number stays odd
 MOST_EXACTLY = {
     "window": SMALL_WINDOW, "conv_kernel": SMALL_WINDOW, "temperature_length": SMALL_WINDOW, "max_distance": 6,
     "relative_extent": 5, "compress_ratio": 3, "top_k": SMALL_TOP_K, "index_heads": 2,
+    "block": SMALL_BLOCK, "local": 1, "first": 1,
 }  # fmt: skip
 WINDOWS = ("window", "conv_kernel")
 
@@ -155,9 +155,6 @@ def shrink_part(part: Any, context: ShrinkContext) -> Any:
     indexer = getattr(part, "indexer", None)
     if isinstance(indexer, IndexerConfig):
         changes["indexer"] = _small_indexer(indexer, changes["heads"], context.dims[1])
-    if isinstance(part, NativeSparseAttentionConfig):
-        changes |= {name: min(getattr(part, name), 1) for name in ("local", "first")}
-        changes["block"] = min(part.block, SMALL_BLOCK)
     if isinstance(decay := getattr(part, "decay", None), tuple):
         changes["decay"] = subsample(decay, changes["heads"])
     changes |= {

@@ -104,6 +104,8 @@ class Router(SelfInitialized):
 class ExpertTable(SelfInitialized):
     """The experts of each token id: `experts` [ids, k], numbers of experts, which have no gradient."""
 
+    matrix_parameters = ()
+
     def __init__(self, ids: int, top_k: int, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts

@@ -97,6 +97,8 @@ class NGramState(MixerState):
 class Tables(SelfInitialized):
     """The vectors of all hashes, one table after another: weight [sum of primes, dim]."""
 
+    matrix_parameters = ()
+
     def __init__(self, config: NGramMemoryConfig) -> None:
         super().__init__()
         hashes = config.hashes
@@ -128,6 +130,8 @@ class Tables(SelfInitialized):
 
 class DilatedConvolution(SelfInitialized):
     """weight [width, kernel], the last for the token itself; the taps are `dilation` tokens apart."""
+
+    matrix_parameters = ()
 
     def __init__(self, width: int, kernel: int, dilation: int) -> None:
         super().__init__()

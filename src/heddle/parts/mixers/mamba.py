@@ -65,6 +65,7 @@ class Mamba(SelfInitialized, RecurrentMixer):
     """The module. Its state is a `ConvRecurrentState` with d_k = state_size and d_v = 1 for each channel."""
 
     input_projections = ("v", "gate")
+    matrix_parameters = ()  # the rate is a table
 
     def __init__(self, config: MambaConfig, context: BuildContext) -> None:
         super().__init__()

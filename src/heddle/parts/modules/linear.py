@@ -21,7 +21,7 @@ class SelfInitialized(nn.Module, ABC):
     """A module that owns parameters and initializes them.
 
     matrix_parameters: names of the parameters that are matrices [outputs, inputs] acting on vectors, or stacks of such
-    matrices. Muon trains these. value_scale, output_scale: factors for the initial standard deviation of value and
+    matrices. Muon trains these. A module with other parameters of two dims says so, if only by (). value_scale, output_scale: factors for the initial standard deviation of value and
     output projections, set by the model.
     """
 

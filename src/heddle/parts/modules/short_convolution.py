@@ -78,6 +78,8 @@ class ShortConvolution(SelfInitialized):
     state is the last kernel − 1 inputs of each row, [B, kernel − 1, channels].
     """
 
+    matrix_parameters = ()
+
     def __init__(
         self,
         channels: int,

@@ -8,13 +8,19 @@ from heddle.parts.modules.linear import SelfInitialized
 
 
 class NormConfig(Part, ABC):
-    """Config of a norm."""
+    """Config of a norm.
+
+    Fields of several kinds: `weight`: whether the result is multiplied by a parameter of that name; `offset`, which is
+    added to it. Conversions fold gains by these two.
+    """
 
     slot: ClassVar[str] = "norms"
 
     def without_weight(self) -> Self:
-        """The same norm without parameters. Raises DesignError for a kind that always has some."""
-        raise DesignError("qk_norm_weight", f"norms of kind {self.kind} always have a weight; leave it out")
+        """The same norm without a weight. Raises DesignError for a kind that always has one."""
+        if "weight" not in type(self).model_fields:
+            raise DesignError("qk_norm_weight", f"norms of kind {self.kind} always have a weight; leave it out")
+        return self.replace(weight=False)
 
     @abstractmethod
     def build(self, width: int, heads: int | None = None) -> SelfInitialized:

@@ -3,7 +3,7 @@
 No statistics: each element is squashed by itself, with a scalar α that is learned.
 """
 
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,6 @@ class DynamicTanhConfig(NormConfig):
     alpha: PositiveFloat = 0.5
     function: Literal["tanh", "erf"] = "tanh"
     weight: bool = True
-
-    def without_weight(self) -> Self:
-        """The same α, a gain of 1 and no bias."""
-        return self.replace(weight=False)
 
     def build(self, width: int, heads: int | None = None) -> "DynamicTanh":
         """Build the module. With `heads`, α and s are one number per head."""

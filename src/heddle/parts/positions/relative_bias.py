@@ -64,6 +64,8 @@ def buckets_by_offset(buckets: int, max_distance: int, causal: bool) -> tuple[in
 class RelativeBias(SelfInitialized, ScoreBias):
     """The module: weight [heads, buckets]."""
 
+    matrix_parameters = ()
+
     def __init__(self, heads: int, config: RelativeBiasConfig, causal: bool) -> None:
         super().__init__()
         self.max_distance = config.max_distance
