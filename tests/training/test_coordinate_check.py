@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from heddle.config import kinds
 from heddle.lab.coordinate_check import activation_changes
-from heddle.model.load_config import load_config
+from heddle.model.load_config import apply_override, load_config
 from heddle.training import width_transfer
 from heddle.training.optimizer import ParameterScale, build_optimizer
 from heddle.training.width_transfer import WidthTransfer, transfer_over_width
-from tests.cases import attention, design, layer
+from tests.cases import attention, design, layer, written
 from tests.training import coordinates
 from tests.training.coordinates import BASE, BATCH, growth, not_flat
 
@@ -62,43 +63,49 @@ def test_a_head_that_is_not_scaled_is_caught(tied: bool, monkeypatch: pytest.Mon
     assert "head" in not_flat(growth(two_layers(head={"tied": tied}), "adamw", NARROW))
 
 
+def of_kind(slot: str, kind: str) -> dict[str, Any]:
+    """Two layers with a part of this kind in the place of the usual one, with the fields that the kind takes there."""
+    data: dict[str, Any] = load_config(two_layers()).dump()
+    apply_override(
+        data, f"{'layers.0.' if slot in ('mixers', 'feedforwards') else ''}{slot.removesuffix('s')}.kind={kind}"
+    )
+    return data
+
+
+# Fields beside those that a kind takes by itself; other kinds are there by their names.
 KINDS: dict[str, dict[str, Any]] = {
     "mqa": two_layers(attention(2, kv_heads=1, qk_norm="head", gate="channel", sink=True)),
-    "latent": two_layers({"kind": "latent_attention", "heads": 2, "kv_rank": 16, "query_rank": 16, "nope_dim": 16}),
-    "differential": two_layers({"kind": "differential_attention", "heads": 2, "head_dim": 8}),
-    "path": two_layers({"kind": "path_attention", "heads": 2}),
-    "compressed": two_layers({"kind": "compressed_attention", "heads": 2, "window": 4, "compress_ratio": 4}),
-    "gated_delta": two_layers({"kind": "gated_delta", "heads": 2}),
-    "kda": two_layers({"kind": "kda", "heads": 2}),
-    "rwkv7": two_layers({"kind": "rwkv7", "heads": 2}),
-    "mamba": two_layers({"kind": "mamba"}),
+    "latent_attention": two_layers(
+        {"kind": "latent_attention", "heads": 2, "kv_rank": 16, "query_rank": 16, "nope_dim": 16}
+    ),
+    "differential_attention": two_layers({"kind": "differential_attention", "heads": 2, "head_dim": 8}),
+    "compressed_attention": two_layers({"kind": "compressed_attention", "heads": 2, "window": 4, "compress_ratio": 4}),
     "native_sparse_attention": two_layers({"kind": "native_sparse_attention", "heads": 2, "block": 4, "top_k": 4}),
-    "rg_lru": two_layers({"kind": "rg_lru", "heads": 2}),
     "mamba2": two_layers({"kind": "mamba2", "heads": 4, "state_size": 16}),
-    "linear": two_layers({"kind": "linear_attention", "heads": 2, "feature_map": "learned"}),
+    "linear_attention": two_layers({"kind": "linear_attention", "heads": 2, "feature_map": "learned"}),
     "moe": two_layers(None, {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32, "shared": 1}),
     "mlp": two_layers(attention(2, bias=True), {"kind": "mlp", "hidden": 128, "bias": True}, norm={"kind": "layer"}),
+    "ngram_memory": two_layers(None, written("ngram_memory")),
     "embedding_scale": two_layers(embedding={"scale": True}, head={"bias": True}),
-} | {
-    kind: two_layers(residual={"kind": kind})
-    for kind in (
-        "hyper_connections", "post_norm", "deep_norm", "sandwich", "parallel", "residual_dual", "reordered",
-        "attention_residuals",
-    )
-}  # fmt: skip
+}
+OTHERS = {
+    kind: slot for slot in ("mixers", "feedforwards", "residuals", "norms") for kind in kinds(slot) if kind not in KINDS
+}
+# Their widths are those of an encoder, or their function depends on the number of heads.
+WITHOUT_WIDTHS = {"cross_attention", "retention"}
 
 
-@pytest.mark.parametrize("kind", ["latent", "mamba2", "moe"])
+@pytest.mark.parametrize("kind", ["latent_attention", "mamba2", "moe"])
 def test_other_kinds_are_flat(kind: str) -> None:
     assert not_flat(growth(KINDS[kind], "muon", NARROW)) == {}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted({*KINDS, *OTHERS} - WITHOUT_WIDTHS))
 def test_every_kind_is_flat(kind: str, optimizer: str) -> None:
     """From width 128 on also with AdamW, whose steps are the signs of noisy gradients in narrower models."""
-    exponents = growth(KINDS[kind], optimizer, (128, 512))
+    exponents = growth(KINDS.get(kind) or of_kind(OTHERS[kind], kind), optimizer, (128, 512))
     assert {path: exponent for path, exponent in exponents.items() if exponent > coordinates.FLAT[1]} == {}
 
 

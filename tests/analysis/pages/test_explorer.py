@@ -19,6 +19,7 @@ from heddle.lab.explore.page import explorer_page
 from heddle.model.size import size
 from tests.analysis.explorer.random_choices import TEXT, random_designs
 from tests.analysis.explorer.sizes import declared_size, refused_fields, unchecked
+from tests.cases import CASES
 from tests.html_page import Page
 from tests.source import ROOT
 
@@ -73,9 +74,19 @@ def test_formulas_of_a_stream_that_grows(fields: dict[str, int]) -> None:
         assert abs(sum(formulas.costs_of(each)[2] for each in at) - count * mean[2]) <= count / 2
 
 
-def test_every_kind_declares_its_costs() -> None:
-    for slot in ("mixers", "feedforwards", "residuals", "norms"):
-        assert [kind.kind for kind in kinds_of(slot) if formulas_of(slot, kind.kind) is None] == []
+def test_a_kind_without_costs_is_not_shown_and_its_designs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else names the kinds that the page leaves out."""
+    config = heddle.load_config(CASES["rg-lru"])
+    assert explorer_design(config)["layers"][0]["mixer"]["kind"] == "rg_lru"
+    for slot, kind, path in (("mixers", "rg_lru", "layers[0].mixer.kind"), ("norms", "layer", "norm.kind")):
+        with monkeypatch.context() as patch:
+            patch.delitem(cost_functions, (slot, kind))
+            kinds_of.cache_clear()
+            assert kind not in {each.kind for each in kinds_of(slot)}
+            with pytest.raises(DesignError) as caught:
+                explorer_design(config)
+            assert caught.value.path == path
+    kinds_of.cache_clear()
 
 
 def test_what_cannot_be_built_is_refused() -> None:

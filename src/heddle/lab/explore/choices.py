@@ -5,13 +5,15 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from heddle.config import Config, DesignError, kind_class, kinds
+import heddle.lab.explore.mixer_costs  # noqa: F401 - it declares the costs of the mixers
+from heddle.config import Config, DesignError, Part, kind_class, kinds
+from heddle.lab.explore.costs import cost_function
 from heddle.model.config import LayerConfig, ModelConfig, schema
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.mixers import MixerConfig
@@ -70,7 +72,7 @@ class Kind:
     """A kind of a slot.
 
     fields: that can be changed. kept: fields that stay as a design has them. first: the fields with which the kind is
-    first shown. source: the docstring of its file.
+    first shown. source: the docstring of its file. recurrent: whether it is a mixer whose state replaces all tokens.
     """
 
     slot: str
@@ -80,21 +82,25 @@ class Kind:
     fields: tuple[Field, ...]
     kept: tuple[Field, ...]
     first: dict[str, Any]
+    recurrent: bool
 
 
-# Fields and kinds that an explored design cannot have: its equal layers read no other layer, a convolution is several
-# fields, and the sizes of tables that are prime numbers, or of entries that an index may select, have no formula.
+# Fields that an explored design cannot have: its equal layers read no other layer, and a convolution is several fields.
 NOT_EXPLORED = (
     "shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first", "k_eq_v",
-    "layer_scalar", "adapter_rank", "per_layer", "ngram_memory", "compressed_attention",
-    "native_sparse_attention",
+    "layer_scalar", "adapter_rank", "per_layer",
 )  # fmt: skip
+
+
+def _explored(slot: str, names: Iterable[str]) -> Iterator[str]:
+    """The kinds that declare their costs."""
+    return (name for name in names if cost_function(slot, name) is not None)
 
 
 @cache
 def kinds_of(slot: str) -> tuple[Kind, ...]:
-    """All kinds of a slot."""
-    return tuple(_kind(slot, name) for name in kinds(slot) if name not in NOT_EXPLORED)
+    """The kinds of a slot that declare their costs."""
+    return tuple(_kind(slot, name) for name in _explored(slot, kinds(slot)))
 
 
 def _kind(slot: str, name: str) -> Kind:
@@ -104,7 +110,8 @@ def _kind(slot: str, name: str) -> Kind:
     first = {field: FIRST_VALUES[field] for field in required if field in FIRST_VALUES} | FIRST_FIELDS.get(name, {})
     fields, kept = tuple(_fields(definition, comments(cls))), tuple(_kept_fields(definition))
     source = inspect.getdoc(sys.modules[cls.__module__]) or ""
-    return Kind(slot, name, cls.aliases, source, fields, kept, {"kind": name, **first})
+    recurrent = issubclass(cls, MixerConfig) and cls.is_recurrent()
+    return Kind(slot, name, cls.aliases, source, fields, kept, {"kind": name, **first}, recurrent)
 
 
 @cache
@@ -173,8 +180,8 @@ def _kinds_of_base(base: str) -> tuple[str, tuple[str, ...]]:
     names = [each["$ref"].rpartition("/")[2] for each in _definitions()[base].get("oneOf", ()) if "$ref" in each]
     if not names:
         return "", ()
-    found = [name.partition(".")[2] for name in names]
-    return names[0].partition(".")[0], tuple(kind for kind in found if kind not in NOT_EXPLORED)
+    slot = names[0].partition(".")[0]
+    return slot, tuple(_explored(slot, (name.partition(".")[2] for name in names)))
 
 
 def comments(cls: type[Config]) -> dict[str, str]:
@@ -219,10 +226,10 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
             reason = "is not a field of the explorer; leave it out here, and see heddle show for its costs"
             raise DesignError(f"{path}.mixer.{field}", reason)
     data = config.dump()
-    for place in ("residual", "embedding"):
-        _check_explored(data[place], place)
+    for place in ("norm", "residual", "embedding"):
+        _check_explored(getattr(config, place), place)
     for path, entry in config.expand():
-        _check_explored(entry.dump(), path)
+        _check_explored(entry, path)
     counts = Counter[tuple[MixerConfig | None, FeedforwardConfig | None, int | None]]()
     for (_, each), looped, source in zip(config.expand(), config.looped_layers, config.weight_sources, strict=True):
         counts[each.mixer, each.feedforward, source if looped else None] += 1
@@ -236,12 +243,16 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
     return {name: data[name] for name in names if name in data} | {"layers": layers}
 
 
-def _check_explored(data: dict[str, Any], path: str) -> None:
-    """Raises DesignError if a part has a field that is unknown to the page, which would miss its costs."""
-    for name, value in data.items():
-        if (name in NOT_EXPLORED and value not in (None, False)) or (name == "kind" and value in NOT_EXPLORED):
-            raise DesignError(f"{path}.{name}", "is not known to the explorer; heddle show has the design's costs")
-        if isinstance(value, dict):
+def _check_explored(config: Config, path: str) -> None:
+    """Raises DesignError for a part without costs, or with a field that is unknown to the page."""
+    fields = {name: getattr(config, name) for name in type(config).model_fields}
+    unknown = [name for name in NOT_EXPLORED if fields.get(name) not in (None, False)]
+    if isinstance(config, Part) and cost_function(config.slot, config.kind) is None:
+        unknown.append("kind")
+    if unknown:
+        raise DesignError(f"{path}.{unknown[0]}", "is not known to the explorer; heddle show has the design's costs")
+    for name, value in fields.items():
+        if isinstance(value, Config):
             _check_explored(value, f"{path}.{name}")
 
 

@@ -66,7 +66,7 @@ def costs_of(slot: str, *kinds: str) -> Callable[[F], F]:
 
 
 def cost_function(slot: str, kind: str) -> CostFunction | None:
-    """The function declared for a kind, or for all kinds of its slot; None without either."""
+    """The function declared for a kind, or else for `*`; None without either: the explorer does not show the kind."""
     return cost_functions.get((slot, kind)) or cost_functions.get((slot, "*"))
 
 
@@ -176,12 +176,6 @@ def _check_mixture(n: Quantities) -> None:
 # Norms, positions and scalings
 
 
-@costs_of("norms", "*")
-def norm(n: Quantities) -> Costs:
-    """A weight for each element."""
-    return Costs(parameters=n.width)
-
-
 @costs_of("norms", "rms")
 def rms(n: Quantities) -> Costs:
     """A weight for each element, if there is one."""
@@ -210,13 +204,13 @@ def learned(n: Quantities) -> Costs:
     return Costs(parameters=(n.length + n.offset) * n.width)
 
 
-@costs_of("positions", "sinusoidal")
-def sinusoidal(n: Quantities) -> Costs:
-    """Nothing."""
+@costs_of("positions", "sinusoidal", "rope", "axial_rope", "alibi", "relative_bias")
+def without_costs(n: Quantities) -> Costs:
+    """Nothing; the tables of a mixer's position are costs of the mixer."""
     return Costs()
 
 
-@costs_of("scalings", "*")
+@costs_of("scalings", "linear")
 def scaling(n: Quantities) -> Costs:
     """No costs; it needs frequencies to scale. `rotation_base` and `rotation_dims` belong to the enclosing rotation."""
     n.refuse(n.above(1.000001, n.rotation_base), n.rotation_base, rotation={"base": 0.5})
@@ -275,7 +269,7 @@ def longrope(n: Quantities) -> Costs:
 # Residuals: a layer's blocks, and the module after the last layer
 
 
-@costs_of("residuals", "*")
+@costs_of("residuals", "post_norm", "deep_norm", "reordered", "residual_dual")
 def residual(n: Quantities) -> Costs:
     """A norm for each branch."""
     return Costs(parameters=n.branches * n.norm(n.width))

@@ -12,7 +12,6 @@ from typing import Any
 
 import sympy
 
-import heddle.lab.explore.mixer_costs  # noqa: F401 - it declares the costs of the mixers
 from heddle.config import DesignError, Part
 from heddle.lab.explore.choices import kinds_of
 from heddle.lab.explore.costs import Costs, cost_function, projection

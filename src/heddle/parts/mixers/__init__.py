@@ -6,7 +6,7 @@ sequence. Training passes no state, prefill passes an empty one, and decoding pa
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
 import torch
 from pydantic import model_validator
@@ -90,6 +90,11 @@ class MixerConfig(Part, ABC):
         """A head_dim, if the heads of the previous mixer do not divide the width."""
         heads, dim = previous.head_shape(width) if isinstance(previous, MixerConfig) else (0, 0)
         return {"head_dim": dim} if heads and width % heads and "head_dim" in cls.model_fields else {}
+
+    @classmethod
+    def is_recurrent(cls) -> bool:
+        """Whether the module that `build` declares is a `RecurrentMixer`."""
+        return issubclass(get_type_hints(cls.build).get("return", Mixer), RecurrentMixer)
 
     @abstractmethod
     def build(self, context: BuildContext) -> "Mixer":

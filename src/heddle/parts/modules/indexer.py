@@ -220,6 +220,8 @@ class Indexer(SelfInitialized):
     selections: how many equal shares of the attention's heads have a selection of their own; None: each head.
     """
 
+    matrix_parameters = ()  # the pool's bias is a table
+
     def __init__(
         self, config: IndexerConfig, width: int, query_width: int, position: MixerPositionConfig | None, dims: int
     ) -> None:

@@ -21,8 +21,9 @@ class SelfInitialized(nn.Module, ABC):
     """A module that owns parameters and initializes them.
 
     matrix_parameters: names of the parameters that are matrices [outputs, inputs] acting on vectors, or stacks of such
-    matrices. Muon trains these. A module with other parameters of two dims says so, if only by (). value_scale, output_scale: factors for the initial standard deviation of value and
-    output projections, set by the model.
+    matrices. Muon trains these. A module with other parameters of two dims names its matrices, too, if only by ().
+    value_scale, output_scale: factors for the initial standard deviation of value and output projections, set by the
+    model.
     """
 
     matrix_parameters: ClassVar[tuple[str, ...]] = ()

@@ -99,14 +99,9 @@ function setField(id, input) {
 const short = value => value >= 1e15 ? value.toExponential(2) : value >= 1e12 ? `${amount(value / 1e12)} T` : value >= 1e9 ? `${amount(value / 1e9)} B` : value >= 1e6 ? `${amount(value / 1e6)} M` : value >= 1e4 ? `${amount(value / 1e3)} k` : amount(value);
 const bytesOf = value => value >= 2 ** 40 ? `${amount(value / 2 ** 40)} TiB` : value >= 2 ** 30 ? `${amount(value / 2 ** 30)} GiB` : value >= 2 ** 20 ? `${amount(value / 2 ** 20)} MiB` : value >= 1024 ? `${amount(value / 1024)} KiB` : `${amount(value)} B`;
 
-const undeclared = design => design.layers.flatMap(each => [["mixers", each.mixer], ["feedforwards", each.feedforward]])
-  .filter(([slot, part]) => part && !FORMULAS[slot][part.kind]).map(([, part]) => part.kind);
-
 const heldByMixer = design => state.slot === "scalings" || state.slot === "positions" && !design.embedding?.position;
 
 function numbers(design) {
-  const missing = undeclared(design);
-  if (missing.length) return html`<p>${missing.join(", ")} declares no costs, so there are no numbers for this design.</p>`;
   const { sums, slots } = sizes(design, state.layer), own = slots[heldByMixer(design) ? "mixers" : state.slot];
   const shown = DATA.whole ? sums : own ?? [0, 0, 0, 0, 0];
   const cards = [["parameters", shown[0], short(shown[0]), amount(shown[0])], ["active for a token", shown[0] - shown[1], short(shown[0] - shown[1]), amount(shown[0] - shown[1])],
@@ -148,7 +143,6 @@ function curve(title, valueAt, unit, base) {
 }
 
 function curves() {
-  if (undeclared(state.design).length) return "";
   const pick = design => { const all = sizes(design, Math.min(state.layer, design.layers.length - 1)); return DATA.whole ? all.sums : all.slots[state.slot === "scalings" ? "mixers" : state.slot] ?? [0, 0, 0, 0, 0]; };
   return [curve("state of one sequence, bytes", design => stateBytes(pick(design), design), bytesOf, 2), curve("FLOPs per token, mean over the context", design => pick(design)[2] / design.tokens, short, 10)];
 }
@@ -158,7 +152,6 @@ function pictures(slot, part) {
   if (slot === "positions") return positionPictures(part, layer().mixer ? complete("mixers", layer().mixer, around) : {}, position);
   if (slot === "scalings") return scalingPicture(part, layer().mixer.position, complete("mixers", layer().mixer, around));
   const none = html`<p class="small">No picture of this kind is known.</p>`;
-  if (["mixers", "feedforwards"].includes(slot) && !FORMULAS[slot][part.kind]) return none;
   const v = complete(slot, part, around);
   if (slot === "feedforwards") return feedforwardPicture(part, v);
   if (slot === "residuals") return residualPicture(part) || none;
@@ -166,7 +159,7 @@ function pictures(slot, part) {
   const inner = innerParts(slot, part);
   if (inner.length) return inner.map(([name, each]) => [html`<h4>${name}: ${each.kind}</h4>`, pictures(slot, each)]);
   const rotated = part.position ? positionPictures(part.position, v, position) : "";
-  const hasKeys = v.heads && (v.head_dim || v.kv_rank); // the heads of rg_lru are blocks of its gates
+  const hasKeys = v.heads && (v.head_dim || v.kv_rank); // heads may be blocks of gates
   return [maskPicture(part, v), hasKeys ? [headsPicture(part, v), cachePicture(part, v)] : "", rotated];
 }
 
@@ -175,8 +168,8 @@ function shapes(slot, part) {
   const v = complete(slot, part, surroundings(state.design, layer())), rows = [["x", ["B", "T", v.width]]];
   if (slot === "mixers" && v.heads && v.head_dim) {
     const groups = v.kv_heads || v.key_heads || v.groups || v.heads, keys = part.kind === "mamba2" ? v.state_size : v.head_dim;
-    rows.push(["q", ["B", part.kind === "mamba2" ? groups : part.kind === "gated_delta" ? groups : v.heads, "T", keys]], ["k", ["B", groups, "T", keys]], ["v", ["B", RECURRENT.includes(part.kind) ? v.heads : groups, "T", part.kind === "mamba2" ? v.head_dim : v.value_dim]]);
-    if (RECURRENT.includes(part.kind)) rows.push(["state", ["B", v.heads, keys * (v.is_feature_map_learned ? 2 : 1), part.kind === "mamba2" ? v.head_dim : v.value_dim + (part.kind === "linear_attention" ? 1 : 0)]]);
+    rows.push(["q", ["B", part.kind === "mamba2" ? groups : part.kind === "gated_delta" ? groups : v.heads, "T", keys]], ["k", ["B", groups, "T", keys]], ["v", ["B", isRecurrent(part) ? v.heads : groups, "T", part.kind === "mamba2" ? v.head_dim : v.value_dim]]);
+    if (isRecurrent(part)) rows.push(["state", ["B", v.heads, keys * (v.is_feature_map_learned ? 2 : 1), part.kind === "mamba2" ? v.head_dim : v.value_dim + (part.kind === "linear_attention" ? 1 : 0)]]);
   }
   if (part.kind === "latent_attention") rows.push(["q", ["B", v.heads, "T", v.nope_dim + v.rope_dim]], ["latent", ["B", "T", v.kv_rank]], ["k, rotated", ["B", "T", v.rope_dim]], ["v", ["B", v.heads, "T", v.value_dim]]);
   if (slot === "feedforwards") rows.push(["hidden", part.kind === "moe" ? ["B", "T", v.top_k, v.hidden] : ["B", "T", v.hidden]]);

@@ -29,8 +29,8 @@ const noise = index => { const x = Math.sin(index * 127.1 + 11.7) * 43758.5453; 
 const amount = value => value.toLocaleString("en-US", { maximumFractionDigits: 2 });
 
 // ---- mixers ----
-const RECURRENT = ["gated_delta", "kda", "linear_attention", "mamba2", "retention", "rwkv7"];
-const GATED = ["gated_delta", "kda", "mamba2", "rwkv7"];
+const isRecurrent = part => kindOf("mixers", part.kind).recurrent;
+const GATED = ["gated_delta", "kda", "mamba2", "rwkv7"]; // others are drawn without fading
 
 // Whether query i sees key j.
 function visible(part, i, j, window = part.window ?? Infinity) {
@@ -103,10 +103,10 @@ function headsPicture(part, v) {
 }
 
 function cachePicture(part, v) {
-  if (!v.heads) return "";
-  if (RECURRENT.includes(part.kind) || v.is_normalization_double_softmax) return matrixPicture(part, v);
+  if (isRecurrent(part) || v.is_normalization_double_softmax) return matrixPicture(part, v);
   if (part.causal === false) return "";
   if (part.window && part.window < v.tokens) return ringPicture(part, v);
+  if (!v.kv_heads && !v.kv_rank) return "";
   const latent = part.kind === "latent_attention", own = latent ? v.kv_rank + v.rope_dim
     : v.kv_heads * ((part.kind === "differential_attention" ? 2 : 1) * v.head_dim + v.value_dim);
   const full = v.heads * (latent ? v.nope_dim + v.rope_dim + v.value_dim : (part.kind === "differential_attention" ? 2 : 1) * v.head_dim + v.value_dim);
@@ -136,6 +136,7 @@ function ringPicture(part, v) {
 }
 
 function matrixPicture(part, v) {
+  if (!v.value_dim && !v.state_size) return "";
   const rows = part.kind === "mamba2" ? v.state_size : v.head_dim * (v.is_feature_map_learned ? 2 : 1);
   const columns = part.kind === "mamba2" ? v.head_dim : part.kind === "linear_attention" ? v.value_dim + 1 : v.value_dim;
   const largest = Math.max(rows, columns), drawn = Math.min(largest, 18), nr = Math.max(1, Math.round(rows / largest * drawn)), nc = Math.max(1, Math.round(columns / largest * drawn));
