@@ -5,6 +5,7 @@ cases that have an option of their own. That every field has an effect, tests/mo
 day, and the law on these cases in the night.
 """
 
+import re
 from itertools import chain
 
 import pytest
@@ -13,8 +14,9 @@ from heddle.config import kinds
 from heddle.laws.states import all_chunkings
 from tests.cases import CASES, case, parts_of
 from tests.covering import designs_with_every_option, options_of, options_of_cases, uncovered_cases
+from tests.laws.test_planted import BUGS
 from tests.laws.violations import OPTIONS, OTHERS, violations_of
-from tests.source import slots
+from tests.source import ROOT, slots
 
 SHARES = 4  # the cases are unknown at collection, so each test takes every 4th
 
@@ -54,3 +56,21 @@ def test_every_kind_has_a_case() -> None:
     all_parts = {(slot, kind) for slot in slots() for kind in kinds(slot)}
     covered = {part for name in CASES for part in parts_of(case(name))}
     assert all_parts == covered
+
+
+def without_oracle(slot: str, kind: str, tests: list[str]) -> str:
+    """What a kind lacks: a test of its own that compares it with an oracle, or a fault that is planted in it."""
+    own = [text for text in tests if re.search(rf'heddle\.parts\.{slot}\.{kind}\b|"{kind}"', text)]
+    if not own:
+        return "no test in tests/parts or tests/parity names it"
+    planted = any("tests.laws.planting" in text for text in own)
+    planted = planted or any((slot, kind) in parts_of(case(bug.case)) for bug in BUGS)
+    return "" if planted else "no fault is planted in it"
+
+
+def test_every_kind_has_an_oracle_and_a_planted_fault() -> None:
+    tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("par[ti]*/test_*.py")]
+    every = [(slot, kind) for slot in slots() for kind in kinds(slot)]
+    assert {part: lack for part in every if (lack := without_oracle(*part, tests))} == {}
+    assert without_oracle("mixers", "ema", tests) == "no test in tests/parts or tests/parity names it"
+    assert without_oracle("mixers", "ema", ['"ema"']) == "no fault is planted in it"

@@ -4,16 +4,14 @@ import ast
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from heddle.config import Config
-from heddle.laws import LAWS, DoesNotApply, LawViolation
-from heddle.laws.options import Behavior, Option, changes, has_effect, options
+from heddle.laws import LAWS, LawViolation
 from heddle.model.decoder import Decoder, Layer, encode
 from heddle.model.embedding import Embedding, Head
 from heddle.model.initialization import initialize_module
@@ -103,8 +101,7 @@ from heddle.numerics.recurrent.gated_delta import _step as delta_step
 from heddle.numerics.recurrent.general_delta import _solved as general_solved
 from heddle.numerics.recurrent.general_delta import _step as general_step
 from heddle.numerics.recurrent.linear_attention import _both_directions, softmax_over_tokens
-from heddle.numerics.recurrent.selective_scan import _by_halves, _diagonal_scan, _stretch, diagonal_reference
-from heddle.numerics.recurrent.selective_scan import _diagonal_step as diagonal_step
+from heddle.numerics.recurrent.selective_scan import _by_halves, _stretch
 from heddle.numerics.recurrent.selective_scan import _step as scan_step
 from heddle.numerics.recurrent.ssd import _chunked as ssd_chunked
 from heddle.numerics.recurrent.ssd import _step as ssd_step
@@ -122,10 +119,8 @@ from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
 from heddle.parts.mixers.mamba import Mamba
 from heddle.parts.mixers.mamba2 import Mamba2
-from heddle.parts.mixers.native_sparse_attention import NativeSparseAttention
 from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.path_attention import PathAttention
-from heddle.parts.mixers.rg_lru import RGLRU
 from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.mixers.short_conv import ShortConv
 from heddle.parts.modules.blocks import BlockCache, _call_blocks, block_mask, extend_blocks, finished_blocks
@@ -160,6 +155,7 @@ from heddle.parts.residuals.residual_dual import ResidualDual
 from heddle.parts.residuals.sandwich import Sandwich
 from heddle.parts.states import KVCache, MixerState, _mask_of_cache, _mask_of_ring_and_call, without_padding
 from tests.cases import case
+from tests.laws.bugs import Bug, assert_caught, each, inputs_with
 from tests.laws.planting import (
     Plant,
     assigned,
@@ -173,16 +169,6 @@ from tests.laws.planting import (
     result,
     wrapped,
 )
-
-
-class Bug(NamedTuple):
-    """With the plant, the law is violated on the case; with an option, only the fields of this name are checked."""
-
-    description: str
-    law: str
-    case: str
-    plant: Plant
-    option: str = ""
 
 
 def in_strides(heads: Tensor, groups: int) -> Tensor:
@@ -201,11 +187,6 @@ def mask_with(change: Callable[[AttentionMask], dict[str, Any]]) -> Plant:
 def table_with(method: Any, change: Callable[[PositionTable], dict[str, Any]]) -> Plant:
     """Other fields of a position table, as one method sees it."""
     return wrapped(method, lambda call, table, *arguments: call(replace(table, **change(table)), *arguments))
-
-
-def inputs_with(kernel: Any, change: Callable[[Any], dict[str, Any]]) -> Plant:
-    """Other inputs of a recurrence, for one of its kernels."""
-    return wrapped(kernel, lambda run, inputs, state: run(inputs._replace(**change(inputs)), state))
 
 
 def coordinates_of(change: Callable[[AxialRope, Tensor], Tensor]) -> Plant:
@@ -867,28 +848,6 @@ BUGS = [
         reads(_stretch, "starts", lambda _: None, 0)),
     Bug("two neighbors of which the first does not decay", "kernel_equivalence", "mamba",
         operator(_by_halves, ast.Mult, ast.Add)),
-    # Native sparse attention
-    Bug("a window that a single step does not have", "chunked_decoding", "nsa",
-        calls(NativeSparseAttention._attend, "replace", lambda _, mask, **changed: mask)),
-    Bug("means of blocks that are not finished", "causality", "nsa-own-widths",
-        reads(NativeSparseAttention._attend, "entries", lambda mask: replace(mask, causal=False), 0)),
-    Bug("tails of blocks forgotten between calls", "chunked_decoding", "nsa-own-widths",
-        calls(extend_blocks, "cat", lambda torch, pair, dim: torch.cat((0 * pair[0], pair[1]), dim))),
-    Bug("means of blocks that padding cuts", "padding_invariance", "nsa",
-        reads(extend_blocks, "order", lambda _: None, 0)),
-    # RG-LRU
-    Bug("an RG-LRU state that decays at padding", "padding_not_cached", "rg-lru",
-        calls(RGLRU._recurrence, "without_padding", lambda _, x, layout: x, every=True)),
-    Bug("an RG-LRU convolution that forgets its last tokens", "chunked_decoding", "rg-lru-own-width",
-        calls(RGLRU._recurrence, "next_state", lambda convolution, x, layout, last: 0 * last)),
-    Bug("a first token of each call without its factor", "chunked_decoding", "rg-lru",
-        reads(RGLRU._recurrence, "positions", lambda positions: positions - positions[:, :1])),
-    Bug("an RG-LRU state carried into the next document in single steps", "chunked_ragged_batch", "rg-lru",
-        inputs_with(diagonal_step, lambda inputs: {"call_segment_ids": None})),
-    Bug("an RG-LRU state carried into the next document", "document_isolation", "rg-lru-own-width",
-        reads(_diagonal_scan, "starts", lambda _: None, 0)),
-    Bug("an RG-LRU factor left out token by token", "kernel_equivalence", "rg-lru",
-        inputs_with(diagonal_reference, lambda inputs: {"factor": torch.ones_like(inputs.factor)})),
     # Mamba-2
     Bug("a Mamba-2 state that decays at padding", "padding_not_cached", "mamba2",
         calls(Mamba2._scan, "without_padding", lambda _, x, layout: x)),
@@ -1149,40 +1108,9 @@ BUGS = [
         replaced(_gather_rows, lambda x, assignment, top_k, rows: x.index_select(0, assignment // top_k))),
 ]
 # fmt: on
-REFUSALS = {  # the law does not apply, and a bug is a refusal, or a declaration, that is missing
-    ("chunked_decoding", "attention-bidirectional"),
-    ("cross_attention", "attention-mha"),
-    ("multi_token_prediction", "attention-bidirectional"),
-    ("token_permutation", "short-convolution"),
-}
-
-
-@cache
-def check_without_bug(law: str, name: str) -> None:
-    """Raise if a case violates a law by itself, or the law says nothing. Once for all bugs of a law on a case."""
-    with pytest.raises(DoesNotApply) if (law, name) in REFUSALS else contextlib.nullcontext():
-        LAWS[law].check(case(name))
-
-
-def fields_with_effect(bug: Bug, effect: Callable[[Option, Behavior], bool | None]) -> bool:
-    """Whether all fields that the bug is about have an effect; None says that every other value is refused."""
-    behavior = Behavior(case(bug.case))
-    fields = [option for option in options(behavior.config) if option.name == bug.option]
-    assert fields
-    return all(effect(option, behavior) is not False for option in fields)
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=[f"{bug.law}: {bug.description}" for bug in BUGS])
+@each(BUGS)
 def test_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    if bug.option:
-        assert fields_with_effect(bug, has_effect)
-        bug.plant(monkeypatch)
-        assert not fields_with_effect(bug, changes)
-        return
-    check_without_bug(bug.law, bug.case)
-    bug.plant(monkeypatch)
-    with pytest.raises(LawViolation):
-        LAWS[bug.law].check(case(bug.case))
+    assert_caught(bug, monkeypatch)
 
 
 OF_OPTIONS = [bug for bug in BUGS if bug.option]

@@ -14,12 +14,13 @@ import heddle
 from heddle.config import DesignError, parse_config
 from heddle.laws.harness import normal_tensor
 from heddle.model.config import ModelConfig
-from heddle.numerics.recurrent.selective_scan import _by_halves, _diagonal_scan, _diagonal_step
+from heddle.numerics.recurrent.selective_scan import _by_halves, _diagonal_scan, _diagonal_step, diagonal_reference
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers.rg_lru import RGLRU, BlockGate, RGLRUConfig, bounded_sqrt
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, case, design, layer
+from tests.laws.bugs import Bug, assert_caught, each, inputs_with
 from tests.laws.planting import Plant, calls, constant, operand_dropped, operator, reads
 from tests.parity.recurrence import projected
 from tests.parts.loops import Errors, assert_none, errors, mixer_errors, sigmoid, with_large_weights
@@ -199,3 +200,48 @@ def test_flops_are_those_of_the_products_and_the_recurrence() -> None:
 def test_invalid_fields_raise(fields: Data, message: str) -> None:
     with pytest.raises(DesignError, match=message):
         heddle.build(parse_config(ModelConfig, design(layer({"kind": "rg_lru", **fields}))))
+
+
+BUGS = [
+    Bug(
+        "a state that decays at padding",
+        "padding_not_cached",
+        "rg-lru",
+        calls(RGLRU._recurrence, "without_padding", lambda _, x, layout: x, every=True),
+    ),
+    Bug(
+        "a convolution that forgets its last tokens",
+        "chunked_decoding",
+        "rg-lru-own-width",
+        calls(RGLRU._recurrence, "next_state", lambda convolution, x, layout, last: 0 * last),
+    ),
+    Bug(
+        "a first token of each call without its factor",
+        "chunked_decoding",
+        "rg-lru",
+        reads(RGLRU._recurrence, "positions", lambda positions: positions - positions[:, :1]),
+    ),
+    Bug(
+        "a state carried into the next document in single steps",
+        "chunked_ragged_batch",
+        "rg-lru",
+        inputs_with(_diagonal_step, lambda inputs: {"call_segment_ids": None}),
+    ),
+    Bug(
+        "a state carried into the next document",
+        "document_isolation",
+        "rg-lru-own-width",
+        reads(_diagonal_scan, "starts", lambda _: None, 0),
+    ),
+    Bug(
+        "a factor left out token by token",
+        "kernel_equivalence",
+        "rg-lru",
+        inputs_with(diagonal_reference, lambda inputs: {"factor": torch.ones_like(inputs.factor)}),
+    ),
+]
+
+
+@each(BUGS)
+def test_laws_catch_it(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(bug, monkeypatch)

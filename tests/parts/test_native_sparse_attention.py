@@ -1,6 +1,7 @@
 """Native sparse attention against a loop of its formulas in float64: a query, a head and a block at a time."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from heddle.config import DesignError, parse_config
 from heddle.model.config import ModelConfig
 from heddle.parts.build import BuildContext
 from heddle.parts.mixers.native_sparse_attention import NativeSparseAttention, NativeSparseAttentionConfig
-from heddle.parts.modules.blocks import block_tokens
+from heddle.parts.modules.blocks import block_tokens, extend_blocks
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.positions.rope import RopeConfig
 from tests.cases import Data, case, design, layer
+from tests.laws.bugs import Bug, assert_caught, each
 from tests.laws.planting import Plant, calls, operand_dropped, reads
 from tests.parts.loops import Errors, assert_none, mixer_errors, rotated, sigmoid, with_large_weights
 
@@ -150,3 +152,36 @@ def test_the_state_has_every_token_every_finished_block_and_a_tail() -> None:
 def test_invalid_fields_raise(fields: Data, message: str) -> None:
     with pytest.raises(DesignError, match=message):
         heddle.build(parse_config(ModelConfig, design(layer({"kind": "nsa", **fields}))))
+
+
+BUGS = [
+    Bug(
+        "a window that a single step does not have",
+        "chunked_decoding",
+        "nsa",
+        calls(NativeSparseAttention._attend, "replace", lambda _, mask, **changed: mask),
+    ),
+    Bug(
+        "means of blocks that are not finished",
+        "causality",
+        "nsa-own-widths",
+        reads(NativeSparseAttention._attend, "entries", lambda mask: replace(mask, causal=False), 0),
+    ),
+    Bug(
+        "tails of blocks forgotten between calls",
+        "chunked_decoding",
+        "nsa-own-widths",
+        calls(extend_blocks, "cat", lambda torch, pair, dim: torch.cat((0 * pair[0], pair[1]), dim)),
+    ),
+    Bug(
+        "means of blocks that padding cuts",
+        "padding_invariance",
+        "nsa",
+        reads(extend_blocks, "order", lambda _: None, 0),
+    ),
+]
+
+
+@each(BUGS)
+def test_laws_catch_it(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(bug, monkeypatch)

@@ -1,5 +1,6 @@
 """Scalings against transformers' frequencies, YaRN against the paper's ramp, NTK against its formula, and errors."""
 
+import ast
 import math
 from typing import Any
 
@@ -11,9 +12,11 @@ from heddle.errors import ConfigError
 from heddle.parts.layout import Layout
 from heddle.parts.positions.rope import Rope, RopeConfig
 from heddle.parts.scalings.linear import LinearConfig
+from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.longrope import LongropeConfig
 from heddle.parts.scalings.ntk import NtkConfig
 from heddle.parts.scalings.proportional import ProportionalConfig
+from tests.laws.planting import Plant, calls, operator
 from tests.parity import reference
 
 YARNS: dict[str, tuple[int, float, dict[str, Any]]] = {
@@ -77,6 +80,36 @@ def test_proportional_equals_that_of_transformers(share: float, factor: float) -
     still = torch.arange(10) >= int(share * 10)
     unchanged = (mine(x, layout) == x)[0, :, 0].view(2, 2, 10).all(1)
     assert torch.equal(unchanged, still.expand(2, 10))
+
+
+# By kind: the fields, and a bug.
+SLOWED: dict[str, tuple[dict[str, Any], Plant]] = {
+    "linear": ({"factor": 3.0}, operator(LinearConfig.scale_frequencies, ast.Div, ast.Mult, nth=-1)),
+    "llama3": (
+        {"factor": 8.0, "original_length": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        calls(Llama3Config.scale_frequencies, "clamp", lambda ramp, *ends: 1 - ramp.clamp(*ends)),
+    ),
+    "proportional": (
+        {"rotated_share": 0.5, "factor": 4.0},
+        operator(ProportionalConfig.scale_frequencies, ast.Div, ast.Mult, nth=-1),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SLOWED)
+def test_frequencies_equal_those_of_transformers_and_a_bug_differs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields, plant = SLOWED[kind]
+    share = {"part": share} if (share := fields.get("rotated_share")) else {}
+    theirs, _ = reference.scaled(kind, (20, 1000.0), {k: v for k, v in fields.items() if k != "rotated_share"}, **share)
+    expected = pytest.approx(theirs.tolist(), rel=1e-6)
+
+    def frequencies() -> list[float]:
+        config = parse_config(RopeConfig, {"base": 1000.0, "scaling": {"kind": kind, **fields}})
+        return list(config.build(20).scaled_frequencies(1, torch.float32).inv_freq)
+
+    assert frequencies() == expected
+    plant(monkeypatch)
+    assert frequencies() != expected
 
 
 def test_a_share_without_a_pair_is_refused() -> None:

@@ -261,6 +261,13 @@ def _check_explored(config: Config, path: str) -> None:
 
 @cache
 def mistakes() -> list[dict[str, Any]]:
-    """The entries of mistakes.json. title: its heading in docs/commonly-wrong.md. law: the check that fails here."""
+    """The entries of mistakes.json. title: its heading in docs/commonly-wrong.md. law: the check that fails here.
+
+    An entry without kinds concerns those with its `field`, or all of its slot.
+    """
     entries: list[dict[str, Any]] = json.loads(FILE.with_name("mistakes.json").read_text(encoding="utf-8"))
+    for entry in entries:
+        field = entry.pop("field", None)
+        shown = (kind for kind in kinds_of(entry["slot"]) if field is None or field in {f.name for f in kind.fields})
+        entry.setdefault("kinds", [kind.kind for kind in shown])
     return entries
