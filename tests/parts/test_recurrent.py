@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.config import parse_config
+from heddle.config import kind_class, kinds, parse_config
 from heddle.errors import ConfigError
 from heddle.laws import LAWS, DoesNotApply
 from heddle.laws.harness import forward_in_chunks, model_under_test, random_tokens
@@ -19,11 +19,15 @@ from heddle.model.decoder import Decoder
 from heddle.numerics.dispatch import DeviceSize
 from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, general_delta, selective_scan, ssd
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import Mixer
+from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.mixers.retention import Retention
-from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
+from tests.cases import CASES, LINEAR, RETENTION, ROPE, case, design, layer
 from tests.laws.planting import Plant, assigned, calls, condition
 from tests.parts.loops import rotated
+
+
+def mixers_of(name: str) -> list[MixerConfig]:
+    return [entry.mixer for _, entry in case(name).expand() if entry.mixer is not None]
 
 
 def model_of(mixer: dict[str, Any], **fields: Any) -> Decoder:
@@ -166,14 +170,19 @@ def test_a_wrong_lightning_attention_is_caught(plant: Plant, monkeypatch: pytest
     assert retention_distance(**LIGHTNING) > 1e-3
 
 
-RECURRENT = {  # the cases of each kind
+FIRST_CASES = {  # of each kind of recurrence, the first that has no other mixer
+    kind: next(name for name in CASES if {mixer.kind for mixer in mixers_of(name)} == {kind})
+    for kind in kinds("mixers")
+    if kind_class("mixers", kind).is_recurrent()  # type: ignore[attr-defined]
+}
+RECURRENT = {kind: (name,) for kind, name in FIRST_CASES.items()} | {
     "retention": ("retention-lightning", "retention-rope-gate", "retention-learned-decays"),
     "linear_attention": ("linear-attention-rope", "linear-attention-bidirectional"),
     "kda": ("kda-own-widths",),
     "gated_delta": ("delta-key-heads", "delta-negative-eigenvalues", "delta-steps"),
     "mamba": ("mamba-norms",),
-    "rg_lru": ("rg-lru-own-width",),
     "mamba2": ("mamba2-groups",),
+    "rg_lru": ("rg-lru-own-width",),
     "rwkv7": ("rwkv7-own-widths", "rwkv7-value-residual"),
 }
 OF_CHUNKS = (
@@ -260,9 +269,7 @@ def test_the_state_has_a_fixed_size_and_at_least_float32(mixer: dict[str, Any], 
         assert state.tensors()["layers.0.kv_sums"].dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "name", ["linear-attention-elu", "retention-learned-decays", "delta", "kda", "mamba", "mamba2", "rg-lru", "rwkv7"]
-)
+@pytest.mark.parametrize("name", FIRST_CASES.values())
 def test_no_position_is_stored_of_a_longer_text(name: str) -> None:
     short, long = (heddle.size(case(name), context_length=tokens) for tokens in (64, 1024))
     assert short.state_bytes == long.state_bytes

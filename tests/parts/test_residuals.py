@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import heddle
-from heddle.config import kinds, parse_config
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.numerics.norms import sinkhorn
@@ -57,11 +57,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "residual_dual": {},
     "hyper_connections": {"streams": 3, "iterations": 7},
 }
-
-
-def test_every_kind_is_tested() -> None:
-    """Attention residuals have a file of their own."""
-    assert {config(name).kind for name in KINDS} | {"attention_residuals"} == set(kinds("residuals"))
 
 
 def config(name: str, **fields: Any) -> ResidualConfig:

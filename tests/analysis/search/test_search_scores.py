@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from heddle.conversion.mixer_replacement import MixerReplacement
+from heddle.conversion.rewrite import rewrites
 from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import ModelWeights, build_model
 from heddle.errors import ConfigError
@@ -155,10 +157,12 @@ def test_fits_and_scores_continue_with_the_same_bits(
 
 def test_which_layers_and_targets(tmp_path: Path) -> None:
     config = design(MIXER, depth=3).resolved()
+    mixers = [name for name, cls in rewrites().items() if issubclass(cls, MixerReplacement)]
+    assert {"gated_delta", "mamba2"} < set(mixers)
     assert chosen_targets(config, 16, ()) == [
         *("kv_heads=1", "latent_attention,kv_rank=6,rope_dim=2", "latent_attention,kv_rank=4"),
         *("window=8", "window=4", "sparse_index,top_k=4,heads=1,head_dim=4", "shared_kv"),
-        *("gated_delta", "kda", "mamba2", "rwkv7", "linear_attention", "hidden=18", "hidden=12"),
+        *mixers, "hidden=18", "hidden=12",
         *("remove=feedforward", "remove=mixer"),
     ]  # fmt: skip
     assert chosen_targets(config, 16, ("window", "kv_heads=4")) == ["window=8", "window=4", "kv_heads=4"]

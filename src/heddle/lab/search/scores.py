@@ -17,7 +17,8 @@ from torch import Tensor
 
 from heddle.config import DesignError
 from heddle.conversion.convert import Conversion
-from heddle.conversion.rewrite import Rewrite, naming_layers, replace_layers
+from heddle.conversion.mixer_replacement import MixerReplacement
+from heddle.conversion.rewrite import Rewrite, naming_layers, replace_layers, rewrites
 from heddle.conversion.rewrites.layerwise import assembled, check_only_layers
 from heddle.conversion.targets import NOT_IN_A_FILE_NAME, parse_rewrite
 from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, Weights, build_model
@@ -82,7 +83,7 @@ def default_targets(design: ModelConfig, sequence_length: int) -> list[str]:
     for count, dim in dict.fromkeys((mixer.heads, mixer.head_dim) for mixer in mixers):
         options = f"top_k={max(1, sequence_length // 4)},heads={max(1, count // 4)},head_dim={dim}"
         targets.append(f"sparse_index,{options}")
-    targets += ["shared_kv", "gated_delta", "kda", "mamba2", "rwkv7", "linear_attention"]
+    targets += ["shared_kv", *(name for name, cls in rewrites().items() if issubclass(cls, MixerReplacement))]
     feedforwards = dict.fromkeys(layer.feedforward for layer in design.layers)
     for part, share in itertools.product(feedforwards, KEPT_SHARES):
         if isinstance(part, MLPConfig | GatedConfig):
