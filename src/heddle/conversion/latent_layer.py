@@ -88,7 +88,7 @@ class RopeComponents:
         return squared.view(len(self.factors.k), self.factors.group_size, self.factors.pairs).sum(1)
 
     def _spectrum(self, members: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of one fold: energies [n], vectors [G · members, n], and what they lose without rotation and folded."""
+        """For one fold: energies [n], vectors [G · members, n], and what they lose without rotation and folded."""
         root = self.weights[:, members].flatten().sqrt()
         z = self.keys[:, members].flatten(0, 1) * root[:, None]
         inputs = (self.statistics.inputs / self.statistics.tokens).to(z.dtype)

@@ -138,9 +138,9 @@ class LayerConfig(Config):
     its own state. Whatever depends on depth counts visits: `initialization.depth_scaled`, `drop_path`, the α and β of
     `deep_norm`, the blocks of `attention_residuals` and λ_init of `differential_attention`.
 
-    adapter_rank: to every projection of the mixer and the feed-forward of a layer that is visited several times, each
-    visit adds a product B A of this rank that is its own (Relaxed Recursive Transformers, Bae et al. 2024, arXiv
-    2410.20672). Stacks of experts have none. B is zero at first.
+    adapter_rank: rank of the product B A that each visit of a layer adds to its projections, with A and B of its own
+    (Relaxed Recursive Transformers, Bae et al. 2024, arXiv 2410.20672). Stacks of experts have none. B is zero at
+    first.
     """
 
     later_fields = ("shared", "adapter_rank")
@@ -317,7 +317,7 @@ class ModelConfig(Config):
 
     @property
     def position_limit(self) -> int | None:
-        """The maximum sequence length: the number of learned positions; None where no table of positions ends."""
+        """The maximum sequence length: the number of learned positions; None without learned positions."""
         return getattr(self.embedding.position, "length", None)
 
     def usual_length(self, length: int, following: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Layers lose a branch and pass the stream on: without a mixer they keep no state (He et al. 2024, attention drop)."""
+"""Remove a branch from layers; without a mixer they have no state (He et al. 2024, attention drop)."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal

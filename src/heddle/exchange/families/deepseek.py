@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and what took over their latent attention or their experts.
+"""DeepSeek-V2 and V3, and families with their latent attention or their experts.
 
 Dense layers come first, then routed and shared experts. The balancing bias keeps its loaded value (`bias_update` 0);
 set `bias_update` to train it.
@@ -259,7 +259,7 @@ def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
 
 
 def map_attention(weights: WeightMap, hf: str, heddle: str, heads: int, names: Mapping[str, str] = LATENTS) -> None:
-    """The projections of latent attention; those to keys and to values are one tensor, interleaved by head."""
+    """The projections of latent attention; keys and values are one projection, interleaved by head."""
     weights.add_modules(hf, heddle, names)
     latents = [f"{heddle}.kv_down", f"{heddle}.k_rope"]
     rotated = 2 if f"{heddle}.k_rope.weight" in weights.shapes else 1
@@ -344,9 +344,9 @@ GLM4_MOE_LITE = with_modules("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_lit
 
 
 def read_axk1(config: ConfigReader) -> dict[str, Any]:
-    """A.X K1 (SK Telecom 2026): DeepSeek-V3, with a norm of what a mixture gives.
+    """A.X K1 (SK Telecom 2026): DeepSeek-V3, with a norm of each mixture's output.
 
-    Published files hold no balancing biases, which are zeros then, and norms of dense layers, which nothing reads.
+    Published files have no balancing biases, which are then zero, and norms of dense layers, which are never used.
     """
     mixer = read_attention(config, read_layout(config))
     if mixer["query_rank"] is None:
@@ -356,7 +356,7 @@ def read_axk1(config: ConfigReader) -> dict[str, Any]:
 
 
 def map_axk1(design: ModelConfig, weights: WeightMap) -> None:
-    """Those of V3, and the norms after mixtures."""
+    """V3's tensor names, and the norms after mixtures."""
     map_deepseek(design, weights)
     for hf, heddle, _ in _common.named_layers(design):
         weights.add_module(f"{hf}.post_mlp_layernorm", f"{heddle}.feedforward.output_norm")
@@ -406,7 +406,7 @@ def write_v32(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_v32(design: ModelConfig, weights: WeightMap) -> None:
-    """Those of V3, and the indexers'."""
+    """V3's tensor names, and the indexers'."""
     map_deepseek(design, weights)
     for hf, heddle, _ in _common.named_layers(design, MODULES):
         weights.add_modules(f"{hf}.self_attn.indexer", f"{heddle}.mixer.indexer", INDEXER)
@@ -531,7 +531,7 @@ def write_dots1(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-# Llama's tensor names, and those of DeepSeek-V3's experts and multi-token modules.
+# Llama's tensor names, and DeepSeek-V3's names of experts and multi-token modules.
 map_dots1 = partial(_common.map_weights, map_feedforward=map_feedforward, modules=MODULES)
 DOTS1 = Family("dots1", "Dots1ForCausalLM", read_dots1, write_dots1, map_dots1)
 

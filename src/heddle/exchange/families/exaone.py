@@ -115,7 +115,7 @@ KOLIBRI_NAMES = {
 
 
 def read_kolibri(config: ConfigReader) -> dict[str, Any]:
-    """Kolibri 1 (Aleph Alpha 2026): EXAONE 4's attention, sandwich norms, sigmoid experts, whose bias is on logits."""
+    """Kolibri 1 (Aleph Alpha 2026): EXAONE 4's attention, sandwich norms, and sigmoid experts with a bias on logits."""
     window, depth = config.get("sliding_window", KOLIBRI_WINDOW), _layer_types.read_depth(config)
     config.ignore("output_router_logits")
     types = _layer_types.read_types(config, _layer_types.full_every(KOLIBRI_PERIOD, config))

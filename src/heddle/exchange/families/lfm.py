@@ -263,7 +263,7 @@ def rotated_first(head_dim: int, rotary_dim: int) -> TensorTransform:
 
 
 def map_lfm3(design: ModelConfig, weights: WeightMap) -> None:
-    """LFM2's tensor names but for those of attention, and a norm after each branch."""
+    """LFM2's tensor names except attention's, and a norm after each branch."""
     map_lfm2(design, weights, out="o_proj", norms=("q_norm", "k_norm"))
     for hf, heddle, layer in _common.named_layers(design):
         if not isinstance(layer.mixer, AttentionConfig):

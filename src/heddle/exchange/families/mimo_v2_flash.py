@@ -69,7 +69,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """The tensor names of DeepSeek-V3's experts, and those of the sinks."""
+    """The tensor names of DeepSeek-V3's experts and of the sinks."""
     deepseek.map_dots1(design, weights)
     for index in range(design.depth):
         weights.add_tensor(f"model.layers.{index}.self_attn.attention_sink_bias", f"layers.{index}.mixer.sink")

@@ -33,7 +33,7 @@ def read_window(config: ConfigReader) -> int | None:
 
 
 def read_qwen_design(config: ConfigReader, mixer: dict[str, Any]) -> dict[str, Any]:
-    """A design whose layers have this mixer, each with its window.
+    """A design with this mixer in every layer, each with its window.
 
     Without `layer_types`, `use_sliding_window` gives a window to the layers from `max_window_layers` on.
     """
@@ -202,7 +202,7 @@ FLINT_WINDOW = 513
 
 
 def read_flint(config: ConfigReader) -> dict[str, Any]:
-    """Flint (2026): Qwen3-MoE with sinks, RoPE in windowed layers alone, sigmoid experts and a shared one.
+    """Flint (2026): Qwen3-MoE with sinks, RoPE only in windowed layers, sigmoid experts and a shared one.
 
     Full attention is in the first two layers, in every fourth and in the last.
     """
@@ -346,9 +346,11 @@ def _fits(design: ModelConfig) -> bool:
 
 
 def module_names(count_field: str) -> ModuleNames:
-    """The names of the one multi-token module, whose layer has softmax attention; `count_field` says if there is one.
+    """The names of the one multi-token module; its layer has softmax attention.
 
-    Several would share their norms and their projection, as heddle's do not.
+    `count_field` says whether there is one.
+
+    Several modules would share their norms and projection; heddle's do not.
     """
     parts = {
         "pre_fc_norm_embedding": "embedding_norm",
@@ -407,9 +409,9 @@ def map_hybrid(
     map_inputs: Callable[[WeightMap, str, str, int], None],
     modules: ModuleNames,
 ) -> None:
-    """Llama's tensor names, those of the delta rule, and those of experts.
+    """Llama's tensor names, the delta rule's and the experts'.
 
-    map_inputs: maps the projections of the delta rule's input, given its key heads: each family has its own order.
+    map_inputs: maps the projections of the delta rule's input by key heads: each family has its own order.
     modules: the names of the multi-token module.
     """
     _common.map_embedding_and_head(design, weights)

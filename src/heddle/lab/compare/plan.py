@@ -372,7 +372,7 @@ class DesignEntry:
     """One design of a comparison: a short unique name, where it came from, and its config.
 
     varied_fields: (path, label) of each varied field; where several designs are varied, ("design", name) comes first.
-    is_unmodified: whether the variant equals the design as given.
+    is_unmodified: whether the variant equals the unvaried design.
     original_width: the width in the design's config, where `config` was resized to an equal size.
     scaled_fields: what changed if its state was scaled: `layers[0].mixer.kv_rank 56 → 64`.
     """
@@ -437,7 +437,8 @@ class ComparisonPlan:
     def identity(self) -> dict[str, Any]:
         """What must be equal for a comparison to be resumed.
 
-        The baseline is left out, since it affects no run, and so is when to stop: `growth` holds what of it may change.
+        The baseline and the stopping rule are left out: the baseline affects no run, and `growth` has what may change
+        of the rule.
         """
         identity = asdict(self) | {"entries": {entry.name: entry.config.dump() for entry in self.entries}}
         for name in ("tuning", "transfer_width", "tf32", "deterministic"):  # older comparisons lack these

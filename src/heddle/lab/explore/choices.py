@@ -69,8 +69,8 @@ class Field:
 class Kind:
     """A kind of a slot.
 
-    fields: that can be changed. kept: fields that stay as a design has them. first: the fields with which the kind is
-    first shown. source: the docstring of its file.
+    fields: the fields that can be changed. kept: fields that stay as in the design. first: the fields that are shown at
+    first. source: the docstring of its file.
     """
 
     slot: str

@@ -50,7 +50,7 @@ FIRST, LAST = "first", "last"
 def final(judge: Judge) -> dict[str, Any]:
     """Score the first incumbent, the last one, and the last one without each change, on the sealed text; once.
 
-    From the first call on nothing more can be submitted; a later call returns what the first one found.
+    After the first call nothing more can be submitted; later calls return its result.
     """
     ledger = judge.ledger
     if ledger.final is not None:
@@ -158,7 +158,7 @@ def _summary(judge: Judge) -> list[int]:
 
 
 def _sentence(judge: Judge, result: dict[str, Any]) -> str:
-    """What was found on the sealed text."""
+    """The result on the sealed text, as a sentence."""
     total, removed = result["improvement"], result["removed"]
     if not removed:
         return "No proposal was accepted, so the first incumbent is the last one."
@@ -222,7 +222,7 @@ def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> 
 
 
 def server(settings: JudgeSettings) -> Any:
-    """The ledger `settings.out` as an `MCPServer`: an agent proposes by tools, and needs no way to the files.
+    """The ledger `settings.out` as an `MCPServer`: an agent proposes through tools, without access to the files.
 
     Its `run()` speaks on stdin and stdout until they are closed. Source: https://modelcontextprotocol.io. Raises
     ConfigError if the library is missing, and CheckpointError if there is no ledger.
@@ -394,6 +394,7 @@ A judge decides whether a change makes the incumbent better. You propose; it tra
    of the machine. After a kill, submit the same file again: it goes on.
 
 A decision takes at most {pairs} pairs of runs, on seeds and held-out windows that nothing has read. `decisions_left`
-says how many remain; a refused proposal costs none. Changed names and seeds are no change. Of all that is called
-better, at most a share of {alpha:g} is expected to be false, whatever you propose. Do not read the held-out text.
+says how many remain; a refused proposal costs none. A proposal that only changes names or seeds is refused. Of all that
+is called better, at most a share of {alpha:g} is expected to be false, whatever you propose. Do not read the held-out
+text.
 """

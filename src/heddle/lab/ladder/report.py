@@ -488,7 +488,7 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
 
 
 def _steepening(fit: FitResult) -> list[str]:
-    """The designs of which log L bends down with log N in the likeliest form of L(N)."""
+    """The designs with a log L that bends down with log N in the likeliest form of L(N)."""
     names = []
     for form in fit.forms:
         rivals = [other.weight for other in fit.forms if other.coefficients.keys() & form.coefficients.keys()]

@@ -1,7 +1,7 @@
-"""What a search is asked for: costs, which are sums over layers, and what only a whole model shows.
+"""The goals of a search: costs, which are sums over layers, and measurements of whole models.
 
-The speed of decoding, recall and added bits per byte are measured on whole models. Recall is that of a conversion's
-report (`heddle.training.evaluation.text_recall`), on text that no score read.
+The speed of decoding, recall and added bits per byte are measured on whole models. Recall is measured as in a
+conversion's report (`heddle.training.evaluation.text_recall`), on text that no score used.
 """
 
 import re
@@ -63,7 +63,7 @@ class Goal:
 
     @property
     def is_measured(self) -> bool:
-        """Whether whole models are measured for it."""
+        """Whether it takes measurements of whole models."""
         return self.name in MEASURED
 
     def is_met(self, value: float) -> bool:
@@ -72,7 +72,7 @@ class Goal:
         return value <= self.limit if self.name == "quality" else value >= self.limit
 
     def show(self, value: float) -> str:
-        """A measured value with its unit."""
+        """A measured value with its unit, as text."""
         shown = {"quality": f"{value:+.3g} bits per byte", "recall": f"{value:.1%} of MODEL's accuracy"}
         return shown.get(self.name, f"{value:.2f} times MODEL's speed")
 

@@ -15,7 +15,8 @@ attention selects by its own queries and keys (MoBA); with `block_score: attenti
 their mean weights in a softmax over the means of whole blocks (the selection of Native Sparse Attention, arXiv
 2502.11089, with means in the place of learned compressed keys, as in flash-linear-attention).
 
-With `pool` a block has one key, and queries score finished blocks alone; the keys of others are always attended to:
+With `pool` a block has one key, and queries score only finished blocks; the keys of unfinished ones are always attended
+to:
 
     mean: R(Norm(mean_j W_k x_j)) (Qwen4-Exp 2026)    gated: R(Σ_j softmax_j(W_g x_j + B_j) ⊙ Norm(W_k x_j)) (GLM-5.3)
 
