@@ -520,7 +520,7 @@ def check_sizes(
     if plain and pairs == 0:
         raise DesignError(path, "has no RoPE, but every family with latent attention has; leave out exportable")
     if pairs == 0 and rope_dim is not None:
-        raise DesignError("rope_dim", f"{rope_dim} is asked for, but {path} has no RoPE; leave it out")
+        raise DesignError("rope_dim", f"{rope_dim} is set, but {path} has no RoPE; leave it out")
     if pairs > 0 and kv_rank is not None and rope_dim is None:
         raise DesignError("rope_dim", f"is missing, but {path} has RoPE; give it, or state_budget instead of both")
     assert config.kv_heads is not None

@@ -111,7 +111,7 @@ class Rewrite(Config, ABC):
         for index, (_, layer) in enumerate(design.expand()):
             if index not in selected:
                 continue
-            fields = {"k_eq_v": "makes values of keys", "value_norm": "normalizes values"}
+            fields = {"k_eq_v": "uses keys as values", "value_norm": "normalizes values"}
             found = {name: what for name, what in fields.items() if getattr(layer.mixer, name, False)}
             if indexer := indexer_field(layer.mixer):
                 found[indexer] = "selects the keys of each query"

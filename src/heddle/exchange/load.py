@@ -177,13 +177,13 @@ def _module_difference(
     if missing := sorted(wanted - found):
         return f"tensor '{missing[0]}' is missing"
     if unknown := sorted(found - wanted - weight_map.copies.keys()):
-        return f"tensor '{unknown[0]}' has no part in heddle's"
+        return f"tensor '{unknown[0]}' has no counterpart in heddle's"
     for name, parameter in weight_map.copies.items():
         main = rules[parameter]
         if name in own and main in own:
             copy, original = (checkpoint.tensor(stored[own[each]][0], own[each]) for each in (name, main))
             if not torch.equal(copy.to(original.dtype), original):
-                return f"tensor '{name}' is not the model's '{main}', which heddle's share"
+                return f"tensor '{name}' differs from the model's '{main}', which heddle's share"
     return None
 
 

@@ -160,7 +160,7 @@ class LayerConfig(Config):
         if self.layers is not None and not self.layers:
             refuse("layers", "is empty; name at least one layer")
         if self.layers is not None and self.adapter_rank is not None:
-            refuse("adapter_rank", "is of a layer, but this entry nests layers; give it to those that are to have it")
+            refuse("adapter_rank", "applies to single layers, but this entry nests layers; set it on the nested layers")
         if self.layers is None and not has_parts:
             refuse("mixer", "a layer needs a mixer, a feedforward or both; add one")
         return self
@@ -266,9 +266,7 @@ class ModelConfig(Config):
                 refuse(f"{path}.shared", "does nothing for an entry that is visited once; repeat it, or leave it out")
         for (path, layer), looped in zip(self.expand(), self.looped_layers, strict=True):
             if layer.adapter_rank is not None and not looped:
-                reason = (
-                    "is of visits of a shared layer, but this one has weights of its own; share it, or leave it out"
-                )
+                reason = "is for visits of a shared layer, but this one has its own weights; share it, or leave it out"
                 refuse(f"{path}.adapter_rank", reason)
         return self
 

@@ -271,7 +271,7 @@ class Decoder(nn.Module):
             own = getattr(mixer, fields)
             for name, value in getattr(source_mixer, fields).items():
                 if own[name] != value:
-                    reason = f"differs from that of {source_path}, whose {what}; make the two equal"
+                    reason = f"differs from {source_path}'s, whose {what}; make the two equal"
                     raise DesignError(f"{path}.mixer.{name}", reason)
             source_mixer.kv_target = source
             return source

@@ -133,7 +133,7 @@ def _read_kinds(config: ConfigReader) -> list[str]:
     indexers = _layer_types.read_kinds(config, "indexer_types", deepseek.usual_indexers(config), (OWN, SHARED))
     kinds = [LINEAR if kind == LINEAR else indexer for kind, indexer in zip(types, indexers, strict=True)]
     if any(kind == SHARED and before != OWN for before, kind in zip([LINEAR, *kinds], kinds, strict=False)):
-        raise config.invalid("indexer_types", "in transformers a layer shares the selection of the layer before alone")
+        raise config.invalid("indexer_types", "in transformers a layer shares only the selection of the layer before")
     return kinds
 
 

@@ -329,7 +329,7 @@ def read_codegen(config: ConfigReader) -> dict[str, Any]:
     """CodeGen (Nijkamp et al. 2022): GPT-J with queries, values and keys as one matrix in four blocks of heads."""
     heads = config.require_count("n_head", "num_attention_heads")
     if heads % BLOCKS:
-        raise config.invalid("n_head", f"its class asks a multiple of {BLOCKS}")
+        raise config.invalid("n_head", f"its class needs a multiple of {BLOCKS}")
     return read_gptj(config)
 
 

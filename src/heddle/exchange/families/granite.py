@@ -187,7 +187,7 @@ def read_layers(config: ConfigReader, feedforward: dict[str, Any]) -> list[dict[
     windows = _layer_types.read_windows(config, usual, WINDOW)
     thetas = config.get("layer_rope_theta", [mixer["position"]["base"]] * depth)
     if len(thetas) != depth:
-        raise config.invalid("layer_rope_theta", f"num_hidden_layers asks {depth} entries")
+        raise config.invalid("layer_rope_theta", f"num_hidden_layers needs {depth} entries")
     positions = [mixer["position"] | {"base": float(theta)} if theta else None for theta in thetas]
     mixers = [mixer | {"window": w, "position": position} for w, position in zip(windows, positions, strict=True)]
     return _layer_types.layers_of(mixers, feedforward)

@@ -570,5 +570,5 @@ def quantize_file(source: Path, target: Path, kind: str, llama: ctypes.CDLL, nam
     failed = llama.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
     llama.llama_log_set(None, None)
     if failed:
-        reason = messages[-1] if messages else "it says no reason"
+        reason = messages[-1] if messages else "it gives no reason"
         raise MachineError(f"{name}: llama.cpp could not quantize it ({reason}); choose q8_0, or free some space")

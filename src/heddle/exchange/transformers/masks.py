@@ -194,8 +194,8 @@ def _check_pairs(visible: Tensor, expected: Tensor, is_token: Tensor, cached: Ca
         row, query, key = is_wrong.nonzero()[0].tolist()
         verb = "shows" if bool(visible[row, query, key]) else "hides"
         raise ConfigError(
-            f"attention_mask: {verb} column {key} of row {row} to its token {query}, which no layout does; a 4-D mask "
-            "is causal, padded, or of packed documents (windows belong to the design)"
+            f"attention_mask: {verb} column {key} of row {row} to its token {query}, which no layout can express; "
+            "a 4-D mask is causal, padded, or of packed documents (windows belong to the design)"
         )
 
 

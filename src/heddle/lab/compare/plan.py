@@ -598,5 +598,5 @@ def plan_warnings(
         sentences.append(f"The text was read more than once: it has {available_tokens:,} training tokens.")
     is_rounded = plan.tuning is not None and plan.budget_kind == "tokens"  # to whole steps of the tuned batch sizes
     if len(set(trained.values())) > 1 and not is_rounded:
-        sentences.append("The designs saw different amounts of text: each had the same budget of time or operations.")
+        sentences.append("The designs saw different amounts of text: each had the same budget in seconds or FLOPs.")
     return sentences

@@ -172,7 +172,7 @@ RECALL_PROBES = {
         "Induction", "recall:induction", "A block of tokens is repeated. Which token is next?", 450
     ),
     "copying": RecallProbe(
-        "Copying", "recall:copying", "8 letters stand among blanks. Which letters were they, in order?", 450
+        "Copying", "recall:copying", "8 letters are hidden among blanks. Which letters were they, in order?", 450
     ),
     "needle": RecallProbe(
         "Needle", "recall:needle", "4 marked words are hidden among 124 others. Which word had which mark?", 450

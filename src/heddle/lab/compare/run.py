@@ -506,7 +506,7 @@ def _train(writer: ReportWriter, schedule: Schedule, then: Tasks) -> None:
         tasks = [(_training_task(writer, entries[name], seed), name, seed) for name, seed in results.pending]
         runs = {task: partial(_add_run, results, task.label, name, seed) for task, name, seed in tasks}
         _run(writer, runs | then, comparison.workers, writer.training_end)
-        if results.pending:  # the budget of time ended first
+        if results.pending:  # the time budget ended first
             missing = ", ".join(f"seed {seed} of {name}" for name, seed in results.pending[:MAX_LISTED_RUNS])
             more = len(results.pending) - MAX_LISTED_RUNS
             others = f" and {more} more" if more > 0 else ""
@@ -568,7 +568,7 @@ def _train_at_shared_values(writer: ReportWriter) -> None:
             for run in results.runs[entry.name]
         }
         _run(writer, tasks, comparison.workers, writer.training_end)
-        if not all(task.result_file.is_file() for task in tasks):  # the budget of time ended first
+        if not all(task.result_file.is_file() for task in tasks):  # the time budget ended first
             return
     results.shared_runs = shared_runs
 

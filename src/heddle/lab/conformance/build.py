@@ -574,7 +574,7 @@ def _feeding_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequen
         yield from _turned_bug(model, name, "logits", 1, both, goldens, again)
         late = [*range(len(rows[1]) - GOES_ON), *range(len(rows[0]) - GOES_ON, len(rows[0]))]
         yield from _turned_bug(
-            model, "a padded batch goes on at the positions of its longest row", "padding", 1, rows, goldens, late
+            model, "a padded batch continues at the positions of its longest row", "padding", 1, rows, goldens, late
         )
         for window in {
             layer.mixer.window for _, layer in model.config.expand() if isinstance(layer.mixer, AttentionConfig)

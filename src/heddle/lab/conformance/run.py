@@ -333,7 +333,7 @@ def _when_it_answers(url: str, folder: Path, process: subprocess.Popen[bytes], n
         if process.poll() is not None:
             break
         time.sleep(1)
-    raise ConfigError(f"--engine {name}: does not answer at {url}; give the port that its command says")
+    raise ConfigError(f"--engine {name}: does not answer at {url}; give the port of its command")
 
 
 class ServerModel(Model):
@@ -407,7 +407,7 @@ class ServerModel(Model):
                     scores[position, index] = value
             found.append(scores)
         if all(bool(scores.isnan().all()) for scores in found):
-            raise NotSeenError("it tells no log probabilities")
+            raise NotSeenError("it returns no log probabilities")
         return found
 
     def answer(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
@@ -422,7 +422,7 @@ class ServerModel(Model):
         """The tokens with returned log probabilities."""
         written = [token for token, _ in self._scores(self._ask([row], tokens)[0])]
         if len(written) < tokens or None in written:
-            raise NotSeenError("it does not tell its tokens, or ends at one")
+            raise NotSeenError("it does not return its tokens, or ends at one")
         return [token for token in written if token is not None]
 
 
@@ -553,7 +553,7 @@ class TransformersModel(Model):
             logits = self._padded(tokens, mask, start, *case.get("cuts", ()))
             return [Answer(index, 0, row[real.bool()]) for index, row, real in zip(chosen, logits, mask, strict=True)]
         if way == "packed":
-            raise NotSeenError("its classes differ in what they take for packed rows")
+            raise NotSeenError("its classes disagree on which rows are packed")
         if way == "cut":
             found: list[Answer] = []
             cache = start

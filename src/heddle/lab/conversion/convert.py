@@ -340,7 +340,7 @@ class _ConversionJob:
             if self.settings.data:
                 counted = f"{describe_files(self.settings.data)}; listed, not read"
                 print_status(
-                    f"{counted}: sizes and costs follow from the design, and whether the text is enough is open"
+                    f"{counted}: sizes and costs follow from the design, and the length of the text is not checked"
                 )
             self.text = self._size_of_text
         elif read:
@@ -533,7 +533,7 @@ def _check(settings: ConvertSettings) -> None:
     if settings.report_tokens == 0 and (settings.sweep or settings.method):
         raise ConfigError("--report-tokens 0: a comparison needs a report; give more, or one target with --to")
     if settings.model is None:
-        raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
+        raise ConfigError("MODEL: is missing; give a run, a model folder or a transformers folder")
     if settings.search and (settings.to or settings.sweep or settings.method):
         raise ConfigError("--search: chooses the conversion itself; leave out --to, --sweep and --method")
     if not settings.search and (settings.only or settings.keep or settings.second_data):

@@ -407,7 +407,9 @@ class Judge:
         """The verdict of a proposal. An unfinished proposal is finished first."""
         ledger = self.ledger
         if ledger.is_open:
-            raise CheckpointError(f"{ledger.folder}: its final text is open, so nothing more is judged; make another")
+            raise CheckpointError(
+                f"{ledger.folder}: final has read its sealed text, so nothing more is judged; make another"
+            )
         unfinished = ledger.unfinished
         if unfinished is not None:
             if unfinished["content"] != submission.content:
@@ -447,7 +449,7 @@ class Judge:
             is_over = None in differences or earlier["verdict"]["evidence"] == 0
             entry |= {"continues": earlier["number"], "root": earlier["root"], "earlier": differences}
             if is_over:
-                entry["refused"] = ["evidence", f"that of proposal {earlier['number']} is 0, which no pair can raise"]
+                entry["refused"] = ["evidence", f"proposal {earlier['number']} has evidence 0, which no pair can raise"]
         elif submission.refused is not None:
             entry["refused"] = list(submission.refused)
         else:
@@ -533,7 +535,7 @@ def _head(ledger: Ledger, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _timed_out(task: Task) -> dict[str, Any]:
-    return {"status": "failed", "message": f"{task.label}: passed the limit of time"}
+    return {"status": "failed", "message": f"{task.label}: exceeded the time limit"}
 
 
 def _forget_checkpoints(task: Task, result: Mapping[str, Any]) -> None:

@@ -120,8 +120,8 @@ def _test(score: Scorer, text: np.ndarray, vocab_size: int) -> None:
             raise Refused("later_tokens", what)
     for total in np.exp(-found[variants.size // width :, place - 1]).reshape(2, vocab_size).sum(1):
         if not total <= MAX_PROBABILITY:
-            what = f"the probabilities of all {vocab_size} tokens at place {place} sum to {total:.4g}"
-            raise Refused("shifted_targets", f"{what}, so the loss of a token knows the token itself")
+            what = f"the probabilities of all {vocab_size} tokens at position {place} sum to {total:.4g}"
+            raise Refused("shifted_targets", f"{what}, so the target was visible to its own loss")
 
 
 def _scored(score: Scorer, request: Any, corpus: Corpus) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _command(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         process.communicate()
-        return "", f"takes over {seconds:g} seconds"
+        return "", f"takes more than {seconds:g} seconds"
     except BaseException:
         os.killpg(process.pid, 9)
         raise

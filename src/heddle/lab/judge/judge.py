@@ -104,7 +104,7 @@ def _without(judge: Judge, first: Candidate, number: int) -> tuple[Candidate, An
             continue
         staged = read_json_file(judge.ledger.proposal_folder(entry["number"]) / "change.json")
         if "trainer" in staged["change"]:
-            return "a trainer of someone else's is one whole"
+            return "a foreign trainer cannot be split into changes"
         submission = Submission(entry["name"], b"", staged["change"], {})
         screened = judge.screened(base, submission, staged["files"], entry["number"], {})
         if "refused" in screened:
@@ -129,7 +129,7 @@ def _losses(judge: Judge, systems: dict[str, tuple[Candidate, Any]]) -> dict[str
     try:
         losses = judge.losses(tasks)
     except RunFailed as failed:
-        raise MachineError(f"{failed}; the same command goes on") from None
+        raise MachineError(f"{failed}; the same command continues") from None
     return {name: losses[index :: len(systems)] for index, name in enumerate(systems)}
 
 
@@ -391,7 +391,7 @@ A judge decides whether a change makes the incumbent better. You propose; it tra
    refused (`rule` and `case` say why), worse, no clear difference, or better. A better proposal is the incumbent
    from then on, and later overrides apply to it.
 3. Exit codes: 0 better, 3 no clear difference, 4 worse, 5 refused, 2 a file or option that cannot be read, 1 a failure
-   of the machine. After a kill, submit the same file again: it goes on.
+   of the machine. After a kill, submit the same file again: it continues.
 
 A decision takes at most {pairs} pairs of runs, on seeds and held-out windows that nothing has read. `decisions_left`
 says how many remain; a refused proposal costs none. A proposal that only changes names or seeds is refused. Of all that

@@ -324,7 +324,7 @@ def screen_apart(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if result.is_file():
             return read_json_file(result)
     except subprocess.TimeoutExpired:
-        return {"refused": ["limits", f"its code takes over {request['limits'][1]:g} seconds before it is trained"]}
+        return {"refused": ["limits", f"its code takes more than {request['limits'][1]:g} seconds before training"]}
     finally:
         asked.unlink(missing_ok=True)
         result.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ def search_context(results: SearchResults) -> dict[str, Any]:
         f"{check.without:.0%} without interactions."
     )
     unclear = [m.name for m in results.measured if not m.is_baseline and m.low <= 0 < m.difference]
-    clear = f"Not clear from the chosen one: {', '.join(unclear)}." if unclear else ""
+    clear = f"Not clearly different from the chosen one: {', '.join(unclear)}." if unclear else ""
     return {
         "results": results,
         "cost": cost_name(results.axis),

@@ -144,7 +144,7 @@ class Replacements:
     def _check_any(self) -> None:
         if not self.items:
             reasons = "; ".join(f"{target}: {reason}" for target, reason in self.left_out.items())
-            raise ConfigError(f"--search: no layer can become anything else ({reasons}); give others with --only")
+            raise ConfigError(f"--search: no layer has a replacement ({reasons}); give others with --only")
 
     def keep_only(self, useful: Sequence[int]) -> None:
         """Leave out the items that are not numbered here, since they save nothing that a goal limits."""

@@ -401,7 +401,7 @@ class Search(Plan):
             takes, given = format_seconds(left), format_seconds(budget.remaining)
             raise ConfigError(
                 f"--budget: leaves {given}, and the search takes about {takes} more; give more time, fewer "
-                "alternatives with --only, or fewer --calibration-tokens; what was fitted is kept"
+                "alternatives with --only, or fewer --calibration-tokens; finished fits are kept"
             )
         return left
 
@@ -438,7 +438,9 @@ class Search(Plan):
         good = [each for each in candidates if self.meets(each, budget)]
         chosen = min(good, key=lambda choice: (float(self.kl(choice, True).mean()), choice))
         if not chosen:
-            raise ConfigError("--search: the best that meets the goals is the model as it is; ask for a smaller cost")
+            raise ConfigError(
+                "--search: the best choice that meets the goals is MODEL unchanged; ask for a smaller cost"
+            )
         measured = [self._measure(table, chosen, name, choice) for choice, name in candidates.items()]
         others = self._baselines(table, limits)
         second = None

@@ -311,7 +311,7 @@ class AttentionConfig(MixerConfig):
         dim = context.head_dim(self.heads, self.head_dim)
         value_dim = self.value_dim or dim
         if self.k_eq_v and value_dim != dim:
-            raise DesignError("value_dim", f"{value_dim} is not head_dim = {dim}, but k_eq_v makes values of keys")
+            raise DesignError("value_dim", f"{value_dim} is not head_dim = {dim}, but k_eq_v uses keys as values")
         if self.value_norm:
             check_norm_width("value_norm", value_dim)
         if self.exclusive and value_dim == 1:

@@ -98,7 +98,7 @@ class CompressedAttentionConfig(MixerConfig):
                 refuse(missing[0], f"is missing; give {' and '.join(names)} together, or none of them")
         for name, is_there in (("overlap", self.overlap), ("top_k", self.top_k is not None)):
             if is_there and self.compress_ratio is None:
-                refuse(name, "is about entries of blocks, but there are none; give compress_ratio, or leave it out")
+                refuse(name, "is for entries of blocks, but there are none; give compress_ratio, or leave it out")
         if self.index_loss is not None and self.top_k is None:
             refuse("index_loss", "does nothing without an index; give top_k, or leave it out")
         if self.compress_ratio is not None and self.window < self.compress_ratio - 1:

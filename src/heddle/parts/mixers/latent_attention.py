@@ -75,7 +75,7 @@ class LatentAttentionConfig(MixerConfig):
             )
         queries = None if self.query_rank is None else self.query_norm or "rms"
         if self.norm_eps is not None and self.kv_norm == "none" and queries in (None, "none"):
-            refuse("norm_eps", "is of the norms of latents, but there are none; leave it out")
+            refuse("norm_eps", "is for the norms of latents, but there are none; leave it out")
         return self
 
     def resolved(self, context: BuildContext) -> Self:

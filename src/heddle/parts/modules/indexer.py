@@ -120,10 +120,10 @@ class IndexerConfig(Config):
         if self.pool is not None and self.block == 1:
             refuse("pool", "does nothing for single keys; give block, or leave it out")
         if self.block_score == "attention" and self.heads is not None:
-            refuse("block_score", "attention is of the attention's own queries and keys; leave out heads and head_dim")
+            refuse("block_score", "attention uses the attention's own queries and keys; leave out heads and head_dim")
         for name in ("block_score", "local", "first") if self.pool is not None else ():
             if getattr(self, name) != type(self).model_fields[name].default:
-                refuse(name, "is about the keys of a block, of which pool leaves one; leave one of them out")
+                refuse(name, "needs several keys per block, but pool leaves one; leave one of them out")
         if self.per_head and not self.head_weights:
             refuse("head_weights", "does nothing with per_head, where each head selects on its own; leave it out")
         return self
@@ -135,7 +135,7 @@ class IndexerConfig(Config):
         """
         if self.pool is not None and (window is not None or not causal):
             what = "causal is false" if window is None else "a window hides parts of blocks"
-            raise DesignError("pool", f"is of blocks that are finished and whole, but {what}; leave one of them out")
+            raise DesignError("pool", f"needs finished, whole blocks, but {what}; leave one of them out")
         local = self.local if causal else max(0, 2 * self.local - 1)
         if local + self.first >= self.top_k:
             name, value = ("local", self.local) if self.local else ("first", self.first)

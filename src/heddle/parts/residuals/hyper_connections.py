@@ -72,13 +72,13 @@ class HyperConnectionsConfig(ResidualConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.mixing and self.iterations != type(self).model_fields["iterations"].default:
-            refuse("iterations", "is of Sinkhorn's steps, but mixing is false; leave it out")
+            refuse("iterations", "is for Sinkhorn's steps, but mixing is false; leave it out")
         if self.gate_rank is not None and self.mixing:
             refuse("gate_rank", "gates streams that are not mixed; set mixing to false, or leave it out")
         if self.gate_rank is not None and self.eps:
             refuse("eps", "is added to n weights, but gate_rank has gates in their place; leave it out")
         if self.gate_rank is not None and self.whole_bias:
-            refuse("whole_bias", "is of b, but gate_rank has gates without it; leave it out")
+            refuse("whole_bias", "is for b, but gate_rank has gates without b; leave it out")
         return self
 
     @property
