@@ -1,9 +1,8 @@
 """DeepSeek V4 (DeepSeek-AI 2026): compressed attention, hyper-connections, and experts in every layer.
 
 A layer's attention sees a window, or a window and entries of blocks: all, or the best. The first layers read their
-experts from a table of token ids. The multi-token layers (`mtp.`) are ignored; they do not change the next token's
-logits. Older files have `compress_ratios` for `layer_types`, `num_hash_layers` for `mlp_layer_types`, and RoPE's fields
-at the top level; the rotation of compressed layers is then scaled without an attention factor.
+experts from a table of token ids. Older files have `compress_ratios` for `layer_types`, `num_hash_layers` for
+`mlp_layer_types`, and RoPE's fields at the top level; compressed layers then have no attention factor.
 """
 
 from typing import Any

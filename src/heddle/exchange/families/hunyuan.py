@@ -127,10 +127,7 @@ ALWAYS = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_
 
 
 def read_hy_v3(config: ConfigReader) -> dict[str, Any]:
-    """Hy3 (Tencent 2026): Qwen3's attention, and DeepSeek-V3's experts with gates that always sum to a constant.
-
-    Layers that predict further tokens are ignored; they do not change the next token's logits.
-    """
+    """Hy3 (Tencent 2026): Qwen3's attention, and DeepSeek-V3's experts with gates that always sum to a constant."""
     # `mlp_bias` is of dense layers and shared experts.
     config.names = NAMES
     for name in ALWAYS:

@@ -133,10 +133,7 @@ EXPERTS = _common.Fields(
 
 
 def read_lfm2_moe(config: ConfigReader) -> dict[str, Any]:
-    """LFM2-MoE (Liquid AI 2025): LFM2's mixers, and after some dense layers experts chosen by sigmoid scores.
-
-    The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it.
-    """
+    """LFM2-MoE (Liquid AI 2025): LFM2's mixers, and after some dense layers experts chosen by sigmoid scores."""
     config.get("output_router_logits", False)
     experts = {"kind": "moe", "routing": "sigmoid", **EXPERTS.read(config)}
     experts["renormalize_eps"] = SUM_EPS if experts["renormalize"] else None

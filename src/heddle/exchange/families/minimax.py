@@ -153,7 +153,6 @@ def read_m2(config: ConfigReader) -> dict[str, Any]:
     """MiniMax-M2 (MiniMax 2025): norms over whole q and k projections, partial RoPE, experts by sigmoid scores.
 
     Its balancing loss (`output_router_logits`) is refused, since it differs from heddle's loss of sigmoid scores.
-    Layers that predict further tokens are ignored; they do not change the next token's logits.
     """
     depth = _layer_types.read_depth(config)
     config.require("num_key_value_heads", int)

@@ -160,10 +160,7 @@ FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types
 
 
 def read_mellum(config: ConfigReader) -> dict[str, Any]:
-    """Mellum 2 (JetBrains 2026): Qwen3-MoE with windows in some layers, a RoPE for each type, a list of dense layers.
-
-    The layer that predicts further tokens (`mtp`) is ignored; it does not change the next token's logits.
-    """
+    """Mellum 2 (JetBrains 2026): Qwen3-MoE with windows in some layers, a RoPE per type, a list of dense layers."""
     config.note("use_sliding_window", "max_window_layers")  # of Qwen's files; its class goes by layer_types
     config.ignore(*FURTHER_TOKENS)
     config.expect("rope_scaling", None)
@@ -494,8 +491,7 @@ qwen3_5 = partial(Family, map_weights=map_qwen3_5, ignored_tensors=("mtp.",), mu
 def read_qwen3_5(config: ConfigReader) -> dict[str, Any]:
     """The text model of Qwen3.5 and 3.6 (Qwen 2026): Qwen3-Next's two kinds of mixers, with a dense feed-forward.
 
-    The multi-token module (`mtp.`) is read where the weights hold it. `mrope_section` is for images: a text has one
-    position per axis.
+    `mrope_section` is for images: a text has one position per axis.
     """
     check_fixed_fields(config)
     return read_hybrid_design(config, [_common.read_gated(config)] * _layer_types.read_depth(config))
@@ -511,8 +507,7 @@ QWEN3_5 = qwen3_5("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5, write_qwen
 def read_qwen3_5_moe(config: ConfigReader) -> dict[str, Any]:
     """The text model of Qwen3.5's and 3.6's mixtures (Qwen 2026): Qwen3.5 with experts and a shared one in every layer.
 
-    The multi-token module (`mtp.`) is read where the weights hold it. `mrope_section` is for images: a text has one
-    position per axis.
+    `mrope_section` is for images: a text has one position per axis.
     """
     # Every layer has experts, whose gates sum to 1.
     check_fixed_fields(config)
