@@ -1,20 +1,19 @@
 """docs/evidence.md from the saved results."""
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from evidence.row import Row
 
-MAX_MEANS = 8  # of more trainings they are in the results alone
 INTRODUCTION = """# What papers found, and what heddle finds
 
 Each section trains small designs for minutes: do they agree with the papers, disagree, or not resolve the question?
 Numbers are differences paired by seed, with intervals (Student's t, Bonferroni) that hold for all claims of a section
 together with a probability of 95 %, at this size and budget, not at a paper's. They cover seed variance, not the
-sampling error of the held-out text. The text is Python's standard library, with a vocabulary of 512 tokens.
+sampling error of the held-out text. The text is Python's standard library, with a vocabulary of 512 tokens. The numbers
+of each run, and its machine, are in `evidence/results`.
 
     make evidence                        # all sections, about an hour of one core; continues where it stopped
     python -m evidence recall_of_mixers  # one
@@ -36,7 +35,6 @@ def render_page(rows: Mapping[str, Row], folder: Path) -> str:
 
 def _section(name: str, row: Row, file: Path) -> str:
     lines = [f"## {row.title}", "", *(f"- {paper}" for paper in row.papers), ""]
-    remark = f" {row.remark}" if row.remark else ""
     data = json.loads(file.read_text(encoding="utf-8"))
     lines += ["| claim | measured | |", "| --- | ---: | --- |"]
     for finding in data["findings"]:
@@ -48,33 +46,18 @@ def _section(name: str, row: Row, file: Path) -> str:
     seeds, minutes = {run["seed"] for run in data["runs"]}, data["processor_seconds"] / 60
     lines += [
         "",
-        f"Means: {_means(data['runs'])}.{remark}" if len(row.trainings) <= MAX_MEANS else row.remark,
-        "",
-        f"`python -m evidence {name}`: {len(data['runs'])} runs, {len(seeds)} seeds, {minutes:.0f} minutes of one core "
-        f"({data['cpu'].replace('(R)', '').removesuffix(' Processor')}, {data['date']}).",
+        *((row.remark, "") if row.remark else ()),
+        f"`{name}`: {len(data['runs'])} runs, {len(seeds)} seeds, {minutes:.0f} minutes, {data['date']}"
+        f"{_diverged(data['runs'])}.",
         "",
     ]
     return "\n".join(lines)
 
 
-def _means(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The mean numbers of each training: "full attention: 0.991; linear: 0.214"."""
-    values: dict[str, dict[str, list[float | None]]] = {}
-    for run in runs:
-        for name, value in run["numbers"].items():
-            values.setdefault(run["key"], {}).setdefault(name, []).append(value)
-    texts = []
-    for key, of_key in values.items():
-        means = [_mean(numbers) if len(of_key) == 1 else f"{name} {_mean(numbers)}" for name, numbers in of_key.items()]
-        texts.append(f"{key}: {', '.join(means)}")
-    return "; ".join(texts)
-
-
-def _mean(numbers: Sequence[float | None]) -> str:
-    finite = [number for number in numbers if number is not None]
-    text = f"{statistics.mean(finite):.3f}" if finite else ""
-    diverged = len(numbers) - len(finite)
-    return text if not diverged else f"{text} ({diverged} of {len(numbers)} diverged)".strip()
+def _diverged(runs: Sequence[Mapping[str, Any]]) -> str:
+    """`; 1 diverged`; nothing if every run has finite numbers."""
+    count = sum(None in run["numbers"].values() for run in runs)
+    return f"; {count} diverged" if count else ""
 
 
 def _number(value: float) -> str:

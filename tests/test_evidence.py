@@ -146,12 +146,11 @@ def test_a_page_names_claims_words_costs_and_rows_that_were_not_run(row: Row, tm
     save_results("two", tmp_path, tmp_path / "two.json", "2026-01-01")
     page = render_page({"two": row}, tmp_path)
     assert "| b ends lower | +0.995 ± 0.064 bits per byte | agrees; of two |" in page
-    assert "Means: a: 3.000; b: 2.005. Small." in page
-    assert "`python -m evidence two`: 4 runs, 2 seeds, 4 minutes of one core" in page
+    assert "\n\nSmall.\n\n`two`: 4 runs, 2 seeds, 4 minutes, 2026-01-01.\n" in page
     data = json.loads((tmp_path / "two.json").read_text())
     data["runs"][0]["numbers"]["loss"] = None
     (tmp_path / "two.json").write_text(json.dumps(data))
-    assert "a: 3.000 (1 of 2 diverged); b" in render_page({"two": row}, tmp_path)
+    assert "minutes, 2026-01-01; 1 diverged.\n" in render_page({"two": row}, tmp_path)
 
 
 def test_the_command_runs_saves_and_writes_and_says_how_to_go_on(

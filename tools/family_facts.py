@@ -16,20 +16,20 @@ from tools.markdown import joined, prose
 INTRO = """A family is a `model_type` of transformers, here with its class: one `Family` in
 `src/heddle/exchange/families` maps config fields and tensor names both ways. Logits in float32 are within 1e-5 of
 transformers', in bfloat16 as close to the float32 logits as transformers' own."""
-MEANING = """Tests check variants of every family (`tests/exchange/cases.py`), with models of transformers with random
+MEANING = """Tests check variants of every family (`tests/exchange/cases.py`) against transformers' models with random
 weights and uneven shapes:
 
-- Logits: a batch of different lengths padded on the left, and a single row, longer than windows and original lengths.
-  In bfloat16 the median error is at most 1.25 times transformers'. *Bit for bit* below: the batch's logits are equal.
-- Greedy text: 64 tokens are equal, with heddle's state and transformers' cache. Masked language models write no text;
-  their logits are within 1e-10 in float64.
-- Files: `export` writes the names, dtypes and bytes that were read; transformers reads the same class and config, and
-  computes the same bits. New weights are exported and read again without a changed bit.
-- Fields: each number and boolean of each config is changed, one at a time, to a value that both sides accept. Both
-  must then compute the same other logits, unless only training reads the field.
+- Logits: a batch padded on the left, and a single row, longer than windows and original lengths. In bfloat16 the median
+  error is at most 1.25 times transformers'. *Bit for bit* below: the batch's logits are equal.
+- Greedy text: 64 tokens are equal, with heddle's state and transformers' cache. Logits of masked language models are
+  within 1e-10 in float64.
+- Files: `export` writes the names, dtypes and bytes that were read; transformers reads the same class and config.
+- Fields: each number and boolean of a config is changed to a value that both sides accept; both must then compute the
+  same other logits, unless only training reads the field.
 
-Unknown fields are refused by name. Fields that are off or null, defaults and old spellings are read, and so are
-fields that change nothing in the model, which an import names. Code that `auto_map` names is never run.
+Unknown fields are refused by name; fields without effect on the model are read, and named by an import. Code that
+`auto_map` names is never run. Multi-token modules are read where heddle has the same, else ignored: they do not change
+the next token's logits. Balancing biases keep their values; set `bias_update` to train them.
 [published.md](published.md) lists published models."""
 
 

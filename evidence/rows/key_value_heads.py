@@ -38,6 +38,5 @@ ROW = Row(
         for count in KV_HEADS
     ],
     findings=findings,
-    remark="Keys are the numbers of key/value heads. Parameters fall with the heads; feed-forwards are not widened in "
-    "return.",
+    remark="Parameters fall with the heads; feed-forwards are not widened in return.",
 )

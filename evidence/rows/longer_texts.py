@@ -50,6 +50,6 @@ ROW = Row(
     ],
     findings=findings,
     measure=measure,
-    remark="Changes are those from 64 to 512 tokens. The papers disagree about NoPE and ALiBi; the claim here is that "
-    "of the loss on text, which Press et al. measured.",
+    remark="Changes are from 64 to 512 tokens. The papers disagree about NoPE and ALiBi; the claim here is about "
+    "the loss on text, as in Press et al.",
 )

@@ -1,6 +1,6 @@
 """heddle: interchangeable, verified parts of language models.
 
-Names are imported on first use, so that `import heddle` costs nothing until a model is wanted.
+Names are imported on first use, so that `import heddle` is fast.
 """
 
 from importlib import import_module

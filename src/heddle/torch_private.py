@@ -1,6 +1,6 @@
 """Every private name of torch that heddle uses; no other module uses any.
 
-Any version of torch may change them; `tests/test_torch_private.py` has a test for each, which says what then breaks in
+Any version of torch may change them; `tests/test_torch_private.py` has a test for each, which says what would break in
 heddle. A name is looked up on use, and modules that torch may not have loaded are imported then.
 """
 
@@ -255,7 +255,7 @@ def flight_record() -> bytes | None:
 
 
 def fake_store() -> Any:
-    """A store for groups of the backend "fake", whose other ranks do not exist."""
+    """A store for groups of the backend "fake", in which other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()

@@ -212,7 +212,7 @@ def test_losses_of_windows_are_not_stored(ledger: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a copy": ({"overrides": ["layers.0.mixer.kv_heads=1"]}, "copy", "first incumbent"),
-    "another seed": ({"training": {"seed": 7}, "overrides": ["width=16"]}, "copy", "a seed is no change"),
+    "another seed": ({"training": {"seed": 7}, "overrides": ["width=16"]}, "copy", "change more than names or seeds"),
     "a default of training": ({"training": {"weight_decay": 0.1, "schedule": "wsd"}}, "copy", "first incumbent"),
     "layers written out": ({"design": {**small.design(), "norm": {"kind": "rms", "eps": 1e-5}}}, "copy", "first"),
     "weights": ({"from": "runs/best"}, "initial_weights", "held-out"),
@@ -330,7 +330,7 @@ def test_the_sealed_text_is_opened_once(ledger: Path, monkeypatch: pytest.Monkey
         patch.setattr(judging.Judge, "losses", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             judge("final", **options)
-    with pytest.raises(CheckpointError, match="final text is open"):
+    with pytest.raises(CheckpointError, match="final has read its sealed text"):
         submit(ledger, {"overrides": ["layers.*.feedforward.hidden=32"]})
     requests.clear()
     found = judge("final", **options)

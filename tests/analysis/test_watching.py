@@ -141,7 +141,7 @@ def test_the_page_is_served_until_ctrl_c(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "heddle: the page has ended; the runs go on"
+    assert err.splitlines()[-1] == "heddle: the page has ended; the runs continue"
 
 
 def test_samples_and_experts_are_on_the_page(tmp_path: Path) -> None:

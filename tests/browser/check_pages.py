@@ -70,6 +70,8 @@ QUESTIONS = {
     "openai api": "docs/serve",
     "kv cache size": "docs/plan.html|docs/start/size.html",
     "learning rate tuning": "docs/compare/tuning",
+    "learning rate warmup": "docs/training/settings",
+    "compare two models on my data": "docs/compare.html",
     "sliding window": "docs/parts/mixers|docs/convert",
     "export gguf": "docs/deploy/llama-cpp|docs/huggingface/quantized",
     "multi gpu": "docs/ranks.html",

@@ -376,7 +376,7 @@ def test_junit_says_what_was_wrong_and_not_seen() -> None:
         (["run", "KIT", "--engine", "heddle", "--gguf", "q8_0"], "is for build"),
         (["run", "KIT", "--engine", "heddle", "--precision", "q8_0"], "build the kit with --gguf q8_0"),
         (["run", "KIT"], "--engine: is missing"),
-        (["run", "NEW", "--engine", "heddle"], "is no conformance kit"),
+        (["run", "NEW", "--engine", "heddle"], "is not a conformance kit"),
         (["run", "KIT", "--engine", "heddle", "--family", "bert"], "is not in"),
         (["run", "KIT", "--engine", "vllm"], "--engine vllm: unknown"),
         (["run", "KIT", "--engine", "nothing-here {model}"], "does not start"),

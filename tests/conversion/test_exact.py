@@ -314,7 +314,7 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     "sparse experts": ("gated-sparse", [Experts(experts=4)], "layers.0.feedforward.sparsity: is not supported in exp"),
     "experts of experts": ("moe", [Experts(experts=4, layers=(0,))], "layers.0.feedforward: is neither mlp nor gated"),
     "different experts": ("moe", [Dense()], "layers.0.feedforward: expert 1 differs from expert 0"),
-    "a norm of experts": ("moe-output-norm-layer", [Dense()], "layers.0.feedforward.output_norm: norms what the exp"),
+    "a norm of experts": ("moe-output-norm-layer", [Dense()], "layers.0.feedforward.output_norm: normalizes the exp"),
     "no experts": ("attention-gqa", [Dense()], "feedforward: no layer has experts"),
     "values under key norms": (
         "attention-values-are-keys",

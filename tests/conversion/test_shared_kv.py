@@ -166,7 +166,7 @@ def test_keys_of_the_wrong_layer_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
         ("shared_kv,last=2", [GQA, GQA, LOCAL], r"layers.2.mixer: has no earlier layer of this window"),
         ("shared_kv,last=2", [GQA] * 2, r"last: 2 of 2 layers"),
         ("shared_kv,every=2", [GQA, LOCAL], r"layers: no two layers"),
-        ("shared_kv,every=2", [GQA, GQA | {"kv_heads": 4}], r"layers.1.mixer.kv_heads: differs from that of layer 0"),
+        ("shared_kv,every=2", [GQA, GQA | {"kv_heads": 4}], r"layers.1.mixer.kv_heads: differs from layer 0's"),
         ("shared_kv,every=2", [GQA, GQA | {"qk_norm": "head"}], r"layers.1.mixer.qk_norm: differs"),
         ("shared_kv,every=2", [GQA, GQA | {"position": None}], r"layers.1.mixer.position: differs"),
         ("shared_kv,every=2", [GQA, GQA | {"value_scale": 2.0}], r"layers.1.mixer.value_scale: differs"),

@@ -299,12 +299,12 @@ LEFT_OUT: dict[str, tuple[str, Change, str]] = {
     "an embedding of its own": (
         "qwen3_5_text",
         lambda tensors: tensors | {"mtp.embed_tokens.weight": tensors["model.embed_tokens.weight"]},
-        "tensor 'mtp.embed_tokens.weight' has no part in heddle's",
+        "tensor 'mtp.embed_tokens.weight' has no counterpart in heddle's",
     ),
     "two layers": (
         "qwen3_next",
         lambda tensors: tensors | {"mtp.layers.1.input_layernorm.weight": tensors["mtp.norm.weight"]},
-        "tensor 'mtp.layers.1.input_layernorm.weight' has no part in heddle's",
+        "tensor 'mtp.layers.1.input_layernorm.weight' has no counterpart in heddle's",
     ),
     "a norm is missing": (
         "qwen3_next",

@@ -213,10 +213,10 @@ def test_a_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mixing": False, "iterations": 5}, "iterations: is of Sinkhorn's steps, but mixing is false"),
+        ({"mixing": False, "iterations": 5}, "iterations: is for Sinkhorn's steps, but mixing is false"),
         ({"gate_rank": 4}, "gate_rank: gates streams that are not mixed"),
         ({"gate_rank": 4, "mixing": False, "eps": 0.1}, "eps: is added to n weights, but gate_rank"),
-        ({"gate_rank": 4, "mixing": False, "whole_bias": True}, "whole_bias: is of b, but gate_rank"),
+        ({"gate_rank": 4, "mixing": False, "whole_bias": True}, "whole_bias: is for b, but gate_rank"),
         ({"eps": 1.0}, "eps: .*less than 1"),
         ({"magnitude": 0.0}, "magnitude"),
         ({"collapse": "sum"}, "collapse"),

@@ -377,8 +377,8 @@ def test_pairs_are_counted(ratio: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"overlap": True}, "overlap: is about entries"),
-        ({"top_k": 2, "index_heads": 1, "index_head_dim": 4}, "top_k: is about entries"),
+        ({"overlap": True}, "overlap: is for entries"),
+        ({"top_k": 2, "index_heads": 1, "index_head_dim": 4}, "top_k: is for entries"),
         ({"compress_ratio": 4, "top_k": 2}, "index_heads: is missing"),
         ({"compress_ratio": 4, "window": 2}, "window: 2 hides tokens of a block of 4"),
         ({"compress_ratio": 1}, "compress_ratio"),

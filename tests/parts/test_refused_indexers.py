@@ -35,22 +35,22 @@ from tests.cases import MOBA, Data, attention, design, indexer, latent, layer
         (attention(window=4, indexer=MOBA), r"layers\[0\].mixer.indexer.top_k: 2 selects all of the 2 blocks"),
         (
             attention(indexer=indexer(block=2, block_score="attention")),
-            r"layers\[0\].mixer.indexer.block_score: attention is of the attention's own",
+            r"layers\[0\].mixer.indexer.block_score: attention uses the attention's own",
         ),
         (attention(indexer=MOBA | {"first": 1}), r"layers\[0\].mixer.indexer.local: 1 leaves none of the 2"),
         (attention(indexer={"top_k": 2, "first": 2}), r"layers\[0\].mixer.indexer.first: 2 leaves none of the 2"),
         (
             attention(indexer=indexer(block=2, pool="mean", first=1)),
-            r"layers\[0\].mixer.indexer.first: is about the keys",
+            r"layers\[0\].mixer.indexer.first: needs several keys",
         ),
         (attention(indexer=indexer(pool="mean")), r"layers\[0\].mixer.indexer.pool: does nothing for single keys"),
         (
             attention(indexer=indexer(block=2, pool="mean", local=1)),
-            r"layers\[0\].mixer.indexer.local: is about the keys",
+            r"layers\[0\].mixer.indexer.local: needs several keys",
         ),
         (
             attention(indexer=indexer(block=2, pool="mean", block_score="mean")),
-            r"layers\[0\].mixer.indexer.block_score: is about the keys of a block, of which pool leaves one",
+            r"layers\[0\].mixer.indexer.block_score: needs several keys per block, but pool leaves one",
         ),
         (attention(indexer={"top_k": 2, "block": 2, "pool": "mean"}), r"layers\[0\].mixer.indexer.pool: is about the"),
         (
@@ -63,11 +63,11 @@ from tests.cases import MOBA, Data, attention, design, indexer, latent, layer
         ),
         (
             attention(window=7, indexer=indexer(block=2, pool="gated")),
-            r"layers\[0\].mixer.indexer.pool: is of blocks that are finished and whole, but a window hides parts",
+            r"layers\[0\].mixer.indexer.pool: needs finished, whole blocks, but a window hides parts",
         ),
         (
             attention(causal=False, indexer=indexer(block=2, pool="gated")),
-            r"layers\[0\].mixer.indexer.pool: is of blocks that are finished and whole, but causal is false",
+            r"layers\[0\].mixer.indexer.pool: needs finished, whole blocks, but causal is false",
         ),
         (
             attention(position={"kind": "axial_rope"}, head_dim=8, indexer=indexer(block=2, pool="mean")),

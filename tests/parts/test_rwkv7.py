@@ -276,7 +276,7 @@ def test_long_texts_of_one_token_stay_finite() -> None:
         ),
         (
             design(layer(rwkv7(4)), layer(rwkv7(value_residual=True))),
-            r"layers\[1\].mixer.heads: differs from that of layers\[0\], whose values it adds",
+            r"layers\[1\].mixer.heads: differs from layers\[0\]'s, whose values it adds",
         ),
         (
             design(layer(rwkv7()), layer({"kind": "pair", "first": rwkv7(value_residual=True), "second": attention()})),

@@ -96,7 +96,7 @@ def test_equal_readers_of_different_layers_are_different_layers() -> None:
         ),
         (
             design(layer(attention(kv_heads=2)), layer(attention(kv_heads=1, shared_kv=True))),
-            r"layers\[1\].mixer.kv_heads: differs from that of layers\[0\], whose keys and values it reads; make",
+            r"layers\[1\].mixer.kv_heads: differs from layers\[0\]'s, whose keys and values it reads; make",
         ),
         (
             design(layer(attention()), layer(attention(shared_kv=True, value_norm=True))),
@@ -104,7 +104,7 @@ def test_equal_readers_of_different_layers_are_different_layers() -> None:
         ),
         (
             design(layer(attention(k_eq_v=True, value_dim=5))),
-            r"layers\[0\].mixer.value_dim: 5 is not head_dim = 6, but k_eq_v makes values of keys",
+            r"layers\[0\].mixer.value_dim: 5 is not head_dim = 6, but k_eq_v uses keys as values",
         ),
         (
             design(layer(attention(value_norm=True, value_dim=1))),
@@ -264,7 +264,7 @@ def test_the_cache_holds_mixed_values() -> None:
         (design(layer(attention(value_residual="learned"))), r"layers\[0\].mixer.value_residual: no earlier layer has"),
         (
             design(layer(attention(kv_heads=2)), layer(attention(kv_heads=1, value_residual="learned"))),
-            r"layers\[1\].mixer.kv_heads: differs from that of layers\[0\], whose values it adds; make the two equal",
+            r"layers\[1\].mixer.kv_heads: differs from layers\[0\]'s, whose values it adds; make the two equal",
         ),
         (
             design(layer(attention(value_dim=4)), layer(attention(value_dim=5, value_residual="learned"))),

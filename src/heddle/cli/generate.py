@@ -137,7 +137,7 @@ def _check_same_tokenizer(
     """Raise CheckpointError for a draft model with a different tokenizer: its token ids mean other text."""
     if draft_tokenizer is not None and draft_tokenizer.to_json() != tokenizer.to_json():
         raise CheckpointError(
-            f"--draft-model {draft_model}: its tokenizer is not the one of {run}; train both with the same --tokenizer"
+            f"--draft-model {draft_model}: its tokenizer differs from {run}'s; train both with the same --tokenizer"
         )
 
 

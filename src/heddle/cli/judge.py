@@ -13,8 +13,8 @@ EXIT_CODES = {"better": 0, "no clear difference": 3, "worse": 4, "refused": 5}
 def judge(settings: JudgeSettings) -> None:
     """Judge proposals one after another: `init` makes a ledger, `submit` gives a verdict, `show` and `final` sum up.
 
-    A proposal is trained beside the incumbent on fresh seeds and scored on fresh held-out text. A submission that was
-    killed goes on when it is given again. Exit code of `submit`: 0 better, 3 no clear difference, 4 worse, 5 refused.
+    A proposal is trained beside the incumbent on fresh seeds and scored on fresh held-out text. Submit a killed
+    submission again, and it continues. Exit code of `submit`: 0 better, 3 no clear difference, 4 worse, 5 refused.
     `mcp` serves `submit` and `show` as tools of the Model Context Protocol, on stdin and stdout.
     """
     from heddle.lab.judge.judge import describe, judge

@@ -394,7 +394,7 @@ def _flush_or_discard() -> None:
 
 
 def _handle_other(error: BaseException, arguments: Sequence[str]) -> int:
-    """Exit codes of usage errors and lack of memory. Any other error is a bug and is raised again."""
+    """Exit codes of usage errors and of a lack of memory. Any other error is a bug and is raised again."""
     if isinstance(error, click.ClickException) and not is_first_rank():
         return 2  # every rank fails alike; only the first prints it
     if isinstance(error, click.ClickException):

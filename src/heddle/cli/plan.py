@@ -103,7 +103,7 @@ def _print(design: str, facts: dict[str, Any]) -> None:
 
 
 def _print_too_large(console: "Console", facts: dict[str, Any]) -> None:
-    """For each way to recompute, the shard degrees that do not fit, and what the leanest of them would need."""
+    """For each recomputation mode, the shard degrees that do not fit, and what the smallest of them would need."""
     for recompute in ("none", "layers"):
         refused = [each for each in facts["too_large"] if each["recompute"] == recompute]
         if not refused:

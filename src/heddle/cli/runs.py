@@ -35,10 +35,9 @@ class RunsSettings(VerbSettings):
 def runs(settings: RunsSettings) -> None:
     """List the runs below a folder, and the fields in which they differ.
 
-    Training is the mean of the last 20 steps, validation its newest value, final
-    the evaluation after the last step; speed is that of the median step. Only
-    --prune changes anything: it asks first, and leaves runs alone that are
-    training, damaged checkpoints, and foreign files.
+    Training is the mean of the last 20 steps, validation its newest value, final the evaluation after the last step;
+    speed is the median step's. Only --prune changes anything: it asks first, and leaves runs alone that are training,
+    damaged checkpoints, and foreign files.
     """
     from heddle.lab.runs import find_runs, summarize, varied_fields
 

@@ -27,7 +27,7 @@ MIN_TOKEN_CHARACTERS = 16
 def serve(settings: ServeSettings) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
-    On SIGTERM, requests finish within --drain-seconds, and it exits with 0; with 143 if it cut some off.
+    On SIGTERM, requests finish within --drain-seconds, and it exits with 0, or with 143 if it cut requests off.
     """
     token = _read_token(settings.token_file)
     check_installed()

@@ -74,7 +74,7 @@ def _print_facts(settings: ShowSettings, facts: dict[str, Any]) -> None:
 def print_kernels(phases: dict[str, list[dict[str, Any]]], with_reasons: bool = True) -> None:
     """Print the kernel of each operation in each phase, and why better ones were rejected.
 
-    That a C++ operator is not in use is left out: `heddle doctor` lists those that are.
+    Unused C++ operators are not mentioned; `heddle doctor` lists the ones in use.
     """
     from heddle.numerics.native import NOT_IN_USE
 

@@ -24,7 +24,7 @@ class VerifySettings(VerbSettings):
 
 
 def verify(settings: VerifySettings) -> None:
-    """Check every file below a folder that heddle wrote, or one file: is it intact, damaged, or without a hash?
+    """Check whether every file below a folder that heddle wrote, or one file, is intact, damaged or without a hash.
 
     Nothing is written, so a run may keep training meanwhile. Exit code: 0 if no file is damaged, 1 if one is, 2 if no
     file has a hash that heddle wrote.

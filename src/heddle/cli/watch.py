@@ -56,11 +56,11 @@ def watch(settings: WatchSettings) -> None:
         live = open_live_page(stack, settings.port, settings.open)
         assert live is not None  # else it has raised
         print_text(live.address)
-        print_status("watch: Ctrl-C ends the page; the runs go on")
+        print_status("watch: Ctrl-C ends the page; the runs continue")
         try:
             _follow(follower, live)
         except Interrupted as interrupted:
-            raise Interrupted(interrupted.exit_code - 128, "the page has ended; the runs go on") from None
+            raise Interrupted(interrupted.exit_code - 128, "the page has ended; the runs continue") from None
 
 
 def _follow(follower: "FolderFollower", live: "LivePage") -> NoReturn:

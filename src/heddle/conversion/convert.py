@@ -42,7 +42,7 @@ class ConversionSource:
     """A model to convert.
 
     folder: where it lies. tokenizer: None if it has none. documents: the text of the tokenizer's other files, by
-    name. imported_config: the config.json fields that an export to its family writes again.
+    name. imported_config: the config.json fields that an export to its family writes back.
     """
 
     folder: Path
@@ -69,7 +69,7 @@ class ConversionSource:
 
     @property
     def config(self) -> ModelConfig:
-        """Its design: a source is a teacher, too."""
+        """Its design, as a `TeacherSource` needs it."""
         return self.weights.design
 
     def build_model(self, config: ModelConfig, device: str) -> Decoder:
@@ -79,7 +79,7 @@ class ConversionSource:
 
 
 class FolderWeights(Weights):
-    """The parameters in a model folder of heddle."""
+    """The parameters in a heddle model folder."""
 
     def __init__(self, contents: FolderContents) -> None:
         self.design = load_config(read_config(contents)).resolved()
@@ -97,7 +97,7 @@ class FolderWeights(Weights):
 
 
 class TransformersWeights(LazyCheckpoint, Weights):
-    """The parameters in a folder of transformers."""
+    """The parameters in a transformers folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

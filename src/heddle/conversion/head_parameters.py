@@ -76,8 +76,8 @@ def key_freedom(config: AttentionConfig, layer: Parameters, norm: NormConfig) ->
 def value_freedom(config: AttentionConfig) -> HeadFreedom:
     """The freedom of values: any map, unless a gate multiplies each channel; then each channel stays by itself.
 
-    What exclusive heads take away depends on angles, so that only orthogonal maps are free there. A bound of the values
-    leaves their signs free.
+    Exclusive heads remove a component that depends on angles, so only orthogonal maps are free there. With a bound on
+    the values only their signs are free.
     """
     assert config.value_dim is not None
     dims = torch.arange(config.value_dim)

@@ -119,7 +119,7 @@ def healing_rate(width: int, tokens_per_step: int = HEALING_STEP) -> float:
 def rate_share(added_loss: float) -> float:
     """Return the share of the largest rate after adding this loss, in nats per token: √(loss / 2), from 0.1 to 1.
 
-    A high rate repairs more but does damage itself: the original, trained on at 3e-3, loses 0.04 bits per byte. Of
+    A high rate repairs more but also does damage: the original, trained further at 3e-3, loses 0.04 bits per byte. Of
     3e-3, 1e-3 and 3e-4 the first was best after adding 2.2 nats, the second after adding 0.1 (docs/log.md).
     """
     return min(1.0, max(MIN_RATE_SHARE, math.sqrt(max(added_loss, 0.0) / LARGE_LOSS)))
@@ -215,9 +215,9 @@ def _stage_ends(settings: Settings, stages: Sequence[HealingStage]) -> list[int]
 
 
 def stage_settings(settings: Settings, stages: Sequence[HealingStage]) -> list[Settings]:
-    """The settings of each stage of a healing: its steps, of as many tokens, on samples after those of earlier ones.
+    """The settings of each stage of a healing: its steps, of as many tokens, on samples after the earlier stages'.
 
-    Stages of one length share no sample; those of another read the text in windows of their own.
+    Stages of one length share no sample; a stage of another length cuts the text into windows of its own length.
     """
     parts = []
     for stage, (begin, end) in zip(stages, pairwise(_stage_ends(settings, stages)), strict=True):
@@ -245,11 +245,11 @@ def healing_job(
     environment: Mapping[str, Any] | None = None,
     evaluation: EvaluationBudget | None = None,
 ) -> TrainingJob:
-    """Describe the healing of a converted model's folder as a training run in the folder `out`, for `train`.
+    """The training job, for `train`, that heals the converted model in a folder; its run is in the folder `out`.
 
-    corpus: the calibration's, encoded as far; rows begin as it says, or as they did in a run that `out` holds. Layers
-    whose activations would take over ACTIVATION_BYTES are computed again in the backward pass: the same numbers.
-    Warns if its text is too short to read each window once.
+    corpus: the calibration's, with as many tokens encoded; rows begin as it says, or as in a run that `out` already
+    holds. Layers whose activations would take over ACTIVATION_BYTES are computed again in the backward pass: the same
+    numbers. Warns if the text is too short to read each window only once.
     """
     start = open_init_checkpoint(converted)
     recomputes = settings.tokens_per_step * _activation_bytes(start.config) > ACTIVATION_BYTES

@@ -158,7 +158,7 @@ class TextRow(NamedTuple):
 
 
 class HeadEffects(NamedTuple):
-    """Of one head: scores [T, T], w_ij; values [T, T], p_ij²; output [T, D]: what it adds to the layer's output."""
+    """One head's effects: scores [T, T], w_ij; values [T, T], p_ij²; output [T, D]: its part of the layer's output."""
 
     scores: Tensor
     values: Tensor

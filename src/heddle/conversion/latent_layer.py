@@ -88,7 +88,7 @@ class RopeComponents:
         return squared.view(len(self.factors.k), self.factors.group_size, self.factors.pairs).sum(1)
 
     def _spectrum(self, members: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of one fold: energies [n], vectors [G · members, n], and what they lose without rotation and folded."""
+        """For one fold: energies [n], vectors [G · members, n], and what they lose without rotation and folded."""
         root = self.weights[:, members].flatten().sqrt()
         z = self.keys[:, members].flatten(0, 1) * root[:, None]
         inputs = (self.statistics.inputs / self.statistics.tokens).to(z.dtype)
@@ -520,7 +520,7 @@ def check_sizes(
     if plain and pairs == 0:
         raise DesignError(path, "has no RoPE, but every family with latent attention has; leave out exportable")
     if pairs == 0 and rope_dim is not None:
-        raise DesignError("rope_dim", f"{rope_dim} is asked for, but {path} has no RoPE; leave it out")
+        raise DesignError("rope_dim", f"{rope_dim} is set, but {path} has no RoPE; leave it out")
     if pairs > 0 and kv_rank is not None and rope_dim is None:
         raise DesignError("rope_dim", f"is missing, but {path} has RoPE; give it, or state_budget instead of both")
     assert config.kv_heads is not None

@@ -207,7 +207,7 @@ def _principal_maps(gram: Tensor, metrics: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _balanced(down: Tensor, cross: Tensor, covariance: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Maps whose shared head has uncorrelated dims, each as large as those of the heads are on average."""
+    """Maps to a shared head with uncorrelated dims, each as large as the heads' dims are on average."""
     energies, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     size = gram.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1).mean().clamp_min(0.0).sqrt()
     floor = energies.max().clamp_min(0.0) * 1e-13

@@ -48,10 +48,10 @@ FEATURES = (
 
 
 class FittedRewrite(Rewrite, ABC):
-    """Mixers become others, each fitted on a text.
+    """Mixers are replaced by other mixers, each fitted on a text.
 
-    keep: how many layers stay as they are, or their share (1/4): those whose conversion alone raises the loss on the
-    text the most. fit_steps, fit_learning_rate, seed: of the fit. lowered: the error that the fit lowers.
+    keep: how many layers stay as they are, or their share (1/4): the layers that raise the loss on the text the most
+    when converted alone. fit_steps, fit_learning_rate, seed: of the fit. lowered: the error that the fit lowers.
     """
 
     exact: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class FittedRewrite(Rewrite, ABC):
 
 
 class FittedMixers(FittedRewrite, ABC):
-    """Mixers get new configs, whose weights start from the old ones'.
+    """Mixers get new configs; their weights start from the old mixers' weights.
 
     keep: None: every layer is converted. convertible: what a layer must have.
     """

@@ -26,8 +26,8 @@ class Rewrite(Config, ABC):
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
     None: all that it applies to. keeps: what it leaves as it is: `attention`, so that layers may share keys and values
     or have an indexer; `layers`, so that they may be visited several times; the inputs of short `convolutions`; and
-    multi-token `modules`, which are built like the last layer. exact: `is_exact` of those that always or never are.
-    text_decides_weights: it reads a text for its weights, and its options say the design.
+    multi-token `modules`, which are built like the last layer. exact: `is_exact`, if it does not depend on options.
+    text_decides_weights: it reads a text for its weights only; its options fix the design.
     """
 
     targets: ClassVar[Mapping[str, str]] = {}
@@ -111,7 +111,7 @@ class Rewrite(Config, ABC):
         for index, (_, layer) in enumerate(design.expand()):
             if index not in selected:
                 continue
-            fields = {"k_eq_v": "makes values of keys", "value_norm": "normalizes values"}
+            fields = {"k_eq_v": "uses keys as values", "value_norm": "normalizes values"}
             found = {name: what for name, what in fields.items() if getattr(layer.mixer, name, False)}
             if indexer := indexer_field(layer.mixer):
                 found[indexer] = "selects the keys of each query"

@@ -39,13 +39,11 @@ class ConvertSettings(SessionSettings):
             "MODEL's accuracy), quality=0.02 (added bits per byte); repeatable.",
         ),
     ] = ()
-    only: Annotated[
-        tuple[str, ...], Option("NAME", "Search among this rewrite alone, or this target; repeatable.")
-    ] = ()
-    keep: Annotated[str | None, Option("LAYERS", "Layers that a search leaves as they are, such as 0,5.")] = None
+    only: Annotated[tuple[str, ...], Option("NAME", "Search only this rewrite or target; repeatable.")] = ()
+    keep: Annotated[str | None, Option("LAYERS", "Layers that a search does not change, such as 0,5.")] = None
     second_data: Annotated[
         tuple[str, ...],
-        Option("PATH", "Search again on this text: how much the choice depends on the first one; repeatable."),
+        Option("PATH", "Search again on this text, to see whether the choice depends on the text; repeatable."),
     ] = ()
     method: Annotated[str | None, Option("NAME", "all: convert by every method, and compare.")] = None
     list_: Annotated[bool, Option("", "List the rewrites and their options.")] = False
@@ -67,9 +65,7 @@ class ConvertSettings(SessionSettings):
             "sequences: 20%:layers 60%:logits 20%:logits@1024; repeatable.",
         ),
     ] = ()
-    heal_baselines: Annotated[
-        bool, Option("", "Heal what a search measured beside its choice, too, and report all of them.")
-    ] = False
+    heal_baselines: Annotated[bool, Option("", "Also heal the baselines of a search, and report all.")] = False
     heal_parameters: Annotated[str | None, Option("NAME", "all, or touched: only what was converted. [all]")] = None
     heal_lr: Annotated[
         float | None,

@@ -181,7 +181,7 @@ class ModelWeights(Weights):
 class ConvertedWeights(Weights):
     """The parameters of a rewritten design, converted layer by layer from the source's.
 
-    A rewrite overrides `convert_layer` and `convert_other`; what it leaves alone is the source's. Results may have any
+    A rewrite overrides `convert_layer` and `convert_other`; everything else is the source's. Results may have any
     floating point dtype: they are stored in the source's. text: what `activations` runs the source on.
     """
 

@@ -87,8 +87,8 @@ class ChatFormat:
     def turn_end_ids(self) -> tuple[int, ...]:
         """The special token that ends an answer in this template; empty if there is none.
 
-        It follows the answer, after white space at most, as the last of its neighbors: what stands further behind may
-        end the text. Where no special token does, it is the last one of what an answer adds.
+        It is the last special token in a row of them after the answer, with at most white space between; tokens further
+        on may end the text. If no special token follows, it is the last one that an answer adds.
         """
         asked = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _PROBE}]
         for messages in (asked, [{"role": "system", "content": "a"}, *asked]):  # some templates need a system message
@@ -520,7 +520,7 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
 
 
 def _is_neutral(value: Any) -> bool:
-    """Whether a field that is not known says nothing: null or empty. False and 0 may say not to train on it."""
+    """Whether an unknown field can be ignored: null or empty. False and 0 might mean not to train on the message."""
     return value is None or value in ("", [], {})
 
 

@@ -195,7 +195,7 @@ class CorpusEncoder:
         return TokenFile(path)
 
     def _check_time(self, began: float, encoded: int, total: int) -> None:
-        """Raise MachineError if encoding that began then is seen to end too late."""
+        """Raise MachineError if an encoding that began at this time would end too late."""
         seconds = time.monotonic() - began
         whole = seconds * max(1.0, total / encoded)
         if seconds > _TIMED_SECONDS and began + whole > self._until:
@@ -309,8 +309,8 @@ def prepare_corpus(
     48 MB only an even sample of documents is encoded, as large as that needs, and independent of the cache. A tokenizer
     may not have more than `vocab_size` tokens; without a tokenizer, BPE learns that many tokens (None:
     DEFAULT_VOCAB_SIZE) from at most 16 MB of the training split. rows: how sequences begin for a trained model
-    (`heddle.training.init_checkpoint.model_rows`). until: in time.monotonic() seconds; an encoding that is seen to end
-    later is given up. is_whole: its status names no parts. Raises DataError and MachineError.
+    (`heddle.training.init_checkpoint.model_rows`). until: in time.monotonic() seconds; an encoding that would end later
+    is refused. is_whole: progress is shown for the whole text, not by part. Raises DataError and MachineError.
     """
     if not sources:
         raise DataError("no data was named: give a file, a folder or stdlib.")

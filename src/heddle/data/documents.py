@@ -233,7 +233,7 @@ def _refuse_tar(first: bytes) -> None:
 
 
 def _refuse_wrapped_records(first: bytes, field: str) -> None:
-    """Raise UnreadableError for one object around an array of records with this field: its marks are no text."""
+    """Raise UnreadableError for one object around an array of records with this field: its JSON syntax is not text."""
     found = _WRAPPED_ARRAY.match(first.removeprefix(_BYTE_ORDER_MARK).lstrip())
     if found and re.search(rb'"%s"\s*:' % re.escape(json.dumps(field)[1:-1].encode()), found.string[found.end() :]):
         name = printable(found["name"].decode("utf-8", "replace"))

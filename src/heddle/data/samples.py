@@ -51,7 +51,7 @@ class Batch:
 class RowProtocol:
     """How each sequence of a text begins.
 
-    bos_ids: the BOS tokens of an imported model, which never read a text without them. They replace the first tokens of
+    bos_ids: the BOS tokens of an imported model, which never read text without them. They replace the first tokens of
     a sequence, so its length, targets and positions stay the same. (): sequences begin where the text is cut, as in
     heddle's own training.
     """

@@ -149,7 +149,7 @@ def _initialize(device: str) -> None:
 def _new_prefix(store: Store, rank: int, count: int) -> str:
     """Agree on a new prefix: after a restart by torchrun, the store still has the keys of dead ranks.
 
-    Each rank asks with its own word, rank 0 answers to that word, and the rank confirms the answer.
+    Each rank asks with a random word of its own, rank 0 answers to that word, and the rank confirms the answer.
     """
     deadline, own = time.monotonic() + START_SECONDS, uuid.uuid4().hex
     if rank:

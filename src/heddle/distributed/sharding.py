@@ -188,7 +188,7 @@ def compute_on_owners(matrix: Tensor, parts: Tensor, compute: Compute, first: in
 
 
 def _compute_shards(sharded: "DTensor", dim: int, parts: Tensor, compute: Compute, first: int) -> Tensor:
-    """The same for ranks of one mesh dimension that hold all rows between them."""
+    """The same for ranks of one mesh dimension that together hold all rows."""
     mesh, (rows, columns) = sharded.device_mesh, sharded.shape
     count, rank = mesh.size(dim), mesh.get_local_rank(dim)
     size = -(-rows // count)

@@ -1,1 +1,1 @@
-"""Other people's model folders in, and out to them: Hugging Face's families, without its library."""
+"""Import and export of other libraries' model folders: Hugging Face's families, without its library."""

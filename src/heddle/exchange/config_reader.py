@@ -1,4 +1,4 @@
-"""Read the fields of a config.json once each. A field that nobody read is refused by name, never ignored."""
+"""Read the fields of a config.json. A field that was not read is refused by name, never ignored."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ class ConfigReader:
         self.unread = set(data) - METADATA_FIELDS - set(PRESERVED_FIELDS) - off
 
     def optional(self, name: str, *aliases: str) -> Any:
-        """The value of a field, or of the first alias (an older name) that is set. None if absent or null.
+        """The value of a field, or of its first alias (an older name) that is set. None if absent or null.
 
         Raises ConfigError if two of the names are set to different numbers or texts.
         """
@@ -104,7 +104,7 @@ class ConfigReader:
         self.unread -= set(names)
 
     def get(self, name: str, default: T, *aliases: str) -> T:
-        """The value of a field, or `default` if it is absent or null. Its type must be that of the default."""
+        """The value of a field, or `default` if it is absent or null. It must have the default's type."""
         value = self.optional(name, *aliases)
         if isinstance(default, float) and type(value) is int:
             value = float(value)
@@ -148,7 +148,7 @@ class ConfigReader:
         return value
 
     def expect_all(self, **values: Any) -> None:
-        """Raises ConfigError naming the first of these fields that is there, not null, and has another value."""
+        """Raises ConfigError naming the first of these fields that is present, not null, and has another value."""
         for name, value in values.items():
             self.expect(name, value, None)
 
@@ -158,7 +158,7 @@ class ConfigReader:
             self.optional(name)
 
     def preserved(self) -> dict[str, Any]:
-        """The fields that an export writes again."""
+        """The fields that an export writes back."""
         return {name: self.data[name] for name in PRESERVED_FIELDS if name in self.data}
 
     def invalid(self, name: str, remedy: str) -> ConfigError:

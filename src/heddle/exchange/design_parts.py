@@ -37,7 +37,7 @@ def layers(design: ModelConfig) -> list[LayerConfig]:
 
 
 def mixers(design: ModelConfig) -> list[MixerConfig]:
-    """The mixers of every layer; those of a pair one after the other."""
+    """The mixers of every layer; a pair's two mixers one after the other."""
     result: list[MixerConfig] = []
     for layer in layers(design):
         if isinstance(layer.mixer, PairConfig):

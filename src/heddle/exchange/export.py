@@ -40,10 +40,10 @@ def export(
 
     family: the model_type to write; None: the imported one if it fits, else the first that fits, else heddle's own.
 
-    What an import left in the model (family, lengths, token ids) is written again where it still applies, and so are
-    the tokenizer files of `imported`. LoRA adapters are merged. Tensors are split into files of at most
-    `max_shard_bytes`. Raises CheckpointError if the folder holds something else, ConfigError if the family does not
-    fit, MachineError if the folder cannot be written.
+    What an import stored in the model (family, lengths, token ids) is written back where it still applies, as are the
+    tokenizer files of `imported`. LoRA adapters are merged. Tensors are split into files of at most `max_shard_bytes`.
+    Raises CheckpointError if the folder holds something else, ConfigError if the family does not fit, MachineError if
+    the folder cannot be written.
     """
     preserved = dict((model if imported is None else imported.model).imported_config)
     model = merge_lora(model)

@@ -131,7 +131,7 @@ class WeightMap:
             self.add_tensor(hf_module + suffix, *names, transform=transform)
 
     def add_modules(self, hf: str, heddle: str, names: Mapping[str, str]) -> None:
-        """Add the rules for modules below `hf` and `heddle`: from names of the one side to those of the other."""
+        """Add the rules for modules below `hf` and `heddle`. names: Hugging Face's -> heddle's."""
         for hf_name, name in names.items():
             self.add_module(f"{hf}.{hf_name}", f"{heddle}.{name}")
 
@@ -142,7 +142,7 @@ class WeightMap:
         self.alternatives[hf_name] = TensorRule(hf_name, parameters, transform), tuple(replace)
 
     def add_renamed(self, hf_name: str, published_name: str) -> None:
-        """Add the rule for a tensor whose name in some files is not `published_name`."""
+        """Add the rule for a tensor that has another name than `published_name` in some files."""
         rule = self.rules[published_name]
         self.add_alternative(hf_name, *rule.parameters, transform=rule.transform, replace=[published_name])
 
@@ -184,12 +184,13 @@ def parameter_name(ref: ParameterRef) -> str:
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """A family's names of its multi-token modules, which compute what heddle's do (`model/multi_token.py`).
+    """A family's names of its multi-token modules, which compute the same as heddle's (`model/multi_token.py`).
 
-    count_field: says in config.json how many there are. prefix, layer: what the names of a module's tensors, and of its
-    layer's, begin with; {layer} stands for the number of the model's layers and the modules before it. parts: names of
-    its other parts below `prefix`, with heddle's. copies: tensors below it that repeat the model's embedding or head.
-    fits: whether the last layer of a design is of the kind that the family's modules have. most: how many a file holds.
+    count_field: the field of config.json with their number. prefix, layer: what the names of a module's tensors, and of
+    its layer's, begin with; {layer} stands for the number of the model's layers and the modules before it. parts: names
+    of its other parts below `prefix`, with heddle's. copies: tensors below it that repeat the model's embedding or
+    head. fits: whether the last layer of a design is of the kind that the family's modules have. most: how many a file
+    holds.
     """
 
     count_field: str
@@ -235,16 +236,15 @@ class Family:
     """One model_type of transformers.
 
     read_config: config.json -> the plain data of a design. It must read every field that changes what is computed.
-    write_config: a resolved design -> the nearest config.json of this family. It must not fail: what the family cannot
-    express is found by reading the result again and comparing the two designs.
-    map_weights: adds the rules between the family's tensors and the model's parameters.
-    ignored_tensors: prefixes of tensor names that heddle skips with a notice. {depth} stands for the number of layers,
+    write_config: a resolved design -> the nearest config.json of this family. It must not fail: features that the
+    family cannot express are found by reading the result back and comparing the two designs. map_weights: adds the
+    rules between the family's tensors and the model's parameters. ignored_tensors: prefixes of tensor names that heddle
+    skips with a notice. {depth} stands for the number of layers,
     * for anything.
-    zeros_if_absent: patterns of tensors that are zeros where a file lacks them.
-    priority: if several families match a design exactly, the one with the lowest number is used.
-    documents: text files that an export writes beside the weights, by name.
-    multi_token: the names of its multi-token modules, if heddle reads them. Those that a file holds are read, whatever
-    its config says.
+    zeros_if_absent: patterns of tensors that are zeros where a file lacks them. priority: if several families match a
+    design exactly, the one with the lowest number is used. documents: text files that an export writes beside the
+    weights, by name. multi_token: the names of its multi-token modules, if heddle reads them. Modules in a file are
+    read whatever its config says.
     """
 
     model_type: str
@@ -261,7 +261,7 @@ class Family:
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Every family by its model_type, in order of priority: each `Family` that a file of `families/` has a name for."""
+    """Every family by its model_type, in order of priority: each module-level `Family` in `families/`."""
     names = sorted(file.stem for file in FAMILIES_FOLDER.glob("*.py") if not file.stem.startswith("_"))
     files = [importlib.import_module(f"heddle.exchange.families.{name}") for name in names]
     result = [value for file in files for value in vars(file).values() if isinstance(value, Family)]

@@ -135,7 +135,7 @@ def design_from_config(
 
 
 def exported_design(design: ModelConfig, config: dict[str, Any], family: Family) -> ModelConfig:
-    """What a family makes of the config that it writes of a design; an import finds multi-token modules by tensors."""
+    """The design that a family reads from the config it writes; an import finds multi-token modules by tensors."""
     exported = design_from_config(config, family)
     modules = None if family.multi_token is None else family.multi_token.fitting(design)
     return exported if modules is None else exported.replace(multi_token=modules)
@@ -149,7 +149,7 @@ def rank_families(design: ModelConfig, preferred: str | None = None) -> list[Fam
 def _matches(design: ModelConfig, preferred: str | None) -> Iterator[FamilyMatch]:
     """The match of every family but heddle's own: `preferred`, then the others in order of priority.
 
-    A base class counts for `preferred` alone.
+    A base class counts only for `preferred`.
     """
     items = sorted(families().items(), key=lambda item: item[0] != preferred)
     return (match_family(design, family, name == preferred) for name, family in items if name != HEDDLE)
@@ -255,7 +255,7 @@ def differences(design: ModelConfig, other: ModelConfig, training: bool = False)
 
 
 def describe_mismatch(design: ModelConfig, mismatch: Mismatch) -> str:
-    """A field and its value, and the layers of its entry where these are not numbered as the entries are."""
+    """A field and its value, and the layers of its entry if layer and entry numbers differ."""
     paths = [_dotted(path) for path, _ in design.expand()]
     entry = ".".join(mismatch.path.split(".")[:2])
     layers = [index for index, path in enumerate(paths) if path == entry]

@@ -1,4 +1,4 @@
-"""What an import left in a checkpoint of heddle, which an export to Hugging Face needs."""
+"""Data that an import stores in a heddle checkpoint, for an export to Hugging Face."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """text_files: the tokenizer's files that an export writes again."""
+    """text_files: the tokenizer's files that an export writes back."""
 
     model: Decoder
     tokenizer: Tokenizer | None
@@ -26,7 +26,7 @@ class ImportedModel:
 
     @property
     def preserved_config(self) -> dict[str, Any]:
-        """The fields of config.json that an export writes again. They belong to the model."""
+        """The fields of config.json that an export writes back. They belong to the model."""
         return self.model.imported_config
 
 
@@ -44,7 +44,10 @@ def imported_family(folder: str | Path) -> str | None:
 
 
 def open_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> ImportedModel:
-    """Open a checkpoint, or the newest one of a run, with what an import left in it. Raises as `heddle.load`."""
+    """Open a checkpoint, or the newest one of a run, with the data that an import stored in it.
+
+    Raises as `heddle.load`.
+    """
     checkpoint = find_model_folder(folder)
     model, tokenizer = load(checkpoint, dtype)
     documents = read_folder(checkpoint).documents

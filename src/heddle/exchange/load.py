@@ -104,7 +104,7 @@ def _print_notes(noted: list[str], family: Family, source: str) -> None:
 def original_design(
     config: Mapping[str, Any], family: Family, source: str, noted: list[str] | None = None
 ) -> ModelConfig:
-    """The design that an export stored in config.json if it still agrees with the fields, else the one they give.
+    """The design that an export stored in config.json if it still agrees with the fields, else the fields' design.
 
     noted: as in `design_from_config`.
     """
@@ -122,7 +122,7 @@ def original_design(
 def with_stored_modules(design: ModelConfig, family: Family, checkpoint: SafetensorsFolder) -> ModelConfig:
     """The design with the multi-token modules that a folder holds, whatever its config says.
 
-    Modules that do not compute what heddle's do are left out; a notice says why.
+    Modules that compute something else than heddle's are left out; a notice says why.
     """
     names = family.multi_token
     if names is None:
@@ -163,7 +163,7 @@ def _module_difference(
     checkpoint: SafetensorsFolder,
     stored: Mapping[str, TensorSpec],
 ) -> str | None:
-    """Why a folder's multi-token modules are not those of a design, or None if they are."""
+    """Why a folder's multi-token modules do not fit a design, or None if they do."""
     weight_map = build_weight_map(family, build(design, device="meta"))
     own = stored_names(weight_map, stored, str(checkpoint.folder))
     rules = {parameter_name(rule.parameters[0]): rule.hf_name for rule in weight_map.rules.values()}
@@ -177,20 +177,20 @@ def _module_difference(
     if missing := sorted(wanted - found):
         return f"tensor '{missing[0]}' is missing"
     if unknown := sorted(found - wanted - weight_map.copies.keys()):
-        return f"tensor '{unknown[0]}' has no part in heddle's"
+        return f"tensor '{unknown[0]}' has no counterpart in heddle's"
     for name, parameter in weight_map.copies.items():
         main = rules[parameter]
         if name in own and main in own:
             copy, original = (checkpoint.tensor(stored[own[each]][0], own[each]) for each in (name, main))
             if not torch.equal(copy.to(original.dtype), original):
-                return f"tensor '{name}' is not the model's '{main}', which heddle's share"
+                return f"tensor '{name}' differs from the model's '{main}', which heddle's share"
     return None
 
 
 def _check_tensor(
     weight_map: WeightMap, rule: TensorRule, dtype: torch.dtype, shape: Sequence[int], source: str
 ) -> None:
-    """Raises CheckpointError for a tensor that is not what its rule needs."""
+    """Raises CheckpointError for a tensor that does not fit its rule."""
     if rule.transform.whole_numbers:
         if dtype not in (torch.int64, torch.int32):
             raise CheckpointError(f"{source} is of type {dtype}; it holds ids, which are int64 or int32")
@@ -253,7 +253,7 @@ class TensorNames:
                 return
 
     def _finds(self, embedding: str, known: Collection[str], names: Collection[str], source: str) -> bool:
-        """Whether names of a file have this embedding; then what they have beside the names of the class is set."""
+        """Whether a file's names have this embedding; if so, sets how its names differ from the class's."""
         base, _, rest = embedding.partition(".")
         is_base = bool(rest) and sum(name.startswith(f"{base}.") for name in known) > len(known) // 2
         self.base = f"{base}." if is_base else ""
@@ -354,7 +354,7 @@ class _WeightLoader:
         self.model.tie()
 
     def _fill_absent(self) -> None:
-        """Zeros for the tensors that the family's class fills with them where a file lacks them."""
+        """Fill missing tensors with zeros, where the family's class does."""
         for name in [name for name in self.missing if _matching_prefix(name, self.family.zeros_if_absent)]:
             rule = self.missing.pop(name)
             self._copy_into(rule, torch.zeros(self.weight_map.hf_shape(rule)))
@@ -396,7 +396,7 @@ class _WeightLoader:
                 self.loaded[name][index] = part
 
 
-# A Hugging Face folder whose parameters are read one at a time, by their names in heddle.
+# A Hugging Face folder; its parameters are read one at a time, by their names in heddle.
 
 
 class LazyCheckpoint:
@@ -471,7 +471,7 @@ class LazyCheckpoint:
 
     @cached_property
     def imported_config(self) -> dict[str, Any]:
-        """The fields of config.json that an export writes again."""
+        """The fields of config.json that an export writes back."""
         return ConfigReader(self.checkpoint.config).preserved() | {"model_type": self.family.model_type}
 
     def read_tokenizer(self) -> tuple[Tokenizer | None, dict[str, str]]:

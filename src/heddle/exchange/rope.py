@@ -98,7 +98,7 @@ def read_rope_table(
     partial_rotary_factor: float | None = None,
     original_length: int | None = None,
 ) -> dict[str, Any]:
-    """As `read_rope`, from one `rope_parameters` table, such as that of one layer type."""
+    """As `read_rope`, from one `rope_parameters` table, such as one layer type's."""
     if not isinstance(table, dict):
         raise config.invalid("rope_parameters", "should be a table of fields")
     parameters = ConfigReader(table, f"{config.source}, rope_parameters")

@@ -74,7 +74,9 @@ def has_text_model(config: Mapping[str, Any]) -> bool:
 
 
 def text_model_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The config of the text model. Fields beside it that are not for images stay, so that unknown ones are refused.
+    """The config of the text model.
+
+    Fields beside it that are not about images are kept, so that unknown ones are refused.
 
     Raises ConfigError if the two tables disagree about the head.
     """

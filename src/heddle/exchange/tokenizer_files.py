@@ -137,7 +137,7 @@ def _with_bos_post_processor(tokenizer: Tokenizer) -> tuple[str, dict[str, Any]]
 
 
 def _bos_ids(backend: Backend, named: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that begin each text: those of the file's post-processor, which is all that transformers 5 looks at.
+    """The ids that begin each text, from the file's post-processor, the only place where transformers 5 looks.
 
     If it adds none, `add_bos_token` of tokenizer_config.json may ask for one, as in transformers 4.
     """
@@ -184,7 +184,7 @@ def _named_tokens(named: Mapping[str, Any]) -> list[str]:
 def _with_named_tokens(text: str, backend: Backend, named: Mapping[str, Any], vocab_limit: int, folder: Path) -> str:
     """The tokenizer.json with the special tokens that settings name and it lacks, as transformers adds them.
 
-    One without a row of the embedding is left out, with a warning: a text that held it could not be read.
+    A token without a row of the embedding is left out, with a warning: a text with it could not be read.
     """
     missing = [token for token in _named_tokens(named) if backend.token_to_id(token) is None]
     fitting = missing[: max(0, vocab_limit - backend.get_vocab_size())]
@@ -198,7 +198,7 @@ def _with_named_tokens(text: str, backend: Backend, named: Mapping[str, Any], vo
 def _eos_ids(
     json_files: Mapping[str, Mapping[str, Any]], named: Mapping[str, Any], backend: Backend, folder: Path
 ) -> tuple[int, ...]:
-    """The ids that end a text: those of generation_config.json, then config.json, then the `eos_token`."""
+    """The ids that end a text, from generation_config.json, else config.json, else the `eos_token`."""
     eos_ids: list[int] = []
     for file in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         value = json_files.get(file, {}).get("eos_token_id")

@@ -103,7 +103,7 @@ def _takes_indices(node: Node) -> bool:
 
 @torch.no_grad()
 def _replay(graph: _Graph, tensors: Sequence[Tensor], table: ProductTable) -> None:
-    """Run the graph. Its calls find their weights in the table, which lives as long as the caller's step."""
+    """Run the graph. Its calls read their weights from the table, which lives as long as the caller's step."""
     graph(*tensors)
 
 
@@ -192,8 +192,8 @@ def pinned_steps(
 ) -> Iterator[Tensor]:
     """Yield the next tokens of all rows, int64 [B], at each step; −1 where logits are not finite.
 
-    on_refusal: called once with the reason if no graph can be recorded; every step then runs as the first one. None: no
-    graph is tried.
+    on_refusal: called once with the reason if no graph can be recorded; every step then runs as the first one did.
+    None: no graph is tried.
     """
     tokens = request.sampler.choose(
         runner.logits(hidden, request), torch.zeros((), dtype=torch.int64, device=hidden.device)

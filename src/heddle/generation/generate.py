@@ -360,7 +360,7 @@ def generate(
         raise ConfigError("multi_token_draft: the draft_model proposes tokens already; leave out one of the two")
     has_draft = draft_model is not None or multi_token_draft
     if not has_draft and on_speculative_round is not None:
-        raise ConfigError("on_speculative_round: there are no rounds without a draft_model; give one, or leave it out")
+        raise ConfigError("on_speculative_round: has no effect without a draft_model; give one, or leave it out")
     batch = read_prompts(prompts, tokenizer is not None)
     speculative = SpeculativeConfig(draft_model, speculative_tokens, on_speculative_round) if has_draft else None
     _check_compatible(model, prefix, num_beams, speculative)

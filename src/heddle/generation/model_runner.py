@@ -96,7 +96,7 @@ class ModelRunner:
 
 
 def _one_later(layout: Layout) -> Layout:
-    """The layout of the tokens that follow those of `layout`, for their embeddings."""
+    """The layout of the tokens one later than `layout`'s, for their embeddings."""
     positions = torch.where(layout.positions < 0, -1, layout.positions + 1)
     start = None if layout.start is None else layout.start + 1
     newest = None if layout.max_position is None else layout.max_position + 1

@@ -102,7 +102,7 @@ class _Row:
 
 
 class BatchScheduler:
-    """Steps all requests in one call. Each text equals that of its request alone, up to rounding."""
+    """Steps all requests in one call. Each text equals the text of its request alone, up to rounding."""
 
     def __init__(self, runner: ModelRunner, prefill_tokens: int = PREFILL_TOKENS) -> None:
         self._runner, self._prefill_tokens = runner, prefill_tokens

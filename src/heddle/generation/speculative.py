@@ -304,7 +304,7 @@ def _runners(
 def _verify(
     p: Tensor, q: Tensor, proposed: Tensor, request: GenerationRequest, drawn_for: DrawnFor
 ) -> tuple[Tensor, Tensor]:
-    """How many of the proposed tokens [B, k] each row accepts [B], and the token after those [B].
+    """How many of the proposed tokens [B, k] each row accepts [B], and the token after them [B].
 
     p: the model's distributions [B, k + 1, vocab]; q: the draft's [B, k, vocab].
     """

@@ -1,8 +1,8 @@
 """What inference engines allocate for the state of a design: transformers, vLLM and llama.cpp.
 
-The design's own state says what its layers keep. An engine rounds that up to whole blocks or cells, pads it, and may
-keep it in another dtype. Its rules are those of its source, read on 2026-11-28: `StaticCache` of transformers 5.23;
-`v1/core/kv_cache_utils.py` and `v1/kv_cache_interface.py` of vLLM; `llama-kv-cache-iswa.cpp` of llama.cpp.
+The design's own state says what its layers store. An engine rounds that up to whole blocks or cells, pads it, and may
+store it in another dtype. The rules follow the engines' source code, read on 2026-11-28: `StaticCache` of transformers
+5.23; `v1/core/kv_cache_utils.py` and `v1/kv_cache_interface.py` of vLLM; `llama-kv-cache-iswa.cpp` of llama.cpp.
 """
 
 from collections import Counter
@@ -50,9 +50,9 @@ class EngineState:
 
 @dataclass(frozen=True)
 class Kept:
-    """What one layer keeps of one sequence, in numbers.
+    """How many numbers one layer stores for one sequence.
 
-    token: keys and values of each token, or its latent. index: an indexer's keys of each token. window: of how many
+    token: keys and values of each token, or its latent. index: an indexer's keys of each token. window: for how many
     tokens; None is all. recurrent: the states of recurrences. channels, kernel: of short convolutions.
     """
 
@@ -68,8 +68,8 @@ class Kept:
 def engine_states(model: Decoder, sizes: Sequence[Size], imported: str | None = None) -> list[EngineState]:
     """What each engine allocates for the design of a meta model, in the model's dtype where the engine follows it.
 
-    sizes: those of the contexts, all of one batch. imported: the family that the model came from. A bidirectional
-    design has no state, and the list is empty.
+    sizes: the design's size at each context, all for one batch. imported: the family that the model came from. A
+    bidirectional design has no state, and the list is empty.
     """
     if not model.causal:
         return []
@@ -90,7 +90,7 @@ def engine_states(model: Decoder, sizes: Sequence[Size], imported: str | None = 
 
 
 def kept_by_layers(model: Decoder) -> Counter[Kept]:
-    """How many layers of the design of a meta model keep what, read off its state for one token."""
+    """How many layers of a meta model's design store what, read off its state for one token."""
     kept: Counter[Kept] = Counter()
     with refuse_overflow(), ShapesOnly():
         state = model.init_state(1, 1)
@@ -114,7 +114,7 @@ def kept_by_layers(model: Decoder) -> Counter[Kept]:
 
 
 def _transformers(model: Decoder, match: FamilyMatch, sizes: Sequence[Size], dtype: torch.dtype) -> list[int]:
-    """A `StaticCache` of each context. heddle's own class keeps heddle's own state in it."""
+    """A `StaticCache` at each context; for heddle's own class, heddle's state."""
     if match.family.model_type == HEDDLE:
         return [size.state_bytes for size in sizes]
     if match.family.model_type in ("deepseek_v4", "minimax", "openai-gpt"):
@@ -144,7 +144,7 @@ def _vllm(model: Decoder, match: FamilyMatch, sizes: Sequence[Size]) -> list[int
 
 
 def vllm_layers(model: Decoder, family: str) -> tuple[Caches, Counter[int]]:
-    """The layers as `block_bytes` takes them. Raises ConfigError for what vLLM keeps in a layout of its own."""
+    """The layers as `block_bytes` takes them. Raises ConfigError for states that vLLM stores in a layout of its own."""
     dtype = model.embed.weight.dtype
     state_dtype = torch.float32 if family in FLOAT32_STATES else dtype
     caches: Caches = Counter()
@@ -189,7 +189,7 @@ def block_bytes(caches: Caches, states: Counter[int], context_length: int, batch
 
 
 def hybrid_block(caches: Caches, states: Counter[int]) -> int:
-    """Tokens of a block of vLLM: so many that a page of keys and values is no smaller than a layer's state."""
+    """Tokens of a block of vLLM: enough that a page of keys and values is no smaller than a layer's state."""
     if not caches or not states:
         return BLOCK
     return BLOCK * -(-max(states) // (BLOCK * max(token for token, _ in caches)))

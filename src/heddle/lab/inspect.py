@@ -20,7 +20,7 @@ from heddle.parts.mixers import Mixer
 
 MAX_TOKENS = 512  # the most that a map can show
 MAX_WEIGHTS = 2**25  # of all heads: 32 MB before compression
-LONG_CONTEXT = 8192  # state sizes are given at this context too
+LONG_CONTEXT = 8192  # state sizes are listed at this context too
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LayerWeights:
     """The attention weights of one layer and their averages.
 
     weight_codes: bytes of shape [heads, queries, keys]; a weight w is stored as round(255 · √w).
-    The averages are over all heads and all queries but the first, which can see nothing but itself.
+    The averages are over all heads and all queries but the first, which can only see itself.
     mean_distance: weighted, in tokens. self_share, first_token_share, sink_share: the weight on the token itself, on
     the first token, and on no token. mean_distance and self_share are None if keys are not the text's tokens.
     """

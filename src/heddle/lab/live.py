@@ -36,8 +36,8 @@ _HEADERS = {
 class LivePage:
     """`with LivePage(port) as live: live.publish(…)` serves the newest version of a page until the block ends.
 
-    port: 0 for any free one. Raises ConfigError if the port is taken. At the end of the block an open page is given
-    a moment to fetch the last version, but not after an error.
+    port: 0 for any free one. Raises ConfigError if the port is taken. At the end of the block an open page gets a
+    moment to fetch the last version, but not after an error.
     """
 
     def __init__(self, port: int = 0) -> None:

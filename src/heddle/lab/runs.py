@@ -108,7 +108,7 @@ def summarize(run: Path, folder: Path) -> RunSummary:
 
 
 def _final(run: Path, step: int, metric: str) -> float | None:
-    """The final evaluation of a run, if it has one that is not of an earlier end."""
+    """The final evaluation of a run; None if it is missing, or from before the run was extended."""
     path = run / FINAL_FILE
     final = read_json_file(path) if path.is_file() else {}
     return final.get(f"final_{metric}") if final.get("step") == step else None
@@ -140,13 +140,13 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def reading_note(runs: Sequence[RunSummary]) -> str:
-    """What the losses of runs are read on, and which runs begin their sequences with BOS where not all do."""
+    """On which text the losses of runs are measured, and which runs begin sequences with BOS, if only some do."""
     named = [run.name for run in runs if run.fields.get(BOS_FIELD)]
     if not named or len(named) == len(runs):
         return VALIDATION_NOTE
     return (
         f"{VALIDATION_NOTE} Sequences of {', '.join(named)} are read {RowProtocol((0,))}; "
-        f"those of the others {RowProtocol()}: their losses are not of the same tokens."
+        f"the others' {RowProtocol()}: their losses are not of the same tokens."
     )
 
 

@@ -153,7 +153,7 @@ def _verify_plain_file(path: Path) -> Outcome:
 def _is_foreign_json(path: Path) -> bool:
     """Whether a file is valid JSON without a SHA-256, so that heddle does not read it again.
 
-    The field's name or its length shows that there was one, so that no damage to it goes unnoticed.
+    A SHA-256 field that is damaged is recognized by its name or its length.
     """
     try:
         content = json.loads(path.read_bytes()) if path.stat().st_size <= MAX_JSON_BYTES else []

@@ -1,12 +1,12 @@
 """Run tasks in worker processes, several at once.
 
 A task is a request of plain values, and its result is a file, so that interrupted work resumes: a task with a result is
-not repeated. Each task has its own process: it reports its own memory, and the others survive if it is killed. On
-Linux, tasks on a CPU are forked from a process that has imported what they need, and has computed nothing; speeds are
-measured in fresh processes.
+not repeated. Each task has its own process, which reports its own memory and can be killed without harm to the others.
+On Linux, tasks on a CPU are forked from a process that has imported what they need, and has computed nothing; speeds
+are measured in fresh processes.
 
 Several processes, also on several machines, may share the tasks of a folder: each starts with its own share, and then
-takes what is left. A lock named after the result marks a task as taken. The worker inherits it, so that the lock is
+takes remaining tasks. A lock named after the result marks a task as taken. The worker inherits it, so that the lock is
 released when the worker ends, even after its parent.
 """
 
@@ -47,7 +47,7 @@ class Task:
     """Work for one worker.
 
     label: the start of its messages. result_file: of its result, once it is done. request: the work, in plain values;
-    its "task" is a name of `worker.TASKS`. is_optional: whether other tasks go on if it is refused.
+    its "task" is a name of `worker.TASKS`. is_optional: whether other tasks continue if it is refused.
     """
 
     label: str

@@ -171,7 +171,7 @@ def _gradient_reaches_tokens(model: Decoder, tokens: Tensor, encoder_output: Enc
 
 
 def _both_sequences(model: Decoder, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Keys come from one sequence, values from the other."""
+    """Keys come from one sequence, values from another."""
     same = _hidden_states(model, tokens, EncoderOutput(keys))
     assert_bitwise_equal(
         _hidden_states(model, tokens, EncoderOutput(keys, keys)), same, "the keys passed as values, too"

@@ -224,7 +224,7 @@ def load_balancing(config: ModelConfig) -> None:
         for name, value in part.named_parameters():
             moved = value.detach() - before[name]
             if value is not bias and bool(moved.any()):
-                raise LawViolation(f"balancing changes {name}, which is no balancing bias")
+                raise LawViolation(f"balancing changes {name}, which is not a balancing bias")
             if value is bias and value.requires_grad:
                 raise LawViolation(f"{name} is trained by its gradient, and balancing changes it")
             if value is bias:

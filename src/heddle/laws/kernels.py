@@ -166,7 +166,7 @@ def low_precision(config: ModelConfig) -> None:
 def _rounding_errors(
     exact: Decoder, model: Decoder, tokens: Tensor, layout: Layout, dtype: torch.dtype | None = None
 ) -> list[float]:
-    """The errors in one call and, for a causal model, with a state; with a dtype, that of `_rounded_outputs` last."""
+    """The errors in one call and, for a causal model, with a state; with a dtype, also of `_rounded_outputs`, last."""
     with torch.no_grad(), _record_choices(exact) as choices:
         want = forward(exact, tokens, layout)
     with torch.no_grad(), _replay_choices(model, choices):

@@ -57,7 +57,7 @@ class ReferenceState:
         self.rows: list[list[TokenRead]] = [[] for _ in range(rows)]
 
     def feed(self, tokens: Tensor, what: str, layout: Layout | None = None, tolerance: float = 1e-10) -> None:
-        """Read tokens [B, T] and compare each output with that of the full sequences without a state."""
+        """Read tokens [B, T] and compare each output with a call on the full sequences without a state."""
         try:
             hidden, self.state = forward_with_state(self.model, self.state, tokens, layout)
         except ConfigError as error:
@@ -263,7 +263,7 @@ def rollback_errors(config: ModelConfig) -> None:
 
 
 def rollback_size(config: ModelConfig) -> None:
-    """The state bytes that `size` reports for a rollback are those allocated, and the state can roll back that far."""
+    """The bytes that `size` reports for a rollback are the allocated ones, and the state can roll back that far."""
     model = model_under_test(config, torch.float32)
     require_state(model, rollback=True)
     context = max(_ring_sizes(model), default=4) + ROLLBACK + 2

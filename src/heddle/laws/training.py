@@ -366,7 +366,7 @@ def state_dict_completeness(config: ModelConfig) -> None:
 
 
 def size_matches_model(config: ModelConfig) -> None:
-    """The parameters and state bytes that `size` reports are those of the model that is built."""
+    """The parameters and state bytes that `size` reports equal the built model's."""
     reported = size(config, context_length=21, batch=2, encoder_length=ENCODER_LENGTH)
     model = build(config, device=torch.get_default_device())
     parameters = sum({id(value): value.numel() for value in model.parameters()}.values())
@@ -375,7 +375,7 @@ def size_matches_model(config: ModelConfig) -> None:
     if sum(layer.count for layer in reported.layers) != config.depth:
         raise LawViolation(f"the number of reported layers is not {config.depth}")
     if sum(layer.count for layer in reported.encoder) != (0 if config.encoder is None else config.encoder.depth):
-        raise LawViolation("the reported layers of the encoder are not those of its design")
+        raise LawViolation("the reported layers of the encoder differ from its design")
     allocated = new_state(model, 2, 21).bytes if model.causal else 0
     if reported.state_bytes != allocated:
         raise LawViolation(f"{reported.state_bytes} bytes of state are reported, {allocated} are allocated")

@@ -138,9 +138,9 @@ class LayerConfig(Config):
     its own state. Whatever depends on depth counts visits: `initialization.depth_scaled`, `drop_path`, the α and β of
     `deep_norm`, the blocks of `attention_residuals` and λ_init of `differential_attention`.
 
-    adapter_rank: to every projection of the mixer and the feed-forward of a layer that is visited several times, each
-    visit adds a product B A of this rank that is its own (Relaxed Recursive Transformers, Bae et al. 2024, arXiv
-    2410.20672). Stacks of experts have none. B is zero at first.
+    adapter_rank: rank of the product B A that each visit of a layer adds to its projections, with A and B of its own
+    (Relaxed Recursive Transformers, Bae et al. 2024, arXiv 2410.20672). Stacks of experts have none. B is zero at
+    first.
     """
 
     later_fields = ("shared", "adapter_rank")
@@ -160,7 +160,7 @@ class LayerConfig(Config):
         if self.layers is not None and not self.layers:
             refuse("layers", "is empty; name at least one layer")
         if self.layers is not None and self.adapter_rank is not None:
-            refuse("adapter_rank", "is of a layer, but this entry nests layers; give it to those that are to have it")
+            refuse("adapter_rank", "applies to single layers, but this entry nests layers; set it on the nested layers")
         if self.layers is None and not has_parts:
             refuse("mixer", "a layer needs a mixer, a feedforward or both; add one")
         return self
@@ -266,9 +266,7 @@ class ModelConfig(Config):
                 refuse(f"{path}.shared", "does nothing for an entry that is visited once; repeat it, or leave it out")
         for (path, layer), looped in zip(self.expand(), self.looped_layers, strict=True):
             if layer.adapter_rank is not None and not looped:
-                reason = (
-                    "is of visits of a shared layer, but this one has weights of its own; share it, or leave it out"
-                )
+                reason = "is for visits of a shared layer, but this one has its own weights; share it, or leave it out"
                 refuse(f"{path}.adapter_rank", reason)
         return self
 
@@ -317,7 +315,7 @@ class ModelConfig(Config):
 
     @property
     def position_limit(self) -> int | None:
-        """The maximum sequence length: the number of learned positions; None where no table of positions ends."""
+        """The maximum sequence length: the number of learned positions; None without learned positions."""
         return getattr(self.embedding.position, "length", None)
 
     def usual_length(self, length: int, following: int = 0) -> int:

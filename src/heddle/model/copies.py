@@ -204,7 +204,7 @@ def _whole_graph(model: Decoder, options: dict[str, Any]) -> Callable[..., Any]:
 def remove_damaged_libraries() -> None:
     """Remove what killed processes left half written in the cache of torch's compiler, which would load it and fail.
 
-    What another process is building, it holds locked, and keeps.
+    Files that another process is building are locked, and stay.
     """
     folder = Path(compiler_cache())
     for path in (*folder.glob("*/*.so"), *folder.glob("*/*.o")):
@@ -233,7 +233,7 @@ def _is_whole(path: Path) -> bool:
 
 @contextmanager
 def refusing_compiler_errors(sentence: str) -> Iterator[None]:
-    """Within the block, what torch's compiler cannot do is a ConfigError; a machine without a C++ compiler is none."""
+    """Within the block, errors of torch's compiler become a ConfigError, except that a C++ compiler is missing."""
     try:
         yield
     except RuntimeError as error:

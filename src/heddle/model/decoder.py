@@ -166,7 +166,7 @@ class Layer(nn.Module):
         return stream, LayerState(mixer_state, feedforward_state) if both else mixer_state
 
     def after_branches(self, stream: Stream, layout: Layout) -> Stream:
-        """The stream with the layer's own embedding added, times its scalar; unchanged without both."""
+        """The stream with the layer's own embedding added, times its scalar; unchanged if it has neither."""
         per_layer = self.per_layer
         if per_layer is not None:
             own = self._own_embedding(layout)
@@ -271,7 +271,7 @@ class Decoder(nn.Module):
             own = getattr(mixer, fields)
             for name, value in getattr(source_mixer, fields).items():
                 if own[name] != value:
-                    reason = f"differs from that of {source_path}, whose {what}; make the two equal"
+                    reason = f"differs from {source_path}'s, whose {what}; make the two equal"
                     raise DesignError(f"{path}.mixer.{name}", reason)
             source_mixer.kv_target = source
             return source
@@ -327,9 +327,10 @@ class Decoder(nn.Module):
         return predictions(self.multi_token, hidden, self.embed(tokens, layout), layout, self._call_layer)
 
     def tie(self) -> None:
-        """Share weights: of the embedding with a tied head, of a layer with its later visits; in the encoder, too.
+        """Share the embedding's weight with a tied head, and a layer's with its later visits; in the encoder, too.
 
-        Call it after replacing parameters. A shared layer keeps those of its first visit, and each visit its adapters.
+        Call it after replacing parameters. A shared layer keeps the parameters of its first visit; each visit keeps its
+        adapters.
         """
         if self.config.head.tied:
             self.head.weight = self.embed.weight

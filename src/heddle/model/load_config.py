@@ -196,8 +196,7 @@ def apply_override(data: dict[str, Any], override: str) -> "list[KindReplacement
     """Set `path.to.field=value` in plain data, in place. `layers.*.` applies to every entry, `layers.0,2.` to some.
 
     null removes a field. `layers.*.mixer` also reaches the layers of groups. A word in place of a part sets its kind.
-    Returns the parts whose
-    kind changed. Raises ConfigError if the path or the value cannot be read.
+    Returns the parts whose kind changed. Raises ConfigError if the path or the value cannot be read.
     """
     path, equals, text = override.partition("=")
     if not equals or not path:

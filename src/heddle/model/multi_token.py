@@ -1,6 +1,6 @@
 """Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2): modules that predict tokens further ahead.
 
-The module of depth d reads the states h of depth d − 1 (those of the model at d = 1) and the embeddings e:
+The module of depth d reads the states h of depth d − 1 (at d = 1 the model's) and the embeddings e:
 
     x_t = W [N(e_{t+d}) ; N(h_t)],   h'_t = N(layer(x)_t),   logits of token t + 1 + d = head(h'_t)
 

@@ -108,7 +108,7 @@ def visits_of(count: int, weights: int) -> str:
 class LayerSize:
     """`count` equal adjacent layers. parameters, state_bytes: of one of them.
 
-    weights: how many of them have their own parameters; the others visit a shared layer again, with adapters of theirs.
+    weights: how many of them have their own parameters; the others visit a shared layer again, with their own adapters.
     """
 
     count: int

@@ -159,7 +159,7 @@ def _glu(function: PlainFunction, up: Tensor, gate: Tensor | None = None, /) -> 
 
 
 def is_swiglu(function: Activation) -> bool:
-    """Whether it is `silu(gate) * up`."""
+    """Whether this activation is `silu(gate) * up`."""
     return isinstance(function, partial) and function.func is _glu and function.args == (silu,)
 
 
@@ -169,7 +169,7 @@ def _with_gate(function: Callable[[Tensor, Tensor], Tensor], up: Tensor, gate: T
 
 
 def normal_quantile(share: float) -> float:
-    """The number below which a share of a standard normal distribution lies, computed in float32."""
+    """The quantile function of the standard normal distribution, computed in float32."""
     return float(torch.erfinv(2 * torch.tensor(share, dtype=torch.float32, device="cpu") - 1) * math.sqrt(2))
 
 

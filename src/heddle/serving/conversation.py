@@ -14,7 +14,7 @@ ALTERNATIVES = 3  # tokens shown beside each chosen one
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings of a reply, checked like those of a request. seed: None draws a new one for each reply."""
+    """Settings of a reply, checked like a request's. seed: None draws a new one for each reply."""
 
     temperature: float = 0.8
     top_p: float = 0.95

@@ -1,6 +1,6 @@
 """One worker thread that decodes: requests join and leave between steps, and share a batch where that is faster.
 
-A request's text equals that of the request alone up to rounding; with `batch_invariant`, bit for bit.
+A request's text equals the text of the request alone up to rounding; with `batch_invariant`, bit for bit.
 """
 
 import contextvars
@@ -358,7 +358,7 @@ class Engine:
 
     @property
     def retry_seconds(self) -> int:
-        """In how many seconds a request refused now may find room: when as many have ended as wait before it."""
+        """Seconds until a request that is refused now may find room: until as many have ended as wait before it."""
         turns = (1 + len(self._waiting)) / self.limits.streams
         return min(self.limits.max_seconds, max(1, math.ceil(turns * self.metrics.running_seconds.mean)))
 

@@ -263,7 +263,7 @@ class RequestReader:
         return int(_number(fields, name, default, (least, self.limits.max_new_tokens), whole=True, note=note))
 
     def _stop_ids(self, fields: Mapping[str, Any], kind: str) -> tuple[int, ...]:
-        """Tokens that end the text: those of `stop_token_ids`, special tokens among `stop`, and the end of a turn."""
+        """Tokens that end the text: `stop_token_ids`, special tokens among `stop`, and the end of a turn."""
         ids, size = fields.get("stop_token_ids", []), self.tokenizer.vocab_size
         is_list = isinstance(ids, list) and len(ids) <= self.limits.max_stops
         if not is_list or not all(type(token) is int and 0 <= token < size for token in ids):

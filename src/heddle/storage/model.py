@@ -1,6 +1,6 @@
 """Save and load a model folder: `config.json`, `model.safetensors` and, with a tokenizer, `tokenizer.json`.
 
-An imported model also has `imported.json`: config fields that an export to its family writes again.
+An imported model also has `imported.json`: config fields that an export to its family writes back.
 """
 
 import hashlib
@@ -381,7 +381,7 @@ class LoraFolder(NamedTuple):
     tensors: dict[str, Tensor]
 
     def check_base(self, weights_sha256: str) -> None:
-        """Raise CheckpointError if the adapters belong to other weights."""
+        """Raise CheckpointError unless the adapters were trained on weights with this SHA-256."""
         if self.base_weights_sha256 != weights_sha256:
             raise CheckpointError(
                 f"{self.folder}: were trained on other weights of this design, or in another dtype; load those"

@@ -319,7 +319,7 @@ def evaluate(
 ) -> Scores:
     """Evaluate a model on about `tokens` held-out tokens; return the scores of each window or row.
 
-    Every rank calls it, evaluates a part of the batches, and returns all scores, equal to those of one process.
+    Every rank calls it, evaluates a part of the batches, and returns all scores, equal to one process's.
     observer: receives the token losses of text. Raises Interrupted, between batches, when a stop is requested.
     """
     held_out = list(job.training_data.validation_batches(job.settings, tokens))

@@ -407,8 +407,8 @@ class Optimizer:
     def is_finite(self) -> Tensor:
         """Return whether all weights, float32 copies and moments on this rank are finite: bool [], on the device.
 
-        Unused rows of the embedding count too. Numbers that overflow when squared count as non-finite. What the last
-        step found serves if nothing has been written since, as far as torch counts it.
+        Unused rows of the embedding count too. Numbers that overflow when squared count as non-finite. The last step's
+        result is reused if torch's version counters show no write since.
         """
         if self._finite_versions is not None and self._finite_versions == self._versions():
             return torch.ones((), dtype=torch.bool, device="cpu")

@@ -210,7 +210,7 @@ def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None)
 
 
 def _with_graphs(settings: TrainSettings, resolved: Settings, config: ModelConfig, ranks: Ranks) -> Settings:
-    """Whether compiled layers are one graph on a CPU, said in a sentence; a continued run keeps its first choice."""
+    """Whether compiled layers are one graph on a CPU; prints the choice. A continued run keeps its first choice."""
     run = settings.out / RUN_FILE
     recorded = read_json_file(run).get("settings", {}).get("whole_graph", False) if run.is_file() else None
     reasons = {

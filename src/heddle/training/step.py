@@ -78,7 +78,7 @@ class RouterMetricsCollector:
     def add(self, entries: Iterable[RouterStatistics], index_losses: Iterable[IndexLoss] = ()) -> Tensor | None:
         """Add the statistics of one part of the batch and return its auxiliary loss, or None.
 
-        index_losses: the indexers' losses, which are part of it.
+        index_losses: the indexers' losses; the auxiliary loss includes them.
 
         Recorded losses are sums over tokens. Divided by the tokens of the whole batch, they do not depend on how the
         batch was split.

@@ -2,7 +2,7 @@
 
 The spectral condition (Yang, Simon & Bernstein 2023), which is µP (Yang et al. 2022, table 3) for every shape: a matrix
 and its updates keep the spectral norm sqrt(outputs / inputs). With m_in and m_out, the ratios of a matrix's inputs and
-outputs to those of the base width, and 1 for sizes that do not grow:
+outputs to the base width's, and 1 for sizes that do not grow:
 
     initial std    1 / sqrt(m_in), but 1 / m_in where the outputs do not grow
     AdamW's rate   1 / m_in;   ε in proportion to the gradient's elements, m_in / (ratio of the number of elements)

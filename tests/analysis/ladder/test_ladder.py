@@ -276,7 +276,7 @@ def test_another_ladder_is_refused(
 
 
 def hours(folder: Path, out: Path, *options: str) -> int:
-    """A ladder of one design with a budget of time, of which nothing is trained."""
+    """A ladder of one design with a time budget; nothing is trained."""
     words = list(command(folder, out, *options, "--dry-run", "--json", designs=("one",)))
     for option in ("--sizes", "--tokens-per-parameter", "--seeds"):
         if option in words and option not in options:
@@ -368,7 +368,7 @@ def test_time_that_ends_leaves_an_answer(
     )
     assert any(far in sentence for sentence in report["verdict"]) == (reach < 6e5)
     assert (lacks in report["verdict"]) == (sizes == (3, 2))
-    assert report["warnings"][0].startswith(f"The budget of time ended before {16 - runs} of 16 runs; ")
+    assert report["warnings"][0].startswith(f"The time budget ended before {16 - runs} of 16 runs; ")
     assert not any("may look too good" in warning for warning in report["warnings"])
     assert (tmp_path / "ladder.html").read_text(encoding="utf-8") == ladder_page(report)
 

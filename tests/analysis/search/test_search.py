@@ -229,7 +229,7 @@ def test_the_least_state_of_enough_quality(workspace: Path, finished: Search, mo
         for most in ("0.005", "0.02", "0.03"):
             search = Search(given(workspace, finished.given.folder, "state@64", f"quality<={most}"))
             if most == "0.005":
-                with pytest.raises(ConfigError, match="as it is"):
+                with pytest.raises(ConfigError, match="MODEL unchanged"):
                     search.run()
                 continue
             conversion, results = search.run()

@@ -66,7 +66,7 @@ def _check_gates(config: MoEConfig, path: str) -> None:
     if config.shared is not None:
         raise DesignError(f"{path}.shared", "a shared expert is added to the others; leave this layer out")
     if config.output_norm:
-        raise DesignError(f"{path}.output_norm", "norms what the experts give; leave this layer out")
+        raise DesignError(f"{path}.output_norm", "normalizes the experts' output; leave this layer out")
     if config.renormalize_eps is not None:
         raise DesignError(f"{path}.renormalize_eps", "lets the sum of the gates vary; leave this layer out")
     if config.weighted == "inputs":

@@ -1,4 +1,4 @@
-"""Remove the multi-token modules, which only training and drafting use."""
+"""Remove the multi-token modules, which only training and speculative decoding use."""
 
 from typing import ClassVar
 

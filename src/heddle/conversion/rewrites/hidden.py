@@ -1,7 +1,8 @@
-"""Narrower feed-forwards: the hidden channels that write most stay, and take over what the others wrote.
+"""Narrower feed-forwards: the hidden channels with the largest output stay, and are refitted to replace the others.
 
-A channel writes E[a²] ‖w‖² on the text, with its activation a and its column w of the last projection. With the Gram
-matrix G = Σ a aᵀ, kept channels S and removed ones R, the columns that change the output least are, by least squares,
+The output of a channel is measured as E[a²] ‖w‖² on the text, with its activation a and its column w of the last
+projection. With the Gram matrix G = Σ a aᵀ, kept channels S and removed channels R, least squares gives the columns
+that change the output least:
 
     W_S + W_R G_RS G_SS⁺
 """

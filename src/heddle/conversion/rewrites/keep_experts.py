@@ -20,7 +20,7 @@ ROUTER = ("router.weight", "router.bias", "router.expert_bias")
 
 
 class KeepExperts(Rewrite):
-    """`keep_experts`: how many experts of each mixture stay, those that tokens of the text choose most."""
+    """`keep_experts`: how many experts of each mixture stay: the ones that tokens of the text choose most."""
 
     keeps: ClassVar[frozenset[str]] = frozenset({"attention"})
     exact: ClassVar[bool] = False

@@ -151,7 +151,7 @@ Mixers = Mapping[int, AttentionConfig]  # by the number of the layer
 
 TIED = {  # options of attention, and what ties a head to its place
     "value_residual": "adds the same head of another layer",
-    "indexer": "selects keys for heads by their place",
+    "indexer": "selects keys for heads by their index",
 }
 
 

@@ -191,7 +191,7 @@ class _Converted(ConvertedWeights):
         self.plans = plans
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
-        """Replace the parameters of attention by those of latent attention."""
+        """Replace the parameters of attention by latent attention's."""
         layer = self.source.layer(index)
         before, config = self.source.design.layers[index].mixer, self.design.layers[index].mixer
         if not (isinstance(before, AttentionConfig) and isinstance(config, LatentAttentionConfig)):

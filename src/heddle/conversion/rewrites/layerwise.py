@@ -1,7 +1,8 @@
-"""Each layer becomes something of its own: several rewrites beside each other, as a search chooses them.
+"""A different rewrite for each layer, as a search chooses them.
 
-Rewrites in a row are fitted to the model that the earlier ones made. These are all fitted to the source, so that what
-a layer becomes does not depend on what the others become, and layers that were fitted alone can be put together.
+Rewrites applied one after another are each fitted to the model that the earlier ones made. Here all are fitted to the
+source, so that a converted layer does not depend on the other conversions, and layers that were fitted alone can be put
+together.
 """
 
 import re
@@ -50,7 +51,7 @@ class Layerwise(Rewrite):
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError for a layer without a number or with two choices, and for what changes more than layers.
 
-        Also if a layer would read another layer's keys than those that it was fitted to.
+        Also if a layer would read the keys of another layer than the one that it was fitted to.
         """
         self.refuse_layers("layers")
         if not self.choices:
@@ -86,8 +87,8 @@ def assembled(
 ) -> Weights:
     """The weights of a source with some layers replaced.
 
-    configs: of the layers. made: their parameters. kv_sources: whose keys and values each was fitted to, as in
-    `ModelConfig.kv_sources`. Raises DesignError if a layer would read others.
+    configs: of the layers. made: their parameters. kv_sources: the layer whose keys and values each was fitted to, as
+    in `ModelConfig.kv_sources`. Raises DesignError if a layer would read others.
     """
     layers = tuple(configs.get(index, layer) for index, layer in enumerate(source.design.layers))
     design = source.design.replace(layers=layers).resolved()

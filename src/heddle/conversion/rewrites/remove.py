@@ -1,4 +1,4 @@
-"""Layers lose a branch and pass the stream on: without a mixer they keep no state (He et al. 2024, attention drop)."""
+"""Remove a branch from layers; without a mixer they have no state (He et al. 2024, attention drop)."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -33,7 +33,7 @@ class Remove(Rewrite):
             elif self.layers is not None:
                 raise DesignError(f"layers.{index}", "has one branch; name layers with a mixer and a feedforward")
         if not changed:
-            raise DesignError("layers", "have one branch each, so none can go; leave them as they are")
+            raise DesignError("layers", "have one branch each, so none can be removed; leave these layers out")
         weights = _Without(source, replace_layers(design, changed))
         for name, spec in weights.specs.items():
             if source.specs.get(name) != spec:

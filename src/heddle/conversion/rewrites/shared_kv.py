@@ -1,8 +1,8 @@
 """Some layers read the keys and values of an earlier layer: less state, no k and v of their own (CLA, YOCO, Gemma 3n).
 
 A layer shares with the last earlier layer that keeps its own and has the same window and direction. Its output
-projection is refitted by ridge regression, then all that it keeps is fitted to its old outputs on the user's text, with
-the source's keys and values given. A layer whose keys and values equal the source's stays as it was.
+projection is refitted by ridge regression; then all its remaining parameters are fitted to its old outputs on the
+user's text, reading the source's keys and values. A layer with the same keys and values as its source is not fitted.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,12 +38,12 @@ CHOICES = ("every", "last", "keep", "state_budget")
 
 
 class SharedKV(FittedRewrite):
-    """Layers of `attention` read an earlier layer's keys and values; without an option, the layers named do.
+    """Layers of `attention` read an earlier layer's keys and values; without an option, the named layers do.
 
-    every: of so many neighboring layers of one window, the first keeps its own. last: the last layers share, so many.
-    keep: how many layers that could share keep their own, or their share (1/4): those whose sharing alone raises the
-    loss on the text the most. state_budget: the share of the state per token to keep, chosen by the same losses.
-    fit_steps, fit_learning_rate, seed: of the fit.
+    every: of this many neighboring layers with one window, the first keeps its own. last: how many of the last layers
+    share. keep: how many layers that could share keep their own, or their share (1/4): the layers that raise the loss
+    on the text the most when they alone share. state_budget: the share of the state per token to keep, chosen by the
+    same losses. fit_steps, fit_learning_rate, seed: of the fit.
     """
 
     every: PositiveInt | None = None
@@ -162,7 +162,7 @@ def _check_fit(path: str, mixer: AttentionConfig, design: ModelConfig, source: i
         fields["position"] = each.position if isinstance(each.position, RotationConfig) else None
     for name, value in own.items():
         if value != read[name]:
-            reason = f"differs from that of layer {source}, whose keys and values it would read"
+            reason = f"differs from layer {source}'s, whose keys and values it would read"
             raise DesignError(f"{path}.{name}", f"{reason}; let it keep its own")
 
 
@@ -193,7 +193,7 @@ class _SharedKeys(NewMixers):
         self.fitted, self._read = fitted, dict[int, list[Tensor]]()
 
     def new_parameters(self, index: int) -> dict[str, Tensor]:
-        """Those of an earlier fit to the same source, or of a new one."""
+        """The parameters of an earlier fit to the same source, or of a new fit."""
         if self.fitted is not None and self.fitted.sources.get(index) == self.sources[index]:
             return self.fitted.new_parameters(index)
         return super().new_parameters(index)
@@ -230,7 +230,7 @@ class _SharedKeys(NewMixers):
         return mixer.to(torch.promote_types(self.source.dtype, torch.float32)), activations
 
     def _with_keys(self, index: int) -> LayerActivations:
-        """The activations of a layer, whose inputs have the keys and values that it reads behind them."""
+        """The activations of a layer, with the keys and values that it reads appended to its inputs."""
         needed = self._needed(index)
         self._read = {number: keys for number, keys in self._read.items() if number in needed}
         for number in sorted(number for number in needed if number < index and number not in self._read):
@@ -246,7 +246,7 @@ class _SharedKeys(NewMixers):
 
 @torch.no_grad()
 def _hand_over(activations: LayerActivations) -> None:
-    """Leave a layer's keys and values on the text in its layouts."""
+    """Store a layer's keys and values on the text in its layouts."""
     mixer = activations.layer.mixer
     assert mixer is not None
     mixer.kv_target = activations.index

@@ -3,7 +3,7 @@
 The indexer is fitted on the text to the dense attention's weights, with everything else frozen: the dense warm-up of
 DeepSeek-V3.2 (2025). Afterwards it learns from its loss over the selected keys, in healing as in any training. Without
 `heads` and `head_dim` it has no parameters, and nothing is fitted (MoBA, Lu et al. 2025). The conversion is exact for
-texts of which all keys are selected.
+texts so short that all keys are selected.
 """
 
 from typing import Annotated, ClassVar, Self
@@ -112,5 +112,5 @@ class SparseIndex(FittedMixers):
         return {name.removeprefix("mixer."): x for name, x in layer.items() if name.startswith("mixer.")}
 
     def is_fitted(self, name: str) -> bool:
-        """Those of the indexer."""
+        """Only the indexer's parameters."""
         return name.startswith("indexer.")

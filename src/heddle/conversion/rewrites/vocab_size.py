@@ -1,7 +1,7 @@
 """More or fewer token ids. The ids that stay keep their logits.
 
 New ids get embeddings of zero, and are masked: a bias of the head makes their logits so low that their probability is
-zero. Without the mask their logits are those of a zero vector, and take probability from the others.
+zero. Without the mask their logits are the logits of a zero vector, and take probability from the others.
 """
 
 from collections.abc import Mapping

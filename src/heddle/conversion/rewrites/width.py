@@ -1,6 +1,6 @@
 """Widen the residual stream with dims that are zero.
 
-With D dims of D′ not zero the mean square is D/D′ of what it was, so RMSNorm's ε is multiplied by D/D′, its gain by
+With D of D′ dims not zero, the mean square is multiplied by D/D′, so RMSNorm's ε is multiplied by D/D′ and its gain by
 √(D/D′). Projections that write to the stream write zeros to the new dims; those that read it get random weights for
 them, so that they can be learned. Heads, ranks and hidden channels do not change.
 """
@@ -175,7 +175,7 @@ def _check_scaled(attention: nn.Module, projection: str, path: str) -> None:
 
 
 def _changed_norms(old: nn.Module, new: nn.Module) -> list[str]:
-    """The paths of the norms whose ε differs."""
+    """The paths of the norms with a different ε."""
     before = {path: module.eps for path, module in old.named_modules() if isinstance(module, RMSNorm)}
     after = {path: module.eps for path, module in new.named_modules() if isinstance(module, RMSNorm)}
     return [path for path, eps in after.items() if eps != before[path]]

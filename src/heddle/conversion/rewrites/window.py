@@ -1,9 +1,9 @@
 """Full attention becomes local: a query sees the last `window` tokens, and the cache holds no more.
 
-No weight changes. With `keep`, the layers that become local are those where a window alone raises the loss on the
-user's text the least, or whose attention gives the least weight to what the window hides. (The loss chooses
-better: evenly spread attention gives much weight to far tokens and needs none of them.) Every mixer that can
-have a window gets one; a smaller window stays. The conversion is exact for texts that fit in the window.
+No weight changes. With `keep`, the layers that become local are those that raise the loss on the user's text the least
+when they alone get a window, or that give the least attention weight to what the window hides. (The loss chooses
+better: evenly spread attention gives much weight to far tokens and needs none of them.) Every mixer that can have a
+window gets one; a smaller window stays. The conversion is exact for texts that fit in the window.
 """
 
 import copy

@@ -1,4 +1,1 @@
-"""Families, a file for those of one lineage: each `Family` has functions between the two configs and maps weights.
-
-A family alone in its file is described by the file's docstring, one that shares it by that of its `read_config`.
-"""
+"""Model families, one file per lineage: each `Family` converts configs in both directions and maps weights."""

@@ -35,10 +35,10 @@ WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
 
 
 class Fields:
-    """Fields of a config that are fields of one part of a design, said once for both directions.
+    """Fields of a config that correspond to fields of one part of a design, for both directions.
 
-    names: by the part's own name, the config's name and its default; or in place of a default the type that the field,
-    which must then be there, has. Further names are older ones.
+    names: by the part's field, the config's name and its default; a type instead of a default makes the field required.
+    Further names are older ones.
     """
 
     def __init__(self, **names: tuple[Any, ...]) -> None:
@@ -66,7 +66,7 @@ def written(design: ModelConfig, *names: str) -> dict[str, Any]:
 
 
 def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The fields but for those of these names."""
+    """The fields except the ones with these names."""
     return {name: value for name, value in fields.items() if name not in names}
 
 
@@ -93,7 +93,7 @@ def read_attention(
     partial_rotary_factor: float | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Attention with Llama's fields of heads, dropout and RoPE, whose defaults are given, and the `extra` ones."""
+    """Attention with Llama's fields of heads, dropout and RoPE, with these defaults, and the `extra` fields."""
     heads = read_heads(config, head_dim)
     return attention(config, heads, read_rope(config, heads["head_dim"], theta, partial_rotary_factor), **extra)
 
@@ -114,7 +114,7 @@ def check_width(config: ConfigReader) -> None:
 
 
 def read_equal_heads(config: ConfigReader) -> dict[str, Any]:
-    """As `read_heads`, for a family whose heads fill the width; they may say so in `head_dim`."""
+    """As `read_heads`, for a family whose heads fill the width; `head_dim` may say so."""
     check_width(config)
     width, heads = config.require("hidden_size", int), config.require_count("num_attention_heads")
     config.expect("head_dim", width // heads, None)
@@ -253,7 +253,7 @@ def map_embedding_and_head(
 def named_layers(
     design: ModelConfig, modules: ModuleNames | None = None, prefix: str = "model.layers"
 ) -> list[tuple[str, str, LayerConfig]]:
-    """The names of every layer, the family's and heddle's, and its config; then those of multi-token modules."""
+    """The names of every layer, the family's and heddle's, and its config; then the same for multi-token modules."""
     layers = [
         (f"{prefix}.{index}", f"layers.{index}", layer) for index, layer in enumerate(design_parts.layers(design))
     ]
@@ -289,10 +289,10 @@ def map_weights(
     map_mixer: MapModule = map_attention,
     modules: ModuleNames | None = None,
 ) -> None:
-    """All of Llama's tensor names; those that the design lacks are skipped.
+    """All of Llama's tensor names, except tensors that the design lacks.
 
-    names: of a layer's norms and what else the family has in it, with heddle's. map_feedforward: maps its feed-forward,
-    whose Hugging Face name is `feedforward`. map_mixer: its attention. modules: the names of multi-token modules, whose
+    names: of a layer's norms and other modules, with heddle's. map_feedforward: maps its feed-forward, named
+    `feedforward` in Hugging Face's files. map_mixer: its attention. modules: the names of multi-token modules, whose
     layers are mapped, too.
     """
     map_embedding_and_head(design, weights)

@@ -51,7 +51,7 @@ def read_windows(config: ConfigReader, usual: LayerTypes, default: int | None) -
 
 
 def write_windows(design: ModelConfig, default: int) -> dict[str, Any]:
-    """The fields that `read_windows` reads; `default` stands where no layer has a window."""
+    """The fields that `read_windows` reads; `default` is written where no layer has a window."""
     window = design_parts.first_window(design) or default
     return {"sliding_window": window, "layer_types": design_parts.layer_types(design)}
 
@@ -65,7 +65,7 @@ def windowed_layers(
 
 
 def types_of(design: ModelConfig, mixer: type[MixerConfig], kind: str = LINEAR) -> LayerTypes:
-    """The type of each layer of a design: `kind` for those with this mixer, full attention for others."""
+    """The type of each layer of a design: `kind` for layers with this mixer, full attention for others."""
     return [kind if isinstance(layer.mixer, mixer) else FULL for layer in design_parts.layers(design)]
 
 

@@ -81,7 +81,7 @@ def read_experts(
 
 
 def write_experts(design: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_experts` reads but for the loss."""
+    """The fields that `read_experts` reads, without the loss."""
     moe = design_parts.first_moe(design)
     return {
         "num_experts": moe.experts,
@@ -99,7 +99,7 @@ def read_feedforwards(
     dense: Sequence[int] = (),
     default_loss: float = 0.001,
 ) -> list[dict[str, Any]]:
-    """The feed-forward of each layer of Qwen's models. `extra` fields are added to those with experts.
+    """The feed-forward of each layer of Qwen's models. `extra` fields are added to mixtures.
 
     The others are the family's defaults; dense as in `read_moe_layers`, default_loss as in `read_aux_loss`.
     """
@@ -160,5 +160,5 @@ def map_feedforward(
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Llama's tensor names, and those of each expert."""
+    """Llama's tensor names, and the names of each expert."""
     _common.map_weights(design, weights, map_feedforward=map_feedforward)

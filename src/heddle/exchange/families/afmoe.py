@@ -1,4 +1,4 @@
-"""AFMoE, Arcee's Trinity (2025): gated attention, RoPE in windowed layers alone, sandwich norms, sigmoid experts."""
+"""AFMoE, Arcee's Trinity (2025): gated attention, RoPE only in windowed layers, sandwich norms, sigmoid experts."""
 
 from functools import partial
 from typing import Any

@@ -1,8 +1,7 @@
-"""Ling 3.0 (Ant Group 2026): Kimi Delta Attention with whole gates, latent attention with a gate for each head between.
+"""Ling 3.0 (Ant Group 2026): Kimi Delta Attention with full-rank gates, latent attention with a gate for each head.
 
-Experts are DeepSeek-V3's. A file that transformers wrote says the sizes of the delta rule in fields of their own
-(`linear_head_dim`), which take precedence; published ones have them in `head_dim`. The balancing bias keeps its loaded
-value (`bias_update` 0). Multi-token modules are read where the weights hold them, as further layers.
+Experts are DeepSeek-V3's. Files written by transformers have the sizes of the delta rule in separate fields
+(`linear_head_dim`), which take precedence; published files have them in `head_dim`.
 """
 
 from typing import Any

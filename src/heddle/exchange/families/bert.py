@@ -31,12 +31,12 @@ def read_encoder(
     pre_norm: bool = False,
     embedding_norm: bool = True,
 ) -> dict[str, Any]:
-    """The plain data of a design. transform: the activation of the head; None: that of the layers.
+    """The plain data of a design. transform: the activation of the head; None: the layers'.
 
-    types: how many types tokens have if the field is absent; None: the family has none. pre_norm: whether the norms are
-    before the branches, and one after the last layer. embedding_norm: whether the sum of embeddings has one.
+    types: how many types tokens have if the field is absent; None: the family has none. pre_norm: whether norms are
+    before the branches and after the last layer. embedding_norm: whether the sum of embeddings is normalized.
 
-    base: the class without a language head; its head is the embedding alone, whose products no one trained. offset: how
+    base: the class without a language head; its head is the embedding alone, untrained as a head. offset: how
     many rows of the table of positions no token reads. Raises ConfigError for relative positions.
     """
     _common.check_width(config)
@@ -104,7 +104,7 @@ def map_encoder(
 ) -> None:
     """Embeddings and layers. The class without a head has no `hf` before its names.
 
-    layer: the names of the modules of one of the `layers`. norm: that of the norm after the last one.
+    layer: the names of a layer's modules in `layers`. norm: the name of the norm after the last layer.
     """
     hf = "" if design.head == HeadConfig() else f"{hf}."
     weights.add_module(f"{hf}embeddings.word_embeddings", "embed")
@@ -258,8 +258,8 @@ ROBERTA_BASE = "RobertaModel"  # without a language head
 def read_roberta(config: ConfigReader, base: str = ROBERTA_BASE, **norms: bool) -> dict[str, Any]:
     """RoBERTa (Liu et al. 2019): BERT whose positions begin after the padding token's id, with a head of its own names.
 
-    The first `pad_token_id` + 1 rows of the table of positions are read by no token. transformers counts positions by
-    the ids, so that a padding token within a text has none; here the layout says what is padding. The activation of the
+    No token reads the first `pad_token_id` + 1 rows of the table of positions. transformers counts positions by
+    the ids, so that a padding token within a text has no position; here the layout marks padding. The activation of the
     head is GELU whatever `hidden_act` says. The pooler is left out; decoders, cross-attention and relative positions
     are refused.
     """
@@ -299,7 +299,7 @@ def _roberta_as(
     hf: str = "roberta",
     **names: Any,
 ) -> Family:
-    """RoBERTa under names of its own; `name` begins those of its classes, `hf` those of tensors.
+    """RoBERTa under names of its own; its classes begin with `name`, its tensors with `hf`.
 
     names: further ones, as `map_roberta` takes them.
     """
@@ -399,11 +399,11 @@ OF_OTHER_HEADS = ("summary_type", "summary_use_proj", "summary_activation", "sum
 
 
 def read_electra(config: ConfigReader) -> dict[str, Any]:
-    """ELECTRA (Clark et al. 2020): BERT with embeddings of a width of their own, read if it is the layers'.
+    """ELECTRA (Clark et al. 2020): BERT whose embeddings may have another width, read where they have the layers'.
 
     The generators are masked language models, the discriminators (`ElectraForPreTraining`) encoders whose head, which
-    tells replaced tokens, is left out. Published generators and small models have narrower or wider embeddings, and are
-    refused.
+    detects replaced tokens, is left out. Published generators and small models have narrower or wider embeddings, and
+    are refused.
     """
     config.ignore(*OF_OTHER_HEADS)
     width = config.require("hidden_size", int)

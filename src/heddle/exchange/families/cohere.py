@@ -44,7 +44,7 @@ def write_cohere(design: ModelConfig) -> dict[str, Any]:
 
 
 def write_fields(design: ModelConfig) -> dict[str, Any]:
-    """The fields of both models but for those of heads, windows and RoPE."""
+    """The fields of both models, without heads, windows and RoPE."""
     scale = {"logit_scale": design.head.scale}
     return _common.write_gated(design) | _common.written(design, "attention_bias", "layer_norm_eps") | scale
 
@@ -140,7 +140,7 @@ ROUTING = {"softmax": "topk_softmax", "sigmoid": "sigmoid"}
 def read_cohere2_moe(config: ConfigReader) -> dict[str, Any]:
     """Command with experts (Cohere 2026): Command A's attention, and shared experts that are averaged with the others.
 
-    Full attention has RoPE in dense layers alone, if `prefix_dense_sliding_window_pattern` is 1.
+    Full attention has RoPE only in dense layers, and only if `prefix_dense_sliding_window_pattern` is 1.
     """
     heads, depth = _common.read_heads(config, head_dim=128), _layer_types.read_depth(config)
     rope, first = (

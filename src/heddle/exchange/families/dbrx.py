@@ -1,7 +1,7 @@
 """DBRX (Databricks 2024): 4 of 16 experts in every layer, clipped queries, keys and values, norms without biases.
 
-Published files say the base of RoPE in `attn_config`; transformers takes it from the top of the file, so the two must
-agree where both are there. Its class divides gates by a p-norm, of which heddle builds p = 1, or none.
+Published files have the base of RoPE in `attn_config`; transformers reads it from the top level, so the two must agree
+where both are present. Its class divides gates by a p-norm; heddle builds p = 1, or none.
 """
 
 from typing import Any

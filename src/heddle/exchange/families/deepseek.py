@@ -1,7 +1,6 @@
-"""DeepSeek-V2 and V3, and what took over their latent attention or their experts.
+"""DeepSeek-V2 and V3, and families with their latent attention or their experts.
 
-Dense layers come first, then routed and shared experts. The balancing bias keeps its loaded value (`bias_update` 0);
-set `bias_update` to train it.
+Dense layers come first, then routed and shared experts.
 """
 
 from collections.abc import Mapping
@@ -152,7 +151,7 @@ def read_experts(
 def read_sigmoid_routing(config: ConfigReader, renormalize: bool = True) -> dict[str, Any]:
     """Routing by sigmoid scores within groups, of which there is one by default.
 
-    The balancing bias keeps its loaded value (`bias_update` 0). renormalize: the family's default.
+    renormalize: the family's default.
     """
     config.ignore(MODULES.count_field, "num_mtp_layers")
     config.expect("scoring_func", "sigmoid", default="sigmoid")
@@ -259,7 +258,7 @@ def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
 
 
 def map_attention(weights: WeightMap, hf: str, heddle: str, heads: int, names: Mapping[str, str] = LATENTS) -> None:
-    """The projections of latent attention; those to keys and to values are one tensor, interleaved by head."""
+    """The projections of latent attention; keys and values are one projection, interleaved by head."""
     weights.add_modules(hf, heddle, names)
     latents = [f"{heddle}.kv_down", f"{heddle}.k_rope"]
     rotated = 2 if f"{heddle}.k_rope.weight" in weights.shapes else 1
@@ -297,10 +296,7 @@ DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", read_deepseek_v2, w
 
 
 def read_deepseek_v3(config: ConfigReader) -> dict[str, Any]:
-    """DeepSeek-V3 (DeepSeek-AI 2024): as V2, with sigmoid scores, a balancing bias, and experts chosen within groups.
-
-    Multi-token modules (`num_nextn_predict_layers`) are read where the weights hold them, as further layers.
-    """
+    """DeepSeek-V3 (DeepSeek-AI 2024): as V2, with sigmoid scores, a balancing bias, experts chosen within groups."""
     mixer = read_attention(config, read_layout(config))
     return _common.rms_design(config, 1e-6, read_layers(config, mixer, read_sigmoid_routing(config), False))
 
@@ -315,10 +311,7 @@ DEEPSEEK_V3 = with_modules("deepseek_v3", "DeepseekV3ForCausalLM", read_deepseek
 
 
 def read_lite(config: ConfigReader) -> dict[str, Any]:
-    """GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3's latent attention and experts, with a list of which layers are dense.
-
-    Multi-token modules (`num_nextn_predict_layers`) are read where the weights hold them, as further layers.
-    """
+    """GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3's latent attention and experts, with a list of which layers are dense."""
     mixer = read_attention(config, read_layout(config), query_rank=768)
     config.expect("first_k_dense_replace", 1, default=1)
     return _common.rms_design(config, 1e-5, read_listed_layers(config, mixer, dense=1))
@@ -344,9 +337,9 @@ GLM4_MOE_LITE = with_modules("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_lit
 
 
 def read_axk1(config: ConfigReader) -> dict[str, Any]:
-    """A.X K1 (SK Telecom 2026): DeepSeek-V3, with a norm of what a mixture gives.
+    """A.X K1 (SK Telecom 2026): DeepSeek-V3, with a norm of each mixture's output.
 
-    Published files hold no balancing biases, which are zeros then, and norms of dense layers, which nothing reads.
+    Published files have no balancing biases, which are then zero, and norms of dense layers, which are never used.
     """
     mixer = read_attention(config, read_layout(config))
     if mixer["query_rank"] is None:
@@ -356,7 +349,7 @@ def read_axk1(config: ConfigReader) -> dict[str, Any]:
 
 
 def map_axk1(design: ModelConfig, weights: WeightMap) -> None:
-    """Those of V3, and the norms after mixtures."""
+    """V3's tensor names, and the norms after mixtures."""
     map_deepseek(design, weights)
     for hf, heddle, _ in _common.named_layers(design):
         weights.add_module(f"{hf}.post_mlp_layernorm", f"{heddle}.feedforward.output_norm")
@@ -379,10 +372,7 @@ INDEXER_FIELDS = {"index_topk": "top_k", "index_n_heads": "heads", "index_head_d
 
 
 def read_v32(config: ConfigReader) -> dict[str, Any]:
-    """DeepSeek-V3.2 (DeepSeek-AI 2025): V3, with an indexer in each layer that selects the keys of a query.
-
-    Multi-token modules (`num_nextn_predict_layers`) are read where the weights hold them, as further layers.
-    """
+    """DeepSeek-V3.2 (DeepSeek-AI 2025): V3, with an indexer in each layer that selects the keys of a query."""
     return read_indexed_design(config, 1e-6, query_rank=1536, heads=64, indexer={})
 
 
@@ -406,7 +396,7 @@ def write_v32(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_v32(design: ModelConfig, weights: WeightMap) -> None:
-    """Those of V3, and the indexers'."""
+    """V3's tensor names, and the indexers'."""
     map_deepseek(design, weights)
     for hf, heddle, _ in _common.named_layers(design, MODULES):
         weights.add_modules(f"{hf}.self_attn.indexer", f"{heddle}.mixer.indexer", INDEXER)
@@ -419,11 +409,7 @@ OWN, SHARED = "full", "shared"  # in `indexer_types`
 
 
 def read_dsa(config: ConfigReader) -> dict[str, Any]:
-    """GLM-5 (Z.ai 2026): DeepSeek-V3.2, with indexers that rotate neighboring dims, and layers that share a selection.
-
-    The multi-token prediction layers (`num_nextn_predict_layers`) are ignored; they do not change the next token's
-    logits.
-    """
+    """GLM-5 (Z.ai 2026): DeepSeek-V3.2, with indexers that rotate neighboring dims; layers may share a selection."""
     config.expect("indexer_rope_interleave", True, None)
     indexer = {"rope_layout": "interleaved"}
     design = read_indexed_design(config, 1e-5, query_rank=2048, heads=32, indexer=indexer)
@@ -531,7 +517,7 @@ def write_dots1(design: ModelConfig) -> dict[str, Any]:
     )
 
 
-# Llama's tensor names, and those of DeepSeek-V3's experts and multi-token modules.
+# Llama's tensor names, and DeepSeek-V3's names of experts and multi-token modules.
 map_dots1 = partial(_common.map_weights, map_feedforward=map_feedforward, modules=MODULES)
 DOTS1 = Family("dots1", "Dots1ForCausalLM", read_dots1, write_dots1, map_dots1)
 

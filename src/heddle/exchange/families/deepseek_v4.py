@@ -1,9 +1,8 @@
 """DeepSeek V4 (DeepSeek-AI 2026): compressed attention, hyper-connections, and experts in every layer.
 
-A layer's attention sees a window, or a window and entries of blocks, all of them or the best. The experts of the first
-layers stand in a table of token ids. The multi-token layers (`mtp.`) are ignored; they do not change the next token's
-logits. Older files say `compress_ratios` for `layer_types`, `num_hash_layers` for `mlp_layer_types`, and RoPE's fields
-at the top, where the rotation of compressed layers is scaled without a factor of attention.
+A layer's attention sees a window, or a window and entries of blocks: all, or the best. The first layers read their
+experts from a table of token ids. Older files have `compress_ratios` for `layer_types`, `num_hash_layers` for
+`mlp_layer_types`, and RoPE's fields at the top level; compressed layers then have no attention factor.
 """
 
 from typing import Any
@@ -79,7 +78,7 @@ def _read_mixers(config: ConfigReader) -> list[dict[str, Any]]:
 
 
 def _read_ropes(config: ConfigReader, head_dim: int) -> list[dict[str, Any]]:
-    """The rotated dims and the rotation of layers with the window alone, and of the others."""
+    """The rotated dims and the rotation of layers with only a window, and of the others."""
     dim = config.optional("qk_rope_head_dim")
     factor = config.get("partial_rotary_factor", ROTARY_FACTOR if dim is None else dim / head_dim)
     thetas = {"main": config.get("rope_theta", THETAS["main"])}
@@ -187,7 +186,7 @@ TABLE = TensorTransform(
 
 
 def transposed_mix(streams: int) -> TensorTransform:
-    """Rows of R, W and M, of which those of M are in the order of its transpose."""
+    """Rows of R, W and M, with M's rows in the order of its transpose."""
 
     def turned(rows: torch.Tensor) -> torch.Tensor:
         others, mix = rows.split((2 * streams, streams**2))
@@ -214,7 +213,7 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
 
 
 def map_streams(weights: WeightMap, hf: str, heddle: str, residual: Any = None) -> None:
-    """The maps of one branch, or those of the end."""
+    """The maps of one branch, or of the end."""
     streams = residual.streams if isinstance(residual, HyperConnectionsConfig) and residual.mixing else None
     options = {} if streams is None else {"transform": transposed_mix(streams)}
     weights.add_tensor(f"{hf}_fn", f"{heddle}.projection.weight", **options)

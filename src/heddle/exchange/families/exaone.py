@@ -77,10 +77,7 @@ NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_expe
 
 
 def read_exaone_moe(config: ConfigReader) -> dict[str, Any]:
-    """K-EXAONE (LG AI Research 2026): EXAONE 4's attention with norms before the branches, and DeepSeek-V3's experts.
-
-    The layer that predicts further tokens (`mtp`) is ignored; it does not change the next token's logits.
-    """
+    """K-EXAONE (LG AI Research 2026): EXAONE 4's attention with norms before the branches, DeepSeek-V3's experts."""
     # Layers without a window have no RoPE.
     config.names = NAMES
     window, dense = config.require_count("sliding_window"), config.get("first_k_dense_replace", 1)
@@ -115,7 +112,7 @@ KOLIBRI_NAMES = {
 
 
 def read_kolibri(config: ConfigReader) -> dict[str, Any]:
-    """Kolibri 1 (Aleph Alpha 2026): EXAONE 4's attention, sandwich norms, sigmoid experts, whose bias is on logits."""
+    """Kolibri 1 (Aleph Alpha 2026): EXAONE 4's attention, sandwich norms, and sigmoid experts with a bias on logits."""
     window, depth = config.get("sliding_window", KOLIBRI_WINDOW), _layer_types.read_depth(config)
     config.ignore("output_router_logits")
     types = _layer_types.read_types(config, _layer_types.full_every(KOLIBRI_PERIOD, config))

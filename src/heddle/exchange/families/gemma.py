@@ -1,4 +1,4 @@
-"""Gemma's text models: scaled embeddings, norms with weights 1 + γ, GeGLU, later windows. To Gemma 4.
+"""Gemma's text models, up to Gemma 4: scaled embeddings, norms with weights 1 + γ, GeGLU, later windows.
 
 RecurrentGemma has Griffin's recurrence in most layers.
 """
@@ -188,7 +188,7 @@ HEADS = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
 def read_gemma4(config: ConfigReader, window: int = 512, per_layer: int = 256) -> dict[str, Any]:
     """Gemma 4 (Gemma Team 2026), without experts: Gemma 3 with normalized values and unscaled scores.
 
-    Full layers have wider heads, whose values may be the keys, and proportional RoPE. The last layers may read keys and
+    Full layers have wider heads, proportional RoPE, and may use their keys as values. The last layers may read keys and
     values of earlier ones. Each layer may read its own embedding, and scales the stream. The last layer is full,
     whatever `layer_types` says.
     """
@@ -289,7 +289,7 @@ def _read_rope(config: ConfigReader, kind: str, head_dim: int) -> dict[str, Any]
 
 
 def write_gemma4(design: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_gemma4` reads; the heads of full layers as older and as newer files write them."""
+    """The fields that `read_gemma4` reads; the heads of full layers in the form of older and of newer files."""
     types = design_parts.layer_types(design)
     mixers = dict(zip(reversed(types), reversed(_attentions(design)), strict=False))
     sliding = mixers.get(SLIDING) or design_parts.first_attention(design)
@@ -336,7 +336,7 @@ def _write_rope(mixer: AttentionConfig) -> dict[str, Any]:
 
 
 def map_gemma4(design: ModelConfig, weights: WeightMap) -> None:
-    """Gemma 2's tensor names, and those of per-layer embeddings and scalars."""
+    """Gemma 2's tensor names, and the names of per-layer embeddings and scalars."""
     map_weights(design, weights)
     weights.add_module("model.embed_tokens_per_layer", "embed.per_layer")
     weights.add_module("model.per_layer_model_projection", "embed.per_layer.projection")
@@ -477,7 +477,7 @@ def write_gemma3n(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_gemma3n(design: ModelConfig, weights: WeightMap) -> None:
-    """Gemma 4's tensor names, and those of AltUp and LAuReL."""
+    """Gemma 4's tensor names, and the names of AltUp and LAuReL."""
     map_gemma4(design, weights)
     for index in range((getattr(design.residual, "altup_streams", None) or 1) - 1):
         for hf, heddle in ALTUP.items():

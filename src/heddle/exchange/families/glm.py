@@ -58,10 +58,7 @@ GLM4 = Family("glm4", "Glm4ForCausalLM", read_glm4, write_glm, map_glm4)
 
 
 def read_glm4_moe(config: ConfigReader) -> dict[str, Any]:
-    """GLM-4.5, 4.6 and 4.7 (GLM-4.5 Team 2025): partial RoPE, optional norms of q and k, DeepSeek-V3's experts.
-
-    Multi-token modules (`num_nextn_predict_layers`) are read where the weights hold them, as further layers.
-    """
+    """GLM-4.5, 4.6 and 4.7 (GLM-4.5 Team 2025): partial RoPE, optional norms of q and k, DeepSeek-V3's experts."""
     config.require("num_key_value_heads", int)
     norm, bias = ("head" if config.get("use_qk_norm", False) else None), config.get("attention_bias", False) and "qkv"
     mixer = _common.read_attention(config, partial_rotary_factor=ROTARY_FACTOR, qk_norm=norm, bias=bias)
@@ -98,8 +95,7 @@ INDEXER = deepseek.INDEXER | {
 def read_glm5_next(config: ConfigReader) -> dict[str, Any]:
     """GLM-5.3-Flash's text model (Z.ai 2026): delta rules, and in every fourth layer sparse latent attention.
 
-    Its indexers pool keys; it has hyper-connections and no positions. The multi-token layers
-    (`num_nextn_predict_layers`) are ignored; they do not change the next token's logits.
+    Its indexers pool keys; it has hyper-connections and no positions.
     """
     for name in ("mhc", "mla_use_nope", "index_kpool_compress", "index_kpool_always_select_tail"):
         config.expect(name, True, None)
@@ -133,7 +129,7 @@ def _read_kinds(config: ConfigReader) -> list[str]:
     indexers = _layer_types.read_kinds(config, "indexer_types", deepseek.usual_indexers(config), (OWN, SHARED))
     kinds = [LINEAR if kind == LINEAR else indexer for kind, indexer in zip(types, indexers, strict=True)]
     if any(kind == SHARED and before != OWN for before, kind in zip([LINEAR, *kinds], kinds, strict=False)):
-        raise config.invalid("indexer_types", "in transformers a layer shares the selection of the layer before alone")
+        raise config.invalid("indexer_types", "in transformers a layer shares only the selection of the layer before")
     return kinds
 
 

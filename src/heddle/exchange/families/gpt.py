@@ -193,7 +193,7 @@ NEO_LAYER = {
 
 
 def read_gpt_neo(config: ConfigReader) -> dict[str, Any]:
-    """GPT-Neo (EleutherAI 2021): GPT-2 with unscaled scores, a bias of attention's output alone, windows by turns."""
+    """GPT-Neo (EleutherAI 2021): GPT-2 with unscaled scores, one bias in attention, a window in every other layer."""
     config.names = NEO_NAMES
     config.ignore("classifier_dropout")
     depth, width = read_depth(config), config.require_count("n_embd")
@@ -293,7 +293,7 @@ def _read_rotary_dim(config: ConfigReader, heads: int) -> int:
     """The number of rotated dims of a head. Null means the model's width, which is possible with a single head only."""
     if "rotary_dim" in config.data and config.optional("rotary_dim") is None:
         if heads > 1:
-            raise config.invalid("rotary_dim", "this rotates the dims of all heads together; give those of one head")
+            raise config.invalid("rotary_dim", "this rotates the dims of all heads together; give one head's number")
         return config.require_count("n_embd", "hidden_size")
     return config.get("rotary_dim", 64)
 
@@ -326,10 +326,10 @@ BLOCKS = 4  # a constant in transformers: the devices that trained it
 
 
 def read_codegen(config: ConfigReader) -> dict[str, Any]:
-    """CodeGen (Nijkamp et al. 2022): GPT-J, whose queries, values and keys are one matrix in four blocks of heads."""
+    """CodeGen (Nijkamp et al. 2022): GPT-J with queries, values and keys as one matrix in four blocks of heads."""
     heads = config.require_count("n_head", "num_attention_heads")
     if heads % BLOCKS:
-        raise config.invalid("n_head", f"its class asks a multiple of {BLOCKS}")
+        raise config.invalid("n_head", f"its class needs a multiple of {BLOCKS}")
     return read_gptj(config)
 
 
@@ -351,7 +351,7 @@ OPT_LAYER = {
     "self_attn_layer_norm": "residual.norms.mixer", "final_layer_norm": "residual.norms.feedforward",
     "fc1": "feedforward.up", "fc2": "feedforward.down",
 }  # fmt: skip
-OPT_OFFSET = 2  # rows of the table of positions before that of the first token
+OPT_OFFSET = 2  # rows of the table of positions before the first token's
 
 
 def read_opt(
@@ -446,7 +446,7 @@ def write_biogpt(design: ModelConfig) -> dict[str, Any]:
 
 
 def _write_renamed_opt(design: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of OPT by other names, but for those that say its variants."""
+    """The fields of OPT by other names, without the fields of its variants."""
     fields = {names.get(name, name): value for name, value in _common.without(write_opt(design), *OF_OPT).items()}
     return fields | {
         "activation_dropout": design_parts.first_mlp(design).dropout,
@@ -531,7 +531,7 @@ CTRL = Family("ctrl", "CTRLLMHeadModel", read_ctrl, write_ctrl, map_ctrl)
 
 
 MPT_NAMES = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
-# Options that its class has one value for, and those of training, of devices and of what its class leaves out.
+# Options that its class has one value for, and options of training, of devices and of features that its class lacks.
 ALWAYS = {"expansion_ratio": 4, "no_bias": True, "logit_scale": None, "ffn_config": None}
 OF_ATTENTION = {
     "attn_type": "multihead_attention", "clip_qkv": None, "prefix_lm": False, "qk_ln": False, "alibi": True,
@@ -550,8 +550,8 @@ UNUSED = (
 def read_mpt(config: ConfigReader) -> dict[str, Any]:
     """MPT (MosaicML 2023): ALiBi, norms and projections without biases, a feed-forward four times as wide as the model.
 
-    Other options of the program that trained it are refused by name where transformers' class ignores them. Where the
-    number of heads is no power of two, its slopes are others than heddle's, so that is refused.
+    Options of the original training code that transformers' class ignores are refused by name. A number of heads that
+    is not a power of two is refused, since its slopes differ from heddle's.
     """
     config.names = MPT_NAMES
     _common.check_width(config)

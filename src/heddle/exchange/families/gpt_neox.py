@@ -1,4 +1,4 @@
-"""Families with Megatron's layers, whose queries, keys and values are one matrix, interleaved by head; and StableLM."""
+"""Families with Megatron's layers (queries, keys and values as one matrix, interleaved by head), and StableLM."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ def _read_alias(config: ConfigReader, default: float, old: str, new: str) -> flo
 
 
 def _write_equal_heads(design: ModelConfig, partial_rotary_factor: float | None = None) -> dict[str, Any]:
-    """The fields of families whose heads fill the width and have keys of their own; the factor as in `write_rope`."""
+    """The fields of families with as many key heads as heads, which fill the width; the factor as in `write_rope`."""
     fields = _common.write_common(design) | _common.write_attention(design, partial_rotary_factor=partial_rotary_factor)
     return _common.without(fields, "num_key_value_heads", "head_dim")
 
@@ -173,7 +173,7 @@ BLOOM = Family("bloom", "BloomForCausalLM", read_bloom, write_bloom, map_bloom)
 def read_falcon(config: ConfigReader) -> dict[str, Any]:
     """Falcon (Almazrouei et al. 2023): parallel branches, one or few heads of keys and values, RoPE.
 
-    `new_decoder_architecture` (40B, 180B) has a number of its own for these heads, and one or two norms a layer. ALiBi
+    `new_decoder_architecture` (40B, 180B) sets the number of these heads, and has one or two norms per layer. ALiBi
     (Falcon-RW) is refused: it is scaled with the scores.
     """
     width = config.require_count("hidden_size", "n_embed")
@@ -287,7 +287,7 @@ PERSIMMON = Family("persimmon", "PersimmonForCausalLM", read_persimmon, write_pe
 def read_stablelm(config: ConfigReader) -> dict[str, Any]:
     """StableLM 2 and 3B (Stability AI 2023): LayerNorm, partial RoPE, a gated feed-forward, sequential or parallel.
 
-    `qk_layernorm` (StableLM 2 12B), norms without biases of each head beside norms with biases, is refused.
+    `qk_layernorm` (StableLM 2 12B) is refused: its norms of each head have no biases, the others do.
     """
     width, heads = config.require("hidden_size", int), config.require_count("num_attention_heads")
     _common.check_width(config)

@@ -33,13 +33,13 @@ def branch_multiplier(design: ModelConfig) -> float:
 
 
 def read_mixer(config: ConfigReader) -> dict[str, Any]:
-    """Attention, whose scores have a multiplier of their own."""
+    """Attention with a multiplier of its scores."""
     bias, scale = config.get("attention_bias", False), config.get("attention_multiplier", 1.0)
     return _common.read_attention(config, bias=bias, scale=scale)
 
 
 def write_multipliers(design: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_multipliers` and `read_mixer` read, but for those of heads and RoPE."""
+    """The fields that `read_multipliers` and `read_mixer` read, without heads and RoPE."""
     return {
         **_common.written(design, "attention_bias"),
         "attention_multiplier": design_parts.first_attention(design).scale,
@@ -154,7 +154,7 @@ def write_moe_shared(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_moe_shared(design: ModelConfig, weights: WeightMap) -> None:
-    """Those of Granite's experts and of the shared one."""
+    """The tensor names of Granite's experts and of the shared one."""
     map_moe(design, weights)
     map_shared(design, weights)
 
@@ -166,7 +166,7 @@ def map_shared(design: ModelConfig, weights: WeightMap) -> None:
 
 
 def map_fused(weights: WeightMap, hf: str, heddle: str) -> None:
-    """A gated feed-forward whose gate and up are one matrix."""
+    """A gated feed-forward with gate and up as one matrix."""
     weights.add_module(f"{hf}.input_linear", f"{heddle}.gate", f"{heddle}.up")
     weights.add_module(f"{hf}.output_linear", f"{heddle}.down")
 
@@ -181,13 +181,13 @@ SINK = {"self_attn.sinks": "mixer.sink"}
 
 
 def read_layers(config: ConfigReader, feedforward: dict[str, Any]) -> list[dict[str, Any]]:
-    """Layers with this feed-forward; one whose theta is 0 has no RoPE."""
+    """Layers with this feed-forward; a layer with a theta of 0 has no RoPE."""
     mixer, depth = read_mixer(config) | {"sink": True}, _layer_types.read_depth(config)
     usual = [SLIDING if index % 4 else FULL for index in range(depth)]
     windows = _layer_types.read_windows(config, usual, WINDOW)
     thetas = config.get("layer_rope_theta", [mixer["position"]["base"]] * depth)
     if len(thetas) != depth:
-        raise config.invalid("layer_rope_theta", f"num_hidden_layers asks {depth} entries")
+        raise config.invalid("layer_rope_theta", f"num_hidden_layers needs {depth} entries")
     positions = [mixer["position"] | {"base": float(theta)} if theta else None for theta in thetas]
     mixers = [mixer | {"window": w, "position": position} for w, position in zip(windows, positions, strict=True)]
     return _layer_types.layers_of(mixers, feedforward)
@@ -254,7 +254,7 @@ def read_hybrid(config: ConfigReader) -> dict[str, Any]:
     """Granite 4.0 (IBM 2025): Mamba-2 or attention, then experts or an MLP, with Granite's multipliers.
 
     Attention has no positions, except with `position_embedding_type: rope`. `num_local_experts: 0` is a model without
-    experts, whose MLP is what is elsewhere the shared expert.
+    experts; its MLP is named as the shared expert elsewhere.
     """
     depth, eps = _layer_types.read_depth(config), config.get("rms_norm_eps", 1e-6)
     types = config.get("layer_types", [LINEAR] * depth, "layers_block_type")

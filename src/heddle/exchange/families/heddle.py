@@ -1,7 +1,7 @@
 """heddle's own architecture, for designs that no other family can express. The config holds the design itself.
 
 transformers finds our classes by `auto_map`, which names a file of the folder that only imports them. Programs run that
-file when they are told to (`trust_remote_code`); heddle never does.
+file with `trust_remote_code`; heddle never does.
 """
 
 from typing import Any

@@ -87,7 +87,7 @@ def read_hunyuan_moe(config: ConfigReader) -> dict[str, Any]:
 
 
 def _read_equal(config: ConfigReader, name: str, depth: int, default: int) -> int:
-    """A number, or the one that stands in a list for every layer."""
+    """A number, or the equal entry of a list with one for each layer."""
     value = config.optional(name)
     values = value if isinstance(value, list) else [default if value is None else value] * depth
     if len(values) != depth or len(set(values)) != 1 or type(values[0]) is not int:
@@ -127,10 +127,7 @@ ALWAYS = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_
 
 
 def read_hy_v3(config: ConfigReader) -> dict[str, Any]:
-    """Hy3 (Tencent 2026): Qwen3's attention, and DeepSeek-V3's experts, whose gates always sum to a constant.
-
-    Layers that predict further tokens are ignored; they do not change the next token's logits.
-    """
+    """Hy3 (Tencent 2026): Qwen3's attention, and DeepSeek-V3's experts with gates that always sum to a constant."""
     # `mlp_bias` is of dense layers and shared experts.
     config.names = NAMES
     for name in ALWAYS:

@@ -1,4 +1,4 @@
-"""Kimi Linear (Kimi Team 2025): Kimi Delta Attention, latent attention without rotation between, DeepSeek-V3's experts.
+"""Kimi Linear (Kimi Team 2025): Kimi Delta Attention, latent attention without rotation, DeepSeek-V3's experts.
 
 `linear_attn_config` numbers layers from 1. A `layer_types` beside it takes precedence, as in transformers.
 """
@@ -38,7 +38,7 @@ UNUSED_FIELDS = "head_dim rope_theta rope_parameters rope_scaling use_grouped_to
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
+    """The balancing bias keeps its loaded value: `bias_update` is 0."""
     depth, eps = _layer_types.read_depth(config), config.get("rms_norm_eps", 1e-5)
     config.expect("mla_use_nope", True, default=True)
     config.expect("tie_word_embeddings", False, default=False)  # transformers would not tie them

@@ -133,10 +133,7 @@ EXPERTS = _common.Fields(
 
 
 def read_lfm2_moe(config: ConfigReader) -> dict[str, Any]:
-    """LFM2-MoE (Liquid AI 2025): LFM2's mixers, and after some dense layers experts chosen by sigmoid scores.
-
-    The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it.
-    """
+    """LFM2-MoE (Liquid AI 2025): LFM2's mixers, and after some dense layers experts chosen by sigmoid scores."""
     config.get("output_router_logits", False)
     experts = {"kind": "moe", "routing": "sigmoid", **EXPERTS.read(config)}
     experts["renormalize_eps"] = SUM_EPS if experts["renormalize"] else None
@@ -263,7 +260,7 @@ def rotated_first(head_dim: int, rotary_dim: int) -> TensorTransform:
 
 
 def map_lfm3(design: ModelConfig, weights: WeightMap) -> None:
-    """LFM2's tensor names but for those of attention, and a norm after each branch."""
+    """LFM2's tensor names except attention's, and a norm after each branch."""
     map_lfm2(design, weights, out="o_proj", norms=("q_norm", "k_norm"))
     for hf, heddle, layer in _common.named_layers(design):
         if not isinstance(layer.mixer, AttentionConfig):

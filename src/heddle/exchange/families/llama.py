@@ -1,4 +1,4 @@
-"""Llama, and the decoders that change little in it."""
+"""Llama, and decoders that differ little from it."""
 
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ HEAD_DIM = 128  # of InternLM3 and IQuest-Coder, if the config has no such field
 
 
 def read_internlm3(config: ConfigReader) -> dict[str, Any]:
-    """InternLM3 (Shanghai AI Laboratory 2025): Llama's decoder, whose biases are all on or all off."""
+    """InternLM3 (Shanghai AI Laboratory 2025): Llama's decoder with all biases or none."""
     # `qkv_bias` and `bias` are the names of the two biases in the first files.
     bias = config.get("attention_bias", False, "qkv_bias")
     if config.get("mlp_bias", False, "bias") != bias:
@@ -389,10 +389,10 @@ ARIA = Family("aria_text", "AriaTextForCausalLM", read_aria, write_aria, map_ari
 
 
 def read_diffllama(config: ConfigReader) -> dict[str, Any]:
-    """DiffLlama: Llama's decoder with differential attention (Ye et al. 2024), whose head norms have no weights.
+    """DiffLlama: Llama's decoder with differential attention (Ye et al. 2024); its head norms have no weights.
 
-    Its attention counts two heads of queries, keys and values for one of heddle's: the first half of them all, then the
-    second. Attention dropout is refused, as its class does.
+    Its files count two heads of queries, keys and values for one of heddle's: first the first halves of all heads, then
+    the second. Attention dropout is refused, as by its class.
     """
     heads, eps = _common.read_heads(config), config.get("rms_norm_eps", 1e-5)
     for name, role in (("num_attention_heads", "heads"), ("num_key_value_heads", "kv_heads")):
@@ -460,9 +460,9 @@ DEFAULT_CHUNK, DEFAULT_THETA, DEFAULT_GROWTH = 8192, 5e5, 0.1
 
 
 def read_llama4(config: ConfigReader) -> dict[str, Any]:
-    """Llama 4 (Meta 2025): chunked attention with RoPE beside full attention without; experts with weighted inputs.
+    """Llama 4 (Meta 2025): chunked attention with RoPE, full attention without; experts with weighted inputs.
 
-    Norms of queries and keys have no weights, so that they may stand before the rotation here. `layer_types` says which
+    Norms of queries and keys have no weights, so heddle can apply them before the rotation. `layer_types` says which
     layers have chunks, `no_rope_layers` which rotate, `moe_layers` which have experts.
     """
     config.note("router_jitter_noise", "router_aux_loss_coef", "for_llm_compressor")
@@ -561,7 +561,7 @@ def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
 
 
 def map_llama4(design: ModelConfig, weights: WeightMap) -> None:
-    """Llama's tensor names, and those of the experts."""
+    """Llama's tensor names, and the experts'."""
     _common.map_weights(design, weights, map_feedforward=map_feedforward, feedforward="feed_forward")
 
 

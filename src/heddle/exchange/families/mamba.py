@@ -45,7 +45,7 @@ def first_scan(design: ModelConfig) -> MambaConfig:
 
 
 def map_scan(weights: WeightMap, hf: str, heddle: str) -> None:
-    """The tensors of a mixer: `in_proj` makes v and z, `x_proj` what becomes Δ, k and q."""
+    """The tensors of a mixer: `in_proj` computes v and z, `x_proj` the inputs of Δ, k and q."""
     weights.add_module(f"{hf}.in_proj", f"{heddle}.v", f"{heddle}.gate")
     weights.add_tensor(f"{hf}.conv1d.weight", f"{heddle}.convolution.weight", transform=DEPTHWISE_CONV)
     weights.add_module(f"{hf}.x_proj", *(f"{heddle}.{role}" for role in ("time_step_down", "k", "q")))
@@ -86,7 +86,7 @@ MAMBA = Family("mamba", "MambaForCausalLM", read_mamba, write_mamba, map_mamba)
 
 
 def read_falcon_mamba(config: ConfigReader) -> dict[str, Any]:
-    """Falcon-Mamba (TII 2024): Mamba with norms, without weights, of what becomes Δ and of B and C."""
+    """Falcon-Mamba (TII 2024): Mamba with norms, without weights, of Δ's input and of B and C."""
     return read_mamba(config, norm={"kind": "rms", "eps": config.get("mixer_rms_eps", 1e-6), "weight": False})
 
 

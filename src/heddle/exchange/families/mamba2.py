@@ -61,7 +61,7 @@ def read_time_step_limit(config: ConfigReader) -> dict[str, Any]:
 
 
 def read_fields(config: ConfigReader, names: Names, eps: float) -> dict[str, Any]:
-    """The mixer but for its time steps; some files say AUTO for a default."""
+    """The mixer without its time steps; some files have AUTO for a default."""
     fields: dict[str, Any] = {"kind": "mamba2", "norm": {"kind": "rms", "eps": eps}}
     for field, (name, default) in names.items():
         if field != "expand":
@@ -91,7 +91,7 @@ def write_time_step_limit(mixer: Mamba2Config) -> dict[str, Any]:
 
 
 def write_fields(design: ModelConfig, names: Names) -> dict[str, Any]:
-    """The fields of the first Mamba-2 mixer but for its time steps."""
+    """The fields of the first Mamba-2 mixer, without its time steps."""
     mixer = first_mamba(design)
     return {name: getattr(mixer, field) for field, (name, _) in names.items() if field != "expand"}
 
@@ -124,7 +124,7 @@ NAMES: Names = {
 def read_mamba2(config: ConfigReader) -> dict[str, Any]:
     """Mamba-2 (Dao & Gu 2024): a state space model in every layer, and neither attention nor feed-forwards.
 
-    `residual_in_fp32` is about the precision of sums in narrow types; heddle's stream has the type of the weights.
+    `residual_in_fp32` only affects the precision of sums in narrow dtypes; heddle's stream has the weights' dtype.
     """
     eps = config.get("layer_norm_epsilon", 1e-5)
     config.expect("hidden_act", "silu", default="silu")
@@ -159,7 +159,7 @@ BAMBA_UNUSED_FIELDS = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coeffic
 
 
 def read_bamba(config: ConfigReader) -> dict[str, Any]:
-    """Bamba (IBM, Princeton, CMU & UIUC 2024): Mamba-2 in most layers, attention with half-rotated heads between."""
+    """Bamba (IBM, Princeton, CMU & UIUC 2024): Mamba-2 in most layers, attention with half-rotated heads in others."""
     # `attn_layer_indices` are the layers with attention.
     config.expect("hidden_act", "silu", default="silu")  # the convolution uses it, too
     config.expect("partial_rotary_factor", ROTARY_FACTOR, None)

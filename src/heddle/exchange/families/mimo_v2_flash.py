@@ -1,6 +1,6 @@
 """MiMo-V2-Flash (Xiaomi 2025): windows with sinks and twice the key heads, values times a constant.
 
-Experts are DeepSeek-V3's without shared ones. The layers that predict further tokens (`mtp`) are ignored.
+Experts are DeepSeek-V3's without shared ones.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ THETAS = {FULL: 5e6, SLIDING: 1e4}
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
+    """The balancing bias keeps its loaded value: `bias_update` is 0."""
     heads = _common.read_heads(config, head_dim=192)
     depth, empty = _layer_types.read_depth(config), dict[str, Any]()
     usual = [SLIDING if index and (index + 1) % 6 else FULL for index in range(depth)]
@@ -69,7 +69,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """The tensor names of DeepSeek-V3's experts, and those of the sinks."""
+    """The tensor names of DeepSeek-V3's experts and of the sinks."""
     deepseek.map_dots1(design, weights)
     for index in range(design.depth):
         weights.add_tensor(f"model.layers.{index}.self_attn.attention_sink_bias", f"layers.{index}.mixer.sink")

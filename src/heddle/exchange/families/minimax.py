@@ -23,7 +23,7 @@ FEEDFORWARD = {"feedforward_alpha": "mlp_alpha_factor", "feedforward_multiplier"
 
 
 def read_minimax(config: ConfigReader) -> dict[str, Any]:
-    """MiniMax-01 and MiniMax-M1 in transformers' names (MiniMax 2025): lightning attention between layers of softmax.
+    """MiniMax-01 and MiniMax-M1, with transformers' names (MiniMax 2025): lightning attention between softmax layers.
 
     A layer is `N(α x + β f(x))` for each branch, and the embedding has a norm. The decays follow from the number of
     heads and the layer; stored slopes are ignored. Published files give `rotary_dim`, as the paper does; transformers
@@ -58,7 +58,7 @@ def read_minimax(config: ConfigReader) -> dict[str, Any]:
 
 
 def read_position(config: ConfigReader, head_dim: int, theta: float) -> dict[str, Any]:
-    """Published files say `rotary_dim`; a `partial_rotary_factor` beside it takes precedence, as in transformers."""
+    """Published files have `rotary_dim`; a `partial_rotary_factor` beside it takes precedence, as in transformers."""
     rotary_dim = config.get("rotary_dim", head_dim)
     if not 0 < rotary_dim <= head_dim:
         raise config.invalid("rotary_dim", f"should be above 0 and at most head_dim = {head_dim}")
@@ -109,7 +109,10 @@ def write_minimax(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_minimax(design: ModelConfig, weights: WeightMap) -> None:
-    """Mixtral's names of attention and experts. A norm before a layer's branch is the one after the branch before."""
+    """Mixtral's names of attention and experts.
+
+    The norm before a branch is stored as the norm after the previous branch.
+    """
     weights.add_module("model.embed_tokens", "embed")
     weights.add_module("model.layers.0.input_layernorm", "embed.norm")
     if not design.head.tied:
@@ -149,8 +152,7 @@ SOFTMAX = 1  # in `attn_type_list`
 def read_m2(config: ConfigReader) -> dict[str, Any]:
     """MiniMax-M2 (MiniMax 2025): norms over whole q and k projections, partial RoPE, experts by sigmoid scores.
 
-    Its balancing loss (`output_router_logits`) is refused: heddle's, of sigmoid scores, is another. Layers that predict
-    further tokens are ignored; they do not change the next token's logits.
+    Its balancing loss (`output_router_logits`) is refused, since it differs from heddle's loss of sigmoid scores.
     """
     depth = _layer_types.read_depth(config)
     config.require("num_key_value_heads", int)
@@ -274,7 +276,7 @@ M3_INDEXER = {"q_proj": "q", "k_proj": "k", "q_norm": "q_norm", "k_norm": "k_nor
 
 
 def map_m3(design: ModelConfig, weights: WeightMap) -> None:
-    """Stacks of experts, and gate and up in one matrix; published files name the mixtures and indexers otherwise."""
+    """Stacks of experts, and gate and up in one matrix; published files have other names for mixtures and indexers."""
     _common.map_weights(design, weights, map_feedforward=_map_m3_feedforward)
     for hf, heddle, _ in _common.named_layers(design):
         weights.add_modules(f"{hf}.self_attn.indexer", f"{heddle}.mixer.indexer", M3_INDEXER)

@@ -13,7 +13,7 @@ from heddle.model.config import ModelConfig
 
 def read_mistral(config: ConfigReader) -> dict[str, Any]:
     """Mistral (Jiang et al. 2023): Llama's decoder without biases, every layer with the same window or none."""
-    # `sliding_window`: null is no window, absent is 4096.
+    # `sliding_window`: null means no window, absent means 4096.
     mixer = _common.read_attention(config, window=config.get_nullable("sliding_window", 4096))
     return _common.rms_design(config, 1e-6, _common.same_layers(config, mixer, _common.read_gated(config)))
 
@@ -36,7 +36,7 @@ def read_ministral(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_ministral(design: ModelConfig) -> dict[str, Any]:
-    """transformers wants a number for the window where no layer has one, too."""
+    """transformers requires a number for the window even where no layer has one."""
     return _common.write_unbiased_decoder(design) | _layer_types.write_windows(design, WINDOW)
 
 
@@ -53,7 +53,8 @@ MINISTRAL3_ROPE: dict[str, Any] = {  # if the config has none
 def read_ministral3(config: ConfigReader) -> dict[str, Any]:
     """Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral with YaRN, and queries that grow with their position.
 
-    `llama_4_scaling_beta` and `original_max_position_embeddings` of `rope_parameters` say how: 0 is not at all.
+    `llama_4_scaling_beta` and `original_max_position_embeddings` of `rope_parameters` set how much; a beta of 0 is no
+    growth.
     """
     heads = _common.read_heads(config, head_dim=128)
     empty: dict[str, Any] = {}

@@ -26,8 +26,8 @@ def read_modernbert(config: ConfigReader, base: str = BASE, causal: bool = False
     """ModernBERT (Warner et al. 2024): an encoder with RoPE, GeGLU and pre-norm; every third layer sees the whole text.
 
     Layers with a window see `local_attention` // 2 tokens to each side and have a RoPE of their own. The embedding has
-    a norm, so the first layer's attention has none. `classifier_pooling` and `sparse_prediction` are about classifiers
-    and training.
+    a norm, so the first layer's attention has none. `classifier_pooling` and `sparse_prediction` only affect
+    classifiers and training.
     """
     # Both formats: `layer_types` or `global_attn_every_n_layers`; `rope_parameters` by type, or two thetas.
     _common.check_width(config)
@@ -145,7 +145,7 @@ DECODER_BASE = "ModernBertDecoderModel"
 
 
 def read_decoder(config: ConfigReader) -> dict[str, Any]:
-    """ModernBERT's decoder (Ettin, Weller et al. 2025): causal, its windows `local_attention` // 2 tokens long."""
+    """ModernBERT's decoder (Ettin, Weller et al. 2025): causal, with windows of `local_attention` // 2 tokens."""
     return read_modernbert(config, DECODER_BASE, causal=True)
 
 

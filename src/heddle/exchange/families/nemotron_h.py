@@ -1,8 +1,8 @@
-"""Nemotron-H, Nano 2 and 3 (NVIDIA 2025): Mamba-2, attention without positions, MLPs and experts, each a layer alone.
+"""Nemotron-H, Nano 2 and 3 (NVIDIA 2025): one branch per layer: Mamba-2, attention without positions, MLP, experts.
 
 Multi-token modules (`mtp.`) are ignored: each is an attention layer and a mixture, where heddle's has one layer.
-Experts on latents (`moe_latent_size`) are refused. Time steps are `time_step_min` at least, as in transformers,
-whatever `time_step_limit` says. `residual_in_fp32` is about the precision of sums in narrow types.
+Experts on latents (`moe_latent_size`) are refused. Time steps are at least `time_step_min`, as in transformers,
+whatever `time_step_limit` says. `residual_in_fp32` only affects the precision of sums in narrow dtypes.
 """
 
 from typing import Any
@@ -137,7 +137,7 @@ def _type(layer: LayerConfig) -> str:
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
-    """Its own names: what a layer is made of is its `mixer`, whatever it is."""
+    """Its own names: the branch of a layer, of any kind, is its `mixer`."""
     _common.map_embedding_and_head(design, weights, "backbone.embeddings", "backbone.norm_f")
     for hf, heddle, layer in _common.named_layers(design, prefix="backbone.layers"):
         for branch in ("mixer", "feedforward"):

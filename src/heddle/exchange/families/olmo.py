@@ -1,4 +1,4 @@
-"""OLMo: from the second on norms after each branch and over whole q and k projections; windows, experts, delta rule."""
+"""OLMo: from OLMo 2 on, norms after each branch and over whole q and k projections; windows, experts, delta rule."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ NORMS = {
 
 
 def read_mixer(config: ConfigReader) -> dict[str, Any]:
-    """The attention of OLMo 2 and 3 but for its RoPE."""
+    """The attention of OLMo 2 and 3, without RoPE."""
     bias = config.get("attention_bias", False)
     return _common.attention(config, _common.read_heads(config), qk_norm="projection", bias=bias)
 
@@ -65,7 +65,7 @@ WINDOW = 4096  # if the field is absent
 
 
 def read_olmo3(config: ConfigReader) -> dict[str, Any]:
-    """OLMo 3 (Team OLMo 2025): OLMo 2 with a sliding window in three of four layers, whose RoPE is not scaled."""
+    """OLMo 3 (Team OLMo 2025): OLMo 2 with a sliding window and unscaled RoPE in three of four layers."""
     # One RoPE table per layer type. Older files have one theta for both, and a scaling for full layers only.
     mixer = read_mixer(config)
     theta = config.get("rope_theta", 5e5)
@@ -118,7 +118,7 @@ OLMOE = Family("olmoe", "OlmoeForCausalLM", read_olmoe, write_olmoe, _moe.map_we
 
 
 def read_flex_olmo(config: ConfigReader) -> dict[str, Any]:
-    """FlexOlmo (Shi et al. 2025): OLMo 2 with experts in every layer, each trained apart on data of its own."""
+    """FlexOlmo (Shi et al. 2025): OLMo 2 with experts in every layer, each trained separately on its own data."""
     mixer, depth = read_mixer(config), _layer_types.read_depth(config)
     mixer["position"] = read_rope(config, mixer["head_dim"], 5e5) | ROPE_CAST
     return read_design(config, [mixer] * depth, read_experts(config), eps=1e-6)

@@ -129,7 +129,8 @@ def read_phimoe(config: ConfigReader) -> dict[str, Any]:
     """Phi-3.5-MoE (Abdin et al. 2024): LayerNorm, biases, and SparseMixer's two experts of 16.
 
     `short_mscale` and `long_mscale`, the factors of LongRoPE's cosines, must be equal. Beyond the original length
-    transformers keeps the short factors of frequencies, heddle takes the long ones. Noise of training is not built.
+    transformers keeps the short factors of frequencies, heddle uses the long ones. The router's training noise is not
+    built.
     """
     config.note("input_jitter_noise")
     config.expect("hidden_dropout", 0.0, None)

@@ -33,7 +33,7 @@ def read_window(config: ConfigReader) -> int | None:
 
 
 def read_qwen_design(config: ConfigReader, mixer: dict[str, Any]) -> dict[str, Any]:
-    """A design whose layers have this mixer, each with its window.
+    """A design with this mixer in every layer, each with its window.
 
     Without `layer_types`, `use_sliding_window` gives a window to the layers from `max_window_layers` on.
     """
@@ -160,10 +160,7 @@ FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types
 
 
 def read_mellum(config: ConfigReader) -> dict[str, Any]:
-    """Mellum 2 (JetBrains 2026): Qwen3-MoE with windows in some layers, a RoPE for each type, a list of dense layers.
-
-    The layer that predicts further tokens (`mtp`) is ignored; it does not change the next token's logits.
-    """
+    """Mellum 2 (JetBrains 2026): Qwen3-MoE with windows in some layers, a RoPE per type, a list of dense layers."""
     config.note("use_sliding_window", "max_window_layers")  # of Qwen's files; its class goes by layer_types
     config.ignore(*FURTHER_TOKENS)
     config.expect("rope_scaling", None)
@@ -202,7 +199,7 @@ FLINT_WINDOW = 513
 
 
 def read_flint(config: ConfigReader) -> dict[str, Any]:
-    """Flint (2026): Qwen3-MoE with sinks, RoPE in windowed layers alone, sigmoid experts and a shared one.
+    """Flint (2026): Qwen3-MoE with sinks, RoPE only in windowed layers, sigmoid experts and a shared one.
 
     Full attention is in the first two layers, in every fourth and in the last.
     """
@@ -346,9 +343,11 @@ def _fits(design: ModelConfig) -> bool:
 
 
 def module_names(count_field: str) -> ModuleNames:
-    """The names of the one multi-token module, whose layer has softmax attention; `count_field` says if there is one.
+    """The names of the one multi-token module; its layer has softmax attention.
 
-    Several would share their norms and their projection, as heddle's do not.
+    `count_field` says whether there is one.
+
+    Several modules would share their norms and projection; heddle's do not.
     """
     parts = {
         "pre_fc_norm_embedding": "embedding_norm",
@@ -407,9 +406,9 @@ def map_hybrid(
     map_inputs: Callable[[WeightMap, str, str, int], None],
     modules: ModuleNames,
 ) -> None:
-    """Llama's tensor names, those of the delta rule, and those of experts.
+    """Llama's tensor names, the delta rule's and the experts'.
 
-    map_inputs: maps the projections of the delta rule's input, given its key heads: each family has its own order.
+    map_inputs: maps the projections of the delta rule's input by key heads: each family has its own order.
     modules: the names of the multi-token module.
     """
     _common.map_embedding_and_head(design, weights)
@@ -492,8 +491,7 @@ qwen3_5 = partial(Family, map_weights=map_qwen3_5, ignored_tensors=("mtp.",), mu
 def read_qwen3_5(config: ConfigReader) -> dict[str, Any]:
     """The text model of Qwen3.5 and 3.6 (Qwen 2026): Qwen3-Next's two kinds of mixers, with a dense feed-forward.
 
-    The multi-token module (`mtp.`) is read where the weights hold it. `mrope_section` is for images: a text has one
-    position per axis.
+    `mrope_section` is for images: a text has one position per axis.
     """
     check_fixed_fields(config)
     return read_hybrid_design(config, [_common.read_gated(config)] * _layer_types.read_depth(config))
@@ -509,8 +507,7 @@ QWEN3_5 = qwen3_5("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5, write_qwen
 def read_qwen3_5_moe(config: ConfigReader) -> dict[str, Any]:
     """The text model of Qwen3.5's and 3.6's mixtures (Qwen 2026): Qwen3.5 with experts and a shared one in every layer.
 
-    The multi-token module (`mtp.`) is read where the weights hold it. `mrope_section` is for images: a text has one
-    position per axis.
+    `mrope_section` is for images: a text has one position per axis.
     """
     # Every layer has experts, whose gates sum to 1.
     check_fixed_fields(config)

@@ -1,8 +1,8 @@
-"""RWKV-7 "Goose" (Peng et al. 2025): time mixing and channel mixing, as flash-linear-attention's class has them.
+"""RWKV-7 "Goose" (Peng et al. 2025): time mixing and channel mixing, as in flash-linear-attention's class.
 
 transformers finds the class where `fla` is imported. With `fuse_norm` that class adds 1e-6 to the squared length of a
-removal key; heddle computes without it, as the authors do. Layers of attention between (`attn`) are refused. Tests
-compare with a plain loop of the class in float64.
+removal key; heddle computes without it, as the authors do. Layers of attention (`attn`) are refused. Tests compare with
+a plain float64 loop that computes what the class does.
 """
 
 import math
@@ -36,7 +36,7 @@ TIME_MIXING = {
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """Every layer but the first mixes its values with those of the first."""
+    """Every layer but the first mixes its values with the first layer's."""
     width, depth = config.require_count("hidden_size"), _layer_types.read_depth(config)
     dim = config.get_nullable("head_dim", 64)
     dim = width // config.require_count("num_heads") if dim is None else config.get("head_dim", 64)

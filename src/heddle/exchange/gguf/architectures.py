@@ -1,7 +1,7 @@
-"""The families that llama.cpp runs: the name of its graph for each, and what that graph assumes.
+"""The families that llama.cpp runs: the name of its graph for each, and the graph's assumptions.
 
 A design is written to a GGUF through its Hugging Face family. A graph of llama.cpp supports less than the family's
-config can express. What a graph assumes is listed here; a design that differs is refused, naming the field.
+config can express. Its assumptions are listed here; a design that differs is refused, naming the field.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -110,7 +110,7 @@ def map_weights(design: ModelConfig, weights: WeightMap, names: Mapping[str, str
 
 
 def _transforms(design: ModelConfig, gated_queries: bool, tiled_values: bool) -> dict[str, TensorTransform]:
-    """By the name of a layer's tensor, how it is made of parameters, where they do not follow one another."""
+    """By the name of a layer's tensor, how it is made of parameters, if not by concatenation."""
     heads = design_parts.first_latent_attention(design).heads
     transforms = {"attn_k_b.weight": _by_head(heads, transposed=True), "attn_v_b.weight": _by_head(heads)}
     if gated_queries:
@@ -186,20 +186,19 @@ class Architecture:
     name: its name in llama.cpp. fixed_fields: config field -> (path in a design, the value that the graph assumes).
     extra_keys: GGUF keys that only this graph has. names: entries of MODEL_NAMES and LAYER_NAMES that differ.
     interleaved_rope: it rotates dims (2i, 2i + 1), so the rows of q and k are reordered. norm_plus_one: its norms
-    multiply by the weight, but the family's by 1 + weight, so 1 is added.
-    full_attention_period: every so many layers there is one without a window, and all others have one; None: no layer
-    has a window. scaled_windows: layers with a window have the RoPE scaling of the others; else they have none.
-    requires_softcaps: it always caps scores and logits. width_scaled_depth: models of this depth scale
-    scores by 1 / sqrt(width / heads) instead of 1 / sqrt(head_dim), as the largest Gemmas. any_scale: scores may have
-    any scale. assumed: (path, value, value that it assumes) of a resolved design. square_heads: width must be
-    heads · head_dim. grouped_heads: several heads may share keys and values. moe_in_every_layer: no dense layers.
-    moe_to_the_end: after the first mixture of experts there is no dense layer.
-    rope_scalings: the kinds of RoPE scaling that it supports. yarn_log: if YaRN has an mscale, the GGUF has
+    multiply by the weight, but the family's by 1 + weight, so 1 is added. full_attention_period: one in this many
+    layers has no window, and all others have one; None: no layer has a window. scaled_windows: layers with a window
+    have the RoPE scaling of the others; else they have none. requires_softcaps: it always caps scores and logits.
+    width_scaled_depth: models of this depth scale scores by 1 / sqrt(width / heads) instead of 1 / sqrt(head_dim), as
+    the largest Gemmas. any_scale: scores may have any scale. assumed: (path, value, value that it assumes) of a
+    resolved design. square_heads: width must be heads · head_dim. grouped_heads: several heads may share keys and
+    values. moe_in_every_layer: no dense layers. moe_to_the_end: after the first mixture of experts there is no dense
+    layer. rope_scalings: the kinds of RoPE scaling that it supports. yarn_log: if YaRN has an mscale, the GGUF has
     mscale_all_dim times this number; mscale is 1, or in latent attention mscale_all_dim. qk_norm: q and k may have
-    norms, if the family has them. partial_rope: RoPE may rotate some dims of a head only.
-    nope_period: every so many layers there is one without positions; 0: every layer has them. latent: its attention is
-    latent attention. tiled_values: heads of values lie key head by key head, the first of each, then the second.
-    encoder: it has no language head, and pools the outputs of a text.
+    norms, if the family has them. partial_rope: RoPE may rotate some dims of a head only. nope_period: one in this many
+    layers has no positions; 0: every layer has positions. latent: its attention is latent attention. tiled_values:
+    heads of values lie key head by key head, the first of each, then the second. encoder: it has no language head, and
+    pools the outputs of a text.
     """
 
     name: str
@@ -235,7 +234,7 @@ class Architecture:
 POSITION = "layers.*.mixer.position"
 ACTIVATION = "layers.*.feedforward.activation"
 LITE_DEPTHS = (26, 27)  # of DeepSeek-V2-Lite and its kin, whose queries have no latent
-# The epsilon of the norms of latents, and of queries and keys in a gated delta rule. llama.cpp takes that of the model.
+# The epsilon of the norms of latents, and of queries and keys in a gated delta rule. llama.cpp uses the model's.
 INNER_EPS = 1e-6
 
 
@@ -601,8 +600,8 @@ def gguf_tensors(
 ) -> Iterator[GGUFTensor]:
     """All tensors of a GGUF, in the order of the model's parameters.
 
-    tensors: those of the family as `graph.stored` has it. dtype: of matrices. Vectors, biases and what FLOAT32_WEIGHTS
-    names are always float32, as llama.cpp requires.
+    tensors: the family's, as in `graph.stored`. dtype: of matrices. Vectors, biases and FLOAT32_WEIGHTS are always
+    float32, as llama.cpp requires.
     """
     for name, rule in tensors.weight_map.rules.items():
         shape = tensors.weight_map.hf_shape(rule)

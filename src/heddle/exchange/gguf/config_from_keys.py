@@ -70,7 +70,7 @@ class Keys:
         return value if isinstance(value, type(default)) else self._refuse(name, value, type(default))
 
     def require(self, name: str, kind: type[T]) -> T:
-        """The value of a key that must be there."""
+        """The value of a required key."""
         if name not in self.fields:
             raise CheckpointError(f"{self.source}: key '{name}' is missing; without it the model cannot be built")
         value = self.fields[name]
@@ -86,12 +86,12 @@ class Keys:
         return self.get(f"{self.graph}.{name}", default)
 
     def number(self, name: str) -> int:
-        """An integer of the graph that must be there."""
+        """A required integer of the graph."""
         return self.require(f"{self.graph}.{name}", int)
 
     @property
     def head_dim(self) -> int:
-        """Dims of a head: those of the file, or the width's share."""
+        """Dims of a head: from the file, or width / heads."""
         width, heads = self.number("embedding_length"), self.number("attention.head_count")
         return self.of_graph("attention.key_length", width // max(heads, 1))
 
@@ -166,7 +166,7 @@ def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3's scaling, by its factors. Raises ConfigError if they are those of none that was published."""
+    """Llama 3's scaling, by its factors. Raises ConfigError if no published model has these factors."""
     plain = RopeConfig(base=theta, rotary_dim=head_dim)
     unscaled = plain.build(head_dim).scaled_frequencies(1).inv_freq
     for factor in LLAMA3_FACTORS:
@@ -185,7 +185,7 @@ def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 class Key(NamedTuple):
-    """A key of the graph whose value a field has. default: None: an integer that must be there."""
+    """A key of the graph with the value of a field. default: None: a required integer."""
 
     name: str
     default: Any = None
@@ -210,7 +210,7 @@ def _rotary_factor(keys: Keys, shapes: Shapes) -> float:
     return keys.of_graph("rope.dimension_count", keys.head_dim) / max(keys.head_dim, 1)
 
 
-# A field's value: that of a key or a function of the file, or a constant.
+# A field's value: a key's value, a function of the file, or a constant.
 ATTENTION_BIAS = {"attention_bias": Present("attn_q.bias")}
 BIASES = ATTENTION_BIAS | {"mlp_bias": Present("ffn_down.bias")}
 LAYER_NORM_EPS = Key("attention.layer_norm_epsilon", 1e-5)

@@ -63,8 +63,8 @@ YARN_DEFAULTS = {
 def match_architecture(design: ModelConfig, preferred: str | None = None) -> tuple[FamilyMatch, Architecture]:
     """The family and the graph for a design.
 
-    Several may match: that of the family `preferred`, from which the model came, is first. If none matches, raises
-    ConfigError naming what to change for it, or for the nearest one.
+    If several match, `preferred`, the family that the model came from, is used. If none matches, raises ConfigError
+    naming what to change for it, or for the nearest one.
     """
     candidates: list[tuple[bool, list[Mismatch], Architecture]] = []
     for name in sorted((name for name in ARCHITECTURES if name in families()), key=lambda name: name != preferred):
@@ -88,7 +88,7 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
 
 
 def _outermost(mismatches: list[Mismatch]) -> list[Mismatch]:
-    """One mismatch per path, without those of fields inside another mismatch."""
+    """One mismatch per path, without fields inside another mismatch."""
     by_path = {mismatch.path: mismatch for mismatch in mismatches}
     return [
         mismatch for path, mismatch in by_path.items() if not any(path.startswith(f"{outer}.") for outer in by_path)
@@ -176,7 +176,7 @@ def _heddle_value(path: str, value: Any) -> Any:
 
 
 def _window_mismatches(layers: list[tuple[str, int | None]], graph: Architecture) -> Iterator[Mismatch]:
-    """Layers whose window is not the one that the graph assumes. layers: (path, window) of each."""
+    """Layers with another window than the graph assumes. layers: (path, window) of each."""
     windows = [window for _, window in layers]
     first = next((window for window in windows if window is not None), None)
     if graph.full_attention_period is None:
@@ -193,7 +193,9 @@ def _window_mismatches(layers: list[tuple[str, int | None]], graph: Architecture
 
 
 def _position_mismatches(mixers: list[tuple[str, Any]], period: int) -> Iterator[Mismatch]:
-    """Layers with RoPE where the graph has none, or without it where it has. mixers: (path, mixer) of each layer.
+    """Layers with RoPE where the graph has none, or without RoPE where it has some.
+
+    mixers: (path, mixer) of each layer.
 
     period: as `nope_period` of the graph.
     """
@@ -245,7 +247,7 @@ def export_gguf(
     imported: the import whose lengths are written, if not the model's own. dtype: of matrices, float32, float16 or
     bfloat16; None is the model's own. q8_0: quantize matrices whose rows are multiples of 32 long to blocks of 8 bits,
     as llama.cpp does; other matrices are float16. k_quant: a name of K_QUANTS, by which llama.cpp's library quantizes
-    matrices, some of them to more bits. library: its file; None: that of a Python binding.
+    matrices, some of them to more bits. library: its file; None: a Python binding's.
     Raises ConfigError for an unsupported design or dtype or a missing package, DataError for a tokenizer that llama.cpp
     does not know, CheckpointError if `file` exists and is not a GGUF, MachineError if it cannot be written.
     """
@@ -293,7 +295,7 @@ def check_package() -> None:
 def _model_keys(
     config: dict[str, Any], model: Decoder, graph: Architecture, preserved: dict[str, Any]
 ) -> dict[str, Any]:
-    """The GGUF keys of a model, without those of its tokenizer."""
+    """The GGUF keys of a model, without its tokenizer's."""
     design = model.config
     mixer = design_parts.first_attention(design.resolved())
     head_dim = mixer.head_dim or design.width // mixer.heads
@@ -526,7 +528,7 @@ def check_rows(tensors: Iterable[GGUFTensor], kind: str) -> None:
 
 
 def open_library(file: Path | None = None) -> ctypes.CDLL:
-    """llama.cpp's library: the file, or that of a Python binding. Raises ConfigError if there is none."""
+    """llama.cpp's library: the file, or a Python binding's. Raises ConfigError if there is none."""
     file = file or _library_of_a_binding()
     try:
         library = ctypes.CDLL(str(file.resolve()))
@@ -568,5 +570,5 @@ def quantize_file(source: Path, target: Path, kind: str, llama: ctypes.CDLL, nam
     failed = llama.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
     llama.llama_log_set(None, None)
     if failed:
-        reason = messages[-1] if messages else "it says no reason"
+        reason = messages[-1] if messages else "it gives no reason"
         raise MachineError(f"{name}: llama.cpp could not quantize it ({reason}); choose q8_0, or free some space")

@@ -50,7 +50,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds."""
+    """The contents of a file."""
 
     keys: dict[str, Any]
     tensors: dict[str, StoredTensor]

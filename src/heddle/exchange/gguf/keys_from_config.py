@@ -142,7 +142,7 @@ def delta_keys(config: ConfigFields) -> ConfigFields:
 
 
 def qwen35_keys(config: ConfigFields) -> ConfigFields:
-    """With sections of RoPE that give every pair of dims the position of the token: a text has one on every axis."""
+    """With RoPE sections that give every pair of dims the token's position: a text has one on every axis."""
     pairs = int(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1.0)) // 2
     return delta_keys(config) | {"rope.dimension_sections": [*((pairs + 2 - axis) // 3 for axis in range(3)), 0]}
 

@@ -2,8 +2,8 @@
 
 llama.cpp has a fixed list of named pre-tokenizers (rules that split a text into words) for byte-level BPE. A tokenizer
 trained by heddle splits as GPT-2's does, except that it also cuts runs of more than 256 characters of the same kind.
-SentencePiece's has no merges: the neighbors whose union has the highest score are joined first, so that its merges and
-their order follow from the scores. Bytes outside of the vocabulary are tokens such as <0xE2>. WordPiece tokens that
+SentencePiece's BPE has no merges: the neighbors with the highest score of their union are joined first, so that merges
+and their order follow from the scores. Bytes outside of the vocabulary are tokens such as <0xE2>. WordPiece tokens that
 begin a word start with ▁ there, and tokens that continue one have no ##; text is always lowercased.
 """
 
@@ -48,7 +48,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", _GPT2_SPLIT)),
 }
 IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"}
-BEGINS_BY_DEFAULT = IGNORE_MERGES  # files without `add_bos_token` begin with it, as those of SentencePiece do
+BEGINS_BY_DEFAULT = IGNORE_MERGES  # files without `add_bos_token` begin texts with it, as SentencePiece's do
 
 
 def tokenizer_keys(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _bpe_json(kinds: list[tuple[str, int]], merges: list[str], splits: tuple[str
 
 
 def _sentencepiece_json(kinds: list[tuple[str, int]], scores: list[float], prefix: bool, unknown: str | None) -> str:
-    """The tokenizer.json of SentencePiece's BPE. prefix: whether a space stands before each text."""
+    """The tokenizer.json of SentencePiece's BPE. prefix: whether a space is added before each text."""
     vocabulary = {token: index for index, (token, kind) in enumerate(kinds) if kind != UNUSED}
     scored = {token: score for (token, kind), score in zip(kinds, scores, strict=True) if kind == NORMAL}
     merges = _merges_of_scores(scored, vocabulary)

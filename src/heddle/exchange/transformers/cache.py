@@ -77,7 +77,7 @@ class HeddleCacheLayer(CacheLayerMixin):
         self.length_since_commit = 0
 
     def read_pending(self, decoder: Decoder) -> CachedTokens:
-        """Read the pending inputs, then return what the cache holds."""
+        """Read the pending inputs, then return the tokens that the cache has read."""
         pending, self.pending = self.pending, []
         is_token, self.seq_length = self.is_token, self.seq_length - _total_length(pending)
         self.is_token = None if is_token is None else is_token[:, : self.seq_length]
@@ -217,7 +217,7 @@ class HeddleCache(Cache):
 
 
 def given_cache(cache: Any, past_key_values: Any) -> Any:
-    """The cache of a call that takes it by both names. Raises ConfigError if both are given."""
+    """The cache of a call that accepts it under two names. Raises ConfigError if both are set."""
     if cache is not None and past_key_values is not None:
         raise ConfigError(f"{' and '.join(CACHE_NAMES)}: are two names of one argument; give one of them")
     return past_key_values if cache is None else cache

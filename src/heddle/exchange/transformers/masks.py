@@ -1,4 +1,4 @@
-"""Turn attention_mask and position_ids of transformers into a layout. What no layout can express is refused.
+"""Turn attention_mask and position_ids of transformers into a layout. Masks that no layout can express are refused.
 
 The columns of a mask are the tokens of a row and its padding, those in the cache first. Without a mask, a position id
 that does not follow the one before begins a new document, as in packed rows. With a mask, positions are consecutive.
@@ -150,7 +150,7 @@ def _visible_pairs(attention_mask: Tensor, batch: int, length: int, cached: Cach
 
 
 def _layout_from_pairs(visible: Tensor, position_ids: Tensor | None, cached: CachedTokens) -> LayoutAndMask:
-    """The layout in which exactly these pairs [B, T, columns] see each other. What padding sees does not matter."""
+    """The layout in which exactly these pairs [B, T, columns] see each other. The pairs of padding do not matter."""
     new_pairs = visible[:, :, cached.length :]
     batch, length = new_pairs.shape[:2]
     is_later = torch.ones(length, length, dtype=torch.bool, device=new_pairs.device).triu(1)
@@ -186,7 +186,7 @@ def _layout_from_pairs(visible: Tensor, position_ids: Tensor | None, cached: Cac
 
 
 def _check_pairs(visible: Tensor, expected: Tensor, is_token: Tensor, cached: CachedTokens) -> None:
-    """Raises ConfigError if the visible pairs of a token are not those of the layout."""
+    """Raises ConfigError if the visible pairs of a token differ from the layout's."""
     if cached.position_table is not None and bool(cached.position_table.last_token[:, 1].any()):
         raise ConfigError("attention_mask: is 4-D, after a cache of several documents; give position_ids alone")
     is_wrong = (visible != expected) & is_token[:, :, None]
@@ -194,8 +194,8 @@ def _check_pairs(visible: Tensor, expected: Tensor, is_token: Tensor, cached: Ca
         row, query, key = is_wrong.nonzero()[0].tolist()
         verb = "shows" if bool(visible[row, query, key]) else "hides"
         raise ConfigError(
-            f"attention_mask: {verb} column {key} of row {row} to its token {query}, which no layout does; a 4-D mask "
-            "is causal, padded, or of packed documents (windows belong to the design)"
+            f"attention_mask: {verb} column {key} of row {row} to its token {query}, which no layout can express; "
+            "a 4-D mask is causal, padded, or of packed documents (windows belong to the design)"
         )
 
 

@@ -303,7 +303,7 @@ def scaled_aux_loss(
 
 @dataclass(frozen=True)
 class ModelCall:
-    """tokens [B, T], or embeddings [B, T, width]; the masks and positions beside them; and what is to be returned.
+    """tokens [B, T], or embeddings [B, T, width]; the masks and positions beside them; and what to return.
 
     token_types: the type of each token [B, T], for designs that have any.
     """

@@ -46,5 +46,5 @@ def opened(folder: Path, dtype: torch.dtype, attention: str) -> Any:
 def static_cache(model: Any, length: int) -> Any:
     """A cache of a fixed length. Raises ConfigError if the model's class does not say that it takes one."""
     if not model._can_compile_fullgraph:
-        raise ConfigError(f"{type(model).__name__} does not say that it takes a static cache")
+        raise ConfigError(f"{type(model).__name__} does not declare that it supports a static cache")
     return StaticCache(config=model.config, max_cache_len=length)

@@ -75,7 +75,7 @@ class RoundSeconds(NamedTuple):
 
     @property
     def is_noisy(self) -> bool:
-        """Whether so many rounds were repeated that slow ones had to count."""
+        """Whether the machine was slow for so many rounds that some slow ones count."""
         return self.repeated >= max(map(len, self.seconds.values()), default=1)
 
 

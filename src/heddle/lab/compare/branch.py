@@ -2,7 +2,7 @@
 
 With schedule wsd (warmup, stable, decay; Hu et al. 2024) a training of any length is the same up to its decay, so that
 several lengths cost one constant part and their decays (Hägele et al. 2024). A branch begins as a copy of the trunk's
-newest checkpoint and log, as if it had been interrupted there: what follows is the loop's own bit-equal resume.
+newest checkpoint and log, as if it had been interrupted there: from there the loop resumes, bit-equal.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Estimate how long a comparison takes from timed steps, and fit it to a time budget.
+"""Estimate from timed steps how long a comparison takes, and fit it to a time budget.
 
 The budget covers the whole command: preparing the text, tuning, training, speed and recall. Explicit settings are never
 changed; the others are chosen: tokens first, then fewer seeds. No run continues past the end of the budget.
@@ -57,7 +57,10 @@ UNTIMED_FLOPS = 2e12  # training below this takes seconds, and is not worth timi
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a training step while every worker is busy. start: of a task beside its steps. flops: of a step."""
+    """Seconds of a training step while every worker is busy. start: seconds of a task besides its steps.
+
+    flops: of a step.
+    """
 
     step: float
     start: float
@@ -299,7 +302,7 @@ def fit_plan(
 ) -> ComparisonPlan:  # fmt: skip
     """The plan with the settings that a budget chooses, and sentences on them.
 
-    text: seconds for preparing the text; None: those that a budget reserves for it. Raises ConfigError if not even the
+    text: seconds for preparing the text; None: as many as a budget reserves for it. Raises ConfigError if not even the
     smallest comparison that can distinguish designs fits.
     """
     plan, notes = comparison.plan, list[tuple[str, str]]()
@@ -396,9 +399,10 @@ def describe_plan(
     finished: bool = False,
     begun: bool = False,
 ) -> list[str]:
-    """What a comparison will do, and how long what is left of it takes, as sentences.
+    """What a comparison will do, and how long the rest of it takes, as sentences.
 
-    estimate: None where none was timed. finished: whether nothing is left. begun: whether an earlier call chose.
+    estimate: None if no step was timed. finished: whether nothing is left to do. begun: whether an earlier call chose
+    the plan.
     """
     plan = comparison.plan
     at_once = f", {describe_workers(comparison.workers, comparison.runtime.threads)}"

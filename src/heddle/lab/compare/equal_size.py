@@ -3,10 +3,10 @@
 (`equalize_states` makes states equal, at unchanged widths.)
 
 `width` changes, and the `hidden` of every feed-forward in proportion. All other numbers in the config stay: heads, an
-explicit head_dim, ranks, windows, depth. A head_dim that is not given follows the width, so only those widths are
-possible at which the design can be built: divisible by the heads, with an even rotary_dim. Sizes stay multiples of
-the largest power of two that divides them and is at most 1/64 of them. Where the nearest width is more than 1 % away,
-because few widths are possible, `hidden` alone is changed by up to an eighth.
+explicit head_dim, ranks, windows, depth. A head_dim that is not set follows the width, so the width must be divisible
+by the heads, with an even rotary_dim. Sizes stay multiples of the largest power of two that divides them and is at most
+1/64 of them. Where the nearest width is more than 1 % away, because few widths are possible, `hidden` alone is changed
+by up to an eighth.
 """
 
 from bisect import bisect_left
@@ -60,7 +60,7 @@ def parse_state_context(kind: str, default: int) -> int | None:
 def equalize_states(
     entries: Sequence[DesignEntry], baseline: str, context: int, dtype: torch.dtype = torch.float32
 ) -> tuple[DesignEntry, ...]:
-    """Scale the states of all entries but the baseline to the bytes of the baseline's, for `context` tokens.
+    """Scale the states of all entries but the baseline to as many bytes as the baseline's, for `context` tokens.
 
     dtype: of keys and values. Raises ConfigError where no size of its fields comes within 5 %.
     """

@@ -372,7 +372,7 @@ class DesignEntry:
     """One design of a comparison: a short unique name, where it came from, and its config.
 
     varied_fields: (path, label) of each varied field; where several designs are varied, ("design", name) comes first.
-    is_unmodified: whether the variant equals the design as given.
+    is_unmodified: whether the variant equals the unvaried design.
     original_width: the width in the design's config, where `config` was resized to an equal size.
     scaled_fields: what changed if its state was scaled: `layers[0].mixer.kv_rank 56 → 64`.
     """
@@ -437,7 +437,8 @@ class ComparisonPlan:
     def identity(self) -> dict[str, Any]:
         """What must be equal for a comparison to be resumed.
 
-        The baseline is left out, since it affects no run, and so is when to stop: `growth` holds what of it may change.
+        The baseline and the stopping rule are left out: the baseline affects no run, and `growth` has what may change
+        of the rule.
         """
         identity = asdict(self) | {"entries": {entry.name: entry.config.dump() for entry in self.entries}}
         for name in ("tuning", "transfer_width", "tf32", "deterministic"):  # older comparisons lack these
@@ -597,5 +598,5 @@ def plan_warnings(
         sentences.append(f"The text was read more than once: it has {available_tokens:,} training tokens.")
     is_rounded = plan.tuning is not None and plan.budget_kind == "tokens"  # to whole steps of the tuned batch sizes
     if len(set(trained.values())) > 1 and not is_rounded:
-        sentences.append("The designs saw different amounts of text: each had the same budget of time or operations.")
+        sentences.append("The designs saw different amounts of text: each had the same budget in seconds or FLOPs.")
     return sentences

@@ -1,4 +1,4 @@
-"""What a comparison can resolve, and what a narrower interval needs: seeds, time, or held-out text.
+"""What differences a comparison can resolve, and what a narrower interval needs: seeds, time, or held-out text.
 
 The smallest difference that is resolved with probability 0.8 follows from the noncentral t distribution. Seeds narrow
 the part of an interval that is seed variance, and only text narrows the part that is sampling error of the text: with m
@@ -155,7 +155,7 @@ class Decision(NamedTuple):
 
 
 class Spending(NamedTuple):
-    """What was tried: seeds of each design, the mean seconds of a run of each, and the seconds of all runs."""
+    """What was run: the seeds of each design, the mean seconds of a run of each, and the seconds of all runs."""
 
     seeds: Sequence[int]
     run_seconds: Sequence[float]
@@ -177,7 +177,7 @@ class StoppingRule:
     def decide(
         self, statistics: PairStatistics, spending: Spending, earlier: Sequence[PairStatistics] = ()
     ) -> Decision:
-        """Choose the next runs. Each design must have been tried before. earlier: as of `grown_statistics`."""
+        """Choose the next runs. Each design must have been run before. earlier: as in `grown_statistics`."""
         names, leader = statistics.names, statistics.leader
         if leader is None:
             return Decision((), "No run finished, so no more seeds were bought.", (FAILED,) * len(names))

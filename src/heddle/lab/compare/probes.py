@@ -2,12 +2,12 @@
 
 The copy has the design's width, residual wiring and mixers, and the task's vocabulary. A run of equal layers is cut to
 two, and a repeating pattern of layers is kept once. For recall tasks the feed-forwards are left out, as Arora et al.
-(2023) do, because they look at no other token. All copies start from weights of variance 1 / width and are trained
-alike.
+(2023) do, because they look at no other token. All copies start from weights of variance 1 / width and are trained in
+the same way.
 
 `auto` trains only tasks that may distinguish the designs. Before any training it leaves out
 
-- a task for which the small copies of all designs are equal, but for windows that hide nothing in its sequences,
+- a task for which the small copies of all designs are equal, apart from windows that hide nothing in its sequences,
 - all tasks, if every design's state keeps all tokens of a sequence: such designs recall equally well, and none of them
   tracks a state (Hahn 2020; Merrill & Sabharwal 2023),
 - a task with which a design's tests would read more than `MAX_TOKEN_SHARE` times its own training tokens,
@@ -123,7 +123,7 @@ class RecallProbe:
         return plan_evaluations(self.steps, self.batch_size * self.task_stream.task.length)
 
     def evaluation(self) -> EvaluationBudget:
-        """What each evaluation reads, and the accuracies at which a copy needs no more training, or is given up."""
+        """How much each evaluation reads, and the accuracies at which a copy counts as solved or as hopeless."""
         tokens = max(1, self._evaluations.batches) * self.batch_size * self.task_stream.task.length
         chance = self.task_stream.task.chance_accuracy
         hopeless_accuracy = chance + HOPELESS_SHARE * (1 - chance)
@@ -172,7 +172,7 @@ RECALL_PROBES = {
         "Induction", "recall:induction", "A block of tokens is repeated. Which token is next?", 450
     ),
     "copying": RecallProbe(
-        "Copying", "recall:copying", "8 letters stand among blanks. Which letters were they, in order?", 450
+        "Copying", "recall:copying", "8 letters are hidden among blanks. Which letters were they, in order?", 450
     ),
     "needle": RecallProbe(
         "Needle", "recall:needle", "4 marked words are hidden among 124 others. Which word had which mark?", 450
@@ -304,7 +304,7 @@ def _copy_or_none(probe: RecallProbe, config: ModelConfig) -> ModelConfig | None
 
 
 def _without_long_windows(copy: ModelConfig, length: int) -> ModelConfig:
-    """A copy as it acts on `length` tokens: without windows that hide none of them, each layer written out."""
+    """A copy equivalent on `length` tokens: without windows that hide none of them, each layer written out."""
 
     def widened(mixer: MixerConfig) -> MixerConfig:
         values = {name: getattr(mixer, name) for name in type(mixer).model_fields}

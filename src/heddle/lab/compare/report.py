@@ -222,7 +222,7 @@ FieldLabels = Mapping[str, str]  # the value of each varied field, as its label
 class _Rows:
     """All rows of a report, judged at once. differences: of one field, by design.
 
-    candidates: statistics of the designs, and of those before each addition of others.
+    candidates: statistics of all designs, and of the designs before each addition of others.
     """
 
     designs: Sequence[Design]
@@ -235,8 +235,8 @@ class _Rows:
     def half_width(self, contrast: PairStatistics, parts: float, names: Set[str]) -> tuple[float | None, bool]:
         """Half of the interval of a contrast between sums of designs; None where there is none.
 
-        contrast: of its two sides as if they were designs; parts: the sum of its squared weights. names: its designs;
-        others that were added to them do not narrow it, as in `widest`. Returns, too, whether they would have.
+        contrast: statistics of its two sides as if they were designs; parts: the sum of its squared weights. names: its
+        designs; designs that were added later do not narrow it, as in `widest`. Also returns whether they would have.
         """
         halves = [self._half_width(each, contrast, parts) for each in self.candidates if names <= {*each.names}]
         widest = max(halves, key=lambda half: half or 0.0)
@@ -419,8 +419,8 @@ def _sum_as_run(seed: int, averages: Sequence[tuple[float, Any]]) -> ScoredRun:
 class Results:
     """The results of each design by its name.
 
-    speed_rounds, probes: how many are planned. facts: what needs no training. steps: training steps by design, as far
-    as they are known. pending: (design, seed) of planned runs without a result. speeds: the samples of each round.
+    speed_rounds, probes: how many are planned. facts: costs that need no training. steps: training steps by design, as
+    far as they are known. pending: (design, seed) of planned runs without a result. speeds: the samples of each round.
     recall: results by probe. task_choices: the recall tasks, once they are chosen. loss_groups: of the loss profile.
     stop_reason: why no more runs were planned, unless the plan itself ended. tuning: the search for training fields.
     shared_runs: runs at values that all designs share, as in `tuning_report`. running: learning curves so far, by

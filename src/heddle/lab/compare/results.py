@@ -82,7 +82,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanLoss(Interval):
-    """Mean bits per byte of a design. basis: what it rests on, in words."""
+    """Mean bits per byte of a design. basis: which runs it is a mean of, in words."""
 
     basis: str = ""
 
@@ -280,7 +280,10 @@ class Widths:
 
 @dataclass(frozen=True, kw_only=True)
 class DesignFacts:
-    """A design and its costs that need no training. kernels: by phase and operation. state_bytes: by context."""
+    """A design, and its costs that can be computed without training. kernels: by phase and operation.
+
+    state_bytes: by context.
+    """
 
     name: str
     source: str

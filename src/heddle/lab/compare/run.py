@@ -67,7 +67,7 @@ from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
 @dataclass
 class UntilResolved:
-    """First the given seeds of every design, then what the rule decides, until it stops for a reason, a sentence.
+    """First the planned seeds of every design, then the rule's runs, until it stops; `reason` is a sentence.
 
     Every call repeats the decisions from the first one, each from the runs of the earlier batches alone, so that a
     comparison that was interrupted in the middle of a batch resumes as if it had not been. workers: runs at the same
@@ -186,7 +186,7 @@ def check_plan(path: Path, plan: ComparisonPlan, *, may_grow: bool = True) -> bo
 
 
 def joined_plan(path: Path, plan: ComparisonPlan) -> dict[str, Any]:
-    """What the file of a plan holds once the comparison continues: the recorded plan, and what is new.
+    """The content of a plan's file when the comparison continues: the recorded plan, and what is new.
 
     Raises CheckpointError naming what was changed or removed.
     """
@@ -264,7 +264,7 @@ MAX_LISTED_RUNS = 6  # in a sentence
 class ReportWriter:
     """Writes the report of a comparison in its present state, and shows it on the live page.
 
-    If other processes work on the comparison too, each writes what it knows, and the last one knows all.
+    If other processes work on the comparison too, each writes the results so far; the last to finish writes all.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class ReportWriter:
 
     @contextmanager
     def first_report(self) -> Iterator[None]:
-        """Write the report of a new comparison before the block, in which its text is prepared, which may take a while.
+        """Write the report of a new comparison before the block, in which its text is prepared.
 
         If the block rejects the text or the budget, the report is removed.
         """
@@ -372,10 +372,9 @@ def compare(
     """Run the unfinished tasks of a plan in the folder `out`; return the report, which is also written as tasks finish.
 
     command: the user's command, for the report. workers: where the runs take place; None: as `choose_workers` does.
-    live: shows the report while it grows. time_plan: ends the comparison at the end of a time budget. text: None: it
-    is read.
-    Raises CheckpointError if the folder has other content or another comparison, and Interrupted after a signal,
-    once the current runs have been saved.
+    live: shows the report while it grows. time_plan: ends the comparison at the end of a time budget. text: None: the
+    text is read. Raises CheckpointError if the folder has other content or another comparison, and Interrupted after a
+    signal, once the current runs have been saved.
     """
     workers = workers or choose_workers(plan, runtime)
     with _open(out, plan, workers.share is not None) as is_anytime:
@@ -466,7 +465,7 @@ def read_text(plan: ComparisonPlan, until: float = math.inf) -> Corpus:
 def _prepare_text(comparison: Comparison, text: Corpus | None) -> Corpus:
     """Check the text against the designs and the folder. One of several processes writes the file.
 
-    text: None: it is read.
+    text: None: the text is read.
     """
     plan, file = comparison.plan, comparison.out / DATA_FILE
     with wait_for_lock(file, file.is_file) if comparison.workers.share is not None else nullcontext():
@@ -483,7 +482,7 @@ def _prepare_text(comparison: Comparison, text: Corpus | None) -> Corpus:
 
 
 def _final_tokens(comparison: Comparison, trained_tokens: int) -> int:
-    """The held-out tokens that each run is scored on: as many for designs and seeds that are added later."""
+    """The held-out tokens that each run is scored on: as many for designs and seeds added later."""
     file = comparison.out / DATA_FILE
     with wait_for_lock(file) if comparison.workers.share is not None else nullcontext():
         saved = read_json_file(file)
@@ -507,7 +506,7 @@ def _train(writer: ReportWriter, schedule: Schedule, then: Tasks) -> None:
         tasks = [(_training_task(writer, entries[name], seed), name, seed) for name, seed in results.pending]
         runs = {task: partial(_add_run, results, task.label, name, seed) for task, name, seed in tasks}
         _run(writer, runs | then, comparison.workers, writer.training_end)
-        if results.pending:  # the budget of time ended first
+        if results.pending:  # the time budget ended first
             missing = ", ".join(f"seed {seed} of {name}" for name, seed in results.pending[:MAX_LISTED_RUNS])
             more = len(results.pending) - MAX_LISTED_RUNS
             others = f" and {more} more" if more > 0 else ""
@@ -569,7 +568,7 @@ def _train_at_shared_values(writer: ReportWriter) -> None:
             for run in results.runs[entry.name]
         }
         _run(writer, tasks, comparison.workers, writer.training_end)
-        if not all(task.result_file.is_file() for task in tasks):  # the budget of time ended first
+        if not all(task.result_file.is_file() for task in tasks):  # the time budget ended first
             return
     results.shared_runs = shared_runs
 
@@ -616,7 +615,7 @@ def _recall_tasks(writer: ReportWriter) -> Tasks:
 
 
 def _measure_recall(writer: ReportWriter) -> None:
-    """Train the remaining recall probes, until the time budget ends; what is finished then stays."""
+    """Train the remaining recall probes, until the time budget ends; results finished by then are kept."""
     results, tasks, end = writer.results, _recall_tasks(writer), writer.time_plan.recall_end(writer.comparison)
     _run(writer, tasks, writer.comparison.workers, end)
     reason = f"{writer.time_plan.ended[:1].lower()}{writer.time_plan.ended[1:]} first"

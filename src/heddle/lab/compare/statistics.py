@@ -108,7 +108,7 @@ def finished_runs(runs: Sequence[R]) -> list[R]:
 
 
 def mean_bits_per_byte(runs: Sequence[ScoredRun]) -> MeanLoss:
-    """Mean bits per byte of a design's finished runs, and in `basis` what it rests on.
+    """Mean bits per byte of a design's finished runs, and in `basis` which runs it is a mean of.
 
     With two seeds or more the interval covers seed variance on this validation text, with one seed the sampling
     error of the text. All are None if nothing finished. Designs share the text, so compare them by `paired_difference`,
@@ -133,8 +133,8 @@ def paired_difference(
 ) -> Difference:
     """Bits per byte of a design minus the baseline's, seed by seed: below 0 the design is better.
 
-    Without a pair the numbers are None. sampling: what text the runs' windows are. Raises DataError where the two runs
-    of a pair were measured on different text.
+    Without a pair the numbers are None. sampling: how the text of the runs' windows is resampled. Raises DataError
+    where the two runs of a pair were measured on different text.
     """
     design_by_seed = {run.seed: run for run in finished_runs(design_runs)}
     baseline_by_seed = {run.seed: run for run in finished_runs(baseline_runs)}
@@ -396,8 +396,8 @@ def widest(
 ) -> tuple[PairStatistics, int, int]:
     """The statistics with the widest interval of a pair, among those with both designs, and the indices of the two.
 
-    An added design adds to the estimate of the spread. A pair that was there could become resolved by this, after a
-    look at it that had its own 5 %.
+    An added design changes the estimate of the spread. An earlier pair could become resolved by this alone, after a
+    look at it that already spent its 5 %.
     """
     pairs = [
         (each, each.names.index(name), each.names.index(other)) for each in candidates if {name, other} <= {*each.names}
@@ -414,7 +414,7 @@ def _losses_by_seed(runs: Mapping[str, Sequence[ScoredRun]]) -> FloatArray:
 
 
 def adjusted_means(runs: Mapping[str, Sequence[ScoredRun]]) -> dict[str, float]:
-    """The means of the designs that lack seeds of the others, as if they had them: the effects of `design_effects`."""
+    """The means of designs that lack seeds which others have, estimated as if they had them, by `design_effects`."""
     losses = _losses_by_seed(runs)
     finished = np.isfinite(losses).sum(1)
     effects = zip(runs, design_effects(losses), finished, strict=True)

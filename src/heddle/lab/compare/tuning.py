@@ -1,7 +1,7 @@
 """Tune training fields for each design before a comparison: run the search's trials, and choose the best values.
 
 A trial is a separate run, as long as the comparison's or shorter, with a complete schedule. It is scored on the
-tuning part of the held-out text; the comparison's runs, on seeds that no trial had, are scored on the rest.
+tuning part of the held-out text; the comparison's runs, on seeds that no trial used, are scored on the rest.
 """
 
 import math
@@ -378,7 +378,7 @@ def final_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, seed:
 
 
 def shared_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, seed: int) -> Task:
-    """A run at the best values that all designs can share, on a seed of the comparison."""
+    """A run at the best shared values, on a seed of the comparison."""
     shared = best_shared(tuning.search, tuning.state, tuning.losses())
     task = tuned_task(comparison, tuning, entry, shared, seed)
     return _renamed(task, f"{entry.name}, shared values, seed {seed}", f"{entry.name}-shared-seed{seed}")
@@ -462,8 +462,8 @@ def _design_report(tuning: Tuning, name: str) -> TunedDesign:
 def shared_value_matters(tuning: Tuning, runs: Runs) -> bool:
     """Whether the trials suggest that a shared value changes the answer, so that it is worth running.
 
-    That is where the difference between two designs has another sign at the best shared values than
-    at each one's own best, or another size by more than the half-width of the comparison's interval.
+    They do if the difference between two designs at the best shared values has another sign than at each design's own
+    best, or differs from it by more than the half-width of the comparison's interval.
     """
     losses = tuning.losses()
     shared = best_shared(tuning.search, tuning.state, losses)

@@ -108,7 +108,7 @@ SAME_SPEED = "no measured difference in {}: the measurements overlap"
 def verdict_sentences(report: Report) -> list[str]:
     """A few sentences to read first: loss and its certainty, state, recall, longer sequences, failures.
 
-    "Lowest" is said of the measured means, "resolved" only where the interval for all pairs at once excludes 0.
+    "Lowest" refers to the measured means, "resolved" to an interval for all pairs at once that excludes 0.
     """
     ranking = [design for design in ranked_designs(report) if mean_loss(design) is not None]
     if not ranking:

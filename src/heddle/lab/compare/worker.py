@@ -237,7 +237,7 @@ def _exit_with_parent(parent_pid: int) -> None:
 
 
 def _set_up(task: dict[str, Any]) -> "Runtime":
-    """Load the user's parts and configure torch. The judge has limits for code that it does not know."""
+    """Load the user's parts and configure torch. The judge sets limits for a proposal's own code."""
     from heddle.config import load_part
     from heddle.lab.workers import confine
     from heddle.runtime import Choices, set_up_runtime
@@ -303,7 +303,7 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
 
 
 def _held_out_part(corpus: "Corpus", part: str | list[list[int]] | None, sequence_length: int) -> "Corpus":
-    """The corpus with the "tuning" or the "final" part of its held-out text, or spans of tokens; None: all of it."""
+    """The corpus with the "tuning" or "final" part of its held-out text, or spans of its tokens; None: all of it."""
     from heddle.data.token_file import split_held_out
 
     if part is None:
@@ -366,8 +366,8 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
 def end_at(curve: Sequence[tuple[int, float]], final: float) -> list[tuple[int, float | None]]:
     """The curve, (tokens, bits per byte), shifted by a constant so that its last point is the final evaluation's.
 
-    Evaluations during training read less of the held-out text than the last one. Their part may be harder
-    or easier than the whole, by about the same amount at each step.
+    Evaluations during training read less of the held-out text than the last one. The part they read may be harder or
+    easier than the whole, by about the same amount at each step.
     """
     last = next((bits for _, bits in reversed(curve) if bits is not None), final)
     return [(tokens, None if bits is None else bits + final - last) for tokens, bits in curve]

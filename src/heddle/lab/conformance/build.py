@@ -1,8 +1,8 @@
 """Build a conformance kit: for each family, small models with drawn weights, cases, and the float64 logits.
 
 A kit is plain files, described in docs/conformance.md; `reader.py`, which is copied into it, reads them without heddle.
-A case is a way to feed token rows (whole, cut, padded, packed, rolled back, …). Whatever the way, each token's logits
-must be the row's: so a kit stores one set of logits a row, and the engines differ only in how they were fed.
+A case is a way to feed token rows (whole, cut, padded, packed, rolled back, …). However a row is fed, the logits of its
+tokens must be the same, so a kit stores one set of logits for each row.
 """
 
 import json
@@ -100,9 +100,8 @@ class Goldens:
 def build_kit(out: Path, names: Sequence[str], gguf: Sequence[str] = ()) -> dict[str, Any]:
     """Write a kit of these families (none: all) to a new folder; returns what kit.json says.
 
-    gguf: kinds of GGUF_KINDS, written of the models that llama.cpp runs: float32 beside each, q8_0 as one more model of
-    each family, wider than the others. Raises ConfigError for an unknown family or kind, CheckpointError if `out`
-    exists.
+    gguf: which of GGUF_KINDS to write for models that llama.cpp runs: float32 beside each model, q8_0 as one more,
+    wider model of each family. Raises ConfigError for an unknown family or kind, CheckpointError if `out` exists.
     """
     for kind in gguf:
         if kind not in GGUF_KINDS:
@@ -226,9 +225,9 @@ def tokenizer() -> Tokenizer:
 
 
 def clearest_model(design: ModelConfig, dtype: str = "bfloat16") -> Decoder:
-    """Drawn weights, representable in bfloat16, of the seed that leaves the fewest choices of experts to rounding.
+    """Random weights, representable in bfloat16, of the seed with the fewest expert choices near a rounding error.
 
-    dtype: the coarsest that the model is for.
+    dtype: the coarsest dtype that the model is for.
     """
     best, most = None, -1
     for seed in range(SEEDS):
@@ -257,7 +256,7 @@ def drawn_model(design: ModelConfig, seed: int) -> Decoder:
 
 
 def rows_of(model: Decoder) -> list[list[int]]:
-    """The token rows: three of other lengths, one that goes on otherwise, and a long one, beyond a scaling's length."""
+    """The token rows: three of different lengths, one with another continuation, one beyond a scaling's length."""
     limit = model.position_limit or MAX_LONG
     vocabulary = int(model.config.vocab_size or 0)
 
@@ -309,7 +308,7 @@ def logits_of(model: Decoder, row: Sequence[int], layout: Layout | None = None) 
 def _recorded(
     model: Decoder, hidden: list[Tensor], experts: dict[int, Tensor], clear: dict[str, int]
 ) -> Iterator[None]:
-    """Append each layer's stream and experts; lower `clear` to the first token that rounding may route otherwise."""
+    """Append each layer's stream and experts; lower `clear` to the first token that rounding may route differently."""
     handles = []
 
     def keep_stream(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -458,7 +457,7 @@ class Bug:
 def bugs_of(
     model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequence[Tensor], tolerance: float
 ) -> tuple[list[Bug], list[str]]:
-    """The mistakes that move some logit by more than the tolerance, and the names of those that do not."""
+    """The mistakes that change some logit by more than the tolerance, and the names of the others."""
     found = [*_option_bugs(model, rows[0], goldens[0]), *_feeding_bugs(model, rows, goldens)]
     seen = [bug for bug in found if bug.distance > tolerance]
     return seen, sorted({bug.name for bug in found} - {bug.name for bug in seen})
@@ -485,7 +484,7 @@ def _option_bugs(model: Decoder, row: Sequence[int], golden: Tensor) -> Iterator
 
 
 def _other_values(option: Option) -> list[Any]:
-    """Values that engines would compute with: a number one off or left out, another choice, another part."""
+    """Wrong values that engines may compute with: a number off by one or left out, another choice, another part."""
     value = option.value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return [other for group in alternatives(option) for other in group][:TRIES]
@@ -495,7 +494,7 @@ def _other_values(option: Option) -> list[Any]:
 
 
 def _places(design: ModelConfig, option: Option) -> Iterator[Steps]:
-    """The paths of an option in all layers that have it: an engine has its mistake in each."""
+    """The paths of an option in all layers that have it: an engine makes its mistake in each."""
     yield option.steps
     if option.steps[0] == "layers":
         for index in range(len(design.layers)):
@@ -545,7 +544,7 @@ def _distance(logits: Tensor, golden: Tensor) -> float:
 
 
 def _feeding_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequence[Tensor]) -> Iterator[Bug]:
-    """Mistakes in how rows are fed. `logits` are those of the whole row, where the mistake came after its start."""
+    """Mistakes in how rows are fed. `logits` are the whole row's, if the mistake comes after its start."""
 
     def bug(name: str, what: str, row: int, fed: Sequence[int], start: int = 0, kept: int = 0) -> Iterator[Bug]:
         """fed: the tokens that the engine reads at positions from `start` on, of which the last are the row's."""
@@ -575,7 +574,7 @@ def _feeding_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequen
         yield from _turned_bug(model, name, "logits", 1, both, goldens, again)
         late = [*range(len(rows[1]) - GOES_ON), *range(len(rows[0]) - GOES_ON, len(rows[0]))]
         yield from _turned_bug(
-            model, "a padded batch goes on at the positions of its longest row", "padding", 1, rows, goldens, late
+            model, "a padded batch continues at the positions of its longest row", "padding", 1, rows, goldens, late
         )
         for window in {
             layer.mixer.window for _, layer in model.config.expand() if isinstance(layer.mixer, AttentionConfig)

@@ -5,7 +5,7 @@ The command is started once for each model. It reads one JSON line per request a
     {"tokens": [5, 9, 3], "keep": 0}   ->   {"logits": [[...], [...], [...]]}
 
 `tokens` are read after the first `keep` tokens of the text so far; keep 0 begins a new text. One row of logits for each
-token. An engine that cannot do what is asked answers {"error": "why"}, which counts as not seen.
+token. An engine that cannot do this answers {"error": "why"}; the case then counts as not seen.
 """
 
 import array
@@ -74,7 +74,7 @@ def largest_error(
 def name_of(
     answer: list[list[float]], golden_of: dict[str, Any], document: dict[str, Any], clear: int, tolerance: float
 ) -> str | None:
-    """The bug whose logits a wrong answer has; None if it has none's."""
+    """The bug with the logits of a wrong answer; None if no bug has them."""
     for index, bug in enumerate(document["bugs"]):
         has_row = bug["property"] == "logits" and bug["row"] == 0
         if has_row and largest_error(answer, golden_of[f"bugs.{index}.logits"], 0, clear) <= tolerance:

@@ -1,4 +1,4 @@
-"""Run an engine on a conformance kit: each case, how far its logits are from the golden ones, and the bug they show."""
+"""Run an engine on a conformance kit: how far each case's logits are from the golden ones, and which bug they show."""
 
 import importlib
 import inspect
@@ -53,7 +53,7 @@ class NotSeenError(Exception):
 class Answer:
     """Logits [n, vocab] of the tokens of a row from `start` on.
 
-    scores: they are log probabilities, nan where the engine does not tell.
+    scores: these are log probabilities, nan where the engine returns none.
     """
 
     row: int
@@ -64,7 +64,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one case showed. distance: the largest difference of a logit. layer: the first whose output is wrong."""
+    """The result of one case. distance: the largest difference of a logit. layer: the first whose output is wrong."""
 
     family: str
     variant: str
@@ -102,7 +102,7 @@ def run_kit(kit: Path, engine: Engine, dtype: str = "float32", families: Sequenc
     try:
         entries = json.loads((kit / KIT_FILE).read_text(encoding="utf-8"))["models"]
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{kit}: is no conformance kit; build one with heddle conformance build") from error
+        raise CheckpointError(f"{kit}: is not a conformance kit; build one with heddle conformance build") from error
     unknown = sorted(set(families) - {entry["family"] for entry in entries})
     if unknown:
         raise ConfigError(f"--family {unknown[0]}: is not in {kit}; build the kit with it")
@@ -155,7 +155,7 @@ def _run_model(folder: Path, engine: Engine, dtype: str) -> Iterator[Finding]:
 
 
 def _is_seen(answer: Answer, clear: int) -> bool:
-    """Whether some number of it is compared."""
+    """Whether any of its numbers can be compared."""
     told = answer.logits[: max(0, clear - answer.start)]
     return bool(told.numel()) and not (answer.scores and bool(told.isnan().all()))
 
@@ -183,7 +183,7 @@ def _named(
     clear: Sequence[int],
     tolerance: float,
 ) -> str | None:
-    """The planted bug whose logits the wrong answers of a case are, the nearest of those within the tolerance.
+    """The planted bug with the logits of a case's wrong answers: of the bugs within the tolerance, the nearest.
 
     A mistake of feeding need only explain one answer, since others depend on where an engine cuts.
     """
@@ -333,11 +333,14 @@ def _when_it_answers(url: str, folder: Path, process: subprocess.Popen[bytes], n
         if process.poll() is not None:
             break
         time.sleep(1)
-    raise ConfigError(f"--engine {name}: does not answer at {url}; give the port that its command says")
+    raise ConfigError(f"--engine {name}: does not answer at {url}; give the port of its command")
 
 
 class ServerModel(Model):
-    """An OpenAI-compatible server of one model. It tells log probabilities of some tokens: the others are not seen."""
+    """An OpenAI-compatible server of one model.
+
+    It returns log probabilities of some tokens; the others are not seen.
+    """
 
     def __init__(self, url: str, folder: Path) -> None:
         """Raises OSError if nothing answers at the URL, such as http://127.0.0.1:8000/v1."""
@@ -363,7 +366,7 @@ class ServerModel(Model):
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
     def _scores(self, choice: Mapping[str, Any]) -> list[tuple[int | None, dict[int, float]]]:
-        """The id of each token that it tells of, and the log probabilities there by id."""
+        """The id of each returned token, and the log probabilities at its place, by id."""
         told = choice.get("logprobs") or {}
         if "content" in told:  # as in chats; llama.cpp's server
             entries = [[each, *each["top_logprobs"]] for each in told["content"]]
@@ -404,7 +407,7 @@ class ServerModel(Model):
                     scores[position, index] = value
             found.append(scores)
         if all(bool(scores.isnan().all()) for scores in found):
-            raise NotSeenError("it tells no log probabilities")
+            raise NotSeenError("it returns no log probabilities")
         return found
 
     def answer(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
@@ -416,10 +419,10 @@ class ServerModel(Model):
         return [Answer(index, 0, scores, scores=True) for index, scores in zip(chosen, found, strict=True)]
 
     def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
-        """The tokens whose log probabilities it tells."""
+        """The tokens with returned log probabilities."""
         written = [token for token, _ in self._scores(self._ask([row], tokens)[0])]
         if len(written) < tokens or None in written:
-            raise NotSeenError("it does not tell its tokens, or ends at one")
+            raise NotSeenError("it does not return its tokens, or ends at one")
         return [token for token in written if token is not None]
 
 
@@ -550,7 +553,7 @@ class TransformersModel(Model):
             logits = self._padded(tokens, mask, start, *case.get("cuts", ()))
             return [Answer(index, 0, row[real.bool()]) for index, row, real in zip(chosen, logits, mask, strict=True)]
         if way == "packed":
-            raise NotSeenError("its classes differ in what they take for packed rows")
+            raise NotSeenError("its classes disagree on which rows are packed")
         if way == "cut":
             found: list[Answer] = []
             cache = start
@@ -572,7 +575,7 @@ class TransformersModel(Model):
 
     @torch.no_grad()
     def _padded(self, tokens: Tensor, mask: Tensor, cache: Mapping[str, Any], read: int = 0) -> Tensor:
-        """Logits of a padded batch [B, T]; after `read` columns it goes on from its cache, which begins as `cache`."""
+        """Logits of a padded batch [B, T]; after `read` columns it continues from its cache, at first `cache`."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         found: list[Tensor] = []
         inputs: dict[str, Any] = {**cache, **({"use_cache": read > 0 or bool(cache)} if self.causal else {})}
@@ -587,7 +590,7 @@ class TransformersModel(Model):
     def _dropped(
         self, case: Mapping[str, Any], rows: Sequence[Sequence[int]], start: Mapping[str, Any]
     ) -> list[Answer]:
-        """Two rows are read together, then only the second goes on."""
+        """Two rows are read together, then only the second continues."""
         _, second = case["rows"]
         read = case["read"]
         with torch.no_grad():
@@ -602,7 +605,7 @@ class TransformersModel(Model):
         return [Answer(second, 0, result.logits[1]), Answer(second, read, after.logits[0])]
 
     def _cache(self, result: Any) -> dict[str, Any]:
-        """The cache of a result, by the name that the next call takes it by."""
+        """The cache of a result, by its argument name in the next call."""
         for name in ("cache", "past_key_values", "cache_params"):
             if getattr(result, name, None) is not None:
                 return {name: getattr(result, name)}

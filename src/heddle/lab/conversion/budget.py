@@ -1,4 +1,4 @@
-"""What a conversion's `--budget` leaves to calibrate on, and how many steps of healing fit beside the report."""
+"""How many tokens to calibrate on, and how many steps of healing, fit a conversion's `--budget`."""
 
 import math
 import time
@@ -34,7 +34,7 @@ MIN_CHOSEN_STEPS = 50  # the shortest healing that a budget chooses: the first t
 
 
 def chosen_before(choice: Path) -> dict[str, int]:
-    """What the budget of an interrupted call chose: healing_steps of each healing, calibration_tokens."""
+    """What an interrupted call chose by its budget: the healing_steps of each healing, and calibration_tokens."""
     return read_json_file(choice) if choice.is_file() else {}
 
 
@@ -62,9 +62,9 @@ def calibration_seconds(
 def affordable_calibration(
     source: ConversionSource, variants: Sequence[ConversionVariant], text: CalibrationText, budget: TimeBudget
 ) -> int:
-    """The tokens to calibrate on that a budget leaves, from the time on a short text; at most CALIBRATION_TOKENS.
+    """The tokens to calibrate on that fit a budget, extrapolated from a short text; at most CALIBRATION_TOKENS.
 
-    Raises ConfigError, with the time that is enough, for a budget that ends before that.
+    Raises ConfigError, naming a sufficient budget, if this one ends before that.
     """
     print_status(f"timing the calibration on {text.tokens:,} tokens")
     seconds = max(calibration_seconds(source, variants, text), 1e-3)
@@ -103,8 +103,8 @@ class HealingPlan:
     def decide(self, jobs: Sequence[TrainingJob], count: int, begun: float) -> int:
         """The steps of the first of `count` pending healings, from the timing of a few steps; 0 for no healing.
 
-        jobs: of its stages. begun: when its conversion began, in time.monotonic() seconds; the others take as long.
-        Raises MachineError if a length that was set does not fit.
+        jobs: one for each stage. begun: when its conversion began, in time.monotonic() seconds; the others are assumed
+        to take as long. Raises MachineError if a length that was set does not fit.
         """
         if self.steps == 0:
             return 0
@@ -159,5 +159,5 @@ class HealingPlan:
 
 
 def evaluation_tokens(settings: ConvertSettings) -> int:
-    """Held-out tokens that are read after a healing; without a report a few, which show that the loss is finite."""
+    """Held-out tokens that are read after a healing; without a report only a few, to check that the loss is finite."""
     return min(settings.report_tokens, FINAL_EVALUATION_TOKENS) or MIN_WINDOWS * settings.sequence_length

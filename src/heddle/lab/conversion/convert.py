@@ -113,8 +113,8 @@ class ConvertedModel:
     """One conversion or several. folder: None if nothing was written. results: measurements, if there are any.
 
     costs: from a dry run, by conversion, `before` and `after`: parameters, context_length, state_bytes of a sequence of
-    that length, states by length, state_bytes_per_token, flops_per_token, the architecture of the export, and gguf:
-    that of llama.cpp, or "no".
+    that length, states by length, state_bytes_per_token, flops_per_token, the architecture of the export, and gguf: the
+    architecture in llama.cpp, or "no".
     """
 
     folder: Path | None
@@ -143,7 +143,7 @@ def _interrupted_healing(out: Path | None) -> Path | None:
 
 
 def _report_choices(out: Path | None) -> Choices | None:
-    """The choices of the CPU's kernels with which an interrupted report for `out` began; None without one."""
+    """The CPU kernels that an interrupted report for `out` chose; None without one."""
     for folder in () if out is None else (out, partial_folder(out) / RESULT_FOLDER):
         for path in (folder / RESULTS_FILE, part_path(folder / RESULTS_FILE)):
             with suppress(CheckpointError, ConfigError, KeyError):
@@ -181,18 +181,18 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
 
 
 def _warn_of_state(design: ModelConfig, converted: ModelConfig) -> None:
-    """Warn where the converted model's state is larger; a report says it itself."""
+    """Warn if the converted model's state is larger; a report says so itself."""
     context = design.usual_length(DRY_RUN_CONTEXT)
     sizes = (size(each, context) for each in (design, converted))
     before, after = (each.state_bytes - each.position_table_bytes for each in sizes)
     if after > before:
-        print_warning(f"the state grows to {after / before:.1f} times that of the original")
+        print_warning(f"the state grows to {after / before:.1f} times the original's")
 
 
 class _ConversionJob:
     """The conversions of one call: their text, how they are healed, and what is measured.
 
-    chosen: what the budget of an interrupted call chose, kept in the file `choice`. healing: its steps are a minimum
+    chosen: what an interrupted call chose by its budget, saved in the file `choice`. healing: its steps are a minimum
     until the budget has chosen; None: no healing.
     """
 
@@ -283,7 +283,7 @@ class _ConversionJob:
             raise ConfigError("; and ".join(errors))
 
     def _needs_more_text(self, variant: ConversionVariant) -> bool:
-        """Whether a variant cannot calibrate on the text, and can on the least that every rewrite takes."""
+        """Whether the text is too short for a variant to calibrate on, though `least_calibration` is enough."""
         length = self.settings.sequence_length
 
         def is_possible(tokens: int) -> bool:
@@ -340,7 +340,7 @@ class _ConversionJob:
             if self.settings.data:
                 counted = f"{describe_files(self.settings.data)}; listed, not read"
                 print_status(
-                    f"{counted}: sizes and costs follow from the design, and whether the text is enough is open"
+                    f"{counted}: sizes and costs follow from the design, and the length of the text is not checked"
                 )
             self.text = self._size_of_text
         elif read:
@@ -429,7 +429,7 @@ class _ConversionJob:
         return results
 
     def _conversion(self, out: Path) -> tuple[Conversion, SearchResults | None, Mapping[str, Conversion]]:
-        """The one conversion that was asked for, or that a search chooses, and the baselines that are healed too."""
+        """The one requested conversion, or the one that a search chooses, and the baselines that are also healed."""
         if not self.goals:
             return Conversion(self.source, self.variants[0].rewrites, self.text), None, {}
         search = self._search(partial_folder(out) / SEARCH_FOLDER)
@@ -451,7 +451,7 @@ class _ConversionJob:
         return Search(given)
 
     def plan_search(self) -> None:
-        """Print what a search would try, and about how long it takes; nothing is kept."""
+        """Print what a search would try, and about how long it takes; nothing is written."""
         with TemporaryDirectory() as folder:
             search = self._search(Path(folder))
             seconds = search.estimate()
@@ -497,7 +497,7 @@ class _ConversionJob:
 
 
 def _text_of_size(tokens: int, length: int) -> CalibrationText:
-    """A text without tokens: enough to plan what does not choose on a text."""
+    """A text without tokens: enough to plan conversions that choose nothing on a text."""
     return CalibrationText([torch.empty((-(-tokens // length), length), dtype=torch.int64, device="meta")], [])
 
 
@@ -533,7 +533,7 @@ def _check(settings: ConvertSettings) -> None:
     if settings.report_tokens == 0 and (settings.sweep or settings.method):
         raise ConfigError("--report-tokens 0: a comparison needs a report; give more, or one target with --to")
     if settings.model is None:
-        raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
+        raise ConfigError("MODEL: is missing; give a run, a model folder or a transformers folder")
     if settings.search and (settings.to or settings.sweep or settings.method):
         raise ConfigError("--search: chooses the conversion itself; leave out --to, --sweep and --method")
     if not settings.search and (settings.only or settings.keep or settings.second_data):
@@ -606,7 +606,7 @@ def conversion_report(
 
 
 def _batch_size(design: ModelConfig, length: int) -> int:
-    """The rows that a CPU reads at a time: a kill loses the last ones, and large models read them slowly."""
+    """The rows that a CPU reads at a time, few for large models: a killed call loses the last ones."""
     shortest = design.usual_length(length)
     flops = length * size(design, shortest).flops_per_token
     return max(1, min(MeasurementSettings.batch_size, int(BATCH_FLOPS / flops)))

@@ -215,7 +215,7 @@ def measure_model(
     """Measure everything about a model that does not depend on the speed of the machine.
 
     begun: scores of the first rows from an earlier call. save: called after each batch with the scores so far, and
-    whether they are all.
+    whether they are complete.
     """
     positions: list[FiniteScores] = [[] for _ in text.position_ranges]
     frequencies: list[FiniteScores] = [[] for _ in range(int(text.token_groups.max()) + 1)]
@@ -303,12 +303,12 @@ ROWS = {  # of a dry run's table, by the name in JSON
 
 @cache
 def _architecture(design: ModelConfig) -> str:
-    """The class that a design exports as. Found once for each: the models of a sweep share designs."""
+    """The class that a design exports as. Cached, since the models of a sweep share designs."""
     return match_report(design).architecture
 
 
 def conversion_costs(weights: Weights, design: ModelConfig, contexts: Sequence[int] = ()) -> dict[str, dict[str, Any]]:
-    """Sizes and costs of both designs. contexts: for which the states are given, besides `DRY_RUN_CONTEXT`."""
+    """Sizes and costs of both designs. contexts: lengths at which state bytes are listed, besides `DRY_RUN_CONTEXT`."""
     columns = {}
     context = weights.design.usual_length(DRY_RUN_CONTEXT)
     lengths = sorted({context, *map(weights.design.usual_length, contexts)})

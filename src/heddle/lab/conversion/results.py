@@ -346,7 +346,7 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
 
 
 def _describe_baselines(results: ConversionResults) -> list[str]:
-    """A sentence on a search's healed choice beside the best of the baselines that were healed alike."""
+    """A sentence that compares a search's healed choice with the best of the equally healed baselines."""
     healed = [model for model in results.models if model.stage == HEALED and finite_ratio(model.windows) is not None]
     if results.search is None or len(healed) < 2 or healed[0].method != SEARCH:
         return []
@@ -359,7 +359,7 @@ def _describe_baselines(results: ConversionResults) -> list[str]:
 
 
 def _describe_untrained(results: ConversionResults) -> list[str]:
-    """A sentence if the original's loss is about that of guessing each token uniformly."""
+    """A sentence if the original's loss is about the loss of guessing each token uniformly."""
     text, loss = results.text, finite_ratio(results.original.windows)
     if text.vocab_size is None or loss is None:
         return []
@@ -420,7 +420,7 @@ def _describe_added(results: ConversionResults, model: ModelResult) -> str:
 
 
 def _describe_recall(results: ConversionResults, model: ModelResult) -> str:
-    """ " and finds 40 % of the needles, the original 95 %" where accuracy fell clearly; else nothing."""
+    """ " and finds 40 % of the needles, the original 95 %" where accuracy fell clearly; otherwise ""."""
     change = needle_change(results, model)
     if change.mean is None or not change.resolved or change.mean > -RECALL_LOSS:
         return ""

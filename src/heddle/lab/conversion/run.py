@@ -1,4 +1,4 @@
-"""Measure the models of one conversion or several, and write the report; what is saved resumes after a kill."""
+"""Measure the models of one or several conversions, and write the report; a killed call resumes."""
 
 import itertools
 import os
@@ -207,7 +207,7 @@ def _earlier_results(path: Path, results: ConversionResults) -> ConversionResult
 
 
 def _save(results: ConversionResults, path: Path, measured: dict[tuple[str, str, str], ModelResult]) -> None:
-    """Save the results so far, and an earlier run's results for models that are still to come."""
+    """Save the results so far, and an earlier run's results for models that are not measured again yet."""
     names = {(model.name, model.stage, model.key) for model in results.models}
     content = plain(results)
     content["models"] += [plain(model) for key, model in measured.items() if key not in names]
@@ -283,7 +283,7 @@ def is_converted(conversion: Conversion, out: Path, healed: bool | None) -> bool
 
 
 def write_baselines(baselines: Mapping[str, Conversion], write: WriteModel, folder: Path) -> dict[str, Path]:
-    """Write what a search compared with its choice, each healed alike; return the folders by name."""
+    """Write a search's baselines, all healed in the same way; return the folders by name."""
     paths = {}
     for number, (name, conversion) in enumerate(baselines.items(), start=1):
         paths[name] = path = folder / str(number)
@@ -392,7 +392,7 @@ def _identity(conversion: Conversion) -> dict[str, Any]:
 
 
 def _move_work_aside(folder: Path) -> None:
-    """Move what healing left between the models to the folder that stays beside `out`."""
+    """Move the work of healing out of the models' folder, into the folder that stays beside `out`."""
     left = sorted(folder.glob("*.work"))
     if left:
         names = itertools.chain(["healing"], (f"healing-{number}" for number in itertools.count(2)))

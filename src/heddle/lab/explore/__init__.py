@@ -1,1 +1,1 @@
-"""The explorer's data on each part: its fields, its costs as formulas, common mistakes, and models that use it."""
+"""The explorer's data on each part: its fields, its costs as formulas, common mistakes, and models with it."""

@@ -71,8 +71,9 @@ class Field:
 class Kind:
     """A kind of a slot.
 
-    fields: that can be changed. kept: fields that stay as a design has them. first: the fields with which the kind is
-    first shown. source: the docstring of its file. recurrent: whether it is a mixer whose state replaces all tokens.
+    fields: the fields that can be changed. kept: fields that stay as in the design. first: the fields with which the
+    kind is first shown. source: the docstring of its file. recurrent: whether it is a mixer whose state replaces all
+    tokens.
     """
 
     slot: str

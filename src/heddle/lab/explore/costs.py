@@ -194,7 +194,7 @@ def layer_norm(n: Quantities) -> Costs:
 
 @costs_of("norms", "dynamic_tanh")
 def dynamic_tanh(n: Quantities) -> Costs:
-    """A weight and a bias for each element, if they are there, α, and the shift of `erf`."""
+    """A weight and a bias for each element, if there are any, α, and the shift of `erf`."""
     return Costs(parameters=2 * n.width * (1 - n.is_false("weight")) + 1 + n.equals("function", "erf"))
 
 
@@ -356,7 +356,7 @@ def _mixes(n: Quantities, sources: Number) -> Costs:
 
 
 def _blocks(n: Quantities, layers: Number) -> tuple[Number, Number]:
-    """Over the first layers: the sum of the blocks below each one's own, and how many layers start a block."""
+    """Over the first layers: the sum of the blocks below each layer's own, and how many layers start a block."""
     size = n.block_size + 1 - n.has("block_size")
     rest = n.remainder(layers, size)  # not a factor below: sympy 1.14 prints a · (b mod c) as (a · b) mod c
     whole = (layers - rest) / size

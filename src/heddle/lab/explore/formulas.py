@@ -1,7 +1,7 @@
 """The costs of kinds as symbolic formulas: evaluated in Python, and printed as JavaScript.
 
-The reason why a design is rejected stands only in its config: each refusal has witness fields, and the config's error
-message about them becomes the template of the page's sentence.
+Only the config says why a design is rejected: each refusal has witness fields, and the config's error message about
+them becomes the template of the page's sentence.
 """
 
 import re
@@ -46,7 +46,7 @@ class Quantities:
         return getattr(self, name)
 
     def has(self, name: str) -> Any:
-        """1 if a field is given and not false, else 0."""
+        """1 if a field is set and not false, else 0."""
         return getattr(self, f"has_{name}")
 
     def is_false(self, name: str) -> Any:
@@ -202,7 +202,7 @@ def formulas_of(slot: str, kind: str) -> Formulas | None:
 def refusal_sentence(
     slot: str, kind: str, shown: tuple[Any, ...], witness: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[str, tuple[Any, ...]]:
-    """Path and message with which the config of a kind rejects the fields `witness`, with symbols for its values."""
+    """Path and message of the config's refusal of the fields `witness`, with symbols for its values."""
     rotation = {"kind": "rope", **witness.pop("rotation", {})}
     branches = witness.pop("branches", 2)
     choices = next(each for each in kinds_of(slot) if each.kind == kind)

@@ -1,4 +1,4 @@
-"""The explorer: choose kinds and options, and see what follows, as one HTML document."""
+"""The design explorer: choose kinds and options, and see sizes and costs, as one HTML document."""
 
 import re
 from dataclasses import asdict

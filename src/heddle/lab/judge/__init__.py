@@ -1,1 +1,1 @@
-"""A stream of proposals, each compared with the incumbent; the false discovery rate of the stream is bounded."""
+"""A stream of proposals, each compared with the incumbent, with a bounded false discovery rate."""

@@ -1,7 +1,7 @@
 """Decisions: the runs of a proposal and of the incumbent in pairs, the verdict, and the stream of proposals.
 
-Every pair has one fresh seed, and held-out windows that no other pair reads. A run is stored once it is complete, and a
-verdict last, so that a killed submission that is submitted again goes on, and ends with the same verdict.
+Every pair has one fresh seed, and held-out windows that no other pair reads. Each run is stored once it is complete,
+and the verdict last. A killed submission, submitted again, continues and ends with the same verdict.
 """
 
 import hashlib
@@ -116,7 +116,7 @@ class Judge:
         return [results.get(task, _timed_out(task)) for task in tasks]
 
     def losses(self, tasks: Sequence[Task], required: bool = False) -> list[float]:
-        """Bits per byte of tasks; infinite for a run that diverged. Raises RunFailed for one that could not end."""
+        """Bits per byte of tasks; infinite for a run that diverged. Raises RunFailed for a run that did not finish."""
         losses = []
         for result in self.run(tasks):
             if result["status"] == "failed" and required:
@@ -173,7 +173,7 @@ class Judge:
         return ("learning_rate" if field == "lr" else field) in change.get("training", {})
 
     def budget(self, first: Candidate) -> list[Any]:
-        """[kind, amount, tokens of the first incumbent]: what every run may use."""
+        """[kind, amount, tokens of the first incumbent]: how much every run may use."""
         settings, tokens = self.settings, self.settings.tokens
         if settings.match in ("tokens", "parameters") or first.trainer is not None:
             return ["tokens", tokens, tokens]
@@ -212,7 +212,7 @@ class Judge:
     # Decisions.
 
     def decide(self, entry: dict[str, Any]) -> Verdict:
-        """Find the verdict of a proposal that is fixed, write it, and record it."""
+        """Reach the verdict of a fixed proposal, write it, and record it."""
         folder = self.ledger.proposal_folder(entry["number"])
         try:
             verdict = self._refused(entry, *entry["refused"]) if entry["refused"] else self._judged(entry, folder)
@@ -298,7 +298,7 @@ class Judge:
         seeds: Sequence[int],
         tokens: Mapping[str, int],
     ) -> list[float]:
-        """The losses of a proposal's runs that decide nothing, on the text of calibration."""
+        """The losses of a proposal's preliminary runs, on the text of calibration; they do not enter the decision."""
         span = self.ledger.windows.tuning
         return self.losses([
             self.task(
@@ -319,7 +319,7 @@ class Judge:
     def _facts(
         self, entry: Mapping[str, Any], differences: list[float], noise: Noise, level: float, gain: float
     ) -> dict[str, Any]:
-        """What a verdict says in numbers. gain: of the first look."""
+        """The numbers of a verdict. gain: of the first look."""
         ends = min(0.05, level) * (2 if noise.own else 1)  # with 2 the lower end is above 0 where the verdict is better
         low, high = evidence.improvement_bounds(differences, noise, ends, self.ledger.windows.pairs)
         mean = float(np.mean(differences)) if differences else gain
@@ -382,7 +382,7 @@ class Judge:
     # The stream.
 
     def level(self) -> tuple[float, int]:
-        """The level of the next proposal, and how many have been called better."""
+        """The level of the next proposal, and how many proposals were called better."""
         past = []
         for entry in self.ledger.decided:
             if entry["continues"] is not None:
@@ -404,10 +404,12 @@ class Judge:
         return noise
 
     def submit(self, submission: Submission, more: bool = False) -> Verdict:
-        """The verdict of a proposal. One that is not finished is finished first."""
+        """The verdict of a proposal. An unfinished proposal is finished first."""
         ledger = self.ledger
         if ledger.is_open:
-            raise CheckpointError(f"{ledger.folder}: its final text is open, so nothing more is judged; make another")
+            raise CheckpointError(
+                f"{ledger.folder}: final has read its sealed text, so nothing more is judged; make another"
+            )
         unfinished = ledger.unfinished
         if unfinished is not None:
             if unfinished["content"] != submission.content:
@@ -447,7 +449,7 @@ class Judge:
             is_over = None in differences or earlier["verdict"]["evidence"] == 0
             entry |= {"continues": earlier["number"], "root": earlier["root"], "earlier": differences}
             if is_over:
-                entry["refused"] = ["evidence", f"that of proposal {earlier['number']} is 0, which no pair can raise"]
+                entry["refused"] = ["evidence", f"proposal {earlier['number']} has evidence 0, which no pair can raise"]
         elif submission.refused is not None:
             entry["refused"] = list(submission.refused)
         else:
@@ -471,7 +473,7 @@ class Judge:
         return sizes
 
     def _known(self) -> dict[str, str]:
-        """What a proposal may not equal, by identity: incumbents, and what was judged against this one."""
+        """What a proposal must differ from, by identity: incumbents, and proposals judged against this incumbent."""
         ledger = self.ledger
         known = {ledger.facts["identity"]: "the first incumbent"}
         for entry in ledger.entries:
@@ -517,7 +519,7 @@ class RunFailed(Exception):
 
 
 def first_size(sizes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The first size; a trainer of someone else's has none."""
+    """The first size; a foreign trainer has none."""
     return sizes[0] if sizes else {"parameters": None, "tokens": None}
 
 
@@ -533,11 +535,11 @@ def _head(ledger: Ledger, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _timed_out(task: Task) -> dict[str, Any]:
-    return {"status": "failed", "message": f"{task.label}: passed the limit of time"}
+    return {"status": "failed", "message": f"{task.label}: exceeded the time limit"}
 
 
 def _forget_checkpoints(task: Task, result: Mapping[str, Any]) -> None:
-    """Remove the folder of a run that has its result: a model of it could be scored on other text."""
+    """Remove the folder of a finished run, so that its model cannot be scored on other text."""
     if result["status"] != "failed":
         shutil.rmtree(task.result_file.with_suffix(""), ignore_errors=True)
 

@@ -6,7 +6,8 @@ windows; its difference d is the incumbent's loss minus the proposal's. H0: the 
 What is assumed: given all that was known when the proposal was fixed, its pairs are independent draws of N(δ, σ²) with
 a σ of this proposal. Windows are drawn from the whole text and seeds are fresh, so the draws are equal in law however
 much the effect varies over text and over seeds; that their means are near Gaussian is the assumption. Nothing is pooled
-over proposals: only a ratio of Σd and Σd² counts, whose law at δ = 0 knows no σ. Two tests share the level:
+over proposals: only a ratio of Σd and Σd² counts, with a distribution at δ = 0 that does not depend on σ. Two tests
+share the level:
 
     planned, 0.95 of it: Student's t of exactly N pairs, N fixed beforehand:    Σd / √N ≥ s t(N − 1), s from these pairs
     the likelihood ratio, 0.05 of it:    L = Σ_g w_g exp(−n g²/2) I(g Σd / √Σd²) / I(0),
@@ -26,9 +27,9 @@ needs P(e ever ≥ 10 | the past) ≤ 0.1 besides, which is Ville again. A resub
 
 `Noise(own=False)` is the model of older ledgers: σ common to the stream, estimated by s with ν degrees of freedom from
 earlier runs. Then A = ν s² + Σd² stands for Σd² and ν + n for n, the planned test asks for Σd ≥ C = s √N t(ν; level/2),
-and e = P / level + L / 2 with P the probability under δ = 0, given n pairs, that it will reject:
-P = T(ν+n; (Σd − C) / √((N − n) A / (ν+n))). Its evidence is too large where an effect varies over the text. It remains
-in `worse` and in what pairs are worth buying, which are in no bound over the stream.
+and e = P / level + L / 2 with P the probability under δ = 0, given n pairs, that it will reject: P = T(ν+n; (Σd − C) /
+√((N − n) A / (ν+n))). Its evidence is too large where an effect varies over the text. It is still used for `worse` and
+for which pairs are worth their cost; no bound over the stream depends on these.
 """
 
 import math
@@ -58,7 +59,7 @@ class Noise:
     """The spread of pairs' differences, from runs that were finished before the proposal was fixed.
 
     deviation: standard deviation of one pair's difference, in the unit of the losses. degrees: its degrees of freedom;
-    inf: it is known. own: evidence uses the spread of the proposal's own pairs, and this one only plans.
+    inf: it is known. own: evidence uses the spread of the proposal's own pairs, and this spread only serves planning.
     """
 
     deviation: float
@@ -291,7 +292,7 @@ def verdict(
 
 
 def first_look(loss: float, reference: Sequence[float], noise: Noise) -> str | None:
-    """A verdict from one run of the proposal on text that decides nothing; None: pairs are worth their cost.
+    """A verdict from one run of the proposal on calibration text; None: pairs are worth their cost.
 
     reference: losses of the incumbent on the same text, from other seeds.
     """
@@ -322,7 +323,7 @@ def pairs_to_settle(effect: float, noise: Noise, level: float) -> int | None:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the levels of later proposals need to know of one.
+    """What the levels of later proposals depend on in an earlier one.
 
     level: its level. found: proposals called better when it was submitted first. peak: the largest evidence so far.
     better: whether it has been called better, at any time.
@@ -348,7 +349,8 @@ def gamma(number: int, horizon: int | None) -> float:
 def e_lond(past: Sequence[Decision], alpha: float, horizon: int | None = None) -> float:
     """e-LOND (Xu and Ramdas 2024): alpha · gamma · (1 + number called better).
 
-    It alone holds with E[e] ≤ 1 of each true null, whatever the dependence between proposals: as in older ledgers.
+    Of the three, only it needs no more than E[e] ≤ 1 for each true null, whatever the dependence between proposals, as
+    in older ledgers.
     """
     return alpha * gamma(len(past) + 1, horizon) * (1 + sum(decision.better for decision in past))
 
@@ -407,7 +409,7 @@ def next_level(past: Sequence[Decision], alpha: float, rule: str = "e-lond", hor
 
 
 def lifted(peak: float) -> float:
-    """An e-value of the largest evidence on the way, whatever stopped it (Dawid et al. 2011; Vovk and Wang 2021)."""
+    """An e-value of the largest evidence so far, whatever the stopping rule (Dawid et al. 2011; Vovk and Wang 2021)."""
     if peak <= 1.0001:
         return 0.5
     return float((peak - 1 - math.log(peak)) / math.log(peak) ** 2)

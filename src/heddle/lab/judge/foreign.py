@@ -1,4 +1,4 @@
-"""Trainers of someone else's: a command that trains and gets no held-out text, and one that prints losses.
+"""Foreign trainers: a command that trains and gets no held-out text, and one that prints losses.
 
 Both run in a folder of their own that holds the trainer's files, with limits of time and memory. They read these
 variables: `HEDDLE_TRAIN`, a file train.npy of the training tokens in order, one dimension; `HEDDLE_VOCAB_SIZE`, how
@@ -7,7 +7,7 @@ many tokens there are; `HEDDLE_TOKENS`, how many to train on; `HEDDLE_SEQUENCE_L
 
 `score` prints a line of JSON for each row: T losses in nats, of row[1:], each given only the tokens before it. What it
 prints is tested on training text: no loss may depend on a later token or on another row, and the probabilities of all
-tokens at one place may not exceed 1, as they would where a target is seen.
+tokens at one position may not sum to more than 1, as they would if the target were visible.
 """
 
 import json
@@ -36,7 +36,7 @@ MAX_PROBABILITY = 1.02  # of all tokens at one place
 
 
 def run(task: Task, ledger: Ledger) -> dict[str, Any]:
-    """The result of a training and scoring task, which is written; a broken rule is raised as Refused."""
+    """Train and score, and write the result, which is returned. Raises Refused for a broken rule."""
     request, settings = task.request, ledger.settings
     folder = Path(request["out"])
     shutil.rmtree(folder, ignore_errors=True)
@@ -97,7 +97,7 @@ class Scorer:
 
 
 def _test(score: Scorer, text: np.ndarray, vocab_size: int) -> None:
-    """Raise Refused for losses that know what they must not, on rows of the training text."""
+    """Raise Refused if losses depend on later tokens or other rows, tested on rows of the training text."""
     width = TEST_TOKENS + 1
     starts = np.linspace(0, len(text) - width, 2 * TEST_ROWS).astype(np.int64)
     places = np.stack([text[start : start + width] for start in starts])
@@ -120,8 +120,8 @@ def _test(score: Scorer, text: np.ndarray, vocab_size: int) -> None:
             raise Refused("later_tokens", what)
     for total in np.exp(-found[variants.size // width :, place - 1]).reshape(2, vocab_size).sum(1):
         if not total <= MAX_PROBABILITY:
-            what = f"the probabilities of all {vocab_size} tokens at place {place} sum to {total:.4g}"
-            raise Refused("shifted_targets", f"{what}, so the loss of a token knows the token itself")
+            what = f"the probabilities of all {vocab_size} tokens at position {place} sum to {total:.4g}"
+            raise Refused("shifted_targets", f"{what}, so the target was visible to its own loss")
 
 
 def _scored(score: Scorer, request: Any, corpus: Corpus) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _command(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         process.communicate()
-        return "", f"takes over {seconds:g} seconds"
+        return "", f"takes more than {seconds:g} seconds"
     except BaseException:
         os.killpg(process.pid, 9)
         raise

@@ -50,7 +50,7 @@ FIRST, LAST = "first", "last"
 def final(judge: Judge) -> dict[str, Any]:
     """Score the first incumbent, the last one, and the last one without each change, on the sealed text; once.
 
-    From the first call on nothing more can be submitted; a later call returns what the first one found.
+    After the first call nothing more can be submitted; later calls return its result.
     """
     ledger = judge.ledger
     if ledger.final is not None:
@@ -104,7 +104,7 @@ def _without(judge: Judge, first: Candidate, number: int) -> tuple[Candidate, An
             continue
         staged = read_json_file(judge.ledger.proposal_folder(entry["number"]) / "change.json")
         if "trainer" in staged["change"]:
-            return "a trainer of someone else's is one whole"
+            return "a foreign trainer cannot be split into changes"
         submission = Submission(entry["name"], b"", staged["change"], {})
         screened = judge.screened(base, submission, staged["files"], entry["number"], {})
         if "refused" in screened:
@@ -129,7 +129,7 @@ def _losses(judge: Judge, systems: dict[str, tuple[Candidate, Any]]) -> dict[str
     try:
         losses = judge.losses(tasks)
     except RunFailed as failed:
-        raise MachineError(f"{failed}; the same command goes on") from None
+        raise MachineError(f"{failed}; the same command continues") from None
     return {name: losses[index :: len(systems)] for index, name in enumerate(systems)}
 
 
@@ -158,7 +158,7 @@ def _summary(judge: Judge) -> list[int]:
 
 
 def _sentence(judge: Judge, result: dict[str, Any]) -> str:
-    """What was found on the sealed text."""
+    """The result on the sealed text, as a sentence."""
     total, removed = result["improvement"], result["removed"]
     if not removed:
         return "No proposal was accepted, so the first incumbent is the last one."
@@ -222,7 +222,7 @@ def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> 
 
 
 def server(settings: JudgeSettings) -> Any:
-    """The ledger `settings.out` as an `MCPServer`: an agent proposes by tools, and needs no way to the files.
+    """The ledger `settings.out` as an `MCPServer`: an agent proposes through tools, without access to the files.
 
     Its `run()` speaks on stdin and stdout until they are closed. Source: https://modelcontextprotocol.io. Raises
     ConfigError if the library is missing, and CheckpointError if there is no ledger.
@@ -391,9 +391,10 @@ A judge decides whether a change makes the incumbent better. You propose; it tra
    refused (`rule` and `case` say why), worse, no clear difference, or better. A better proposal is the incumbent
    from then on, and later overrides apply to it.
 3. Exit codes: 0 better, 3 no clear difference, 4 worse, 5 refused, 2 a file or option that cannot be read, 1 a failure
-   of the machine. After a kill, submit the same file again: it goes on.
+   of the machine. After a kill, submit the same file again: it continues.
 
 A decision takes at most {pairs} pairs of runs, on seeds and held-out windows that nothing has read. `decisions_left`
-says how many remain; a refused proposal costs none. Changed names and seeds are no change. Of all that is called
-better, at most a share of {alpha:g} is expected to be false, whatever you propose. Do not read the held-out text.
+says how many remain; a refused proposal costs none. A proposal that only changes names or seeds is refused. Of all that
+is called better, at most a share of {alpha:g} is expected to be false, whatever you propose. Do not read the held-out
+text.
 """

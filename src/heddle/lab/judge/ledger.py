@@ -30,7 +30,7 @@ FIRST_SEED, FINAL_SEED = 1_000, 500_000  # of decisions and of the final runs; c
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is trained: a design, or a trainer of someone else's.
+    """What is trained: a design, or a foreign trainer.
 
     design: plain data. training: fields of `Settings` besides the ledger's. data: sources, () for the ledger's. parts:
     (file below the ledger, SHA-256). trainer: `train` and `score` commands and `files`, (file, SHA-256). changed:
@@ -78,7 +78,8 @@ class Windows:
     """How the windows of the held-out text are divided: tuning first, then one block for each decision, final last.
 
     count: of all. length: tokens of each. each: windows of one pair. pairs: of one decision. spread: whether all parts
-    are drawn from the whole text: windows in a row share a document, and what helps there would pass for what helps.
+    are drawn from the whole text: neighboring windows share a document, and an effect on that document alone would look
+    like a general one.
     """
 
     count: int
@@ -119,7 +120,7 @@ class Windows:
 
     @cached_property
     def _order(self) -> list[int]:
-        """The windows in the order in which they are given out."""
+        """The windows in the order in which decisions use them."""
         return sorted(range(self.count), key=lambda number: splitmix64(number * GOLDEN_GAMMA))
 
     def _spans(self, first: int, last: int) -> Spans:
@@ -131,8 +132,8 @@ class Windows:
 def windows_from(settings: JudgeSettings, count: int, seed_variance: float, window_variance: float) -> Windows:
     """The division of `count` windows. Raises DataError where they allow no decision.
 
-    By default a pair reads at least MIN_WINDOWS, and so many that these add an eighth of the variance of the seeds, if
-    20 decisions stay. The variance is that of two seeds; two designs differ by more from text to text.
+    By default a pair reads at least MIN_WINDOWS, and enough windows that they add an eighth of the seed variance, if 20
+    decisions remain possible. The variance is measured between two seeds; two designs differ more from text to text.
     """
     each, free = settings.windows, count - count // TUNING_SHARE - count // FINAL_SHARE
     if each is None:
@@ -215,7 +216,7 @@ class Ledger:
 
     @property
     def reference(self) -> list[float] | None:
-        """The incumbent's losses on the text of calibration; None in older ledgers, which have no first look."""
+        """The incumbent's losses on the calibration text; None in older ledgers, which have no first look."""
         return (self.accepted[-1]["verdict"] if self.accepted else self.facts).get("reference")
 
     @property

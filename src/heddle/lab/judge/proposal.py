@@ -1,8 +1,8 @@
-"""A proposal: read from YAML, applied to the incumbent, and screened before a step is trained.
+"""A proposal: read from YAML, applied to the incumbent, and screened before any training.
 
 Screening refuses what cannot be judged: a design that cannot be built or that breaks a law, code that fails, a copy of
-what is known, weights from outside, and training text that holds the evaluation's. A proposal with code of its own is
-screened in another process, with limits: `python -m heddle.lab.judge.proposal REQUEST.json RESULT.json`.
+an earlier design, weights from outside, and training text that contains evaluation text. A proposal with code of its
+own is screened in another process, with limits: `python -m heddle.lab.judge.proposal REQUEST.json RESULT.json`.
 """
 
 import ast
@@ -48,7 +48,7 @@ LEAKS = (
 )  # fmt: skip
 LONGEST = 12  # tokens of a case
 TOLERANCE = 1e-9  # in float64; experts change the shape of products
-OVERLAP = 32  # tokens in a row that are no coincidence
+OVERLAP = 32  # consecutive tokens that are not a coincidence
 
 
 def smallest_leak(config: ModelConfig) -> str | None:
@@ -64,7 +64,7 @@ def smallest_leak(config: ModelConfig) -> str | None:
 
 
 def _cases(length: int) -> Iterator[tuple[str, Layout | None, int, range]]:
-    """(words, layout, the changed token, the tokens that must not move)."""
+    """(words, layout, the changed token, the tokens whose outputs must not change)."""
     for changed in range(length - 1, 0, -1):
         yield "", None, changed, range(changed)
     for first in range(1, length):
@@ -75,7 +75,7 @@ def _cases(length: int) -> Iterator[tuple[str, Layout | None, int, range]]:
 def _moved(
     model: Decoder, tokens: Tensor, layout: Layout | None, changed: int, watched: range
 ) -> tuple[int, str] | None:
-    """The first watched token whose output moves, and the module in which it first does."""
+    """The first watched token with a changed output, and the first module in which it changes."""
     others = tokens.clone()
     others[:, changed] = tokens[:, changed] % (model.embed.weight.shape[0] - 1) + 1
     before, after = (_streams(model, each, layout) for each in (tokens, others))
@@ -117,7 +117,7 @@ def _streams(model: Decoder, tokens: Tensor, layout: Layout | None) -> dict[str,
 
 
 def training_overlap(held_out: TokenFile, own: Sequence[TokenFile], texts: Sequence[Any]) -> str | None:
-    """Where a text has `OVERLAP` tokens in a row that the held-out text has, and the ledger's training text has not."""
+    """Where a text has `OVERLAP` consecutive tokens of the held-out text that the ledger's training text lacks."""
     secret = np.unique(_hashes(held_out.read(0, len(held_out))))
     secret = secret[~np.isin(secret, np.concatenate([_hashes(file.read(0, len(file))) for file in own]))]
     for index, text in enumerate(texts):
@@ -128,7 +128,7 @@ def training_overlap(held_out: TokenFile, own: Sequence[TokenFile], texts: Seque
 
 
 def _hashes(tokens: np.ndarray) -> np.ndarray:
-    """A hash of each OVERLAP tokens in a row: a polynomial modulo 2^64."""
+    """A hash of each OVERLAP consecutive tokens: a polynomial modulo 2^64."""
     count = max(0, len(tokens) - OVERLAP + 1)
     result = np.zeros(count, dtype=np.uint64)
     values = tokens.astype(np.uint64) + np.uint64(1)
@@ -174,7 +174,7 @@ class Submission:
 
 
 def read_proposal(file: Path) -> Submission:
-    """Read a proposal. Raises ConfigError for a file that is not one; what is only refused is returned."""
+    """Read a proposal. Raises ConfigError for a file that is not one; a refusal is returned."""
     try:
         text = file.read_bytes()
         data = parse_yaml(text.decode("utf-8"), str(file))
@@ -235,7 +235,7 @@ def absolute_sources(sources: Sequence[str]) -> list[str]:
 
 
 def _training(file: Path, values: Any) -> dict[str, Any]:
-    """Fields of `Settings`. A seed is dropped: it is no change, and the judge chooses the seeds."""
+    """Fields of `Settings`. A seed is dropped: it does not count as a change, and the judge chooses the seeds."""
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: training: expected a table of {', '.join(TRAINING)}")
     if unknown := [name for name in values if name not in TRAINING]:
@@ -259,7 +259,10 @@ def _trainer(file: Path, data: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _code(file: Path, source: str) -> bytes:
-    """The content of a file of code. Raises Refused for what may hold weights, ConfigError for a missing file."""
+    """The content of a file of code.
+
+    Raises Refused for a file that may hold weights, ConfigError for a missing file.
+    """
     path = Path(_beside(file, source))
     if not path.is_file():
         raise ConfigError(f"{path}: is not a file; name one beside the proposal")
@@ -321,7 +324,7 @@ def screen_apart(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if result.is_file():
             return read_json_file(result)
     except subprocess.TimeoutExpired:
-        return {"refused": ["limits", f"its code takes over {request['limits'][1]:g} seconds before it is trained"]}
+        return {"refused": ["limits", f"its code takes more than {request['limits'][1]:g} seconds before training"]}
     finally:
         asked.unlink(missing_ok=True)
         result.unlink(missing_ok=True)
@@ -379,7 +382,7 @@ def _screened(request: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_known(request: Mapping[str, Any], identity: str) -> None:
     """Raise Refused for a copy of the incumbent, or of an earlier proposal against the same incumbent."""
     if identity in request["known"]:
-        raise Refused("copy", f"resolves to the same as {request['known'][identity]}; a name or a seed is no change")
+        raise Refused("copy", f"resolves to the same as {request['known'][identity]}; change more than names or seeds")
 
 
 def _refuse_broken_laws(config: ModelConfig, names: Sequence[str]) -> None:
@@ -397,7 +400,7 @@ def _refuse_broken_laws(config: ModelConfig, names: Sequence[str]) -> None:
 
 
 def _refuse_overlap(request: Mapping[str, Any], texts: Sequence[Any], what: str) -> None:
-    """Raise Refused for tokens that the held-out text has, and the ledger's own training text has not."""
+    """Raise Refused for training tokens that are in the held-out text but not in the ledger's own training text."""
     folder = Path(request["folder"])
     own = prepare_corpus(
         request["data"], vocab_size=None, max_train_tokens=request["budget"][2], tokenizer=folder / TOKENIZER_FILE

@@ -30,7 +30,7 @@ RULES = ("e-lond", "e-lord", "e-saffron")
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings(SessionSettings):
-    """Settings of `heddle judge`. All but `words`, `more` and where to run are those of `init`."""
+    """Settings of `heddle judge`. All but `words`, `more` and where to run belong to `init`."""
 
     SHOWN: ClassVar = (
         "out", "more", "data", "tokens", "match", "alpha", "pairs", "windows", "second", "tune", "workers", "json",

@@ -4,7 +4,7 @@ Hoffmann et al. (2022) fit L by Huber's loss on log L from many starts; Besirogl
 result is if the search stops early, and how much too narrow its intervals were. So the search here is exhaustive: for
 each of many E the rest is a least-squares problem in log L with two parameters per design. The posterior of E under a
 flat prior, given these solutions, and Student's t around each of them give draws of curves. With few points, each a
-mean over seeds, squares work better than Huber's loss, which would hide that one of them lies off the curve.
+mean over seeds, squares work better than Huber's loss, which would hide a point off the curve.
 
 Three forms are fitted: the power law with an irreducible loss E; without it (Kaplan et al. 2020); and log L quadratic
 in log N. Designs share E, and the curvature of the third form, unless each is fitted alone. Draws of the forms are
@@ -101,8 +101,8 @@ class SizeLosses:
 def curve_loss(coefficients: Array, x: Array | float, last: float = math.inf) -> Array:
     """L = E + exp(a + b·x + c·x²) for coefficients (E, a, b, c) [..., 4].
 
-    With c < 0, log L falls faster and faster, as it does for very small models; power laws with E never do. So beyond
-    `last` it goes on along its tangent there.
+    With c < 0, log L falls faster and faster, as for very small models, but unlike a power law with E. So beyond `last`
+    it continues along its tangent.
     """
     floor, a, b, c = np.moveaxis(coefficients, -1, 0)
     squares = c * x**2 - np.minimum(c, 0) * np.maximum(x - last, 0) ** 2
@@ -306,7 +306,7 @@ class FormFits:
     def bic(self) -> float:
         """Schwarz's criterion, up to a constant of all forms: n·log(S / n) + p·log n.
 
-        S has a floor, the average left by seed variance, so that a closer fit earns nothing.
+        S has a floor, the average left by seed variance, so that a closer fit counts no better.
         """
         parameters = self.points - self.degrees_of_freedom
         squares = max(float(self.squares.min()), self.degrees_of_freedom * self.seed_deviation**2)

@@ -188,7 +188,7 @@ def _largest_that_fits(
 
 
 def _descending(largest: float, scales: Mapping[str, DesignScale]) -> Iterator[float]:
-    """Sizes from the largest down to sizes that are little but the embedding."""
+    """Sizes from the largest down to sizes that are almost only the embedding."""
     smallest = min(scale.config.vocab_size or 1 for scale in scales.values())
     while largest > smallest:
         yield largest

@@ -1,7 +1,7 @@
 """What the curves of a ladder predict: the loss at a target, the cost of equal loss, where curves cross, a self-test.
 
-Everything is a share or a quantile of draws of curves. A 95 % interval of a curve covers where the curve may lie; the
-interval of a measurement also covers how far a new point, with as many seeds as the others, may lie from it.
+Every result is a share or a quantile of draws of curves. The 95 % interval of a curve covers the curve; the interval of
+a measurement also covers the distance of a new point, with as many seeds as the others, from it.
 """
 
 import math
@@ -124,7 +124,7 @@ def _too_far(losses: SizeLosses, name: str, size: float, tokens: float) -> str |
 def cost_for_equal_loss(
     fit: LadderFit, points: LadderPoints, name: str, baseline: str, size: float
 ) -> EqualLoss | None:
-    """What a design needs for the baseline's loss at `size`; None if the baseline has no prediction there."""
+    """The FLOPs that a design needs for the baseline's loss at `size`; None if the baseline has no prediction there."""
     if size > points.limit(baseline) * (1 + 1e-9):
         return None
     sizes = np.geomspace(min(points.losses[name].sizes), points.limit(name), GRID_POINTS)

@@ -205,7 +205,7 @@ def _held_out(report: LadderReport) -> Iterator[str]:
         yield f"Self-test, the largest size predicted from the smaller ones: {'; '.join(parts)}."
 
 
-CUT = "the budget of time ended first"  # the end of the message of a run that did not end in time
+CUT = "the time budget ended first"  # the end of the message of a run that did not end in time
 DEFAULT_TARGET = 10  # times the largest size
 CURVE_POINTS = 41  # of each curve in the figure
 TRAINING_FACTOR = 3  # a backward pass costs twice a forward pass
@@ -450,7 +450,7 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
     runs = [run for design in report.designs for rung in design.rungs for run in rung.runs]
     cut = sum((run.message or "").endswith(CUT) for run in runs)
     if cut:
-        sentences.append(f"The budget of time ended before {cut} of {len(runs)} runs; the same command continues them.")
+        sentences.append(f"The time budget ended before {cut} of {len(runs)} runs; the same command continues them.")
     failed = sum(run.bits_per_byte is None for run in runs) - cut
     if failed:
         sentences.append(f"{failed} of {len(runs)} runs did not finish; a mean without them may look too good.")
@@ -473,7 +473,7 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
     if steepening := [] if fit is None else _steepening(fit):
         sentences.append(
             f"The loss of {join_names(steepening)} falls faster from size to size, which is usual only for very small "
-            "models. Beyond the largest size the curves go on straight, and the loss may be higher than predicted; "
+            "models. Beyond the largest size the curves continue straight, and the loss may be higher than predicted; "
             "train larger sizes."
         )
     if report.law == "L(N, D)":
@@ -488,7 +488,7 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
 
 
 def _steepening(fit: FitResult) -> list[str]:
-    """The designs of which log L bends down with log N in the likeliest form of L(N)."""
+    """The designs with a log L that bends down with log N in the likeliest form of L(N)."""
     names = []
     for form in fit.forms:
         rivals = [other.weight for other in fit.forms if other.coefficients.keys() & form.coefficients.keys()]

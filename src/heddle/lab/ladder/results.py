@@ -131,7 +131,7 @@ class Crossing:
 
     costs: the range that was searched. better, worse, crosses: shares of the draws in which the design is better
     (worse) at every cost, or becomes so at one; None without a common cost. cost, low, high: of the first crossing
-    among the draws that cross; an end is None if so many draws have no crossing that it may lie anywhere.
+    among the draws that cross; an end is None if too many draws have no crossing.
     """
 
     design: str

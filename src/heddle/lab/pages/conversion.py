@@ -507,7 +507,7 @@ def conversion_page(results: ConversionResults) -> str:
 
 
 def page_context(results: ConversionResults) -> dict[str, Any]:
-    """Everything that the template shows, as plain data: values are formatted, nothing is HTML."""
+    """Everything that the template shows, as plain data: formatted values without HTML."""
     conversions = [model for model in results.models if model.stage == CONVERTED]
     has_recall = bool(results.original.needles)
     return {

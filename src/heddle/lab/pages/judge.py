@@ -49,7 +49,7 @@ def stream_figure(judged: Sequence[Mapping[str, Any]], styles: Mapping[str, Desi
 
 
 def lineage_figure(judged: Sequence[Mapping[str, Any]], style: DesignStyle) -> Figure:
-    """The sum of the accepted improvements; an interval is of the last step alone."""
+    """The sum of the accepted improvements; an interval is only of the last step."""
     total, values = 0.0, [Value(0, 0.0, title="the first incumbent")]
     for verdict in judged:
         if verdict["incumbent"]:

@@ -104,7 +104,7 @@ def script_json(data: Any) -> str:
 def script_sources(scripts: str) -> str:
     """The sources of a Content Security Policy (level 2) that lets only these script elements run.
 
-    Each is the SHA-256 of an element's text. A browser reads every line break as "\n".
+    Each is the SHA-256 of an element's text. A browser reads every line break as "\\n".
     """
     elements = scripts.replace("\r\n", "\n").replace("\r", "\n").split("<script>")[1:]
     texts = [element.partition("</script>")[0] for element in elements]

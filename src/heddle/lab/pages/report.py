@@ -67,7 +67,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class DifferenceCell:
-    """The difference to the baseline. look: better, worse or unresolved."""
+    """The difference to the baseline. look: its style: better, worse or unresolved."""
 
     text: str
     judgment: str
@@ -251,7 +251,7 @@ def report_page(report: Report, revision: int | None = None, scripts: bool = Tru
 
 
 def report_context(report: Report) -> dict[str, Any]:
-    """Everything that the templates show, as plain data: values are formatted, nothing is HTML."""
+    """Everything that the templates show, as plain data: formatted values without HTML."""
     verdict = [name_parts(report, sentence) for sentence in report.verdict or ["Nothing was compared."]]
     probe = first_probe(report)
     return {

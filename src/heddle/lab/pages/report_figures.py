@@ -210,7 +210,7 @@ def _direction_note() -> dict[str, Any]:
 def _design_labels(data: Sequence[Figure], x_range: Sequence[float], y_range: Sequence[float]) -> list[dict[str, Any]]:
     """A label next to each point, on the side with more room, moved up or down off other labels and points.
 
-    The ranges are those of the axes; of bytes, their logarithm. No labels if there are too many designs.
+    The ranges are the axes'; for bytes, of their logarithm. No labels if there are too many designs.
     """
     if len(data) > MAX_LABELED_DESIGNS:
         return []
@@ -335,7 +335,7 @@ def _axes(field: VariedField, values: Sequence[VariedValue], numeric: bool) -> t
 
 
 def length_figure(report: Report) -> Figure | None:
-    """A line for each design, ended by a cross if there is no further number; None if nothing was measured."""
+    """A line for each design, which ends in a cross if later numbers are missing; None if nothing was measured."""
     trained_length, multiples = report.extrapolation.sequence_length, report.extrapolation.multiples
     data: list[Figure] = []
     for design in report.designs:
@@ -389,7 +389,7 @@ def _length_line(report: Report, design: Design, rows: list[LengthChange]) -> Fi
 
 
 def _cross(line: Figure, missing: LengthChange) -> Figure:
-    """A cross on a line's last point, which says why there is no next one."""
+    """A cross on a line's last point; its text says why the line ends."""
     marker = {"color": line["marker"]["color"], "symbol": "x", "size": 11}
     text = f"at {missing.multiple} × {missing_reason(missing)}"
     cross = {key: value for key, value in line.items() if key != "error_y"}
@@ -492,7 +492,7 @@ def _tuning_figure(report: Report, tuning: TuningReport, index: int) -> Figure |
 
 
 def _loss_range(losses: Sequence[float]) -> list[float]:
-    """From below the lowest loss to the range of the better half: a value that nearly diverged leaves the plot."""
+    """From below the lowest loss to the range of the better half; nearly diverged values lie outside the plot."""
     ordered = sorted(losses)
     low, middle = ordered[0], ordered[len(ordered) // 2]
     high = min(ordered[-1], low + max(LOSS_SPAN * (middle - low), 0.02))

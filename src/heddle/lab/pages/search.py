@@ -1,4 +1,4 @@
-"""The part of a conversion's page that says how a search chose: frontier, goals, where each choice loses, baselines."""
+"""The part of a conversion's page on its search: frontier, goals, where each choice loses, baselines."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def search_context(results: SearchResults) -> dict[str, Any]:
         f"{check.without:.0%} without interactions."
     )
     unclear = [m.name for m in results.measured if not m.is_baseline and m.low <= 0 < m.difference]
-    clear = f"Not clear from the chosen one: {', '.join(unclear)}." if unclear else ""
+    clear = f"Not clearly different from the chosen one: {', '.join(unclear)}." if unclear else ""
     return {
         "results": results,
         "cost": cost_name(results.axis),
@@ -61,12 +61,12 @@ def second_sentences(results: SearchResults) -> list[str]:
     layers = f"{second.same_layers} of {len(second.choice)} layers"
     return [
         f"By scores on {second.tokens:,} tokens of {second.name}, the second text, the best choice agrees in {layers} "
-        f"with that of the first one, and the ranks of the scores correlate by {second.correlation:.2f}."
+        f"with the first one's, and the ranks of the scores correlate by {second.correlation:.2f}."
     ]
 
 
 def score_map(results: SearchResults) -> HeatMap:
-    """The KL of each replacement alone, by layer and target; what was chosen is named."""
+    """The KL of each replacement alone, by layer and target; chosen replacements are marked."""
     by_place = {(score.layer, score.target): score for score in results.scores}
     largest = math.log(max((score.kl for score in results.scores), default=1.0) / LEAST_KL + 1) or 1.0
     rows = []
@@ -87,12 +87,12 @@ def score_map(results: SearchResults) -> HeatMap:
 
 
 def spaced(name: str) -> str:
-    """A name whose commas are followed by spaces, so that it can be broken."""
+    """A name with a space after each comma, so that it can wrap."""
     return name.replace(",", ", ").replace(",  ", ", ")
 
 
 def _measured_columns(results: SearchResults) -> dict[str, Callable[[WholeModel], str]]:
-    """The columns of what goals asked to measure, with the text of a model's cell."""
+    """The columns of measured goals, with the text of a model's cell."""
     columns: dict[str, Callable[[WholeModel], str]] = {}
     probe, context, speed = results.recall, results.decode_context, results.decode_speed
     if probe is not None:
@@ -111,7 +111,7 @@ def distinct_points(results: SearchResults) -> list[FrontierPoint]:
 
 
 def frontier_table(results: SearchResults) -> TextTable:
-    """The best choice within each budget, measured on text that no score read, and all costs as shares of MODEL's."""
+    """The best choice within each budget, measured on text that no score used, and all costs as shares of MODEL's."""
     names = [name for name in results.frontier[0].shares if name == results.axis or not name.startswith("reads")]
     columns = _measured_columns(results)
     rows = [
@@ -131,7 +131,7 @@ def frontier_table(results: SearchResults) -> TextTable:
 
 
 def tried_table(results: SearchResults) -> TextTable | None:
-    """The whole models that were measured on the way to the goals; None without such goals."""
+    """The whole models that were measured to meet the goals; None without such goals."""
     goals = list(dict.fromkeys(goal for tried in results.tried for goal in tried.measured))
     rows = [
         [
@@ -147,7 +147,7 @@ def tried_table(results: SearchResults) -> TextTable | None:
 
 
 def lost_maps(results: SearchResults) -> list[HeatMap]:
-    """What the frontier and the other choices lost by position, by frequency of the token, and in recall by depth."""
+    """The losses of the frontier and of other choices by position and by token frequency, and their recall by depth."""
     frontier = {f"frontier, budget {format_percent(point.budget)}": point for point in distinct_points(results)}
     named: dict[str, WholeModel] = {**frontier, **{spaced(each.name): each for each in results.measured}}
     models: dict[str, WholeModel] = {}
@@ -194,7 +194,7 @@ def _lost_map(title: str, columns: list[str], values: dict[str, Row]) -> HeatMap
 
 
 def measured_table(results: SearchResults) -> TextTable:
-    """Whole models on text that no score read, the search's first, then baselines; each against the chosen one."""
+    """Whole models on text that no score used, the search's first, then baselines; each against the chosen one."""
     rows, columns = [], _measured_columns(results)
     for each in sorted(results.measured, key=lambda measured: (measured.is_baseline, measured.kl)):
         half = each.high - each.difference
@@ -207,7 +207,7 @@ def measured_table(results: SearchResults) -> TextTable:
 
 
 def frontier_figure(results: SearchResults | None) -> Figure | None:
-    """KL over the share of the cost: the frontier as it was predicted and measured, and other whole models."""
+    """KL over the share of the cost: the frontier as predicted and as measured, and other whole models."""
     if results is None:
         return None
     points = [Value(p.budget, p.predicted, title=f"{p.budget:.1%}: {p.predicted:.3g} nats") for p in results.frontier]

@@ -1,1 +1,1 @@
-"""What training costs on many GPUs, before renting them: memory, communication, speed."""
+"""Predict what training costs on many GPUs: memory, communication, speed."""

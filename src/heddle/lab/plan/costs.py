@@ -81,7 +81,7 @@ PRODUCTS = {"addmm", "baddbmm", "bmm", "mm", "linear"}
 class LayerCost:
     """One of `count` equal layers. FLOPs and bytes are for the forward pass of one sequence.
 
-    weights: how many of them have parameters of their own. looped: the others visit these again; they are in the root.
+    weights: how many of them have their own parameters. looped: the others reuse them; the parameters are in the root.
     attention_flops: the part that grows with the square of the length. saved_bytes: what the backward pass needs, in
     bfloat16. product_bytes: the outputs of every second product and of attention, which selective recomputation keeps.
     input_bytes: the layer's input, which full recomputation keeps.
@@ -486,8 +486,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """candidates: layouts that fit, fastest first. too_large: the leanest of each shard degree, with
-    and without recomputed layers, where it does not fit.
+    """candidates: layouts that fit, fastest first. too_large: for each shard degree the layout with the least memory,
+    with and without recomputed layers, where it does not fit.
     """
 
     cost: ModelCost

@@ -117,7 +117,7 @@ class StepTrace(LightDispatchMode):
             self._born(local_part(tensor.detach()), name, again=True)
 
     def begin(self, *label: Any, name: str = "activations") -> None:
-        """Begin another phase of the step. With a label of None its peak is not recorded."""
+        """Begin another phase of the step; with the label None its peak is not recorded."""
         self._label, self._born_as, self._highest = label, name, 0
         if label in self.peaks:
             self._highest = sum(self.peaks[label].values())

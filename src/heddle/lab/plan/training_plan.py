@@ -1,4 +1,4 @@
-"""What training takes on many GPUs (computed) or on this CPU (from a timed step): `heddle.plan`."""
+"""Memory and time of training on many GPUs (computed) or on this CPU (from a timed step): `heddle.plan`."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -124,7 +124,7 @@ class CpuChoice:
 
 
 def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
-    """What training takes on this CPU, from timed steps. Bytes, seconds, FLOPs.
+    """Memory and time of training on this CPU, from timed steps. Bytes, seconds, FLOPs.
 
     Float32, and bfloat16 if this CPU multiplies it faster, are timed each: without recomputed layers if that fits.
     training_seconds leaves out evaluations and checkpoints. Raises ConfigError for GPU options and invalid
@@ -214,8 +214,8 @@ def _cpu_choices(
 ) -> list[CpuChoice]:
     """Each precision without and with recomputed layers. Under autocast, weights are kept in bfloat16, too.
 
-    Activations are those of a layer's backward pass without the loss, which is computed in chunks; for a design with an
-    encoder they are not known, and left out.
+    Activations are a layer's in its backward pass, without the loss, which is computed in chunks; for a design with an
+    encoder they are unknown and left out.
     """
     from heddle.lab.plan.costs import BF16_BYTES, RankLayout, model_cost, saved_for_backward
 
@@ -303,7 +303,7 @@ def _command_of(settings: PlanSettings, plan: "Plan", candidate: "Candidate") ->
 
 
 def _limits(plan: "Plan", candidate: "Candidate") -> list[str]:
-    """Sentences about what most of the memory and of the time goes to, where sequences are the reason."""
+    """Sentences on what takes most of the memory and time, if sequence length is the reason."""
     from heddle.lab.plan.costs import USABLE
 
     layout, memory, time, length = candidate.layout, candidate.memory, candidate.time, plan.cost.sequence_length
@@ -373,7 +373,7 @@ def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None)
 
 
 def _dry_run_facts(config: "ModelConfig", plan: "Plan") -> dict[str, Any]:
-    """What a traced step takes in the fastest layout, or in the leanest if none fits."""
+    """Memory and collectives of a traced step in the fastest layout, or if none fits in the smallest one."""
     from heddle.lab.plan.dry_run import dry_run
 
     leanest = sorted(plan.too_large, key=lambda candidate: candidate.bytes)

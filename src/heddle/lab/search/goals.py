@@ -1,7 +1,7 @@
-"""What a search is asked for: costs, which are sums over layers, and what only a whole model shows.
+"""The goals of a search: costs, which are sums over layers, and measurements of whole models.
 
-The speed of decoding, recall and added bits per byte are measured on whole models. Recall is that of a conversion's
-report (`heddle.training.evaluation.text_recall`), on text that no score read.
+The speed of decoding, recall and added bits per byte are measured on whole models. Recall is measured as in a
+conversion's report (`heddle.training.evaluation.text_recall`), on text that no score used.
 """
 
 import re
@@ -63,7 +63,7 @@ class Goal:
 
     @property
     def is_measured(self) -> bool:
-        """Whether whole models are measured for it."""
+        """Whether it takes measurements of whole models."""
         return self.name in MEASURED
 
     def is_met(self, value: float) -> bool:
@@ -72,7 +72,7 @@ class Goal:
         return value <= self.limit if self.name == "quality" else value >= self.limit
 
     def show(self, value: float) -> str:
-        """A measured value with its unit."""
+        """A measured value with its unit, as text."""
         shown = {"quality": f"{value:+.3g} bits per byte", "recall": f"{value:.1%} of MODEL's accuracy"}
         return shown.get(self.name, f"{value:.2f} times MODEL's speed")
 
@@ -90,9 +90,9 @@ def parse_goals(texts: Sequence[str]) -> list[Goal]:
     goals = [_goal(text, match, longest) for text, match in found if match is not None]
     kinds = ["decode" if goal.name == "decode" else goal.cost for goal in goals]
     if len(set(kinds)) < len(kinds):
-        raise ConfigError(f"--search {' '.join(texts)}: two goals limit the same; give one of them")
+        raise ConfigError(f"--search {' '.join(texts)}: two goals limit the same cost; give one of them")
     if goals and set(kinds) <= {"quality", "recall"}:
-        raise ConfigError(f"--search {texts[0]}: says nothing to save; add another goal, such as state@32k")
+        raise ConfigError(f"--search {texts[0]}: sets no cost to reduce; add another goal, such as state@32k")
     if goals and all(goal.limit is None for goal in goals):
         raise ConfigError(f"--search {texts[0]}: has no limit; write {EXAMPLE}")
     return goals

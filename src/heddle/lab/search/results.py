@@ -1,4 +1,4 @@
-"""What a search found, as plain data for its page and convert.json."""
+"""The results of a search, as plain data for its page and convert.json."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,12 @@ class ScoredReplacement:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A whole model on text that no score read.
+    """A whole model, measured on text that no score used.
 
-    choice: of each layer, "" as it is. shares: of MODEL's costs, by name; share: of the axis' cost. kl, predicted: in
-    nats per token. added_bits: per byte; positions, frequencies: those of tokens in each range of positions, and in
-    each group, the most frequent first; None where the text has none. recall: accuracy at each depth; [] unless a goal
-    asks. decode: speed as a multiple of MODEL's; None unless a goal asks.
+    choice: the target of each layer, "" if unchanged. shares: of MODEL's costs, by name; share: of the axis' cost. kl,
+    predicted: in nats per token. added_bits: per byte; positions, frequencies: the same for tokens in each range of
+    positions, and in each group, the most frequent first; None where the text has none. recall: accuracy at each depth;
+    [] unless a goal asks. decode: speed as a multiple of MODEL's; None unless a goal asks.
     """
 
     choice: list[str]
@@ -59,7 +59,10 @@ class MeasuredChoice(WholeModel):
 
 @dataclass(frozen=True)
 class TriedChoice:
-    """A choice on the way to the goals. measured: by goal, up to the first one that is missed, named by `missed`."""
+    """A choice that was measured for the goals.
+
+    measured: by goal, up to the first one that is missed, named by `missed`.
+    """
 
     budget: float
     choice: list[str]
@@ -80,7 +83,7 @@ class PairCheck:
 class SecondText:
     """The same search on another calibration text.
 
-    choice: the best there. same_layers: how many of its layers are as in the best on the first text. correlation: of
+    choice: the best on this text. same_layers: in how many layers it equals the best on the first text. correlation: of
     the ranks of the scores on both texts.
     """
 

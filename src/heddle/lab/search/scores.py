@@ -1,4 +1,4 @@
-"""What each layer could become, what it would save, and what it alone does to the logits on a text.
+"""The possible replacements of each layer: what each saves, and how it alone changes the logits on a text.
 
 A replacement is fitted once, to the source's activations, and saved; every score, check and model of a search is put
 together from these files.
@@ -46,7 +46,9 @@ CHUNK_ELEMENTS = 2**25  # of changed logits in memory
 
 @dataclass(frozen=True)
 class Replacement:
-    """What a layer could become. target: of its rewrite, without the layer. kv_source: whose keys and values it reads.
+    """A possible replacement of a layer. target: its rewrite's, without the layer.
+
+    kv_source: the layer whose keys and values it reads.
 
     kv_source is None for a layer that has its own.
     """
@@ -94,7 +96,7 @@ def default_targets(design: ModelConfig, sequence_length: int) -> list[str]:
 
 
 def chosen_targets(design: ModelConfig, sequence_length: int, only: Sequence[str]) -> list[str]:
-    """The default targets; or those of the rewrites named by `only`, and the targets that it spells out."""
+    """The default targets; or, with `only`, those of the rewrites that it names, and the targets that it spells out."""
     defaults = default_targets(design, sequence_length)
     if not only:
         return defaults
@@ -143,7 +145,7 @@ class Replacements:
     def _check_any(self) -> None:
         if not self.items:
             reasons = "; ".join(f"{target}: {reason}" for target, reason in self.left_out.items())
-            raise ConfigError(f"--search: no layer can become anything else ({reasons}); give others with --only")
+            raise ConfigError(f"--search: no layer has a replacement ({reasons}); give others with --only")
 
     def keep_only(self, useful: Sequence[int]) -> None:
         """Leave out the items that are not numbered here, since they save nothing that a goal limits."""
@@ -187,12 +189,12 @@ class Replacements:
                 yield Replacement(index, target, layer, kv_source)
 
     def fit_one(self, item: Replacement, folder: Path) -> None:
-        """Fit one replacement by itself and save it, unless it was."""
+        """Fit one replacement by itself and save it, unless it is saved already."""
         if not (folder / item.file_name).is_file():
             _save(self._convert(item.target, (item.layer,)), item, folder)
 
     def fit_all(self, folder: Path) -> Iterator[Replacement]:
-        """Fit and save those that are not, target by target, with one layer's activations in memory; yield each."""
+        """Fit and save the missing ones, target by target, with one layer's activations in memory; yield each."""
         wanted = {(item.layer, item.target) for item in self.items}
         for target, made in self._converted.items():
             for converted in made:
@@ -217,7 +219,7 @@ def put_together(source: Weights, items: Sequence[Replacement], folder: Path) ->
 
 @dataclass(frozen=True)
 class SearchedConversion(Conversion):
-    """A conversion whose fits are the files of a search, which its rewrites would make again."""
+    """A conversion that reads its fits from the files of a search, instead of fitting again."""
 
     items: tuple[Replacement, ...] = ()
     folder: Path = Path()
@@ -305,8 +307,8 @@ class Evaluator:
     def losses(self, items: Sequence[Replacement], byte_lengths: np.ndarray, token_groups: np.ndarray) -> FloatArray:
         """The bits and bytes of next tokens within documents, with some layers replaced [1 + P + F, S, 2].
 
-        Of each sequence: all tokens, those at each of P ranges of positions, and those of each of F groups.
-        byte_lengths: of each token; those of 0 or -1 bytes (end tokens) count for nothing. token_groups: int64 [vocab].
+        For each sequence: all tokens, the tokens in each of P ranges of positions, and the tokens of each of F groups.
+        byte_lengths: of each token; tokens of 0 or -1 bytes (end tokens) are not counted. token_groups: int64 [vocab].
         """
         hidden, start, first, edges = self.hidden(self.replaced(items)), 0, 0, position_edges(self.longest)
         found = np.zeros((len(edges) + int(token_groups.max()) + 1, self.row_count, 2))
@@ -355,7 +357,7 @@ class Evaluator:
 
 
 def single_scores(evaluator: Evaluator, items: Sequence[Replacement], folder: Path) -> Iterator[Replacement]:
-    """Save the final hidden states with each replacement alone, if they are not; yield each."""
+    """Save the final hidden states with each replacement alone, where they are missing; yield each."""
     for item in items:
         path = hidden_path(item, folder)
         if not path.is_file():

@@ -117,7 +117,7 @@ def split_text(text: CalibrationText) -> tuple[CalibrationText, CalibrationText,
 
 
 def _axis(goals: Sequence[Goal]) -> str:
-    """The cost of the frontier: what should be least, or what decoding reads, or the first that has a limit."""
+    """The cost of the frontier: the one to minimize, or the bytes that decoding reads, or the first with a limit."""
     priced = [goal for goal in goals if not goal.is_measured]
     least = [goal.cost for goal in priced if goal.limit is None]
     read = [f"reads@{goal.length}" for goal in goals if goal.name == "decode"]
@@ -125,7 +125,7 @@ def _axis(goals: Sequence[Goal]) -> str:
 
 
 class Plan:
-    """What each layer could become, what it would save, and the goals; no weights are read and nothing is fitted.
+    """The possible replacements of each layer, what each would save, and the goals; nothing is read or fitted.
 
     text: that replacements are fitted to, or one of its size. axis: the cost of the frontier. limits: of costs.
     """
@@ -179,7 +179,7 @@ def check_goals(
     keep: Sequence[int],
     length: int,
 ) -> None:
-    """Raises ConfigError for goals that no choice meets, before the text is read, unless it decides what there is.
+    """Raises ConfigError for goals that no choice meets, before the text is read, unless choices depend on it.
 
     text: of the text's size. length: of its sequences.
     """
@@ -242,7 +242,7 @@ class Search(Plan):
 
     @cached_property
     def checking(self) -> Evaluator:
-        """On the text that no score read."""
+        """On the text that no score used."""
         return Evaluator(self.weights, self.check, self.given.folder, self.scoring.model)
 
     @cached_property
@@ -251,7 +251,7 @@ class Search(Plan):
         return read_json_file(path) if path.is_file() else {}
 
     def _once(self, key: str, measure: Callable[[], Iterable[float]]) -> FloatArray:
-        """A measurement, read from the folder if it was made."""
+        """A measurement, read from the folder if it is there."""
         if key not in self._measured:
             self._measured[key] = [float(value) for value in measure()]
             write_json_file(self.given.folder / "evaluations.json", self._measured)
@@ -259,7 +259,7 @@ class Search(Plan):
         return values
 
     def kl(self, choice: Choice, on_check: bool = False) -> FloatArray:
-        """KL by sequence of a whole model, on the text of the scores or the one of the checks."""
+        """KL by sequence of a whole model, on the text of the scores or of the checks."""
         items, evaluator = [self.items[item] for item in choice], self.checking if on_check else self.scoring
         key = f"{'check' if on_check else 'score'} {' '.join(map(str, choice))}"
         return self._once(key, lambda: evaluator.divergence(items))
@@ -313,7 +313,7 @@ class Search(Plan):
         return flat.reshape(-1, 2)
 
     def value(self, goal: Goal, choice: Choice) -> float:
-        """What a whole model has of a measured goal, in the unit of its limit."""
+        """A whole model's value for a measured goal, in the unit of its limit."""
         if goal.name == "quality":
             return self.added_bits(choice)
         if goal.name == "recall":
@@ -326,7 +326,7 @@ class Search(Plan):
         return float(np.median(after / before))
 
     def meets(self, choice: Choice, budget: float) -> bool:
-        """Whether a whole model is within all measured goals; it is told among the choices that were tried."""
+        """Whether a whole model meets all measured goals; it is recorded among the tried choices."""
         measured, missed = dict[str, str](), ""
         for goal in self.measured_goals:
             value = self.value(goal, choice)
@@ -343,7 +343,7 @@ class Search(Plan):
         return not missed
 
     def _check_recall(self) -> None:
-        """Raises ConfigError if MODEL does not clearly recall more than it guesses: a share of that says nothing."""
+        """Raises ConfigError if MODEL's recall is not clearly above guessing: a share of it would mean nothing."""
         for goal in self.measured_goals:
             if goal.name == "recall":
                 found = self.recall(())
@@ -401,7 +401,7 @@ class Search(Plan):
             takes, given = format_seconds(left), format_seconds(budget.remaining)
             raise ConfigError(
                 f"--budget: leaves {given}, and the search takes about {takes} more; give more time, fewer "
-                "alternatives with --only, or fewer --calibration-tokens; what was fitted is kept"
+                "alternatives with --only, or fewer --calibration-tokens; finished fits are kept"
             )
         return left
 
@@ -438,7 +438,9 @@ class Search(Plan):
         good = [each for each in candidates if self.meets(each, budget)]
         chosen = min(good, key=lambda choice: (float(self.kl(choice, True).mean()), choice))
         if not chosen:
-            raise ConfigError("--search: the best that meets the goals is the model as it is; ask for a smaller cost")
+            raise ConfigError(
+                "--search: the best choice that meets the goals is MODEL unchanged; ask for a smaller cost"
+            )
         measured = [self._measure(table, chosen, name, choice) for choice, name in candidates.items()]
         others = self._baselines(table, limits)
         second = None
@@ -518,10 +520,7 @@ class Search(Plan):
         return {name: limit for name, limit in self.limits.items() if name != self.axis}
 
     def _walk(self, table: ScoreTable, points: Sequence[tuple[float, Solution]]) -> tuple[dict[str, float], Choice]:
-        """The limits with a budget of the axis whose best choice meets the measured goals, and that choice.
-
-        The least budget; for a goal of speed alone the largest, whose choice adds the least KL.
-        """
+        """The limits with the budget of the axis whose best choice meets the measured goals, and that choice."""
         total = self.totals[self.axis]
         most = self.limits.get(self.axis, math.inf) / total + SLACK
         possible = [(share, found.choice) for share, found in points if share <= most]
@@ -542,7 +541,7 @@ class Search(Plan):
         return {**self.limits, self.axis: budget * total}, choice
 
     def _why_none(self) -> str:
-        """A sentence on the goals that no choice of the frontier meets."""
+        """A sentence on goals that no choice of the frontier meets."""
         for goal, values in self._values.items():
             if values and not any(map(goal.is_met, values)):
                 best = goal.show(min(values) if goal.name == "quality" else max(values))
@@ -564,7 +563,7 @@ class Search(Plan):
         return found
 
     def _baselines(self, table: ScoreTable, limits: Mapping[str, float]) -> dict[str, Choice]:
-        """What else could be chosen: greedily, one kind evenly or by restoring layers, the best random choice."""
+        """The baselines: a greedy choice, one kind spread evenly or by restoring layers, and the best random choice."""
         found: dict[str, Choice | None] = {"greedy on the scores": greedy(table, limits)}
         for target in self.targets:
             found[f"{target}, evenly placed"] = even = single_kind(table, limits, target)
@@ -589,13 +588,13 @@ class Search(Plan):
         return single_kind(table, limits, target, [table.layers[item] for item in order])
 
     def _second(self, table: ScoreTable, limits: Mapping[str, float]) -> tuple[SecondText, Choice]:
-        """The same scores and budgets on the second text: what is best there, and how far the scores agree."""
+        """The same scores and budgets on the second text: its best choice, and how well the scores agree."""
         text = self.given.second
         assert text is not None
         print_status(f"search: again on {text.name}")
         other = Search(replace(self.given, text=text, second=None, folder=self.given.folder / "second"))
         if [item.file_name for item in other.items] != [item.file_name for item in self.items]:
-            raise ConfigError("--second-data: makes other alternatives; give those of --only with their sizes")
+            raise ConfigError("--second-data: leads to other alternatives; name them by --only, with their sizes")
         other.measured_goals = []  # only scores are compared
         vars(other)["scoring"] = Evaluator(self.weights, other.score, other.given.folder, self.scoring.model)
         _, scores = other.scores()

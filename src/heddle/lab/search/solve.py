@@ -1,4 +1,4 @@
-"""Choose what each layer becomes under budgets: minimize added KL, a quadratic form of the choices.
+"""Choose a replacement for each layer within budgets: minimize the added KL, a quadratic form of the choices.
 
 KL(choice) ≈ Σ_a KL_a + Σ_{a<b} G_ab over the chosen replacements, where KL_a is measured with a alone and
 G = E_tokens[Cov_p(D_a, D_b)] is the Gram matrix of their changes of the logits in the Fisher metric: to second order,
@@ -25,11 +25,11 @@ SOLVE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """What a solver needs of the replacements, each of one layer.
+    """The replacements, each of one layer, as a solver needs them.
 
-    layers: of each replacement [m]. names: what it is. kl: alone, in nats per token [m]. gram: [m, m]. costs: what each
-    adds to a cost (below 0: saves) [m] by the cost's name; totals: of the model as it is. needs: the layers that must
-    stay as they are for a replacement.
+    layers: of each replacement [m]. names: its target. kl: alone, in nats per token [m]. gram: [m, m]. costs: what each
+    adds to a cost (below 0: saves) [m] by the cost's name; totals: the model's without replacements. needs: the layers
+    that must stay unchanged for a replacement.
     """
 
     depth: int
@@ -151,7 +151,7 @@ def frontier(
 ) -> list[tuple[float, Solution]]:
     """The best choice at each share of a cost, descending shares; shares that no choice meets are left out.
 
-    limits: of the other costs. A choice that was better at a smaller share stands at the larger ones, too, so the
+    limits: of the other costs. A choice that was better at a smaller share is also used at larger ones, so the
     predicted KL never rises with the budget, whatever the solver's time.
     """
     points: list[tuple[float, Solution]] = []
@@ -166,9 +166,9 @@ def frontier(
 
 
 def greedy(table: ScoreTable, limits: Mapping[str, float]) -> Choice | None:
-    """From the model as it is, again and again the change of one layer that costs least KL for what it saves.
+    """Repeatedly replace the layer that adds the least KL for what it saves, by the single scores.
 
-    By the single scores. None if it ends above the limits.
+    None if that ends above the limits.
     """
     choice: Choice = ()
     while (excess := table.excess(choice, limits)) > SLACK:
@@ -205,7 +205,7 @@ def single_kind(
 def random_choice(
     table: ScoreTable, limits: Mapping[str, float], generator: np.random.Generator, tries: int = 10_000
 ) -> Choice | None:
-    """A choice within limits, each as likely as any other; None if none is drawn in so many tries."""
+    """A choice within limits, each as likely as any other; None if no draw is within them."""
     options = [[None, *table.of_layer(layer)] for layer in range(table.depth)]
     for _ in range(tries):
         drawn = [own[generator.integers(len(own))] for own in options]

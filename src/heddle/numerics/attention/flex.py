@@ -76,7 +76,8 @@ _by_sdpa = ContextVar("flex_attention_by_sdpa", default=False)
 def by_sdpa() -> Iterator[None]:
     """Within the block, FlexAttention is torch's plain attention over as many keys as a query sees on average.
 
-    For fake tensors of a CPU, with gradients, which FlexAttention refuses: as much is saved and as many pairs count.
+    It stands in for FlexAttention, which refuses fake CPU tensors with gradients: saved memory and counted pairs are
+    equal.
     """
     token = _by_sdpa.set(True)
     try:

@@ -57,7 +57,7 @@ def householder_products(
 ) -> HouseholderProducts:
     """q [B, H, T, d], scaled, k and w [B, G, S, d], beta [B, G, S]. positions, segment_ids: of the keys, [B, S].
 
-    Later keys of a document have later places. At no position, −1, w is zero.
+    Later keys of a document have higher indices. At padding (position −1) w is zero.
     """
     size = min(BLOCK, max(1, k.shape[2]))
     blocks = max(1, -(-k.shape[2] // size))

@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 class Blocks(NamedTuple):
     """The blocks of a mask's keys. of_key: int64 [B, S]. numbers: position // block of each block, int64 [B, blocks].
 
-    In each row blocks are in the order of their documents and positions. Those that no key is in have the number −1.
+    In each row blocks are in the order of their documents and positions. Blocks without a key have the number −1.
     """
 
     of_key: Tensor
@@ -68,7 +68,7 @@ class Blocks(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """Blocks with one pooled key each: which of them queries see, and the one of each key, int64 [B, S]; −1: none."""
+    """Blocks with one pooled key each: which blocks queries see, and the block of each key, int64 [B, S]; −1: none."""
 
     mask: AttentionMask
     of_key: Tensor
@@ -176,7 +176,7 @@ def blocks_of(mask: AttentionMask, block: int) -> Blocks:
 def _query_tiles(q: Tensor, per_query: int) -> Iterator[slice]:
     """Ranges of queries, each of which has `per_query` scores. A traced graph has one, so that it serves any length.
 
-    One on the meta device, which has no scores. Yields once for a call without tokens.
+    On the meta device, which has no scores, and for a call without tokens there is a single range.
     """
     queries = q.shape[2]
     if is_compiling() or q.is_meta:

@@ -30,8 +30,8 @@ class AttentionMask:
     may_have_padding: some key slots may be padding or unused. Their contents must not reach any result.
     selected: bool [B, N, T, S], the keys that an indexer selected for each query, at most `most_selected` of the
     visible ones; entry n is for the n-th of N equal shares of the heads. None: all visible keys.
-    chunk: the width of the chunks that the segment ids tell apart. None: they are of documents alone.
-    pair_count: the number of visible pairs of a row, where the keys are no tokens that follow each other.
+    chunk: the width of the chunks that the segment ids tell apart. None: they separate documents only.
+    pair_count: the number of visible pairs of a row, where keys are not consecutive tokens.
     adjacent: T = S, queries and keys are the same tokens, and the documents of a row lie next to each other.
     """
 

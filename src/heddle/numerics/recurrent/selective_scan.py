@@ -3,9 +3,9 @@
     S_t = exp(Δ_t A) ⊙ S_{t−1} + Δ_t k_t v_tᵀ,   y_t = S_tᵀ q_t + D v_t,   S [d_k, d_v], A [d_k] < 0
 
 q, k and v are the paper's C, B and x. A head is a channel there, d_v is 1, and all heads share q and k. No product of
-matrices replaces the states, so they are computed, in log T steps: two neighbors are one token of half as many. Factors
-are exponentials of Δ A ≤ 0 and their products, so nothing overflows. States are kept for a stretch of tokens at a time,
-and computed again in the backward pass. Everything is in at least float32.
+matrices replaces the states, so they are computed, in log T steps, each of which merges neighboring tokens in pairs.
+Factors are exponentials of Δ A ≤ 0 and their products, so nothing overflows. States are kept for a stretch of tokens at
+a time, and computed again in the backward pass. Everything is in at least float32.
 
 Where the states are the output, `h_t = α_t h_{t−1} + g_t v_t` for each channel, `diagonal_recurrence` computes them the
 same way.
@@ -74,7 +74,7 @@ def _step(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 def _by_halves(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
     """Decays and additions [T, ...], and the state before them -> all states [T, ...].
 
-    Every two neighbors are one token for half as many; those give the states before the first of each two.
+    Neighbors are merged in pairs; the same recurrence over the pairs gives the state before each pair.
     """
     length = len(decay)
     if length == 1:
@@ -109,7 +109,7 @@ class _States(torch.autograd.Function):
 def _stretch(
     q: Tensor, k: Tensor, v: Tensor, time_step: Tensor, rate: Tensor, starts: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Some tokens, which come first: q, k [T, B, G, d_k], v [T, B, G, R, d_v], Δ [T, B, G, R], A [G, d_k, R].
+    """Consecutive tokens, first dim: q, k [T, B, G, d_k], v [T, B, G, R, d_v], Δ [T, B, G, R], A [G, d_k, R].
 
     starts: bool [T, B], whether a new document begins. state [B, G, d_k, R, d_v].
     """
@@ -128,7 +128,7 @@ def _document_starts(ids: Tensor | None) -> Tensor | None:
 
 
 def _scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Stretch by stretch; each keeps its inputs alone for the backward pass."""
+    """Stretch by stretch; only the inputs of each are saved for the backward pass."""
     stretch = max(LEAST_TOKENS, STRETCH.on(inputs.v) // max(1, state.numel()))
     if inputs.v.is_meta and not torch.is_grad_enabled():  # a size is asked for, and shapes take no memory
         stretch = inputs.v.shape[2]

@@ -91,8 +91,8 @@ class Feedforward(nn.Module, ABC):
     """Maps each token on its own, or with the few before it. The layout tells which tokens are padding.
 
     window: how many tokens a token depends on, itself included; if it is more than 1, the feed-forward has a state.
-    dilation: of these, a token depends on the input x of every so many; on the ids of all, if it reads ids.
-    input_projections, fast_graph: as in `Mixer`. convolutions: those of its hidden channels, if it has any.
+    dilation: the distance between tokens of the window from which it reads x; it reads the ids of all of them.
+    input_projections, fast_graph: as in `Mixer`. convolutions: the short convolutions of its hidden channels, if any.
     """
 
     window: int = 1

@@ -6,8 +6,8 @@ With multipliers it is `m · down(f(g · gate(x)) ⊙ up(x))` (Falcon-H1, 2025).
 gate(x) and up(x).
 
 With `sparsity` s the activation reads relu(g − mean g − Φ⁻¹(s) std g) in place of the gate g, over the hidden channels
-of a token: of normally distributed ones the share s becomes 0 (Gemma 3n, 2025). Φ⁻¹ is that of float32, as published.
-All channels are still computed, so no time is saved.
+of a token: if g is normally distributed, a share s becomes 0 (Gemma 3n, 2025). Φ⁻¹ is computed in float32, as
+published. All channels are still computed, so no time is saved.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class GatedConfig(FeedforwardConfig):
 
     @classmethod
     def fields_of_alias(cls, alias: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The activation of the name."""
+        """The activation that an alias, such as `swiglu`, stands for."""
         activation = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}[alias]
         return with_implied(alias, fields, "activation", activation)
 

@@ -77,7 +77,8 @@ class RouterTrunk(SelfInitialized):
 class Router(SelfInitialized):
     """The logits of the experts. `expert_bias` is added only where experts are selected and gets no gradient.
 
-    With a trunk the logits are those of its output. The first dimension of the router's own parameters is the expert.
+    With a trunk, the logits are computed from its output. The first dimension of the router's own parameters is the
+    expert.
     """
 
     matrix_parameters = ("weight",)
@@ -457,7 +458,7 @@ class MoE(Feedforward):
 
     @property
     def inactive_parameters(self) -> int:
-        """The parameters of the experts that are not chosen for a token."""
+        """Number of parameters in the experts that are not chosen for a token."""
         per_expert = sum(weight[0].numel() for weight in self.expert_info.weights)
         return (self.config.experts - self.routing_config.top_k) * per_expert
 

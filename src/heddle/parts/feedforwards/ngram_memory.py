@@ -5,8 +5,8 @@
     y_t = m_t + SiLU(Σ_s w_s ⊙ N(m_{t − s·order})),   s from 0 to conv_kernel − 1, within t's document
 
 h_j = (⊕_i a_i token_{t−i}) mod p_j: ⊕ is bitwise xor; `hash_seed` and `index` give the odd a_i; p_j is a prime of its
-own, `slots` or more. Before a document's first token stands `fill`. As the feed-forward of a layer without a mixer it
-is Qwen4's, whose norm of queries is then the layer's.
+own, `slots` or more. Before a document's first token, `fill` is read. Qwen4 uses it as the feed-forward of a layer
+without a mixer; the layer's norm is then its norm of queries.
 """
 
 from collections.abc import Sequence
@@ -163,7 +163,7 @@ class NGramMemory(Feedforward):
 
     @property
     def inactive_parameters(self) -> int:
-        """The vectors that a token does not look up."""
+        """Number of elements in the vectors that a token does not look up."""
         return (self.tables.weight.shape[0] - self.config.hashes) * self.config.dim
 
     def init_state(self, spec: StateSpec) -> NGramState:

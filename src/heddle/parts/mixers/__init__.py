@@ -116,7 +116,7 @@ class Mixer(nn.Module, ABC):
     """Maps x [B, T, width] to the same shape; each token depends on the tokens that it may see.
 
     window: how many tokens a token sees, itself included (causal), or how many to each side (bidirectional). None: all.
-    chunked: whether the window is a chunk: a token sees those of its own ⌊position / window⌋ alone.
+    chunked: whether the window is a chunk: a token sees only tokens with its own ⌊position / window⌋.
     beyond_window: how many more earlier tokens it depends on, through its own short convolutions.
     causal: whether later tokens are hidden. A mixer that is not causal has no state.
     encoder_width: the width of the encoder output that it reads; None: it reads none.
@@ -124,7 +124,7 @@ class Mixer(nn.Module, ABC):
     input_projections: names of the projections that read x, if nothing else reads it; some may be absent. None: not
     stated. uses_layer_index: whether its formula depends on the layer index. absolute_positions: whether it depends on
     positions themselves, not only on their differences.
-    fast_graph: whether torch's compiler makes a graph of it for a CPU in which it is fast.
+    fast_graph: whether torch.compile makes it faster on a CPU.
 
     kv_source: index of the layer whose `kv_read` it reads. value_source: index of the layer whose values it adds
     to its own. kv_target: index under which it hands over its own (`Layout.handed_over`). The model sets these three.

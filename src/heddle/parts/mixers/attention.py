@@ -30,8 +30,8 @@ norm and no weight (Gemma 3n, 2025), before `value_residual` mixes them.
 
 `short_convolution` of q, k and v convolves the projections, before any norm and rotation (Canon-B; Inkling's k and v).
 
-With `forget` the score of query i and key j gets Σ_l log sigmoid(W_f x_l + b_f), the sum over the tokens l after j up
-to i, so that each head forgets by what it reads (forgetting attention, FoX, Lin et al. 2025, arXiv 2503.02130). The
+With `forget`, Σ_l log sigmoid(W_f x_l + b_f) over the tokens l after j up to i is added to the score of query i and key
+j: each head forgets depending on what it reads (forgetting attention, FoX, Lin et al. 2025, arXiv 2503.02130). The
 state has the log of the gate of each token and query head, in at least float32.
 
 With `relative_dim` and `relative_extent` e each query head adds to the score of the key d < e tokens back element d of
@@ -298,19 +298,20 @@ class AttentionConfig(MixerConfig):
         return () if self.window is None else (self.window,)
 
     def with_window(self, window: int) -> Self:
-        """The same config with this window, or the smaller one that it has. Chunks stay as they are."""
+        """The same config with this window, or its own if that is smaller. Chunks are unchanged."""
         return self if self.chunked else self.replace(window=min(self.window or window, window))
 
     def build(self, context: BuildContext) -> "Attention":
         """Build the module.
 
         Raises DesignError if width is not divisible by heads and head_dim is not given, if values have one dim, of
-        which `exclusive` and `value_norm` leave nothing or a sign, or if `k_eq_v` needs the width of keys for values.
+        which `exclusive` would leave nothing and `value_norm` a sign, or if `k_eq_v` needs the width of keys for
+        values.
         """
         dim = context.head_dim(self.heads, self.head_dim)
         value_dim = self.value_dim or dim
         if self.k_eq_v and value_dim != dim:
-            raise DesignError("value_dim", f"{value_dim} is not head_dim = {dim}, but k_eq_v makes values of keys")
+            raise DesignError("value_dim", f"{value_dim} is not head_dim = {dim}, but k_eq_v uses keys as values")
         if self.value_norm:
             check_norm_width("value_norm", value_dim)
         if self.exclusive and value_dim == 1:
@@ -420,7 +421,7 @@ class Attention(SelfInitialized, Mixer):
         return max(0, earlier - (window - 1 if self.causal else window))
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Normal sinks, and λ of one half. The projections initialize themselves."""
+        """Sinks are normal, λ₁ and λ₂ are 0.5. The projections initialize themselves."""
         if self.sink is not None:
             fill_normal(self.sink, std, draws("sink"))
         if self.value_mix is not None:
@@ -441,7 +442,7 @@ class Attention(SelfInitialized, Mixer):
 
     @property
     def logit_rows(self) -> Sequence[LogitRows] | str:
-        """q and k of each head alike; q alone where others read the keys: more heads, a later layer, the values."""
+        """q and k of each head equally; q alone if its keys also serve other heads, a later layer or the values."""
         if self.qk_norm is not None:
             return f"has norms of q and k (qk_norm {self.qk_norm}), which undo a factor of their weights"
         if self.qkv_clip is not None:

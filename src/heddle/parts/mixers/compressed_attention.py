@@ -4,23 +4,23 @@
     entry(b) = R_bm(N(Σ_j softmax_j(W_g x_j + B_j) ⊙ W_p x_j)),   over the m = `compress_ratio` tokens j of block b
     y_h = R⁻¹(softmax(q_h [k of the window ; entries]ᵀ / sqrt(d) ; sink_h)[:-1] [k of the window ; entries])
 
-Keys are values, of one head for all queries. R rotates the last `rope_dim` dims of a head, an entry by the position of
-its block's first token, and the output back by the query's position. B is learned, a vector for each place in a block.
-Block b has the tokens at positions b·m … (b + 1)·m − 1 of a document. Its entry exists once the document has all of
-them, and queries from the last of them on see it.
+Keys and values are equal, with one head for all queries. R rotates the last `rope_dim` dims of a head, an entry by the
+position of its block's first token, and the output back by the query's position. B is learned, a vector for each place
+in a block. Block b has the tokens at positions b·m … (b + 1)·m − 1 of a document. Its entry exists once the document
+has all of them, and queries from the last of them on see it.
 
-With `overlap` an entry also pools what the document has of the block before, by a second W_p, W_g and B: 2m tokens
+With `overlap` an entry also pools the block before, if the document has one, by a second W_p, W_g and B: 2m tokens
 every m. With `top_k` a query sees the entries of the `top_k` highest scores among those that exist, by an index over
 entries of its own, pooled in the same way:
 
     score(i, b) = Σ_h w_h(i) · relu(R(W_h l_i) · index_entry(b)),   w = W_w x / sqrt(index_heads · index_head_dim)
 
 Scores of 0 are frequent: of equal scores the first blocks win. The selection has no gradient. In training the index
-learns from its own loss alone, as the `indexer` of other mixers does, and passes no gradient on.
+learns only from its own loss, as the `indexer` of other mixers does, and passes no gradient on.
 
 `csa` (compressed sparse attention) is overlap with an index, and blocks of 4 tokens by default; `hca` (heavily
-compressed attention) has blocks of 128. Without `compress_ratio` there is the window alone. With `groups` the output
-projection has rank `out_rank` in each of as many groups of heads.
+compressed attention) has blocks of 128. Without `compress_ratio` only the window is attended to. With `groups`, each
+group of heads has its own output projection of rank `out_rank`.
 
 The state has the keys of the window, the entries, and what the tokens of unfinished blocks, and with `overlap` of the
 block before, will add to entries. All pairs are computed and then masked; FLOPs count those that are seen.
@@ -98,7 +98,7 @@ class CompressedAttentionConfig(MixerConfig):
                 refuse(missing[0], f"is missing; give {' and '.join(names)} together, or none of them")
         for name, is_there in (("overlap", self.overlap), ("top_k", self.top_k is not None)):
             if is_there and self.compress_ratio is None:
-                refuse(name, "is about entries of blocks, but there are none; give compress_ratio, or leave it out")
+                refuse(name, "is for entries of blocks, but there are none; give compress_ratio, or leave it out")
         if self.index_loss is not None and self.top_k is None:
             refuse("index_loss", "does nothing without an index; give top_k, or leave it out")
         if self.compress_ratio is not None and self.window < self.compress_ratio - 1:
@@ -176,7 +176,7 @@ class CompressedCache(BlockCache):
 class BlockPool(SelfInitialized):
     """What blocks of `ratio` tokens pool of each token, the gates, B [ratio, series, dim], and the norm of entries.
 
-    Of two series the first is for the entry of the next block, the last for that of the token's own.
+    Of two series, the first is for the entry of the next block, the second for the entry of the token's own block.
     """
 
     def __init__(self, width: int, ratio: int, series: int, dim: int, context: BuildContext) -> None:
@@ -259,13 +259,13 @@ class CompressedAttention(SelfInitialized, Mixer):
                 raise DesignError("position", f"{reason}; use rope, without a scaling that depends on the length")
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Normal sinks. What is within the mixer initializes itself."""
+        """Sinks are normal. Submodules initialize themselves."""
         if self.sink is not None:
             fill_normal(self.sink, std, draws("sink"))
 
     @property
     def logit_rows(self) -> str:
-        """Its logits do not follow weights."""
+        """Its logits do not depend on the scale of its weights."""
         return "has norms of queries and keys, which undo a factor of their weights"
 
     @property
@@ -377,7 +377,7 @@ class CompressedAttention(SelfInitialized, Mixer):
         return selected
 
     def _pairs(self, layout: Layout, most: int | None) -> int | None:
-        """Pairs of a query and a key that it sees: those of the window, and `most` entries for each query."""
+        """Pairs of a query and a visible key: in the window, and up to `most` entries for each query."""
         if not counts_flops():
             return None
         assert self.ratio is not None

@@ -86,7 +86,7 @@ class DifferentialAttentionConfig(MixerConfig):
         return () if self.window is None else (self.window,)
 
     def with_window(self, window: int) -> Self:
-        """The same config with this window, or the smaller one that it has."""
+        """The same config with this window, or its own if that is smaller."""
         return self.replace(window=min(self.window or window, window))
 
     def head_shape(self, width: int) -> tuple[int, int]:

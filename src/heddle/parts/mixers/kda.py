@@ -58,7 +58,7 @@ class KDAConfig(MixerConfig):
     def _check(self) -> Self:
         check_preconditioned(self.preconditioned, self.negative_eigenvalues)
         if self.full_gates and self.gate_rank is not None:
-            refuse("gate_rank", "is of low-rank gates, but full_gates gives whole matrices; leave one out")
+            refuse("gate_rank", "is for low-rank gates, but full_gates makes them full-rank; leave one out")
         return self
 
     def resolved(self, context: BuildContext) -> Self:

@@ -75,7 +75,7 @@ class LatentAttentionConfig(MixerConfig):
             )
         queries = None if self.query_rank is None else self.query_norm or "rms"
         if self.norm_eps is not None and self.kv_norm == "none" and queries in (None, "none"):
-            refuse("norm_eps", "is of the norms of latents, but there are none; leave it out")
+            refuse("norm_eps", "is for the norms of latents, but there are none; leave it out")
         return self
 
     def resolved(self, context: BuildContext) -> Self:
@@ -93,7 +93,7 @@ class LatentAttentionConfig(MixerConfig):
 
     @property
     def reads_kv(self) -> bool:
-        """As `shared_index` says."""
+        """Whether `shared_index` is set."""
         return self.shared_index
 
     @property
@@ -169,7 +169,7 @@ class LatentAttention(Mixer):
 
     @property
     def logit_rows(self) -> Sequence[LogitRows]:
-        """As Kimi K2: q and k without rotation alike, the rotated q alone, since all heads share the rotated key."""
+        """As in Kimi K2: q and k equally in dims without rotation; q alone in rotated ones, where heads share a key."""
         queries = self.q if self.q_up is None else self.q_up
         assert queries is not None
         query_parts = [(self.nope_dim, 0.5), (self.rope_dim, 1.0)]

@@ -9,7 +9,7 @@
 
 A gate is one number for each head and token. Blocks count a document's own tokens. As in flash-linear-attention, the
 means stand for the paper's learned compression, and the branches share their keys and values, rotated before the means.
-The selection has no gradient: what is compressed trains it. The state has the keys and values of all tokens and of
+The selection has no gradient: the compressed branch trains it. The state has the keys and values of all tokens and of
 finished blocks. All pairs are computed and then masked, so that no time is saved; FLOPs count those attended to.
 """
 
@@ -118,7 +118,7 @@ class NativeSparseAttention(Mixer):
 
     @property
     def rings(self) -> tuple[int | None, ...]:
-        """All tokens, and those of a block that is not finished."""
+        """All tokens, and the tokens of an unfinished block."""
         return (None, self.block - 1)
 
     def init_state(self, spec: StateSpec) -> IndexedCache:

@@ -5,8 +5,8 @@
 
 w and β belong to a head of keys: query head h reads key head h // (heads / kv_heads). H reflects for β of 2 and erases
 along w for β of 1, so a score can follow a state that tokens change, such as a permutation. The cache has k, w, v and β
-of every token as they are, so no earlier key is written again; a step costs what attention of three times the width of
-keys costs.
+of every token unchanged, so no earlier key is rewritten; a step costs as much as attention with keys three times as
+wide.
 """
 
 from dataclasses import dataclass, replace

@@ -2,8 +2,8 @@
 
     S_t = γ_h S_{t−1} + k_t v_tᵀ,   y_t = norm_h(q_tᵀ S_t),   output W_out (y ⊙ act(W_g x))
 
-γ_h = 1 − 2^(−5−h) for head h = 0, 1, … unless given or learned. A rotary embedding may rotate q and k. The norm is the
-model's unless given, over each head with weights per head, or over all heads at once.
+γ_h = 1 − 2^(−5−h) for head h = 0, 1, … unless set or learned. A rotary embedding may rotate q and k. The norm, by
+default the model's, is over each head, with weights per head, or over all heads at once.
 
 Lightning attention (Qin et al. 2024; MiniMax 2025) has an activation of q, k and v, different rates, and one norm over
 all heads: `W_out (norm(y) ⊙ σ(W_g x))`.

@@ -158,7 +158,7 @@ class RGLRU(SelfInitialized, RecurrentMixer):
 
 
 def bounded_sqrt(x: Tensor) -> Tensor:
-    """√x for x ≥ 0, whose gradient is that of √x or STEEPEST, whichever is less."""
+    """√x for x ≥ 0, with a gradient of at most STEEPEST."""
     near = 0.25 * STEEPEST**-2  # here the gradient is STEEPEST
     line = x.detach().sqrt() + STEEPEST * (x - x.detach())
     return torch.where(x < near, line, x.clamp(min=near).sqrt())

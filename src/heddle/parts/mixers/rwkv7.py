@@ -152,7 +152,7 @@ class RWKV7(SelfInitialized, RecurrentMixer):
         return {"heads": self.heads, "value_dim": self.value_dim}
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Numbers around patterns over channels; the projections and the norm initialize themselves."""
+        """Patterns over channels, with noise; the projections and the norm initialize themselves."""
         channel = torch.arange(self.width, dtype=torch.float32, device="cpu") / self.width
         progress, left = self.layer / max(1, self.depth - 1), 1.0 - self.layer / self.depth
         shift = torch.cat([1.0 - channel ** (SHIFT_EXPONENTS[name] * left) for name in SHIFTED])

@@ -22,11 +22,11 @@ from heddle.parts.states import MixerState, StateSpec
 class CallBlocks(NamedTuple):
     """The blocks of a call's rows, each at the slot ⌊arrival of its last token / ratio⌋, which no other block has.
 
-    ends, segments: position and document of each block's last token, int64 [B, S]; −1: there is no block.
-    slots: those that the call may fill, int64 [B, n]; filled: bool [B, n], whether it does. last: which of the call's
-    tokens, padding not counted, ends the block, int64 [B, n]; 0 where none does. before: bool [B, n, ratio], which
-    tokens of the block before there are in the document. order: the call's tokens with padding last, int64 [B, T];
-    None without padding. layout: of the filled blocks, at the positions of their first tokens.
+    ends, segments: position and document of each block's last token, int64 [B, S]; −1: there is no block. slots: the
+    slots that the call may fill, int64 [B, n]; filled: bool [B, n], whether it does. last: which of the call's tokens,
+    padding not counted, ends the block, int64 [B, n]; 0 where none does. before: bool [B, n, ratio], which tokens of
+    the block before there are in the document. order: the call's tokens with padding last, int64 [B, T]; None without
+    padding. layout: of the filled blocks, at the positions of their first tokens.
     """
 
     ends: Tensor

@@ -15,7 +15,8 @@ attention selects by its own queries and keys (MoBA); with `block_score: attenti
 their mean weights in a softmax over the means of whole blocks (the selection of Native Sparse Attention, arXiv
 2502.11089, with means in the place of learned compressed keys, as in flash-linear-attention).
 
-With `pool` a block has one key, and queries score finished blocks alone; the keys of others are always attended to:
+With `pool` a block has one key, and queries score only finished blocks; the keys of unfinished ones are always attended
+to:
 
     mean: R(Norm(mean_j W_k x_j)) (Qwen4-Exp 2026)    gated: R(Σ_j softmax_j(W_g x_j + B_j) ⊙ Norm(W_k x_j)) (GLM-5.3)
 
@@ -119,10 +120,10 @@ class IndexerConfig(Config):
         if self.pool is not None and self.block == 1:
             refuse("pool", "does nothing for single keys; give block, or leave it out")
         if self.block_score == "attention" and self.heads is not None:
-            refuse("block_score", "attention is of the attention's own queries and keys; leave out heads and head_dim")
+            refuse("block_score", "attention uses the attention's own queries and keys; leave out heads and head_dim")
         for name in ("block_score", "local", "first") if self.pool is not None else ():
             if getattr(self, name) != type(self).model_fields[name].default:
-                refuse(name, "is about the keys of a block, of which pool leaves one; leave one of them out")
+                refuse(name, "needs several keys per block, but pool leaves one; leave one of them out")
         if self.per_head and not self.head_weights:
             refuse("head_weights", "does nothing with per_head, where each head selects on its own; leave it out")
         return self
@@ -134,7 +135,7 @@ class IndexerConfig(Config):
         """
         if self.pool is not None and (window is not None or not causal):
             what = "causal is false" if window is None else "a window hides parts of blocks"
-            raise DesignError("pool", f"is of blocks that are finished and whole, but {what}; leave one of them out")
+            raise DesignError("pool", f"needs finished, whole blocks, but {what}; leave one of them out")
         local = self.local if causal else max(0, 2 * self.local - 1)
         if local + self.first >= self.top_k:
             name, value = ("local", self.local) if self.local else ("first", self.first)

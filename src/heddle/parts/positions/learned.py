@@ -1,7 +1,7 @@
 """Learned absolute positions (GPT-2), added to the embedding: a table with one row per position.
 
-With `offset` the table begins with that many unused rows, as in RoBERTa (Liu et al. 2019), where the ids up to the
-padding token's have rows.
+With `offset` the table begins with that many unused rows, as in RoBERTa (Liu et al. 2019), which has a row for each id
+up to the padding token's.
 """
 
 from typing import Any

@@ -19,7 +19,8 @@ Branches = Mapping[str, Callable[[Tensor], Tensor]]  # "mixer" and "feedforward"
 class InitialScales(NamedTuple):
     """Factors of the initial standard deviation of projections.
 
-    values: of projections to a mixer's values and a feed-forward's hidden channels. outputs: of a branch's last one.
+    values: of projections to a mixer's values and a feed-forward's hidden channels. outputs: of a branch's last
+    projection.
     """
 
     values: float = 1.0

@@ -9,7 +9,7 @@ X [n, width] are the streams of a token. Each branch f has its own φ, b and α;
 
 X starts as n copies of the embedding, and the mean of the streams is normalized at the end. α and b are initialized to
 zero. Then R is 1/n, W is 1, all streams are equal, and the block equals pre-norm up to rounding; the first updates of α
-make the streams differ. (The paper initializes α to 0.01 and does not state b, for which the constants stand.)
+make the streams differ. (The paper initializes α to 0.01 and does not state b; the constants take its place.)
 
 With `gate_rank`, z norms each stream, W = 2σ(φz / n), R = σ(U silu(D z / n)) [n, width], and f reads mean(R ⊙ z).
 
@@ -48,8 +48,8 @@ class HyperConnectionsConfig(ResidualConfig):
     """`streams` is n; `iterations` of Sinkhorn–Knopp.
 
     `eps` is added to R and, in Sinkhorn's steps, to elements and sums; without `mixing`, to R and W. With `collapse:
-    weighted` the end has an R, before its norm; with `gate_rank` no norm follows. With `whole_bias` the constants
-    log(1/(n−1)) and 4·I are not added to b, which is drawn around them, by the design's std.
+    weighted` an R, before the final norm, combines the streams at the end; with `gate_rank` no norm follows. With
+    `whole_bias` the constants log(1/(n−1)) and 4·I are not added to b, which is drawn around them, by the design's std.
     """
 
     later_fields = (
@@ -72,13 +72,13 @@ class HyperConnectionsConfig(ResidualConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.mixing and self.iterations != type(self).model_fields["iterations"].default:
-            refuse("iterations", "is of Sinkhorn's steps, but mixing is false; leave it out")
+            refuse("iterations", "is for Sinkhorn's steps, but mixing is false; leave it out")
         if self.gate_rank is not None and self.mixing:
             refuse("gate_rank", "gates streams that are not mixed; set mixing to false, or leave it out")
         if self.gate_rank is not None and self.eps:
             refuse("eps", "is added to n weights, but gate_rank has gates in their place; leave it out")
         if self.gate_rank is not None and self.whole_bias:
-            refuse("whole_bias", "is of b, but gate_rank has gates without it; leave it out")
+            refuse("whole_bias", "is for b, but gate_rank has gates without b; leave it out")
         return self
 
     @property

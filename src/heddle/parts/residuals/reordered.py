@@ -38,11 +38,11 @@ class ReorderedConfig(FinalNormConfig):
             raise DesignError("norms_first", "names the mixers of all layers; choose residual kind pre_norm")
 
     def input_norm(self, branch: str, mixer: str) -> str | None:
-        """Each branch has one in the layers that `norms_first` names."""
+        """The branch's own norm, in the layers that `norms_first` names."""
         return f"norms.{branch}" if self._is_first(mixer) else None
 
     def output_norm(self, branch: str, mixer: str) -> str | None:
-        """Each branch has one in the other layers."""
+        """The branch's own norm, in the other layers."""
         return None if self._is_first(mixer) else f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "Reordered":

@@ -15,8 +15,8 @@ With `altup_streams` n there are n streams X [n, width], of which a layer F proc
     y = F(Y₁),   X ← Y + (1 + C m(y)) (y − Y₁)ᵀ
 
 X starts as the embedding x and E_i x, scaled to the root mean square of x. At the end the mean of X₁ and of D_i X_i,
-scaled to that of X₁, is normalized. What `embedding.per_layer` adds reads s ⊙ X₁, s [width] at first 0, and is added to
-all streams but the first.
+scaled to the root mean square of X₁, is normalized. The branch of `embedding.per_layer` reads s ⊙ X₁, with s [width] 0
+at first, and is added to all streams but the first.
 """
 
 import math
@@ -38,9 +38,9 @@ from heddle.parts.residuals import Branches, FinalNormConfig, Residual
 
 
 class SandwichConfig(FinalNormConfig):
-    """laurel_rank: of the learned residual of a layer's first branch. altup_streams: n of alternating updates.
+    """laurel_rank: rank of the learned residual of a layer's first branch. altup_streams: n, for alternating updates.
 
-    multiplier: of every branch's output, after its norm (HyperCLOVA X, 2025).
+    multiplier: factor of every branch's output, after its norm (HyperCLOVA X, 2025).
     """
 
     later_fields = (*FinalNormConfig.later_fields, "laurel_rank", "altup_streams", "multiplier")
@@ -61,7 +61,7 @@ class SandwichConfig(FinalNormConfig):
 
     @property
     def keeps_stream(self) -> bool:
-        """True without both."""
+        """True without learned residuals and alternating updates."""
         return self.laurel_rank is None and self.altup_streams is None
 
     def build_expansion(self, width: int) -> nn.Module | None:

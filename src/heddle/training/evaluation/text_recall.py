@@ -74,7 +74,7 @@ class TextRecall:
 
     @cached_property
     def row_length(self) -> int:
-        """Return the input tokens of a row, at most those of the longest document; 0 if that is too short."""
+        """Return the input tokens of a row, at most the longest document's; 0 if that is too short."""
         longest = int(self._document_lengths.max(initial=0)) - 2  # the end token and the last target
         length = min(self.sequence_length, longest)
         return length if length >= MIN_ROW_TOKENS else 0
@@ -197,8 +197,8 @@ def score_text_recall(
 ) -> TextRecallScores:
     """Return the scores of a model; empty ones where documents are too short. Each row is read once.
 
-    advance: called with the number of rows of each batch that was read. begun: the scores of the first batches, to
-    which the others are added.
+    advance: called with the number of rows of each batch that was read. begun: scores of the first batches from an
+    earlier call; the rest is added to them.
     """
     scores = begun or TextRecallScores([], [], [])
     if not text.row_length:
