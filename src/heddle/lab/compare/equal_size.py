@@ -148,8 +148,9 @@ def _scaling_choice(mixer: MixerConfig, width: int) -> int | None:
     """The number of the first choice that, for a factor of 2 or a half, changes a long sequence's state by half."""
     values = {name: getattr(mixer, name) for name in type(mixer).model_fields}
     size = _state_size(mixer, width)
-    for pair in zip(*(enumerate(_choices(mixer, values, factor, width)) for factor in (2.0, 0.5)), strict=True):
-        for number, changes in pair:
+    pairs = zip(_choices(mixer, values, 2.0, width), _choices(mixer, values, 0.5, width), strict=True)
+    for number, pair in enumerate(pairs):
+        for changes in pair:
             try:
                 changed = _state_size(mixer.replace(**changes), width)
             except ConfigError:  # it allows no such value
